@@ -1,0 +1,127 @@
+"""Learned head gates: training finds out which heads a task needs ("Analyzing Multi-Head Self-Attention", 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from math import log
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
+from collab_compress.attention.install import HeadCall
+from collab_compress.errors import HeadError
+from collab_compress.heads.alphas import MixedProjection
+from collab_compress.heads.hooks import HeadHooks
+from collab_compress.heads.sharding import refuse_sharded
+
+STRETCH = (-0.1, 1.1)  # γ and ζ, so that a gate is 0 or 1 with a probability above 0
+TEMPERATURE = 0.33  # β
+
+
+class HeadGates(HeadHooks):
+    r"""Multiply the output of each head by a learned gate, of which a penalty closes those that the task spares.
+
+    In training each gate is drawn from the hard concrete distribution for each sequence, with u uniform,
+
+    $$g = \operatorname{clamp}\Big((\zeta - \gamma) \, \sigma\Big(\frac{\ln u - \ln(1 - u) + \ln\alpha}{\beta}\Big)
+      + \gamma, \; 0, \; 1\Big)$$
+
+    (Louizos et al., "Learning Sparse Neural Networks through L0 Regularization", 2018, equations 10–13; Voita et
+    al., "Analyzing Multi-Head Self-Attention", 2019, section 5.1). In evaluation u is 1/2 and β is 1. A module that
+    serves several layers (ALBERT) has one gate a head for all of them.
+
+        gates = HeadGates(model)
+        optimizer.add_param_group({"params": gates.parameters(), "lr": 0.05})
+        (model(**batch).loss + 0.01 * gates.penalty()).backward()
+        ...
+        closed = gates.closed()
+        gates.fold_()  # the model now computes without gates what it computed with them
+        prune_heads_(model, closed)
+
+    Args:
+        model: stock or edited; attention runs as `eager` or `sdpa`.
+        kinds: kinds of attention.
+        start: ln α at the beginning; at 2 a gate is open with a probability of 0.94.
+
+    Raises:
+        UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+    """
+
+    def __init__(self, model: PreTrainedModel, kinds: Collection[Kind] = KINDS, start: float = 2.0) -> None:
+        self._model = model
+        sites = find_attention(model, FAMILIES, kinds=kinds)
+        self.log_alphas = {
+            site.name: nn.Parameter(
+                torch.full((site.heads,), start, device=site.part(site.family.output).weight.device)
+            )
+            for site in sites
+        }
+        self._add(sites)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return ln α of each module, (H,), for an optimizer; they are not parameters of the model."""
+        return list(self.log_alphas.values())
+
+    def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
+        """Gate the heads of outputs (B, T, H, dv)."""
+        log_alpha = self.log_alphas[self._sites[call.module].name].to(outputs.device)
+        if not call.module.training:
+            return outputs * _gate(log_alpha).to(outputs.dtype)[:, None]
+        draws = torch.rand(outputs.shape[0], outputs.shape[2], device=outputs.device).clamp(1e-6, 1 - 1e-6)
+        gates = _gate((draws.logit() + log_alpha) / TEMPERATURE)  # (B, H)
+        return outputs * gates.to(outputs.dtype)[:, None, :, None]
+
+    def penalty(self) -> Tensor:
+        """Return the expected number of heads whose gate is not 0 in training, Σ σ(ln α − β ln(−γ/ζ))."""
+        shift = TEMPERATURE * log(-STRETCH[0] / STRETCH[1])
+        probabilities = [(log_alpha - shift).sigmoid().sum() for log_alpha in self.parameters()]
+        return torch.stack([value.to(probabilities[0].device) for value in probabilities]).sum()
+
+    def values(self) -> dict[str, Tensor]:
+        """Return the gates of evaluation: module path → (H,), from 0 to 1."""
+        return {name: _gate(log_alpha.detach()) for name, log_alpha in self.log_alphas.items()}
+
+    def closed(self) -> dict[str, list[int]]:
+        """Return the heads whose gate is 0 in evaluation: module path → heads; modules without any are left out."""
+        closed = {name: (gates == 0).nonzero().flatten().tolist() for name, gates in self.values().items()}
+        return {name: heads for name, heads in closed.items() if heads}
+
+    def fold_(self) -> None:
+        """Multiply the gates of evaluation into the output projections, in place, and remove them from the model.
+
+        Raises:
+            HeadError: an output projection is wrapped or quantized, or the model is sharded.
+        """
+        refuse_sharded(self._model, "fold_")
+        columns = [(site.name, *_columns(site)) for site in self._sites.values()]  # refuses before anything changes
+        values = self.values()
+        with torch.no_grad():
+            for name, weight, sizes in columns:
+                gates = values[name].to(weight.device, weight.dtype)
+                weight.mul_(gates.repeat_interleave(torch.tensor(sizes, device=weight.device)))
+        self.remove()
+
+
+def _gate(logits: Tensor) -> Tensor:
+    low, high = STRETCH
+    return (logits.sigmoid() * (high - low) + low).clamp(0, 1)
+
+
+def _columns(site: AttentionSite) -> tuple[Tensor, list[int]]:
+    """Return a view (D, Σ sizes) of the weight that reads a module's heads, and how many columns each head has."""
+    projection: Any = site.part(site.family.output)
+    if isinstance(projection, MixedProjection):
+        return projection.alphas, [1] * site.heads
+    if type(projection) not in (nn.Linear, Conv1D) or not projection.weight.is_floating_point():
+        kind = type(projection)
+        raise HeadError(
+            f"{site.path(site.family.output)}: got {kind.__module__}.{kind.__qualname__}, expected a plain "
+            "torch.nn.Linear of floats; merge adapters and undo quantization first"
+        )
+    weight = projection.weight.T if isinstance(projection, Conv1D) else projection.weight
+    form = getattr(site.module, "value_form", None)
+    return weight, [weight.shape[1] // site.heads] * site.heads if form is None else list(form.output_sizes)

@@ -1,0 +1,112 @@
+"""Learned head gates, against their distribution written out, masks, and a task that needs one head."""
+
+import math
+
+import pytest
+import torch
+
+from collab_compress import Compression, HeadMask, compress, mix_heads_, prune_heads_
+from collab_compress.heads import HeadGates
+from collab_compress.heads.alphas import alphas_of
+from collab_compress.heads.gates import STRETCH, TEMPERATURE
+
+
+def hard_concrete(u, log_alpha, temperature=TEMPERATURE):
+    s = 1 / (1 + math.exp(-(math.log(u) - math.log(1 - u) + log_alpha) / temperature))
+    return min(1.0, max(0.0, s * (STRETCH[1] - STRETCH[0]) + STRETCH[0]))
+
+
+def spread_(gates, seed=0):
+    """Give the gates different values, some of them closed."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for log_alpha in gates.parameters():
+            log_alpha.copy_(torch.randn(log_alpha.shape, generator=generator) * 3)
+            log_alpha[0] = -4.0
+    return gates
+
+
+def outputs_of(model, batch):
+    with torch.no_grad():
+        return model(**batch)[0]
+
+
+def test_gates_of_evaluation_are_masks(family, make_tiny, batch):
+    model = make_tiny(family)
+    with spread_(HeadGates(model)) as gates:
+        found, masks = outputs_of(model, batch), gates.values()
+        for name, log_alpha in gates.log_alphas.items():
+            right = [hard_concrete(0.5, float(value), 1.0) for value in log_alpha]
+            assert masks[name].tolist() == pytest.approx(right, abs=1e-6)
+            assert gates.closed()[name] == [head for head, value in enumerate(right) if value == 0]
+    with HeadMask(model, masks):
+        torch.testing.assert_close(outputs_of(model, batch), found)
+
+
+def test_gates_of_training_are_drawn_for_each_sequence(make_tiny, batch, set_dropout_):
+    model = set_dropout_(make_tiny("bert"), 0.0).train()
+    gates = spread_(HeadGates(model))
+    torch.manual_seed(3)
+    found = outputs_of(model, batch)
+    gates.remove()
+    torch.manual_seed(3)
+    masks = {}
+    for name, log_alpha in gates.log_alphas.items():
+        draws = torch.rand(len(batch["input_ids"]), 3)
+        rows = [[hard_concrete(float(u), float(a)) for u, a in zip(row, log_alpha, strict=True)] for row in draws]
+        masks[name] = torch.tensor(rows)
+    with HeadMask(model, masks):
+        torch.testing.assert_close(outputs_of(model, batch), found, rtol=1e-4, atol=1e-5)
+
+
+def test_the_penalty_is_the_expected_number_of_open_heads(make_tiny):
+    gates = spread_(HeadGates(make_tiny("bert")))
+    draws = torch.rand(20_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64).tolist()
+    count = 0.0
+    for log_alpha in torch.cat([parameter.detach() for parameter in gates.parameters()]).tolist():
+        count += sum(hard_concrete(u, log_alpha) > 0 for u in draws) / len(draws)
+    assert gates.penalty().item() == pytest.approx(count, abs=0.05)
+    gates.penalty().backward()
+    assert all((parameter.grad > 0).all() for parameter in gates.parameters())
+
+
+@pytest.mark.parametrize("edit", ["stock", "values", "mixed"])
+def test_folded_gates_compute_the_same_and_closed_heads_can_be_pruned(edit, family, make_tiny, batch):
+    model = make_tiny(family)
+    if edit == "values":
+        compress(model, Compression(dk=9, dv=13), None)
+    if edit == "mixed":
+        mix_heads_(model)
+        with torch.no_grad():
+            for alphas in alphas_of(model).values():
+                alphas.add_(torch.randn(alphas.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
+    gates = spread_(HeadGates(model))
+    found, closed = outputs_of(model, batch), gates.closed()
+    gates.fold_()
+    torch.testing.assert_close(outputs_of(model, batch), found, rtol=1e-4, atol=1e-5)
+    if edit != "mixed":
+        prune_heads_(model, {name: heads for name, heads in closed.items() if len(heads) < 3})
+        torch.testing.assert_close(outputs_of(model, batch), found, rtol=1e-4, atol=1e-5)
+
+
+def test_gates_close_heads_that_the_task_does_not_need(make_tiny, batch):
+    """The target is the model's output with one head of each layer; its gate stays open and the others close."""
+    torch.manual_seed(0)
+    model = make_tiny("bert")
+    names = [f"encoder.layer.{layer}.attention.self" for layer in range(2)]
+    with HeadMask(model, {name: torch.tensor([0.0, 1.0, 0.0]) for name in names}):
+        target = outputs_of(model, batch)
+    model.requires_grad_(False)
+    gates = HeadGates(model)
+    optimizer = torch.optim.Adam(gates.parameters(), lr=0.1)
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    for _ in range(200):
+        optimizer.zero_grad()
+        loss = (model(**batch)[0] - target).square().mean() + 0.01 * gates.penalty()
+        loss.backward()
+        optimizer.step()
+    assert gates.closed() == {name: [0, 2] for name in names}
+    assert all(values[1] > 0.9 for values in gates.values().values())
