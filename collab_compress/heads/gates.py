@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from math import log
 from typing import Any
 
@@ -49,11 +49,14 @@ class HeadGates(HeadHooks):
 
     Raises:
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+        HeadError: an output projection is wrapped or quantized, or the model is sharded, so that gates could not be
+            folded into it.
     """
 
     def __init__(self, model: PreTrainedModel, kinds: Collection[Kind] = KINDS, start: float = 2.0) -> None:
         self._model = model
         sites = find_attention(model, FAMILIES, kinds=kinds)
+        _check(model, sites)
         self.log_alphas = {
             site.name: nn.Parameter(
                 torch.full((site.heads,), start, device=site.part(site.family.output).weight.device)
@@ -71,7 +74,7 @@ class HeadGates(HeadHooks):
         log_alpha = self.log_alphas[self._sites[call.module].name].to(outputs.device)
         if not call.module.training:
             return outputs * _gate(log_alpha).to(outputs.dtype)[:, None]
-        draws = torch.rand(outputs.shape[0], outputs.shape[2], device=outputs.device).clamp(1e-6, 1 - 1e-6)
+        draws = self._draw(outputs).clamp(1e-6, 1 - 1e-6)
         gates = _gate((draws.logit() + log_alpha) / TEMPERATURE)  # (B, H)
         return outputs * gates.to(outputs.dtype)[:, None, :, None]
 
@@ -94,13 +97,11 @@ class HeadGates(HeadHooks):
         """Multiply the gates of evaluation into the output projections, in place, and remove them from the model.
 
         Raises:
-            HeadError: an output projection is wrapped or quantized, or the model is sharded.
+            HeadError: as for the class; nothing has changed then.
         """
-        refuse_sharded(self._model, "fold_")
-        columns = [(site.name, *_columns(site)) for site in self._sites.values()]  # refuses before anything changes
         values = self.values()
         with torch.no_grad():
-            for name, weight, sizes in columns:
+            for name, weight, sizes in _check(self._model, self._sites.values()):
                 gates = values[name].to(weight.device, weight.dtype)
                 weight.mul_(gates.repeat_interleave(torch.tensor(sizes, device=weight.device)))
         self.remove()
@@ -109,6 +110,12 @@ class HeadGates(HeadHooks):
 def _gate(logits: Tensor) -> Tensor:
     low, high = STRETCH
     return (logits.sigmoid() * (high - low) + low).clamp(0, 1)
+
+
+def _check(model: PreTrainedModel, sites: Iterable[AttentionSite]) -> list[tuple[str, Tensor, list[int]]]:
+    """Return the path of each module and its `_columns`, or raise if gates cannot be folded into them."""
+    refuse_sharded(model, "head gates")
+    return [(site.name, *_columns(site)) for site in sites]
 
 
 def _columns(site: AttentionSite) -> tuple[Tensor, list[int]]:

@@ -35,8 +35,19 @@ class HeadHooks:
 
     def _add(self, sites: Sequence[AttentionSite], *, first: bool = False) -> None:
         self._sites = {site.module: site for site in sites}
+        self.rank, self.processes = 0, 1
+        if in_process_group():
+            self.rank, self.processes = distributed.get_rank(), distributed.get_world_size()
         for module in self._sites:
             add_head_hook_(module, self, first=first)
+
+    def _draw(self, outputs: Tensor) -> Tensor:
+        """Return uniform draws (B, H) of torch's global generator for head outputs (B, T, H, dv).
+
+        Trainers seed all processes alike, so each process draws for all of them and uses its own part.
+        """
+        shape = self.processes, outputs.shape[0], outputs.shape[2]
+        return torch.rand(shape, device=outputs.device)[self.rank]
 
     def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
         """Return the head outputs (B, T, H, dv) to continue with."""
@@ -290,8 +301,8 @@ class DropHead(HeadHooks):
     With ξ_h ∈ {0, 1} kept heads, head outputs become Z_h · ξ_h · H/Σξ. Where all heads of a sample would drop, a
     random one stays, so the expectation of each head's output is unchanged. Evaluation is not affected.
 
-    Draws come from torch's global generator of the model's device. Trainers seed all processes alike, so each
-    process draws for all of them and uses its own part. Heads are dropped before they are mixed by alphas.
+    Draws come from torch's global generator of the model's device and differ between processes. Heads are dropped
+    before they are mixed by alphas.
 
     Args:
         model: stock or edited.
@@ -313,9 +324,6 @@ class DropHead(HeadHooks):
         devices = {parameter.device for site in sites for parameter in site.module.parameters()}
         self._tensors = {device: torch.zeros((), device=device) for device in devices | {torch.device("cpu")}}
         self.p, self.rescale = p, rescale
-        self.rank, self.processes = 0, 1
-        if in_process_group():
-            self.rank, self.processes = distributed.get_rank(), distributed.get_world_size()
         self._add(sites)
 
     @property
@@ -335,7 +343,7 @@ class DropHead(HeadHooks):
         """Drop heads of outputs (B, T, H, dv)."""
         if not call.module.training:
             return outputs
-        draws = torch.rand(self.processes, outputs.shape[0], outputs.shape[2], device=outputs.device)[self.rank]
+        draws = self._draw(outputs)
         p = self._tensors.get(outputs.device)
         if p is None:  # the model has moved since
             p = self._tensors[torch.device("cpu")].to(outputs.device)

@@ -36,7 +36,7 @@ def test_gates_of_evaluation_are_masks(family, make_tiny, batch):
     with spread_(HeadGates(model)) as gates:
         found, masks = outputs_of(model, batch), gates.values()
         for name, log_alpha in gates.log_alphas.items():
-            right = [hard_concrete(0.5, float(value), 1.0) for value in log_alpha]
+            right = [hard_concrete(0.5, float(value), 1.0) for value in log_alpha.tolist()]
             assert masks[name].tolist() == pytest.approx(right, abs=1e-6)
             assert gates.closed()[name] == [head for head, value in enumerate(right) if value == 0]
     with HeadMask(model, masks):
@@ -53,7 +53,9 @@ def test_gates_of_training_are_drawn_for_each_sequence(make_tiny, batch, set_dro
     masks = {}
     for name, log_alpha in gates.log_alphas.items():
         draws = torch.rand(len(batch["input_ids"]), 3)
-        rows = [[hard_concrete(float(u), float(a)) for u, a in zip(row, log_alpha, strict=True)] for row in draws]
+        rows = [
+            [hard_concrete(float(u), float(a)) for u, a in zip(row, log_alpha.tolist(), strict=True)] for row in draws
+        ]
         masks[name] = torch.tensor(rows)
     with HeadMask(model, masks):
         torch.testing.assert_close(outputs_of(model, batch), found, rtol=1e-4, atol=1e-5)
