@@ -239,10 +239,11 @@ def _mean_outputs(model: PreTrainedModel, batches: Batches) -> dict[str, Tensor]
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
     for (readings,) in read_heads([model], batches, "outputs"):
-        for use, reading in readings:
+        for _, reading in readings:
+            name = reading.site.name  # one for all uses of a module, as of its masks
             vectors = unpadded_vectors(reading, "outputs").double()  # (N, H, s)
-            sums[use.name] = sums.get(use.name, 0) + vectors.sum(0)
-            counts[use.name] = counts.get(use.name, 0) + len(vectors)
+            sums[name] = sums.get(name, 0) + vectors.sum(0)
+            counts[name] = counts.get(name, 0) + len(vectors)
     return {name: total / counts[name] for name, total in sums.items()}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.stream import Batches, Progress, Readings, Use, by_name, observe
+from collab_compress.analysis.stream import Batches, Progress, Readings, observe
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part
@@ -89,12 +89,12 @@ class PatternMeans:
 
     def __init__(self, patterns: Mapping[str, Pattern] = PATTERNS) -> None:
         self._patterns = patterns
-        self._sums: dict[str, dict[Use, Tensor]] = {name: {} for name in patterns}
-        self._counts: dict[str, dict[Use, int]] = {name: {} for name in patterns}
+        self._sums: dict[str, dict[str, Tensor]] = {name: {} for name in patterns}
+        self._counts: dict[str, dict[str, int]] = {name: {} for name in patterns}
 
     def add(self, readings: Readings) -> None:
         """Add the readings of one batch."""
-        for use, reading in readings:
+        for module, reading in readings:
             assert reading.probs is not None
             probs = reading.probs.double()
             batch, _, queries, keys = probs.shape
@@ -105,8 +105,8 @@ class PatternMeans:
                     continue
                 values, counted = pattern(probs, query_mask, key_mask)
                 total = values.transpose(1, 2)[counted].sum(0).cpu()  # (H,)
-                self._sums[name][use] = self._sums[name].get(use, torch.zeros_like(total)) + total
-                self._counts[name][use] = self._counts[name].get(use, 0) + int(counted.sum())
+                self._sums[name][module] = self._sums[name].get(module, torch.zeros_like(total)) + total
+                self._counts[name][module] = self._counts[name].get(module, 0) + int(counted.sum())
 
     def result(self) -> dict[str, dict[str, Tensor]]:
         """Return the means of each pattern and module.
@@ -116,14 +116,14 @@ class PatternMeans:
         """
         means: dict[str, dict[str, Tensor]] = {}
         for name, sums in self._sums.items():
-            for use, total in sums.items():
-                if not self._counts[name][use]:
+            for module, total in sums.items():
+                if not self._counts[name][module]:
                     raise HeadError(
-                        f"{use.name} saw no query with a {name} pattern; pass sequences of two or more tokens"
+                        f"{module} saw no query with a {name} pattern; pass sequences of two or more tokens"
                     )
                 if not bool(total.isfinite().all()):
-                    raise HeadError(f"{use.name}: its attention is not finite; look for NaN or infinity in weights")
-            means[name] = by_name({use: total / self._counts[name][use] for use, total in sums.items()})
+                    raise HeadError(f"{module}: its attention is not finite; look for NaN or infinity in weights")
+            means[name] = {module: total / self._counts[name][module] for module, total in sums.items()}
         return means
 
 

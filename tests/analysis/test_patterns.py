@@ -27,7 +27,7 @@ def slow_means(model, batches, name):
     values = {}
     for batch in batches:
         ((readings,),) = read_heads([model], [batch], "probs")
-        for use, reading in readings:
+        for module, reading in readings:
             if reading.site.kind == "cross" and name != "entropy":
                 continue
             for sample, probs in enumerate(reading.probs):
@@ -38,10 +38,10 @@ def slow_means(model, batches, name):
                     for query in queries:
                         value = slow_value(name, rows[query], query, keys)
                         if value is not None:
-                            values.setdefault((use.name, use.number), {}).setdefault(head, []).append(value)
+                            values.setdefault(module, {}).setdefault(head, []).append(value)
     return {
-        use: torch.tensor([sum(found) / len(found) for found in heads.values()], dtype=torch.float64)
-        for use, heads in values.items()
+        module: torch.tensor([sum(found) / len(found) for found in heads.values()], dtype=torch.float64)
+        for module, heads in values.items()
     }
 
 
