@@ -18,7 +18,17 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Form: TypeAlias = Literal["shared", "per-head"]
 Method: TypeAlias = Literal["als", "parafac"]
 Effort: TypeAlias = Literal["best", "fast"]
-SECTION_NAMES = ("energy", "mixing", "cost", "similarity", "diversity", "attention_maps", "dominance", "content")
+SECTION_NAMES = (
+    "energy",
+    "mixing",
+    "cost",
+    "similarity",
+    "diversity",
+    "patterns",
+    "attention_maps",
+    "dominance",
+    "content",
+)
 """Sections of a report, in the order of the page."""
 
 LARGEST_DAMPING = 1e6

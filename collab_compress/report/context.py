@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from collab_compress.analysis import Discrepancy, confidence, mean_over_pairs, with_progress
 from collab_compress.analysis.covariance import Covariances, Samples
 from collab_compress.analysis.diversity import Coefficients, Discrepancies
+from collab_compress.analysis.patterns import PatternMeans
 from collab_compress.analysis.stream import Observer, Progress, observed
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention import is_converted
@@ -49,7 +50,8 @@ class HeadMeasures:
                 together = uses * sum(site.width for site in sites) <= WIDEST
                 self.covariances.append(Covariances(kinds=kinds, together=together))
         distances, overlaps = Discrepancies(), Coefficients()
-        observers: list[Observer] = [self.samples, distances, overlaps, *self.covariances]
+        self.patterns = PatternMeans()
+        observers: list[Observer] = [self.samples, self.patterns, distances, overlaps, *self.covariances]
         with closing(observed(model, context.batches, observers)) as watched:
             batches = with_progress(watched, context.progress(f"heads of {name}"), "heads")
             self.confidence = confidence(model, batches, exclude=_end_tokens(context.tokenizer, model))

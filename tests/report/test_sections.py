@@ -1,5 +1,7 @@
 """Sections say what the measures say, on the batches that they name."""
 
+import copy
+
 import pytest
 import torch
 
@@ -17,7 +19,9 @@ from collab_compress.analysis import (
     feed_forward_energy,
     head_covariances,
     head_energy,
+    head_patterns,
     head_samples,
+    induction,
     layer_covariance,
     mean_over_pairs,
     mixing_matrices,
@@ -25,6 +29,7 @@ from collab_compress.analysis import (
     module_costs,
     paper_table_1,
     pruning_curve,
+    random_importance,
     sample_cka,
     skew_symmetry,
     split_rows,
@@ -166,6 +171,24 @@ def test_diversity(context, section):
         close([row[column] for row in growth.rows], [*discrepancy_growth(apart, before, measure).values()])
 
 
+def test_patterns(context, section):
+    found, expected = section("patterns"), head_patterns(context.model, context.batches)
+    titles = ["Entropy of attention", "Distance of attention", "Attention to the previous token"]
+    for title, name in zip(titles, expected, strict=False):
+        matrices(picture(found, title), [torch.stack([*expected[name].values()])])
+    for place, row in enumerate(table(found, "patterns").rows):
+        close(row[1:], [[*column.values()][place].mean() for column in expected.values()])
+
+
+def test_induction_is_shown_where_a_repeated_sequence_fits(context, section):
+    assert "Induction" not in [each.title for each in section("patterns").pictures]  # 48 tokens are too many
+    config = copy.deepcopy(context.model.config)
+    config.max_position_embeddings = 64
+    model = type(context.model)(config).eval()
+    report = make_report(ReportContext(model, context.batches), ["patterns"])
+    matrices(picture(report.sections[0], "Induction"), [torch.stack([*induction(model).values()])])
+
+
 def test_attention_maps(context, section):
     found = section("attention_maps")
     maps = attention_maps(context.model, context.tokenizer, context.sentence)
@@ -183,6 +206,12 @@ def test_dominance_by_drift(context, section):
     chosen, expected = (dominant_heads(context.model, batches=batches) for batches in (choosing, scoring))
     matrices(picture(found, "What is lost without each head"), [torch.stack([*expected.changes.values()])])
     assert [row[2] for row in table(found, "dominant").rows] == [*chosen.dominant.values()]
+    draws = [
+        pruning_curve(context.model, random_importance(context.model, seed=seed), batches=scoring)
+        for seed in range(3)
+    ]
+    random = [sum(point.score for point in points) / 3 for points in zip(*draws, strict=True)]
+    close([row[3] for row in table(found, "pruning").rows], random)
     points = pruning_curve(context.model, chosen.changes, batches=scoring)
     close([row[2] for row in table(found, "pruning").rows], [point.score for point in points])
     assert "6 sequences" in found.reading
@@ -224,7 +253,7 @@ def test_dominance_by_score(context, lossy):
 def test_a_score_that_comes_back_does_not_recommend_pruning_beyond(context, lossy):
     model, labelled = lossy
     curve = [80, 79, 78, 60, 50, 79, 80, 79, 60, 60, 79]  # at 0, 10, … 100 % of 6 heads; it leaves the tenth at 30 %
-    scores = iter([80, *[80] * 6, *curve])
+    scores = iter([80, *[80] * 6, *curve, *[80] * 33])
     task = TaskScore("accuracy", lambda model: next(scores), lambda model: 80, labelled)
     found = make_report(ReportContext(model, context.batches, score=task, options=context.options), ["dominance"])
     [advice] = [action for section in found.sections for action in section.actions if "silenced" in action]

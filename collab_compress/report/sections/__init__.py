@@ -6,7 +6,7 @@ from collab_compress.report.context import ReportContext
 from collab_compress.report.section import Section
 from collab_compress.report.sections.cost import cost
 from collab_compress.report.sections.energy import energy
-from collab_compress.report.sections.heads import attention_maps, content, dominance, mixing
+from collab_compress.report.sections.heads import attention_maps, content, dominance, mixing, patterns
 from collab_compress.report.sections.similarity import diversity, similarity
 
 SECTIONS: dict[str, Callable[[ReportContext], Section]] = {
@@ -15,6 +15,7 @@ SECTIONS: dict[str, Callable[[ReportContext], Section]] = {
     "cost": cost,
     "similarity": similarity,
     "diversity": diversity,
+    "patterns": patterns,
     "attention_maps": attention_maps,
     "dominance": dominance,
     "content": content,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from statistics import fmean
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from collab_compress import analysis
 from collab_compress.analysis import Dominance, PruningPoint
 from collab_compress.conversion.expand import read_factors
-from collab_compress.errors import HeadError
+from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import alphas_of, head_importance
 from collab_compress.report.context import ReportContext
 from collab_compress.report.section import (
@@ -32,6 +33,19 @@ from collab_compress.report.section import (
 QUANTILE = 0.98  # of mixing entries at which the colour scale ends; a few entries are far larger
 TOKENS = 40  # a longer attention map is cut
 LAYERS = 12  # of attention maps, at most
+PATTERNS = {
+    "entropy": ("Entropy of attention", "Faint cells are heads that attend to few tokens."),
+    "distance": ("Distance of attention", "Faint cells are heads that attend to neighbours."),
+    "previous token": ("Attention to the previous token", "Strong cells are heads that look one token back."),
+    "first token": ("Attention to the first token", "Strong cells are heads that rest on the first token."),
+    "induction": ("Induction", "Strong cells are heads that continue what they have seen before."),
+}
+"""Pattern → title and reading of its picture."""
+
+AIMS = {"previous token": "previous token", "first token": "first token", "induction": "token after an earlier copy"}
+UNBOUNDED = ("entropy", "distance")  # the other patterns are probabilities
+MOSTLY = 0.5  # from this probability on a head attends mostly there
+DRAWS = 3  # orders of random heads in the pruning curve
 TOLERATED = 0.1  # change of the outputs, or of a score, that silencing heads may make
 
 
@@ -228,15 +242,48 @@ def attention_maps(context: ReportContext) -> Section:
     return Section("attention_maps", "What heads attend to", reading, "Diversity, Fig. 1", pictures=pictures)
 
 
+def patterns(context: ReportContext) -> Section:
+    """Return how spread the attention of each head is, how far it reaches, and which tokens it goes to."""
+    found = context.heads.patterns.result()
+    with suppress(HeadError, CalibrationError):  # the model reads no tokens, or not as many
+        found["induction"] = analysis.induction(context.model, progress=context.progress("induction"))
+    pictures: list[Picture] = []
+    for name, heads in found.items():
+        title, reading = PATTERNS[name]
+        high = max(float(values.max()) for values in heads.values()) if name in UNBOUNDED else 1.0
+        pictures.append(Heatmaps(title, reading, "", [context.layer_map("", heads)], high=high, row_label="layer"))
+    records: list[dict[str, Cell]] = []
+    for module in found["entropy"]:
+        means = {name: float(heads[module].mean()) if module in heads else None for name, heads in found.items()}
+        records.append({"layer": context.label(module), **means})
+    highlights = []
+    for name, heads in found.items():
+        if name not in UNBOUNDED and heads:
+            strong = int((torch.cat(list(heads.values())) > MOSTLY).sum())
+            highlights.append(f"{strong} of {sum(map(len, heads.values()))} heads attend mostly to the {AIMS[name]}.")
+    return Section(
+        "patterns",
+        "Patterns of attention",
+        "Means over the queries of all sequences, without padding. Entropy is in nats: 0 for attention to one token, "
+        "the logarithm of their number for even attention to all. Distance is in tokens. The others are "
+        "probabilities: of the token before the query, of the first token (an attention sink), and, in a random "
+        "sequence that is repeated, of the token that followed the query's token the first time (induction).",
+        "Clark et al., 2019; Vig and Belinkov, 2019; Olsson et al., 2022; Xiao et al., 2024",
+        [Table.of("patterns", "Patterns, mean over heads", records)],
+        pictures,
+        highlights,
+    )
+
+
 def dominance(context: ReportContext) -> Section:
     """Return what the model loses without each head, and without more and more of them."""
-    dominant, scored, points = _measure_dominance(context)
+    dominant, scored, points, random = _measure_dominance(context)
     metric = "drift" if context.score is None else context.score.name
     sign = -1 if scored.greater_is_better else 1
     losses = {name: sign * changes for name, changes in scored.changes.items()}  # positive where the model gets worse
     joined = torch.cat(list(losses.values()))
     least, heads = min(0.0, float(joined.min())), len(joined)
-    scores = [point.score for point in points]
+    scores, shares = [point.score for point in points], [100 * point.share for point in points]
     pictures: list[Picture] = [
         Heatmaps(
             "What is lost without each head",
@@ -250,18 +297,24 @@ def dominance(context: ReportContext) -> Section:
         ),
         Curves(
             "Pruning curve",
-            "The longer the curve stays flat, the more heads the model can do without.",
+            "The longer the curve stays flat, the more heads the model can do without. An order is worth as much as "
+            "it is better than a random one.",
             "DropHead, Fig. 3",
-            [Panel("", [Curve(metric, [100 * point.share for point in points], scores)])],
-            x_label="% of heads silenced, least important first",
+            [Panel("", [Curve("least important", shares, scores), Curve("random", shares, random, "dashed")])],
+            x_label="% of heads silenced",
             y_label=metric,
-            bottom=min(0.0, *scores),
+            bottom=min(0.0, *scores, *random),
         ),
     ]
     changes = scored.mean_change(dominant)
     pruning: list[dict[str, Cell]] = [
-        {"heads silenced [%]": round(100 * point.share), "heads silenced": point.removed, metric: point.score}
-        for point in points
+        {
+            "heads silenced [%]": round(100 * point.share),
+            "heads silenced": point.removed,
+            metric: point.score,
+            "random heads": mean,
+        }
+        for point, mean in zip(points, random, strict=True)
     ]
     mean_changes: list[dict[str, Cell]] = [{"attention": kind, "change": mean} for kind, mean in changes.items()]
     change = ", ".join(f"{short(mean)} ({kind})" for kind, mean in changes.items())
@@ -286,8 +339,13 @@ def dominance(context: ReportContext) -> Section:
     )
 
 
-def _measure_dominance(context: ReportContext) -> tuple[dict[str, int], Dominance, list[PruningPoint]]:
-    """Return the dominant heads, the changes without each head on other data, and the pruning curve."""
+def _measure_dominance(
+    context: ReportContext,
+) -> tuple[dict[str, int], Dominance, list[PruningPoint], list[float]]:
+    """Return the dominant heads, the changes without each head on other data, and the pruning curve.
+
+    The last are the scores of that curve for random heads, means over `DRAWS` orders.
+    """
     task, model = context.score, context.model
     choose: dict[str, Any]
     score: dict[str, Any]
@@ -305,8 +363,14 @@ def _measure_dominance(context: ReportContext) -> tuple[dict[str, int], Dominanc
     if task is not None:
         labelled = analysis.with_progress(task.batches, context.progress("importance"), "importance")
         importance = head_importance(model, labelled)
-    points = analysis.pruning_curve(model, importance, **score, progress=context.progress("pruning curve"))
-    return chosen.dominant, scored, points
+    progress = context.progress("pruning curve")
+    points = analysis.pruning_curve(model, importance, **score, progress=progress)
+    curves = [
+        analysis.pruning_curve(model, analysis.random_importance(model, seed=seed), **score, progress=progress)
+        for seed in range(DRAWS)
+    ]
+    random = [fmean(point.score for point in drawn) for drawn in zip(*curves, strict=True)]
+    return chosen.dominant, scored, points, random
 
 
 def _dominance_reading(context: ReportContext, metric: str) -> str:
