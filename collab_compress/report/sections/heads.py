@@ -34,13 +34,29 @@ QUANTILE = 0.98  # of mixing entries at which the colour scale ends; a few entri
 TOKENS = 40  # a longer attention map is cut
 LAYERS = 12  # of attention maps, at most
 PATTERNS = {
-    "entropy": ("Entropy of attention", "Faint cells are heads that attend to few tokens."),
-    "distance": ("Distance of attention", "Faint cells are heads that attend to neighbours."),
-    "previous token": ("Attention to the previous token", "Strong cells are heads that look one token back."),
-    "first token": ("Attention to the first token", "Strong cells are heads that rest on the first token."),
-    "induction": ("Induction", "Strong cells are heads that continue what they have seen before."),
+    "entropy": ("Entropy of attention", "Faint cells are heads that attend to few tokens.", "Clark et al., 2019"),
+    "distance": (
+        "Distance of attention",
+        "Faint cells are heads that attend to neighbours.",
+        "Vig and Belinkov, 2019",
+    ),
+    "previous token": (
+        "Attention to the previous token",
+        "Strong cells are heads that look one token back.",
+        "Clark et al., 2019",
+    ),
+    "first token": (
+        "Attention to the first token",
+        "Strong cells are heads that rest on the first token.",
+        "Xiao et al., 2024",
+    ),
+    "induction": (
+        "Induction",
+        "Strong cells are heads that continue what they have seen before.",
+        "Olsson et al., 2022",
+    ),
 }
-"""Pattern → title and reading of its picture."""
+"""Pattern → title, reading and source of its picture."""
 
 AIMS = {"previous token": "previous token", "first token": "first token", "induction": "token after an earlier copy"}
 UNBOUNDED = ("entropy", "distance")  # the other patterns are probabilities
@@ -249,9 +265,9 @@ def patterns(context: ReportContext) -> Section:
         found["induction"] = analysis.induction(context.model, progress=context.progress("induction"))
     pictures: list[Picture] = []
     for name, heads in found.items():
-        title, reading = PATTERNS[name]
         high = max(float(values.max()) for values in heads.values()) if name in UNBOUNDED else 1.0
-        pictures.append(Heatmaps(title, reading, "", [context.layer_map("", heads)], high=high, row_label="layer"))
+        layers = [context.layer_map("", heads)]
+        pictures.append(Heatmaps(*PATTERNS[name], maps=layers, high=high, row_label="layer"))
     records: list[dict[str, Cell]] = []
     for module in found["entropy"]:
         means = {name: float(heads[module].mean()) if module in heads else None for name, heads in found.items()}
@@ -297,8 +313,7 @@ def dominance(context: ReportContext) -> Section:
         ),
         Curves(
             "Pruning curve",
-            "The longer the curve stays flat, the more heads the model can do without. An order is worth as much as "
-            "it is better than a random one.",
+            "The longer the curve stays flat, the more heads can go; random heads show what the order is worth.",
             "DropHead, Fig. 3",
             [Panel("", [Curve("least important", shares, scores), Curve("random", shares, random, "dashed")])],
             x_label="% of heads silenced",
