@@ -292,6 +292,7 @@ def token_losses(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tenso
     return torch.stack([losses.double().sum(1), (labels != -100).double().sum(1)], dim=1)
 
 
+# name → metric
 METRICS: dict[str, type[Metric]] = {
     "accuracy": Accuracy,
     "accuracy+f1": AccuracyAndF1,
@@ -301,7 +302,6 @@ METRICS: dict[str, type[Metric]] = {
     "bleu-compounds-split": BleuCompoundsSplit,
     "perplexity": Perplexity,
 }
-"""Name → metric."""
 
 
 def load_metric(name: str, *, gather: bool = False, **options: Any) -> Metric:
