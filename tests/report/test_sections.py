@@ -1,6 +1,7 @@
 """Sections say what the measures say, on the batches that they name."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -70,50 +71,58 @@ def matrices(found, expected):
         close([value for row in heat.values for value in row], matrix.flatten())
 
 
-def test_energy(context, section):
-    found = section("energy")
-    plain, weighed = head_energy(context.model), head_energy(context.model, context.first(8))
-    expected = [
-        (str(layer), *(rank for curve in ("product", "shared", "unshared") for rank in each.ranks(curve).values()))
-        for energies in (plain, weighed)
-        for layer, each in enumerate(energies.values())
-    ]
-    assert [(row[0], *row[2:]) for row in table(found, "dk").rows] == expected
+def suggested(energies, curves):
+    """Layer and widths of each module: three shares of each curve."""
+    rows = []
+    for layer, module in enumerate(energies.values()):
+        rows.append((str(layer), *itertools.chain(*(module.ranks(curve).values() for curve in curves))))
+    return rows
+
+
+def enough(energies):
+    """The widths that suffice for three shares of the energy of all modules."""
+    return ", ".join(str(max(module.rank(share) for module in energies.values())) for share in (0.9, 0.95, 0.99))
+
+
+def test_energy_of_scores(context, section):
+    found, plain = section("energy"), head_energy(context.model)
+    weighed = head_energy(context.model, context.first(8))
+    curves = ("product", "shared", "unshared")
+    rows = [(row[0], *row[2:]) for row in table(found, "dk").rows]
+    assert rows == suggested(plain, curves) + suggested(weighed, curves)
     panel = picture(found, "Energy of each head").panels[5]
     assert "weighed" in panel.title
     assert len(panel.curves) == 7
     close(panel.curves[1].y, next(iter(weighed.values())).product[1])
-    close(panel.curves[-1].y, torch.cat([each.product for each in weighed.values()]).mean(0))
-    most = picture(found, "What a shared dk captures").panels[0].curves[1].y
-    close(most, list(weighed.values())[1].shared)
-    assert (
-        f"at most {', '.join(str(max(e.rank(s) for e in weighed.values())) for s in (0.9, 0.95, 0.99))}"
-        in (found.highlights[0])
-    )
-    plain, weighed = value_energy(context.model), value_energy(context.model, context.first(8))
-    expected = [
-        (str(layer), *each.ranks("joined").values(), *each.ranks().values())
-        for energies in (plain, weighed)
-        for layer, each in enumerate(energies.values())
-    ]
-    assert [(row[0], *row[2:]) for row in table(found, "dv").rows] == expected
-    close(picture(found, "What dv captures").panels[1].curves[1].y, list(weighed.values())[1].narrow)
-    close(
-        picture(found, "Energy of each head's values and outputs").panels[1].curves[1].y,
-        next(iter(weighed.values())).heads[1],
-    )
-    enough = [str(max(each.rank(share) for each in weighed.values())) for share in (0.9, 0.95, 0.99)]
-    assert f"outputs in every layer: {', '.join(enough)} (weighed" in found.highlights[1]
-    blocks = feed_forward_energy(context.model, context.first(8))
-    assert [row[:2] for row in table(found, "dff").rows] == [(str(layer), name) for layer, name in enumerate(blocks)]
-    assert [row[3:] for row in table(found, "dff").rows] == [(*each.ranks().values(),) for each in blocks.values()]
-    curve = picture(found, "What a block loses at dff").panels[0].curves[1]
-    assert list(curve.x) == list(blocks.values())[1].widths.tolist()
-    close(curve.y, list(blocks.values())[1].errors)
-    most = {share: max(each.rank(share) for each in blocks.values()) for share in (0.9, 0.95, 0.99)}
-    assert f"every feed-forward block: {', '.join(map(str, most.values()))} of " in found.highlights[2]
-    assert f"begin with collab-compress --dff {most[0.95]} --calibration texts.txt: every block" in found.actions[1]
-    assert f"(99 % with --dff {most[0.99]}). Calibration needs texts" in found.actions[1]
+    close(panel.curves[-1].y, torch.cat([module.product for module in weighed.values()]).mean(0))
+    close(picture(found, "What a shared dk captures").panels[0].curves[1].y, list(weighed.values())[1].shared)
+    assert f"at most {enough(weighed)}" in found.highlights[0]
+
+
+def test_energy_of_values(context, section):
+    found, plain = section("energy"), value_energy(context.model)
+    weighed = value_energy(context.model, context.first(8))
+    curves = ("joined", "narrow")
+    rows = [(row[0], *row[2:]) for row in table(found, "dv").rows]
+    assert rows == suggested(plain, curves) + suggested(weighed, curves)
+    first, second = weighed.values()
+    close(picture(found, "What dv captures").panels[1].curves[1].y, second.narrow)
+    close(picture(found, "Energy of each head's values and outputs").panels[1].curves[1].y, first.heads[1])
+    assert f"outputs in every layer: {enough(weighed)} (weighed" in found.highlights[1]
+
+
+def test_energy_of_feed_forward_blocks(context, section):
+    found, blocks = section("energy"), feed_forward_energy(context.model, context.first(8))
+    rows = table(found, "dff").rows
+    assert [row[1] for row in rows] == list(blocks)
+    assert [(row[0], *row[3:]) for row in rows] == suggested(blocks, ["energy"])
+    curve, (_, block) = picture(found, "What a block loses at dff").panels[0].curves[1], blocks.values()
+    assert list(curve.x) == block.widths.tolist()
+    close(curve.y, list(block.errors))
+    assert f"every feed-forward block: {enough(blocks)} of " in found.highlights[2]
+    _, most, more = enough(blocks).split(", ")
+    assert f"begin with collab-compress --dff {most} --calibration texts.txt: every block" in found.actions[1]
+    assert f"(99 % with --dff {more}). Calibration needs texts" in found.actions[1]
 
 
 def test_similarity_of_heads_and_layers(context, section):
