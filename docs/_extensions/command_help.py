@@ -1,4 +1,4 @@
-"""Every command's own `--help`, so that the reference cannot say anything else."""
+"""Each command's `--help`, so that the reference always agrees with it."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ PROGRAM = "import sys; from collab_compress_cli.start import print_help; print_h
 
 
 class CommandHelp(Directive):
-    """A section for each command of the project: its name, and what it prints for `--help`."""
+    """A section for each command: its name, and what it prints for `--help`."""
 
     def run(self) -> list[nodes.Node]:
         """Return the sections."""

@@ -1,4 +1,4 @@
-"""Formulas as MathML, which browsers draw themselves: no script and no network to read them."""
+"""Formulas as MathML, which browsers draw without a script or a network."""
 
 import re
 
@@ -31,7 +31,7 @@ def _rendered(node: nodes.Element, display: str) -> str:
     formula = node.astext()
     try:
         drawn = convert(SIZED.sub("", formula).strip(), display=display)
-    except Exception as error:  # of many kinds, and every one stops the build
+    except Exception as error:  # of many kinds; the warning stops the build
         logging.getLogger(__name__).warning("formula %r: %s", formula, error, location=node)
         return f"<code>{formula}</code>"
     if "\\" in drawn:

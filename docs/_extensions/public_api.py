@@ -1,4 +1,4 @@
-"""The API reference: a page for each package, of what its `__all__` has; names in the text link to it.
+"""The API reference: a page for each package, of the names in its `__all__`; names in the text link to it.
 
 Docstrings are Markdown as in the code (`code`, $formula$) with Google's sections.
 """
@@ -24,7 +24,7 @@ from sphinx.util import logging
 import collab_compress
 
 PAGES = "reference/packages"
-ATTRIBUTES: dict[str, list[str]] = {}  # docstrings as they went into napoleon
+ATTRIBUTES: dict[str, list[str]] = {}  # docstrings of attributes before napoleon changes them
 # Indented lines after an empty one, before any section.
 CODE_BLOCK = re.compile(r"(?<=\n\n)((?: {4}.*(?:\n|$)|\n(?= {4}))+)(?=\n|$)")
 SECTION = re.compile(r"^(Args|Returns|Raises|Yields):$", re.MULTILINE)
@@ -33,32 +33,33 @@ MARKUP = re.compile(r"\*(?=\S)|\||(?<=\w)_(?!\w)")
 
 
 def packages() -> list[ModuleType]:
-    """Give the package itself and those in it that say what is public."""
-    inner = (f"collab_compress.{found.name}" for found in pkgutil.iter_modules(collab_compress.__path__))
-    return [collab_compress, *(each for each in map(importlib.import_module, inner) if getattr(each, "__all__", ()))]
+    """Return the package itself and its modules with an `__all__`."""
+    names = (f"collab_compress.{module.name}" for module in pkgutil.iter_modules(collab_compress.__path__))
+    modules = map(importlib.import_module, names)
+    return [collab_compress, *(module for module in modules if getattr(module, "__all__", ()))]
 
 
 def documented() -> dict[str, str]:
-    """Give where an object is documented: by its short name, where that is unique, and by its full ones."""
-    found: dict[str, str] = {}
+    """Return name → where the object is documented, for full names and for unique short ones."""
+    paths: dict[str, str] = {}
     things: dict[str, Any] = {}
     homes: dict[int, str] = {}
-    for package in packages():  # the package itself comes first, so that it is the home of all that it exports
+    for package in packages():  # the package itself comes first, so that all its names are documented there
         for name in package.__all__:
             thing = getattr(package, name)
             home = homes.setdefault(id(thing), f"{package.__name__}.{name}")
-            found[f"{package.__name__}.{name}"] = home
+            paths[f"{package.__name__}.{name}"] = home
             if things.setdefault(name, thing) is thing:
-                found.setdefault(name, home)
+                paths.setdefault(name, home)
             else:
-                found.pop(name, None)
+                paths.pop(name, None)
             if hasattr(thing, "__qualname__"):
-                found.setdefault(f"{thing.__module__}.{thing.__qualname__}", home)
-    return found
+                paths.setdefault(f"{thing.__module__}.{thing.__qualname__}", home)
+    return paths
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Register all of it."""
+    """Register the reference."""
     app.connect("builder-inited", _write_pages)
     app.connect("autodoc-process-docstring", _from_markdown, priority=400)  # before napoleon
     app.connect("autodoc-process-docstring", _keep_attributes, priority=600)  # after napoleon
@@ -69,12 +70,12 @@ def setup(app: Sphinx) -> dict[str, bool]:
 
 
 class LinkNames(SphinxTransform):
-    """Make links of code that is just the name of something public."""
+    """Link code that is just a public name."""
 
     default_priority = 850
 
     def apply(self, **_: Any) -> None:
-        """Go through the document."""
+        """Replace the names in a document."""
         known = documented()
         for literal in list(self.document.findall(nodes.literal)):
             path = known.get(literal.astext().removesuffix("()"))
@@ -89,22 +90,22 @@ class LinkNames(SphinxTransform):
 
 
 def _parents(node: nodes.Node) -> list[nodes.Node]:
-    found = []
+    parents = []
     while (node := node.parent) is not None:
-        found.append(node)
-    return found
+        parents.append(node)
+    return parents
 
 
 def _write_pages(app: Sphinx) -> None:
-    """Write the pages, and complain of what is public and says nothing of itself."""
+    """Write the pages, and warn of public names without a docstring."""
     folder = Path(app.srcdir) / PAGES
     folder.mkdir(parents=True, exist_ok=True)
     pages = {}
     for package in packages():
         name = package.__name__
-        for silent in _undocumented(package):
-            logging.getLogger(__name__).warning("%s is public and has no docstring", silent)
-        _say_types_plainly(package)
+        for path in _undocumented(package):
+            logging.getLogger(__name__).warning("%s is public and has no docstring", path)
+        _plain_annotations(package)
         pages[f"{name}.md"] = "\n".join(_page(package))
     for path in folder.glob("*.md"):
         if path.name not in pages:
@@ -116,21 +117,21 @@ def _write_pages(app: Sphinx) -> None:
 
 
 def _page(package: ModuleType) -> Iterator[str]:
-    """Write a page; what another package exports too is described once, and linked to."""
-    known, here = documented(), package.__name__
-    own = [name for name in package.__all__ if known[f"{here}.{name}"] == f"{here}.{name}"]
+    """Yield the lines of a page; what another package exports too is described once, and linked to."""
+    known, module = documented(), package.__name__
+    own = [name for name in package.__all__ if known[f"{module}.{name}"] == f"{module}.{name}"]
     shared = [name for name in package.__all__ if name not in own]
-    yield f"# `{here}`\n\n```{{eval-rst}}\n.. automodule:: {here}"
+    yield f"# `{module}`\n\n```{{eval-rst}}\n.. automodule:: {module}"
     if shared:
         yield f"   :exclude-members: {', '.join(shared)}"
     yield from _tables(package, own)
     yield "```\n"
     if shared:
-        yield "Also exported here: " + ", ".join(f"`{known[f'{here}.{name}']}`" for name in shared) + ".\n"
+        yield "Also exported here: " + ", ".join(f"`{known[f'{module}.{name}']}`" for name in shared) + ".\n"
 
 
 def _tables(package: ModuleType, names: list[str]) -> Iterator[str]:
-    """Describe what has no docstring of its own: tables by their names, types and constants by their values."""
+    """Yield descriptions of what has no docstring: tables by their names, types and constants by their values."""
     for name in names:
         thing = getattr(package, name)
         if inspect.isclass(thing) or inspect.isfunction(thing):
@@ -142,8 +143,8 @@ def _tables(package: ModuleType, names: list[str]) -> Iterator[str]:
         yield f"\n.. py:data:: {name}\n   :module: {package.__name__}\n\n   {words}"
 
 
-def _say_types_plainly(package: ModuleType) -> None:
-    """Leave out of annotations what they tell the command line."""
+def _plain_annotations(package: ModuleType) -> None:
+    """Remove from annotations what only the command line needs, in place."""
     for name in package.__all__:
         thing = getattr(package, name)
         if dataclasses.is_dataclass(thing):
@@ -153,11 +154,11 @@ def _say_types_plainly(package: ModuleType) -> None:
 
 
 def _undocumented(package: ModuleType) -> list[str]:
-    found = [] if package.__doc__ else [package.__name__]
+    paths = [] if package.__doc__ else [package.__name__]
     for name in package.__all__:
         thing = getattr(package, name)
         if not (inspect.isclass(thing) or inspect.isfunction(thing)):
-            continue  # a table or a type, which its own module explains
+            continue  # a table or a type
         things = {f"{package.__name__}.{name}": thing}
         if inspect.isclass(thing):
             members = {key: value for key, value in vars(thing).items() if not key.startswith("_")}
@@ -166,24 +167,24 @@ def _undocumented(package: ModuleType) -> list[str]:
                 for key, value in members.items()
                 if inspect.isfunction(value) or isinstance(value, property | classmethod | staticmethod)
             }
-        found += [path for path, each in things.items() if not _says_something(each)]
-    return found
+        paths += [path for path, thing in things.items() if not _has_docstring(thing)]
+    return paths
 
 
-def _says_something(thing: Any) -> bool:
-    """Tell whether there is a docstring: of a class its own, of a method also what it overrides."""
+def _has_docstring(thing: Any) -> bool:
+    """Return whether a class, or a method or what it overrides, has a docstring."""
     if inspect.isclass(thing):  # a dataclass without one has its signature there
         return bool(thing.__doc__) and not thing.__doc__.startswith(f"{thing.__name__}(")
     return bool(inspect.getdoc(thing))
 
 
 def _skip(app: Sphinx, what: str, name: str, thing: Any, skip: bool, options: Any) -> bool | None:
-    """Leave out the fields of named tuples, which say only their number."""
+    """Omit the fields of named tuples, whose docstrings are only their numbers."""
     return True if type(thing).__name__ == "_tuplegetter" else None
 
 
 def _moved(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, contents: nodes.TextElement) -> Any:
-    """Find what an annotation names by the module it is written in, where it is documented; else leave it plain."""
+    """Resolve a name in an annotation to where it is documented; leave it plain if it is not."""
     target = node.get("reftarget", "")
     if node.get("refdomain") != "py" or node.get("refexplicit"):
         return None
@@ -195,7 +196,7 @@ def _moved(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, cont
 
 
 def _from_markdown(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Rewrite a docstring's code and formulas as reStructuredText, and let nothing else be markup."""
+    """Rewrite a docstring's code and formulas as reStructuredText, in place, and escape everything else."""
     written = "\n".join(lines)
     section = SECTION.search(written)
     end = section.start() if section else len(written)
@@ -226,11 +227,11 @@ def _prose(markdown: str) -> str:
 
 
 def _keep_attributes(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Undo napoleon's idea that what is before a colon would be the type."""
+    """Undo napoleon's reading of the text before a colon as a type."""
     if what == "attribute":
         lines[:] = ATTRIBUTES[name]
 
 
 def _apart(parts: list[str], place: int) -> str:
-    """End inline markup where a letter follows it."""
+    """Return what ends inline markup before a letter."""
     return "\\ " if re.match(r"\w", parts[place + 1]) else ""
