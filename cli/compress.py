@@ -99,31 +99,24 @@ def run(arguments: Arguments) -> Report | None:
     if narrow_heads:
         source = replace(source, model=to_stock(source.model))
     mixed = {name: len(alphas) for name, alphas in alphas_of(source.model).items()}
-    record: dict[str, Any] = {
-        "model": arguments.model,
-        "class": type(source.model).__name__,
-        "source_digest": digest,
-        **dict.fromkeys(("compression", "calibration", "calibration_options", "report")),
-        "mixed_heads": mixed,
-    }
-    card: dict[str, Any] = {"notes": [], "standalone": arguments.standalone}
+    record: dict[str, Any] = {"model": arguments.model, "class": type(source.model).__name__, "source_digest": digest}
+    record |= {**_conversion_record(arguments, report), "mixed_heads": mixed}
     if arguments.saving.revision is not None:
         record["revision"] = arguments.saving.revision
     if recovery is not None:
         record["recovery"] = recovery
-        card["notes"] = [recovery_note(recovery)]
-    if report is not None:
-        compression = report.compression or arguments.compression  # with the widths and the form that --keep chose
-        compression = compression.with_solver(device=arguments.device)
-        record |= {
-            "compression": asdict(compression),
-            "calibration": arguments.calibration,
-            "calibration_options": asdict(arguments.calibration_options),
-            "report": report.to_dict(),
-        }
-        words = _calibration_words(source, arguments.calibration)
-        card |= {"compression": compression, "calibration": words, "report": report}
-    finish(source, output, arguments.saving, record, lines + _mixing_lines(mixed), **card)
+    finish(
+        source,
+        output,
+        arguments.saving,
+        record,
+        lines + _mixing_lines(mixed),
+        notes=[] if recovery is None else [recovery_note(recovery)],
+        standalone=arguments.standalone,
+        compression=None if report is None else _compression(arguments, report),
+        calibration=None if report is None else _calibration_words(source, arguments.calibration),
+        report=report,
+    )
     return report
 
 
@@ -186,6 +179,23 @@ def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | No
         return report, model_latency(dense, source.model, report.length, batch_size=TIMED_BATCH)
     except CollabCompressError:  # the model reads no tokens, or fewer than that
         return report, None
+
+
+def _compression(arguments: Arguments, report: Report) -> Compression:
+    """Return the options of the conversion, with the widths and the form that --keep chose."""
+    return (report.compression or arguments.compression).with_solver(device=arguments.device)
+
+
+def _conversion_record(arguments: Arguments, report: Report | None) -> dict[str, Any]:
+    """Return the part of the record that describes the conversion, if any."""
+    if report is None:
+        return dict.fromkeys(("compression", "calibration", "calibration_options", "report"))
+    return {
+        "compression": asdict(_compression(arguments, report)),
+        "calibration": arguments.calibration,
+        "calibration_options": asdict(arguments.calibration_options),
+        "report": report.to_dict(),
+    }
 
 
 def _calibration_words(source: Source, calibration: str) -> str | None:

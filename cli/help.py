@@ -91,7 +91,7 @@ def help_text(name: str) -> str:
 
 
 def _filled(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a help text with option descriptions rewrapped: the parser keeps docstrings' line breaks."""
+    """Yield the lines of a help text, rewrapped: the parser keeps the line breaks of docstrings."""
     column = max(len(line) - len(line.lstrip()) for line in lines)  # where descriptions begin
     indent = " " * column
     start, words = indent, list[str]()
@@ -100,7 +100,7 @@ def _filled(lines: Sequence[str]) -> Iterator[str]:
             yield fill(" ".join(words), initial_indent=start, subsequent_indent=indent)
             start, words = indent, []
         if line[column - 2 : column] != "  " or not line[column:]:
-            yield line
+            yield line if line.startswith(" ") else fill(line)
             continue
         if not words:
             start = line[:column]

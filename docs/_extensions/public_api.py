@@ -121,26 +121,30 @@ def _page(package: ModuleType) -> Iterator[str]:
     known, module = documented(), package.__name__
     own = [name for name in package.__all__ if known[f"{module}.{name}"] == f"{module}.{name}"]
     shared = [name for name in package.__all__ if name not in own]
+    tables = [name for name in own if not _is_code(getattr(package, name))]
     yield f"# `{module}`\n\n```{{eval-rst}}\n.. automodule:: {module}"
-    if shared:
-        yield f"   :exclude-members: {', '.join(shared)}"
-    yield from _tables(package, own)
+    if shared or tables:
+        yield f"   :exclude-members: {', '.join(shared + tables)}"
+    yield from _tables(package, tables)
     yield "```\n"
     if shared:
         yield "Also exported here: " + ", ".join(f"`{known[f'{module}.{name}']}`" for name in shared) + ".\n"
 
 
 def _tables(package: ModuleType, names: list[str]) -> Iterator[str]:
-    """Yield descriptions of what has no docstring: tables by their names, types and constants by their values."""
+    """Yield descriptions of tables by their names, and of types and constants by their values."""
     for name in names:
         thing = getattr(package, name)
-        if inspect.isclass(thing) or inspect.isfunction(thing):
-            continue
         if isinstance(thing, Mapping):
             words = "Has " + ", ".join(f"``{key}``" for key in thing) + "."
         else:
             words = f"``{str(thing).replace('typing.', '')}``"
         yield f"\n.. py:data:: {name}\n   :module: {package.__name__}\n\n   {words}"
+
+
+def _is_code(thing: Any) -> bool:
+    """Return whether an object is a class or a function, not a table, a type or a constant."""
+    return inspect.isclass(thing) or inspect.isfunction(thing)
 
 
 def _plain_annotations(package: ModuleType) -> None:
@@ -157,8 +161,8 @@ def _undocumented(package: ModuleType) -> list[str]:
     paths = [] if package.__doc__ else [package.__name__]
     for name in package.__all__:
         thing = getattr(package, name)
-        if not (inspect.isclass(thing) or inspect.isfunction(thing)):
-            continue  # a table or a type
+        if not _is_code(thing):
+            continue
         things = {f"{package.__name__}.{name}": thing}
         if inspect.isclass(thing):
             members = {key: value for key, value in vars(thing).items() if not key.startswith("_")}
