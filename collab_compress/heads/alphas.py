@@ -126,7 +126,7 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
                 f"{site.name}: its heads have {min(form.sizes)} to {max(form.sizes)} channels of values, and only "
                 f"heads of one width can be mixed; pass a dv that {site.heads} divides, or expand the model first"
             )
-        output = _plain(site.path(site.family.output), site.part(site.family.output))
+        output = plain_output(site.path(site.family.output), site.part(site.family.output))
         weights.add(id(output.weight))
         heads_by_path[path_in_base(model, output)] = site.heads
     if len(weights) < len(sites):
@@ -182,24 +182,24 @@ def merge_alphas_(model: PreTrainedModel) -> None:
         raise HeadError(f"{type(model).__name__} has no alphas to merge; mix_heads_(model) adds them")
     folded = []
     for path, module in mixed.items():
-        weight = _matrix(_plain(f"{path}.proj", module.proj)).detach().double()
+        weight = output_weight(plain_output(f"{path}.proj", module.proj)).detach().double()
         heads = weight.unflatten(1, (module.heads, -1))  # (D, H, d)
         folded.append(torch.einsum("ij,xic->xjc", module.alphas.detach().double(), heads).flatten(1))
     for (path, module), weight in zip(mixed.items(), folded, strict=True):
-        _matrix(module.proj).detach().copy_(weight)
+        output_weight(module.proj).detach().copy_(weight)
         model.set_submodule(path, module.proj)
     forget_edits_(model, AlphasEdit.kind)
     if not edits_of(model):
         forget_standalone_(model)
 
 
-def _matrix(projection: nn.Linear | Conv1D) -> Tensor:
+def output_weight(projection: nn.Linear | Conv1D) -> Tensor:
     """View the weight of an output projection in the layout of `nn.Linear`, (D, H·d)."""
     return projection.weight.T if isinstance(projection, Conv1D) else projection.weight
 
 
-def _plain(path: str, projection: Any) -> nn.Linear | Conv1D:
-    """Return the output projection at `path`, or raise if mixing cannot be put before it or folded into it."""
+def plain_output(path: str, projection: Any) -> nn.Linear | Conv1D:
+    """Return the output projection at `path`, or raise if mixing or gates cannot be folded into it."""
     if type(projection) not in (nn.Linear, Conv1D) or not projection.weight.is_floating_point():
         kind = type(projection)
         raise HeadError(

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention.install import HeadCall
-from collab_compress.errors import HeadError
-from collab_compress.heads.alphas import MixedProjection
+from collab_compress.heads.alphas import MixedProjection, output_weight, plain_output
 from collab_compress.heads.hooks import HeadHooks
 from collab_compress.heads.sharding import refuse_sharded
 
@@ -123,12 +121,6 @@ def _columns(site: AttentionSite) -> tuple[Tensor, list[int]]:
     projection: Any = site.part(site.family.output)
     if isinstance(projection, MixedProjection):
         return projection.alphas, [1] * site.heads
-    if type(projection) not in (nn.Linear, Conv1D) or not projection.weight.is_floating_point():
-        kind = type(projection)
-        raise HeadError(
-            f"{site.path(site.family.output)}: got {kind.__module__}.{kind.__qualname__}, expected a plain "
-            "torch.nn.Linear of floats; merge adapters and undo quantization first"
-        )
-    weight = projection.weight.T if isinstance(projection, Conv1D) else projection.weight
+    weight = output_weight(plain_output(site.path(site.family.output), projection))
     form = getattr(site.module, "value_form", None)
     return weight, [weight.shape[1] // site.heads] * site.heads if form is None else list(form.output_sizes)
