@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_families import make_rotary
-from tiny_families import make_tiny as make_family
+from tiny_families import build, make_rotary
 
 from collab_compress import Compression, Solver, compress, prune_heads_
 from collab_compress.analysis import module_costs
@@ -75,7 +74,7 @@ def test_narrow_values(family, dk, dv, make_tiny, make_batch):
 
 
 def test_images():
-    model = make_family("vit")
+    model = build("vit")
     for layer in model.layers:
         for parameter in layer.mlp.fc1.parameters():
             parameter.data[1:] = parameter.data[0]  # neurons that are alike
@@ -88,7 +87,7 @@ def test_images():
 
 
 def test_one_token():
-    model = make_family("gpt2")
+    model = build("gpt2")
     found = whole(ReportContext(model, [{"input_ids": torch.tensor([[3]])}], options=QUICK))
     assert "two at least" in found.omitted["similarity"]
     assert "two sequences at least" in found.omitted["dominance"]
@@ -203,7 +202,7 @@ def test_a_mixture_of_experts(token_batches):
 
 
 def test_blocks_that_no_config_makes_narrower(token_batches):
-    found = make_report(ReportContext(make_family("bloom"), token_batches, options=QUICK), ["energy"])
+    found = make_report(ReportContext(build("bloom"), token_batches, options=QUICK), ["energy"])
     assert len(found.table("energy", "dff")) == 2
     assert "No conversion makes these blocks narrower: no attribute of BloomConfig sets" in found.sections[0].reading
     assert not any("--dff" in action for action in found.actions)
