@@ -31,14 +31,14 @@ class FusedSlice:
     """One of the projections in a fused layer, viewed as an `nn.Linear` of its own.
 
     Args:
-        whole: the layer, with weight (3·H·d, D), or (D, 3·H·d) in a transposed layer, and bias (3·H·d,) or None.
+        layer: the layer, with weight (3·H·d, D), or (D, 3·H·d) if transposed, and bias (3·H·d,) or None.
         first: first channel of the projection's first head.
         step: distance between the first channels of two heads.
         heads: number of heads H.
         head_width: width d of one head.
     """
 
-    whole: nn.Linear | Conv1D
+    layer: nn.Linear | Conv1D
     first: int
     step: int
     heads: int
@@ -47,7 +47,7 @@ class FusedSlice:
     @property
     def in_features(self) -> int:
         """Input width D."""
-        return int(self.whole.weight.shape[1 - self.dim])
+        return int(self.layer.weight.shape[1 - self.dim])
 
     @property
     def out_features(self) -> int:
@@ -56,19 +56,19 @@ class FusedSlice:
 
     @property
     def dim(self) -> int:
-        """Dimension of the whole weight along which channels lie: 1 in a transposed layer."""
-        return int(isinstance(self.whole, Conv1D))
+        """Dimension of the layer's weight along which channels lie: 1 in a transposed layer."""
+        return int(isinstance(self.layer, Conv1D))
 
     @property
     def weight(self) -> Tensor:
         """The weight in the layout of `nn.Linear`, (H·d, D); a view where heads lie side by side."""
-        whole: Tensor = self.whole.weight
-        return self._select(whole.T if self.dim else whole)
+        weight: Tensor = self.layer.weight
+        return self._select(weight.T if self.dim else weight)
 
     @property
     def bias(self) -> Tensor | None:
         """The bias, (H·d,), or None; a view where heads lie side by side."""
-        return None if self.whole.bias is None else self._select(self.whole.bias)
+        return None if self.layer.bias is None else self._select(self.layer.bias)
 
     def rows(self, head: int) -> range:
         """Return the channels of one head in the layer."""
@@ -88,24 +88,24 @@ class FusedSlice:
 
     def register_forward_pre_hook(self, hook: Any) -> RemovableHandle:
         """Register `hook` on the input of the layer."""
-        return self.whole.register_forward_pre_hook(hook)
+        return self.layer.register_forward_pre_hook(hook)
 
 
 def fused_slice(module: Any, family: AttentionFamily, path: str) -> FusedSlice | None:
     """Return the projection at a path of the family in a stock module's fused layer, or None."""
     paths = (family.query, family.key, family.value)
-    whole: Any = getattr(module, family.fused, None) if family.fused and path in paths else None
-    if type(whole) not in (nn.Linear, Conv1D):
+    layer: Any = getattr(module, family.fused, None) if family.fused and path in paths else None
+    if type(layer) not in (nn.Linear, Conv1D):
         return None
     heads, width = attrgetter(family.heads, family.head_width)(module)
     groups = attrgetter(family.key_value_heads)(module) if family.key_value_heads else heads
-    if whole.weight.shape[int(isinstance(whole, Conv1D))] != (heads + 2 * groups) * width:
+    if layer.weight.shape[int(isinstance(layer, Conv1D))] != (heads + 2 * groups) * width:
         return None
     place = paths.index(path)
     if family.interleaved:
-        return FusedSlice(whole, place * width, 3 * width, heads, width)
+        return FusedSlice(layer, place * width, 3 * width, heads, width)
     before = (0, heads, heads + groups)[place]
-    return FusedSlice(whole, before * width, width, groups if place else heads, width)
+    return FusedSlice(layer, before * width, width, groups if place else heads, width)
 
 
 @dataclass(frozen=True)
@@ -384,9 +384,9 @@ def _attribute(name: str, module: nn.Module, family: AttentionFamily, path: str)
         projection = fused_slice(module, family, path)
         if projection is not None:
             return projection
-        whole = getattr(module, family.fused, None) if family.fused else None
-        if whole is not None and type(whole) not in (nn.Linear, Conv1D):
-            return whole  # for the message about its type
+        layer = getattr(module, family.fused, None) if family.fused else None
+        if layer is not None and type(layer) not in (nn.Linear, Conv1D):
+            return layer  # for the message about its type
     raise UnsupportedModelError(
         f"{name} ({_class(module)}) has no attribute {path!r}, which the {family.name} description "
         f"promises; Transformers {transformers.__version__} may have renamed it: transformers{VERSIONS} was tried"

@@ -202,14 +202,14 @@ def put_back_(module: Any, projections: Mapping[str, Any], layout: Layout) -> No
 
     Args:
         module: the attention module.
-        projections: path → projection, or an object that holds the old fused layer as `whole`.
+        projections: path → projection, or an object that holds the old fused layer as `layer`.
         layout: as for `replace_`.
     """
     for path, projection in projections.items():
-        if not hasattr(projection, "whole"):
+        if not hasattr(projection, "layer"):
             replace_(module, {path: projection}, layout)
         else:
-            _set_fused_(module, path, projection.whole)
+            _set_fused_(module, path, projection.layer)
 
 
 def _set_fused_(module: Any, path: str, layer: Any) -> None:

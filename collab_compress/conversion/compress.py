@@ -282,7 +282,7 @@ def _check_solver(site: AttentionSite, compression: Compression) -> None:
 
 def _check_weights(site: AttentionSite, projections: Iterable[tuple[str, Any]]) -> None:
     for path, projection in projections:
-        layer = getattr(projection, "whole", projection)  # of a fused layer
+        layer = getattr(projection, "layer", projection)  # of a fused layer
         refuse_hooks(site.path(path), layer, stays=path == site.family.output)
         for name, parameter in projection.named_parameters():
             if parameter.is_meta:

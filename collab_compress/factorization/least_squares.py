@@ -87,20 +87,20 @@ class ResidualMoments:
     def narrowed(self, weight: Tensor, kept: Tensor) -> Self:
         """Return the moments of `kept` inputs (n,), ascending, with residuals that the others add to by Wᵀ (N, D)."""
         removed = torch.ones(len(weight), dtype=torch.bool, device=kept.device).index_fill(0, kept, False)
-        lost = weight[removed]
+        dropped = weight[removed]
         products = self._symmetric_products()
         # The removed inputs add mean + vary; the sum over vectors of (a − near)·vary is `added`.
-        mean = self._near.to(self.place).double()[removed] @ lost
-        added = products[:, removed] @ lost
-        vary = self._inputs[removed] @ lost
+        mean = self._near.to(self.place).double()[removed] @ dropped
+        added = products[:, removed] @ dropped
+        vary = self._inputs[removed] @ dropped
         narrowed = type(self)()
         narrowed.count, narrowed.place, narrowed._near = self.count, self.place, self._near[kept]
         narrowed._inputs = self._inputs[kept]
         narrowed._products = products[kept][:, kept]
         narrowed._residuals = self._residuals + vary + self.count * mean
         narrowed._crossed = (self._crossed + added + torch.outer(self._inputs, mean))[kept]
-        between = (self._crossed[removed] * lost).sum() + self._residuals @ mean
-        squared = (added[removed] * lost).sum() + 2 * mean @ vary + self.count * mean @ mean
+        between = (self._crossed[removed] * dropped).sum() + self._residuals @ mean
+        squared = (added[removed] * dropped).sum() + 2 * mean @ vary + self.count * mean @ mean
         narrowed.squared = self.squared + float(2 * between + squared)
         return narrowed
 

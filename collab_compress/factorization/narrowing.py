@@ -93,18 +93,18 @@ def narrow_values(
         for head, size in zip(grouped(damped, list(output), group), sizes, strict=True)
     )
     dense = output.flatten(0, 1)  # (H·d, D)
-    refit, lost = dense, torch.zeros_like(dense)
+    refit, residual = dense, torch.zeros_like(dense)
     if sum(sizes) < count * width:
         channels = torch.block_diag(*(head for head in kept for _ in range(group)))  # (H·d, dv·group)
         crossed = damped @ channels
         refit = torch.cholesky_solve(crossed.mT @ dense, _root(channels.mT @ crossed))
-        lost = dense - channels @ refit
+        residual = dense - channels @ refit
     return Narrowing(
         heads=kept,
         output=refit,
-        bias=moments.mean.to(place) @ lost if fold and moments is not None else None,
-        weight_error=_relative(lost, dense, white),
-        data_error=None if moments is None else _relative(lost, dense, joint),
+        bias=moments.mean.to(place) @ residual if fold and moments is not None else None,
+        weight_error=_relative(residual, dense, white),
+        data_error=None if moments is None else _relative(residual, dense, joint),
     )
 
 
@@ -122,9 +122,9 @@ def grouped(moments: Tensor, outputs: Sequence[Tensor], group: int) -> list[tupl
     ]
 
 
-def _relative(lost: Tensor, dense: Tensor, weights: Tensor) -> float:
+def _relative(residual: Tensor, dense: Tensor, weights: Tensor) -> float:
     """Return the norm of one matrix over that of another, with the same weights for directions of the input."""
-    error, total = (float((matrix * (weights @ matrix)).sum()) for matrix in (lost, dense))
+    error, total = (float((matrix * (weights @ matrix)).sum()) for matrix in (residual, dense))
     return (max(error, 0.0) / total) ** 0.5 if total > 0 else 0.0
 
 
@@ -168,9 +168,9 @@ def captured(moments: Tensor, outputs: Sequence[Tensor], group: int = 1) -> tupl
     channels = torch.block_diag(*(channels for channels, _ in ranked for _ in range(group)))
     channels = channels[:, [column for _, column in places]]
     crossed = moments @ channels
-    adds = crossed.mT @ torch.cat(list(outputs))  # (n, D)
-    reached = torch.linalg.solve_triangular(_root(channels.mT @ crossed), adds, upper=False)
-    return [sizes for _, sizes in ranked], reached.square().sum(1).unflatten(0, (-1, group)).sum(1)
+    products = crossed.mT @ torch.cat(list(outputs))  # (n, D)
+    added = torch.linalg.solve_triangular(_root(channels.mT @ crossed), products, upper=False)
+    return [sizes for _, sizes in ranked], added.square().sum(1).unflatten(0, (-1, group)).sum(1)
 
 
 def _root(matrix: Tensor) -> Tensor:

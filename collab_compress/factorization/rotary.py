@@ -71,7 +71,7 @@ class RotaryFactorization:
         per_head_error: relative error of the minimised problem where each head, or group of heads that share keys,
             keeps its strongest channels, as many in all.
         sweeps: passes of the solver over its factors; 0 where the answer is in closed form.
-        exact: whether nothing is lost.
+        exact: whether the factors are the heads themselves.
         converged: always True.
         breakdowns: always 0: a system is shifted before it is solved.
     """
@@ -186,13 +186,13 @@ def factorize_rotary(
 def rotary_error(query: Tensor, key: Tensor, factors: RotaryFactors) -> float:
     """Return the relative error ‖a b* − Σ m χ κ*‖/‖a b*‖ over heads and frequencies, (H, Dq, J) and (G, Dk, J)."""
     group = len(query) // len(key)
-    lost = total = 0.0
+    residual = total = 0.0
     separate = query.shape[-1]  # frequencies whose errors add up; the others have one error together
     if factors.query is not None and factors.rotated < separate:
         separate = factors.rotated
         heads = _real_heads(query[..., separate:], key[..., separate:])
         total = 2 * heads.squared_norm().item()  # of |z|² rotation leaves a half in the real part, on average
-        lost = heads.relative_error(_real_factors(factors)) ** 2 * total
+        residual = heads.relative_error(_real_factors(factors)) ** 2 * total
     for j in range(separate):
         columns = [column for column, frequency in enumerate(factors.frequencies) if frequency == j]
         mixing = factors.mixing[:, columns].repeat_interleave(group, 0)  # (H, n)
@@ -201,14 +201,13 @@ def rotary_error(query: Tensor, key: Tensor, factors: RotaryFactors) -> float:
         norms = (a.norm(dim=0) * b.norm(dim=0)).square()
         total += norms.sum().item()
         if factors.query is None:
-            residual = b - kappa @ mixing.mH
-            lost += (a.norm(dim=0) * residual.norm(dim=0)).square().sum().item()
+            residual += (a.norm(dim=0) * (b - kappa @ mixing.mH).norm(dim=0)).square().sum().item()
             continue
         gram, right = _normal_equations(a, b, factors.query[:, columns], kappa)
         inner = (mixing.conj() * right.mT).sum(1).real
         squared = ((mixing @ gram.mT) * mixing.conj()).sum(1).real
-        lost += (norms - 2 * inner + squared).clamp_min(0).sum().item()
-    return relative(lost, total)
+        residual += (norms - 2 * inner + squared).clamp_min(0).sum().item()
+    return relative(residual, total)
 
 
 def allocated(errors: Sequence[Tensor] | Tensor, channels: int) -> list[int]:

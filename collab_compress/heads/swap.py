@@ -87,7 +87,7 @@ def _projection_blocks(projection: nn.Linear | FusedSlice, head: int, width: int
     layer: Any = projection
     rows, dim = range(head * width, (head + 1) * width), 0
     if isinstance(projection, FusedSlice):
-        layer, dim, rows = projection.whole, projection.dim, projection.rows(head)
+        layer, dim, rows = projection.layer, projection.dim, projection.rows(head)
     blocks = [HeadBlock(layer.weight, dim, rows.start, rows.stop)]
     if layer.bias is not None:
         blocks.append(HeadBlock(layer.bias, 0, rows.start, rows.stop))
