@@ -35,24 +35,8 @@ from collab_compress.experiments.tuning import (
     training_arguments,
 )
 from collab_compress.experiments.untrained import make_fresh
-from collab_compress.experiments.workload import (
-    Classification,
-    LanguageModel,
-    MaskedLanguageModel,
-    Translation,
-    Workload,
-    load_tokenizer,
-)
+from collab_compress.experiments.workload import WORKLOADS, Workload, load_tokenizer
 from collab_compress.tasks import TASKS
-
-WORKLOADS: dict[str, type[Workload]] = {
-    "classification": Classification,
-    "regression": Classification,
-    "translation": Translation,
-    "language modelling": LanguageModel,
-    "masked language modelling": MaskedLanguageModel,
-}
-"""Kind of task → workload."""
 
 
 def run(recipe: Recipe, find_model: Callable[..., str | Path] = find_directory) -> list[dict[str, Any]]:
@@ -81,8 +65,7 @@ def run(recipe: Recipe, find_model: Callable[..., str | Path] = find_directory) 
         DataError: the data are missing or malformed.
         CheckpointError: the model is missing.
     """
-    check_trackers(recipe.trackers)
-    check_measures(recipe)
+    check_environment(recipe)
     stages = ["given" if recipe.tuning is None else "tuned", *filter(None, [recipe.conversion_name])]
     if recipe.again is not None:
         stages.append(f"{recipe.conversion_name}-again")
@@ -90,6 +73,16 @@ def run(recipe: Recipe, find_model: Callable[..., str | Path] = find_directory) 
         if not on_main_process(lambda: held.enter_context(reserve_output(recipe, stages))):
             _run(recipe, find_model, stages)
         return on_main_process(lambda: [read_result(recipe, stage) for stage in stages])
+
+
+def check_environment(recipe: Recipe) -> None:
+    """Refuse unknown measures, and trackers that are not installed.
+
+    Raises:
+        RecipeError: naming those that are available.
+    """
+    check_trackers(recipe.trackers)
+    check_measures(recipe)
 
 
 def summary(record: Mapping[str, Any]) -> str:

@@ -14,10 +14,8 @@ from typing import Any
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.distributed import can_meet, on_main_process
 from collab_compress.errors import BusyError, CollabCompressError, RecipeError
-from collab_compress.experiments.measures import check_measures
-from collab_compress.experiments.protocol import run, summary
+from collab_compress.experiments.protocol import check_environment, run, summary
 from collab_compress.experiments.recipe import Recipe, expanded, parse, read_settings, set_field
-from collab_compress.experiments.tuning import check_trackers
 
 logger = logging.getLogger(__name__)
 Settings = dict[str, Any]
@@ -163,8 +161,7 @@ def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = find_direc
     """
     waiting = sweep.folders()
     for recipe in chain.from_iterable(waiting):
-        check_trackers(recipe.trackers)
-        check_measures(recipe)
+        check_environment(recipe)
     errors: list[str] = []
     while waiting:
         busy = []

@@ -393,3 +393,13 @@ class Translation(Workload):
         trainer.preprocess_logits_for_metrics = partial(_losses, shift=False)
         losses = trainer.predict(rows).predictions[: len(rows)]
         return {**scores, "perplexity": _perplexity(load_metric("perplexity"), losses)["perplexity"]}
+
+
+WORKLOADS: dict[str, type[Workload]] = {
+    "classification": Classification,
+    "regression": Classification,
+    "translation": Translation,
+    "language modelling": LanguageModel,
+    "masked language modelling": MaskedLanguageModel,
+}
+"""Kind of task → workload."""

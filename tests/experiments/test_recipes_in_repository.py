@@ -17,7 +17,7 @@ from transformers import MarianConfig, MarianMTModel
 from collab_compress.experiments import read_recipe, read_sweep
 from collab_compress.experiments.outputs import BASE, CONVERTED
 from collab_compress.experiments.papers import read_papers, select_tables
-from collab_compress.experiments.protocol import WORKLOADS
+from collab_compress.experiments.workload import WORKLOADS
 from collab_compress.heads import Rotator
 from collab_compress.tasks import TASKS
 
