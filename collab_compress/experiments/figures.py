@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, TypeAlias
@@ -69,11 +70,11 @@ class Point(NamedTuple):
     """A point of a curve, from one record; points of a curve with the same key are drawn at their mean."""
 
     picture: str
-    panel: str
     curve: str
-    key: float | str
     x: float
     y: float
+    panel: str = ""
+    key: str | None = None  # x if None
 
 
 def _curves(
@@ -82,13 +83,16 @@ def _curves(
     """Draw curves through points: a picture for each of their pictures, a panel for each of their panels."""
     pictures: Pictures = []
     table = pd.DataFrame(points, columns=Point._fields)
+    table["key"] = table["key"].where(table["key"].notna(), table["x"])
     for name, of_picture in table.groupby("picture", sort=False):
         panels = []
         for panel, of_panel in of_picture.groupby("panel", sort=False):
             curves = [_curve(curve, of_curve) for curve, of_curve in of_panel.groupby("curve", sort=False)]
             panels.append(Panel(panel, tuple(curves)))
         heading = f"{title}, {name}" if name else title
-        pictures.append(Curves(heading, reading, "", tuple(panels), x, y, bottom))
+        pictures.append(
+            Curves(heading, reading, source="", panels=tuple(panels), x_label=x, y_label=y, bottom=bottom)
+        )
     return pictures
 
 
@@ -136,11 +140,11 @@ def _draw_widths(results: Results, of: str, again: bool, title: str) -> Pictures
         name = re.sub(r"\d+", "", result.variant.conversion).strip("-")
         name = {"dk": "converted", "cp": "weights alone", "dk-recovered": "recovered"}.get(name, name)
         curve = f"{name}, fine-tuned again" if result.variant.again else name
-        points.append(Point(group, "", curve, result.variant.stage, width, value))
+        points.append(Point(group, curve, width, value))
     for result in results if of == "score" else ():
         if _is_plain(result) and widths[_group(result)]:
             ends = (min(widths[_group(result)]), max(widths[_group(result)]))
-            points += [Point(_group(result), "", "dense", end, end, result.score) for end in ends]
+            points += [Point(_group(result), "dense", end, result.score) for end in ends]
     points = [point for point in points if len(widths[point.picture]) > 1]
     return _curves(points, title, "Mean over seeds.", "shared width", of)
 
@@ -163,7 +167,7 @@ def _draw_sizes(results: Results) -> Pictures:
         }
         for axis, x in sizes.items():
             if x is not None:
-                points[axis].append(Point(_group(result), "", curve, _name(result), x, result.score))
+                points[axis].append(Point(_group(result), curve, x, result.score, key=_name(result)))
     flat = "The flatter a curve, the less narrower queries and keys cost."
     left = "Higher to the left is better"
     axes = {
@@ -194,15 +198,27 @@ def _draw_matrices(
     pictures: Pictures = []
     chosen = [result for result in results if growing is None or _has_growth(result) is growing]
     for result in _lowest_seeds(chosen, measure):
-        maps = []
+        maps: list[Heatmap] = []
         for kind, layers in result.measures[measure].items():
             maps += [heatmap(f"{kind} {layer}", matrix) for layer, matrix in enumerate(layers) if matrix]
-        cells = [abs(cell) for one in maps for row in one.values for cell in row if cell is not None]
-        if maps:
-            limit = max(cells, default=0.0) or 1.0
-            heading = f"{title} of {_name(result)}, {_group(result)}"
-            about = f"{reading} Seed {result.seed}."
-            pictures.append(Heatmaps(heading, about, "", tuple(maps), -limit, limit, "diverging", rows, columns))
+        if not maps:
+            continue
+        rows_of_cells = chain.from_iterable(one.values for one in maps)
+        cells = [abs(cell) for cell in chain.from_iterable(rows_of_cells) if cell is not None]
+        limit = max(cells, default=0.0) or 1.0
+        pictures.append(
+            Heatmaps(
+                f"{title} of {_name(result)}, {_group(result)}",
+                f"{reading} Seed {result.seed}.",
+                source="",
+                maps=tuple(maps),
+                low=-limit,
+                high=limit,
+                scale="diverging",
+                row_label=rows,
+                column_label=columns,
+            )
+        )
     return pictures
 
 
@@ -229,7 +245,7 @@ def _draw_confidence(results: Results) -> Pictures:
             maps[_group(result), kind].append(heatmap(_name(result), layers))
     reading = "Strong cells are heads that look at one token."
     return [
-        Heatmaps(f"Confidence of heads, {kind}, {group}", reading, "", tuple(drawn), row_label="layer")
+        Heatmaps(f"Confidence of heads, {kind}, {group}", reading, source="", maps=tuple(drawn), row_label="layer")
         for (group, kind), drawn in maps.items()
     ]
 
@@ -259,7 +275,7 @@ def _draw_growth(results: Results, metric: Measure, title: str) -> Pictures:
             for layer, (before, after) in enumerate(zip(of_base, layers, strict=False)):
                 growth = percent_growth(after.get(metric, 0.0), before.get(metric, 0.0))
                 if growth is not None:
-                    points.append(Point(_group(result), kind, _name(result), layer, layer, growth))
+                    points.append(Point(_group(result), _name(result), layer, growth, panel=kind))
     return _curves(points, title, "Above 0 heads are farther apart than in the plain model.", "layer", "%")
 
 
@@ -278,12 +294,12 @@ def _draw_svcca(results: Results, sized: bool, title: str) -> Pictures:
         picture = result.column.name if sized else _group(result)
         for kind, values in result.measures.get("svcca", {}).get("curve", {}).items():
             for place, value in enumerate(values, 1):
-                points.append(Point(picture, kind, _name(result), place, place, value))
+                points.append(Point(picture, _name(result), place, value, panel=kind))
     reading = (
         "The further right a curve stays high, the more directions two heads of the last layer share. "
         "Mean over seeds."
     )
-    return _curves(points, title, reading, "coefficient, in order", "canonical correlation", 0.0)
+    return _curves(points, title, reading, "coefficient, in order", "canonical correlation", bottom=0.0)
 
 
 def _draw_log(results: Results, key: str, title: str, reading: str, y: str) -> Pictures:
@@ -298,7 +314,7 @@ def _draw_losses(results: Results, penalised: bool, title: str) -> Pictures:
     for key, name in LOSSES.items():
         points += [point._replace(panel=point.curve, curve=name) for point in _logged(chosen, key)]
     reading = "The total is what training lowers. Mean over seeds."
-    return _curves(points, title, reading, "epoch", "nats; overlap as it is", 0.0)
+    return _curves(points, title, reading, "epoch", "nats; overlap as it is", bottom=0.0)
 
 
 def _is_penalised(result: Result) -> bool | None:
@@ -317,16 +333,16 @@ def _logged(results: Iterable[Result], key: str) -> Iterator[Point]:
         for line in result.history:
             if key in line and "epoch" in line:
                 epoch = round(float(line["epoch"]), 4)
-                yield Point(_group(result), "", _name(result), epoch, epoch, float(line[key]))
+                yield Point(_group(result), _name(result), epoch, float(line[key]))
 
 
 def _draw_schedules(results: Results) -> Pictures:
     """Draw the schedules of DropHead's probability; no record is needed."""
     points = []
     for name, schedule in SCHEDULES.items():
-        points += [Point("", "", name, step, step, schedule(step / 100, 0.1, 0.2, 0.2)) for step in range(101)]
+        points += [Point("", name, step, schedule(step / 100, 0.1, 0.2, 0.2)) for step in range(101)]
     title, reading = "Probability of DropHead while training", "For p = 0.2 and warmup over a tenth of training."
-    return _curves(points, title, reading, "steps, %", "probability", 0.0)
+    return _curves(points, title, reading, "steps, %", "probability", bottom=0.0)
 
 
 def _draw_pruning(results: Results) -> Pictures:
@@ -336,7 +352,7 @@ def _draw_pruning(results: Results) -> Pictures:
         curve = result.measures.get("pruning")
         if curve and (_is_plain(result) or _heads(result).get("drophead")):
             for share, score in zip(curve["shares"], curve["scores"], strict=True):
-                points.append(Point(_group(result), "", _name(result), share, 100 * share, score))
+                points.append(Point(_group(result), _name(result), 100 * share, score))
     reading = "The later a curve falls, the more heads can go. Mean over seeds."
     return _curves(points, "Score with heads pruned", reading, "heads pruned, %", "score")
 

@@ -135,8 +135,12 @@ def _is_marked(folder: Path, wanted: Mapping[str, Any], output: Path) -> bool:
 
 def _is_begun(folder: Path) -> bool:
     """Return whether a folder, or that of one of its stages, holds a model, a record or a checkpoint."""
-    names = ("model", "result.json", "checkpoints/checkpoint-*")
-    return any(True for place in (folder, *folder.glob("*/")) for name in names for _ in place.glob(name))
+    for place in (folder, *folder.glob("*/")):
+        if (place / "model").exists() or (place / "result.json").exists():
+            return True
+        if any(place.glob("checkpoints/checkpoint-*")):
+            return True
+    return False
 
 
 def _remove_unused(output: Path, stages: Sequence[str]) -> None:

@@ -87,7 +87,8 @@ def paper_pages(results: Sequence[Result]) -> dict[str, ReportResult]:
             *(_table_section(table, results, omitted) for table in tables),
             _figures_section(figures[key], tables[0].source, results, omitted),
         )
-        pages[key] = ReportResult(tables[0].title, {"paper": tables[0].source, **facts}, sections, omitted, "", links)
+        about = {"paper": tables[0].source, **facts}
+        pages[key] = ReportResult(tables[0].title, about, sections, omitted, about="", links=links)
         counts = Counter(verdict.outcome for verdict in verdicts[key])
         lacking = sum(name.startswith("Figure") for name in omitted)
         drawn = len(figures[key]) - lacking
@@ -114,7 +115,10 @@ def paper_pages(results: Sequence[Result]) -> dict[str, ReportResult]:
         tables=(Table.of("papers", "What was found", summaries),),
         highlights=tuple(sentences),
     )
-    return {INDEX: ReportResult("The papers beside our records", facts, (section,), {}, "", links), **pages}
+    return {
+        INDEX: ReportResult("The papers beside our records", facts, (section,), {}, about="", links=links),
+        **pages,
+    }
 
 
 def verdicts_of(results: Sequence[Result]) -> dict[str, list[Verdict]]:

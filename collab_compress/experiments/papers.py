@@ -399,7 +399,7 @@ def _verdict(claim: Claim, tasks: Sequence[str], results: Sequence[Result]) -> V
     difference = estimate(values) if values else None
     unit = unit_of(claim.of, tasks[0], results).replace("%", "points")
     outcome = WITHDRAWN if claim.withdrawn else _outcome(claim, difference, _sign(claim, tasks[0], results))
-    return Verdict(claim, where, model, difference, unit, outcome)
+    return Verdict(claim, where, model, difference, unit=unit, outcome=outcome)
 
 
 def _sign(claim: Claim, task: str, results: Sequence[Result]) -> int:

@@ -86,21 +86,22 @@ class Tuning:
                 raise RecipeError(f"arguments hold {name}, which the recipe's field {OWN_ARGUMENTS[name]} sets")
             if name in REFUSED_ARGUMENTS:
                 raise RecipeError(f"arguments hold {name}, but {REFUSED_ARGUMENTS[name]}; leave it out")
-        _check_range(self, 0, MOST_STEPS, "epochs", "learning_rate")
-        _check_range(self, 1, MOST_STEPS, "batch_size", "batch_tokens", "average")
-        _check_range(self, -inf, MOST_STEPS, "max_steps")
+        for name in ("epochs", "learning_rate"):
+            _check_range(self, name, 0, MOST_STEPS)
+        for name in ("batch_size", "batch_tokens", "average"):
+            _check_range(self, name, 1, MOST_STEPS)
+        _check_range(self, "max_steps", -inf, MOST_STEPS)
         if not 0 <= self.warmup < 1:
             raise RecipeError(f"warmup is {self.warmup}; expected a share of the steps, from 0 to below 1")
         if self.max_steps <= 0 and "save_strategy" not in self.arguments and self.average > ceil(self.epochs):
             raise RecipeError(f"average is {self.average}, but {self.epochs:g} epochs leave fewer checkpoints")
 
 
-def _check_range(options: Any, lowest: float, highest: float, *names: str) -> None:
-    """Refuse fields outside a range; None is no number."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not lowest <= value <= highest:
-            raise RecipeError(f"{name} is {value:.10g}; expected a number from {lowest:.10g} to {highest:.10g}")
+def _check_range(options: Any, name: str, lowest: float, highest: float) -> None:
+    """Refuse a field outside a range; None is no number."""
+    value = getattr(options, name)
+    if value is not None and not lowest <= value <= highest:
+        raise RecipeError(f"{name} is {value:.10g}; expected a number from {lowest:.10g} to {highest:.10g}")
 
 
 def expanded(path: Path) -> Path:
@@ -128,7 +129,7 @@ class Recovery:
     def __post_init__(self) -> None:
         if not 0 < self.learning_rate <= 1:
             raise RecipeError(f"learning_rate is {self.learning_rate}; expected a number above 0, up to 1")
-        _check_range(self, 1, MOST_STEPS, "steps")
+        _check_range(self, "steps", 1, MOST_STEPS)
 
 
 @dataclass(frozen=True)
@@ -237,8 +238,8 @@ class Recipe:
         for place in ("output", "data_dir"):
             if (path := getattr(self, place)) is not None:
                 object.__setattr__(self, place, expanded(Path(path)))
-        _check_range(self, 0, 2**32 - 1, "seed")
-        _check_range(self, 1, MOST_STEPS, "num_proc")
+        _check_range(self, "seed", 0, 2**32 - 1)
+        _check_range(self, "num_proc", 1, MOST_STEPS)
         if self.files and self.trains and "train" not in self.files:
             raise RecipeError("files names no training data; give files.train too, or leave tuning and again out")
         if self.files and set(self.files) == {"train"}:
