@@ -294,20 +294,20 @@ def mask_gradients(
     Args:
         model: dense.
         batches: with labels.
-        loss: of the outputs and a batch, one for each row (B,); the model's own mean if not given.
+        loss: of the outputs and a batch, one for each row (B,); by default the model's mean.
         rows: successive rows of a batch that form one sample.
     """
     layers = model.base_model.encoder.layer
-    found: list[list[Tensor]] = [[] for _ in layers]
+    collected: list[list[Tensor]] = [[] for _ in layers]
     for batch in batches:
         samples = len(batch["input_ids"]) // rows
         gates = [torch.ones(samples, 1, layer.output.dense.in_features, requires_grad=True) for layer in layers]
         with torch.enable_grad(), gated(layers, [gate.repeat_interleave(rows, 0) for gate in gates]):
             outputs = model(**batch)
             total = outputs.loss * samples if loss is None else loss(outputs, batch).sum() / rows
-        for gradients, gradient in zip(found, torch.autograd.grad(total, gates), strict=True):
+        for gradients, gradient in zip(collected, torch.autograd.grad(total, gates), strict=True):
             gradients.append(gradient.squeeze(1).double())
-    return [torch.cat(gradients) for gradients in found]
+    return [torch.cat(gradients) for gradients in collected]
 
 
 def rearranged(gradients: Tensor, width: int) -> Tensor:

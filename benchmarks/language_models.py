@@ -217,17 +217,17 @@ def column_of(record: dict[str, Any]) -> str:
 
 def print_table(name: str, done: list[dict[str, Any]]) -> None:
     """Print a model's figures: means over seeds with half of their range; of recovered rivals the best rate."""
-    found: dict[tuple[bool, float, str], list[float]] = defaultdict(list)
+    perplexities: dict[tuple[bool, float, str], list[float]] = defaultdict(list)
     for record in done:
         if record["way"] != "dense":
-            found[record["values"], record["share"], column_of(record)].append(record["perplexity"])
+            perplexities[record["values"], record["share"], column_of(record)].append(record["perplexity"])
     dense = next(record["perplexity"] for record in done if record["way"] == "dense")
     print(f"{name}, dense {dense:.2f}\n")
     print("| | " + " | ".join(COLUMNS) + " |\n" + "|---" * (1 + len(COLUMNS)) + "|")
     for values, share in product((False, True), SHARES):
         cells = []
         for column in COLUMNS:
-            figures = found[values, share, column]
+            figures = perplexities[values, share, column]
             if column.endswith("recovered"):
                 figures = sorted(figures)[:1]
             spread = f" ± {(max(figures) - min(figures)) / 2:.2f}" if len(figures) > 1 else ""

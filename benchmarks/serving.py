@@ -201,12 +201,12 @@ def scores(args: argparse.Namespace) -> None:
             for suffix in ("", " int8"):
                 exported = copy.deepcopy(model)
                 sessions[name + suffix] = Session(exported, Path(folder), args.threads, bool(suffix), without)
-    found = {name: task.score(Encoder(session, dense.config), tokenizer) for name, session in sessions.items()}
+    quality = {name: task.score(Encoder(session, dense.config), tokenizer) for name, session in sessions.items()}
     for name, session in sessions.items():
-        print(f"{name:12} {session.size / 2**20:6.1f} MiB  STS-B {found[name]:.2f}", flush=True)
+        print(f"{name:12} {session.size / 2**20:6.1f} MiB  STS-B {quality[name]:.2f}", flush=True)
     for length, sequences in args.shapes or [(32, 1), (128, 8)]:
         cell = {"onnx fused T" if args.fused else "onnx T": length, "batch": sequences}
-        compare(sessions, PAIRS, cell, args, found)
+        compare(sessions, PAIRS, cell, args, quality)
 
 
 def compare(
@@ -214,7 +214,7 @@ def compare(
     pairs: Sequence[tuple[str, str]],
     cell: dict[str, Any],
     args: argparse.Namespace,
-    found: dict[str, float] | None = None,
+    quality: dict[str, float] | None = None,
 ) -> None:
     """Time all sessions in turns, and print and record each pair, with sizes and with scores where there are some."""
     length, sequences = next(iter(cell.values())), cell["batch"]
@@ -222,10 +222,10 @@ def compare(
     times = paired_times(calls, args)
     for name, baseline in pairs:
         figures = {**ratio(times, name, baseline), "size": sessions[name].size / sessions[baseline].size}
-        if found is None:
+        if quality is None:
             print_row(cell, name, figures, args)
         else:
-            print_row({**cell, "over": baseline}, name, {**figures, "score": found[name]}, args)
+            print_row({**cell, "over": baseline}, name, {**figures, "score": quality[name]}, args)
 
 
 def shape(text: str) -> tuple[int, int]:

@@ -120,10 +120,10 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        found = measure(
+        parts = measure(
             args.rows[0], args.steps, args.tokens, None if args.in_memory else args.num_proc, args.tokenizer
         )
-        print(json.dumps(found))
+        print(json.dumps(parts))
         return
     print(
         "| rows | imported, MiB | read | vocabulary | tokenize | train | tokens a core-second, tokenized | trained |"
@@ -132,10 +132,10 @@ def main() -> None:
     for rows in args.rows:
         with tempfile.TemporaryDirectory() as folder:
             arguments = *sys.argv[1:], "--measure", f"--rows={rows}"
-            found = json.loads(fresh_process(__file__, *arguments, HF_DATASETS_CACHE=f"{folder}/cache"))
-        memory = " | ".join(f"{part['MiB']:.0f}" for part in found.values())
+            parts = json.loads(fresh_process(__file__, *arguments, HF_DATASETS_CACHE=f"{folder}/cache"))
+        memory = " | ".join(f"{part['MiB']:.0f}" for part in parts.values())
         print(
-            f"| {rows:,} | {memory} | {found['tokenize']['tokens']:,.0f} | {found['train']['tokens']:,.0f} |",
+            f"| {rows:,} | {memory} | {parts['tokenize']['tokens']:,.0f} | {parts['train']['tokens']:,.0f} |",
             flush=True,
         )
 

@@ -143,12 +143,12 @@ class Conversion(Compression):
     """How to convert, if at all."""
 
     def __post_init__(self) -> None:
-        if self.asked:
+        if self.converts:
             super().__post_init__()
 
     @property
-    def asked(self) -> bool:
-        """Whether anything is to be converted."""
+    def converts(self) -> bool:
+        """Whether a width is given, so that something is converted."""
         return any(width is not None for width in (self.dk, self.dv, self.dff, self.keep))
 
 
@@ -210,7 +210,7 @@ class CompressArguments(EditArguments):
             return
         if self.stock:
             self._check_stock()
-        if self.compression.asked:
+        if self.compression.converts:
             if self.recover is not None and self.calibration == "none":
                 raise CollabCompressError("--recover trains on calibration data; leave --calibration none out")
             if self.recover is not None and self.compression.keeps_attention:

@@ -77,7 +77,7 @@ def run(arguments: Arguments) -> Report | None:
     digest = attention_digest(source.model)
     lines: list[str] = []
     report = None
-    if arguments.compression.asked:
+    if arguments.compression.converts:
         report, latency = _convert(source, arguments)
         lines += _report_lines(report, arguments.calibration, latency)
     recovery = None
