@@ -1,7 +1,7 @@
 """Bad command lines and bad files: one line on standard error, exit code 2, and nothing changed on disk.
 
 Each case starts from the same small folder, spoils something, and runs a command in this process while somebody
-answers yes to whatever is asked. What it says is compared with what the person has to be told.
+answers yes to whatever is asked. Its error is compared with what the person needs to know.
 """
 
 import io
@@ -529,11 +529,11 @@ def test_one_line_and_nothing_changed(
         spoil()
     before = contents(tmp_path)
     code = run(case, monkeypatch)
-    printed, told = capfd.readouterr()
+    output, error = capfd.readouterr()
     assert contents(tmp_path) == before
-    lines = [line for line in told.splitlines() if line.strip()]
-    assert len(lines) == 1, told
+    lines = [line for line in error.splitlines() if line.strip()]
+    assert len(lines) == 1, error
     assert case.words in lines[0]
-    assert "Traceback" not in printed + told
+    assert "Traceback" not in output + error
     assert code == 2
-    assert printed == ""
+    assert output == ""

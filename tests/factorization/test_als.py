@@ -91,13 +91,15 @@ def test_runs_are_bitwise_repeatable_and_the_seed_is_ignored(make_heads):
     assert one.errors == two.errors
 
 
-def test_tolerance_ends_the_run_and_progress_is_told(make_heads):
+def test_tolerance_ends_the_run_and_progress_is_reported(make_heads):
     tensor = make_heads(3, 12, 11, 4)
-    told = []
-    solution = als(tensor, 5, SolverOptions(sweeps=500, tolerance=1e-3, progress=lambda *report: told.append(report)))
+    reports = []
+    solution = als(
+        tensor, 5, SolverOptions(sweeps=500, tolerance=1e-3, progress=lambda *report: reports.append(report))
+    )
     assert solution.converged
     assert len(solution.errors) < 500
-    assert told == list(enumerate(solution.errors, start=1))
+    assert reports == list(enumerate(solution.errors, start=1))
     assert not als(tensor, 5, SolverOptions(sweeps=5)).converged
 
 
@@ -112,7 +114,7 @@ def broken(monkeypatch, systems):
     monkeypatch.setattr(torch.linalg, "cholesky_ex", fail)
 
 
-def test_a_system_that_cannot_be_solved_is_shifted_and_said(make_heads, monkeypatch):
+def test_a_system_that_cannot_be_solved_is_shifted_and_counted(make_heads, monkeypatch):
     tensor = make_heads(3, 12, 11, 4)
     whole = als(tensor, 5, SolverOptions(sweeps=60))
     assert whole.breakdowns == 0

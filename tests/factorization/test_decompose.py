@@ -177,12 +177,12 @@ def test_solvers_share_the_contract_and_repeat_bitwise(make_heads, dense_of, sol
         pytest.importorskip("tensorly")
     tensor = make_heads(3, 9, 8, 2)
     moments = Moments.of(sample(30, 9, 1))
-    told = []
-    options = {"seed": 3, "sweeps": 12, "query_moments": moments, "progress": lambda *report: told.append(report)}
+    reports = []
+    options = {"seed": 3, "sweeps": 12, "query_moments": moments, "progress": lambda *report: reports.append(report)}
     runs = [factorize(tensor.query, tensor.key, 4, solver=solver, **options) for _ in range(2)]
     assert torch.equal(runs[0].factors.query, runs[1].factors.query)
     assert runs[0].errors == runs[1].errors
-    assert told == 2 * list(enumerate(runs[0].errors, start=1))
+    assert reports == 2 * list(enumerate(runs[0].errors, start=1))
     residual = tensor.dense() - dense_of(runs[0].factors)
     assert runs[0].weight_error == pytest.approx((residual.norm() / tensor.dense().norm()).item(), rel=1e-6)
 

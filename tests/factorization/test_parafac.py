@@ -28,12 +28,12 @@ def test_equals_tensorly_called_directly(make_heads):
 
 def test_seed_sweeps_tolerance_and_progress_are_heeded(make_heads):
     tensor = make_heads(3, 8, 7, 2)
-    told = []
-    options = SolverOptions(sweeps=5, tolerance=0.0, seed=1, progress=lambda *report: told.append(report))
+    reports = []
+    options = SolverOptions(sweeps=5, tolerance=0.0, seed=1, progress=lambda *report: reports.append(report))
     solution = parafac(tensor, 4, options)
     assert len(solution.errors) == 5
     assert not solution.converged
-    assert told == list(enumerate(solution.errors, start=1))
+    assert reports == list(enumerate(solution.errors, start=1))
     assert torch.equal(solution.factors.query, parafac(tensor, 4, options).factors.query)
     other = parafac(tensor, 4, SolverOptions(sweeps=5, tolerance=0.0, seed=2))
     assert not torch.equal(solution.factors.query, other.factors.query)

@@ -158,7 +158,7 @@ def test_keys_of_unrotated_channels_are_centred():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"channels": 0}, "1 to 6 channels"),
         ({"channels": 7}, "1 to 6 channels"),
@@ -168,10 +168,10 @@ def test_keys_of_unrotated_channels_are_centred():
         ({"query_moments": Moments.of(torch.randn(9, 3))}, "are 3 wide; expected 5"),
     ],
 )
-def test_bad_input_is_told(change, told):
-    given = {"query": heads(4, 5, 3), "key": heads(2, 5, 3), "channels": 2, **change}
-    with pytest.raises(ValueError, match=told):
-        factorize_rotary(**given)
+def test_bad_input_is_refused(change, message):
+    arguments = {"query": heads(4, 5, 3), "key": heads(2, 5, 3), "channels": 2, **change}
+    with pytest.raises(ValueError, match=message):
+        factorize_rotary(**arguments)
 
 
 def real_heads(count, width, head_width, channels):

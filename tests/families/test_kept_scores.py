@@ -51,11 +51,11 @@ def test_a_narrow_model_is_saved_loaded_and_generates(name, tmp_path):
 @pytest.mark.parametrize("name", KEEPING)
 def test_queries_and_keys_are_refused_with_the_reason(name):
     model = make_rotary(name)
-    with pytest.raises(UnsupportedModelError) as told:
+    with pytest.raises(UnsupportedModelError) as error:
         compress(model, Compression(dk=16), calibration=None)
-    assert FAMILIES[name].keeps_scores in str(told.value)
-    assert "leave out dk" in str(told.value)
-    assert "\n" not in str(told.value)
+    assert FAMILIES[name].keeps_scores in str(error.value)
+    assert "leave out dk" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "olmo2"])

@@ -230,7 +230,7 @@ def test_widths_are_whole_heads(model):
 
 
 @pytest.mark.parametrize(
-    ("compression", "told"),
+    ("compression", "message"),
     [
         (
             Compression(dk=8, form="per-head"),
@@ -240,8 +240,8 @@ def test_widths_are_whole_heads(model):
         (Compression(dk=8, solver=Solver(method="parafac")), "solver als decomposes them"),
     ],
 )
-def test_what_rotary_models_lack_is_said_at_once(compression, told, model):
-    with pytest.raises(CompressionError, match=told):
+def test_what_rotary_models_lack_is_refused_at_once(compression, message, model):
+    with pytest.raises(CompressionError, match=message):
         compress(model("llama"), compression, calibration=None)
     with pytest.raises(UnsupportedModelError, match="so the scores do not use Wq·Wkᵀ"):
         score_parts(model("llama"))

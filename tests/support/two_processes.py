@@ -26,18 +26,18 @@ def run_both(function: Callable[..., Any], *given: Any, seconds: float = 240) ->
     ]
     for process in processes:
         process.start()
-    told: dict[int, Any] = {}
+    returned: dict[int, Any] = {}
     try:
         for _ in processes:
             rank, failure, result = results.get(timeout=seconds)
             assert failure is None, f"process {rank}: {failure}"
-            told[rank] = torch.load(io.BytesIO(result), weights_only=False)
+            returned[rank] = torch.load(io.BytesIO(result), weights_only=False)
     finally:
         for process in processes:
-            process.join(timeout=20 if len(told) == 2 else 0)
+            process.join(timeout=20 if len(returned) == 2 else 0)
             if process.is_alive():
                 process.kill()
-    return [told[rank] for rank in range(2)]
+    return [returned[rank] for rank in range(2)]
 
 
 def _run(rank: int, port: int, results: Any, function: Callable[..., Any], given: tuple[Any, ...]) -> None:
@@ -48,9 +48,9 @@ def _run(rank: int, port: int, results: Any, function: Callable[..., Any], given
         state._reset_state()
     try:
         torch.distributed.init_process_group("gloo")
-        told = io.BytesIO()
-        torch.save(function(rank, *given), told)  # in bytes, for shared memory is gone when the process ends
-        results.put((rank, None, told.getvalue()))
+        buffer = io.BytesIO()
+        torch.save(function(rank, *given), buffer)  # in bytes, for shared memory is gone when the process ends
+        results.put((rank, None, buffer.getvalue()))
     except BaseException:
         results.put((rank, traceback.format_exc(), None))
     finally:
