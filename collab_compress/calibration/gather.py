@@ -61,7 +61,7 @@ def attention_masks(
         value = inputs.get(name)
         if value is not None and (not isinstance(value, Tensor) or value.dim() != 2):
             got = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
-            raise HeadError(f"{name} {got}; padding can be told only from a mask (batch, tokens)")
+            raise HeadError(f"{name} {got}; expected an attention mask (batch, tokens)")
         return None if value is None else value != 0
 
     source = _source_mask(model, inputs, mask("attention_mask"))
@@ -338,7 +338,7 @@ class _Watcher:
         if mask.shape != x.shape[:-1]:
             raise CalibrationError(
                 f"{self.site.name} reads inputs of shape {tuple(x.shape)}, and the mask of the batch has shape "
-                f"{tuple(mask.shape)}, so padding cannot be told; pass batches without padding and without a mask"
+                f"{tuple(mask.shape)}, so it does not say what is padding; pass batches without padding and mask"
             )
         return x[mask.to(x.device)]
 

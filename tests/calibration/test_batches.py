@@ -176,7 +176,7 @@ def test_texts_are_read_whole_and_all_of_them(minilm, minilm_tokenizer, caplog):
     assert caplog.messages == []
 
 
-def test_what_is_left_out_of_texts_is_said(minilm, minilm_tokenizer, caplog):
+def test_texts_left_out_are_warned_of(minilm, minilm_tokenizer, caplog):
     texts = ["word " * 70 for _ in range(3)] + ["word " * 300 for _ in range(20)] + [("word " * 200, "word " * 100)]
     minilm.config.max_position_embeddings = 256
     batches = calibration_batches(texts, minilm, minilm_tokenizer)
@@ -189,7 +189,7 @@ def test_what_is_left_out_of_texts_is_said(minilm, minilm_tokenizer, caplog):
     assert sum(len(batch["input_ids"]) for batch in batches) == 5
 
 
-def test_random_sequences_that_are_shorter_than_asked_for_are_said(minilm, minilm_tokenizer, caplog):
+def test_shorter_random_sequences_are_warned_of(minilm, minilm_tokenizer, caplog):
     minilm.config.max_position_embeddings = 20
     drawn = calibration_batches("synthetic", minilm, minilm_tokenizer, sequences=4, length=30)
     assert {batch["input_ids"].shape[1] for batch in drawn} == {20}
@@ -384,7 +384,7 @@ def test_arrays_of_texts_are_texts(minilm, minilm_tokenizer):
         calibration_batches(pd.DataFrame({"text": texts, "label": 0}), minilm, minilm_tokenizer)
 
 
-def test_of_batches_so_many_sequences_are_read(make_tiny, make_batch):
+def test_sequences_limits_ready_batches(make_tiny, make_batch):
     drawn = []
 
     def loader():
@@ -405,7 +405,7 @@ def test_of_batches_so_many_sequences_are_read(make_tiny, make_batch):
     assert report.drift.sequences == 1
 
 
-def test_batches_are_not_cut_and_that_is_said(make_tiny, calibration):
+def test_batches_longer_than_length_are_warned_of(make_tiny, calibration):
     batches, notes = noted_batches(calibration, make_tiny("bert"), None, sequences=None, length=5, seed=0)
     assert notes == ["calibration batches have up to 12 tokens a sequence; length 5 cuts texts only"]
     assert batches[0]["input_ids"].shape == calibration[0]["input_ids"].shape

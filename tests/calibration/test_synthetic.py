@@ -135,7 +135,7 @@ def test_a_models_own_way_of_generating_does_not_matter(tokenizer):
         ),
     ],
 )
-def test_what_writes_no_texts(make, tokenizer):
+def test_models_that_write_no_texts_are_refused(make, tokenizer):
     model = make(tokenizer)
     with pytest.raises(CalibrationError, match=f"{type(model).__name__} writes no texts by itself"):
         calibration_batches("generated", model, tokenizer)

@@ -35,7 +35,7 @@ def source(tmp_path):
     return tmp_path
 
 
-def test_it_says_what_the_model_is_and_was(converted, source):
+def test_card_names_model_and_source(converted, source):
     model, report = converted
     origin = Origin("small", source, "org/small")
     card = model_card(model, "small-dk8", origin, Compression(dk=8, solver=Solver(seed=3)), "texts", report)
@@ -67,7 +67,7 @@ def test_it_says_what_the_model_is_and_was(converted, source):
 
 
 @pytest.mark.parametrize("dk", [None, 8])
-def test_it_says_what_became_of_values(dk, make_tiny, calibration, tmp_path):
+def test_card_describes_narrow_values(dk, make_tiny, calibration, tmp_path):
     model = make_tiny("bert")
     compression = Compression(dk=dk, dv=10, solver=Solver(damping=0.01))
     report = compress(model, compression, calibration)

@@ -286,7 +286,7 @@ def test_converting_a_module_twice_is_refused(make_tiny):
     assert equal(before, state(model))
 
 
-def test_what_is_still_dense_may_be_converted_later(make_tiny, make_batch, tmp_path, load_cleanly):
+def test_dense_modules_can_be_converted_later(make_tiny, make_batch, tmp_path, load_cleanly):
     """Ranks and forms by kind and layer: the same as each by itself, through a checkpoint, and back."""
     dense, batch = make_tiny("marian"), make_batch("marian")
     parts = [
@@ -357,7 +357,7 @@ def test_a_sentence_transformer_is_converted_by_its_transformers_model(minilm_pa
         (SimpleNamespace(module=SimpleNamespace(config=1)), "pass the model inside, model.module"),
     ],
 )
-def test_what_is_no_transformers_model_is_refused(model, message):
+def test_other_objects_than_transformers_models_are_refused(model, message):
     for function in (
         lambda: compress(model, Compression(dk=8), calibration=None),
         lambda: expand(model),
@@ -376,7 +376,7 @@ def test_what_is_no_transformers_model_is_refused(model, message):
             function()
 
 
-def test_the_report_says_how_much_was_seen(family, make_tiny, calibration):
+def test_the_report_counts_sequences_and_vectors(family, make_tiny, calibration):
     report = compress(make_tiny(family), Compression(dk=8), calibration)
     assert report.sequences == 28  # of 8 batches of 4, one is held back
     real, target = (
@@ -393,7 +393,7 @@ def test_the_report_says_how_much_was_seen(family, make_tiny, calibration):
     assert (without.modules[0].query_vectors, without.sequences) == (0, 0)
 
 
-def test_few_vectors_are_said(make_tiny, calibration, caplog):
+def test_few_calibration_vectors_are_warned_of(make_tiny, calibration, caplog):
     few = [{name: value[:3, :6] for name, value in batch.items()} for batch in calibration[:2]]
     with caplog.at_level(logging.WARNING, logger="collab_compress"):
         report = compress(make_tiny("bert"), Compression(dk=8), few)
@@ -409,7 +409,7 @@ def test_few_vectors_are_said(make_tiny, calibration, caplog):
 
 @pytest.mark.usefixtures("decomposed_anew")
 @pytest.mark.parametrize("broken", [1, 10**6])
-def test_a_solver_that_breaks_down_is_said(make_tiny, monkeypatch, caplog, broken):
+def test_breakdowns_of_the_solver_are_warned_of(make_tiny, monkeypatch, caplog, broken):
     found, calls = torch.linalg.cholesky_ex, itertools.count()
 
     def fails(matrix, **options):
@@ -476,7 +476,7 @@ def test_drift_holds_the_outputs_of_one_batch(make_tiny, calibration):
     assert max(widest) <= length * model.config.vocab_size
 
 
-def test_no_drift_is_told_of_padding_alone(make_tiny, calibration):
+def test_padding_alone_has_no_drift(make_tiny, calibration):
     padding = [{**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])} for batch in calibration]
     model = make_tiny("bert", BertForMaskedLM)
     assert drift_of(model, model, padding) is None
@@ -498,7 +498,7 @@ def test_a_device_without_float64_leaves_the_decomposition_to_the_cpu(make_tiny,
     ("device", "rank", "expected"),
     [("cuda", "1", "cuda:1"), ("cuda", "7", "cuda"), ("cuda:0", "1", "cuda:0"), ("cuda", "", "cuda")],
 )
-def test_cuda_is_the_process_s_own(monkeypatch, device, rank, expected):
+def test_cuda_is_the_gpu_of_each_process(monkeypatch, device, rank, expected):
     tried = []
     monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -508,13 +508,13 @@ def test_cuda_is_the_process_s_own(monkeypatch, device, rank, expected):
 
 
 @pytest.mark.parametrize("shape", [(4, 1, 12, 12), (4, 12, 12)])
-def test_masks_that_are_none_of_tokens_are_refused(make_tiny, calibration, shape):
+def test_masks_of_other_shapes_are_refused(make_tiny, calibration, shape):
     batch = {**calibration[0], "attention_mask": torch.ones(shape)}
-    message = r"a calibration batch's attention_mask has shape \(4, .*padding can be told only from a mask \(batch, "
+    message = r"a calibration batch's attention_mask has shape \(4, .*expected an attention mask \(batch, "
     with pytest.raises(CalibrationError, match=message):
         compress(make_tiny("bert"), Compression(dk=8), [batch, batch])
     listed = {**calibration[0], "attention_mask": calibration[0]["attention_mask"].tolist()}
-    with pytest.raises(CalibrationError, match="attention_mask is a list; padding can be told only"):
+    with pytest.raises(CalibrationError, match="attention_mask is a list; expected an attention mask"):
         compress(make_tiny("bert"), Compression(dk=8), [listed, listed])
 
 
@@ -571,7 +571,7 @@ def test_a_linear_layer_that_does_more_is_refused(make_tiny):
         compress(model, Compression(dk=8), calibration=None)
 
 
-def test_an_attention_implementation_that_cannot_follow_is_refused(make_tiny):
+def test_other_attention_implementations_are_refused(make_tiny):
     model = make_tiny("bert")
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(CompressionError, match="the model is set to 'flex_attention'"):
@@ -584,7 +584,7 @@ def test_batches_that_do_not_fit_the_model(make_tiny, calibration):
         compress(model, Compression(dk=8), [{"input_ids": calibration[0]["input_ids"][0, 0]}])
 
 
-def test_a_model_that_fails_without_a_word(make_tiny, calibration):
+def test_an_error_without_a_message_is_named_by_its_class(make_tiny, calibration):
     def fail(*_):
         raise NotImplementedError
 
@@ -646,13 +646,13 @@ def test_frozen_stays_frozen(make_tiny):
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_parafac_without_tensorly_says_what_to_install(make_tiny, monkeypatch):
+def test_parafac_without_tensorly_names_the_package_to_install(make_tiny, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tensorly", None)
     with pytest.raises(CompressionError, match="pip install tensorly"):
         compress(make_tiny("bert"), Compression(dk=8, solver=Solver(method="parafac")), calibration=None)
 
 
-def test_the_papers_recipe_converts_too(make_tiny):
+def test_parafac_converts_too(make_tiny):
     report = compress(
         make_tiny("bert"), Compression(dk=12, solver=Solver(method="parafac", sweeps=20)), calibration=None
     )
@@ -683,7 +683,7 @@ def test_fast_is_a_quarter_of_the_sweeps_of_rotary_models_too():
     assert found["best"] == 4 * found["fast"] > 0
 
 
-def test_the_report_says_how_long_the_model_ran(make_tiny, calibration):
+def test_the_report_has_the_time_of_calibration(make_tiny, calibration):
     report = compress(make_tiny("bert"), Compression(dk=7, solver=Solver(sweeps=1)), calibration)
     assert 0 < report.calibrating < report.seconds
     assert compress(make_tiny("bert"), Compression(dk=7, solver=Solver(sweeps=1)), None).calibrating == 0.0
@@ -723,7 +723,7 @@ def test_hooks_are_kept_or_refused(kind, path, make_tiny, batch):
     torch.testing.assert_close(model(**batch)[0], hooked)
 
 
-def test_hooks_of_accelerate_are_no_obstacle(make_tiny, batch):
+def test_hooks_of_accelerate_are_allowed(make_tiny, batch):
     model = make_tiny("bert")
     expected = model(**batch)[0]
     add_hook_to_module(model.encoder.layer[0].attention.self.query, AlignDevicesHook("cpu"))
@@ -767,7 +767,7 @@ def test_only_these_kinds(make_tiny, make_batch, kinds):
         torch.testing.assert_close(model(**batch).last_hidden_state, before, rtol=1e-4, atol=1e-5)
 
 
-def test_kinds_that_are_not_there(make_tiny):
+def test_kinds_that_the_model_lacks_are_refused(make_tiny):
     with pytest.raises(UnsupportedModelError, match="with kind cross"):
         compress(make_tiny("bert"), Compression(dk=24, kinds=("cross",)), None)
 

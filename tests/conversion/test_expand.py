@@ -19,7 +19,7 @@ from collab_compress import (
 )
 
 
-def test_a_model_says_what_of_it_is_converted(make_tiny):
+def test_describe_names_forms_and_widths(make_tiny):
     model = make_tiny("bert")
     assert describe(model) == {}
     assert not is_converted(model)

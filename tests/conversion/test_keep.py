@@ -168,13 +168,13 @@ def test_the_length_is_one_that_nine_in_ten_texts_do_not_exceed():
         ({}, "none of dk, dv, dff and keep is given"),
     ],
 )
-def test_what_cannot_be_asked(options, message):
+def test_options_that_exclude_each_other_are_refused(options, message):
     with pytest.raises(CompressionError, match=message):
         Compression(**options)
 
 
 @pytest.mark.parametrize("data", [None, batches()[:1]])
-def test_without_data_nothing_can_be_chosen(data, make_tiny):
+def test_keep_without_data_is_refused(data, make_tiny):
     data = None if data is None else [{"input_ids": data[0]["input_ids"][:1]}]
     with pytest.raises(CompressionError, match="pass at least two sequences"):
         compress(make_tiny("bert"), Compression(keep=0.5), data)

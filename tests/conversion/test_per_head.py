@@ -89,7 +89,7 @@ def test_report(family, make_tiny, calibration):
     assert json.loads(json.dumps(report.to_dict()))["modules"][0]["sizes"] == list(report.modules[0].sizes)
 
 
-def test_the_shared_form_tells_what_this_one_would_cost(make_tiny, calibration):
+def test_the_shared_form_reports_costs_of_the_per_head_form(make_tiny, calibration):
     apart = converted(make_tiny("bert"), 8, calibration)[1].modules[0]
     shared = compress(make_tiny("bert"), Compression(dk=8), calibration).modules[0]
     assert shared.sizes is None
@@ -231,7 +231,7 @@ def test_heads_of_one_size_swap(make_tiny, batch):
 
 
 @pytest.mark.parametrize("options", [{"method": "parafac"}, {"sweeps": 5}, {"tolerance": 1e-3}])
-def test_what_a_closed_form_does_not_need_is_refused(options):
+def test_solver_options_are_refused_for_a_closed_form(options):
     with pytest.raises(CompressionError, match="solved in closed form; leave out solver, sweeps, tolerance"):
         Compression(dk=8, form="per-head", solver=Solver(**options))
 

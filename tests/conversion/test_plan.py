@@ -118,8 +118,8 @@ def test_moments_of_a_few_modules_at_a_time(dense, calibration, monkeypatch):
 
 
 def test_modules_decomposed_at_once_are_as_those_in_turn(dense, calibration, monkeypatch, two_threads):
-    """Each with one of the threads, which are given back; told in order."""
-    in_turn, told, seen = copy.deepcopy(dense), [], set()
+    """Each in its own thread; progress is reported in order, and the number of threads is restored."""
+    in_turn, reported, seen = copy.deepcopy(dense), [], set()
     with monkeypatch.context() as patch:
         patch.setattr(plan, "AT_ONCE", 1)
         compress(in_turn, Compression(dk=7, dv=12, solver=Solver(sweeps=2)), calibration)
@@ -134,12 +134,12 @@ def test_modules_decomposed_at_once_are_as_those_in_turn(dense, calibration, mon
         dense,
         Compression(dk=7, dv=12, solver=Solver(sweeps=2)),
         calibration,
-        progress=lambda *report: told.append(report),
+        progress=lambda *report: reported.append(report),
     )
     assert seen == {(False, 1)}
     assert torch.get_num_threads() == 2
     names = [each.name for each in (*report.modules, *report.values)]
-    assert told[:7] == [*((name, done, 6) for done, name in enumerate(names)), ("", 6, 6)]
+    assert reported[:7] == [*((name, done, 6) for done, name in enumerate(names)), ("", 6, 6)]
     for name, value in dense.state_dict().items():
         torch.testing.assert_close(value, in_turn.state_dict()[name], rtol=1e-5, atol=1e-6)
 
