@@ -1,6 +1,5 @@
 """Measures of attention heads (similarity, diversity, importance) and of layers (energy, cost, latency)."""
 
-from collab_compress.analysis.attention_maps import AttentionMap, attention_maps
 from collab_compress.analysis.cost import (
     FormCost,
     Latency,
@@ -39,7 +38,7 @@ from collab_compress.analysis.energy import (
     tensor_energy,
     value_energy,
 )
-from collab_compress.analysis.patterns import head_patterns, induction
+from collab_compress.analysis.patterns import AttentionMap, attention_maps, head_patterns, induction
 from collab_compress.analysis.plan import Plan, Trial, plan
 from collab_compress.analysis.sharing import (
     ContentShare,
