@@ -135,3 +135,12 @@ def test_a_model_rebuilt_by_the_shipped_code_is_told_from_ours(make_tiny):
     for use in (read_factors, expand, lambda model: compress(model, Compression(dk=8), calibration=None)):
         with pytest.raises(CheckpointError, match="import it first, then load"):
             use(model)
+
+
+def test_a_part_that_is_saved_by_itself_brings_its_code(make_tiny, tmp_path):
+    model = AutoModelForSequenceClassification.from_config(make_tiny("bert").config)
+    compress(model, Compression(dk=5), calibration=None)
+    make_standalone_(model)
+    model.bert.save_pretrained(tmp_path)
+    assert (tmp_path / f"{MODULE}.py").read_text(encoding="utf-8") == modelling_code()
+    assert model.bert.config.auto_map["AutoModel"] == f"{MODULE}.BertModel"
