@@ -8,6 +8,7 @@ from kernel_inputs import MASKS, draw_inputs, inputs_strategy, oracle, oracle_pr
 
 from collab_compress.attention import kernels, shared
 from collab_compress.attention.kernels import Inputs
+from collab_compress.attention.per_head import attend_separately
 from collab_compress.attention.shared import attend, attention_probabilities, blocked, folded, recomputed, sdpa
 
 problems = inputs_strategy(heads=st.integers(1, 4), rank=st.integers(1, 9))
@@ -81,15 +82,23 @@ def test_inputs_are_not_changed():
 NAMES = ("query", "key", "value", "content", "mixing")
 
 
+KERNELS = pytest.mark.parametrize(
+    ("kernel", "sizes"), [(attend, ()), (attend_separately, (3, 0, 2))], ids=["shared", "per-head"]
+)
+
+
+@KERNELS
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("content", [False, True])
-def test_gradients_are_those_of_the_formula(content, causal):
-    problem = draw_inputs(batch=1, heads=2, length=3, keys=3, rank=2, content=content)._replace(causal=causal)
+def test_gradients_are_those_of_the_formula(kernel, sizes, content, causal):
+    mask = "none" if causal else "bool"
+    problem = draw_inputs(batch=1, heads=2, length=3, keys=3, rank=2, content=content, mask=mask, sizes=sizes)
+    problem = problem._replace(causal=causal)
     names = [name for name in NAMES if getattr(problem, name) is not None]
     leaves = [getattr(problem, name).detach().clone().requires_grad_() for name in names]
 
     def run(*tensors):
-        return attend(problem._replace(**dict(zip(names, tensors, strict=True))))
+        return kernel(problem._replace(**dict(zip(names, tensors, strict=True))))
 
     assert torch.autograd.gradcheck(run, leaves)
     got = torch.autograd.grad(run(*leaves).square().sum(), leaves)
@@ -142,14 +151,17 @@ def test_training_keeps_no_scores():
     assert max(kept) <= max(tensor.numel() for tensor in problem.tensors())
 
 
+@KERNELS
 @pytest.mark.parametrize("grad", [False, True])
-def test_dropout_drops_with_its_probability_and_keeps_the_mean(grad):
-    problem = draw_inputs(batch=4, heads=4, length=64, keys=64, width=64)
-    problem = problem._replace(value=torch.eye(64, dtype=torch.float64).expand(4, 4, 64, 64))  # shows probabilities
+def test_dropout_drops_with_its_probability_and_keeps_the_mean(kernel, sizes, grad):
+    problem = draw_inputs(batch=4, heads=4, length=64, keys=64, width=64, sizes=sizes)
+    heads = problem.value.shape[1]
+    problem = problem._replace(value=torch.eye(64, dtype=torch.float64).expand(4, heads, 64, 64))  # shows probs
+    if grad:
+        problem = problem._replace(query=problem.query.clone().requires_grad_())
     torch.manual_seed(0)
-    with torch.set_grad_enabled(grad):
-        dropped = attend(problem._replace(dropout=0.25))
-    kept = folded(problem)
+    dropped = kernel(problem._replace(dropout=0.25))
+    kept = kernel(problem)
     assert (dropped == 0).double().mean().item() == pytest.approx(0.25, abs=0.01)
     torch.testing.assert_close(dropped[dropped != 0], kept[dropped != 0] / 0.75)
 
@@ -200,14 +212,14 @@ class Attention(torch.nn.Module):
         return attend(Inputs(query, key, value, mask, scaling=0.3, content=content, mixing=mixing))
 
 
+@KERNELS
 @pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_compiles_as_one_graph(dynamic):
-    module = torch.compile(Attention(), fullgraph=True, dynamic=dynamic, backend="aot_eager")
+def test_compiles_as_one_graph(kernel, sizes, dynamic):
+    compiled = torch.compile(kernel, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for length in (4, 7):
-        problem = draw_inputs(length=length, keys=length, mask="bool")
+        problem = draw_inputs(length=length, keys=length, mask="bool", sizes=sizes)
         with torch.no_grad():
-            got = module(*problem.tensors())
-        torch.testing.assert_close(got, folded(problem))
+            torch.testing.assert_close(compiled(problem), kernel(problem))
 
 
 def test_exports_with_dynamic_batch_and_length():

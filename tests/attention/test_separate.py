@@ -110,42 +110,9 @@ def test_heads_are_as_wide_as_values_unless_they_need_more(widest, content, widt
     assert widths == [{expected}]
 
 
-def test_gradients_are_those_of_the_formula():
-    inputs = draw(mask="bool")
-    names = ("query", "key", "content", "value")
-    leaves = [getattr(inputs, name).clone().requires_grad_() for name in names]
-
-    def run(*parts):
-        return attend_separately(inputs._replace(**dict(zip(names, parts, strict=True))))
-
-    assert torch.autograd.gradcheck(run, leaves)
-    found = torch.autograd.grad(run(*leaves).square().sum(), leaves)
-    slow = oracle(inputs._replace(**dict(zip(names, leaves, strict=True))))
-    for ours, theirs in zip(found, torch.autograd.grad(slow.square().sum(), leaves), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_dropout_drops_with_its_probability_and_keeps_the_mean():
-    inputs = draw(sizes=(2, 1), batch=4, length=64, keys=64, width=64)
-    inputs = inputs._replace(value=torch.eye(64, dtype=torch.float64).expand(4, 2, 64, 64))  # shows probabilities
-    torch.manual_seed(0)
-    dropped = attend_separately(inputs._replace(dropout=0.25))
-    kept = attend_separately(inputs)
-    assert (dropped == 0).double().mean().item() == pytest.approx(0.25, abs=0.01)
-    torch.testing.assert_close(dropped[dropped != 0], kept[dropped != 0] / 0.75)
-
-
 def test_the_query_reads_the_content_bias_with_a_one():
     inputs = draw(sizes=(2, 0))
     queries, keys = separated(inputs, 4)
     zero = torch.zeros(2, 4, 1).double()
     torch.testing.assert_close(queries[:, 0], torch.cat([inputs.query, zero + 1, zero], -1))
     torch.testing.assert_close(keys[:, 1], torch.cat([inputs.content[..., 1:], torch.zeros(2, 5, 3)], -1))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_as_one_graph(dynamic):
-    compiled = torch.compile(attend_separately, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for length in (4, 7):
-        inputs = draw(length=length, keys=length, mask="bool")
-        torch.testing.assert_close(compiled(inputs), attend_separately(inputs))
