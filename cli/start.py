@@ -50,6 +50,7 @@ def start(name: str) -> None:
         if not sys.warnoptions:  # PYTHONWARNINGS=default shows them
             warnings.simplefilter("ignore")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        os.environ["RUST_BACKTRACE"] = "0"  # of tokenizers, which print it themselves
         module, function = COMMANDS[name].split(".")
         main = getattr(import_module(f".{module}", __package__), function)
     main()
