@@ -81,6 +81,12 @@ class MapForm(ABC):
     title: ClassVar[str]
     """The form in words, for model cards."""
 
+    @classmethod
+    def for_site(cls, site: Any, **fields: Any) -> Self:
+        """Return the form with these fields, and those that follow from the module, as `architectures` finds it."""
+        layout = {name: getattr(site.family, name) for name in ("fixed_heads", "interleaved", "pieces", "even")}
+        return cls(heads=site.heads, head_width=site.head_width, **layout, **fields)
+
     @property
     def dense_key_width(self) -> int:
         """Width of the dense keys, and values, of all heads."""
@@ -242,19 +248,8 @@ class ScoreForm(MapForm):
             content_bias: whether there will be content biases.
             sizes: channels of each head, once that is known, where none is shared.
         """
-        family = site.family
-        return cls(
-            heads=site.heads,
-            head_width=site.head_width,
-            query=family.query,
-            key=family.key,
-            rank=rank,
-            content_bias=content_bias,
-            fixed_heads=family.fixed_heads,
-            interleaved=family.interleaved,
-            pieces=family.pieces,
-            even=family.even,
-        )
+        paths = {"query": site.family.query, "key": site.family.key}
+        return cls.for_site(site, **paths, rank=rank, content_bias=content_bias)
 
     def rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yield what stored fields must hold, as `MapForm.rules`."""

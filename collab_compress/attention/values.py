@@ -78,19 +78,14 @@ class NarrowValues(MapForm):
             dv: channels of all heads of values together; heads differ by one if it cannot be divided evenly.
             value_bias: whether values have a bias.
         """
-        heads, family = site.key_value_heads, site.family
-        return cls(
-            heads=site.heads,
-            head_width=site.head_width,
-            value=family.value,
-            output=family.output,
+        heads = site.key_value_heads
+        return cls.for_site(
+            site,
+            value=site.family.value,
+            output=site.family.output,
             sizes=tuple(dv // heads + (head < dv % heads) for head in range(heads)),
             value_bias=value_bias,
             group=site.heads // heads,
-            fixed_heads=family.fixed_heads,
-            interleaved=family.interleaved,
-            pieces=family.pieces,
-            even=family.even,
         )
 
     def rules(self) -> Iterator[tuple[str, bool, str]]:

@@ -264,22 +264,14 @@ def _refuse_weights(source: str | Path, reason: str, error: Exception | None = N
 
 
 def _refuse_pipes(source: str | Path) -> None:
-    """Refuse a model directory with pipes or devices, which could block forever, or a folder in place of JSON.
-
-    Raises:
-        CheckpointError: there is one.
-    """
+    """Refuse a model directory with pipes or devices, which could block forever, or a folder in place of JSON."""
     for path in Path(source).iterdir() if Path(source).is_dir() else ():
         if path.exists() and not path.is_file() and not (path.is_dir() and path.suffix != ".json"):
             raise CheckpointError(f"cannot read {path}: it is no regular file")
 
 
 def _check_config(path: Path) -> dict[str, Any]:
-    """Read a config as JSON, and refuse entries that Transformers cannot handle or takes hours to build.
-
-    Raises:
-        CheckpointError: it is no JSON object, has an entry named like a method, or a number above its limit.
-    """
+    """Read a config as JSON, and refuse entries named like methods and numbers above their limit."""
     config = _json_object(path)
     for name in config:
         attribute = getattr(PretrainedConfig, name, None)
@@ -301,11 +293,7 @@ def _forget_code_(config: Any) -> None:
 
 
 def _check_weights(source: str | Path) -> None:
-    """Refuse weights that are not floats in safetensors in the model's own folder.
-
-    Raises:
-        CheckpointError: there are such weights, or the model is an adapter of another model.
-    """
+    """Refuse weights that are not floats in safetensors in the model's own folder, and adapters."""
     if _file(source, "adapter_config.json") is not None:
         raise CheckpointError(f"{source} holds a PEFT adapter; merge it into its model and save that")
     path = _file(source, "config.json")
@@ -331,11 +319,7 @@ def _check_weights(source: str | Path) -> None:
 
 
 def _check_tensors(source: str | Path, files: Iterable[Path]) -> None:
-    """Refuse quantized weights and weights that are stored twice, by the names and dtypes in safetensors files.
-
-    Raises:
-        CheckpointError: there is such a weight, or a file is damaged.
-    """
+    """Refuse damaged files, quantized weights, and weights that are stored twice."""
     holders: dict[str, Path] = {}
     for path in files:
         if not path.is_file():

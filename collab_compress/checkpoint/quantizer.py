@@ -183,11 +183,7 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _refuse_lost_weights(self, conversions: list[Any]) -> None:
-        """Refuse a checkpoint that lacks weights of an edited module, or of one like those in `absent`.
-
-        Raises:
-            CheckpointError: loading would leave random weights in attention that the checkpoint describes.
-        """
+        """Refuse a checkpoint that lacks weights of an edited module, or of one like those in `absent`."""
         if not self.stored:
             return
         model = self.model
