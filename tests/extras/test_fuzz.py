@@ -416,7 +416,7 @@ for line, words in {
     f"{GIVEN} seed=-1": "seed",
     f"{GIVEN} seed={2**70}": "seed",
     f"{GIVEN} seed=abc": "seed",
-    f"{GIVEN} max_length=0": "length 0",
+    f"{GIVEN} max_length=0": "max_length is 0",
     f"{GIVEN} tuning.learning_rate=.nan": "nan",
     f"{GIVEN} tuning.epochs=-1": "epochs",
     f"{GIVEN} tuning.arguments.weight_decay=abc": "weight_decay",
@@ -445,7 +445,7 @@ for line, words in {
         write("mine/start/notes.txt", "mine"),
         write("mine/given/checkpoints/notes.txt", "mine"),
     )
-add("run_glue", GIVEN, "out is there, and is no output of an experiment", write("out/recipe.json", "[]"))
+add("run_glue", GIVEN, "out exists and is no output of an experiment", write("out/recipe.json", "[]"))
 add("run_glue", f"{GIVEN} output=mine", "mine", write("mine/tuned/result.json", "{}"))
 
 
