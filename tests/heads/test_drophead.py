@@ -55,9 +55,9 @@ def test_heads_are_dropped_just_before_the_output_projection(model, batch, imple
     drophead, tap = DropHead(model.train(), 0.5), Tap(model)
     _, dropped = projected_heads(model, batch)
     scales = set()
-    for found, reading in zip(dropped, tap.take(), strict=True):
-        ratio = (found * reading.outputs).sum((1, 3)) / reading.outputs.square().sum((1, 3))  # (B, H)
-        torch.testing.assert_close(found, ratio[:, None, :, None] * reading.outputs, atol=1e-5, rtol=1e-4)
+    for actual, reading in zip(dropped, tap.take(), strict=True):
+        ratio = (actual * reading.outputs).sum((1, 3)) / reading.outputs.square().sum((1, 3))  # (B, H)
+        torch.testing.assert_close(actual, ratio[:, None, :, None] * reading.outputs, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(ratio.sum(1), torch.full((3,), 3.0))
         scales |= {tuple(round(value, 2) for value in row) for row in ratio.tolist()}
     assert len(scales) > 1  # samples and layers draw on their own
@@ -70,9 +70,9 @@ def test_naive_drophead_sets_heads_to_zero_and_nothing_else(model, batch):
     counts = set()
     for _ in range(4):
         _, dropped = projected_heads(model, batch)
-        for found, reading in zip(dropped, tap.take(), strict=True):
-            zero = (found == 0).all(3).all(1)  # (B, H)
-            torch.testing.assert_close(found, reading.outputs * ~zero[:, None, :, None])
+        for actual, reading in zip(dropped, tap.take(), strict=True):
+            zero = (actual == 0).all(3).all(1)  # (B, H)
+            torch.testing.assert_close(actual, reading.outputs * ~zero[:, None, :, None])
             counts |= set(zero.sum(1).tolist())
     assert model.config.num_attention_heads in counts  # all may go
     assert len(counts) > 1
@@ -105,8 +105,8 @@ def test_kinds(make_tiny, make_batch):
     with Tap(model) as tap:
         _, seen = projected_heads(model, make_batch("marian"))
         readings = tap.take()
-    for found, reading in zip(seen, readings, strict=True):
-        assert torch.equal(found, reading.outputs) == (reading.site.kind != "cross")
+    for actual, reading in zip(seen, readings, strict=True):
+        assert torch.equal(actual, reading.outputs) == (reading.site.kind != "cross")
 
 
 def test_gradient_checkpointing_repeats_the_same_draw(make_tiny, batch):

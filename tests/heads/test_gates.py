@@ -34,20 +34,20 @@ def outputs_of(model, batch):
 def test_gates_of_evaluation_are_masks(family, make_tiny, batch):
     model = make_tiny(family)
     with spread_(HeadGates(model)) as gates:
-        found, masks = outputs_of(model, batch), gates.values()
+        actual, masks = outputs_of(model, batch), gates.values()
         for name, log_alpha in gates.log_alphas.items():
             right = [hard_concrete(0.5, float(value), 1.0) for value in log_alpha.tolist()]
             assert masks[name].tolist() == pytest.approx(right, abs=1e-6)
             assert gates.closed()[name] == [head for head, value in enumerate(right) if value == 0]
     with HeadMask(model, masks):
-        torch.testing.assert_close(outputs_of(model, batch), found)
+        torch.testing.assert_close(outputs_of(model, batch), actual)
 
 
 def test_gates_of_training_are_drawn_for_each_sequence(make_tiny, batch, set_dropout_):
     model = set_dropout_(make_tiny("bert"), 0.0).train()
     gates = spread_(HeadGates(model))
     torch.manual_seed(3)
-    found = outputs_of(model, batch)
+    actual = outputs_of(model, batch)
     gates.remove()
     torch.manual_seed(3)
     masks = {}
@@ -58,7 +58,7 @@ def test_gates_of_training_are_drawn_for_each_sequence(make_tiny, batch, set_dro
         ]
         masks[name] = torch.tensor(rows)
     with HeadMask(model, masks):
-        torch.testing.assert_close(outputs_of(model, batch), found, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(outputs_of(model, batch), actual, rtol=1e-4, atol=1e-5)
 
 
 def test_the_penalty_is_the_expected_number_of_open_heads(make_tiny):
@@ -83,12 +83,12 @@ def test_folded_gates_compute_the_same_and_closed_heads_can_be_pruned(edit, fami
             for alphas in alphas_of(model).values():
                 alphas.add_(torch.randn(alphas.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
     gates = spread_(HeadGates(model))
-    found, closed = outputs_of(model, batch), gates.closed()
+    actual, closed = outputs_of(model, batch), gates.closed()
     gates.fold_()
-    torch.testing.assert_close(outputs_of(model, batch), found, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs_of(model, batch), actual, rtol=1e-4, atol=1e-5)
     if edit != "mixed":
         prune_heads_(model, {name: heads for name, heads in closed.items() if len(heads) < 3})
-        torch.testing.assert_close(outputs_of(model, batch), found, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(outputs_of(model, batch), actual, rtol=1e-4, atol=1e-5)
 
 
 def test_gates_close_heads_that_the_task_does_not_need(make_tiny, batch):

@@ -71,10 +71,10 @@ def slope(model, mask, masks, place, sample, loss, step):
 def test_is_the_mean_gradient_of_single_samples(family, form, step, make_tiny, calibration):
     model = convert_(classifier(family, make_tiny), form).double()
     batches = labelled(calibration[:2])
-    found = head_importance(model, iter(batches))
+    actual = head_importance(model, iter(batches))
     expected = one_sample_at_a_time(model, batches, lambda outputs, _: outputs.loss, step)
-    assert list(found) == list(expected)
-    for name, values in found.items():
+    assert list(actual) == list(expected)
+    for name, values in actual.items():
         torch.testing.assert_close(values.double(), expected[name], atol=1e-4, rtol=1e-3)
         assert values.norm() == pytest.approx(1, abs=1e-5)
 
@@ -91,16 +91,16 @@ def test_sequence_to_sequence_with_a_loss_of_ones_own(make_tiny, calibration):
         chances = outputs.logits.log_softmax(-1)
         return -chances.gather(-1, batch["labels"][..., None]).squeeze(-1).mean(1)
 
-    found = head_importance(model, batches, loss)
+    actual = head_importance(model, batches, loss)
     expected = one_sample_at_a_time(model, batches, loss)
-    assert len(found) == 6
-    for name, values in found.items():
+    assert len(actual) == 6
+    for name, values in actual.items():
         torch.testing.assert_close(values.double(), expected[name], atol=1e-5, rtol=1e-4)
     as_mean = head_importance(model, batches, lambda outputs, batch: loss(outputs, batch).mean())
     own = head_importance(model, batches)
-    for name in found:
-        torch.testing.assert_close(as_mean[name], found[name])
-        torch.testing.assert_close(own[name], found[name])  # all targets have the same length here
+    for name in actual:
+        torch.testing.assert_close(as_mean[name], actual[name])
+        torch.testing.assert_close(own[name], actual[name])  # all targets have the same length here
 
 
 def test_the_model_is_left_as_it_was(make_tiny, calibration):
@@ -124,18 +124,18 @@ def test_heads_without_gradient_are_zero_and_not_nan(make_tiny, calibration):
     model = classifier("bert", make_tiny)
     first, second = (site.name for site in find_attention(model, FAMILIES))
     with HeadMask(model, masks_without(model, {first: [1], second: [0, 1, 2]})):
-        found = head_importance(model, labelled(calibration[:1]))
-    assert found[first][1] == 0
-    assert found[first].norm() == pytest.approx(1)
-    assert torch.equal(found[second], torch.zeros(3))
+        actual = head_importance(model, labelled(calibration[:1]))
+    assert actual[first][1] == 0
+    assert actual[first].norm() == pytest.approx(1)
+    assert torch.equal(actual[second], torch.zeros(3))
 
 
 def test_works_in_half_precision(make_tiny, calibration):
     model, batches = classifier("bert", make_tiny), labelled(calibration)
     expected = head_importance(model, batches)
-    found = head_importance(model.to(torch.bfloat16), batches)
-    for name in found:
-        torch.testing.assert_close(found[name], expected[name], atol=0.1, rtol=0.1)
+    actual = head_importance(model.to(torch.bfloat16), batches)
+    for name in actual:
+        torch.testing.assert_close(actual[name], expected[name], atol=0.1, rtol=0.1)
 
 
 def test_refusals(make_tiny, calibration):
@@ -175,7 +175,7 @@ def test_token_losses_weigh_samples_by_their_tokens(make_tiny, calibration):
     model = BertForMaskedLM(make_tiny("bert").config).double().eval()
     batch = calibration[0]
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    found = head_importance(model, [{**batch, "labels": labels}])
+    actual = head_importance(model, [{**batch, "labels": labels}])
     counts = batch["attention_mask"].sum(1)
 
     def share(outputs, sample):
@@ -183,8 +183,8 @@ def test_token_losses_weigh_samples_by_their_tokens(make_tiny, calibration):
         return outputs.loss * counts[row]
 
     expected = one_sample_at_a_time(model, [{**batch, "labels": labels}], share)
-    for name in found:
-        torch.testing.assert_close(found[name].double(), expected[name], atol=1e-5, rtol=1e-4)
+    for name in actual:
+        torch.testing.assert_close(actual[name].double(), expected[name], atol=1e-5, rtol=1e-4)
 
 
 IMPORTANCE = {"a": torch.tensor([0.1, 0.9, 0.2]), "b": torch.tensor([0.3, 0.3, 0.8])}

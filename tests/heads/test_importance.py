@@ -87,11 +87,11 @@ def oracle(model, batches, of, exclude=()):
     return {name: torch.tensor(rows, dtype=torch.float64).mean(0) for name, rows in values.items()}
 
 
-def assert_close(found, expected):
-    assert list(found) == list(expected)
+def assert_close(actual, expected):
+    assert list(actual) == list(expected)
     for name in expected:
-        assert found[name].dtype == torch.float64
-        torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-5, msg=name)
+        assert actual[name].dtype == torch.float64
+        torch.testing.assert_close(actual[name], expected[name], atol=1e-5, rtol=1e-5, msg=name)
 
 
 def with_ends(batches):
@@ -108,9 +108,9 @@ def with_ends(batches):
 def test_confidence_is_the_mean_of_each_rows_largest_weight(family, form, implementation, make_tiny, calibration):
     model = convert_(make_tiny(family), form)
     model.set_attn_implementation(implementation)
-    found = confidence(model, calibration[:2])
-    assert_close(found, oracle(model, calibration[:2], "confidence"))
-    assert all(((one > 0) & (one <= 1)).all() for one in found.values())
+    actual = confidence(model, calibration[:2])
+    assert_close(actual, oracle(model, calibration[:2], "confidence"))
+    assert all(((one > 0) & (one <= 1)).all() for one in actual.values())
 
 
 @pytest.mark.parametrize("of", ["outputs", "probs"])
@@ -124,13 +124,13 @@ def test_ends_of_sequences_do_not_count(family, given, make_tiny, calibration):
     model, batches = make_tiny(family), with_ends(calibration[:2])
     model.config.eos_token_id = None if given else [END, 8]
     arguments = {"exclude": {END, 8}} if given else {}
-    for found, of in [
+    for actual, of in [
         (confidence(model, batches, **arguments), "confidence"),
         (average_distance(model, batches, **arguments), "outputs"),
     ]:
-        assert_close(found, oracle(model, batches, of, exclude=(END, 8)))
+        assert_close(actual, oracle(model, batches, of, exclude=(END, 8)))
         everywhere = oracle(model, batches, of)
-        assert not any(torch.allclose(found[name], everywhere[name], rtol=1e-4) for name in found)
+        assert not any(torch.allclose(actual[name], everywhere[name], rtol=1e-4) for name in actual)
 
 
 def test_an_empty_exclusion_overrides_the_config(make_tiny, calibration):
@@ -167,8 +167,8 @@ def test_importance_follows_a_head_that_moves(make_tiny, calibration):
 def test_only_the_wanted_kinds_are_measured(make_tiny):
     ids = torch.arange(5, 13).view(1, 8)
     batch = {"input_ids": ids, "decoder_input_ids": ids}
-    found = confidence(make_tiny("marian"), [batch], kinds=("cross",))
-    assert list(found) == [f"decoder.layers.{layer}.encoder_attn" for layer in range(2)]
+    actual = confidence(make_tiny("marian"), [batch], kinds=("cross",))
+    assert list(actual) == [f"decoder.layers.{layer}.encoder_attn" for layer in range(2)]
     with pytest.raises(UnsupportedModelError, match="cross"):
         confidence(make_tiny("bert"), [batch], kinds=("cross",))
 
@@ -207,9 +207,9 @@ def test_heads_that_nearly_agree_are_near():
 
     outputs = torch.full((1, 1, 32, 64), 100.0)
     outputs[0, 0, 1, 0] += 1e-3
-    found = _distances(Reading(Site(), outputs, values=None, probs=None, queries=None, keys=None, real=None))
-    torch.testing.assert_close(found[0, 0, 1], torch.tensor(1e-3), rtol=0.05, atol=0)
-    torch.testing.assert_close(found[0, 0, 0], torch.tensor(1e-3 / 31), rtol=0.05, atol=0)
+    actual = _distances(Reading(Site(), outputs, values=None, probs=None, queries=None, keys=None, real=None))
+    torch.testing.assert_close(actual[0, 0, 1], torch.tensor(1e-3), rtol=0.05, atol=0)
+    torch.testing.assert_close(actual[0, 0, 0], torch.tensor(1e-3 / 31), rtol=0.05, atol=0)
 
 
 def test_a_causal_decoder_counts_its_own_tokens(make_tiny, calibration):

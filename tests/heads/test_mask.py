@@ -58,13 +58,13 @@ def test_heads_are_scaled_before_the_output_projection(family, form, implementat
     with torch.no_grad():
         stock = hidden(model, batch)
         with HeadMask(model, masks):
-            found = hidden(model, batch)
+            actual = hidden(model, batch)
         handles = scaled_by_hand(model, masks)
         expected = hidden(model, batch)
         for handle in handles:
             handle.remove()
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-        assert not torch.allclose(found, stock, atol=1e-2)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+        assert not torch.allclose(actual, stock, atol=1e-2)
         assert torch.equal(hidden(model, batch), stock)
     assert not any(head_hooks(site.module) for site in find_attention(model, FAMILIES))
 
@@ -80,13 +80,13 @@ def test_gradients_of_masks_are_those_of_finite_differences(family, form, make_t
             mask.set({**masks, name: values})
             return hidden(model, batch)[:, 0].square().sum()
 
-        found = torch.autograd.grad(loss(masks[name]), masks[name])[0]
+        actual = torch.autograd.grad(loss(masks[name]), masks[name])[0]
         for place in [(0, 0), (2, 1)]:
             step = torch.zeros_like(masks[name])
             step[place] = 1e-5
             with torch.no_grad():
                 slope = (loss(masks[name] + step) - loss(masks[name] - step)) / 2e-5
-            torch.testing.assert_close(found[place], slope, atol=1e-6, rtol=1e-4)
+            torch.testing.assert_close(actual[place], slope, atol=1e-6, rtol=1e-4)
 
 
 def test_setting_replaces_all_masks(make_tiny, batch):

@@ -234,8 +234,8 @@ def test_within_epochs_it_keeps_to_the_timetable(epochs, back, rest, steps, stop
             rotator.load_state_dict(state)
             assert step == 0 or rotator.epoch((step - 1) // steps) == ()
         rotator.epoch(step // steps + step % steps / steps)
-    found = [(round(event.epoch * steps), event.reason) for event in rotator.history]
-    assert found == timetable(epochs, back, rest, steps)
+    actual = [(round(event.epoch * steps), event.reason) for event in rotator.history]
+    assert actual == timetable(epochs, back, rest, steps)
 
 
 def test_a_timetable_of_whole_epochs_is_the_same_called_at_each_step():

@@ -48,14 +48,14 @@ def train(model, optimizer, batch, steps=3):
 
 def everything(model, optimizer):
     """Every number of a training: weights, gradients, optimizer state."""
-    found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    actual = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            found[f"{name} grad"] = parameter.grad.clone()
+            actual[f"{name} grad"] = parameter.grad.clone()
         for key, value in optimizer.state.get(parameter, {}).items():
             if torch.is_tensor(value):
-                found[f"{name} {key}"] = value.clone()
-    return found
+                actual[f"{name} {key}"] = value.clone()
+    return actual
 
 
 def same(one, other):

@@ -58,9 +58,9 @@ def test_rows_are_those_the_model_returns(model, batch):
     kinds = {"encoder": "encoder_attentions", "decoder": "decoder_attentions", "cross": "cross_attentions"}
     for kind, name in kinds.items():
         name = name if name in output else "attentions"
-        found = [reading.probs for reading in readings if reading.site.kind == kind]
-        if found:
-            for one, other in zip(found, output[name], strict=True):
+        actual = [reading.probs for reading in readings if reading.site.kind == kind]
+        if actual:
+            for one, other in zip(actual, output[name], strict=True):
                 assert torch.equal(one, other)
 
 
@@ -110,8 +110,8 @@ def test_masks_are_those_of_the_kind(family, make_tiny, batch):
     target = batch.get("decoder_attention_mask", source).bool()
     expected = {"encoder": (source, source), "decoder": (target, target), "cross": (target, source)}
     for reading in readings:
-        for found, mask in zip(reading.real, expected[reading.site.kind], strict=True):
-            assert torch.equal(found, mask)
+        for actual, mask in zip(reading.real, expected[reading.site.kind], strict=True):
+            assert torch.equal(actual, mask)
 
 
 def test_a_mask_given_by_position_is_found(make_tiny, batch):
@@ -238,9 +238,9 @@ def test_gradient_checkpointing_changes_nothing(model, batch, set_dropout_):
     set_dropout_(model.double().train(), 0.0)  # gradients are summed in another order
     expected = penalised_gradients(model, batch)
     checkpoint_(model, use_reentrant=False)
-    found = penalised_gradients(model, batch)
-    assert expected.keys() == found.keys()
-    torch.testing.assert_close(found, expected)
+    actual = penalised_gradients(model, batch)
+    assert expected.keys() == actual.keys()
+    torch.testing.assert_close(actual, expected)
 
 
 def test_reentrant_checkpointing_is_refused(make_tiny, batch):

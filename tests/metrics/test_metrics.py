@@ -58,15 +58,15 @@ def expected(name, predictions, references):
 
 def words(line):
     """What 13a makes of a line, with hyphens inside words as words of their own."""
-    found = []
+    actual = []
     for word in _get_tokenizer("13a")()(line).split():
         start, free = 0, 0  # of the part, and of what no hyphen has for a neighbour yet
         for place in range(1, len(word) - 1):
             if word[place] == "-" and place - 1 >= free:
-                found += [word[start:place], "##AT##-##AT##"]
+                actual += [word[start:place], "##AT##-##AT##"]
                 start, free = place + 1, place + 2
-        found.append(word[start:])
-    return found
+        actual.append(word[start:])
+    return actual
 
 
 def multi_bleu(hypotheses, references):
@@ -153,7 +153,7 @@ def test_two_processes_score_what_both_have(python, tmp_path):
         rounds[0][name], rounds[1][name] = [batches[:2], []], [batches[2:], batches]
         wanted += [(name, expected(name, predictions, references))] * 2
     for printed in in_two_processes(python, rounds, tmp_path):
-        assert [(name, {key: found[key] for key in dict(wanted)[name]}) for name, found in printed] == wanted
+        assert [(name, {key: actual[key] for key in dict(wanted)[name]}) for name, actual in printed] == wanted
 
 
 def test_one_class_predicted():
@@ -214,9 +214,9 @@ def test_bleu_of_german_with_its_compounds_split(caplog):
         for first, second in (("ein", ("Ein", "##AT##-##AT##")), ("kein", ("Das", "")))
     ]
     metric = load_metric("bleu-compounds-split")
-    found = metric.compute(predictions=hypotheses * 100, references=references * 100)
-    assert found == {"bleu_compounds_split": pytest.approx(multi_bleu(*by_hand), rel=1e-9)}
-    assert abs(found["bleu_compounds_split"] - score("bleu", hypotheses, references)["bleu"]) > 1
+    actual = metric.compute(predictions=hypotheses * 100, references=references * 100)
+    assert actual == {"bleu_compounds_split": pytest.approx(multi_bleu(*by_hand), rel=1e-9)}
+    assert abs(actual["bleu_compounds_split"] - score("bleu", hypotheses, references)["bleu"]) > 1
     assert "tok:13a-compounds-split" in metric.signature
     assert not caplog.text  # sacreBLEU warns of tokenized texts, which these are
     several = [[reference, reference] for reference in references]

@@ -269,5 +269,5 @@ def test_texts_without_a_token_are_told(seed):
         encode_masked_language_model(Dataset.from_dict({"text": ["", " "]}), tokenizer, length=4, seed=seed)
     with pytest.raises(DataError, match="no rows to encode"):
         encode_masked_language_model(Dataset.from_dict({"text": []}), tokenizer, length=4, seed=seed)
-    found = encode_masked_language_model(Dataset.from_dict({"text": ["", "a b", ""]}), tokenizer, length=4)
-    assert found["input_ids"][:] == [[0, 0]]
+    actual = encode_masked_language_model(Dataset.from_dict({"text": ["", "a b", ""]}), tokenizer, length=4)
+    assert actual["input_ids"][:] == [[0, 0]]

@@ -285,9 +285,9 @@ def test_frozen_alphas_are_exact_and_have_a_gradient_of_zeros(make_undropped, ba
     expected = model(**batch)[0]
     optimizer = torch.optim.SGD(model.parameters())
     with HeadSession(model, HeadTraining(alphas=AlphasOptions(frozen_ratio=0.5)), optimizer):
-        found = model(**batch)[0]
-        found.square().sum().backward()
-        assert torch.equal(found, expected)
+        actual = model(**batch)[0]
+        actual.square().sum().backward()
+        assert torch.equal(actual, expected)
         assert all(torch.equal(matrix.grad, torch.zeros(3, 3)) for matrix in alphas_of(model).values())
 
 

@@ -235,21 +235,23 @@ def history_of(trainer):
 
 
 def trainer_process(rank, case, folder):
-    told, stock = [], copy.deepcopy(case[1])
+    results, stock = [], copy.deepcopy(case[1])
     for model, resumed in ((case[1], None), (stock, f"{folder}/checkpoint-{2 * STEPS}")):
         with sharding_on_cpus():
             trainer = trainer_of((case[0], model, *case[2:]), folder, sharded=True)
         trainer.train(resume_from_checkpoint=resumed)
-        told.append((full(trainer.accelerator, trainer.model_wrapped), json.loads(json.dumps(history_of(trainer)))))
-    return told
+        results.append(
+            (full(trainer.accelerator, trainer.model_wrapped), json.loads(json.dumps(history_of(trainer))))
+        )
+    return results
 
 
 @pytest.mark.parametrize("case", ["collaborative"], indirect=True)
 def test_a_trainer_shards(case, tmp_path):
     alone = trainer_of((case[0], copy.deepcopy(case[1]), *case[2:]), tmp_path / "alone", sharded=False)
     alone.train()
-    told = run_both(trainer_process, case, str(tmp_path / "both"))
-    for got, events in told[0]:
+    results = run_both(trainer_process, case, str(tmp_path / "both"))
+    for got, events in results[0]:
         assert events == json.loads(json.dumps(history_of(alone)))
         torch.testing.assert_close(got, alone.model.state_dict(), atol=1e-9, rtol=1e-7)
 
@@ -283,17 +285,17 @@ def zero_process(rank, case):
     wrapped, optimizer = DistributedDataParallel(model), zero(model.parameters())
     first = Training(wrapped, optimizer, *rest, ranks=(rank,)).run((0, 1))
     optimizer.consolidate_state_dict(to=0)
-    told = [copy.deepcopy((optimizer.state_dict(), model.state_dict(), first.state())) if rank == 0 else None]
-    torch.distributed.broadcast_object_list(told)
+    results = [copy.deepcopy((optimizer.state_dict(), model.state_dict(), first.state())) if rank == 0 else None]
+    torch.distributed.broadcast_object_list(results)
     kept = len(optimizer.optim.state)
     first.run((2,))
     first.session.close()
 
-    stock.load_state_dict(told[0][1])
+    stock.load_state_dict(results[0][1])
     wrapped, optimizer = DistributedDataParallel(stock), zero(stock.parameters(), parameters_as_bucket_view=True)
-    optimizer.load_state_dict(told[0][0])
+    optimizer.load_state_dict(results[0][0])
     second = Training(wrapped, optimizer, *rest, ranks=(rank,))
-    second.session.load_state_dict(told[0][2])
+    second.session.load_state_dict(results[0][2])
     second.run((2,))
     ends = [(model.state_dict(), first.state()), (stock.state_dict(), second.state())]
     return kept, [(weights, state["rotation"]["history"]) for weights, state in ends]
@@ -302,9 +304,9 @@ def zero_process(rank, case):
 @pytest.mark.parametrize("case", ["collaborative", pytest.param("dense", marks=pytest.mark.slow)], indirect=True)
 def test_moments_that_processes_share_move_with_the_heads(case):
     weights, history = expected(case)
-    told = run_both(zero_process, case)
-    assert all(0 < kept < len(list(case[1].parameters())) for kept, _ in told)
-    for got, events in told[0][1] + told[1][1]:
+    results = run_both(zero_process, case)
+    assert all(0 < kept < len(list(case[1].parameters())) for kept, _ in results)
+    for got, events in results[0][1] + results[1][1]:
         assert events == history
         torch.testing.assert_close(got, weights, atol=1e-9, rtol=1e-7)
 
@@ -330,74 +332,78 @@ class First(HeadTrainer):
 
 
 def refusals_process(rank, model, batch, folder):
-    told, dense = {}, copy.deepcopy(model)
+    results, dense = {}, copy.deepcopy(model)
     flat = FSDP1(copy.deepcopy(model), use_orig_params=True, device_id=torch.device("cpu"))
-    told["swap under FSDP1"] = refusal(swap_heads_, flat.module, PAIR)
-    told["rotation under FSDP1"] = refusal(Rotator, flat.module, RotationOptions("in-layer", (0,)))
+    results["swap under FSDP1"] = refusal(swap_heads_, flat.module, PAIR)
+    results["rotation under FSDP1"] = refusal(Rotator, flat.module, RotationOptions("in-layer", (0,)))
     session = HeadTraining(rotation=RotationOptions("in-layer", (0,)))
     views = FSDP1(copy.deepcopy(model), use_orig_params=False, device_id=torch.device("cpu"))
-    told["views under FSDP1"] = refusal(HeadSession, views.module, session, adamw(views))
+    results["views under FSDP1"] = refusal(HeadSession, views.module, session, adamw(views))
     mixed = copy.deepcopy(model)
     mix_heads_(mixed)
     flat = FSDP1(mixed, use_orig_params=True, device_id=torch.device("cpu"))
-    told["alphas under FSDP1"] = refusal(HeadSession, flat.module, HeadTraining(alphas=AlphasOptions()), adamw(flat))
+    results["alphas under FSDP1"] = refusal(
+        HeadSession, flat.module, HeadTraining(alphas=AlphasOptions()), adamw(flat)
+    )
 
     config = {"version": 2, "transformer_layer_cls_to_wrap": LAYERS["bert"]}
     with sharding_on_cpus():
         arguments = TrainingArguments(folder, use_cpu=True, report_to=[], fsdp=True, fsdp_config=config)
         acting = HeadTraining(drophead=(DropHeadOptions(0.4),))
-        told["trainer under FSDP1"] = refusal(First, copy.deepcopy(model), arguments, head_training=acting)
+        results["trainer under FSDP1"] = refusal(First, copy.deepcopy(model), arguments, head_training=acting)
     away = copy.deepcopy(model)
     away.encoder.layer[0].attention.self.query.weight.ds_id = 0  # as ZeRO-3 marks what it keeps away
-    told["rotation under ZeRO-3"] = refusal(Rotator, away, RotationOptions("random", (0,)))
+    results["rotation under ZeRO-3"] = refusal(Rotator, away, RotationOptions("random", (0,)))
 
     optimizer = zero(model.parameters(), overlap_with_ddp=True)
-    told["overlap"] = refusal(swap_heads_, model, PAIR, optimizer)
+    results["overlap"] = refusal(swap_heads_, model, PAIR, optimizer)
     factored = zero(model.parameters())
     model(**batch).last_hidden_state.sum().backward()
     factored.step()
     if rank == 1:
         for state in factored.optim.state.values():
             state["exp_avg"] = torch.zeros(1)
-    told["remembered in one process"] = refusal(swap_heads_, model, PAIR, factored)
+    results["remembered in one process"] = refusal(swap_heads_, model, PAIR, factored)
 
     rotator = Rotator(model, RotationOptions("hard", (0,)))
-    told["no data in one process"] = refusal(rotator.epoch, 0, batches=[batch] if rank == 0 else 3)
-    told["rotated"] = str(rotator.history)
+    results["no data in one process"] = refusal(rotator.epoch, 0, batches=[batch] if rank == 0 else 3)
+    results["rotated"] = str(rotator.history)
 
     mixed = copy.deepcopy(model)
     mix_heads_(mixed)
     for each in (model, mixed):
         fully_shard(each)
-    told["mix"] = refusal(mix_heads_, model)
-    told["compress"] = refusal(compress, model, Compression(dk=8), None)
+    results["mix"] = refusal(mix_heads_, model)
+    results["compress"] = refusal(compress, model, Compression(dk=8), None)
     converted = copy.deepcopy(dense)
     compress(converted, Compression(dk=8), None)
     fully_shard(converted)
-    told["expand"] = refusal(expand, converted)
+    results["expand"] = refusal(expand, converted)
     flat = FSDP1(copy.deepcopy(dense), use_orig_params=rank == 0, device_id=torch.device("cpu"))
-    told["flat"] = refusal(compress, flat.module, Compression(dk=8), None)
-    told["prune"] = refusal(prune_heads_, model, {FIRST: [0]})
-    told["merge"] = refusal(merge_alphas_, mixed)
-    return told
+    results["flat"] = refusal(compress, flat.module, Compression(dk=8), None)
+    results["prune"] = refusal(prune_heads_, model, {FIRST: [0]})
+    results["merge"] = refusal(merge_alphas_, mixed)
+    return results
 
 
 def test_what_cannot_be_right_is_refused_in_all_processes(make_tiny, batch, tmp_path):
     pieces = f"{FIRST}: FSDP1 splits weights across head boundaries; shard the model with FSDP2"
-    for rank, told in enumerate(run_both(refusals_process, make_tiny("bert"), batch, str(tmp_path))):
+    for rank, results in enumerate(run_both(refusals_process, make_tiny("bert"), batch, str(tmp_path))):
         for case in ("swap", "rotation", "views"):
-            assert pieces in told[f"{case} under FSDP1"]
-        assert "FSDP1 splits weights across head boundaries" in told["trainer under FSDP1"]
-        assert "alphas: FSDP1 splits weights across head boundaries" in told["alphas under FSDP1"]
-        assert f"{FIRST}: DeepSpeed ZeRO-3 splits weights across head boundaries" in told["rotation under ZeRO-3"]
-        assert "overlap_with_ddp=True) hides its state" in told["overlap"]
-        assert "keeps 'exp_avg' of shape (1,)" in told["remembered in one process"]
+            assert pieces in results[f"{case} under FSDP1"]
+        assert "FSDP1 splits weights across head boundaries" in results["trainer under FSDP1"]
+        assert "alphas: FSDP1 splits weights across head boundaries" in results["alphas under FSDP1"]
+        assert f"{FIRST}: DeepSpeed ZeRO-3 splits weights across head boundaries" in results["rotation under ZeRO-3"]
+        assert "overlap_with_ddp=True) hides its state" in results["overlap"]
+        assert "keeps 'exp_avg' of shape (1,)" in results["remembered in one process"]
         if rank == 0:
-            assert "process 1 could not measure the importance of heads: TypeError" in told["no data in one process"]
-        assert told["rotated"] == "[]"
+            assert (
+                "process 1 could not measure the importance of heads: TypeError" in results["no data in one process"]
+            )
+        assert results["rotated"] == "[]"
         for name in ("compress", "expand", "flat"):
-            assert f"{'compress' if name == 'flat' else name}: " in told[name]
-            assert "BertModel is sharded, and new parameters would not be" in told[name]
+            assert f"{'compress' if name == 'flat' else name}: " in results[name]
+            assert "BertModel is sharded, and new parameters would not be" in results[name]
         for name in ("mix_heads_", "merge_alphas_", "prune_heads_"):
-            assert f"{name}: embeddings." in told[name.split("_")[0]]
-            assert "is sharded" in told[name.split("_")[0]]
+            assert f"{name}: embeddings." in results[name.split("_")[0]]
+            assert "is sharded" in results[name.split("_")[0]]

@@ -130,9 +130,9 @@ def test_rotation_within_epochs(save, make_tiny, tmp_path):
     swaps = [(0.25, "swap"), (0.75, "swap-back"), (1.25, "swap"), (1.75, "swap-back"), (2.5, "swap")]
     assert rotations(straight) == swaps
     resumed = trainer_of(classifier(make_tiny), tmp_path / "again", training, **steps)
-    found = final_weights(resumed, resume_from_checkpoint=str(tmp_path / f"checkpoint-{save}"))
+    actual = final_weights(resumed, resume_from_checkpoint=str(tmp_path / f"checkpoint-{save}"))
     assert rotations(resumed) == swaps
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_a_plain_loop_rotates_as_a_trainer_does(make_tiny, tmp_path):
@@ -177,9 +177,9 @@ def test_a_resumed_run_equals_a_straight_one(step, make_tiny, tmp_path):
     straight = trainer_of(classifier(make_tiny), tmp_path, save_strategy="steps", save_steps=step)
     expected = final_weights(straight)
     resumed = trainer_of(classifier(make_tiny), tmp_path, save_strategy="no")
-    found = final_weights(resumed, resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-    assert expected.keys() == found.keys()
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    actual = final_weights(resumed, resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert expected.keys() == actual.keys()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     state = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
     history = state["stateful_callbacks"]["HeadState"]["attributes"]["saved"]["rotation"]["history"]
     assert [event["reason"] for event in history] == ["swap", "swap-back", "swap"][: len(history)]
@@ -256,7 +256,7 @@ def test_with_nothing_on_it_is_the_stock_trainer(task, own, make_tiny, tmp_path)
     """Bit for bit, dropout included, in weights and logs, though the stock one adds up losses over passes."""
     if task is regression and own == "smoothed":
         pytest.skip("labels of a regression cannot be smoothed")
-    found = []
+    actual = []
     for trainer_class in (Trainer, HeadTrainer):
         model, data = task(make_tiny, lambda model, _: model)
         trainer = trainer_class(
@@ -268,8 +268,8 @@ def test_with_nothing_on_it_is_the_stock_trainer(task, own, make_tiny, tmp_path)
         weights = final_weights(trainer)
         timeless = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
         history = [{key: entry[key] for key in entry if key not in timeless} for entry in trainer.state.log_history]
-        found.append((weights, history))
-    (weights, history), (others, other_history) = found
+        actual.append((weights, history))
+    (weights, history), (others, other_history) = actual
     assert history == other_history
     torch.testing.assert_close(others, weights, rtol=0, atol=0)
 
@@ -288,9 +288,9 @@ def test_a_stock_loss_adds_up_and_the_penalty_does_not(task, make_tiny, set_drop
     session = HeadSession(other.train(), stock)
     loss = other(**{key: torch.stack([row[key] for row in data[:2]]) for key in data[0]}).loss
     (4 * loss + session.penalty()).backward()
-    for (name, parameter), found in zip(other.named_parameters(), model.parameters(), strict=True):
+    for (name, parameter), actual in zip(other.named_parameters(), model.parameters(), strict=True):
         if parameter.grad is not None:
-            torch.testing.assert_close(found, parameter - 0.1 * parameter.grad, atol=1e-5, rtol=1e-3, msg=name)
+            torch.testing.assert_close(actual, parameter - 0.1 * parameter.grad, atol=1e-5, rtol=1e-3, msg=name)
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -332,9 +332,9 @@ def test_the_gradient_is_that_of_loss_plus_penalty(own, make_tiny, set_dropout_,
     loss = cross_entropy(logits.flatten(0, 1), given["labels"].flatten(), label_smoothing=smoothing)
     loss = 2 * loss if own == "function" else loss
     (loss + session.penalty()).backward()
-    for (name, parameter), found in zip(other.named_parameters(), model.parameters(), strict=True):
+    for (name, parameter), actual in zip(other.named_parameters(), model.parameters(), strict=True):
         if parameter.grad is not None:
-            torch.testing.assert_close(found, parameter - 0.1 * parameter.grad, atol=1e-5, rtol=1e-3, msg=name)
+            torch.testing.assert_close(actual, parameter - 0.1 * parameter.grad, atol=1e-5, rtol=1e-3, msg=name)
 
 
 def doubled(outputs, labels, num_items_in_batch=None):
@@ -465,8 +465,8 @@ def test_checkpointing_and_compilation_change_nothing(option, make_tiny, set_dro
     more = {"torch_compile_backend": "aot_eager"} if option == "torch_compile" else {}
     model, other = (set_dropout_(classifier(make_tiny), 0.0) for _ in range(2))
     expected = final_weights(trainer_of(model, tmp_path, max_steps=6))
-    found = final_weights(trainer_of(other, tmp_path, max_steps=6, **{option: True}, **more))
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    actual = final_weights(trainer_of(other, tmp_path, max_steps=6, **{option: True}, **more))
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_an_interrupted_run_leaves_nothing_to_the_next(make_tiny, tmp_path):
@@ -540,12 +540,12 @@ def test_restored_callbacks_go_on_too(make_tiny, tmp_path, caplog):
     checkpoint = str(tmp_path / "checkpoint-4")
     more = {"restore_callback_states_from_checkpoint": True, "save_strategy": "steps", "save_steps": 4}
     resumed = trainer_of(classifier(make_tiny), tmp_path / "again", **more)
-    found = final_weights(resumed, resume_from_checkpoint=checkpoint)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    actual = final_weights(resumed, resume_from_checkpoint=checkpoint)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     assert "Ignoring" not in caplog.text
     again = trainer_of(classifier(make_tiny), tmp_path / "third")
-    found = final_weights(again, resume_from_checkpoint=str(tmp_path / "again" / "checkpoint-8"))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    actual = final_weights(again, resume_from_checkpoint=str(tmp_path / "again" / "checkpoint-8"))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_a_stock_checkpoint_has_no_state_of_heads(make_tiny, tmp_path, caplog):
