@@ -78,7 +78,13 @@ def tiny_classifier(vocabulary: int) -> BertForSequenceClassification:
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
 @pytest.mark.parametrize(("page", "snippet"), SNIPPETS)
 def test_snippets_run(
-    page: str, snippet: str, folder: Path, minilm_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    page: str,
+    snippet: str,
+    folder: Path,
+    minilm_tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     for source in folder.iterdir():
         (tmp_path / source.name).symlink_to(source.resolve())
@@ -110,6 +116,9 @@ def test_snippets_run(
         "evaluate": lambda model: float(model(**batch)[0].detach().sum()),
     }
     exec(compile(snippet, page, "exec"), names)
+    if page == "README":  # shows what it prints, but for the error, which depends on the sweeps
+        shown, printed = blocks(ROOT / "README.md", "text")[0], capsys.readouterr().out
+        assert re.sub(r"move by [\d.]+%", "", printed) == re.sub(r"move by [\d.]+%", "", shown)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
