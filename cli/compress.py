@@ -213,34 +213,27 @@ def _report_lines(report: Report, calibration: str, latency: Latency | None) -> 
     """Return the lines to print about a conversion: the whole model, then attention, then a table of modules."""
     lines = [*([report.choice, ""] if report.choice else []), *_whole_model(report, calibration, latency), ""]
     lines += [*_parts(report), "", *_calibration(report), ""]
-    length = f"MMACs at T={report.length}"
-    scores = [
-        [
-            module.name,
-            str(module.dk),
-            *_errors_and_sizes(module),
-            "any" if isinf(module.break_even_length) else f"{module.break_even_length:.0f}",
-        ]
-        for module in report.modules
-    ]
-    values = [[module.name, str(module.dv), *_errors_and_sizes(module)] for module in report.values]
-    if scores:
-        header = ["module", "dk", "score error", "weight error", "parameters", length, "T*"]
-        lines += [*table(header, scores), ""]
-    if values:
-        lines += [*table(["module", "dv", "output error", "weight error", "parameters", length], values), ""]
+    for part, error, modules in (("dk", "score error", report.modules), ("dv", "output error", report.values)):
+        header = ["module", part, error, "weight error", "parameters", f"MMACs at T={report.length}"]
+        if modules:
+            lines += [*table([*header, *(["T*"] if part == "dk" else [])], map(_row, modules)), ""]
     channels = [f"  {module.name}: {' '.join(map(str, module.sizes))}" for module in report.modules if module.sizes]
     return [*lines, "Channels of each head:", *channels] if channels else lines[:-1]
 
 
-def _errors_and_sizes(module: ModuleReport | ValueReport) -> list[str]:
-    """Return the columns that the tables of scores and of values have in common."""
-    return [
+def _row(module: ModuleReport | ValueReport) -> list[str]:
+    """Return the row of a module in the table of scores, whose last column is T*, or of values."""
+    row = [
+        module.name,
+        str(module.dk if isinstance(module, ModuleReport) else module.dv),
         "–" if module.data_error is None else f"{module.data_error:.4f}",
         f"{module.weight_error:.4f}",
         f"{module.parameters_before:,} → {module.parameters_after:,}",
         f"{module.macs_before / 1e6:.1f} → {module.macs_after / 1e6:.1f}",
     ]
+    if isinstance(module, ModuleReport):
+        row.append("any" if isinf(module.break_even_length) else f"{module.break_even_length:.0f}")
+    return row
 
 
 def _whole_model(report: Report, calibration: str, latency: Latency | None) -> list[str]:
