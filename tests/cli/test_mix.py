@@ -31,15 +31,6 @@ def test_alone_it_changes_no_output(run, loaded, monkeypatch, model_dir, batch, 
     assert record["mixed_heads"] == {f"bert.encoder.layer.{layer}.attention.self": 3 for layer in (0, 1)}
 
 
-def test_a_device_is_no_matter_of_conversions_alone(run, loaded, monkeypatch, model_dir, batch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    code, printed, error = run("tiny", "--mix", "--device", "cpu")
-    assert code == 0, error
-    model, source = loaded(printed), BertForSequenceClassification.from_pretrained(model_dir)
-    assert len(alphas_of(model)) == 2
-    torch.testing.assert_close(logits(model, batch), logits(source.eval(), batch), atol=1e-6, rtol=1e-6)
-
-
 def test_after_a_conversion(run, loaded, monkeypatch, model_dir, batch, tmp_path):
     monkeypatch.chdir(tmp_path)
     arguments = ("tiny", "--dk", 8, "--calibration", "none")
