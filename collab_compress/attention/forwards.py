@@ -41,7 +41,6 @@ class Forward:
         encoder_states: argument: tokens of an encoder to attend to instead, or None.
         cache: argument: the key-value cache.
         layer_index: attribute: index of the layer in the cache.
-        heads: attribute: number of heads, for a fused layer.
         interleaved: whether the fused layer holds each head's queries, keys and values together.
         needs_probs: whether the module always returns probabilities.
         may_omit_probs: whether it returns no None in their place.
@@ -55,7 +54,6 @@ class Forward:
     encoder_states: str = "key_value_states"
     cache: str = "past_key_values"
     layer_index: str = "layer_idx"
-    heads: str = "num_heads"
     interleaved: bool = False
     needs_probs: bool = False
     may_omit_probs: bool = False
@@ -97,8 +95,8 @@ class Forward:
         elif isinstance(layers[0], QKVProjection):
             projected = [part(inputs[0]) for part in layers[0].parts]
         else:
-            layout = Layout(getattr(module, self.heads), width, self.interleaved)
-            projected = layout.split(layers[0](inputs[0]), -1)
+            fused = layers[0](inputs[0])  # (B, T, 3·H·d)
+            projected = Layout(fused.shape[-1] // (3 * width), width, self.interleaved).split(fused, -1)
         query, key, value = (_key_groups(part, width) for part in projected)
         if past is not None:
             key, value = past.update(key, value, index)
@@ -240,7 +238,7 @@ FORWARDS: dict[str, Forward] = {
     "megatron_bert.MegatronBertSelfAttention": BertForward(),
     "mpnet.MPNetSelfAttention": Forward(("q", "k", "v"), "o", _root_of_width, "dropout.p", may_omit_probs=True),
     "mpt.MptAttention": MptForward(
-        ("Wqkv",), scaling=attrgetter("softmax_scale"), p="attn_dropout_p", heads="n_heads", needs_probs=True
+        ("Wqkv",), scaling=attrgetter("softmax_scale"), p="attn_dropout_p", needs_probs=True
     ),
     "mvp.MvpAttention": MvpForward(),
     "rembert.RemBertSelfAttention": BertForward(),
