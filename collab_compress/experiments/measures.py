@@ -28,9 +28,7 @@ from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.distributed import process_state
-from collab_compress.errors import RecipeError
 from collab_compress.experiments.outputs import lacking, read_record, write_record
-from collab_compress.experiments.recipe import Recipe
 from collab_compress.experiments.workload import Workload
 from collab_compress.heads import alphas_of, confidence, head_importance
 
@@ -237,17 +235,6 @@ MEASURES: dict[str, Callable[[Subject], Any]] = {
     "alphas": measure_alphas,
 }
 """Name → measure; it returns numbers, tensors, lists and mappings, or nothing where the model has no such thing."""
-
-
-def check_measures(recipe: Recipe) -> None:
-    """Refuse unknown measures.
-
-    Raises:
-        RecipeError: naming those that are known.
-    """
-    for name in recipe.measures:
-        if name not in MEASURES:
-            raise RecipeError(f"unknown measure {name!r}; expected some of {', '.join(MEASURES)}")
 
 
 def add_measures(workload: Workload, directory: str | Path, folder: Path) -> None:

@@ -13,7 +13,7 @@ from collab_compress.conversion import recover_
 from collab_compress.conversion.compress import compress, install_unset_
 from collab_compress.distributed import failing_together, on_every_process, on_main_process, process_state
 from collab_compress.errors import CheckpointError, RecipeError
-from collab_compress.experiments.measures import add_measures, check_measures
+from collab_compress.experiments.measures import MEASURES, add_measures
 from collab_compress.experiments.outputs import (
     environment,
     hub_commits,
@@ -82,7 +82,9 @@ def check_environment(recipe: Recipe) -> None:
         RecipeError: naming those that are available.
     """
     check_trackers(recipe.trackers)
-    check_measures(recipe)
+    for name in recipe.measures:
+        if name not in MEASURES:
+            raise RecipeError(f"unknown measure {name!r}; expected some of {', '.join(MEASURES)}")
 
 
 def summary(record: Mapping[str, Any]) -> str:

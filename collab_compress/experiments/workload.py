@@ -164,14 +164,11 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
     Raises:
         RecipeError: there is none; Transformers would make one without vocabulary.
+        CheckpointError: it cannot be loaded.
     """
     if Path(source).is_dir() and not has_tokenizer(Path(source)):
         raise RecipeError(f"{source} has no tokenizer; save it there too, by tokenizer.save_pretrained")
-    try:
-        tokenizer: PreTrainedTokenizerBase = pretrained.load_tokenizer(source)
-    except CheckpointError as error:
-        raise RecipeError(f"the tokenizer of {source} cannot be loaded: {error}") from error
-    return tokenizer
+    return pretrained.load_tokenizer(source)
 
 
 def _is_labelled(rows: Dataset) -> bool:
@@ -192,10 +189,7 @@ class Classification(Workload):
         if self.task.kind == "regression":
             return super().load_model(directory, trained, num_labels=1, problem_type="regression")
         if trained:
-            try:
-                numbers = load_config(directory).label2id
-            except CheckpointError as error:
-                raise RecipeError(f"{directory} cannot be loaded for {self.task.name}: {error}") from error
+            numbers = load_config(directory).label2id
             order = [label.lower() for label in sorted(numbers, key=numbers.__getitem__)]
             expected = [label.lower() for label in self.task.labels]
             if order != expected and sorted(order) == sorted(expected):
