@@ -58,7 +58,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def perplexity_by_token():
-    """Score a file of running text token by token, each told by all before it in its block."""
+    """Return the perplexity of running text token by token, each predicted from all before it in its block."""
     import torch
 
     @torch.no_grad()

@@ -37,7 +37,7 @@ def settings(start, data_dir, output, *more):
 
 @pytest.fixture
 def train():
-    """What the script does, in this process."""
+    """Run the script in this process."""
     spec = importlib.util.spec_from_file_location("accelerate_loop", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -47,7 +47,7 @@ def train():
 
 
 def weights(folder):
-    """Give what was trained, but for key biases: attention ignores them, so that their gradients are rounding."""
+    """Return the trained weights without key biases, whose gradients are rounding errors: attention ignores them."""
     found = load_file(folder / "model.safetensors")
     return {name: weight for name, weight in found.items() if not name.endswith("key.bias")}
 

@@ -1,4 +1,4 @@
-"""What is not an experiment's own is never removed, overwritten or taken for its result."""
+"""Folders of others are never removed, overwritten or taken for an experiment's results."""
 
 import json
 import re

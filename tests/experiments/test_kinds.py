@@ -1,4 +1,4 @@
-"""Translation, language modelling and classification from nothing: what is scored is what the files say."""
+"""Untrained translation, language and classification models: scores against loops over the files."""
 
 import json
 import math
@@ -142,7 +142,7 @@ def test_collaborative_from_the_first_step(sentences, tmp_path):
 
 
 def test_language_modelling(text, tmp_path, perplexity_by_token):
-    """Perplexity of the whole text, token by token, each told by all before it in its block."""
+    """Perplexity of the whole text, token by token, each predicted from all before it in its block."""
     settings = ("task=text", f"data_dir={text}", "fresh.tokenizer=word", "fresh.vocab_size=null", "max_length=7")
     [record] = run(recipe(tmp_path / "out", *settings))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "tuned" / "model").eval()
@@ -175,7 +175,7 @@ def test_a_language_model_that_sees_what_it_predicts(text, tmp_path):
 
 
 def test_masked_language_modelling(text, tmp_path):
-    """What is scored is masked the same way for each model, and a converted one is loaded and scored too."""
+    """The same tokens are masked for each model that is scored, converted ones too."""
     given = ("task=text_masked", f"data_dir={text}", "compression.dk=24")
     records = run(recipe(tmp_path / "out", *given))
     assert [record["stage"] for record in records] == ["tuned", "dk24"]

@@ -1,4 +1,4 @@
-"""What is read off trained models stands in records, of finished runs too; against loops over rows and heads."""
+"""Measures of trained models in records, of finished runs too, against loops over rows and heads."""
 
 import json
 from statistics import mean
@@ -36,7 +36,7 @@ def recipe(output, *settings):
 
 
 def near(values):
-    """What was found, as a record has it."""
+    """Return values as a record has them, to be compared."""
     return pytest.approx(torch.as_tensor(values, dtype=torch.float64).tolist(), rel=1e-4, abs=1e-5)
 
 

@@ -53,7 +53,7 @@ def both(rank, given):
 
 
 def trained(folder):
-    """Give the losses of all steps, and the weights."""
+    """Return the losses of all steps, and the weights."""
     log = json.loads((folder / "tuned" / "log.json").read_text())
     losses = [entry["loss"] for entry in log["history"] if "loss" in entry]
     return losses, load_file(folder / "tuned" / "model" / "model.safetensors")

@@ -229,7 +229,7 @@ def test_the_index_counts(results):
 
 
 class Page(HTMLParser):
-    """What a page could fetch."""
+    """The addresses in a page."""
 
     def __init__(self, text):
         super().__init__()

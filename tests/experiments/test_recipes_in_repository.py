@@ -29,17 +29,17 @@ KEYS = {table.paper for table in PAPERS}
 LONGEST = 118
 
 
-def told(path, what):
-    """Give what the lines `# what: …` at the top of a file say."""
+def top_lines(path, what):
+    """Return the lines `# what: …` at the top of a file."""
     top = re.match(r"(#.*\n)*", path.read_text(encoding="utf-8"))[0]
     found = re.findall(rf"^# {what}: (.+(?:\n#   .+)*)$", top, re.MULTILINE)
     return [lines.replace("\n#  ", "") for lines in found]
 
 
 def tables(path):
-    """Give the tables that a file names, each as papers.yaml has it; those it does not have are figures."""
+    """Return the tables that a file names, from papers.yaml; it may name figures too."""
     found = []
-    for line in told(path, "paper"):
+    for line in top_lines(path, "paper"):
         key, *names = line.split(", ")
         there = {table.name for table in select_tables(PAPERS, key)}  # raises where there is no such paper
         assert names, line
@@ -52,7 +52,7 @@ def tables(path):
 def sweeps(path):
     """Read a sweep at each of its scales, or as it stands where it has none, and with the settings it names."""
     scales = [f"scale={name}" for name in yaml.safe_load(path.read_text(encoding="utf-8")).get("scales", ())]
-    return [read_sweep(path, shlex.split(settings)) for settings in (*(scales or [""]), *told(path, "also"))]
+    return [read_sweep(path, shlex.split(settings)) for settings in (*(scales or [""]), *top_lines(path, "also"))]
 
 
 @cache
@@ -63,7 +63,7 @@ def recipes(path):
 
 
 def column(recipe):
-    """Name what a recipe is scored on as the papers' tables do."""
+    """Return the column of a recipe's score in the papers' tables."""
     task = TASKS[recipe.task]
     if task.kind != "translation":
         return recipe.task
@@ -130,7 +130,7 @@ def test_sweeps_that_share_an_output_agree():
 
 @pytest.mark.parametrize("path", [*RECIPES, *SWEEPS], ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_what_names_a_paper_is_of_its_table(path):
-    named = told(path, "paper")
+    named = top_lines(path, "paper")
     if not named:
         assert path.stem.split("-")[0] not in KEYS, "a file named after a paper says which table it is"
         return

@@ -95,7 +95,7 @@ def test_differences_are_paired_by_seed(write, tmp_path):
 
 
 def test_models_that_were_only_evaluated(write, tmp_path):
-    """What is not tuned is compared with the model as it was given; two models keep two names."""
+    """Converted models without tuning are compared with the given model; two models keep two names."""
     for model, score in (("/a/mrpc/seed0/tuned/model", 80.0), ("/a/mrpc/seed1/tuned/model", 82.0), ("minilm", 70.0)):
         write(score, stage="given", recipe={"model": model})
         write(score - 1, stage="dk128", recipe={"model": model})

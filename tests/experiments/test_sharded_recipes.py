@@ -230,7 +230,7 @@ def test_what_recipes_do_not_do_is_refused_first(
 
 
 def asked_process(rank, bert, marian, folder):
-    told = []
+    results = []
     for model, given, trick in (
         (bert, sharing("BertLayer"), nullcontext),
         (bert, sharing("NoLayer"), sharding_on_cpus),
@@ -239,9 +239,9 @@ def asked_process(rank, bert, marian, folder):
     ):
         with sharding(allowed=True), trick():
             arguments = TrainingArguments(folder, use_cpu=True, report_to=[], **given)
-            told.append(refusal(keep_whole_checkpoints, Trainer(model, arguments)))
-        told.append(os.environ.get("ACCELERATE_USE_FSDP"))
-    return told
+            results.append(refusal(keep_whole_checkpoints, Trainer(model, arguments)))
+        results.append(os.environ.get("ACCELERATE_USE_FSDP"))
+    return results
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -254,9 +254,9 @@ def test_what_cannot_be_sharded_is_said(make_tiny, tmp_path, monkeypatch):
         "(fsdp_config: {transformer_layer_cls_to_wrap: [BertLayer]})"
     )
     tied = "MarianMTModel, in which model.shared.weight and model.encoder.embed_tokens.weight are one weight; leave"
-    for told in run_both(asked_process, make_tiny("bert"), make_tiny("marian", MarianMTModel), str(tmp_path)):
-        assert told[1::2] == [None] * 4
-        for said, words in zip(told[::2], (unsharded, unknown, twice, tied), strict=True):
+    for results in run_both(asked_process, make_tiny("bert"), make_tiny("marian", MarianMTModel), str(tmp_path)):
+        assert results[1::2] == [None] * 4
+        for said, words in zip(results[::2], (unsharded, unknown, twice, tied), strict=True):
             assert words in said
 
 
