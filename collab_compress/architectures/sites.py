@@ -1,7 +1,7 @@
 """Find the attention modules of a live model, read their projections, separate or fused, and refuse all others."""
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from operator import attrgetter
 from typing import Any, NoReturn, TypeAlias
@@ -271,16 +271,13 @@ def find_attention(
             f"; its first attention module is {name} ({_class(module)})" for name, module in attention[:1]
         )
         raise UnsupportedModelError(f"{_class(model)}: model type {_type(model)!r} has no description{first}; {SEE}")
-    layers = dict.fromkeys(KINDS, 0)
-    sites = []
+    sites: list[AttentionSite] = []
     for name, module in model.named_modules():
         family = described.get(name)
         if family is not None and _class(module) in family.attention_classes:
-            kind = _kind(name, module, family)
             parent = model.get_submodule(name.rpartition(".")[0])
-            reads_tokens = hasattr(getattr(owners[name], "config", None), "vocab_size")
-            sites.append(_site(name, module, parent, family, kind, layers[kind], reads_tokens))
-            layers[kind] += 1
+            site = _site(name, module, family, parent, owners[name])
+            sites.append(replace(site, layer=[other.kind for other in sites].count(site.kind)))
     chosen = [site for site in sites if fnmatch(site.name, modules) and site.kind in kinds]
     if not chosen:
         have = ", ".join(f"{site.name} ({site.kind})" for site in sites[:3]) + (", …" if len(sites) > 3 else "")
@@ -330,22 +327,14 @@ def _described(owners: dict[str, nn.Module], families: Families) -> Families:
     return described
 
 
-def _kind(name: str, module: nn.Module, family: AttentionFamily) -> Kind:
-    if family.cross and family.cross in name.split("."):
-        return "cross"
-    causal = family.causal or getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
-    return "decoder" if causal else "encoder"
-
-
 def _site(
-    name: str,
-    module: nn.Module,
-    parent: nn.Module,
-    family: AttentionFamily,
-    kind: Kind,
-    layer: int,
-    reads_tokens: bool,
+    name: str, module: nn.Module, family: AttentionFamily, parent: nn.Module, owner: nn.Module
 ) -> AttentionSite:
+    """Return the first site of its kind."""
+    causal = family.causal or getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
+    kind: Kind = "decoder" if causal else "encoder"
+    if family.cross and family.cross in name.split("."):
+        kind = "cross"
     # A converted module may keep H in `stock_heads`, where its own attribute holds the number of key groups.
     heads = read(name, module, family, "stock_heads" if "stock_heads" in module.__dict__ else family.heads, int)
     head_width = read(name, module, family, family.head_width, int)
@@ -356,7 +345,19 @@ def _site(
         raise UnsupportedModelError(
             f"{name}: got {groups} heads of keys and values for {heads} of queries; expected a divisor of {heads}"
         )
-    return AttentionSite(name, module, family, kind, layer, heads, head_width, scaling, parent, groups, reads_tokens)
+    return AttentionSite(
+        name=name,
+        module=module,
+        family=family,
+        kind=kind,
+        layer=0,
+        heads=heads,
+        head_width=head_width,
+        scaling=scaling,
+        parent=parent,
+        key_value_heads=groups,
+        reads_tokens=hasattr(getattr(owner, "config", None), "vocab_size"),
+    )
 
 
 def read(name: str, module: nn.Module, family: AttentionFamily, path: str, kind: Any) -> Any:

@@ -152,7 +152,7 @@ class Memory:
 
 
 def make_sweep(
-    channels: Channels, point: Iterate, last: Last | None, ridge: float, shift: float, memory: Memory
+    channels: Channels, point: Iterate, last: Last | None, *, ridge: float, shift: float, memory: Memory
 ) -> Sweep:
     """Sweep from a point in the channels' dtype; without a last sweep the line goes along the step.
 
@@ -231,7 +231,7 @@ class _Run:
             self.point = Iterate.at(self.point.seen_by(channels))
             self.last = self.last and (self.last[0].seen_by(channels), self.last[1].seen_by(channels))
         for shift in SHIFTS:
-            sweep = make_sweep(channels, self.point, self.last, ridge, shift, self.memory)
+            sweep = make_sweep(channels, self.point, self.last, ridge=ridge, shift=shift, memory=self.memory)
             if isfinite(sum(sweep.squared + sweep.penalised)):
                 break
             self.breakdowns += shift == SHIFT

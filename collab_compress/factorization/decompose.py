@@ -83,7 +83,7 @@ def factorize(
     device = float64_device(query.device) if device is None else torch.device(device)
     tensor = HeadTensor(_checked("query", query, device), _checked("key", key, device))
     bias = None if query_bias is None else _checked("query_bias", query_bias, device)
-    _check_sizes(tensor, rank, bias, query_moments, key_moments, head_weights)
+    _check_sizes(tensor, rank, bias, (query_moments, key_moments), head_weights)
     if not (damping >= 0 and isfinite(damping)):
         raise ValueError(f"damping is out of range: got {damping}, expected 0 or more, and finite")
     if sweeps is not None and sweeps < 1:
@@ -157,8 +157,7 @@ def _check_sizes(
     tensor: HeadTensor,
     rank: int,
     bias: Tensor | None,
-    query_moments: Moments | None,
-    key_moments: Moments | None,
+    moments: tuple[Moments | None, Moments | None],
     head_weights: Tensor | None,
 ) -> None:
     heads, width = tensor.heads, tensor.head_width
@@ -170,10 +169,10 @@ def _check_sizes(
         raise ValueError(
             f"query_bias does not fit the heads: got {tuple(bias.shape)}, expected (H, d) = {(heads, width)}"
         )
-    for side, weights, moments in (("query", tensor.query, query_moments), ("key", tensor.key, key_moments)):
-        if moments is not None and moments.width != weights.shape[1]:
+    for side, weights, inputs in zip(("query", "key"), (tensor.query, tensor.key), moments, strict=True):
+        if inputs is not None and inputs.width != weights.shape[1]:
             raise ValueError(
-                f"{side}_moments do not fit the heads: got width {moments.width}, expected {weights.shape[1]}"
+                f"{side}_moments do not fit the heads: got width {inputs.width}, expected {weights.shape[1]}"
             )
     if head_weights is not None and (head_weights.shape != (heads,) or not bool((head_weights > 0).all())):
         raise ValueError(

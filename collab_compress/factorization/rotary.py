@@ -135,7 +135,7 @@ def factorize_rotary(
         raise ValueError("queries or keys are not finite: got nan or inf, expected finite weights")
     rotated = frequencies if rotated is None else rotated
     query_root = _root("query", query_moments, query.shape[1], damping, place)
-    key_roots = [_root("key", key_moments, key.shape[1], damping, place, centre) for centre in (False, True)]
+    key_roots = [_root("key", key_moments, key.shape[1], damping, place, centre=centre) for centre in (False, True)]
     weights = (torch.ones(heads) if head_weights is None else head_weights).to(query)[:, None]
     weighted_query = _weighted(query_root, query) * weights[:, None]
     weighted_key = torch.cat(
@@ -438,7 +438,7 @@ def decomposed(
         [side.gather(2, strongest.expand(-1, side.shape[1], -1)) for side in (query, key)],
         [pad(torch.linalg.svd(side).U, (0, count - side.shape[1])) for side in (query, key)],  # cut off or zero
     )
-    first, second = (_swept(query, key, chi, kappa, sweeps, check) for chi, kappa in starts)
+    first, second = (_swept(query, key, chi, kappa, sweeps=sweeps, check=check) for chi, kappa in starts)
     better = second[3] < first[3]
     chi, mixing, kappa = (
         torch.where(better[:, None, None], two, one) for one, two in zip(first[:3], second[:3], strict=True)
@@ -448,7 +448,7 @@ def decomposed(
 
 
 def _swept(
-    query: Tensor, key: Tensor, chi: Tensor, kappa: Tensor, sweeps: int, check: Check | None
+    query: Tensor, key: Tensor, chi: Tensor, kappa: Tensor, *, sweeps: int, check: Check | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the sweeps from one start; the slices of each problem have norm 1 in all."""
     for sweep in range(sweeps):

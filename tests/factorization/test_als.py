@@ -198,8 +198,8 @@ def test_reused_memory_holds_nothing_that_is_needed(make_heads, monkeypatch, lar
     for unused in (Memory.unused, lambda _, values: values.new_empty(4, *values.shape)):
         calls = itertools.count()
 
-        def sweep(*arguments, calls=calls):
-            made = make_sweep(*arguments)
+        def sweep(*arguments, calls=calls, **options):
+            made = make_sweep(*arguments, **options)
             return made._replace(squared=[float("nan")]) if next(calls) in failing else made
 
         sweep_by(monkeypatch, sweep)
@@ -215,8 +215,8 @@ def test_reused_memory_holds_nothing_that_is_needed(make_heads, monkeypatch, lar
 def test_sweeps_alternate_between_two_sets_of_blocks(make_heads, monkeypatch):
     used = []
 
-    def sweep(*arguments):
-        made, memory = make_sweep(*arguments), arguments[-1]
+    def sweep(*arguments, memory, **options):
+        made = make_sweep(*arguments, memory=memory, **options)
         used.append(tuple(blocks.data_ptr() for blocks in memory.sets))
         return made
 
@@ -229,8 +229,8 @@ def test_sweeps_alternate_between_two_sets_of_blocks(make_heads, monkeypatch):
 def test_the_best_point_is_not_overwritten(make_heads, monkeypatch):
     calls, tensor = itertools.count(), make_heads(3, 12, 11, 4)
 
-    def worse(*arguments):
-        made = make_sweep(*arguments)
+    def worse(*arguments, **options):
+        made = make_sweep(*arguments, **options)
         made.squared[0] += next(calls) >= 10  # at every step length
         return made
 
