@@ -1,4 +1,4 @@
-"""Hooks on attention heads while a model runs: read them (`Tap`), mask them (`HeadMask`), drop them (`DropHead`)."""
+"""Hooks on attention heads while a model runs: read them (`Tap`), mask them (`HeadMask`)."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -293,65 +293,3 @@ def masks_without(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) 
         masks[site.name] = torch.ones(site.heads)
         masks[site.name][removed] = 0.0
     return masks
-
-
-class DropHead(HeadHooks):
-    """Drop each head of each sample with probability p in training ("Scheduled DropHead", Zhou et al., 2020, §2).
-
-    With ξ_h ∈ {0, 1} kept heads, head outputs become Z_h · ξ_h · H/Σξ. Where all heads of a sample would drop, a
-    random one stays, so the expectation of each head's output is unchanged. Evaluation is not affected.
-
-    Draws come from torch's global generator of the model's device and differ between processes. Heads are dropped
-    before they are mixed by alphas.
-
-    Args:
-        model: stock or edited.
-        p: probability of dropping a head, in [0, 1); may be set between steps.
-        rescale: whether kept heads are scaled up and one always stays. Without, heads are only set to zero, possibly
-            all of them: the "naive" DropHead of "Analyzing and Controlling Inter-Head Diversity in Multi-Head
-            Attention", §4.3.
-
-    Raises:
-        HeadError: p is not in [0, 1).
-        UnsupportedModelError: the model's family is not known.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, p: float = 0.0, kinds: Collection[Kind] = KINDS, rescale: bool = True
-    ) -> None:
-        sites = find_attention(model, FAMILIES, kinds=kinds)
-        # Tensors, so that a schedule does not make `torch.compile` recompile; one a device, to avoid copies.
-        devices = {parameter.device for site in sites for parameter in site.module.parameters()}
-        self._tensors = {device: torch.zeros((), device=device) for device in devices | {torch.device("cpu")}}
-        self.p, self.rescale = p, rescale
-        self._add(sites)
-
-    @property
-    def p(self) -> float:
-        """Probability of dropping a head."""
-        return self._p
-
-    @p.setter
-    def p(self, p: float) -> None:
-        if not 0 <= p < 1:
-            raise HeadError(f"DropHead's p is {p}; expected a probability of dropping, from 0 to below 1")
-        self._p = p
-        for tensor in self._tensors.values():
-            tensor.fill_(p)
-
-    def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
-        """Drop heads of outputs (B, T, H, dv)."""
-        if not call.module.training:
-            return outputs
-        draws = self._draw(outputs)
-        p = self._tensors.get(outputs.device)
-        if p is None:  # the model has moved since
-            p = self._tensors[torch.device("cpu")].to(outputs.device)
-        scales = head_scales(draws, p) if self.rescale else draws >= p
-        return outputs * scales.to(outputs.dtype)[:, None, :, None]
-
-
-def head_scales(draws: Tensor, p: Tensor) -> Tensor:
-    """Return the factors of heads, 0 or H/kept, from uniform draws (B, H); the head of the largest draw stays."""
-    kept = (draws >= p) | (draws == draws.amax(1, keepdim=True))
-    return kept * (draws.shape[1] / kept.sum(1, keepdim=True))

@@ -5,7 +5,7 @@ from two_processes import run_both
 
 from collab_compress.errors import HeadError
 from collab_compress.heads import DropHead, Tap
-from collab_compress.heads.hooks import head_scales
+from collab_compress.heads.drophead import head_scales
 
 
 def drawn_scales(draws, heads, p, seed=0):
