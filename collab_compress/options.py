@@ -171,6 +171,10 @@ class Compression:
             self._check_keep()
         if self.equal_heads and self.form != "per-head":
             raise CompressionError("equal_heads is for the per-head form; pass form='per-head' too, or leave it out")
+        if not isinstance(self.modules, str):
+            raise CompressionError(f"modules is {self.modules!r}; expected a pattern, such as '*layer.0*'")
+        if not isinstance(self.kinds, tuple | list | set | frozenset):
+            raise CompressionError(f"kinds is {self.kinds!r}; expected a tuple of some of {', '.join(KINDS)}")
         object.__setattr__(self, "kinds", tuple(self.kinds))  # lists come from JSON and YAML
         unknown = sorted(set(self.kinds) - set(KINDS))
         if unknown or not self.kinds:

@@ -118,6 +118,7 @@ def plan(
         UnsupportedModelError: the model's family is not known.
         CalibrationError: calibration data is missing or unusable, or holds fewer than two sequences.
     """
+    Compression(dk=1, form=form)  # refuses an unknown form, which no trial would be made in
     model, tokenizer = transformers_model(model), tokenizer or getattr(model, "tokenizer", None)
     options = calibration_options or CalibrationOptions()
     batches = calibration_batches(calibration, model, tokenizer, **vars(options))

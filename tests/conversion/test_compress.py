@@ -772,7 +772,16 @@ def test_kinds_that_the_model_lacks_are_refused(make_tiny):
         compress(make_tiny("bert"), Compression(dk=24, kinds=("cross",)), None)
 
 
-@pytest.mark.parametrize(("kinds", "message"), [(("self",), "kinds are self; expected"), ((), "kinds are none")])
-def test_unknown_kinds(kinds, message):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kinds": ("self",)}, "kinds are self; expected"),
+        ({"kinds": ()}, "kinds are none"),
+        ({"kinds": "encoder"}, "kinds is 'encoder'; expected a tuple"),
+        ({"kinds": 3}, "kinds is 3; expected a tuple"),
+        ({"modules": ["*"]}, r"modules is \['\*'\]; expected a pattern"),
+    ],
+)
+def test_unknown_kinds_and_modules(settings, message):
     with pytest.raises(CompressionError, match=message):
-        Compression(dk=1, kinds=kinds)
+        Compression(dk=1, **settings)
