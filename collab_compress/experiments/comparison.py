@@ -220,7 +220,9 @@ def _references(recipes: Recipes, reference: str | None) -> dict[str, Variant]:
 
 
 def _unshaped(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    return {**recipe, "fresh": {name: (recipe.get("fresh") or {}).get(name) for name in UNSHAPED}}
+    fresh = {name: (recipe.get("fresh") or {}).get(name) for name in UNSHAPED}
+    unshaped: dict[str, Any] = without_nulls({**recipe, "fresh": fresh})
+    return unshaped
 
 
 def _notes_on_shapes(
@@ -271,7 +273,17 @@ def _alike(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differing(recipes: Sequence[Mapping[str, Any]], fields: Iterable[str]) -> str:
-    return ", ".join(name for name in sorted(fields) if any(r.get(name) != recipes[0].get(name) for r in recipes))
+    settings = [without_nulls(recipe) for recipe in recipes]
+    return ", ".join(name for name in sorted(fields) if any(s.get(name) != settings[0].get(name) for s in settings))
+
+
+def without_nulls(value: Any) -> Any:
+    """Return nested settings without fields that are None: records that are older than a field lack it."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(inner) for inner in value]
+    return value
 
 
 def significance(folder: Path, against: str | None = None) -> list[Line]:
