@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import FAMILIES, find_dense_attention, find_dense_values
+from collab_compress.architectures import find_dense_attention, find_dense_values
 from collab_compress.architectures.sites import DenseSite, ValueSite
 from collab_compress.attention import RotaryScores
 from collab_compress.calibration import Batch
@@ -57,7 +57,7 @@ class Layer:
 
 def layers_of(model: PreTrainedModel, batches: Iterable[Batch]) -> list[Layer]:
     """Run the model on calibration batches and gather the moments of every attention module."""
-    scores, values = find_dense_attention(model, FAMILIES), find_dense_values(model, FAMILIES)
+    scores, values = find_dense_attention(model), find_dense_values(model)
     moments = gather_moments(model, [*scores, *values], batches)
     inputs, outputs = moments[: len(scores)], moments[len(scores) :]
     return [
@@ -180,7 +180,7 @@ def dropped(
     With `alike` every head keeps equally many pairs; otherwise heads differ, and their cache would be ragged.
     """
     model = copy.deepcopy(dense)
-    pairs = list(zip(find_dense_attention(model, FAMILIES), find_dense_values(model, FAMILIES), strict=True))
+    pairs = list(zip(find_dense_attention(model), find_dense_values(model), strict=True))
     moments = gather_moments(model, [site for pair in pairs for site in pair], batches)
     for (site, value_site), inputs, outputs in zip(pairs, moments[::2], moments[1::2], strict=True):
         width = site.head_width

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collab_compress.analysis.stream import Progress, with_progress
-from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
+from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention import FORMS, NarrowValues, ScoreForm, SharedScores, form_for
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
@@ -119,7 +119,7 @@ def module_costs(
         raise HeadError(f"got {got}; expected at least 1")
     if form not in FORMS:
         raise HeadError(f"unknown form {form!r}; expected one of {', '.join(FORMS)}")
-    return [_module_cost(site, length, dk, dv, form) for site in find_attention(model, FAMILIES, kinds=kinds)]
+    return [_module_cost(site, length, dk, dv, form) for site in find_attention(model, kinds=kinds)]
 
 
 def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | None, option: Form) -> ModuleCost:
@@ -322,8 +322,8 @@ def module_latency(
     """
     if rounds < 2:
         raise HeadError(f"got {rounds} rounds; quartiles need 2 at least")
-    counterparts = {site.name: site for site in find_attention(converted, FAMILIES)}
-    sites = [site for site in find_attention(dense, FAMILIES) if site.name in counterparts]
+    counterparts = {site.name: site for site in find_attention(converted)}
+    sites = [site for site in find_attention(dense) if site.name in counterparts]
     if not sites:
         raise HeadError("the two models have no attention module of the same path; pass a model and its conversion")
     draw, latencies = random.Random(seed), []

@@ -19,7 +19,7 @@ from collab_compress.analysis.stream import (
     read_heads,
     unpadded_vectors,
 )
-from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
+from collab_compress.architectures import KINDS, Kind, find_attention
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part
 
@@ -396,7 +396,7 @@ def model_covariances(
         HeadError: the models differ in their number of layers, or see different tokens.
     """
     paths = [
-        {(site.kind, site.layer): site.name for site in find_attention(either, FAMILIES, kinds=kinds)}
+        {(site.kind, site.layer): site.name for site in find_attention(either, kinds=kinds)}
         for either in (model, other)
     ]
     if paths[0].keys() != paths[1].keys():

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.analysis.stream import Batches, Progress, read_heads, unpadded_vectors, with_progress
-from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
+from collab_compress.architectures import KINDS, Kind, find_attention
 from collab_compress.attention.install import HeadCall
 from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
@@ -119,7 +119,7 @@ def dominant_heads(
         HeadError: neither or both of score and batches, a score that is no finite number, an unknown ablation,
             `mean` without reference, or `resample` in a batch of one sequence.
     """
-    sites = find_attention(model, FAMILIES, kinds=kinds)
+    sites = find_attention(model, kinds=kinds)
     every = [(site.name, head) for site in sites for head in range(site.heads)]
     single = every if heads is None else list(heads.items())
     masks: list[Masks] = [{}, *(masks_without(model, {name: [head]}) for name, head in single)]
@@ -180,7 +180,7 @@ def random_importance(model: PreTrainedModel, *, kinds: Collection[Kind] = KINDS
         UnsupportedModelError: the model's family is not known, or it has no attention of these types.
     """
     generator = torch.Generator().manual_seed(seed)
-    sites = find_attention(model, FAMILIES, kinds=kinds)
+    sites = find_attention(model, kinds=kinds)
     return {site.name: torch.rand(site.heads, generator=generator) for site in sites}
 
 

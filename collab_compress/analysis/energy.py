@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.analysis.stream import Batches, Progress, with_progress
-from collab_compress.architectures import FAMILIES, KINDS, DenseSite, Kind, ValueSite, find_attention
+from collab_compress.architectures import KINDS, DenseSite, Kind, ValueSite, find_attention
 from collab_compress.attention.form import plain_weight
 from collab_compress.calibration import Batch, evaluation_mode, gather_moments, run_batch
 from collab_compress.calibration.gather import batch_masks, masks_of, unpadded
@@ -175,7 +175,7 @@ def score_parts(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> list
             embedding.
     """
     factors, parts = read_factors(model), []
-    for attention in find_attention(model, FAMILIES, kinds=kinds):
+    for attention in find_attention(model, kinds=kinds):
         if attention.family.rotary:
             raise UnsupportedModelError(
                 f"{attention.name}: a rotary position embedding rotates queries and keys after their projection, so "
@@ -288,7 +288,7 @@ def value_energy(
         UnsupportedModelError: a projection carries an adapter, is quantized or offloaded.
     """
     sites = []
-    for site in find_attention(model, FAMILIES, kinds=kinds):
+    for site in find_attention(model, kinds=kinds):
         value, output = site.part(site.family.value), site.part(site.family.output)
         sites.append(ValueSite(**vars(site), value=getattr(value, "proj", value), output=output))
     moments = _moments_of(model, sites, batches, progress)

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.analysis.cost import model_latency
-from collab_compress.architectures import FAMILIES, find_attention, transformers_model
+from collab_compress.architectures import find_attention, transformers_model
 from collab_compress.calibration import Batch, Calibration, calibration_batches
 from collab_compress.calibration.batches import is_synthetic, sequence_count
 from collab_compress.conversion.compress import compress, sharing_copy
@@ -128,7 +128,7 @@ def plan(
     batches = batches[:: max(1, math.ceil(sequences / SEQUENCES))]
     length = typical_length(options, batches)
     refit = False if is_synthetic(calibration) else None
-    site = find_attention(model, FAMILIES)[0]
+    site = find_attention(model)[0]
     step = site.head_width if site.family.rotary else 1  # with a rotary embedding dk is a number of heads
     left_out: dict[str, str] = {}
     dense_widths = _dense_widths(model, batches, left_out)
@@ -157,7 +157,7 @@ def plan(
 
 def _dense_widths(model: PreTrainedModel, batches: Sequence[Batch], left_out: dict[str, str]) -> dict[str, int]:
     """Return part → its dense width, the least of the modules'; note why feed-forward blocks are left out."""
-    sites = find_attention(model, FAMILIES)
+    sites = find_attention(model)
     keys = min(site.key_value_width for site in sites)
     widths = {"dk": keys if sites[0].family.rotary else min(site.width for site in sites), "dv": keys}
     try:

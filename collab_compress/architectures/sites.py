@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from operator import attrgetter
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.architectures.families import NORMALISED, AttentionFamily
+from collab_compress.architectures.families import FAMILIES, NORMALISED, AttentionFamily
 from collab_compress.errors import UnsupportedModelError
 from collab_compress.options import KINDS, Kind
 from collab_compress.transformers_parts import VERSIONS
@@ -22,8 +22,6 @@ from collab_compress.transformers_parts import VERSIONS
 PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes that can be computed with
 NORMS = ("q_norm", "query_norm", "q_layernorm", "query_layernorm")
 SEE = "docs/families.md lists what can be converted of each family, and since which version of Transformers"
-
-Families: TypeAlias = dict[str, AttentionFamily]
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,9 +243,7 @@ def split_heads(weight: Tensor, heads: int) -> Tensor:
     return weight.detach().view(heads, -1, weight.shape[1]).transpose(1, 2)
 
 
-def find_attention(
-    model: nn.Module, families: Families, modules: str = "*", kinds: Collection[Kind] = KINDS
-) -> list[AttentionSite]:
+def find_attention(model: nn.Module, modules: str = "*", kinds: Collection[Kind] = KINDS) -> list[AttentionSite]:
     """List the attention modules of `model`, in the model's order, each once.
 
     Each is described by the family of the innermost model that it belongs to: a model of two towers, or an
@@ -255,7 +251,6 @@ def find_attention(
 
     Args:
         model: a Transformers model, stock or edited; as for `transformers_model`.
-        families: `config.model_type` → family.
         modules: glob on module paths; only matching modules are listed.
         kinds: only modules of these kinds are listed.
 
@@ -264,7 +259,7 @@ def find_attention(
     """
     model = transformers_model(model)
     owners = _owners(model)
-    described = _described(owners, families)
+    described = _described(owners)
     if not described:
         attention = [(name, module) for name, module in model.named_modules() if _is_attention(module)]
         first = "".join(
@@ -311,13 +306,13 @@ def _owners(model: nn.Module) -> dict[str, nn.Module]:
     return owners
 
 
-def _described(owners: dict[str, nn.Module], families: Families) -> Families:
+def _described(owners: dict[str, nn.Module]) -> dict[str, AttentionFamily]:
     """Return the family of each module by its path, without modules of unknown families.
 
     Raises:
         UnsupportedModelError: the family needs a newer version of Transformers.
     """
-    described = {name: families[type_] for name, owner in owners.items() if (type_ := _type(owner)) in families}
+    described = {name: FAMILIES[type_] for name, owner in owners.items() if (type_ := _type(owner)) in FAMILIES}
     for name, family in described.items():
         if family.since and Version(transformers.__version__) < Version(family.since):
             raise UnsupportedModelError(
@@ -394,9 +389,7 @@ def _attribute(name: str, module: nn.Module, family: AttentionFamily, path: str)
     )
 
 
-def find_dense_attention(
-    model: nn.Module, families: Families, modules: str = "*", kinds: Collection[Kind] = KINDS
-) -> list[DenseSite]:
+def find_dense_attention(model: nn.Module, modules: str = "*", kinds: Collection[Kind] = KINDS) -> list[DenseSite]:
     """List every attention module of `model` that can be converted; as `find_attention`, and checks the projections.
 
     Raises:
@@ -405,23 +398,21 @@ def find_dense_attention(
             plain `nn.Linear`, is quantized, or is not H·d wide; the family's description leaves this kind of
             attention out.
     """
-    sites = [_dense_scores(site) for site in find_attention(model, families, modules, kinds)]
-    _refuse_interposed(transformers_model(model), families)
-    _refuse_unknown_parts(transformers_model(model), families, modules)
+    sites = [_dense_scores(site) for site in find_attention(model, modules, kinds)]
+    _refuse_interposed(transformers_model(model))
+    _refuse_unknown_parts(transformers_model(model), modules)
     return sites
 
 
-def find_dense_values(
-    model: nn.Module, families: Families, modules: str = "*", kinds: Collection[Kind] = KINDS
-) -> list[ValueSite]:
+def find_dense_values(model: nn.Module, modules: str = "*", kinds: Collection[Kind] = KINDS) -> list[ValueSite]:
     """List every attention module of `model` whose values can be converted; as `find_dense_attention`.
 
     Raises:
         UnsupportedModelError: as `find_attention`; the value or output projection is no plain layer, is quantized,
             or is not H·d wide; heads are mixed before it; the family's description leaves this kind out.
     """
-    sites = [_dense_values(site) for site in find_attention(model, families, modules, kinds)]
-    _refuse_unknown_parts(transformers_model(model), families, modules)
+    sites = [_dense_values(site) for site in find_attention(model, modules, kinds)]
+    _refuse_unknown_parts(transformers_model(model), modules)
     return sites
 
 
@@ -494,7 +485,7 @@ def _refuse_scores(name: str, module: nn.Module, reason: str) -> NoReturn:
     )
 
 
-def _refuse_interposed(model: nn.Module, families: Families) -> None:
+def _refuse_interposed(model: nn.Module) -> None:
     """Refuse operations between projection and dot product, other than a rotary embedding that the family describes.
 
     The collaborative form factors Wq·Wkᵀ, so nothing else may stand between the two.
@@ -502,7 +493,7 @@ def _refuse_interposed(model: nn.Module, families: Families) -> None:
     Raises:
         UnsupportedModelError: naming the first such module and the reason.
     """
-    described = _described(_owners(model), families)
+    described = _described(_owners(model))
     has_rotary = False
     for name, module in model.named_modules():
         if name not in described:
@@ -524,7 +515,7 @@ def _refuse_interposed(model: nn.Module, families: Families) -> None:
         )
 
 
-def _refuse_unknown_parts(model: nn.Module, families: Families, modules: str) -> None:
+def _refuse_unknown_parts(model: nn.Module, modules: str) -> None:
     """Refuse selected attention in a model inside `model` whose family has no description.
 
     Raises:
@@ -532,7 +523,7 @@ def _refuse_unknown_parts(model: nn.Module, families: Families, modules: str) ->
     """
     for name, owner in _owners(model).items():
         module = model.get_submodule(name)
-        if name and _type(owner) not in families and _is_attention(module) and fnmatch(name, modules):
+        if name and _type(owner) not in FAMILIES and _is_attention(module) and fnmatch(name, modules):
             raise UnsupportedModelError(
                 f"{name} ({_class(module)}): model type {_type(owner)!r} has no description; "
                 f"leave it out with a pattern of module paths (modules='…'); {SEE}"

@@ -22,7 +22,6 @@ from accelerate.utils import gather_object
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import (
-    FAMILIES,
     AttentionSite,
     DenseSite,
     find_attention,
@@ -214,7 +213,7 @@ def find_tasks(
             f"collaborative attention runs as 'eager' or 'sdpa', the model is set to {implementation!r}; "
             "call model.set_attn_implementation('sdpa') first"
         )
-    where = (model, FAMILIES, compression.modules, compression.kinds)
+    where = (model, compression.modules, compression.kinds)
     for attention in find_attention(*where):
         _refuse_converted(attention, compression)
     scores = find_dense_attention(*where) if compression.dk is not None else []

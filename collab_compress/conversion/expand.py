@@ -144,7 +144,7 @@ def to_stock(model: PreTrainedModel) -> PreTrainedModel:
     """
     model = transformers_model(model)
     refuse_stock(model)
-    sites = find_attention(model, FAMILIES)
+    sites = find_attention(model)
     width = max(_needed_width(site) for site in sites)
     if width >= sites[0].head_width:
         raise CompressionError(
@@ -162,7 +162,7 @@ def to_stock(model: PreTrainedModel) -> PreTrainedModel:
     stock: PreTrainedModel = type(model)(config).to(model.device, model.dtype)
     stock.load_state_dict(expanded.state_dict())
     with torch.no_grad():
-        for site, old in zip(find_attention(stock, FAMILIES), scaling, strict=True):
+        for site, old in zip(find_attention(stock), scaling, strict=True):
             query = site.part(site.family.query)
             for parameter in (query.weight, query.bias):
                 if parameter is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from collab_compress.architectures import FAMILIES, DenseSite, find_dense_attention
+from collab_compress.architectures import DenseSite, find_dense_attention
 from collab_compress.attention import FormEdit, RotaryScores, ScoreForm, SharedScores, install_
 from collab_compress.checkpoint import path_in_base, record_edit_
 from collab_compress.errors import CompressionError
@@ -70,7 +70,7 @@ def from_config(
         raise CompressionError("the config describes a converted or quantized model; pass a stock model's config")
     model = model_class(copy.deepcopy(config))  # the edit is recorded in the config, which may be used again
     forms: dict[str, dict[str, ScoreForm]] = {}
-    for site in find_dense_attention(model, FAMILIES):
+    for site in find_dense_attention(model):
         form, parts = (_rotary if site.family.rotary else _shared)(site, attention)
         install_(site.module, form, parts)
         forms.setdefault(form.kind, {})[path_in_base(model, site.module)] = form

@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.trainer_utils import TrainOutput
 
-from collab_compress.architectures import FAMILIES, AttentionSite, find_attention, transformers_model
+from collab_compress.architectures import AttentionSite, find_attention, transformers_model
 from collab_compress.attention import ScoreForm
 from collab_compress.attention.install import FORMS_AT
 from collab_compress.calibration import Batch, Calibration, calibration_batches
@@ -169,7 +169,7 @@ def distil_(
         raise CalibrationError("no batches to train on; pass 'synthetic', texts or batches")
     model, dense = transformers_model(model), transformers_model(dense)
     _check_models(model, dense)
-    sites, dense_sites = find_attention(model, FAMILIES), find_attention(dense, FAMILIES)
+    sites, dense_sites = find_attention(model), find_attention(dense)
     choose = parameters or converted_parameters
     trained = {parameter for site in sites for parameter in choose(site)}
     if not trained:
@@ -317,7 +317,7 @@ def attention_digest(model: PreTrainedModel) -> str:
     It is the SHA-256 of about `SAMPLED` values of each parameter of the attention modules, evenly spaced.
     """
     digest = hashlib.sha256()
-    for site in find_attention(model, FAMILIES):
+    for site in find_attention(model):
         for name, parameter in site.module.named_parameters():
             values = parameter.detach().flatten()
             sample = values[:: max(1, len(values) // SAMPLED)].float().cpu()

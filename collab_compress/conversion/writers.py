@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.architectures import FAMILIES, AttentionSite, find_attention
+from collab_compress.architectures import AttentionSite, find_attention
 from collab_compress.attention.values import output_dim
 from collab_compress.calibration import Batch, run_batch
 from collab_compress.calibration.batches import sequence_count, slice_batch
@@ -69,7 +69,7 @@ def _candidates(model: PreTrainedModel, batch: Batch) -> list[tuple[str, Attenti
     Returns:
         Path, the attention module called before (or after, if none is), and the number of calls.
     """
-    sites = find_attention(model, FAMILIES)
+    sites = find_attention(model)
     outputs = [site.path(site.family.output) for site in sites]
     projections: list[Any] = [model.get_submodule(path) for path in outputs]
     widths = {width_out(getattr(layer, "proj", layer)) for layer in projections} - {0}  # mixed heads wrap it

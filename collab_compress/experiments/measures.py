@@ -24,7 +24,7 @@ from collab_compress.analysis import (
     svcca,
 )
 from collab_compress.analysis.diversity import Measure as DiscrepancyMeasure
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.distributed import process_state
@@ -105,7 +105,7 @@ class Subject:
     def by_kind(self, values: Mapping[str, Value]) -> dict[str, list[Value]]:
         """Group the values of modules by kind of attention, in the order of layers."""
         grouped: dict[str, list[Value]] = {}
-        for site in find_attention(self.model, FAMILIES):
+        for site in find_attention(self.model):
             # a module that ALBERT shares among layers has several values, "NAME[0]" and so on
             of_site = [value for name, value in values.items() if name.partition("[")[0] == site.name]
             if of_site:
@@ -211,7 +211,7 @@ def measure_pruning(subject: Subject) -> Any:
 
 def measure_mixing(subject: Subject) -> Any:
     """Mixing matrices of the layers whose heads share projections: "Collaborate Instead of Concatenate", Figure 2."""
-    mixed = {site.name for site in find_attention(subject.model, FAMILIES) if hasattr(site.module, "mixing")}
+    mixed = {site.name for site in find_attention(subject.model) if hasattr(site.module, "mixing")}
     if not mixed:
         return None
     matrices = mixing_matrices(subject.model)

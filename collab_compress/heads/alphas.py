@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
+from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.attention.forms import LARGEST, refusing_other_models, stored_modules
 from collab_compress.checkpoint import (
     edits_of,
@@ -116,7 +116,7 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
         )
     if is_quantized(model):
         raise HeadError(f"{type(model).__name__} is quantized; mix the heads of the unquantized checkpoint instead")
-    sites = find_attention(model, FAMILIES, kinds=kinds)
+    sites = find_attention(model, kinds=kinds)
     heads_by_path: dict[str, int] = {}
     weights: set[int] = set()
     for site in sites:
@@ -157,7 +157,7 @@ def mixed_projections(
     """List the attention modules whose heads are mixed, each with its mixing output projection."""
     model = transformers_model(model)
     edits_of(model)  # refuses a model whose modules are not this package's
-    sites = [site for site in find_attention(model, FAMILIES) if site.kind in kinds]
+    sites = [site for site in find_attention(model) if site.kind in kinds]
     projections = [(site, site.part(site.family.output)) for site in sites]
     return [(site, projection) for site, projection in projections if isinstance(projection, MixedProjection)]
 

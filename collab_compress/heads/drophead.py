@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
+from collab_compress.architectures import KINDS, Kind, find_attention
 from collab_compress.attention.install import HeadCall
 from collab_compress.errors import HeadError
 from collab_compress.heads.hooks import HeadHooks
@@ -36,7 +36,7 @@ class DropHead(HeadHooks):
     def __init__(
         self, model: PreTrainedModel, p: float = 0.0, kinds: Collection[Kind] = KINDS, rescale: bool = True
     ) -> None:
-        sites = find_attention(model, FAMILIES, kinds=kinds)
+        sites = find_attention(model, kinds=kinds)
         # Tensors, so that a schedule does not make `torch.compile` recompile; one a device, to avoid copies.
         devices = {parameter.device for site in sites for parameter in site.module.parameters()}
         self._tensors = {device: torch.zeros((), device=device) for device in devices | {torch.device("cpu")}}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
+from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention.install import HeadCall
 from collab_compress.heads.alphas import MixedProjection, output_weight, plain_output
 from collab_compress.heads.hooks import HeadHooks
@@ -53,7 +53,7 @@ class HeadGates(HeadHooks):
 
     def __init__(self, model: PreTrainedModel, kinds: Collection[Kind] = KINDS, start: float = 2.0) -> None:
         self._model = model
-        sites = find_attention(model, FAMILIES, kinds=kinds)
+        sites = find_attention(model, kinds=kinds)
         _check(model, sites)
         self.log_alphas = {
             site.name: nn.Parameter(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
+from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.attention.install import HeadCall, add_head_hook_, for_each_head, remove_head_hook_
 from collab_compress.calibration.gather import (
     AttentionMasks,
@@ -124,7 +124,7 @@ class Tap(HeadHooks):
         self.training = training
         self.needs_probs = "probs" in self.parts
         model = transformers_model(model)
-        self.sites = find_attention(model, FAMILIES, kinds=kinds)
+        self.sites = find_attention(model, kinds=kinds)
         for site in self.sites:
             if "keys" in self.parts and hasattr(site.module, "score_form"):
                 raise HeadError(f"{site.name} is converted: its heads have no keys of equal width to read")
@@ -229,7 +229,7 @@ class HeadMask(HeadHooks):
     def __init__(
         self, model: PreTrainedModel, masks: Mapping[str, Tensor] | None = None, kinds: Collection[Kind] = KINDS
     ) -> None:
-        sites = find_attention(model, FAMILIES, kinds=kinds)
+        sites = find_attention(model, kinds=kinds)
         self.heads = {site.name: site.heads for site in sites}
         self._masks = self._checked(masks or {})
         self._add(sites)
@@ -289,7 +289,7 @@ def masks_without(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) 
         HeadError: a module or a head is not known.
     """
     masks = {}
-    for site, removed in check_heads(find_attention(model, FAMILIES), heads):
+    for site, removed in check_heads(find_attention(model), heads):
         masks[site.name] = torch.ones(site.heads)
         masks[site.name][removed] = 0.0
     return masks

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import FAMILIES, AttentionSite, find_attention, transformers_model
+from collab_compress.architectures import AttentionSite, find_attention, transformers_model
 from collab_compress.attention.form import Cut, remaining
 from collab_compress.attention.forms import from_stored, refusing_other_models, stored_modules
 from collab_compress.attention.install import FORMS_AT, STOCK_HEADS, head_hooks, lay_out_
@@ -190,7 +190,7 @@ def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -
     """
     model = transformers_model(model)
     refuse_sharded(model, "prune_heads_")
-    chosen = check_heads(find_attention(model, FAMILIES), heads)
+    chosen = check_heads(find_attention(model), heads)
     if is_quantized(model):
         raise HeadError(f"{type(model).__name__} is quantized; remove heads from the unquantized checkpoint instead")
     if not chosen:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention, transformers_model
+from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.errors import HeadError
 from collab_compress.heads.importance import average_distance, confidence
 from collab_compress.heads.swap import (
@@ -370,7 +370,7 @@ class Rotator:
         """Return the modules that rotate, of each kind by layer."""
         kinds = KINDS if self.rotation.strategy == "manual" else self.rotation.kinds
         by_kind: dict[Kind, list[AttentionSite]] = {}
-        for site in find_attention(self.model, FAMILIES, kinds=kinds):
+        for site in find_attention(self.model, kinds=kinds):
             by_kind.setdefault(site.kind, []).append(site)
         return by_kind
 

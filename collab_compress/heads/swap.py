@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, distributed, nn
 
-from collab_compress.architectures import FAMILIES, AttentionSite, FusedSlice, find_attention
+from collab_compress.architectures import AttentionSite, FusedSlice, find_attention
 from collab_compress.architectures.sites import read
 from collab_compress.attention.install import FORMS_AT
 from collab_compress.errors import HeadError
@@ -144,7 +144,7 @@ def swap_heads_(model: nn.Module, pairs: Sequence[Pair], optimizer: Any = None) 
 def matched_blocks(model: nn.Module, pairs: Sequence[Pair]) -> list[Matched]:
     """Return the matched parameter slices of paired heads, or raise a HeadError if they cannot be swapped."""
     reshard_(model)
-    sites = {site.name: site for site in find_attention(model, FAMILIES)}
+    sites = {site.name: site for site in find_attention(model)}
     seen: set[Head] = set()
     matched = []
     for one, other in pairs:

@@ -17,7 +17,7 @@ from collab_compress.analysis.covariance import Covariances, Samples
 from collab_compress.analysis.diversity import Coefficients, Discrepancies
 from collab_compress.analysis.patterns import PatternMeans
 from collab_compress.analysis.stream import Observer, Progress, observed
-from collab_compress.architectures import FAMILIES, KINDS, AttentionSite, Kind, find_attention
+from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import sequence_count, slice_batch
@@ -43,7 +43,7 @@ class HeadMeasures:
         self.samples = Samples(context.options.kernel_tokens, context.options.seed)  # same tokens in both models
         self.covariances: list[Covariances] = []
         for kinds in SAME_TOKENS if similar else ():
-            sites = [site for site in find_attention(model, FAMILIES) if site.kind in kinds]
+            sites = [site for site in find_attention(model) if site.kind in kinds]
             # a single module may serve all layers (ALBERT)
             uses = getattr(model.config, "num_hidden_layers", 1) if len(sites) == 1 else 1
             if sites:
@@ -151,12 +151,12 @@ class ReportContext:
     @cached_property
     def sites(self) -> list[AttentionSite]:
         """Attention modules of the model."""
-        return find_attention(self.model, FAMILIES)
+        return find_attention(self.model)
 
     @cached_property
     def places(self) -> dict[str, tuple[Kind, int]]:
         """Path of an attention module in either model → its type, and its index among those of this type."""
-        others = [] if self.baseline is None else find_attention(self.baseline, FAMILIES)
+        others = [] if self.baseline is None else find_attention(self.baseline)
         return {site.name: (site.kind, site.layer) for site in [*others, *self.sites]}
 
     @cached_property

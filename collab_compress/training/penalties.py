@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import FAMILIES, KINDS, Kind, find_attention
+from collab_compress.architectures import KINDS, Kind, find_attention
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.errors import CalibrationError
 from collab_compress.heads import Part, Tap
@@ -64,7 +64,7 @@ class HeadLosses(Tap):
         self.losses = {name: (LOSSES[loss], kinds) for name, (loss, kinds) in losses.items()}
         tapped: set[Kind] = set()
         for _, kinds in self.losses.values():
-            find_attention(model, FAMILIES, kinds=kinds)  # raises where there is none
+            find_attention(model, kinds=kinds)  # raises where there is none
             tapped |= {*kinds}
         super().__init__(model, {loss.part for loss, _ in self.losses.values()}, tapped, training)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress import Compression, Solver, compress
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 
 
 @pytest.fixture(params=["stock", "converted"])
@@ -46,7 +46,7 @@ def real_responses() -> Callable[..., dict[str, list[Tensor]]]:
     def read(model: PreTrainedModel, batches: list) -> dict[str, list[Tensor]]:
         """What output projections read without padding: module path → (N, H, d) of each of its uses."""
         found: dict[str, list[list[Tensor]]] = {}
-        sites = find_attention(model, FAMILIES)
+        sites = find_attention(model)
         for batch in batches:
             calls = recorded_inputs(model, batch, {site.name: site.part(site.family.output) for site in sites})
             for site in sites:

@@ -6,7 +6,7 @@ from torch import nn
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
 from collab_compress.analysis import MapCost, layer_cost, model_latency, module_costs, module_latency, paper_table_1
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.errors import CalibrationError, HeadError
 
 
@@ -22,7 +22,7 @@ def live_parameters(site):
 def test_parameters_and_cache_are_those_of_the_live_model(family, form, make_tiny, calibration):
     model = make_tiny(family)
     planned = module_costs(model, dk=9, form=form)
-    for site, cost in zip(find_attention(model, FAMILIES), planned, strict=True):
+    for site, cost in zip(find_attention(model), planned, strict=True):
         assert cost.name == site.name
         assert cost.scores.dense.parameters == live_parameters(site)
     options = CalibrationOptions(length=128)  # at which costs are counted
@@ -39,7 +39,7 @@ def test_parameters_and_cache_are_those_of_the_live_model(family, form, make_tin
         assert found == counted
         assert cost.scores.break_even_length == module.break_even_length
     widths = {}
-    for site, cost in zip(find_attention(model, FAMILIES), planned, strict=True):
+    for site, cost in zip(find_attention(model), planned, strict=True):
         assert cost.scores.converted.parameters == live_parameters(site)
         site.part(site.family.key).register_forward_hook(
             lambda _, args, out, name=site.name: widths.update({name: out.shape[-1]})
@@ -62,12 +62,12 @@ def live_value_parameters(site):
 def test_values_and_their_cache_are_those_of_the_live_model(family, dk, dv, make_tiny, calibration):
     model = make_tiny(family)
     planned = module_costs(model, 7, dk=dk, dv=dv)
-    for site, cost in zip(find_attention(model, FAMILIES), planned, strict=True):
+    for site, cost in zip(find_attention(model), planned, strict=True):
         assert cost.values.dense.parameters == live_value_parameters(site)
     report = compress(model, Compression(dk=dk, dv=dv, solver=Solver(refit=False)), calibration[:2])
     assert module_costs(model, 7, dv=99) == planned
     widths = {}
-    for site, cost, module in zip(find_attention(model, FAMILIES), planned, report.values, strict=True):
+    for site, cost, module in zip(find_attention(model), planned, report.values, strict=True):
         assert cost.values.width == dv
         assert cost.values.converted.parameters == live_value_parameters(site) == module.parameters_after
         assert cost.values.dense.parameters == module.parameters_before
@@ -147,7 +147,7 @@ def two(family, make_tiny, calibration):
 def test_every_module_is_timed_at_every_length(two):
     dense, converted = two
     found = module_latency(dense, converted, (4, 9), rounds=3)
-    names = [site.name for site in find_attention(dense, FAMILIES)]
+    names = [site.name for site in find_attention(dense)]
     assert [(each.length, each.name) for each in found] == [(length, name) for length in (4, 9) for name in names]
     for each in found:
         assert each.rounds == 3
@@ -161,7 +161,7 @@ def test_both_get_what_the_dense_model_gives_its_own(two):
     dense, converted = two
     given = {id(model): {} for model in two}
     for model in two:
-        for site in find_attention(model, FAMILIES):
+        for site in find_attention(model):
             site.module.register_forward_hook(
                 lambda _, args, out, model=model, name=site.name: given[id(model)].setdefault(name, []).append(out[0])
             )
@@ -178,7 +178,7 @@ def test_output_projections_are_timed_too(family, dv, make_tiny):
     dense, converted = make_tiny(family), make_tiny(family)
     compress(converted, Compression(dv=dv), calibration=None)
     widths = []
-    for site in find_attention(converted, FAMILIES):
+    for site in find_attention(converted):
         site.part(site.family.output).register_forward_hook(lambda _, args, out: widths.append(args[0].shape[-1]))
     found = module_latency(dense, converted, (6,), rounds=2)
     assert widths == [dv] * 3 * len(found)

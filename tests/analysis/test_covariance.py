@@ -20,7 +20,7 @@ from collab_compress.analysis import (
 from collab_compress.analysis.covariance import RunningCovariance, Samples
 from collab_compress.analysis.diversity import Coefficients, Discrepancies
 from collab_compress.analysis.stream import observed
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.attention.install import head_hooks
 from collab_compress.errors import CalibrationError, HeadError
 
@@ -172,7 +172,7 @@ def test_the_model_is_left_as_it_was(bert, batch):
         head_covariances(bert, [{"input_ids": batch["input_ids"] + 1000}])
     assert bert.training
     assert torch.is_grad_enabled()
-    assert not any(head_hooks(site.module) for site in find_attention(bert, FAMILIES))
+    assert not any(head_hooks(site.module) for site in find_attention(bert))
 
 
 @pytest.mark.parametrize("measure", [lambda joint: svcca(joint).similarity, cka])
@@ -212,7 +212,7 @@ def test_other_parts_are_read_too(bert, batch, part):
 
 def test_layers_are_compared_whole_or_by_head(either, real_responses):
     model, batches = either
-    kinds = ["encoder"] if any(site.kind == "encoder" for site in find_attention(model, FAMILIES)) else ["decoder"]
+    kinds = ["encoder"] if any(site.kind == "encoder" for site in find_attention(model)) else ["decoder"]
     found = layer_covariance(model, batches, kinds=kinds)
     tokens = named(real_responses(model, batches))
     layers = torch.cat([tokens[name].flatten(1) for name in found.labels], 1)

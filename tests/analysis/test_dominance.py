@@ -8,7 +8,7 @@ from transformers import BertForQuestionAnswering, BertForSequenceClassification
 
 from collab_compress import HeadMask, head_importance, prune_heads_
 from collab_compress.analysis import Dominance, dominant_heads, pruning_curve, random_importance, split_rows
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.attention.install import head_hooks
 from collab_compress.errors import HeadError
 
@@ -18,7 +18,7 @@ NAME = "encoder.layer.0.attention.self"
 def silenced(model, name, head):
     """A copy whose output projection ignores a head."""
     model = copy.deepcopy(model)
-    site = next(site for site in find_attention(model, FAMILIES) if site.name == name)
+    site = next(site for site in find_attention(model) if site.name == name)
     weight = site.part(site.family.output).weight
     width = weight.shape[1] // site.heads
     weight.data[:, head * width : (head + 1) * width] = 0
@@ -66,7 +66,7 @@ def test_a_silenced_head_can_give_other_outputs(either, ablation):
     model, batches = either
     options = {"ablation": ablation, "reference": batches if ablation == "mean" else None}
     found = dominant_heads(model, lambda m: sums_of(m, batches), **options)
-    for site in find_attention(model, FAMILIES):
+    for site in find_attention(model):
         projection = site.part(site.family.output)
         for head in range(site.heads):
             mean = mean_input(model, site, batches).unflatten(-1, (site.heads, -1))[head]
@@ -120,7 +120,7 @@ def test_a_score_is_taken_without_each_head(either, greater_is_better):
     baseline = sums_of(model, batches)
     assert found.baseline == pytest.approx(baseline)
     worst = {}
-    for site in find_attention(model, FAMILIES):
+    for site in find_attention(model):
         changes = [sums_of(silenced(model, site.name, head), batches) - baseline for head in range(site.heads)]
         torch.testing.assert_close(
             found.changes[site.name], torch.tensor(changes, dtype=torch.float64), rtol=1e-3, atol=1e-3
@@ -132,7 +132,7 @@ def test_a_score_is_taken_without_each_head(either, greater_is_better):
     assert means.keys() == worst.keys()
     for kind, changes in worst.items():
         assert means[kind] == pytest.approx(sum(changes) / len(changes), rel=1e-3, abs=1e-3)
-    assert not any(head_hooks(site.module) for site in find_attention(model, FAMILIES))
+    assert not any(head_hooks(site.module) for site in find_attention(model))
 
 
 def test_only_the_given_heads_are_silenced(either):
@@ -246,14 +246,14 @@ def test_what_cannot_be_scored_is_refused(bert, batch):
         pruning_curve(bert, {NAME: torch.ones(3)}, batches=[batch], shares=[1.5])
     with pytest.raises(HeadError, match="no attention module 'nowhere'"):
         pruning_curve(bert, {"nowhere": torch.ones(3)}, batches=[batch])
-    assert not any(head_hooks(site.module) for site in find_attention(bert, FAMILIES))
+    assert not any(head_hooks(site.module) for site in find_attention(bert))
 
 
 def test_random_importance_is_of_every_head_and_seeded(make_tiny):
     model = make_tiny("marian")
     first, again, other = (random_importance(model, seed=seed) for seed in (0, 0, 1))
     assert {name: len(values) for name, values in first.items()} == {
-        site.name: site.heads for site in find_attention(model, FAMILIES)
+        site.name: site.heads for site in find_attention(model)
     }
     assert all(torch.equal(first[name], again[name]) and not torch.equal(first[name], other[name]) for name in first)
     assert set(random_importance(model, kinds=("cross",))) < set(first)

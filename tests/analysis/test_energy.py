@@ -7,7 +7,7 @@ from recorded import recorded_inputs
 
 from collab_compress import Compression, Solver, compress, merge_alphas_, mix_heads_, read_factors
 from collab_compress.analysis import head_energy, tensor_energy, value_energy
-from collab_compress.architectures import FAMILIES, find_dense_attention, find_dense_values
+from collab_compress.architectures import find_dense_attention, find_dense_values
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.errors import HeadError
 from collab_compress.factorization import HeadTensor
@@ -68,7 +68,7 @@ def real_inputs(model, site, batches):
 def test_bare_weights_have_the_energy_of_their_matrices(family, make_tiny):
     model = make_tiny(family)
     found = head_energy(model)
-    sites = find_dense_attention(model, FAMILIES)
+    sites = find_dense_attention(model)
     assert list(found) == [site.name for site in sites]
     for site in sites:
         assert_energy(found[site.name], site.query_heads().double().numpy(), site.key_heads().double().numpy())
@@ -78,7 +78,7 @@ def test_bare_weights_have_the_energy_of_their_matrices(family, make_tiny):
 def test_with_batches_it_is_the_energy_of_what_inputs_meet(family, make_tiny, calibration, centre):
     model = make_tiny(family)
     found = head_energy(model, calibration[:2], centre=centre, damping=0.01)
-    for site in find_dense_attention(model, FAMILIES):
+    for site in find_dense_attention(model):
         inputs = real_inputs(model, site, calibration[:2])
         moments = [np.cov(x.T, bias=True) if centre else x.T @ x / len(x) for x in inputs]
         s_query, s_key = (root(moment, 0.01) for moment in moments)
@@ -159,7 +159,7 @@ def test_what_cannot_be_measured_is_refused(bert):
 def test_values_of_each_head_have_the_energy_of_their_maps(family, weighed, make_tiny, calibration, real_responses):
     model, batches = make_tiny(family), calibration[:2]
     found, responses = value_energy(model, batches if weighed else None, damping=1e-6), real_responses(model, batches)
-    for site in find_dense_values(model, FAMILIES):
+    for site in find_dense_values(model):
         value, output = site.value_heads().double().numpy(), site.output_heads().double().numpy()
         read = torch.cat([use.flatten(1) for use in responses[site.name]]).double().numpy()
         seen = np.cov(read.T, bias=True) if weighed else None

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from collab_compress.analysis import attention_maps, head_patterns, induction
 from collab_compress.analysis.patterns import PATTERNS
 from collab_compress.analysis.stream import read_heads
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.errors import HeadError
 
 
@@ -157,7 +157,7 @@ def test_maps_are_those_of_stock_attention(either, tokenizer):
 
 
 def test_pairs_of_texts(bert, tokenizer):
-    name = find_attention(bert, FAMILIES)[1].name
+    name = find_attention(bert)[1].name
     found = attention_maps(bert, tokenizer, ("the cat", "a mat"))
     assert found[name].queries == ("[CLS]", "the", "cat", "</s>", "a", "mat", "</s>")
     torch.testing.assert_close(found[name].of("</s>"), found[name].weights[:, 3])

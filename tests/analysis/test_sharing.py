@@ -6,7 +6,7 @@ from recorded import recorded_inputs
 
 from collab_compress import mix_heads_, read_factors
 from collab_compress.analysis import alpha_matrices, content_share, effective_rank, mixing_matrices, skew_symmetry
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.errors import HeadError
 from collab_compress.heads import Tap
 
@@ -28,7 +28,7 @@ def test_strengths_are_lengths_of_components(either):
     model, _ = either
     factors = read_factors(model)
     found = mixing_matrices(model)
-    for site in find_attention(model, FAMILIES):
+    for site in find_attention(model):
         matrix = found[site.name]
         if site.name in factors:
             each = factors[site.name]
@@ -56,7 +56,7 @@ def test_alphas_are_copies(bert):
         alpha_matrices(bert)
     mix_heads_(bert)
     found = alpha_matrices(bert)
-    assert list(found) == [site.name for site in find_attention(bert, FAMILIES)]
+    assert list(found) == [site.name for site in find_attention(bert)]
     for matrix in found.values():
         torch.testing.assert_close(matrix, torch.eye(3, dtype=torch.float64))
         matrix.zero_()
@@ -142,7 +142,7 @@ def oracle(model, site, batches):
 def test_shares_are_those_of_the_scores(either):
     model, batches = either
     found = content_share(model, batches)
-    for site in find_attention(model, FAMILIES):
+    for site in find_attention(model):
         right = oracle(model, site, batches)
         for use, (content, context, overlap) in right.items():
             each = found[site.name if len(right) == 1 else f"{site.name}[{use}]"]
@@ -154,7 +154,7 @@ def test_shares_are_those_of_the_scores(either):
 
 def test_the_two_parts_are_the_models_own_scores(bert, batch):
     """Context plus content is what the softmax sees, but for a constant in each row."""
-    site = find_attention(bert, FAMILIES)[0]
+    site = find_attention(bert)[0]
     ((x, y),) = inputs_of(bert, site, batch)
     heads, biases = parts_of(bert, site)
     scores = torch.einsum("btd,hde,bse->bhts", x, heads, y) + torch.einsum("bsd,hd->bhs", y, biases)[:, :, None]

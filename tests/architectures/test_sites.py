@@ -12,14 +12,14 @@ from transformers import (
     Qwen3Model,
 )
 
-from collab_compress.architectures import FAMILIES, find_dense_attention, split_heads
+from collab_compress.architectures import find_dense_attention, split_heads
 from collab_compress.errors import UnsupportedModelError
 
 LAYERS = {"bert": 2, "albert": 1, "distilbert": 2, "marian": 6}  # ALBERT shares one module between its layers
 
 
 def test_finds_every_module_once(family, make_tiny):
-    sites = find_dense_attention(make_tiny(family), FAMILIES)
+    sites = find_dense_attention(make_tiny(family))
     assert len(sites) == LAYERS[family]
     assert len({id(site.module) for site in sites}) == len(sites)
     for site in sites:
@@ -28,7 +28,7 @@ def test_finds_every_module_once(family, make_tiny):
 
 
 def test_heads_are_those_the_model_uses(family, make_tiny):
-    site = find_dense_attention(make_tiny(family), FAMILIES)[0]
+    site = find_dense_attention(make_tiny(family))[0]
     x = torch.randn(5, site.query.in_features)
     stock = (site.query(x)).view(5, site.heads, site.head_width)
     for head in range(site.heads):
@@ -41,7 +41,7 @@ def test_split_heads_layout():
 
 
 def test_glob_selects_modules(make_tiny):
-    assert [site.name for site in find_dense_attention(make_tiny("bert"), FAMILIES, "*layer.1.*")] == [
+    assert [site.name for site in find_dense_attention(make_tiny("bert"), "*layer.1.*")] == [
         "encoder.layer.1.attention.self"
     ]
 
@@ -51,14 +51,14 @@ def test_glob_without_match_names_what_there_is(make_tiny):
         UnsupportedModelError,
         match=r"no BertSelfAttention or BertCrossAttention .* matches 'nowhere'.*encoder\.layer\.0",
     ):
-        find_dense_attention(make_tiny("bert"), FAMILIES, "nowhere")
+        find_dense_attention(make_tiny("bert"), "nowhere")
 
 
 def test_refuses_unknown_family_and_names_where_the_others_are():
     sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "vocab_size": 11, "max_position_embeddings": 8}
     model = GPTNeoModel(GPTNeoConfig(attention_types=[[["global"], 1]], **sizes))
     with pytest.raises(UnsupportedModelError, match=r"'gpt_neo' .*h\.0\.attn \(GPTNeoAttention\).*docs/families"):
-        find_dense_attention(model, FAMILIES)
+        find_dense_attention(model)
 
 
 SIZES = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 11, "intermediate_size": 8}
@@ -83,39 +83,39 @@ SIZES = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vo
 )
 def test_refuses_what_cannot_be_converted(model, message):
     with pytest.raises(UnsupportedModelError, match=message):
-        find_dense_attention(model(), FAMILIES)
+        find_dense_attention(model())
 
 
 def test_a_rotary_embedding_that_is_not_described_is_refused(make_tiny):
     model = make_tiny("bert")
     model.encoder.layer[1].attention.self.rotary_emb = torch.nn.Identity()
     with pytest.raises(UnsupportedModelError, match=r"self\.rotary_emb \(Identity\): .*a rotary position embedding"):
-        find_dense_attention(model, FAMILIES)
+        find_dense_attention(model)
 
 
 def test_says_which_attribute_is_missing_where(make_tiny):
     model = make_tiny("bert")
     del model.encoder.layer[1].attention.self.key
     with pytest.raises(UnsupportedModelError, match=r"encoder\.layer\.1\.attention\.self .* no attribute 'key'"):
-        find_dense_attention(model, FAMILIES)
+        find_dense_attention(model)
 
 
 def test_says_which_attribute_has_the_wrong_type(make_tiny):
     model = make_tiny("bert")
     model.encoder.layer[0].attention.self.query = nn.Identity()
     with pytest.raises(UnsupportedModelError, match=r"self\.query: got Identity, expected a plain Linear"):
-        find_dense_attention(model, FAMILIES)
+        find_dense_attention(model)
 
 
 def test_says_which_width_does_not_fit(make_tiny):
     model = make_tiny("bert")
     model.encoder.layer[0].attention.self.query = nn.Linear(24, 23)
     with pytest.raises(UnsupportedModelError, match=r"got 23 output channels; expected 3 heads × 8 = 24"):
-        find_dense_attention(model, FAMILIES)
+        find_dense_attention(model)
 
 
 def test_a_plain_module_is_refused():
     with pytest.raises(
         UnsupportedModelError, match=r"Linear is no Transformers model; pass a transformers\.PreTrainedModel"
     ):
-        find_dense_attention(nn.Linear(2, 2), FAMILIES)
+        find_dense_attention(nn.Linear(2, 2))

@@ -10,7 +10,7 @@ from forms import mostly_slow
 from transformers import BertLMHeadModel
 
 from collab_compress import Compression, compress, read_factors
-from collab_compress.architectures import FAMILIES, find_dense_attention
+from collab_compress.architectures import find_dense_attention
 from collab_compress.errors import UnsupportedModelError
 
 FULL = 24
@@ -61,7 +61,7 @@ def test_low_rank_follows_the_formula_at_the_models_own_scale(family, dk, implem
 def test_scale_is_not_that_of_the_shared_width(family, make_tiny):
     """The authors' code scales by √(R/H); at R = 6 of 24 that would double every score."""
     dense = make_tiny(family)
-    scaling = find_dense_attention(dense, FAMILIES)[0].scaling
+    scaling = find_dense_attention(dense)[0].scaling
     compress(dense, Compression(dk=6), calibration=None)
     name = next(iter(read_factors(dense)))
     assert dense.get_submodule(name).scaling == scaling == pytest.approx(1 / math.sqrt(8))

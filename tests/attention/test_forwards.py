@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from collab_compress import Compression, HeadMask, Solver, compress, expand
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.attention.forwards import FORWARDS, edited_class
 from collab_compress.heads import Tap, masks_without
 
@@ -66,7 +66,7 @@ def run(model, ids):
 
 
 def attention(model):
-    return [site.module for site in find_attention(model, FAMILIES)]
+    return [site.module for site in find_attention(model)]
 
 
 def test_every_row_belongs_to_a_family():

@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from collab_compress import Compression, HeadMask, Solver, compress, mix_heads_
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.heads import DropHead
 
 IDS = {"vocab_size": 61, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
@@ -69,7 +69,7 @@ def test_threads_get_what_one_thread_gets_with_mixed_and_masked_heads():
     for name, parameter in model.named_parameters():
         if name.endswith("alphas"):
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.2)
-    masks = {site.name: torch.tensor([1.0, 0.5, 0.0]) for site in find_attention(model, FAMILIES)}
+    masks = {site.name: torch.tensor([1.0, 0.5, 0.0]) for site in find_attention(model)}
     with HeadMask(model, masks):
         compare_threads(model)
 

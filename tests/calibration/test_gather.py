@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from collab_compress.architectures import FAMILIES, find_dense_attention
+from collab_compress.architectures import find_dense_attention
 from collab_compress.calibration import gather_moments
 from collab_compress.calibration.gather import _Sums
 from collab_compress.errors import CalibrationError
@@ -24,7 +24,7 @@ def recorded_inputs(model, site, side, batches):
 
 def test_moments_are_those_of_all_real_tokens(family, make_tiny, calibration):
     model = make_tiny(family)
-    sites = find_dense_attention(model, FAMILIES)
+    sites = find_dense_attention(model)
     moments = dict(zip([site.name for site in sites], gather_moments(model, sites, calibration), strict=True))
     for site in sites:
         for found, side in zip(moments[site.name], ("query", "key"), strict=True):
@@ -36,7 +36,7 @@ def test_moments_are_those_of_all_real_tokens(family, make_tiny, calibration):
 
 def test_albert_pools_its_layers(make_tiny, calibration):
     model = make_tiny("albert")
-    (site,) = find_dense_attention(model, FAMILIES)
+    (site,) = find_dense_attention(model)
     real = sum(int(batch["attention_mask"].sum()) for batch in calibration)
     assert gather_moments(model, [site], calibration)[0][0].count == 3 * real
 
@@ -45,14 +45,14 @@ def test_mode_and_hooks_are_left_as_they_were(make_tiny, calibration):
     model = make_tiny("bert").train()
     model.encoder.layer[0].eval()
     modes = [module.training for module in model.modules()]
-    gather_moments(model, find_dense_attention(model, FAMILIES), calibration)
+    gather_moments(model, find_dense_attention(model), calibration)
     assert [module.training for module in model.modules()] == modes
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_queries_and_keys_that_read_different_inputs_have_their_own_moments(make_tiny, calibration):
     model = make_tiny("bert")
-    (site,) = find_dense_attention(model, FAMILIES, "*layer.0*")
+    (site,) = find_dense_attention(model, "*layer.0*")
     handle = site.key.register_forward_pre_hook(lambda _, args: (2 * args[0],))
     query, key = gather_moments(model, [site], calibration)[0]
     handle.remove()
@@ -64,7 +64,7 @@ def test_only_padding_is_an_error(make_tiny, batch):
     model = make_tiny("bert")
     masked = {**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}
     with pytest.raises(CalibrationError, match=r"layer\.0\.attention\.self saw no token"):
-        gather_moments(model, find_dense_attention(model, FAMILIES), [masked])
+        gather_moments(model, find_dense_attention(model), [masked])
 
 
 def test_inputs_that_are_not_finite_are_an_error(make_tiny, batch):
@@ -72,13 +72,13 @@ def test_inputs_that_are_not_finite_are_an_error(make_tiny, batch):
     with torch.no_grad():
         model.embeddings.LayerNorm.weight.fill_(float("inf"))
     with pytest.raises(CalibrationError, match="inputs are not finite"):
-        gather_moments(model, find_dense_attention(model, FAMILIES), [batch])
+        gather_moments(model, find_dense_attention(model), [batch])
 
 
 def test_the_model_is_stopped_after_the_last_module_that_is_watched(make_tiny, calibration):
     """From the second batch on; the moments are those of all batches."""
     model = make_tiny("bert")
-    first, last = find_dense_attention(model, FAMILIES)[:1], model.encoder.layer[-1]
+    first, last = find_dense_attention(model)[:1], model.encoder.layer[-1]
     reached = []
     handle = last.register_forward_hook(lambda *_: reached.append(True))
     both = [*calibration, *calibration]
@@ -95,7 +95,7 @@ def test_batches_with_other_arguments_are_run_in_full_once(make_tiny, calibratio
     reached = []
     handle = model.encoder.layer[-1].register_forward_hook(lambda *_: reached.append(True))
     bare = [{"input_ids": batch["input_ids"]} for batch in calibration]
-    gather_moments(model, find_dense_attention(model, FAMILIES)[:1], [*calibration, *bare, *calibration, *bare])
+    gather_moments(model, find_dense_attention(model)[:1], [*calibration, *bare, *calibration, *bare])
     handle.remove()
     assert len(reached) == 2
 

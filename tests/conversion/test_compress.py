@@ -44,7 +44,7 @@ from collab_compress import (
     prune_heads_,
     read_factors,
 )
-from collab_compress.architectures import FAMILIES, find_dense_attention
+from collab_compress.architectures import find_dense_attention
 from collab_compress.attention import install_, is_converted
 from collab_compress.checkpoint import edits_of
 from collab_compress.conversion.compress import working_device
@@ -64,7 +64,7 @@ def equal(one, other):
 @pytest.mark.usefixtures("decomposed_anew")
 def test_factors_are_those_of_the_decomposition(family, make_tiny):
     model = make_tiny(family)
-    site = find_dense_attention(model, FAMILIES)[0]
+    site = find_dense_attention(model)[0]
     expected = factorize(site.query_heads(), site.key_heads(), 7, query_bias=site.query_bias()).factors
     compress(model, Compression(dk=7), calibration=None)
     found = read_factors(model)[site.name]
@@ -179,7 +179,7 @@ def test_nothing_changes_when_a_module_cannot_be_decomposed(family, make_tiny, m
 
     def fails_at_the_last(*args, **kwargs):
         calls.append(1)
-        if len(calls) == len(find_dense_attention(model, FAMILIES)):
+        if len(calls) == len(find_dense_attention(model)):
             raise ValueError("no")
         return factorize(*args, **kwargs)
 
@@ -197,7 +197,7 @@ def test_nothing_changes_when_interrupted_in_the_swap(family, make_tiny, batch, 
     with torch.no_grad():
         expected = model(**batch).last_hidden_state
 
-    calls, last = itertools.count(), len(find_dense_attention(model, FAMILIES)) - 1
+    calls, last = itertools.count(), len(find_dense_attention(model)) - 1
 
     def interrupt(*args):
         if next(calls) % (last + 1) == last and next(rounds) == at:
@@ -694,7 +694,7 @@ def test_a_config_that_cannot_be_copied_is_refused(make_tiny):
     model.config.lock = threading.Lock()
     with pytest.raises(CompressionError, match=r"the config of BertModel cannot be copied \(cannot pickle"):
         compress(model, Compression(dk=8), calibration=None)
-    assert find_dense_attention(model, FAMILIES)
+    assert find_dense_attention(model)
 
 
 HOOKS = {

@@ -6,7 +6,7 @@ from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel, T5Confi
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress import Compression, compress
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.conversion.head_weights import LEAST, _squares, head_weights
 from collab_compress.heads import Tap
 
@@ -65,7 +65,7 @@ def test_weights_are_those_of_every_pair_of_tokens(make_tiny, family):
     batch = {"input_ids": tokens, **PADDED[family]}
     if family == "t5":
         batch["decoder_input_ids"] = tokens.flip(1)
-    found = head_weights(model, find_attention(model, FAMILIES), [batch])
+    found = head_weights(model, find_attention(model), [batch])
     expected = slow_weights(model, batch)
     assert found.keys() == expected.keys()
     for name, weights in expected.items():
@@ -92,7 +92,7 @@ def test_small_errors_of_scores_change_outputs_as_much():
 
 def test_heads_whose_values_do_not_differ_count_least(make_tiny, batch):
     model = make_tiny("bert").eval()
-    site = find_attention(model, FAMILIES)[0]
+    site = find_attention(model)[0]
     with torch.no_grad():
         site.part(site.family.value).weight[: site.head_width] = 0.0
     weights = head_weights(model, [site], [batch])[site.name]
@@ -104,7 +104,7 @@ def test_heads_whose_values_do_not_differ_count_least(make_tiny, batch):
 
 def test_without_values_all_heads_count_alike(make_tiny, batch):
     model = make_tiny("bert").eval()
-    site = find_attention(model, FAMILIES)[0]
+    site = find_attention(model)[0]
     with torch.no_grad():
         site.part(site.family.value).weight.zero_()
     assert head_weights(model, [site], [batch]) == {site.name: None}

@@ -20,7 +20,7 @@ from collab_compress import (
     prune_heads_,
     read_factors,
 )
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.checkpoint import EditConfig
 from collab_compress.heads import masks_without
 from collab_compress.heads.swap import swap_heads_
@@ -192,7 +192,7 @@ def test_a_cache_holds_no_more_than_in_the_shared_form(make_tiny):
 def test_pruning_equals_masking(family, implementation, make_tiny, batch, calibration, tmp_path, load_cleanly):
     model, _ = converted(make_tiny(family), 10, calibration)
     model.set_attn_implementation(implementation)
-    gone = {site.name: {place % 3} for place, site in enumerate(find_attention(model, FAMILIES))}
+    gone = {site.name: {place % 3} for place, site in enumerate(find_attention(model))}
     with HeadMask(model, masks_without(model, gone)):
         expected = hidden(model, batch)
     prune_heads_(model, gone)

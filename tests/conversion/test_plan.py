@@ -11,7 +11,7 @@ from tiny_families import make_rotary
 from transformers import BertModel
 
 from collab_compress import Compression, CompressionError, Solver, compress
-from collab_compress.architectures import FAMILIES, find_dense_attention
+from collab_compress.architectures import find_dense_attention
 from collab_compress.calibration import gather_moments
 from collab_compress.conversion import plan
 
@@ -111,7 +111,7 @@ def test_moments_of_a_few_modules_at_a_time(dense, calibration, monkeypatch):
     monkeypatch.setattr(plan, "gather_moments", watched)
     monkeypatch.setattr(plan, "STATISTICS_SHARE", 0)
     monkeypatch.setattr(plan, "STATISTICS_BYTES", 2 * 8 * 24**2)
-    names = [site.name for site in find_dense_attention(dense, FAMILIES)]
+    names = [site.name for site in find_dense_attention(dense)]
     compress(dense, Compression(dk=7), calibration)
     assert groups == [names[:2], names[2:]]
     assert all(torch.equal(value, together.state_dict()[name]) for name, value in dense.state_dict().items())
@@ -205,7 +205,7 @@ def test_an_interrupt_ends_all_at_once(make_tiny, batch, interrupt):
 def test_an_error_in_one_ends_the_others(place, make_tiny, batch, monkeypatch):
     """Whichever fails: waiting for the first does not hide the error of the second."""
     model, factorize = make_tiny("bert"), plan.factorize
-    fails = find_dense_attention(model, FAMILIES)[place].query_heads()
+    fails = find_dense_attention(model)[place].query_heads()
 
     def failing(query_heads, *given, **options):
         if torch.equal(query_heads, fails):

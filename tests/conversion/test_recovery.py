@@ -5,7 +5,7 @@ import torch
 from transformers import TrainingArguments
 
 from collab_compress import Compression, compress, prune_heads_
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.calibration import calibration_batches
 from collab_compress.conversion import distil_, recover_, with_copies
 from collab_compress.errors import CalibrationError, CollabCompressError, HeadError
@@ -62,7 +62,7 @@ def added(model, dense, batch):
     """Mean relative squared error of what each layer's attention adds."""
     taken = []
     for each in (model, dense):
-        outputs, sites = [], find_attention(each, FAMILIES)
+        outputs, sites = [], find_attention(each)
         handles = [
             site.part(site.family.output).register_forward_hook(lambda _, __, out, to=outputs: to.append(out))
             for site in sites
@@ -85,7 +85,7 @@ def test_values_and_outputs_come_nearer(family, dk, make_tiny, batch, calibratio
     distil_(model, dense, calibration, arguments(tmp_path))
     assert added(model, dense, batch) < 0.9 * distance
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    sites = find_attention(model, FAMILIES)
+    sites = find_attention(model)
     outputs = {f"{site.path(site.family.output)}.{name}" for site in sites for name in ("weight", "bias")}
     put_in = {name for name in before if name.endswith((".proj.weight", ".proj.bias", ".content_bias", ".mixing"))}
     assert moved == (put_in | outputs) & set(before)

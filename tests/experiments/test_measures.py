@@ -19,7 +19,7 @@ from collab_compress.analysis import (
     mixing_matrices,
     svcca,
 )
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import measures, read_recipe, run
 from collab_compress.heads import HeadMask, alphas_of, confidence, head_importance
@@ -44,7 +44,7 @@ def without_each_head(model, score):
     """Module path → score without each of its heads."""
     with HeadMask(model) as mask:
         found = {}
-        for site in find_attention(model, FAMILIES):
+        for site in find_attention(model):
             for head in range(site.heads):
                 ones = torch.ones(site.heads)
                 ones[head] = 0
@@ -92,7 +92,7 @@ def test_a_finished_run_is_measured_and_nothing_else(translated, sentences, tmp_
 
     def of(values):
         """Under each kind of attention."""
-        kinds = {site.name: site.kind for site in find_attention(model, FAMILIES)}
+        kinds = {site.name: site.kind for site in find_attention(model)}
         return {kind: [values[name] for name in kinds if kinds[name] == kind] for kind in set(kinds.values())}
 
     for name, measure in (("svcca", lambda each: svcca(each).mean), ("cka", lambda each: mean_over_pairs(cka(each)))):
@@ -133,7 +133,7 @@ def test_a_finished_run_is_measured_and_nothing_else(translated, sentences, tmp_
     )
     assert found["pruning"]["shares"] == [step / 8 for step in range(9)]
     for share, score in list(zip(found["pruning"]["shares"], found["pruning"]["scores"], strict=True))[::4]:
-        masks = {site.name: torch.ones(site.heads) for site in find_attention(model, FAMILIES)}
+        masks = {site.name: torch.ones(site.heads) for site in find_attention(model)}
         for _, name, head in order[: round(share * len(order))]:
             masks[name][head] = 0
         with HeadMask(model, masks):

@@ -27,7 +27,7 @@ from collab_compress.errors import CalibrationError, CompressionError, Unsupport
 
 @pytest.mark.every_family
 def test_kinds(kin):
-    sites = find_dense_attention(build(kin), FAMILIES)
+    sites = find_dense_attention(build(kin))
     assert tuple(site.kind for site in sites) == TINIES[kin].kinds
     for site in sites:
         assert (site.heads, site.head_width) == (3, 8)
@@ -38,13 +38,13 @@ def test_kinds(kin):
 
 def test_a_description_that_does_not_fit_says_where(kin):
     model = build(kin)
-    site = find_attention(model, FAMILIES)[0]
+    site = find_attention(model)[0]
     path = site.family.fused or site.family.key
     delattr(site.module, path)
     with pytest.raises(
         UnsupportedModelError, match=rf"{site.name} \({type(site.module).__name__}\) has no attribute"
     ):
-        find_dense_attention(model, FAMILIES)
+        find_dense_attention(model)
 
 
 @pytest.mark.every_family
@@ -177,7 +177,7 @@ def test_saves_loads_and_trains(kin, tmp_path, load_cleanly, set_dropout_):
         if hasattr(module, "layerdrop"):
             module.layerdrop = 0.0
     model(**batch)[0].square().sum().backward()
-    sites = find_attention(model, FAMILIES)
+    sites = find_attention(model)
     trained = [sites[0].part(sites[0].family.value).proj, sites[0].part(sites[0].family.output)]
     for site in sites:
         form = site.module.score_form
@@ -248,7 +248,7 @@ def test_every_output_projection_is_refitted(kin, tmp_path):
     dense, model, batch = build(kin), build_low(kin), inputs(kin)
     results = refit(model, dense, [batch, batch], [batch])
     names = [result.report.name for result in results]
-    outputs = {site.path(site.family.output) for site in find_attention(model, FAMILIES)}
+    outputs = {site.path(site.family.output) for site in find_attention(model)}
     assert outputs < set(names)  # feed-forward blocks too
     assert all(each.report.error_after <= each.report.error_before * 1.001 for each in results)
     before = drift_of(model, dense, [batch])
@@ -272,15 +272,15 @@ def test_cross_attention_of_gpt2_is_refused():
     config.add_cross_attention = True
     model = GPT2Model(config)
     with pytest.raises(UnsupportedModelError, match=r"h\.0\.crossattention: cross attention of GPT-2 cannot be"):
-        find_dense_attention(model, FAMILIES)
-    assert len(find_dense_attention(model, FAMILIES, "*.attn")) == 2
+        find_dense_attention(model)
+    assert len(find_dense_attention(model, "*.attn")) == 2
 
 
 def test_clipped_projections_are_refused():
     config = build("mpt").config
     config.attn_config.clip_qkv = 6.0
     with pytest.raises(UnsupportedModelError, match=r"blocks\.0\.attn: .*MPT .* clipped .*clip_qkv is 6"):
-        find_dense_attention(MptModel(config), FAMILIES)
+        find_dense_attention(MptModel(config))
 
 
 def test_cross_attention_without_states_is_named():

@@ -7,7 +7,7 @@ import torch
 from tiny_families import build, inputs, run
 
 from collab_compress import Compression, Solver, UnsupportedModelError, compress, expand
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.conversion.feed_forward import cut_, find_feed_forward, narrower_config
 
 NO_WIDTH = {"bloom", "mobilebert", "mpt", "segformer", "xlm"}  # a multiple of another width, or convolutions between
@@ -32,7 +32,7 @@ def test_a_narrower_model_is_a_stock_model_and_its_attention_can_be_converted(ki
     assert {name: part.shape for name, part in fresh.named_parameters()} == {
         name: part.shape for name, part in model.named_parameters()
     }
-    widths = Compression(dk=7, dv=find_attention(dense, FAMILIES)[0].key_value_width // 2, solver=Solver(sweeps=3))
+    widths = Compression(dk=7, dv=find_attention(dense)[0].key_value_width // 2, solver=Solver(sweeps=3))
     compress(model, widths, calibration=None)
     model.save_pretrained(tmp_path / "converted")
     expected = run(model, batch)

@@ -20,7 +20,7 @@ from collab_compress import (
     read_factors,
 )
 from collab_compress.analysis import module_costs
-from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention
+from collab_compress.architectures import find_attention, find_dense_attention
 from collab_compress.heads import masks_without
 
 WAYS = {
@@ -111,7 +111,7 @@ def test_content_biases_where_queries_have_none_are_a_choice():
 @pytest.mark.parametrize("name", ["albert", "bart", "bert", "distilbert", "gpt2", "opt", "t5", "vit"])
 def test_queries_have_biases_where_values_have_them(name):
     """By which `expand` knows whether a stock model could hold query biases."""
-    for site in find_dense_attention(build(name), FAMILIES):
+    for site in find_dense_attention(build(name)):
         assert (site.query.bias is None) == (site.part(site.family.value).bias is None) == (name == "t5")
 
 
@@ -202,8 +202,8 @@ def test_where_exactly_h_heads_are_viewed_both_maps_make_caches_smaller(name, dk
     """Keys and values are laid out alike, in as many pieces of 8 as the wider of the two fills: R + H, or dv."""
     model, batch = build(name), inputs(name)
     compress(model, Compression(dk=dk, dv=dv, solver=Solver(sweeps=1 if dk else None)), [batch, batch])
-    assert {site.heads for site in find_dense_attention(build(name), FAMILIES)} == {3}
-    assert {site.heads for site in find_attention(model, FAMILIES)} == {3}
+    assert {site.heads for site in find_dense_attention(build(name))} == {3}
+    assert {site.heads for site in find_attention(model)} == {3}
     with torch.no_grad():
         cache = model(**batch, use_cache=True).past_key_values
     caches = [cache.self_attention_cache, cache.cross_attention_cache] if name == "whisper" else [cache]
@@ -219,17 +219,17 @@ def test_heads_of_such_models_are_removed_and_all_is_undone(name, tmp_path):
     dense, batch = build(name), inputs(name)
     model = copy.deepcopy(dense)
     compress(model, Compression(dk=9, dv=8, solver=Solver(sweeps=1)), [batch, batch])
-    heads = {site.name: [1] for site in find_attention(model, FAMILIES)}
+    heads = {site.name: [1] for site in find_attention(model)}
     with HeadMask(model, masks_without(model, heads)):
         expected = run(model, batch)
     prune_heads_(model, heads)
-    assert {site.heads for site in find_attention(model, FAMILIES)} == {2}
+    assert {site.heads for site in find_attention(model)} == {2}
     torch.testing.assert_close(run(model, batch), expected, atol=2e-5, rtol=1e-4)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert torch.equal(run(loaded, batch), run(model, batch))
     expand(loaded)
-    assert {site.heads for site in find_dense_attention(loaded, FAMILIES)} == {2}
+    assert {site.heads for site in find_dense_attention(loaded)} == {2}
     again = copy.deepcopy(dense)
     compress(again, Compression(dk=21, dv=24), calibration=None)
     expand(again)

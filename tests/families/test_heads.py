@@ -14,7 +14,7 @@ from collab_compress import (
     mix_heads_,
     prune_heads_,
 )
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.errors import HeadError
 from collab_compress.heads import Tap, masks_without, swap_heads_
 
@@ -50,7 +50,7 @@ def model(request, kin):
 
 
 def test_masked_heads_equal_removed_ones(kin, model):
-    batch, sites = inputs(kin), find_attention(model, FAMILIES)
+    batch, sites = inputs(kin), find_attention(model)
     heads = {site.name: [1] for site in sites}
     before = run(model, batch)
     with HeadMask(model, masks_without(model, heads)):
@@ -73,7 +73,7 @@ def test_swapped_heads_swap_their_outputs(kin, model):
     if kin == "beit":
         pytest.skip("its position bias belongs to a head's place and stays there")
     kind = "cross" if kin in ("t5", "umt5") else None  # the same, but for cross-attention
-    site = next(site for site in find_attention(model, FAMILIES) if kind in (None, site.kind))
+    site = next(site for site in find_attention(model) if kind in (None, site.kind))
     forget_biases_(kin, model)
     with Tap(model, kinds=[site.kind]) as tap:
         run(model, batch)

@@ -8,7 +8,7 @@ from tiny_families import TINIES, attend_by_, build, inputs
 from transformers import MusicgenMelodyModel
 
 from collab_compress import Compression, Solver, compress
-from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention, find_dense_values
+from collab_compress.architectures import find_attention, find_dense_attention, find_dense_values
 from collab_compress.calibration import gather_moments
 from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.recovery import _loss, _Watched
@@ -54,7 +54,7 @@ def test_padding_counts_nowhere(kin):
     padded, bare = padded_and_not(batch)
     if kin == "mobilebert":  # adds the embeddings of neighbours to each token's
         padded["input_ids"][:, -EXTRA:] = dense.config.pad_token_id
-    sites = [*find_dense_attention(dense, FAMILIES), *find_dense_values(dense, FAMILIES)]
+    sites = [*find_dense_attention(dense), *find_dense_values(dense)]
     for far, near in zip(*(gather_moments(dense, sites, [batch]) for batch in (padded, bare)), strict=True):
         for found, expected in zip(far, near, strict=True):
             assert found.count == expected.count
@@ -65,7 +65,7 @@ def test_padding_counts_nowhere(kin):
     if kin not in ("siglip", "siglip2"):  # they pool the last token, padding or not
         far, near = (drift_of(model, dense, [batch]).relative_error for batch in (padded, bare))
         assert far == pytest.approx(near, rel=1e-3)
-    converted, stock = (find_attention(each, FAMILIES) for each in (model, dense))
+    converted, stock = (find_attention(each) for each in (model, dense))
     with _Watched(model, converted) as watched, _Watched(dense, stock, like=converted) as target, torch.no_grad():
         far, near = (_loss(model, dense, batch, (watched, target)) for batch in (padded, bare))
     torch.testing.assert_close(far, near, atol=1e-5, rtol=1e-3)
@@ -74,7 +74,7 @@ def test_padding_counts_nowhere(kin):
 @pytest.mark.parametrize("name", ["wav2vec2", "speech_to_text"])
 def test_padded_sound_is_not_counted(name):
     model, batch = build(name), inputs(name)
-    sites = [site for site in find_dense_attention(model, FAMILIES) if site.kind == "encoder"]
+    sites = [site for site in find_dense_attention(model) if site.kind == "encoder"]
     positions = batch["attention_mask"].sum(1)
     lengths = getattr(model, "encoder" if name == "speech_to_text" else "base_model")._get_feat_extract_output_lengths
     for query, key in gather_moments(model, sites, [batch]):
@@ -87,7 +87,7 @@ def test_masked_pixels_are_not_counted(name):
     batch["pixel_mask"] = torch.ones(3, 64, 96)
     batch["pixel_mask"][1, :, 32:], batch["pixel_mask"][2, 32:] = 0, 0
     memory, queries = 6 + 2 + 3, 3 * model.config.num_queries
-    sites = find_dense_attention(model, FAMILIES)
+    sites = find_dense_attention(model)
     counts = [tuple(part.count for part in moments) for moments in gather_moments(model, sites, [batch])]
     assert counts == [(memory, memory), (queries, queries), (queries, memory)]
     with Tap(model) as tap, torch.no_grad():
@@ -99,7 +99,7 @@ def test_masked_pixels_are_not_counted(name):
 def test_masks_of_what_stands_beside_tokens_count():
     def count(kin, batch, model=None):
         model = build(kin) if model is None else model
-        return gather_moments(model, find_dense_attention(model, FAMILIES), [batch])[0][0].count
+        return gather_moments(model, find_dense_attention(model), [batch])[0][0].count
 
     batch, states = inputs("bert"), torch.randn(3, 4, 24)
     real = int(batch["attention_mask"].sum())
@@ -116,7 +116,7 @@ def test_masks_of_what_stands_beside_tokens_count():
 @pytest.mark.parametrize("name", ["xlm", "flaubert"])
 def test_models_that_find_padding_themselves(name):
     model, ids = build(name), inputs(name)["input_ids"]
-    sites = find_dense_attention(model, FAMILIES)
+    sites = find_dense_attention(model)
     assert gather_moments(model, sites, [{"input_ids": ids, "lengths": torch.tensor([9, 7, 5])}])[0][0].count == 21
     ids[:, -2:] = model.config.pad_index
     assert gather_moments(model, sites, [{"input_ids": ids}])[0][0].count == 21

@@ -9,7 +9,7 @@ from tiny_families import TINIES, build, inputs, run
 from transformers import BertConfig, CLIPConfig, CLIPModel, ViTConfig, Wav2Vec2Config
 
 from collab_compress import Compression, Solver, compress, expand, read_factors
-from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention
+from collab_compress.architectures import find_attention, find_dense_attention
 from collab_compress.calibration import calibration_batches
 from collab_compress.errors import UnsupportedModelError
 from collab_compress.heads import Tap
@@ -42,7 +42,7 @@ def joined(request):
 
 def test_both_parts_are_converted(joined, tmp_path, load_cleanly):
     dense, batch = joined
-    assert tuple(site.kind for site in find_dense_attention(dense, FAMILIES)) == KINDS
+    assert tuple(site.kind for site in find_dense_attention(dense)) == KINDS
     model = copy.deepcopy(dense)
     compress(model, Compression(dk=24, dv=24), calibration=None)
     torch.testing.assert_close(run(model, batch), run(dense, batch), atol=5e-5, rtol=1e-4)
@@ -72,7 +72,7 @@ def test_towers_may_differ_in_width(tmp_path):
     settings["vision_config"] |= {"hidden_size": 32, "num_attention_heads": 2}
     torch.manual_seed(0)
     model, batch = CLIPModel(CLIPConfig(**settings)).eval(), inputs("clip")
-    assert [(site.heads, site.head_width) for site in find_attention(model, FAMILIES)] == [(3, 8), (2, 16)]
+    assert [(site.heads, site.head_width) for site in find_attention(model)] == [(3, 8), (2, 16)]
     dense = copy.deepcopy(model)
     compress(model, Compression(dk=24, modules="text_model.*"), calibration=None)
     compress(model, Compression(dk=32, dv=32, kinds=["encoder"]), calibration=None)

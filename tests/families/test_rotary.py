@@ -24,7 +24,7 @@ from transformers import (
 from collab_compress import Compression, FromScratch, Solver, compress, expand, from_config
 from collab_compress.analysis import module_costs
 from collab_compress.analysis.energy import score_parts
-from collab_compress.architectures import FAMILIES, find_dense_attention
+from collab_compress.architectures import find_dense_attention
 from collab_compress.attention.install import add_head_hook_
 from collab_compress.conversion import to_stock
 from collab_compress.errors import CompressionError, UnsupportedModelError
@@ -270,7 +270,7 @@ def test_every_rotary_family_keeps_the_contracts(name, tmp_path, load_cleanly):
     """Exact at full width, the formula below it, saved and loaded, expanded, trained, and generating."""
     dense = make_rotary(name)
     generates = dense.can_generate()
-    site = find_dense_attention(dense, FAMILIES)[0]
+    site = find_dense_attention(dense)[0]
     assert site.key_value_heads == (2 if site.family.key_value_heads else 4)
     full, low = copy.deepcopy(dense), copy.deepcopy(dense)
     compress(full, Compression(dk=site.key_value_width, dv=site.key_value_width), calibration=None)

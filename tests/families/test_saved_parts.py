@@ -8,7 +8,7 @@ import torch
 from tiny_families import TINIES, build, build_low, inputs
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.attention import is_converted
 from collab_compress.checkpoint import edits_of
 from collab_compress.errors import UnsupportedModelError
@@ -82,7 +82,7 @@ def load_stock(model_class, path):
     """Return the attention modules of a stock model and its missing keys; None if attention is missing."""
     try:
         model, report = model_class.from_pretrained(path, output_loading_info=True)
-        names = [site.name for site in find_attention(model, FAMILIES)]
+        names = [site.name for site in find_attention(model)]
     except (AttributeError, TypeError, UnsupportedModelError):  # no whole model
         return None
     if any(key.startswith(f"{name}.") for key in report["missing_keys"] for name in names):

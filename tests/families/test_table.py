@@ -24,7 +24,7 @@ def rows(models):
     """One line for each family: its name, model types, kinds of attention, and limits."""
     kinds, eager = {}, {}
     for model in models:
-        for site in find_attention(model, FAMILIES):
+        for site in find_attention(model):
             kinds.setdefault(site.family.name, set()).add(site.kind)
             eager.setdefault(site.family.name, not model._supports_sdpa)
     families = {family.name: family for family in FAMILIES.values()}

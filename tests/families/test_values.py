@@ -8,7 +8,7 @@ from tiny_families import TINIES, attend_by_, build, build_low, inputs, run
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress import Compression, HeadMask, Solver, compress, expand, prune_heads_
-from collab_compress.architectures import FAMILIES, find_attention, find_dense_values
+from collab_compress.architectures import find_attention, find_dense_values
 from collab_compress.errors import CompressionError
 
 UNEQUAL = 10  # of three heads: 4, 3 and 3 channels
@@ -18,9 +18,9 @@ ONCE = Solver(sweeps=2, refit=False)
 def dense_twin(dense, converted):
     """A stock model that computes what the narrow one does: its output projection leaves out what the values lost."""
     twin = copy.deepcopy(dense)
-    narrow = find_attention(converted, FAMILIES)
+    narrow = find_attention(converted)
     with torch.no_grad():
-        for site, small in zip(find_dense_values(twin, FAMILIES), narrow, strict=True):
+        for site, small in zip(find_dense_values(twin), narrow, strict=True):
             form = small.module.value_form
             value = small.part(small.family.value).proj.weight.double()  # (dv, D)
             own = site.value.weight.detach().double()  # (H·d, D)
@@ -62,7 +62,7 @@ def test_values_of_unequal_widths_equal_their_dense_twin(kin):
 def test_masked_and_pruned_heads_are_gone(kin):
     model, batch = build(kin), inputs(kin)
     compress(model, Compression(dv=UNEQUAL, solver=Solver(refit=False)), calibration=[batch, batch])
-    site = find_attention(model, FAMILIES)[0]
+    site = find_attention(model)[0]
     with HeadMask(model, {site.name: torch.tensor([1.0, 0.0, 1.0])}):
         masked = run(model, batch)
     assert (masked - run(model, batch)).abs().max() > 1e-3

@@ -22,7 +22,7 @@ from collab_compress import (
     prune_heads_,
     read_factors,
 )
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.checkpoint import edits_of
 from collab_compress.errors import HeadError
 from collab_compress.heads import Tap
@@ -58,7 +58,7 @@ def test_each_head_is_a_combination_of_all(family, form, implementation, make_ti
     """What every mixed projection returns is the double loop over heads, then the plain projection."""
     model = mixed(make_tiny, family, form)
     model.set_attn_implementation(implementation)
-    projections = {site.name: site.part(site.family.output) for site in find_attention(model, FAMILIES)}
+    projections = {site.name: site.part(site.family.output) for site in find_attention(model)}
     returned = []
     for projection in projections.values():
         projection.register_forward_hook(lambda _, __, output: returned.append(output))
@@ -84,7 +84,7 @@ def test_starts_as_it_was(family, form, make_tiny, batch):
     before = outputs(model, batch)
     mix_heads_(model)
     torch.testing.assert_close(outputs(model, batch), before, atol=1e-6, rtol=1e-6)
-    sites = find_attention(model, FAMILIES)
+    sites = find_attention(model)
     assert list(alphas_of(model)) == [site.name for site in sites]
     for site in sites:
         assert torch.equal(alphas_of(model)[site.name], torch.eye(site.heads))
@@ -127,7 +127,7 @@ def test_conversion_and_mixing_do_not_mind_each_other(first, family, make_tiny, 
     before = outputs(model, batch)
     assert expand(model).exact
     assert read_factors(model) == {}
-    assert len(alphas_of(model)) == len(find_attention(model, FAMILIES))
+    assert len(alphas_of(model)) == len(find_attention(model))
     torch.testing.assert_close(outputs(model, batch), before, atol=5e-5, rtol=1e-3)
     merge_alphas_(model)
     assert edits_of(model) == []

@@ -21,7 +21,7 @@ from collab_compress import (
     prune_heads_,
     read_factors,
 )
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.checkpoint import EditConfig, edits_of
 from collab_compress.checkpoint.standalone import modelling_code
 from collab_compress.heads.alphas import AlphasEdit
@@ -35,10 +35,10 @@ FEW = ["mixed", "pruned", "converted, pruned"]
 
 def edited(model, history, dk=5):
     """Put a model through a history of edits."""
-    names = [site.name for site in find_attention(model, FAMILIES)]
+    names = [site.name for site in find_attention(model)]
     for step in history.split(", "):
         if step == "pruned":
-            last = {name: [site.heads - 1] for name, site in zip(names, find_attention(model, FAMILIES), strict=True)}
+            last = {name: [site.heads - 1] for name, site in zip(names, find_attention(model), strict=True)}
             prune_heads_(model, last | {names[0]: [0]})
         elif step == "mixed":
             mix_heads_(model)
@@ -64,7 +64,7 @@ def test_comes_back_as_it_was(family, history, make_tiny, batch, tmp_path, load_
     model.save_pretrained(tmp_path / "one")
     loaded = load_cleanly(AutoModel, tmp_path / "one")
     assert torch.equal(outputs(loaded, batch), outputs(model, batch))
-    heads, loaded_heads = ([site.heads for site in find_attention(each, FAMILIES)] for each in (model, loaded))
+    heads, loaded_heads = ([site.heads for site in find_attention(each)] for each in (model, loaded))
     assert heads == loaded_heads
     assert all(alphas.requires_grad for alphas in alphas_of(loaded).values())
     copied = copy.deepcopy(model)
@@ -103,7 +103,7 @@ def test_a_loaded_model_goes_on(family, history, make_tiny, batch, tmp_path):
     model = edited(make_tiny(family), history, dk=24)
     model.save_pretrained(tmp_path / "one")
     loaded = AutoModel.from_pretrained(tmp_path / "one")
-    name = find_attention(model, FAMILIES)[0].name
+    name = find_attention(model)[0].name
     for one in (model, loaded):
         prune_heads_(one, {name: [0]})
         expand(one) if read_factors(one) else compress(one, Compression(dk=8), calibration=None)

@@ -11,7 +11,7 @@ from transformers import (
 )
 
 from collab_compress import HeadMask, head_importance
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.attention.install import head_hooks
 from collab_compress.errors import HeadError
 from collab_compress.heads import least_important, masks_without
@@ -35,7 +35,7 @@ def labelled(batches):
 
 def one_sample_at_a_time(model, batches, loss, step=None):
     """Mean over samples of |∂L/∂ξ|, normalised; by central differences where there is a step."""
-    heads = {site.name: site.heads for site in find_attention(model, FAMILIES)}
+    heads = {site.name: site.heads for site in find_attention(model)}
     sums, count = {name: torch.zeros(number, dtype=torch.float64) for name, number in heads.items()}, 0
     for batch in batches:
         for row in range(len(batch["input_ids"])):
@@ -112,8 +112,8 @@ def test_the_model_is_left_as_it_was(make_tiny, calibration):
         frozen = head_importance(model, batches)
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert not any(head_hooks(site.module) for site in find_attention(model, FAMILIES))
-    assert not any(hasattr(site.module.config, "stock") for site in find_attention(model, FAMILIES))
+    assert not any(head_hooks(site.module) for site in find_attention(model))
+    assert not any(hasattr(site.module.config, "stock") for site in find_attention(model))
     trained = head_importance(model.requires_grad_(True), batches)
     assert all(parameter.grad is None for parameter in model.parameters())
     for name in frozen:
@@ -122,7 +122,7 @@ def test_the_model_is_left_as_it_was(make_tiny, calibration):
 
 def test_heads_without_gradient_are_zero_and_not_nan(make_tiny, calibration):
     model = classifier("bert", make_tiny)
-    first, second = (site.name for site in find_attention(model, FAMILIES))
+    first, second = (site.name for site in find_attention(model))
     with HeadMask(model, masks_without(model, {first: [1], second: [0, 1, 2]})):
         actual = head_importance(model, labelled(calibration[:1]))
     assert actual[first][1] == 0
@@ -154,7 +154,7 @@ def test_refusals(make_tiny, calibration):
         head_importance(model, [{**batches[0], "labels": batches[0]["labels"][:2]}])
     with pytest.raises(HeadError, match=r"attention\.self: the gradient of the loss in its heads is not finite"):
         head_importance(model, batches, lambda outputs, _: outputs.loss * float("inf"))
-    assert not any(head_hooks(site.module) for site in find_attention(model, FAMILIES))
+    assert not any(head_hooks(site.module) for site in find_attention(model))
 
 
 def test_important_heads_are_those_that_matter_when_they_go(make_tiny, calibration):

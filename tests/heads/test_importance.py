@@ -8,7 +8,7 @@ from forms import FORMS, convert_
 from transformers import BertLMHeadModel, BertModel, MarianMTModel
 
 from collab_compress import UnsupportedModelError
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.attention.install import head_hooks
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import average_distance, confidence, swap_heads_
@@ -30,7 +30,7 @@ def attentions_of(model, batch):
         }
     else:
         rows = {"encoder": output.attentions}
-    sites = find_attention(model, FAMILIES)
+    sites = find_attention(model)
     shared = model.config.model_type == "albert"
     return {site.name: rows[site.kind] if shared else rows[site.kind][site.layer : site.layer + 1] for site in sites}
 
@@ -38,7 +38,7 @@ def attentions_of(model, batch):
 def outputs_of(model, batch):
     """Path of each module → what its output projection reads, (B, T, H, dv), of each of its calls."""
     seen, handles = {}, []
-    for site in find_attention(model, FAMILIES):
+    for site in find_attention(model):
 
         def keep(_, args, site=site):
             seen.setdefault(site.name, []).append(args[0].unflatten(-1, (site.heads, -1)))
@@ -71,7 +71,7 @@ def oracle(model, batches, of, exclude=()):
     values = {}
     for batch in batches:
         parts = outputs_of(model, batch) if of == "outputs" else attentions_of(model, batch)
-        for site in find_attention(model, FAMILIES):
+        for site in find_attention(model):
             for call in parts[site.name]:
                 for b, t in counting(batch, site.kind, exclude):
                     heads = [call[b, t, h] if of == "outputs" else call[b, h, t] for h in range(site.heads)]
@@ -183,7 +183,7 @@ def test_the_model_is_left_as_it_was(make_tiny, calibration):
         average_distance(model, [{"nonsense": torch.ones(1)}])
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
-    assert not any(head_hooks(site.module) for site in find_attention(model, FAMILIES))
+    assert not any(head_hooks(site.module) for site in find_attention(model))
 
 
 def test_half_precision_sums_in_full(make_tiny, calibration):

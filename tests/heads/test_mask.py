@@ -7,7 +7,7 @@ import torch
 from forms import COMPILED, FORMS, convert_, value_sizes
 
 from collab_compress import HeadMask, UnsupportedModelError
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.attention.install import head_hooks
 from collab_compress.errors import HeadError
 from collab_compress.heads import Tap, masks_without
@@ -26,15 +26,13 @@ def built(make_tiny, family, form, implementation="sdpa"):
 def random_masks(model, batch_size=None, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shape = () if batch_size is None else (batch_size,)
-    return {
-        site.name: torch.rand(*shape, site.heads, generator=generator) for site in find_attention(model, FAMILIES)
-    }
+    return {site.name: torch.rand(*shape, site.heads, generator=generator) for site in find_attention(model)}
 
 
 def scaled_by_hand(model, masks):
     """Multiply what the output projection reads, one head of one sample at a time."""
     handles = []
-    for site in find_attention(model, FAMILIES):
+    for site in find_attention(model):
         sizes = value_sizes(site)
 
         def scale(module, args, name=site.name, sizes=sizes):
@@ -66,7 +64,7 @@ def test_heads_are_scaled_before_the_output_projection(family, form, implementat
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
         assert not torch.allclose(actual, stock, atol=1e-2)
         assert torch.equal(hidden(model, batch), stock)
-    assert not any(head_hooks(site.module) for site in find_attention(model, FAMILIES))
+    assert not any(head_hooks(site.module) for site in find_attention(model))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -120,7 +118,7 @@ def test_masks_multiply_and_leave_in_any_order(make_tiny, batch):
         torch.testing.assert_close(hidden(model, batch), expected, atol=1e-5, rtol=1e-4)
     one.remove()
     two.remove()
-    assert not any(head_hooks(site.module) for site in find_attention(model, FAMILIES))
+    assert not any(head_hooks(site.module) for site in find_attention(model))
 
 
 def test_a_tap_reads_heads_before_they_are_masked(make_tiny, batch):
@@ -146,7 +144,7 @@ def test_training_reaches_masks_and_weights(family, make_tiny, batch):
     with HeadMask(model, masks):
         hidden(model, batch).square().sum().backward()
     assert all(mask.grad.abs().sum() > 0 for mask in masks.values())
-    for site in find_attention(model, FAMILIES):
+    for site in find_attention(model):
         assert site.part(site.family.value).weight.grad.abs().sum() > 0
 
 
@@ -203,7 +201,7 @@ def test_a_wrong_mask_is_refused_and_changes_nothing(mask, message, make_tiny, b
         assert torch.equal(hidden(model, batch), before)
     with pytest.raises(HeadError, match=message):
         HeadMask(model, {name: mask})
-    assert not any(head_hooks(site.module) for site in find_attention(model, FAMILIES))
+    assert not any(head_hooks(site.module) for site in find_attention(model))
 
 
 def test_masks_for_another_number_of_samples_are_refused(make_tiny, batch):

@@ -19,7 +19,7 @@ from collab_compress import (
     prune_heads_,
     read_factors,
 )
-from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention
+from collab_compress.architectures import find_attention, find_dense_attention
 from collab_compress.checkpoint import edits_of
 from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.heads import Tap, masks_without, merge_alphas_
@@ -48,7 +48,7 @@ def converted(model, form):
 
 def some_heads(model):
     """One or two of three heads in all modules but the second, which keeps its own."""
-    names = [site.name for site in find_attention(model, FAMILIES)]
+    names = [site.name for site in find_attention(model)]
     return {name: [{1}, {}, {0, 2}, {2}, {0}, {0, 1}][place % 6] for place, name in enumerate(names)}
 
 
@@ -72,7 +72,7 @@ def test_equals_masking(family, form, implementation, make_tiny, batch):
     close(hidden(model, batch), expected)
     assert not torch.allclose(expected, stock, atol=1e-2)
     assert model.num_parameters() < before
-    for site in find_attention(model, FAMILIES):
+    for site in find_attention(model):
         left = 3 - len(heads[site.name])
         assert (site.heads, site.head_width) == (left, 8)
         value, output = site.part(site.family.value), site.part(site.family.output)
@@ -89,7 +89,7 @@ def test_equals_masking(family, form, implementation, make_tiny, batch):
 @pytest.mark.parametrize("form", sorted(FORMS))
 def test_twice_counts_the_heads_that_are_left(family, form, make_tiny, batch):
     model = converted(make_tiny(family), form)
-    name = find_attention(model, FAMILIES)[0].name
+    name = find_attention(model)[0].name
     expected = masked(model, {name: [0, 2]}, batch)
     prune_heads_(model, {name: [0]})
     prune_heads_(model, {name: [1]})
@@ -124,8 +124,8 @@ def test_nothing_to_remove_records_nothing(make_tiny):
 @pytest.mark.parametrize("dk", [5, 8])
 def test_a_pruned_model_converts_and_expands(family, dk, make_tiny, batch, calibration):
     model = make_tiny(family)
-    name = find_attention(model, FAMILIES)[0].name
-    prune_heads_(model, {site.name: [1] for site in find_attention(model, FAMILIES)})
+    name = find_attention(model)[0].name
+    prune_heads_(model, {site.name: [1] for site in find_attention(model)})
     pruned = copy.deepcopy(model)
     compress(model, Compression(dk=16), calibration=None)
     close(hidden(model, batch), hidden(pruned, batch))
@@ -134,7 +134,7 @@ def test_a_pruned_model_converts_and_expands(family, dk, make_tiny, batch, calib
     assert [edit.kind for edit in edits_of(model)] == ["pruned"]
     compress(model, Compression(dk=dk), calibration=calibration)
     assert read_factors(model)[name].mixing.shape == (2, dk)
-    assert {site.heads for site in find_attention(model, FAMILIES)} == {2}
+    assert {site.heads for site in find_attention(model)} == {2}
 
 
 def test_a_converted_model_is_pruned_and_expands(family, make_tiny, batch):
@@ -145,8 +145,8 @@ def test_a_converted_model_is_pruned_and_expands(family, make_tiny, batch):
     assert expand(model).exact
     close(hidden(model, batch), expected)
     assert [edit.kind for edit in edits_of(model)] == ["pruned"]
-    assert [site.query.out_features for site in find_dense_attention(model, FAMILIES)] == [
-        8 * (3 - len(heads[site.name])) for site in find_attention(model, FAMILIES)
+    assert [site.query.out_features for site in find_dense_attention(model)] == [
+        8 * (3 - len(heads[site.name])) for site in find_attention(model)
     ]
 
 
@@ -161,7 +161,7 @@ def test_from_scratch_without_query_bias_and_with_a_narrow_scale(make_tiny, batc
 
 def test_a_collaborative_model_without_content_bias(make_tiny, batch):
     model = make_tiny("bert")
-    for site in find_dense_attention(model, FAMILIES):
+    for site in find_dense_attention(model):
         site.query.bias = None
     compress(model, Compression(dk=13), calibration=None)
     assert read_factors(model)[FIRST].content_bias is None
@@ -200,7 +200,7 @@ def test_merged_alphas_and_new_ones_go_together_with_removal(make_tiny, batch):
     model = make_tiny("bert")
     mix_heads_(model)
     with torch.no_grad():
-        for site in find_attention(model, FAMILIES):
+        for site in find_attention(model):
             site.part(site.family.output).alphas.normal_()
     merge_alphas_(model)
     expected = masked(model, {FIRST: [1]}, batch)
@@ -273,7 +273,7 @@ def test_refusals_change_nothing(spoil, heads, message, make_tiny):
         prune_heads_(model, {SECOND: [0], **heads} if spoil is not tied_whole else heads)
     assert {name: (id(parameter), parameter.shape) for name, parameter in model.named_parameters()} == before
     assert edits_of(model) == edits
-    assert {site.heads for site in find_attention(model, FAMILIES)} == {3}
+    assert {site.heads for site in find_attention(model)} == {3}
 
 
 def test_quantized_models_and_unknown_families_are_refused(make_tiny):

@@ -16,7 +16,7 @@ from transformers import BertConfig, BertModel
 from two_processes import run_both
 
 from collab_compress import Compression, UnsupportedModelError, compress
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.errors import HeadError
 from collab_compress.heads import RotationOptions, Rotator, average_distance, confidence, swap_heads_
 
@@ -132,7 +132,7 @@ def test_random_draws_k_pairs_of_different_heads_from_seed_and_epoch():
 
 def test_every_kind_rotates_by_itself(make_tiny):
     model = make_tiny("marian")
-    kinds = {site.name: site.kind for site in find_attention(model, FAMILIES)}
+    kinds = {site.name: site.kind for site in find_attention(model)}
     for strategy in ("hard", "random", "soft"):
         ids = torch.arange(5, 21).view(2, 8)
         batches = [{"input_ids": ids, "decoder_input_ids": ids + 20}]
@@ -146,7 +146,7 @@ def test_every_kind_rotates_by_itself(make_tiny):
 def test_all_families_and_forms_rotate_inside_their_layers(family, make_tiny, calibration):
     for form in ("dense", "collaborative", "narrow"):
         model = convert_(make_tiny(family), form)
-        before, sites = copy.deepcopy(model), find_attention(model, FAMILIES)
+        before, sites = copy.deepcopy(model), find_attention(model)
         rotator = Rotator(model, RotationOptions("in-layer", epochs=(0,), swap_back_after=1))
         (event,) = rotator.epoch(0, batches=calibration)
         assert len(event.pairs) == len(sites)

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 from transformers import BertConfig, BertModel
 
 from collab_compress import Compression, compress
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 from collab_compress.errors import HeadError
 from collab_compress.heads import swap_heads_
 from collab_compress.heads.swap import HeadBlock, head_blocks
@@ -78,7 +78,7 @@ def permute_output_(site, i, j, state=None):
 def test_swapping_heads_and_how_they_are_read_changes_nothing(family, form, make_tiny, batch):
     model = built(make_tiny, family, form).double()
     expected = hidden(model, batch)
-    for site in find_attention(model, FAMILIES):
+    for site in find_attention(model):
         one, other = ALIKE[form]
         swap_heads_(model, [((site.name, one), (site.name, other))])
         assert (hidden(model, batch) - expected).abs().max() > 1e-3  # the output projection stays, so outputs change
@@ -90,7 +90,7 @@ def test_swapping_heads_and_how_they_are_read_changes_nothing(family, form, make
 def test_training_goes_on_as_if_nothing_had_happened(family, form, make_tiny, batch):
     """Weights and moments move together: a relabelled training stays the relabelled training."""
     straight = built(make_tiny, family, form).double()
-    site = find_attention(straight, FAMILIES)[0]
+    site = find_attention(straight)[0]
     optimizer = torch.optim.AdamW(straight.parameters(), lr=1e-2)
     train(straight, optimizer, batch)
     swapped = copy.deepcopy(straight)
@@ -98,7 +98,7 @@ def test_training_goes_on_as_if_nothing_had_happened(family, form, make_tiny, ba
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     pair = ALIKE[form]
     swap_heads_(swapped, [tuple((site.name, head) for head in pair)], other)
-    permute_output_(find_attention(swapped, FAMILIES)[0], *pair, other.state)
+    permute_output_(find_attention(swapped)[0], *pair, other.state)
     train(straight, optimizer, batch)
     train(swapped, other, batch)
     torch.testing.assert_close(hidden(swapped, batch), hidden(straight, batch), atol=1e-9, rtol=1e-7)
@@ -146,7 +146,7 @@ def test_swapping_again_restores_every_bit(family, form, kind, make_tiny, batch)
     model = built(make_tiny, family, form)
     optimizer = OPTIMIZERS[kind](model.parameters())
     train(model, optimizer, batch)
-    sites = find_attention(model, FAMILIES)
+    sites = find_attention(model)
     last = next(site for site in reversed(sites) if site.kind == sites[0].kind)
     other = last if form == "dense" and last is not sites[0] else sites[0]
     pairs = [((sites[0].name, 0), (other.name, 1)), ((sites[0].name, 2), (other.name, 0 if other is last else 1))]
@@ -182,7 +182,7 @@ def test_a_block_views_a_transposed_parameter_too():
 
 def test_blocks_of_all_heads_cover_what_heads_own_once(family, make_tiny):
     model = make_tiny(family)
-    for site in find_attention(model, FAMILIES):
+    for site in find_attention(model):
         covered = {}
         for head in range(site.heads):
             for block in head_blocks(site, head):
@@ -221,7 +221,7 @@ def test_refusals_move_nothing(case, make_tiny):
 
 def test_kinds_never_mix(make_tiny):
     model = make_tiny("marian")
-    names = {site.kind: site.name for site in find_attention(model, FAMILIES)}
+    names = {site.kind: site.name for site in find_attention(model)}
     for one, other in [("encoder", "decoder"), ("decoder", "cross"), ("encoder", "cross")]:
         with pytest.raises(HeadError, match=f"one is {one} attention, the other {other}"):
             swap_heads_(model, [((names[one], 0), (names[other], 0))])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from collab_compress import Compression, compress
-from collab_compress.architectures import FAMILIES, find_attention
+from collab_compress.architectures import find_attention
 
 FORMS = {
     "dense": None,
@@ -47,7 +47,7 @@ def heads_of(site, x):
 def projected_heads(model, batch):
     """Return the model's output, and what each call of an output projection reads, (B, T, H, s)."""
     heads, handles = [], []
-    for site in find_attention(model, FAMILIES):
+    for site in find_attention(model):
 
         def keep(_, args, site=site):
             heads.append(heads_of(site, args[0]))

@@ -415,7 +415,7 @@ def build(name: str, class_name: str = "") -> PreTrainedModel:
             if path.endswith("relative_position_bias_table"):
                 parameter.normal_()
         if tiny.full < WIDTH:
-            for site in find_dense_attention(model, FAMILIES):
+            for site in find_dense_attention(model):
                 site.query.weight.view(HEADS, -1, site.query.in_features)[:, -1] = 0
     return model.eval()
 
