@@ -46,8 +46,8 @@ class HeadHooks:
 
         Trainers seed all processes alike, so each process draws for all of them and uses its own part.
         """
-        shape = self.processes, outputs.shape[0], outputs.shape[2]
-        return torch.rand(shape, device=outputs.device)[self.rank]
+        sequences, heads = outputs.shape[0], outputs.shape[2]
+        return torch.rand(self.processes, sequences, heads, device=outputs.device)[self.rank]
 
     def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
         """Return the head outputs (B, T, H, dv) to continue with."""
