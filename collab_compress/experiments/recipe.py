@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from difflib import get_close_matches
 from functools import cache
+from itertools import chain
 from math import ceil, inf
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
@@ -27,6 +28,9 @@ LARGEST_FILE = 1 << 20
 
 MOST_VALUES = 100_000
 """Most values of a recipe, each alias counted wherever it stands."""
+
+MOST_DIGITS = 30
+"""Most digits of an integer in a recipe."""
 
 UNUSABLE = re.compile("[\0\ud800-\udfff]")
 """Characters that no name of a file can have."""
@@ -101,7 +105,8 @@ def _check_range(options: Any, name: str, lowest: float, highest: float) -> None
     """Refuse a field outside a range; None is no number."""
     value = getattr(options, name)
     if value is not None and not lowest <= value <= highest:
-        raise RecipeError(f"{name} is {value:.10g}; expected a number from {lowest:.10g} to {highest:.10g}")
+        shown = f"{value:.10g}" if isinstance(value, float) else value  # an integer may be too large for a float
+        raise RecipeError(f"{name} is {shown}; expected a number from {lowest} to {highest}")
 
 
 def expanded(path: Path) -> Path:
@@ -412,24 +417,24 @@ def set_field(data: dict[str, Any], override: str) -> None:
     try:
         inner[last] = _yaml(text)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise RecipeError(f"{override[:80]!r}: the value is not YAML: {_one_line(error)}") from error
+        raise RecipeError(f"{override[:80]!r}: cannot read the value: {_one_line(error)}") from error
 
 
 def _yaml(text: str) -> Any:
-    """Read YAML whose aliases do not multiply without bound, and whose texts can be names of files."""
+    """Read YAML whose texts can be names of files, and whose integers have at most MOST_DIGITS digits."""
     document = yaml.load(text, _Loader)
-    values, count = [document], 0
+    values = [("", document)]  # each with its field
     while values:
-        value = values.pop()
-        count += 1
-        if count > MOST_VALUES:
-            raise ValueError(f"it holds more than {MOST_VALUES:,} values, aliases expanded")
+        name, value = values.pop()
         if isinstance(value, str) and UNUSABLE.search(value):
             raise ValueError(f"{value[:60]!r} holds NUL characters or surrogates")
+        if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
+            raise ValueError(f"{name.removeprefix('.') or 'it'} has more than {MOST_DIGITS} digits")
         if isinstance(value, dict):
-            values += [*value, *value.values()]
+            values += [(name, key) for key in value]
+            values += [(f"{name}.{key}", inner) for key, inner in value.items()]
         elif isinstance(value, list):
-            values += value
+            values += [(name, inner) for inner in value]
     return document
 
 
@@ -438,7 +443,16 @@ def _one_line(error: Exception) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-4 as a number, as YAML 1.2 does and 1.1 does not, and refuses repeated keys."""
+    """Reads 1e-4 as a number, as YAML 1.2 does and 1.1 does not; refuses repeated keys and aliases that multiply."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        """Read a document; its values are counted before PyYAML expands merged mappings (`<<`)."""
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and _count_values(node, {}) > MOST_VALUES:
+            raise yaml.composer.ComposerError(
+                None, None, f"it holds more than {MOST_VALUES:,} values, aliases expanded", node.start_mark
+            )
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Read a mapping; PyYAML would keep the last of repeated keys."""
@@ -447,6 +461,16 @@ class _Loader(yaml.SafeLoader):
         if repeated := [key for key, count in counts.items() if count > 1]:
             raise yaml.composer.ComposerError(None, None, f"{repeated[0]} stands there twice", node.start_mark)
         return node
+
+
+def _count_values(node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
+    """Return the number of values in a node, each alias counted wherever it stands."""
+    if node not in counts:
+        counts[node] = MOST_VALUES + 1  # a node that holds itself has no end
+        inner: Any = () if isinstance(node, yaml.ScalarNode) else node.value
+        children = chain.from_iterable(inner) if isinstance(node, yaml.MappingNode) else inner
+        counts[node] = 1 + sum(_count_values(child, counts) for child in children)
+    return counts[node]
 
 
 _Loader.add_implicit_resolver(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby, product
+from math import prod
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 Settings = dict[str, Any]
 PATIENCE = 10.0
 """Seconds before the runs of another worker are tried again."""
+
+MOST_RUNS = 100_000
 
 AXES = ("tasks", "methods", "conversions", "seeds")
 MADE_FIELDS = {"output": "output", "task": "tasks", "method": "methods", "conversion": "conversions", "seed": "seeds"}
@@ -79,6 +82,8 @@ class Sweep:
                 raise RecipeError(
                     f"{place} has {name}, which each run gets from the sweep; give its {MADE_FIELDS[name]}"
                 )
+        if (count := prod(len(self._chosen(axis) or [None]) for axis in AXES)) > MOST_RUNS:
+            raise RecipeError(f"the sweep has {count:,} runs; expected at most {MOST_RUNS:,}")
         if not self.folders():
             raise RecipeError("there is nothing to run; give tasks, methods and seeds")
 

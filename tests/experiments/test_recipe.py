@@ -1,7 +1,9 @@
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from yaml.constructor import SafeConstructor
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_recipe
@@ -81,7 +83,7 @@ def test_calibration_is_a_choice(path):
         ("tuning.arguments.report_to=wandb", "report_to, which the recipe's field trackers sets"),
         ("tuning.arguments.resume_from_checkpoint=x", "resume_from_checkpoint, but a run resumes from its own"),
         ("tuning.arguments.batch_eval_metrics=true", "batch_eval_metrics, but metrics are computed over whole"),
-        (f"tuning.max_steps={10**20}", r"max_steps is 1e\+20; expected a number from -inf to 1000000000"),
+        (f"tuning.max_steps={10**20}", f"max_steps is {10**20}; expected a number from -inf to 1000000000"),
         ("tuning.epochs=1e30", r"epochs is 1e\+30; expected a number from 0 to 1000000000"),
         ("seed=true", "seed is True; expected a valid integer"),
         ("compression.dk=true", r"compression\.dk is True; expected a valid integer"),
@@ -92,7 +94,12 @@ def test_calibration_is_a_choice(path):
         ("tuning.arguments.seed=2", "arguments hold seed, which the recipe's field seed sets"),
         ("model", "'model' sets nothing; expected field=value"),
         ("task.name=x", "task is 'mrpc', which has no fields"),
-        ("seed=[", "the value is not YAML"),
+        ("seed=[", "cannot read the value"),
+        *(
+            (f"{field}={number}", f"{field}=.*cannot read the value: it has more than 30 digits")
+            for field in ("seed", "tuning.batch_size", "compression.dk")
+            for number in ("9" * 400, "-" + "9" * 400, "0x" + "f" * 400)
+        ),
         ("seed=" + "[" * 3000, "it is nested too deeply"),
         ("seed=-1", "seed is -1; expected a number from 0 to 4294967295"),
         (f"seed={2**70}", "expected a number from 0"),
@@ -166,9 +173,25 @@ def test_a_file_that_is_no_recipe(tmp_path):
     (tmp_path / "twice.yaml").write_text("task: mrpc\nmodel: a\noutput: b\nseed: 1\nseed: 2\n")
     with pytest.raises(RecipeError, match=r"twice\.yaml: seed stands there twice .*line 1"):
         read_recipe(tmp_path / "twice.yaml")
+    (tmp_path / "digits.yaml").write_text(f"tuning: {{batch_size: {'9' * 400}}}")
+    with pytest.raises(RecipeError, match=r"digits\.yaml: tuning\.batch_size has more than 30 digits"):
+        read_recipe(tmp_path / "digits.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(RecipeError, match="holds a list; expected fields"):
         read_recipe(tmp_path / "list.yaml")
+
+
+def test_merged_mappings_do_not_multiply(tmp_path, monkeypatch):
+    monkeypatch.setattr(SafeConstructor, "flatten_mapping", lambda *_: pytest.fail("mappings were merged"))
+    lines = ["m0: &m0 {x: 1}", *(f"m{n}: &m{n} {{<<: [{', '.join([f'*m{n - 1}'] * 4)}]}}" for n in range(1, 13))]
+    (tmp_path / "merged.yaml").write_text("\n".join(lines))
+    with pytest.raises(RecipeError, match="it holds more than 100,000 values, aliases expanded"):
+        read_recipe(tmp_path / "merged.yaml")
+
+
+def test_an_integer_too_large_for_a_float_is_refused(path):
+    with pytest.raises(RecipeError, match=r"seed is 1000.*; expected a number from 0 to 4294967295"):
+        replace(read_recipe(path), seed=10**400)
 
 
 @pytest.mark.parametrize("stage", ["tuning", "again"])

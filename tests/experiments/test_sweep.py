@@ -106,6 +106,7 @@ def test_a_scale_is_laid_over_the_sweep_and_settings_over_both(path, tmp_path):
         ("only.tasks=[rte]", "only tasks 'rte': it is none of mrpc"),
         ("only.ranks=[1]", "only holds 'ranks'; expected some of tasks"),
         ("seeds=[]", "there is nothing to run"),
+        pytest.param(f"seeds={[*range(50_000)]}", "has 200,000 runs; expected at most 100,000", id="most runs"),
         ("base.modle=x", r"mrpc, plain, dk12: there is no field modle; did you mean model\?"),
         ("tasks.nosuch={}", "unknown task 'nosuch'"),
         ("seeds=0", r"seeds is 0; expected a list, as in \[0\]$"),
