@@ -387,12 +387,12 @@ def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, C
         conversion = _Converted(planned, sum(seconds), blocks, config)
         if not job.held_back:
             return conversion
-        converted = sharing_copy(model)
+        dense, converted = sharing_copy(model), sharing_copy(model)  # which run alike, whatever wraps the model
         _install(converted, planned)
         if refits:
-            conversion = _refit(job, compression, conversion, converted)
+            conversion = _refit(job, compression, conversion, converted, dense)
             install_refits(converted, conversion.refits, blocks)
-        return replace(conversion, drift=drift_of(converted, model, job.held_back))
+        return replace(conversion, drift=drift_of(converted, dense, job.held_back))
 
 
 def _narrower_blocks(job: _Job, compression: Compression) -> tuple[list[FeedForward], PretrainedConfig | None]:
@@ -420,11 +420,17 @@ def _wants_refit(job: _Job, compression: Compression) -> bool:
     return has_data and (job.refit if compression.solver.refit is None else compression.solver.refit)
 
 
-def _refit(job: _Job, compression: Compression, conversion: _Converted, converted: PreTrainedModel) -> _Converted:
+def _refit(
+    job: _Job,
+    compression: Compression,
+    conversion: _Converted,
+    converted: PreTrainedModel,
+    dense: PreTrainedModel,
+) -> _Converted:
     """Add the layers with new weights; or a note, if refitting fails that was not asked for."""
     narrower = {block.down: compression.dff or block.width for block in conversion.blocks}
     try:
-        refits = refit(converted, job.model, job.used, job.held_back, job.progress, narrower=narrower)
+        refits = refit(converted, dense, job.used, job.held_back, job.progress, narrower=narrower)
     except CalibrationError as error:
         if compression.solver.refit or conversion.blocks:
             raise
@@ -433,15 +439,37 @@ def _refit(job: _Job, compression: Compression, conversion: _Converted, converte
 
 
 def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of a model that shares its tensors."""
+    """Return a copy of a model that shares its tensors, and hooks and attributes that cannot be copied.
+
+    A module of the copy runs the forward pass of its class, not a function in its place.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     for module in model.modules():
         tensors += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
-    copied = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    try:
+        copied = copy.deepcopy(model, memo.copy())
+    except Exception:  # whatever an attribute raises
+        for module in model.modules():
+            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+            for value in (*hooks, *vars(module).values()):
+                if not _can_be_copied(value, memo):
+                    memo[id(value)] = value
+        copied = copy.deepcopy(model, memo)
     for module in copied.modules():
         if isinstance(vars(module).get("forward"), FunctionType):  # as by torch.compile; it runs the original
             del module.forward
     return copied
+
+
+def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
+    if isinstance(value, dict):  # as the modules inside, which have attributes of their own
+        return True
+    try:
+        copy.deepcopy(value, memo.copy())
+    except Exception:
+        return False
+    return True
 
 
 def _install(model: PreTrainedModel, planned: Sequence[Planned]) -> None:

@@ -128,6 +128,40 @@ def test_a_compiled_forward_pass_does_not_hide_the_drift(make_tiny, calibration)
     assert compress(model, Compression(dk=8), calibration).drift == expected
 
 
+class Logger:
+    """A forward hook and an attribute that cannot be copied."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __call__(self, *_):
+        return None
+
+
+@pytest.mark.parametrize("place", ["hook", "attribute"])
+@pytest.mark.parametrize("refit", [False, True])
+def test_what_cannot_be_copied_is_no_obstacle(place, refit, make_tiny, calibration):
+    plain, model = make_tiny("bert"), make_tiny("bert")
+    if place == "hook":
+        model.encoder.register_forward_hook(Logger())
+    else:
+        model.encoder.logger = Logger()
+    compression = Compression(dk=8, solver=Solver(sweeps=3, refit=refit))
+    expected = compress(plain, compression, calibration).drift
+    assert compress(model, compression, calibration).drift == expected
+    if place == "attribute":
+        assert model.encoder.logger.lock is not None
+
+
+def test_a_replaced_forward_pass_makes_no_drift(make_tiny, calibration):
+    model = make_tiny("bert")
+    layer = model.encoder.layer[0]
+    stock = layer.forward
+    layer.forward = lambda *args, **kwargs: stock(*args, **kwargs) * 1.5
+    report = compress(model, Compression(dk=24, solver=Solver(refit=False)), calibration)
+    assert report.drift.relative_error < 1e-5
+
+
 def test_no_calibration_no_drift(make_tiny):
     report = compress(make_tiny("bert"), Compression(dk=8), calibration=None)
     assert report.drift is None
