@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.analysis.stream import Batches, Progress, read_heads, unpadded_vectors, with_progress
-from collab_compress.architectures import KINDS, Kind, find_attention
+from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention.install import HeadCall
 from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
@@ -212,9 +212,9 @@ class AblatedHeads(HeadMask):
         self._means = means
         super().__init__(model)
 
-    def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
+    def act(self, site: AttentionSite, outputs: Tensor, call: HeadCall) -> Tensor:
         """Replace the silenced heads of outputs (B, T, H, s)."""
-        name = self._sites[call.module].name
+        name = site.name
         mask = self._masks.get(name)
         if mask is None:
             return outputs
@@ -224,7 +224,7 @@ class AblatedHeads(HeadMask):
             others = outputs.roll(1, 0)
         else:
             raise HeadError(f"{name}: a batch of one sequence has no other to resample from; pass larger batches")
-        masked: Tensor = super().__call__(outputs, call)
+        masked: Tensor = super().act(site, outputs, call)
         return masked + others * (1 - mask.to(outputs))[:, None]
 
 

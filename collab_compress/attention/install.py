@@ -39,7 +39,9 @@ class HeadCall(NamedTuple):
 class HeadHook(Protocol):
     """A hook on the head outputs of an attention module, which may change them."""
 
-    needs_probs: bool
+    @property
+    def needs_probs(self) -> bool:
+        """Whether attention probabilities must be computed."""
 
     def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
         """Return the head outputs (B, T, H, dv) to continue with."""

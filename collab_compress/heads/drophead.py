@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import KINDS, Kind, find_attention
+from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention.install import HeadCall
 from collab_compress.errors import HeadError
 from collab_compress.heads.hooks import HeadHooks
@@ -56,7 +56,7 @@ class DropHead(HeadHooks):
         for tensor in self._tensors.values():
             tensor.fill_(p)
 
-    def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
+    def act(self, site: AttentionSite, outputs: Tensor, call: HeadCall) -> Tensor:
         """Drop heads of outputs (B, T, H, dv)."""
         if not call.module.training:
             return outputs

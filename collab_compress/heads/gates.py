@@ -67,9 +67,9 @@ class HeadGates(HeadHooks):
         """Return ln α of each module, (H,), for an optimizer; they are not parameters of the model."""
         return list(self.log_alphas.values())
 
-    def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
+    def act(self, site: AttentionSite, outputs: Tensor, call: HeadCall) -> Tensor:
         """Gate the heads of outputs (B, T, H, dv)."""
-        log_alpha = self.log_alphas[self._sites[call.module].name].to(outputs.device)
+        log_alpha = self.log_alphas[site.name].to(outputs.device)
         if not call.module.training:
             return outputs * _gate(log_alpha).to(outputs.dtype)[:, None]
         draws = self._draw(outputs).clamp(1e-6, 1 - 1e-6)
@@ -99,7 +99,7 @@ class HeadGates(HeadHooks):
         """
         values = self.values()
         with torch.no_grad():
-            for name, weight, sizes in _check(self._model, self._sites.values()):
+            for name, weight, sizes in _check(self._model, [hook.site for hook in self._hooks]):
                 gates = values[name].to(weight.device, weight.dtype)
                 weight.mul_(gates.repeat_interleave(torch.tensor(sizes, device=weight.device)))
         self.remove()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention, transformers_model
@@ -31,15 +31,15 @@ class HeadHooks:
     """Base of what hooks on the heads of attention modules, until `remove` or the end of a `with` block."""
 
     needs_probs = False
-    _sites: Mapping[nn.Module, AttentionSite] = {}
+    _hooks: Sequence["SiteHook"] = ()
 
     def _add(self, sites: Sequence[AttentionSite], *, first: bool = False) -> None:
-        self._sites = {site.module: site for site in sites}
+        self._hooks = [SiteHook(self, site) for site in sites]
         self.rank, self.processes = 0, 1
         if in_process_group():
             self.rank, self.processes = distributed.get_rank(), distributed.get_world_size()
-        for module in self._sites:
-            add_head_hook_(module, self, first=first)
+        for hook in self._hooks:
+            add_head_hook_(hook.site.module, hook, first=first)
 
     def _draw(self, outputs: Tensor) -> Tensor:
         """Return uniform draws (B, H) of torch's global generator for head outputs (B, T, H, dv).
@@ -49,21 +49,38 @@ class HeadHooks:
         sequences, heads = outputs.shape[0], outputs.shape[2]
         return torch.rand(self.processes, sequences, heads, device=outputs.device)[self.rank]
 
-    def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
-        """Return the head outputs (B, T, H, dv) to continue with."""
+    def act(self, site: AttentionSite, outputs: Tensor, call: HeadCall) -> Tensor:
+        """Return the head outputs (B, T, H, dv) with which a module continues."""
         raise NotImplementedError
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
-        for module in self._sites:
-            remove_head_hook_(module, self)
-        self._sites = {}
+        for hook in self._hooks:
+            remove_head_hook_(hook.site.module, hook)
+        self._hooks = ()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+@dataclass(frozen=True, eq=False)
+class SiteHook:
+    """The hook on one module, which knows the module also where a replica of it runs (`nn.DataParallel`)."""
+
+    hooks: HeadHooks
+    site: AttentionSite
+
+    @property
+    def needs_probs(self) -> bool:
+        """Whether attention probabilities must be computed."""
+        return self.hooks.needs_probs
+
+    def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
+        """Return the head outputs (B, T, H, dv) with which the module continues."""
+        return self.hooks.act(self.site, outputs, call)
 
 
 @dataclass(frozen=True)
@@ -160,11 +177,10 @@ class Tap(HeadHooks):
     def _end(self, *_: object) -> None:
         self._masks = None
 
-    def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
+    def act(self, site: AttentionSite, outputs: Tensor, call: HeadCall) -> Tensor:
         """Record one call of an attention module."""
         if self._masks is None:
             return outputs
-        site = self._sites[call.module]
         if self._differentiable and not torch.is_grad_enabled():
             raise HeadError(
                 f"{site.name} runs without gradients inside a pass with gradients, as in reentrant gradient "
@@ -245,7 +261,7 @@ class HeadMask(HeadHooks):
             HeadError: a module is not known or its mask has the wrong shape, and the masks stay as they were; or the
                 masks have been removed.
         """
-        if not self._sites:
+        if not self._hooks:
             raise HeadError("these masks have been removed from the model; make a new HeadMask")
         self._masks = self._checked(masks)
 
@@ -261,9 +277,9 @@ class HeadMask(HeadHooks):
                 )
         return dict(masks)
 
-    def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
+    def act(self, site: AttentionSite, outputs: Tensor, call: HeadCall) -> Tensor:
         """Mask the heads of outputs (B, T, H, dv)."""
-        name = self._sites[call.module].name
+        name = site.name
         mask = self._masks.get(name)
         if mask is None:
             return outputs

@@ -211,3 +211,21 @@ def test_masks_for_another_number_of_samples_are_refused(make_tiny, batch):
         pytest.raises(HeadError, match="got 2 rows for 3 samples; pass one"),
     ):
         hidden(model, batch)
+
+
+@pytest.mark.parametrize("part", ["mask", "tap"])
+def test_replicas_of_modules_are_hooked_too(part, make_tiny, batch):
+    """`nn.DataParallel` runs replicas, which share the attributes of the modules."""
+    model = make_tiny("bert")
+    layer, name = model.encoder.layer[0].attention, "encoder.layer.0.attention.self"
+    hooks = HeadMask(model, {name: torch.tensor([0.0, 1.0, 1.0])}) if part == "mask" else Tap(model)
+    with hooks, torch.no_grad():
+        expected = model(**batch)[0]
+        module = layer.self
+        layer.self = module._replicate_for_data_parallel()
+        layer.self._parameters.update(module._parameters)
+        layer.self._modules.update(module._modules)
+        assert torch.equal(model(**batch)[0], expected)
+        if part == "tap":
+            assert hooks.take()[0].site.name == name
+        layer.self = module
