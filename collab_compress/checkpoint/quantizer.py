@@ -65,11 +65,13 @@ def describe_edits_when_saving() -> None:
     save, describe = PreTrainedModel.save_pretrained, PretrainedConfig.to_diff_dict
 
     @functools.wraps(save)
-    def save_pretrained(self: PreTrainedModel, save_directory: Any, *args: Any, **options: Any) -> Any:
-        for prepare in BEFORE_SAVING if options.get("is_main_process", True) else ():
+    def save_pretrained(
+        self: PreTrainedModel, save_directory: Any, is_main_process: bool = True, *args: Any, **options: Any
+    ) -> Any:
+        for prepare in BEFORE_SAVING if is_main_process else ():
             prepare(self, Path(save_directory))
         with _described(self):
-            return save(self, save_directory, *args, **options)
+            return save(self, save_directory, is_main_process, *args, **options)
 
     @functools.wraps(describe)
     def to_diff_dict(self: PretrainedConfig) -> dict[str, Any]:
