@@ -32,6 +32,7 @@ from collab_compress.tasks import task_files
 MARK = ".collab-experiment.json"
 LOCK = ".collab-experiment.lock"
 MADE_BY = {"made_by": "collab_compress.experiments", "format": 2}
+LOST = "{} has lost its mark, so what was made there is not known; choose another output"
 FILES = "sha256"
 """Key of the names and digests that replace a path in the settings of a mark."""
 
@@ -69,8 +70,8 @@ def reserve_output(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
     settings = _settings_by_folder(recipe, stages)
 
     def finished() -> bool:
-        done = all((output / stage / "result.json").is_file() for stage in stages)
-        return done and not any(lacking(read_result(recipe, stage), recipe.measures) for stage in stages)
+        records = [read_result(recipe, stage) for stage in stages if (output / stage / "result.json").is_file()]
+        return len(records) == len(stages) and not any(lacking(record, recipe.measures) for record in records)
 
     def unmarked() -> list[Path]:
         _refuse_foreign(recipe, stages)
@@ -104,9 +105,20 @@ def is_ours(folder: Path) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder that an experiment made; others are left unchanged."""
-    if is_ours(folder):
-        shutil.rmtree(folder, ignore_errors=True)
+    """Remove a folder that an experiment made; others are left unchanged.
+
+    Its mark is removed last, so that the folder is still known as ours if the process is killed.
+    """
+    if not is_ours(folder) or folder.is_symlink():
+        return
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != MARK:
+                path.unlink()
+        (folder / MARK).unlink()
+        folder.rmdir()
 
 
 def _read_mark(folder: Path) -> dict[str, Any] | None:
@@ -127,7 +139,10 @@ def _is_marked(folder: Path, wanted: Mapping[str, Any], output: Path) -> bool:
     revision = wanted.get("revision")
     if revision is not None and any(commits.get("model") == revision for _, commits in _recorded_commits(output)):
         marked["revision"] = revision  # the same commit under another name, or without one
-    differing = list(_differing(marked, wanted))
+    try:
+        differing = list(_differing(marked, wanted))
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{folder / MARK} is damaged; choose another output") from error
     if differing and _is_begun(folder):
         raise RecipeError(f"{folder} was made with another {', '.join(differing)}; choose another output")
     return not differing
@@ -194,9 +209,13 @@ def _refuse_foreign(recipe: Recipe, stages: Sequence[str]) -> None:
         if isinstance(name, str) and Path(name).is_dir() and Path(name).resolve().is_relative_to(output.resolve()):
             raise RecipeError(f"the model {name} lies in the output {output}; choose another output")
     if _is_foreign(output):
+        if any(map(is_ours, output.glob("*/"))):
+            raise RecipeError(LOST.format(output))
         raise RecipeError(f"{output} exists and is no output of an experiment; choose another, or an empty folder")
     for folder in (output / name for name in (*stages, "start")):
         if _is_foreign(folder):
+            if _is_begun(folder):
+                raise RecipeError(LOST.format(folder))
             raise RecipeError(f"{folder} exists and no experiment made it; choose another output, or remove it")
 
 
@@ -337,7 +356,7 @@ def refuse_moved(recipe: Recipe, commits: Mapping[str, str | None]) -> None:
 def _recorded_commits(output: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
     """Yield the folders of finished stages, with the commits of their models and data on the hub."""
     for path in sorted(output.glob("*/result.json")):
-        yield path.parent, read_record(path).get("hub", {})
+        yield path.parent, _stage_record(path).get("hub", {})
 
 
 def hub_commits(model: str | Path, data: Mapping[str, Dataset]) -> dict[str, str | None]:
@@ -373,13 +392,23 @@ def read_result(recipe: Recipe, stage: str) -> dict[str, Any]:
     """Read the record of a stage.
 
     Raises:
-        RecipeError: it is missing, or of another experiment.
+        RecipeError: it is missing, damaged, or of another experiment.
     """
     path = recipe.output / stage / "result.json"
-    record = read_record(path)
+    record = _stage_record(path)
     for name, wanted in (("task", recipe.task), ("stage", stage), ("seed", recipe.seed)):
         if record.get(name) != wanted:
             raise RecipeError(f"{path} has {name} {record.get(name)!r}, not {wanted!r}; choose another output")
+    return record
+
+
+def _stage_record(path: Path) -> dict[str, Any]:
+    """Read the record of a stage, and check the fields that decide whether the stage is finished."""
+    record = read_record(path)
+    mappings = (record.get("metrics"), record.get("recipe"), *(record.get(name, {}) for name in ("hub", "measured")))
+    scored = "score" in record and isinstance(record["score"], int | float | None)
+    if not scored or not all(isinstance(value, dict) for value in mappings):
+        raise RecipeError(f"{path} is no record of an experiment; remove it, or choose another output")
     return record
 
 

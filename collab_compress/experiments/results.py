@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.outputs import read_records
@@ -38,6 +38,9 @@ UNSHAPED = {"dropout", "attention_dropout", "attention"}
 """Settings of a fresh model in which methods may differ; models that differ in others are named differently."""
 
 
+Natural = Annotated[int, Field(ge=0, lt=2**63)]
+
+
 class Settings(BaseModel):
     """The settings of a recipe that tables are made by, and all others unchecked."""
 
@@ -60,9 +63,9 @@ class Record(BaseModel):
     conversion: str | None
     again: bool
     stage: str
-    seed: int
+    seed: Natural
     score: float | None
-    parameters: int | None = None
+    parameters: Natural | None = None
     recipe: Settings = Settings()
     metrics: dict[str, dict[str, Any]] = {}
     seconds: float | None = None

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ from accelerate.state import AcceleratorState
 from filelock import FileLock
 
 from collab_compress.errors import CheckpointError, CollabCompressError, DataError, RecipeError
-from collab_compress.experiments import protocol, read_recipe, run, tuning
-from collab_compress.experiments.outputs import LOCK, MARK, is_ours
+from collab_compress.experiments import outputs, protocol, read_recipe, run, tuning
+from collab_compress.experiments.outputs import LOCK, MARK, discard, is_ours, mark
 
 FRESH = "fresh={layers: 1, width: 24, heads: 3, max_length: 40, tokenizer: word, vocab_size: null}"
 TUNING = "tuning={epochs: 1, batch_size: 8, arguments: {disable_tqdm: true}}"
@@ -228,6 +229,62 @@ def test_a_run_killed_while_it_removed_its_checkpoints_goes_on(start, data_dir, 
     assert list((output / "tuned" / "checkpoints").iterdir())
     assert run(recipe(data_dir, output, f"model={start}"))
     assert not (output / "tuned" / "checkpoints").exists()
+
+
+def test_a_folder_is_known_as_ours_until_it_is_removed(tmp_path, monkeypatch):
+    folder = tmp_path / "start"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "weights").touch()
+    mark(folder, {})
+
+    def kill(path, **_):
+        """Begin with the mark, and be killed then."""
+        (Path(path) / MARK).unlink(missing_ok=True)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(outputs.shutil, "rmtree", kill)
+        with pytest.raises(KeyboardInterrupt):
+            discard(folder)
+    assert is_ours(folder)
+    discard(folder)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("tuned/result.json", {"score": "x"}, "is no record of an experiment; remove it, or choose another output"),
+        ("tuned/result.json", {"score": ...}, "is no record of an experiment"),
+        ("tuned/result.json", {"metrics": ...}, "is no record of an experiment"),
+        ("tuned/result.json", {"metrics": 5}, "is no record of an experiment"),
+        ("tuned/result.json", {"hub": None}, "is no record of an experiment"),
+        ("tuned/result.json", {"hub": "main"}, "is no record of an experiment"),
+        ("tuned/result.json", {"measured": 5}, "is no record of an experiment"),
+        *(
+            (MARK, {"recipe": {"model": {"sha256": digests}}}, "json is damaged; choose another output")
+            for digests in (5, [5], [[5]])
+        ),
+        (MARK, {"recipe": ...}, "out has lost its mark, so what was made there is not known; choose another output"),
+        (f"tuned/{MARK}", {"recipe": ...}, "tuned has lost its mark, so what was made there is not known"),
+    ],
+)
+def test_damaged_records_and_marks_are_refused(start, data_dir, tmp_path, monkeypatch, file, changes, message):
+    """Of a finished experiment, and of one that is to be continued."""
+    given = recipe(data_dir, tmp_path / "out", f"model={start}", "compression.dk=12")
+    settings = outputs.settings_of(given, True)
+    for stage in ("tuned", "dk12"):
+        fields = {"score": 1.0, "metrics": {}, "recipe": {}, "task": "mrpc", "stage": stage, "seed": 0}
+        mark(given.output / stage, {} if stage == "tuned" else {name: settings[name] for name in outputs.CONVERTED})
+        outputs.write_record(given.output / stage / "result.json", fields)
+    mark(given.output, {name: settings[name] for name in outputs.BASE})
+    assert len(run(given)) == 2
+    content = json.loads((given.output / file).read_text()) | changes
+    content = {name: value for name, value in content.items() if value is not ...}
+    (given.output / file).write_text(json.dumps(content))
+    for one in (given, replace(given, measures=("svcca",)), replace(given, again=given.tuning)):
+        with pytest.raises(RecipeError, match=message):
+            run(one)
 
 
 @pytest.mark.parametrize(("output", "message"), [("x" * 300, "too long"), ("~nobody-here/x", "home directory")])

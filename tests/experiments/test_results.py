@@ -314,6 +314,8 @@ def test_settings_that_differ_from_those_of_the_reference_are_noted(write, tmp_p
     ("change", "message"),
     [
         ({"score": "84"}, "score is '84'; expected a valid number"),
+        ({"seed": 10**401}, "seed is 10+; expected less than 9223372036854775808"),
+        ({"parameters": 2**70}, f"parameters is {2**70}; expected less than 9223372036854775808"),
         ({"seed": True}, "seed is True; expected a valid integer"),
         ({"conversion": 128}, "conversion is 128; expected a valid string"),
         ({"task": "swag"}, "unknown task 'swag'; expected one of ag_news"),
