@@ -363,8 +363,17 @@ def problems_of(error: ValidationError, options_class: Any = None) -> str:
         error: by pydantic.
         options_class: the dataclass whose fields are suggested for unknown ones.
     """
-    problems = []
-    for details in error.errors():
+    problems, errors = [], error.errors()
+    # A field of several types, of which the first is str, has an error for each type.
+    unions = {
+        one["loc"][:-1]: one["input"] for one in errors if one["type"] == "string_type" and one["loc"][-1] == "str"
+    }
+    for union, value in unions.items():
+        of_union = [one for one in errors if one["loc"][: len(union)] == union]
+        types = dict.fromkeys(str(one["loc"][len(union)]) for one in of_union)
+        problems.append(f"{'.'.join(map(str, union))} is {repr(value)[:60]}; expected {' or '.join(types)}")
+        errors = [one for one in errors if one["loc"][: len(union)] != union]
+    for details in errors:
         *_, name = path = list(map(str, details["loc"]))
         field_name, value = ".".join(path), repr(details["input"])[:60]
         if details["type"] == "unexpected_keyword_argument":
