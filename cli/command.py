@@ -243,6 +243,8 @@ def _expected_error(error: BaseException) -> str | None:
         return f"out of memory: {error}" if str(error) else "out of memory"
     if isinstance(error, OverflowError):
         return f"a number is too large: {error}"
+    if type(error).__name__ == "PanicException":  # of the tokenizers library, once a tokenizer is loaded
+        return f"the tokenizer cannot encode the texts ({error}); its tokenizer.json is damaged"
     from collab_compress.errors import CollabCompressError
 
     return str(error) if isinstance(error, CollabCompressError) else None

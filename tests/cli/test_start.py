@@ -175,7 +175,7 @@ class PanicException(BaseException):
     ("error", "code", "words"),
     [
         (ZeroDivisionError("a\nb"), 70, "unexpected ZeroDivisionError in command.py, line"),
-        (PanicException("no token"), 70, "unexpected PanicException"),
+        (PanicException("no token"), 2, "x: the tokenizer cannot encode the texts (no token); its tokenizer.json"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 2, "out of memory: "),
         (ImportError("pip install liger-kernel"), 2, "x: pip install liger-kernel\n"),
         (OverflowError("int too big"), 2, "a number is too large: int too big"),
