@@ -109,10 +109,10 @@ def recover_(
         except (TypeError, ValueError) as error:
             reason = str(error).partition("\n")[0].replace("TrainingArguments.__init__() ", "")
             raise CompressionError(f"recover_ {reason}; expected arguments of TrainingArguments") from error
-        if not 0 < training.learning_rate <= LARGEST_RATE:
+        rate = training.learning_rate
+        if not isinstance(rate, int | float) or not 0 < rate <= LARGEST_RATE:
             raise CompressionError(
-                f"learning_rate is {training.learning_rate}; expected a number above 0, up to {LARGEST_RATE}; begin "
-                "with 1e-3"
+                f"learning_rate is {rate!r}; expected a number above 0, up to {LARGEST_RATE}; begin with 1e-3"
             )
         _check_models(model, dense)
         count = steps * training.world_size

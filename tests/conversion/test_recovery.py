@@ -166,6 +166,7 @@ def test_recovery_on_texts(minilm, minilm_tokenizer):
         ({"learning_rate": 1e30}, r"learning_rate is 1e\+30; expected a number above 0, up to 1\.0"),
         ({"learning_rate": float("nan")}, "learning_rate is nan; expected a number above 0"),
         ({"learning_rate": -1e-3}, r"learning_rate is -0\.001; expected a number above 0"),
+        ({"learning_rate": "fast"}, "learning_rate is .fast.; expected a number above 0"),
         ({"speed": 2}, "recover_ got an unexpected keyword argument 'speed'; expected arguments of Training"),
         ({"dense": None}, "NoneType is no Transformers model"),
     ],
