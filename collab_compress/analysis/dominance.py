@@ -219,6 +219,8 @@ class AblatedHeads(HeadMask):
         if mask is None:
             return outputs
         if self._means is not None:
+            if name not in self._means:
+                raise HeadError(f"{name} does not run on the reference batches; pass some on which it does")
             others = self._means[name].to(outputs)
         elif len(outputs) > 1:
             others = outputs.roll(1, 0)

@@ -8,6 +8,7 @@ from transformers import BertForQuestionAnswering, BertForSequenceClassification
 
 from collab_compress import HeadMask, head_importance, prune_heads_
 from collab_compress.analysis import Dominance, dominant_heads, pruning_curve, random_importance, split_rows
+from collab_compress.analysis.dominance import AblatedHeads
 from collab_compress.architectures import find_attention
 from collab_compress.attention.install import head_hooks
 from collab_compress.errors import HeadError
@@ -247,6 +248,14 @@ def test_what_cannot_be_scored_is_refused(bert, batch):
     with pytest.raises(HeadError, match="no attention module 'nowhere'"):
         pruning_curve(bert, {"nowhere": torch.ones(3)}, batches=[batch])
     assert not any(head_hooks(site.module) for site in find_attention(bert))
+
+
+def test_a_module_without_a_mean_is_named(make_tiny):
+    with AblatedHeads(make_tiny("bert"), {}) as mask:
+        mask.set({NAME: torch.zeros(3)})
+        site = next(hook.site for hook in mask._hooks if hook.site.name == NAME)
+        with pytest.raises(HeadError, match="does not run on the reference"):
+            mask.act(site, torch.zeros(2, 4, 3, 8), None)
 
 
 def test_random_importance_is_of_every_head_and_seeded(make_tiny):
