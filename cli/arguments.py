@@ -465,7 +465,8 @@ class ResultsArguments:
     """Also write each number as JSON, with the fields of the CSV; must not exist."""
 
     records: File = None
-    """Also write the records there, one a line, in a form that this command reads; must not exist."""
+    """Also write the records there, one a line, in a form that this command reads, and the outcomes of their examples
+    beside it, as NAME.examples.npz; neither may exist."""
 
     pages: Directory = None
     """Write a page for each paper there: verdicts on its claims, its tables beside ours, and its figures, drawn or

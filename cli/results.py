@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from collab_compress.checkpoint.directory import atomic_file, to_json
 from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.experiments.comparison import compare
+from collab_compress.experiments.examples import ENDING, Arrays, Examples, gather_examples, packed, read_examples
 from collab_compress.experiments.outputs import read_records, record_lines
 from collab_compress.experiments.pages import verdicts_of, write_pages
 from collab_compress.experiments.papers import Verdict, read_papers, select_tables, tried
@@ -46,7 +48,9 @@ def run(arguments: Arguments) -> None:
         raise RecipeError(
             "--significance compares the translations of one folder; give one PATH, and not --format csv"
         )
-    check_outputs({f"--{name}": getattr(arguments, name) for name in ("output", "json", "records", "pages")})
+    outcomes = None if arguments.records is None else arguments.records.with_suffix(ENDING)
+    outputs = {f"--{name}": getattr(arguments, name) for name in ("output", "json", "records", "pages")}
+    check_outputs({**outputs, "outcomes of --records": outcomes})
     if arguments.markdown is not None:
         check_editable(arguments.markdown)
     selected = arguments.paper is not None or arguments.table is not None
@@ -73,14 +77,15 @@ def run(arguments: Arguments) -> None:
     page = "" if arguments.markdown is None else regenerated(arguments.markdown, results)
     text = f"{to_markdown(blocks)}\n" if arguments.format == "markdown" else csv_text(lines)
     with ExitStack() as files:  # all of them are written, or none
-        contents = {arguments.output: text}
+        contents: dict[Path | None, str | bytes] = {arguments.output: text}
         contents[arguments.json] = to_json([{name: plain(value) for name, value in line.items()} for line in lines])
         if arguments.records is not None:
-            records = (record for path in paths for record in read_records(path).values())
-            contents[arguments.records] = record_lines(records)
+            contents[arguments.records], arrays = gathered(paths)
+            contents |= {outcomes: packed(arrays)} if arrays else {}
         for path, content in contents.items():
             if path is not None:
-                files.enter_context(atomic_file(path)).write_text(content, encoding="utf-8")
+                binary = content.encode() if isinstance(content, str) else content
+                files.enter_context(atomic_file(path)).write_bytes(binary)
         if arguments.pages is not None:
             write_pages(results, arguments.pages)
         if arguments.markdown is not None:
@@ -95,6 +100,19 @@ def run(arguments: Arguments) -> None:
 
 
 main = main_of("collab-results", Arguments, run)
+
+
+def gathered(paths: Sequence[Path]) -> tuple[str, Arrays]:
+    """Return the lines of all records, and the outcomes of their examples, which lines name by `examples`."""
+    records: dict[str, dict[str, Any]] = {}
+    examples: dict[str, Examples] = {}
+    for path in paths:
+        contents = read_records(path)
+        records |= contents
+        examples |= read_examples(path, contents)
+    keys, arrays = gather_examples([examples.get(place) for place in records])
+    named = zip(records.values(), keys, strict=True)
+    return record_lines(record | ({"examples": key} if key else {}) for record, key in named), arrays
 
 
 @dataclass(frozen=True)

@@ -98,12 +98,12 @@ def write_new(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write text to a file, replacing an earlier one as a whole; use `write_new` where a user names the file.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write to a file, replacing an earlier one as a whole; use `write_new` where a user names the file.
 
     Args:
         path: missing directories are made.
-        text: what to write.
+        content: what to write.
 
     Raises:
         CheckpointError: `path` is no regular file, or cannot be written.
@@ -114,7 +114,7 @@ def write_atomically(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = _partial(path)
         try:
-            partial.write_text(text, encoding="utf-8")
+            partial.write_bytes(content.encode() if isinstance(content, str) else content)
             partial.replace(path)
         finally:
             _remove(partial)

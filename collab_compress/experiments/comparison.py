@@ -16,6 +16,7 @@ from sacrebleu.significance import PairedTest
 from scipy import stats
 
 from collab_compress.errors import RecipeError
+from collab_compress.experiments.examples import scored_splits
 from collab_compress.experiments.results import FRESH, UNSHAPED, Column, Result, Variant, read_results
 from collab_compress.experiments.workload import REFERENCES, target_language
 from collab_compress.tasks import TASKS
@@ -373,7 +374,7 @@ def _scored_splits(folder: Path) -> list[str]:
         raise RecipeError(
             f"{folder} has no references beside its translations; write them to test{REFERENCES}, one a line"
         )
-    return [split for split in splits if split.startswith("test")] or splits
+    return scored_splits(splits)
 
 
 def _translations(folder: Path, split: str, references: Sequence[str]) -> list[str]:

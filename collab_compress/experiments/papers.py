@@ -17,6 +17,7 @@ import yaml
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.comparison import Estimate, estimate
+from collab_compress.experiments.examples import scored_splits
 from collab_compress.experiments.recipe import parse
 from collab_compress.experiments.results import Result
 from collab_compress.report.section import short
@@ -182,8 +183,7 @@ class Quantity:
 
 def _metric(name: str, result: Result) -> float | None:
     """Return a metric of the test set, or of the validation set where there is no test set."""
-    tests = [split for split in result.metrics if split.startswith("test")]
-    splits = (result.metrics[split] for split in tests or result.metrics)
+    splits = (result.metrics[split] for split in scored_splits(result.metrics))
     return next((float(metrics[name]) for metrics in splits if name in metrics), None)
 
 

@@ -13,6 +13,7 @@ from collab_compress.conversion import recover_
 from collab_compress.conversion.compress import compress, install_unset_
 from collab_compress.distributed import failing_together, on_every_process, on_main_process, process_state
 from collab_compress.errors import CheckpointError, RecipeError
+from collab_compress.experiments.examples import scored_splits
 from collab_compress.experiments.measures import MEASURES, add_measures
 from collab_compress.experiments.outputs import (
     environment,
@@ -229,8 +230,7 @@ def _record(
     hub: dict[str, str | None],
 ) -> dict[str, Any]:
     recipe, stage = workload.recipe, folder.name
-    tests = [split for split in metrics if split.startswith("test")]  # GLUE's have no labels and are not scored
-    scores = [metrics[split][name] for split in tests or metrics for name in workload.metric.scores]
+    scores = [metrics[split][name] for split in scored_splits(metrics) for name in workload.metric.scores]
     return {
         "task": recipe.task,
         "method": recipe.method,

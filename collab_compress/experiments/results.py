@@ -3,13 +3,14 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from collab_compress.errors import RecipeError
+from collab_compress.experiments.examples import Examples, read_examples
 from collab_compress.experiments.outputs import read_records
 from collab_compress.experiments.recipe import problems_of
 from collab_compress.experiments.untrained import Fresh
@@ -122,6 +123,7 @@ class Result:
     seconds: float | None = None  # duration of the stage
     history: Sequence[Mapping[str, Any]] = field(default=(), repr=False)  # the Trainer's log
     measures: Mapping[str, Any] = field(default_factory=dict, repr=False)  # name → numbers, by kind and layer
+    examples: Examples = field(default_factory=dict, repr=False)  # outcomes of single examples, where they are known
 
 
 def read_results(*paths: Path) -> list[Result]:
@@ -136,12 +138,18 @@ def read_results(*paths: Path) -> list[Result]:
     Raises:
         RecipeError: there are none, one is no record of an experiment, or two have the same variant, task and seed.
     """
-    records = {place: _checked(place, content) for path in paths for place, content in read_records(path).items()}
+    records: dict[str, Record] = {}
+    examples: dict[str, Examples] = {}
+    for path in paths:
+        contents = read_records(path)
+        records |= {place: _checked(place, content) for place, content in contents.items()}
+        examples |= read_examples(path, contents)
     names = _model_names(record.recipe.model for record in records.values() if record.recipe.model)
     fresh = _fresh_names(records)
     results: dict[tuple[Variant, Column, int], Result] = {}
     for place, record in records.items():
-        result = _result(place, record, fresh.get(place) or names[str(record.recipe.model)])
+        model = fresh.get(place) or names[str(record.recipe.model)]
+        result = replace(_result(place, record, model), examples=examples.get(place, {}))
         variant, column, seed = result.variant, result.column, result.seed
         earlier = results.setdefault((variant, column, seed), result)
         if earlier is not result:

@@ -33,6 +33,7 @@ from collab_compress.checkpoint.directory import has_tokenizer, write_atomically
 from collab_compress.checkpoint.pretrained import load_config
 from collab_compress.distributed import on_every_process, on_main_process, process_state
 from collab_compress.errors import CheckpointError, RecipeError
+from collab_compress.experiments.examples import ENDING, Arrays, ngram_counts, packed
 from collab_compress.experiments.recipe import Recipe
 from collab_compress.metrics import Metric, load_metric, token_losses
 from collab_compress.tasks import (
@@ -147,16 +148,22 @@ class Workload(ABC):
         raise NotImplementedError
 
     def score(self, trainer: Trainer, split: str, rows: Dataset, folder: Path) -> dict[str, float]:
-        """Return the scores of a trainer's model on a split.
+        """Return the scores of a trainer's model on a split, and write the outcomes of its examples.
 
         Args:
             trainer: holds the model.
             split: name of the split.
             rows: the encoded split.
-            folder: where translations are written.
+            folder: where outcomes and translations are written.
         """
-        metrics = trainer.predict(rows, metric_key_prefix="").metrics
-        return {name: metrics[f"_{name}"] for name in self.metric.scores}
+        prediction = trainer.predict(rows, metric_key_prefix="")
+        if trainer.is_world_process_zero():
+            write_atomically(folder / f"{split}{ENDING}", packed(self.outcomes(prediction)))
+        return {name: prediction.metrics[f"_{name}"] for name in self.metric.scores}
+
+    def outcomes(self, prediction: EvalPrediction) -> Arrays:
+        """Return the outcomes of the examples of a split, as `experiments/examples.py` describes them."""
+        raise NotImplementedError
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
@@ -215,12 +222,27 @@ class Classification(Workload):
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Return the metrics of the likeliest classes, or of the regression; NaN if a logit is not finite."""
-        logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-        if not np.isfinite(logits).all():  # argmax would choose the first class
+        if not np.isfinite(_logits(prediction)).all():  # argmax would choose the first class
             return dict.fromkeys(self.metric.scores, math.nan)
-        predicted = np.squeeze(logits, -1) if self.task.kind == "regression" else logits.argmax(-1)
+        predicted = self._predicted(prediction)
         scores: dict[str, float] = self.metric.compute(predictions=predicted, references=prediction.label_ids)
         return scores
+
+    def _predicted(self, prediction: EvalPrediction) -> np.ndarray:
+        logits = _logits(prediction)
+        return np.squeeze(logits, -1) if self.task.kind == "regression" else logits.argmax(-1)
+
+    def outcomes(self, prediction: EvalPrediction) -> Arrays:
+        """Return predictions and labels."""
+        kind = np.float32 if self.task.kind == "regression" else np.int16
+        return {"predictions": self._predicted(prediction).astype(kind), "labels": prediction.label_ids.astype(kind)}
+
+
+def _logits(prediction: EvalPrediction) -> np.ndarray:
+    logits: np.ndarray = (
+        prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    )
+    return logits
 
 
 class TokenModel(Workload):
@@ -236,6 +258,10 @@ class TokenModel(Workload):
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Return the perplexity."""
         return _perplexity(self.metric, prediction.predictions)
+
+    def outcomes(self, prediction: EvalPrediction) -> Arrays:
+        """Return losses and numbers of tokens."""
+        return _token_outcomes(prediction.predictions)
 
 
 class LanguageModel(TokenModel):
@@ -310,6 +336,10 @@ def _perplexity(metric: Metric, losses: np.ndarray) -> dict[str, float]:
     return scores
 
 
+def _token_outcomes(losses: np.ndarray) -> Arrays:
+    return {"losses": losses[:, 0].astype(np.float32), "tokens": losses[:, 1].astype(np.int32)}
+
+
 def target_language(task: Task, target: str | None) -> str:
     """Return the language that is translated to, without its country: the given one, or the task's own."""
     return (target or (task.languages or ("", ""))[1]).partition("_")[0]
@@ -367,7 +397,7 @@ class Translation(Workload):
         return written
 
     def score(self, trainer: Trainer, split: str, rows: Dataset, folder: Path) -> dict[str, float]:
-        """Translate and score a split; write `folder/SPLIT.txt`, and the references beside it.
+        """Translate and score a split; write `folder/SPLIT.txt`, references and outcomes of sentences beside it.
 
         The perplexity is over the tokens of the references, ends of sentences included. German also has BLEU with
         compounds split.
@@ -386,6 +416,9 @@ class Translation(Workload):
         trainer.args.predict_with_generate = False
         trainer.preprocess_logits_for_metrics = partial(_losses, shift=False)
         losses = trainer.predict(rows).predictions[: len(rows)]
+        if trainer.is_world_process_zero():
+            ngrams = ngram_counts(written, references, self.metric.tokenize)
+            write_atomically(folder / f"{split}{ENDING}", packed({"ngrams": ngrams, **_token_outcomes(losses)}))
         return {**scores, "perplexity": _perplexity(load_metric("perplexity"), losses)["perplexity"]}
 
 

@@ -6,9 +6,12 @@ import json
 import os
 import statistics
 
+import numpy as np
 import pytest
 from collab_compress_cli import results as command
 from scipy import stats
+
+from collab_compress.experiments.results import read_results
 
 PLAIN = {"mrpc": [84.0, 85.0, 83.5], "ptb": [100.0, 104.0, 99.0], "rte": [60.0, 61.0, 65.0]}
 CONVERTED = {"mrpc": [83.0, 84.5, 81.0], "ptb": [101.0, 103.0, 99.5], "rte": [60.5, 60.0, 66.0]}
@@ -177,6 +180,37 @@ def test_records_in_one_file(capsys, write, tmp_path):
     code, _, error = run(capsys, folder, "--records", file)
     assert (code, "records.jsonl exists; choose another output" in error) == (2, True)
     assert run(capsys, "--papers", "--records", tmp_path / "none")[0] == 2
+
+
+def test_outcomes_of_examples_go_with_the_records(capsys, write, tmp_path):
+    folder, file = write("mrpc"), tmp_path / "records.jsonl"
+    expected = {}
+    for seed, path in enumerate(sorted(folder.rglob("result.json"))):
+        record = json.loads(path.read_text())
+        path.write_text(json.dumps(record | {"metrics": {"validation": {}}}))
+        if seed:  # the first was made without
+            outcomes = {"predictions": np.arange(seed, dtype=np.int16), "labels": np.ones(seed, np.int16)}
+            np.savez(path.parent / "validation.examples.npz", **outcomes)
+            expected[record["stage"], record["seed"]] = outcomes
+    assert run(capsys, folder, "--records", file)[0] == 0
+    assert run(capsys, file, "--records", tmp_path / "more.jsonl")[0] == 0  # from file to file, too
+    lines = (tmp_path / "more.jsonl").read_text().splitlines()
+    (tmp_path / "more.jsonl").write_text("\n".join(reversed(lines)))  # a key is no place
+    for given in (folder, file, tmp_path / "more.jsonl"):
+        found = {(result.variant.stage, result.seed): result.examples for result in read_results(given)}
+        assert len(found) == 6
+        for key, examples in found.items():
+            assert examples.keys() == ({"validation"} if key in expected else set())
+            for name, array in expected.get(key, {}).items():
+                assert examples["validation"][name].dtype == np.int16
+                assert examples["validation"][name].tolist() == array.tolist()
+    (tmp_path / "other.jsonl").write_text(file.read_text())  # without the outcomes
+    assert not any(result.examples for result in read_results(tmp_path / "other.jsonl"))
+    (tmp_path / "other.examples.npz").write_bytes(b"no archive")
+    code, _, error = run(capsys, tmp_path / "other.jsonl")
+    assert (code, "cannot read the outcomes in" in error) == (2, True)
+    code, _, error = run(capsys, folder, "--records", tmp_path / "other.new")
+    assert (code, "other.examples.npz exists; choose another output" in error) == (2, True)
 
 
 def test_json_has_the_numbers_of_the_csv(capsys, write, tmp_path):

@@ -52,6 +52,9 @@ def test_translation(sentences, tmp_path):
         assert len(written) == 4
         assert record["score"] == record["metrics"]["test"]["bleu"]
         assert record["score"] == sacrebleu.corpus_bleu(written, [list(test["target"])]).score
+        outcomes = np.load(folder / "test.examples.npz")
+        total = outcomes["ngrams"].astype(int).sum(0).tolist()
+        assert sacrebleu.BLEU.compute_bleu(total[:4], total[4:8], *total[8:]).score == record["score"]
         assert (folder / "test.ref.txt").read_text().splitlines() == list(test["target"])
         model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out" / record["stage"] / "model").eval()
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -70,6 +73,8 @@ def test_translation(sentences, tmp_path):
                 logits = model(**ids, decoder_input_ids=torch.tensor([before[: place + 1]])).logits[0, -1]
                 losses.append(-logits.double().log_softmax(-1)[label].item())
         assert record["metrics"]["test"]["perplexity"] == pytest.approx(math.exp(mean(losses)), rel=1e-4)
+        assert outcomes["losses"].sum() == pytest.approx(sum(losses), rel=1e-4)
+        assert outcomes["tokens"].sum() == len(losses)
 
 
 def test_what_training_logs_is_recorded(sentences, tmp_path):
@@ -150,6 +155,8 @@ def test_language_modelling(text, tmp_path, perplexity_by_token):
     expected = perplexity_by_token(model, tokenizer, text / "text" / "test.txt", 6)
     assert record["metrics"]["test"]["perplexity"] == pytest.approx(expected, rel=1e-5)
     assert record["score"] == record["metrics"]["test"]["perplexity"]
+    outcomes = np.load(tmp_path / "out" / "tuned" / "test.examples.npz")
+    assert math.exp(outcomes["losses"].sum() / outcomes["tokens"].sum()) == pytest.approx(expected, rel=1e-5)
     assert model.config.is_decoder
 
 
@@ -200,6 +207,9 @@ def test_a_classifier_without_pretraining(questions, tmp_path):
     [record] = run(recipe(tmp_path / "out", *settings))
     assert record["metrics"].keys() == {"test"}  # there is no other split with labels
     assert record["score"] == 100 * record["metrics"]["test"]["accuracy"]
+    outcomes = np.load(tmp_path / "out" / "tuned" / "test.examples.npz")
+    assert record["score"] == 100 * np.mean(outcomes["predictions"] == outcomes["labels"])
+    assert outcomes["labels"].tolist() == list(load_task("trec", questions)["test"]["label"])
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "tuned" / "model")
     assert model.num_labels == 6
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tuned" / "model")
