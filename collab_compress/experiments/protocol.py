@@ -44,7 +44,8 @@ def run(recipe: Recipe, find_model: Callable[..., str | Path] = find_directory) 
     """Run an experiment from where it stopped.
 
     Each stage has a folder in `recipe.output` with `result.json` and, if the stage made one, the model: `tuned` (or
-    `given`, a model evaluated as it is), the conversion's name, and the same with `-again`. Finished stages are not
+    `given`, a model evaluated as it is), the conversion's name, and the same with `-again` (`tuned-again` without a
+    conversion). Finished stages are not
     repeated, and an interrupted one continues from its last checkpoint; so any number of conversions may share the
     tuned model of one output.
 
@@ -67,9 +68,8 @@ def run(recipe: Recipe, find_model: Callable[..., str | Path] = find_directory) 
         CheckpointError: the model is missing.
     """
     check_environment(recipe)
-    stages = ["given" if recipe.tuning is None else "tuned", *filter(None, [recipe.conversion_name])]
-    if recipe.again is not None:
-        stages.append(f"{recipe.conversion_name}-again")
+    first = "given" if recipe.tuning is None else "tuned"
+    stages = [first, *filter(None, [recipe.conversion_name, recipe.again_name])]
     with failing_together(), ExitStack() as held:
         if not on_main_process(lambda: held.enter_context(reserve_output(recipe, stages))):
             _run(recipe, find_model, stages)
@@ -132,14 +132,13 @@ def _run(recipe: Recipe, find_model: Callable[..., str | Path], stages: Sequence
         on_main_process(lambda: add_measures(workload, start, folder))
         return start
 
-    tuned = run_stage(stages[0], source, recipe.tuning)
-    name = recipe.conversion_name
-    if name is not None:
-        converted = recipe.output / name
-        _convert(workload, tuned, converted)
-        run_stage(name, converted / "model")
-        if recipe.again is not None:
-            run_stage(f"{name}-again", converted / "model", recipe.again)
+    start = run_stage(stages[0], source, recipe.tuning)
+    if recipe.conversion_name is not None:
+        converted = recipe.output / recipe.conversion_name
+        _convert(workload, start, converted)
+        start = run_stage(recipe.conversion_name, converted / "model")
+    if recipe.again_name is not None:
+        run_stage(recipe.again_name, start, recipe.again)
 
 
 def _load_workload(recipe: Recipe) -> Workload:
@@ -236,7 +235,7 @@ def _record(
         "method": recipe.method,
         "stage": stage,
         "conversion": None if stage in ("given", "tuned") else recipe.conversion_name,
-        "again": stage == f"{recipe.conversion_name}-again",
+        "again": stage == recipe.again_name,
         "seed": recipe.seed,
         "score": workload.metric.scale * sum(scores) / len(scores),
         "metrics": metrics,

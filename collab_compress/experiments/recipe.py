@@ -162,7 +162,7 @@ class Recipe:
     """Fine-tune a model on a task, convert it, and fine-tune it again; evaluate after each.
 
     Without `tuning` the model is evaluated and converted as it is, without `compression` it is not converted, without
-    `again` a converted model is only evaluated.
+    `again` there is no second fine-tuning.
     """
 
     task: str
@@ -206,7 +206,8 @@ class Recipe:
     """The conversion."""
 
     conversion: str | None = None
-    """Name of the conversion, in tables and as a folder; dkN if not given."""
+    """Name of the conversion, in tables and as a folder; dkN if not given. Without compression it names the second
+    fine-tuning of the dense model, the control of a converted one's: NAME-again, or tuned-again if not given."""
 
     calibration: str = "synthetic"
     """Calibration data of the conversion: synthetic, generated, none, or a file with one text a line."""
@@ -218,7 +219,7 @@ class Recipe:
     """Distillation of the converted attention from the dense model's, without labels, on the calibration data."""
 
     again: Tuning | None = None
-    """The second fine-tuning, of the converted model."""
+    """The second fine-tuning, of the converted model, or of the dense one without compression."""
 
     heads: HeadTraining = field(default_factory=HeadTraining)
     """Methods that act on heads, in both fine-tunings."""
@@ -262,9 +263,9 @@ class Recipe:
             raise RecipeError(
                 "rotation moves heads between checkpoints, so their mean mixes different heads; leave average out"
             )
-        if self.again is not None and self.compression is None:
-            raise RecipeError("again fine-tunes the converted model; give compression too, or leave again out")
-        if self.conversion is not None and self.compression is None:
+        if self.again is not None and self.compression is None and self.tuning is None:
+            raise RecipeError("again is a second fine-tuning; give compression or tuning too, or leave again out")
+        if self.conversion is not None and self.compression is None and self.again is None:
             raise RecipeError(
                 f"conversion {self.conversion!r} converts nothing; give compression too, or leave conversion out"
             )
@@ -293,6 +294,11 @@ class Recipe:
     def conversion_name(self) -> str | None:
         """Name of the conversion; None without one."""
         return None if self.compression is None else self.conversion or f"dk{self.compression.dk}"
+
+    @property
+    def again_name(self) -> str | None:
+        """Name of the second fine-tuning's stage; None without one."""
+        return None if self.again is None else f"{self.conversion_name or self.conversion or 'tuned'}-again"
 
 
 Options = TypeVar("Options")

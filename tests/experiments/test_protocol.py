@@ -69,6 +69,29 @@ def test_ranks_share_the_dense_model(start, data_dir, tmp_path):
         assert {path.name for path in (tmp_path / stage).iterdir()} == {"given", MARK}
 
 
+@pytest.mark.parametrize(
+    ("named", "stage"), [("conversion=null", "tuned-again"), ("conversion=dense", "dense-again")]
+)
+def test_the_dense_model_can_be_tuned_again(start, data_dir, tmp_path, named, stage):
+    """It ends as the tuned model that is given to a first fine-tuning of the same settings."""
+    recipe = read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "compression=null", named))
+    tuned, again = run(recipe)
+    found = [(record["stage"], record["conversion"], record["again"]) for record in (tuned, again)]
+    assert found == [("tuned", None, False), (stage, None, True)]
+    model = tmp_path / "out" / "tuned" / "model"
+    once = read_recipe(overrides=settings(model, data_dir, tmp_path / "once", "compression=null", "again=null"))
+    [expected] = run(once)
+    assert again["metrics"] == expected["metrics"]
+    weights, wanted = (
+        load_file(place / "model/model.safetensors")
+        for place in (tmp_path / "out" / stage, tmp_path / "once" / "tuned")
+    )
+    assert all(torch.equal(weight, wanted[name]) for name, weight in weights.items())
+    assert not all(
+        torch.equal(weight, load_file(model / "model.safetensors")[name]) for name, weight in weights.items()
+    )
+
+
 def evaluated(model, data_dir, output, *more):
     """The record of a finished model that is evaluated and no more."""
     (record,) = run(read_recipe(overrides=mrpc(model, data_dir, output, *more)))
