@@ -21,24 +21,27 @@ BEGIN, END = "<!-- families: written by tests/families/test_table.py -->\n", "<!
 
 
 def rows(models):
-    """One line for each family: its name, model types, kinds of attention, and limits."""
+    """One line for all families with the same kinds of attention and the same limits."""
     kinds, eager = {}, {}
     for model in models:
         for site in find_attention(model):
             kinds.setdefault(site.family.name, set()).add(site.kind)
             eager.setdefault(site.family.name, not model._supports_sdpa)
-    families = {family.name: family for family in FAMILIES.values()}
-    for name in sorted(families, key=str.lower):
-        family = families[name]
-        order = [kind for kind in ("encoder", "decoder", "cross") if kind in kinds.get(name, ())]
+    groups = {}
+    for family in sorted(
+        {family.name: family for family in FAMILIES.values()}.values(), key=lambda f: f.name.lower()
+    ):
+        order = [kind for kind in ("encoder", "decoder", "cross") if kind in kinds.get(family.name, ())]
+        key = ", ".join(order), "; ".join(limits(family, eager.get(family.name, False)))
         types = ", ".join(f"`{model_type}`" for model_type in family.model_types)
-        yield f"| {name} | {types} | {', '.join(order)} | {'; '.join(limits(family, eager.get(name, False)))} |"
+        since = f" ({family.since})" if family.since else ""
+        groups.setdefault(key, []).append(f"{family.name} {types}{since}")
+    for (attention, limit), families in sorted(groups.items()):
+        yield f"| {attention} | {limit or 'none'} | {'; '.join(families)} |"
 
 
 def limits(family, eager):
     """What cannot be done with a family."""
-    if family.since:
-        yield f"Transformers {family.since}"
     if family.keeps_scores:
         yield "dv and dff alone"
         return
@@ -56,7 +59,7 @@ def limits(family, eager):
 
 def table():
     """The whole table, from the tiny models of the tests."""
-    head = ["| family | model type | attention | limits |", "|---|---|---|---|"]
+    head = ["| attention | limits | families |", "|---|---|---|"]
     models = [*map(build, TINIES), *map(make_rotary, [*ROTARY, *KEEPING])]
     return BEGIN + "\n".join([*head, *rows(models)]) + "\n" + END
 
