@@ -189,10 +189,10 @@ class CompressArguments(EditArguments):
 
     calibration: Annotated[str, tyro.conf.arg(metavar=CALIBRATIONS)] = "synthetic"
     """Data to calibrate on: random tokens (noise for images and sounds); texts that a decoder with a language-model
-    head writes itself; none; a file with one text a line (or two, with a tab between, for a classifier of pairs);
-    FILE:COLUMN or FILE:FIRST,SECOND of a .csv, .tsv or .jsonl file; NAME:COLUMN or NAME:CONFIGURATION:COLUMN of the
-    training rows of a data set on the hub; random tokens beside any of these; or a folder of images or 16-bit .wav
-    files, which needs the processor beside the model."""
+    head writes itself; none; a file with one text a line (or two, with a tab between: text pairs, or source and
+    target of an encoder–decoder); FILE:COLUMN or FILE:FIRST,SECOND of a .csv, .tsv or .jsonl file; NAME:COLUMN or
+    NAME:CONFIGURATION:COLUMN of the training rows of a data set on the hub; random tokens beside any of these; or a
+    folder of images or 16-bit .wav files, which needs the processor beside the model."""
 
     calibration_options: tyro.conf.OmitArgPrefixes[CalibrationOptions] = field(default_factory=CalibrationOptions)
 

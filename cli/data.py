@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from collab_compress.calibration import Batch, calibration_batches, evaluation_m
 from collab_compress.calibration.files import Text, read_texts
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.calibration.synthetic import BATCH_SIZE, usable_length
-from collab_compress.errors import CalibrationError, DataError
+from collab_compress.errors import DataError
 from collab_compress.report import TaskScore
 
 from .arguments import Data
@@ -57,12 +56,6 @@ def load_data(data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) -> 
         return _synthetic(data, model, tokenizer, seed)
     words = f"sentences of {data.data.name}"
     texts = read_texts(data.data)
-    if model.config.is_encoder_decoder and tokenizer is not None:
-        pairs = _pairs(data.data, texts)
-        order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))[: data.sentences].tolist()
-        batches = list(_translated([pairs[row] for row in order], model, tokenizer, data.length))
-        short = next((pair for pair in pairs if SHORT[0] <= len(pair[0].split()) <= SHORT[1]), pairs[0])
-        return Loaded(batches, words, short)
     batches = calibration_batches(texts, model, tokenizer, sequences=data.sentences, length=data.length, seed=seed)
     return Loaded(batches, words, data.sentence or _short(texts))
 
@@ -76,40 +69,6 @@ def _synthetic(data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) ->
     batches = calibration_batches("synthetic", model, tokenizer, sequences=sequences, length=length, seed=seed)
     sentence = (data.sentence or SENTENCE) if tokens and not model.config.is_encoder_decoder else None
     return Loaded(batches, "random tokens" if tokens else "noise", sentence)
-
-
-def _pairs(path: Path, texts: Sequence[Text]) -> list[tuple[str, str]]:
-    """Return pairs of source and target.
-
-    Raises:
-        CalibrationError: a line is not a pair.
-    """
-    pairs = []
-    for text in texts:
-        if isinstance(text, str) or not all(text):
-            line = text if isinstance(text, str) else "\t".join(text)
-            raise CalibrationError(
-                f"{path}: {line[:60]!r} is no pair; an encoder–decoder reads a source and a target, a tab between"
-            )
-        pairs.append(text)
-    return pairs
-
-
-def _translated(
-    pairs: Sequence[tuple[str, str]], model: PreTrainedModel, tokenizer: Any, length: int
-) -> Iterator[Batch]:
-    """Encode sources and targets; the decoder starts with its start token, as in training."""
-    config: Any = model.config
-    options = {"truncation": True, "max_length": length, "padding": True, "return_tensors": "pt"}
-    known = forward_arguments(model)
-    for start in range(0, len(pairs), BATCH_SIZE):
-        sources, targets = zip(*pairs[start : start + BATCH_SIZE], strict=True)
-        batch = {name: value for name, value in tokenizer(list(sources), **options).items() if name in known}
-        target = tokenizer(text_target=list(targets), **options)
-        first = torch.full((len(targets), 1), config.decoder_start_token_id)
-        batch["decoder_input_ids"] = torch.cat([first, target["input_ids"][:, :-1]], 1)
-        batch["decoder_attention_mask"] = target["attention_mask"]
-        yield batch
 
 
 def _labelled(name: str, data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) -> Loaded:

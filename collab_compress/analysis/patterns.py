@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.analysis.stream import Batches, Progress, Readings, observe, read_heads
 from collab_compress.architectures import KINDS, Kind
+from collab_compress.calibration.batches import encode_pairs
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part
@@ -265,16 +266,11 @@ def _batch(
     if model.config.is_encoder_decoder != (target is not None):
         advice = "pass target=, the text its decoder reads" if target is None else "leave target out"
         raise HeadError(f"{type(model).__name__}: {advice}")
-    texts = (text,) if isinstance(text, str) else text
-    known = forward_arguments(model)
-    encoded = tokenizer(*texts, return_tensors="pt", truncation=True)
-    batch = {name: value for name, value in encoded.items() if name in known}
     if target is not None:
-        ids = tokenizer(text_target=target, return_tensors="pt", truncation=True)["input_ids"]
-        start = torch.full((1, 1), model.config.decoder_start_token_id)
-        batch["decoder_input_ids"] = torch.cat([start, ids[:, :-1]], 1)
-        batch["decoder_attention_mask"] = torch.ones_like(batch["decoder_input_ids"])
-    return batch
+        return encode_pairs(model, tokenizer, [(text, target)], truncation=True)
+    known = forward_arguments(model)
+    encoded = tokenizer(*((text,) if isinstance(text, str) else text), return_tensors="pt", truncation=True)
+    return {name: value for name, value in encoded.items() if name in known}
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> tuple[str, ...]:

@@ -13,14 +13,16 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from collab_compress.calibration.files import Text, read_folder, read_texts, split_columns
-from collab_compress.calibration.gather import Batch
+from collab_compress.calibration.gather import Batch, forward_arguments
 from collab_compress.calibration.synthetic import (
     BATCH_SIZE,
     EQUAL,
+    encode,
     generated_batches,
     noise_for,
     reads_images_too,
     sampled,
+    start_token,
     synthetic_batches,
     usable_length,
 )
@@ -50,7 +52,8 @@ def calibration_batches(
             decoder with a language-model head writes itself), "none" or None, a file of texts or a column of a file
             or a data set (`read_texts`), "synthetic+FILE" (both), a folder of images or sounds for models that read
             those, texts or text pairs (a list, a NumPy array, a column of a pandas table or of a `datasets` data
-            set), or ready batches (a list, a `DataLoader`).
+            set), or ready batches (a list, a `DataLoader`). For an encoder–decoder a pair is a source and a target,
+            which the decoder reads shifted to the right, as in training.
         model: the model they are for; limits the vocabulary and the length.
         tokenizer: needed unless data are ready batches or none, or the model reads no tokens; or the processor that
             holds it.
@@ -93,7 +96,7 @@ def noted_batches(
     if columns is not None:
         raise CalibrationError(
             f"got a data set with columns {list(columns)}; pass the one with the texts, as in "
-            "calibration=data['text']"
+            "calibration=data['text'], or pairs, as in list(zip(data['source'], data['target']))"
         )
     items = None if isinstance(calibration, str | Path) else _items(calibration, sequences)
     if items is not None and not items:
@@ -121,11 +124,6 @@ def noted_batches(
         limit = usable_length(length, model, tokenizer)
         if length is not None and limit is not None and limit < length:
             notes.append(f"random sequences have {limit} tokens, the most the model takes, and not {length}")
-    elif model.config.is_encoder_decoder:
-        raise CalibrationError(
-            f"{type(model).__name__} reads a source and a target, and texts are only one of them; pass batches with "
-            "input_ids and decoder_input_ids, or calibration 'synthetic'"
-        )
     else:
         texts = (
             [_text(place, item) for place, item in enumerate(items)] if items else read_texts(_source(calibration))
@@ -134,7 +132,7 @@ def noted_batches(
         if len(sample) < len(texts):
             notes.append(f"calibration uses {len(sample)} of {len(texts)} texts, drawn at random")
         limit = usable_length(length, model, tokenizer)
-        batches, cut = _text_batches(tokenizer, sample, limit, seed)
+        batches, cut = _text_batches(model, tokenizer, sample, limit, seed)
         if cut:
             notes.append(f"{cut} of {len(sample)} texts are longer than {limit} tokens and are cut there")
         if items is None and str(calibration).startswith(BESIDE):
@@ -191,31 +189,73 @@ def _media_batches(
 
 
 def _text_batches(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], length: int | None, seed: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[Text],
+    length: int | None,
+    seed: int,
 ) -> tuple[list[Batch], int]:
     """Tokenize texts in batches of similar length, in random order; return how many were cut at `length` too."""
-    special = tokenizer.num_special_tokens_to_add(pair=not all(isinstance(text, str) for text in texts))
+    single = next((text for text in texts if isinstance(text, str)), None)
+    translates = model.config.is_encoder_decoder
+    if translates and single is not None:
+        raise CalibrationError(
+            f"{single[:60]!r} is no pair; an encoder–decoder reads a source and a target: pass FILE:source,target, "
+            "lines with a tab between the two, or a list of pairs"
+        )
+    has_pairs = not all(isinstance(text, str) for text in texts)
+    special = tokenizer.num_special_tokens_to_add(pair=has_pairs and not translates)
     if length is not None and length <= special:
         raise CalibrationError(
             f"length {length} leaves no room for texts beside the {special} special tokens of each; pass a larger one"
         )
-    options = {"truncation": length is not None, "max_length": length}
+    options: dict[str, Any] = {"truncation": length is not None, "max_length": length}
     texts = sorted(texts, key=lambda text: len(text) if isinstance(text, str) else len(text[0]) + len(text[1]))
     cut = 0
     batches = []
     for start in range(0, len(texts), BATCH_SIZE):
         part = list(texts[start : start + BATCH_SIZE])
         try:
-            if tokenizer.pad_token_id is not None:
+            if translates:
+                batch = encode_pairs(model, tokenizer, part, padding=True, **options)
+            elif tokenizer.pad_token_id is not None:
                 batch = dict(tokenizer(part, **options, padding=True, return_tensors="pt"))
             else:
                 batch = _pad_without_token(tokenizer(part, **options))
-            if length is not None and batch["input_ids"].shape[1] == length:
-                cut += sum(len(tokens) > length for tokens in tokenizer(part, verbose=False)["input_ids"])
+            widths = [batch[name].shape[1] for name in ("input_ids", "decoder_input_ids") if name in batch]
+            if length is not None and max(widths) == length:
+                sides = zip(*part, strict=True) if translates else [part]
+                rows = [
+                    encode(tokenizer, list(side), target=bool(place), verbose=False)["input_ids"]
+                    for place, side in enumerate(sides)
+                ]
+                cut += sum(max(map(len, row)) > length for row in zip(*rows, strict=True))
         except Exception as error:  # tokenizers raises plain exceptions
-            raise CalibrationError(f"the tokenizer cannot read the texts: {one_line(error)}") from error
+            raise CalibrationError(f"the texts cannot be encoded: {one_line(error)}") from error
         batches.append(batch)
     return sampled(batches, len(batches), seed), cut
+
+
+def encode_pairs(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Any], **options: Any
+) -> Batch:
+    """Tokenize sources and targets for an encoder–decoder; its decoder reads targets shifted to the right.
+
+    The first token is the decoder's start token, as in training (`prepare_decoder_input_ids_from_labels`).
+    """
+    sources, targets = (list(side) for side in zip(*pairs, strict=True))
+    known = forward_arguments(model)
+    batch = tokenizer(sources, return_tensors="pt", **options)
+    target = encode(tokenizer, targets, True, return_tensors="pt", padding_side="right", **options)
+    labels, mask = target["input_ids"], target["attention_mask"]
+    shift: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if shift is None:  # a model without a head
+        first = torch.full_like(labels[:, :1], start_token(model.config, labels[0][mask[0] != 0].tolist()))
+        shifted = torch.cat([first, labels[:, :-1]], 1)
+    else:
+        shifted = shift(labels)
+    encoded = {name: value for name, value in batch.items() if name in known}
+    return encoded | {"decoder_input_ids": shifted, "decoder_attention_mask": mask}
 
 
 def _pad_without_token(encoded: Mapping[str, list[list[int]]]) -> Batch:

@@ -73,7 +73,7 @@ def synthetic_batches(
         batches = [{} for _ in batches]
     if model.config.is_encoder_decoder:
         prefix, suffix = _special_tokens(tokenizer, ids, target=True)
-        start = torch.tensor([_start_token(model.config, suffix), *prefix])[:longest]
+        start = torch.tensor([start_token(model.config, suffix), *prefix])[:longest]
         targets = draw()
         for target in targets:
             target[: len(start)] = start[: len(target)]
@@ -211,32 +211,34 @@ def sampled(items: Sequence[_Item], count: int, seed: int) -> list[_Item]:
 def _special_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], target: bool = False) -> SpecialTokens:
     """Return the special tokens around a text, or around the target of a translation if its language is set."""
     for text in ("a", *(tokenizer.decode([token]) for token in ids[:PROBES])):
-        plain = _encode(tokenizer, text, target, add_special_tokens=False)
-        full = _encode(tokenizer, text, target, add_special_tokens=True)
+        plain = list(encode(tokenizer, text, target, add_special_tokens=False)["input_ids"])
+        full = list(encode(tokenizer, text, target, add_special_tokens=True)["input_ids"])
         for start in range(len(full) - len(plain) + 1) if plain else ():
             if full[start : start + len(plain)] == plain:
                 return full[:start], full[start + len(plain) :]
     raise CalibrationError("the tokenizer makes no tokens of any text; pass ready batches instead")
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str, target: bool = False, **options: bool) -> list[int]:
+def encode(tokenizer: Any, text: Any, target: bool = False, **options: Any) -> Any:
+    """Tokenize a text or a list of texts; targets of a translation as such, if their language is set."""
     language = getattr(tokenizer, "tgt_lang", None)
     if target:
         try:
-            return list(tokenizer(text_target=text, **options)["input_ids"])
+            return tokenizer(text_target=text, **options)
         except (KeyError, ValueError, TypeError):  # the target's language is not set
             pass
         finally:
             if hasattr(tokenizer, "tgt_lang"):
                 tokenizer.tgt_lang = language  # some tokenizers overwrite it
-    return list(tokenizer(text, **options)["input_ids"])
+    return tokenizer(text, **options)
 
 
 def _separator(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], special: SpecialTokens) -> list[int] | None:
     """Return the special tokens that the tokenizer puts between two texts, or None."""
     prefix, suffix = special
     for text in ("a", *(tokenizer.decode([token]) for token in ids[:PROBES])):
-        plain, pair = _encode(tokenizer, text, add_special_tokens=False), list(tokenizer(text, text)["input_ids"])
+        plain = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        pair = list(tokenizer(text, text)["input_ids"])
         between = pair[len(prefix) + len(plain) : len(pair) - len(plain) - len(suffix)]
         if plain and [*prefix, *plain, *between, *plain, *suffix] == pair:
             return between or None
@@ -285,7 +287,7 @@ def _pad(columns: Mapping[str, list[Tensor]], mask_name: str, tokenizer: PreTrai
     return batches
 
 
-def _start_token(config: Any, suffix: Sequence[int]) -> int:
+def start_token(config: Any, suffix: Sequence[int]) -> int:
     """Return a decoder's start token; if the config names none, the last token of a target (mBART's language)."""
     start = getattr(config, "decoder_start_token_id", None)
     names = ("eos_token_id", "bos_token_id", "pad_token_id")

@@ -458,5 +458,5 @@ def test_a_tokenizer_that_cannot_read_the_texts(minilm):
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordPiece({"a": 0, "dog": 1}, unk_token="[UNK]"))
     )
-    with pytest.raises(CalibrationError, match=r"cannot read the texts: WordPiece error: Missing \[UNK\] token"):
+    with pytest.raises(CalibrationError, match=r"cannot be encoded: WordPiece error: Missing \[UNK\] token"):
         calibration_batches(["a cat"], minilm, tokenizer)
