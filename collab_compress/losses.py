@@ -35,7 +35,13 @@ HALF_ROOT_EPSILON = 6e-8  # float16's smallest number: the slope, scaled as in m
 LOG_EPSILON = 1e-9  # keeps the logarithm finite where a probability is 0
 
 
-def hsic(x: Tensor, mask: Tensor | None = None, kernel: Kernel = "linear", bandwidth: float | None = None) -> Tensor:
+def hsic(
+    x: Tensor,
+    mask: Tensor | None = None,
+    kernel: Kernel = "linear",
+    bandwidth: float | None = None,
+    unscaled: bool = False,
+) -> Tensor:
     r"""Return the mean Hilbert-Schmidt independence criterion of two heads, over pairs of heads.
 
     $$\mathrm{HSIC}(K_i, K_j) = \frac{1}{(N - 1)^2} \operatorname{tr}(K_i C K_j C), \quad C = I - \tfrac1N 1 1^\top$$
@@ -59,6 +65,7 @@ def hsic(x: Tensor, mask: Tensor | None = None, kernel: Kernel = "linear", bandw
         kernel: `linear` or `rbf`.
         bandwidth: σ of the radial kernel, or None for each head's median distance between two unpadded tokens,
             taken as a constant.
+        unscaled: whether 1/(N − 1)² is left out, so that the value grows with the number of tokens.
 
     Returns:
         A scalar in float32, or float64 if x is; 0 for one head or fewer than two unpadded tokens.
@@ -78,7 +85,8 @@ def hsic(x: Tensor, mask: Tensor | None = None, kernel: Kernel = "linear", bandw
         mean = torch.einsum("n,nhd->hd", weights, tokens) / count.clamp(min=1)
         centred = (tokens - mean) * weights[:, None, None]
         ordered = _linear_hsic(centred) if kernel == "linear" else _radial_hsic(centred, weights, bandwidth)
-        return ordered * _per_pair(x.shape[2]) / (count - 1).clamp(min=1).square()
+        traces = ordered * _per_pair(x.shape[2])
+        return traces if unscaled else traces / (count - 1).clamp(min=1).square()
 
 
 def orthogonality(x: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -72,7 +72,8 @@ def train(recipe: Recipe) -> None:
             for number, batch in enumerate(data):
                 if number % accumulated == 0:
                     share = next(iter(shares.values()), None)  # rotation measures on all processes' shares
-                    session.epoch(epoch + number / len(data), share)
+                    by_steps = recipe.heads.rotation is not None and recipe.heads.rotation.of_training
+                    session.epoch(done / steps if by_steps else epoch + number / len(data), share)
                     session.step(done / max(steps - 1, 1))
                 passes = min(accumulated, len(data) - number // accumulated * accumulated)  # fewer in the last step
                 with accelerator.accumulate(wrapped):

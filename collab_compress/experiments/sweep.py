@@ -43,6 +43,9 @@ class Sweep:
     base: Settings = field(default_factory=dict)
     """Fields of every recipe; `progress: true` shows the progress bars of single runs."""
 
+    recipe: Path | None = None
+    """A recipe, by its path from the sweep's file, whose fields `base` extends and replaces."""
+
     methods: dict[str, Settings | None] = field(default_factory=lambda: {"plain": None})
     """Method → fields of its recipes, such as what acts on heads."""
 
@@ -67,6 +70,10 @@ class Sweep:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "output", expanded(Path(self.output)))
+        if self.recipe is not None:
+            fields = read_settings(self.recipe, [])
+            shared = {name: value for name, value in fields.items() if name not in MADE_FIELDS}
+            object.__setattr__(self, "base", _merged(shared, self.base))
         for axis, names in self.only.items():
             if axis not in AXES:
                 raise RecipeError(f"only holds {axis!r}; expected some of {', '.join(AXES)}")
@@ -127,6 +134,8 @@ def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     settings = _at_scale(read_settings(path, overrides), str(path))
     for override in overrides:
         set_field(settings, override)
+    if settings.get("recipe"):
+        settings["recipe"] = Path(path).parent / str(settings["recipe"])
     return parse(Sweep, settings, str(path))
 
 

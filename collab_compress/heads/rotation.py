@@ -75,6 +75,9 @@ class RotationOptions:
     """Epochs after swapping back in which no heads are swapped. With every epoch of a range in `epochs`, swapping
     back after n and resting r gives a cycle of n + r epochs."""
 
+    of_training: bool = False
+    """Whether `epochs`, `swap_back_after` and `rest` are shares of the training, from 0 to 1, in place of epochs."""
+
     seed: int = 0
     """Seed of `random`, whose pairs depend only on it and on the epoch."""
 
@@ -101,6 +104,8 @@ class RotationOptions:
                 raise HeadError(f"{name} is {getattr(self, name)}; expected at least {least}")
         if self.swap_back_after is not None and not 0 < self.swap_back_after < inf:
             raise HeadError(f"swap_back_after is {self.swap_back_after}; expected more than 0 epochs")
+        if self.of_training and max(self.epochs) >= 1:
+            raise HeadError(f"epochs are {self.epochs}; expected shares of the training, below 1, with of_training")
         if (self.strategy == "manual") != bool(self.pairs):
             raise HeadError(
                 f"strategy {self.strategy!r} got {len(self.pairs)} pairs; the manual strategy needs pairs, and "
@@ -114,7 +119,7 @@ class RotationOptions:
     def within_epochs(self) -> bool:
         """Whether heads may swap between the starts of two epochs."""
         times = (*self.epochs, self.rest, self.swap_back_after or 0)
-        return any(isinstance(time, float) for time in times)
+        return self.of_training or any(isinstance(time, float) for time in times)
 
     @property
     def measures(self) -> bool:
@@ -287,7 +292,7 @@ class Rotator:
         all swap the same heads. Where FSDP shards the model, each must pass as many batches.
 
         Args:
-            epoch: from 0; 1.5 is the middle of the second.
+            epoch: from 0; 1.5 is the middle of the second. With `of_training`, the share of the steps done.
             optimizer: its state moves with the heads, as in `swap_heads_`.
             batches: held-out data to measure importance on, if the strategy does and swaps now.
 

@@ -37,6 +37,7 @@ class Loss:
 
 LOSSES: dict[str, Loss] = {
     "hsic": Loss(hsic, "outputs", "mean", 1e-7),
+    "hsic-unscaled": Loss(partial(hsic, unscaled=True), "outputs", "mean", 1e-7),
     "hsic-rbf": Loss(partial(hsic, kernel="rbf"), "outputs", "mean", 1e-7),
     "orthogonality": Loss(orthogonality, "values", "mean", 1.0),
     "orthogonality-queries": Loss(orthogonality, "queries", "mean", 1.0),

@@ -122,7 +122,7 @@ class HeadSession:
         `session.epoch(epoch + number / len(data), validation_batches)`; without a swap it costs nothing.
 
         Args:
-            epoch: from 0; 1.5 is the middle of the second.
+            epoch: from 0; 1.5 is the middle of the second. If rotation is `of_training`, the share of the steps done.
             batches: validation data to measure importance on; read only where heads are swapped now.
         """
         if self._rotator is not None:

@@ -189,6 +189,7 @@ class _HeadCallback(TrainerCallback):  # type: ignore[misc]
         self.epoch = 0
         rotation = trainer.head_training.rotation
         self.rotates_within_epochs = rotation is not None and rotation.within_epochs
+        self.rotates_by_steps = rotation is not None and rotation.of_training
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -202,24 +203,27 @@ class _HeadCallback(TrainerCallback):  # type: ignore[misc]
             self.session.load_state_dict(state.stateful_callbacks[STATE]["attributes"]["saved"])
         elif trainer.head_training.acts:
             logger.warning("the checkpoint has no state of head methods; they start as in a new run")
-        if self.rotates_within_epochs and not has_length(kwargs.get("train_dataloader")):
+        counts_epochs = self.rotates_within_epochs and not self.rotates_by_steps
+        if counts_epochs and not has_length(kwargs.get("train_dataloader")):
             raise HeadError(
                 "rotation within epochs needs the length of an epoch, and the training data have none; give them "
-                "__len__, or set epochs, rest and swap_back_after to whole numbers"
+                "__len__, set epochs, rest and swap_back_after to whole numbers, or use of_training"
             )
         self._state_callback().session = self.session
         state.stateful_callbacks[STATE] = self._state_callback().state()
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin an epoch."""
-        self._rotate(self.epoch)
+        if not self.rotates_by_steps:
+            self._rotate(self.epoch)
         self.epoch += 1  # `state.epoch` is a share of the steps where the data has no length
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin an optimizer step."""
         if self.session is not None:
             if self.rotates_within_epochs:
-                self._rotate(state.epoch or 0)
+                now = state.global_step / state.max_steps if self.rotates_by_steps else state.epoch
+                self._rotate(now or 0)
             self.session.step(state.global_step / max(state.max_steps - 1, 1))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

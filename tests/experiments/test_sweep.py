@@ -100,6 +100,17 @@ def test_a_scale_is_laid_over_the_sweep_and_settings_over_both(path, tmp_path):
     assert len(found()) == 8
 
 
+def test_base_extends_a_recipe_beside_the_sweep(path):
+    recipe = {"task": "rte", "output": "elsewhere", "max_length": 32, "tuning": {"epochs": 5, "warmup": 0.2}}
+    (path.parent / "shared.yaml").write_text(yaml.safe_dump(recipe))
+    first = next(read_sweep(path, ["recipe=shared.yaml", "base.tuning.batch_size=4"]).recipes())
+    assert (first.task, first.output.parts[-1], first.max_length) == ("mrpc", "seed0", 24)  # the sweep's own
+    assert (first.tuning.epochs, first.tuning.warmup, first.tuning.batch_size) == (2, 0.2, 4)
+    assert read_sweep(path, ["recipe=null"]) == read_sweep(path)
+    with pytest.raises(RecipeError, match=r"cannot read the recipe .*nosuch\.yaml: .*No such file"):
+        read_sweep(path, ["recipe=nosuch.yaml"])
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

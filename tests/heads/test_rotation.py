@@ -252,6 +252,7 @@ def test_a_timetable_of_whole_epochs_is_the_same_called_at_each_step():
     assert not same.within_epochs
     assert RotationOptions("random", epochs=(0, 1.5)).within_epochs
     assert RotationOptions("random", epochs=(0,), swap_back_after=0.5).within_epochs
+    assert RotationOptions("random", epochs=(0,), of_training=True).within_epochs
     often = drawn(same, [step / 3 for step in range(3 * 8 + 1)])
     assert often == drawn(whole, range(9))
     assert json.dumps(often) == json.dumps(drawn(whole, range(9)))

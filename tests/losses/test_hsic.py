@@ -41,6 +41,13 @@ def test_linear_is_the_mean_over_pairs_of_traces(make_vectors, mean_over_pairs, 
     assert_same_gradient(x, hsic(x, mask), oracle(x, mask, mean_over_pairs, linear))
 
 
+@given(SHAPES, st.integers(0, 99))
+def test_unscaled_is_the_mean_of_traces_alone(make_vectors, mean_over_pairs, assert_same_gradient, shape, seed):
+    x, mask = make_vectors(*shape, seed=seed)
+    factor = max(int(mask.sum()) - 1, 1) ** 2
+    assert_same_gradient(x, hsic(x, mask, unscaled=True), factor * oracle(x, mask, mean_over_pairs, linear))
+
+
 @pytest.mark.parametrize("shape", [(2, 20, 3, 2), (1, 3, 4, 5)], ids=["H·d products", "N×N products"])
 def test_both_routes_agree_with_the_oracle_without_padding(
     make_vectors, mean_over_pairs, assert_same_gradient, shape

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -133,6 +134,45 @@ def test_rotation_within_epochs(save, make_tiny, tmp_path):
     actual = final_weights(resumed, resume_from_checkpoint=str(tmp_path / f"checkpoint-{save}"))
     assert rotations(resumed) == swaps
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_rotation_at_shares_of_the_training_is_that_at_its_epochs(make_tiny, tmp_path):
+    shares = dataclasses.replace(
+        WITHIN,
+        epochs=[epoch / 3 for epoch in WITHIN.epochs],
+        swap_back_after=0.5 / 3,
+        rest=0.25 / 3,
+        of_training=True,
+    )
+    by_epoch = trainer_of(classifier(make_tiny), tmp_path, dataclasses.replace(EVERYTHING, rotation=WITHIN))
+    expected = final_weights(by_epoch)
+    by_share = trainer_of(classifier(make_tiny), tmp_path, dataclasses.replace(EVERYTHING, rotation=shares))
+    torch.testing.assert_close(final_weights(by_share), expected, rtol=0, atol=0)
+    times, reasons = zip(*rotations(by_share), strict=True)
+    assert [3 * time for time in times] == pytest.approx([time for time, _ in rotations(by_epoch)])
+    assert list(reasons) == [reason for _, reason in rotations(by_epoch)]
+
+
+def test_rotation_at_shares_of_the_training_needs_no_length(make_tiny, tmp_path):
+    training = HeadTraining(rotation=RotationOptions("random", (0.5,), of_training=True))
+    trainer = trainer_of(classifier(make_tiny), tmp_path, training, Stream(), max_steps=12)
+    trainer.train()
+    assert rotations(trainer) == [(0.5, "swap")]
+
+
+@pytest.mark.parametrize("rank", [None, 13])
+@pytest.mark.parametrize("greater", [False, True])  # the best and the worst: one of them is not the last
+def test_the_best_checkpoint_is_loaded_with_its_alphas_and_heads(rank, greater, make_tiny, tmp_path):
+    best = {"eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 1}
+    best |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": greater}
+    trainer = trainer_of(classifier(make_tiny, rank=rank), tmp_path, learning_rate=0.02, **best)
+    weights = final_weights(trainer)
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    expected = max(losses) if greater else min(losses)
+    assert trainer.state.best_metric == expected
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    saved = load_file(f"{trainer.state.best_model_checkpoint}/model.safetensors")
+    assert all(torch.equal(weights[name], saved[name]) for name in saved)
 
 
 def test_a_plain_loop_rotates_as_a_trainer_does(make_tiny, tmp_path):
