@@ -186,10 +186,10 @@ def calibration(request: pytest.FixtureRequest) -> list[dict[str, torch.Tensor]]
 @pytest.fixture(params=sorted(AUTO_CLASSES))
 def auto_class(request: pytest.FixtureRequest, family: str) -> type:
     """Each of Transformers' auto classes that has a model of the family."""
-    found = AUTO_CLASSES[request.param]
-    if type(CONFIGS[family]()) not in found._model_mapping:
+    class_ = AUTO_CLASSES[request.param]
+    if type(CONFIGS[family]()) not in class_._model_mapping:
         pytest.skip(f"Transformers has no {family} {request.param}")
-    return found
+    return class_
 
 
 @pytest.fixture(scope="session")
@@ -210,9 +210,9 @@ def set_dropout_() -> Callable[[PreTrainedModel, float], PreTrainedModel]:
 def load_cleanly() -> Callable[..., PreTrainedModel]:
     def load(auto_class: type, path: Path, **options: object) -> PreTrainedModel:
         """Load a checkpoint that must fit to the last key."""
-        model, found = auto_class.from_pretrained(path, output_loading_info=True, **options)
+        model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
         kinds = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
-        assert not any(found[kind] for kind in kinds), found
+        assert not any(info[kind] for kind in kinds), info
         return model
 
     return load

@@ -48,12 +48,12 @@ def run(model, batch):
 
 def vectors(model, module, batch):
     """What a module reads, (N, D), in float64."""
-    seen = []
-    handle = module.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    inputs = []
+    handle = module.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     with torch.no_grad():
         model(**batch)
     handle.remove()
-    return seen[0].flatten(0, 1).double()
+    return inputs[0].flatten(0, 1).double()
 
 
 def best_error(matrix, rank):
@@ -72,33 +72,35 @@ def test_products_of_two_leave_the_best_outputs_on_the_data(model, batch):
         low_rank_(layer, 5, damping=TIGHT)
     for x, before, after in zip(inputs, dense, projections, strict=True):
         wanted = x @ before.weight.double().T + before.bias.double()
-        found = x @ after.weight.double().T + after.bias.double()
+        outputs = x @ after.weight.double().T + after.bias.double()
         assert torch.linalg.matrix_rank(after.weight.detach(), rtol=1e-4) == 5
-        torch.testing.assert_close((found - wanted).mean(0), torch.zeros(24).double(), atol=1e-4, rtol=0)
-        torch.testing.assert_close((found - wanted).norm(), best_error(wanted - wanted.mean(0), 5), rtol=1e-3, atol=0)
+        torch.testing.assert_close((outputs - wanted).mean(0), torch.zeros(24).double(), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            (outputs - wanted).norm(), best_error(wanted - wanted.mean(0), 5), rtol=1e-3, atol=0
+        )
 
 
 def test_heads_by_themselves_leave_the_best_scores_and_outputs_on_the_data(model, batch):
     dense = copy.deepcopy(model)
-    seen = []
+    inputs = []
     for layer in model.encoder.layer:
         read = [layer.attention.self.query, layer.attention.output.dense]
-        seen.append([vectors(model, projection, batch) for projection in read])
+        inputs.append([vectors(model, projection, batch) for projection in read])
     for layer in layers_of(model, [batch]):
         per_head_(layer, 9, 14, damping=TIGHT)
-    for (x, z), before, after in zip(seen, dense.encoder.layer, model.encoder.layer, strict=True):
-        for head, (size, kept) in enumerate(zip((3, 3, 3), (5, 5, 4), strict=True)):
+    for (x, z), before, after in zip(inputs, dense.encoder.layer, model.encoder.layer, strict=True):
+        for head, (size, value_width) in enumerate(zip((3, 3, 3), (5, 5, 4), strict=True)):
             rows = slice(head * HEAD_WIDTH, (head + 1) * HEAD_WIDTH)
-            wanted, found = (scores(x, each.attention.self, rows) for each in (before, after))
-            error = (found - wanted) - (found - wanted).mean(1, keepdim=True)  # the softmax sees no more
+            wanted, actual = (scores(x, block.attention.self, rows) for block in (before, after))
+            error = (actual - wanted) - (actual - wanted).mean(1, keepdim=True)  # the softmax sees no more
             centred = wanted - wanted.mean(1, keepdim=True)
             best = best_error(centred - centred.mean(0), size)
             torch.testing.assert_close(error.norm(), best, rtol=1e-3, atol=0)
             # the values keep what matters of this head's own part of the output
-            own = z[:, rows]
-            part = (own - own.mean(0)) @ before.attention.output.dense.weight[:, rows].double().T
-            smaller = smaller_part(own - own.mean(0), before, after, rows)
-            torch.testing.assert_close((part - smaller).norm(), best_error(part, kept), rtol=1e-3, atol=0)
+            head_inputs = z[:, rows]
+            part = (head_inputs - head_inputs.mean(0)) @ before.attention.output.dense.weight[:, rows].double().T
+            smaller = smaller_part(head_inputs - head_inputs.mean(0), before, after, rows)
+            torch.testing.assert_close((part - smaller).norm(), best_error(part, value_width), rtol=1e-3, atol=0)
 
 
 def scores(x, module, rows):
@@ -107,11 +109,11 @@ def scores(x, module, rows):
     return query @ (x @ module.key.weight[rows].double().T + module.key.bias[rows].double()).T
 
 
-def smaller_part(own, before, after, rows):
+def smaller_part(head_inputs, before, after, rows):
     """What a head adds to the output after its values became fewer, by what it read before: V̂ = V P."""
-    dense, fewer = (each.attention.self.value.weight[rows].double().T for each in (before, after))
-    kept = torch.linalg.lstsq(dense, fewer).solution  # (d, d), zeros at the end
-    return own @ kept @ after.attention.output.dense.weight[:, rows].double().T
+    dense, fewer = (layer.attention.self.value.weight[rows].double().T for layer in (before, after))
+    channels = torch.linalg.lstsq(dense, fewer).solution  # (d, d), zeros at the end
+    return head_inputs @ channels @ after.attention.output.dense.weight[:, rows].double().T
 
 
 def test_full_widths_are_exact(model, batch):
@@ -137,9 +139,9 @@ def test_the_most_important_heads_remain(model, batch):
         return outputs.last_hidden_state.square().sum((1, 2))
 
     without_heads_(model, 4, [batch], loss)
-    kept = [layer.attention.self.num_attention_heads for layer in model.encoder.layer]
-    assert sum(kept) == 4
-    assert min(kept) >= 1
+    head_counts = [layer.attention.self.num_attention_heads for layer in model.encoder.layer]
+    assert sum(head_counts) == 4
+    assert min(head_counts) >= 1
 
 
 ROWS = [Row.parse(text) for text in DEFAULT_ROWS]
@@ -191,15 +193,15 @@ def test_rotary_rivals_are_exact_at_full_width(llama, batch):
 
 def test_ours_beside_the_rotary_rivals(llama, batch):
     wanted = logits(llama, batch)
-    for found in (shared(llama, 1.0, True, [batch]), equal(llama, 1.0, True, [batch])):
-        torch.testing.assert_close(logits(found, batch), wanted, atol=2e-4, rtol=1e-3)
+    for converted in (shared(llama, 1.0, True, [batch]), equal(llama, 1.0, True, [batch])):
+        torch.testing.assert_close(logits(converted, batch), wanted, atol=2e-4, rtol=1e-3)
     attention = shared(llama, 0.5, True, [batch], seed=1).model.layers[0].self_attn
     assert (attention.k_proj.width, attention.v_proj.width) == (16, 16)
 
 
 def test_dropped_pairs_are_the_weakest_and_stay_dropped(llama, batch):
-    found = taught_(dropped(llama, 0.25, True, [batch]), llama, [batch] * 3)
-    for before, layer in zip(llama.model.layers, found.model.layers, strict=True):
+    tuned = taught_(dropped(llama, 0.25, True, [batch]), llama, [batch] * 3)
+    for before, layer in zip(llama.model.layers, tuned.model.layers, strict=True):
         attention = layer.self_attn
         for projection in (attention.q_proj, attention.k_proj):
             zero = (projection.weight == 0).all(1).view(4, 2, 4)  # heads, the two channels of a pair, frequencies
@@ -223,9 +225,9 @@ def test_values_are_narrowed_to_what_matters_on_the_data(llama, batch):
     dense = llama.model.layers[0].self_attn
     for rows in torch.arange(32).split(8):
         part = z[:, rows] @ dense.o_proj.weight[:, rows].double().T
-        before, after = (each.v_proj.weight[rows].double().T for each in (dense, fewer))
-        kept = torch.linalg.lstsq(before, after).solution
-        smaller = z[:, rows] @ kept @ fewer.o_proj.weight[:, rows].double().T
+        before, after = (attention.v_proj.weight[rows].double().T for attention in (dense, fewer))
+        channels = torch.linalg.lstsq(before, after).solution
+        smaller = z[:, rows] @ channels @ fewer.o_proj.weight[:, rows].double().T
         torch.testing.assert_close((part - smaller).norm(), best_error(part, 4), rtol=1e-2, atol=0)
 
 

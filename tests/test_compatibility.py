@@ -138,12 +138,12 @@ def test_half_precision(converted, minilm_tokenizer, dtype, implementation, tmp_
     expected = embeddings(AutoModel.from_pretrained(converted), minilm_tokenizer)
     model = AutoModel.from_pretrained(converted, dtype=dtype, attn_implementation=implementation)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-    found = embeddings(model, minilm_tokenizer)
-    assert (found * expected).sum(1).min() > 0.999
+    halved = embeddings(model, minilm_tokenizer)
+    assert (halved * expected).sum(1).min() > 0.999
     model.save_pretrained(tmp_path)
     again = AutoModel.from_pretrained(tmp_path, dtype="auto", attn_implementation=implementation)
     assert again.dtype == dtype
-    assert torch.equal(embeddings(again, minilm_tokenizer), found)
+    assert torch.equal(embeddings(again, minilm_tokenizer), halved)
 
 
 def outputs(model, batch):

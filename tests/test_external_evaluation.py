@@ -20,7 +20,7 @@ def run(capsys):
     def run_command(*arguments):
         """Run the command; returns exit code, standard output, standard error."""
         try:
-            command.main([str(each) for each in arguments])
+            command.main([str(argument) for argument in arguments])
             code = 0
         except SystemExit as stop:
             code = stop.code
@@ -40,7 +40,7 @@ def module(monkeypatch, name, **content):
 @pytest.fixture
 def mteb(monkeypatch):
     """MTEB with one task, which scores a model by the length of what it makes of a text."""
-    asked = []
+    calls = []
 
     def get_task(name):
         if name != "Local":
@@ -48,25 +48,25 @@ def mteb(monkeypatch):
         return SimpleNamespace(metadata=SimpleNamespace(name=name, main_score="cosine_spearman"))
 
     def evaluate(model, task, **options):
-        asked.append(options)
+        calls.append(options)
         size = len(model.encode(["a text"])[0]) / 1000
         return SimpleNamespace(task_results=[SimpleNamespace(get_score=lambda: size)])
 
     module(monkeypatch, "mteb", get_task=get_task, evaluate=evaluate)
-    return asked
+    return calls
 
 
 @pytest.fixture
 def lm_eval(monkeypatch):
     """The harness with one task; what it is given is kept."""
-    asked = {}
+    calls = {}
 
     def model(**options):
-        asked["model"] = options
+        calls["model"] = options
         return "harnessed"
 
     def simple_evaluate(model, **options):
-        asked["evaluate"] = {**options, "model": model}
+        calls["evaluate"] = {**options, "model": model}
         metrics = {
             "alias": "after",
             "acc,none": 0.25,
@@ -81,9 +81,9 @@ def lm_eval(monkeypatch):
     module(monkeypatch, "lm_eval.models")
     module(monkeypatch, "lm_eval.models.huggingface", HFLM=model)
     module(
-        monkeypatch, "lm_eval.tasks", TaskManager=lambda include_path: asked.update(include=include_path) or manager
+        monkeypatch, "lm_eval.tasks", TaskManager=lambda include_path: calls.update(include=include_path) or manager
     )
-    return asked, harness
+    return calls, harness
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_how_it_pools_is_not_guessed(mteb, run, decoder):
 
 
 def test_lm_eval(lm_eval, run, decoder, tmp_path):
-    asked, _ = lm_eval
+    calls, _ = lm_eval
     tasks = tmp_path / "tasks"
     tasks.mkdir()
     options = ("--shots", 2, "--limit", 9, "--include", tasks, "--batch-size", 4, "--json", tmp_path / "out.json")
@@ -138,12 +138,17 @@ def test_lm_eval(lm_eval, run, decoder, tmp_path):
     assert (code, error) == (0, "")
     lines = [" ".join(line.split()) for line in printed.splitlines()[1:]]
     assert lines == ["after acc 0.2500 0.0625", "after exact (strict) 1.0000", "all acc 0.5000"]
-    assert asked["model"]["pretrained"].transformer.h[0].attn.score_form
-    assert asked["model"]["batch_size"] == 4
-    assert asked["model"]["add_bos_token"] is False  # its tokenizer ends every text
-    assert asked["include"] == str(tasks)
-    given = asked["evaluate"]
-    assert (given["model"], given["tasks"], given["num_fewshot"], given["limit"]) == ("harnessed", ["after"], 2, 9)
+    assert calls["model"]["pretrained"].transformer.h[0].attn.score_form
+    assert calls["model"]["batch_size"] == 4
+    assert calls["model"]["add_bos_token"] is False  # its tokenizer ends every text
+    assert calls["include"] == str(tasks)
+    evaluation = calls["evaluate"]
+    assert (evaluation["model"], evaluation["tasks"], evaluation["num_fewshot"], evaluation["limit"]) == (
+        "harnessed",
+        ["after"],
+        2,
+        9,
+    )
     record = json.loads((tmp_path / "out.json").read_text())
     assert (record["shots"], record["limit"], len(record["scores"])) == (2, 9, 3)
 
@@ -172,11 +177,11 @@ def test_lm_eval_without_the_task_its_data_or_a_decoder(lm_eval, monkeypatch, mi
 
 def test_quiet_hides_what_others_say(lm_eval, run, decoder, monkeypatch):
     _, harness = lm_eval
-    told = harness.simple_evaluate
+    stock = harness.simple_evaluate
 
     def simple_evaluate(*arguments, **options):
         print("100%", file=sys.stderr)
-        return told(*arguments, **options)
+        return stock(*arguments, **options)
 
     monkeypatch.setattr(harness, "simple_evaluate", simple_evaluate)
     assert run(decoder, "--lm-eval", "after", "--quiet") == (0, "", "")

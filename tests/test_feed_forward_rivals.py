@@ -38,13 +38,13 @@ def classifier():
 @pytest.fixture
 def batches():
     draw = torch.Generator().manual_seed(1)
-    found = []
+    result = []
     for _ in range(8):
         ids = torch.randint(1, 61, (8, 11), generator=draw)
         mask = torch.ones_like(ids)
         mask[:4, 7:] = 0
-        found.append({"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)})
-    return found
+        result.append({"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)})
+    return result
 
 
 def outputs(model, batch):
@@ -146,8 +146,8 @@ def slope(function, step=1e-2):
 
 
 def test_mask_gradients_are_those_of_each_sample(classifier, batches):
-    found = rivals.mask_gradients(classifier, [b | {"labels": labels(b)} for b in batches[:2]])
-    assert [each.shape for each in found] == [(16, NEURONS)] * LAYERS
+    gradients = rivals.mask_gradients(classifier, [b | {"labels": labels(b)} for b in batches[:2]])
+    assert [gradient.shape for gradient in gradients] == [(16, NEURONS)] * LAYERS
     for index, neuron, sample in ((0, 3, 0), (0, 11, 13), (1, 5, 6)):
         batch = {name: values[sample % 8, None] for name, values in batches[sample // 8].items()}
 
@@ -155,7 +155,7 @@ def test_mask_gradients_are_those_of_each_sample(classifier, batches):
             with torch.no_grad(), rivals.gated([layer], [gates_at(neuron, value)]):
                 return classifier(**batch, labels=labels(batch)).loss.item()
 
-        assert found[index][sample, neuron].item() == pytest.approx(slope(loss), rel=2e-2, abs=1e-4)
+        assert gradients[index][sample, neuron].item() == pytest.approx(slope(loss), rel=2e-2, abs=1e-4)
 
 
 def test_samples_of_two_rows_share_their_masks(model, batches):
@@ -194,18 +194,18 @@ def test_knowledge_is_of_the_outputs_and_of_what_a_neuron_adds(classifier, batch
     weight = layer.output.dense.weight.detach().mT.double()
     block = rivals.Block(1, layer, weight, moments_of(inputs, torch.zeros(50, WIDTH)))
     wanted = [outputs(dense, batch) for batch in batches[:2]]
-    found = rivals.knowledge(block, classifier, batches[:2], wanted)
+    scores = rivals.knowledge(block, classifier, batches[:2], wanted)
 
     def loss(value, neuron, batch):
         with torch.no_grad(), rivals.gated([layer], [gates_at(neuron, value)]):
-            there, here = ((model(**batch).logits / 2).double().softmax(-1) for model in (dense, classifier))
-        return 4 * (there * (there / here).log()).sum(1).mean().item()
+            teacher, student = ((model(**batch).logits / 2).double().softmax(-1) for model in (dense, classifier))
+        return 4 * (teacher * (teacher / student).log()).sum(1).mean().item()
 
     for neuron in (2, 9):
         slopes = [slope(partial(loss, neuron=neuron, batch=batch)) for batch in batches[:2]]
-        own = (inputs[:, neuron].square().mean() * weight[neuron].square().mean()).item()
-        expected = sum(each**2 for each in slopes) / 2 / 16 + 2.5e-4 * own
-        assert found[neuron].item() == pytest.approx(expected, rel=3e-2)
+        contribution = (inputs[:, neuron].square().mean() * weight[neuron].square().mean()).item()
+        expected = sum(gradient**2 for gradient in slopes) / 2 / 16 + 2.5e-4 * contribution
+        assert scores[neuron].item() == pytest.approx(expected, rel=3e-2)
 
 
 def test_magnitude_multiplies_the_norms_on_both_sides(model):

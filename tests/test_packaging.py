@@ -79,8 +79,8 @@ def wheel(tmp_path_factory):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source)
-    (found,) = folder.glob("*.whl")
-    return found
+    (path,) = folder.glob("*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -148,15 +148,15 @@ def test_editable_install_gives_the_command(tmp_path):
 
 def imports(path):
     """Top-level modules that a file imports, but for those beside it and in the standard library."""
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            modules |= {alias.name.partition(".")[0] for alias in node.names}
         if isinstance(node, ast.ImportFrom) and node.level == 0:
-            found.add((node.module or "").partition(".")[0])
+            modules.add((node.module or "").partition(".")[0])
     folders = (path.parent, ROOT / "tests/support", ROOT / "benchmarks")
     beside = {other.stem for folder in folders for other in folder.glob("*.py")}
-    return found - set(sys.stdlib_module_names) - OURS - beside
+    return modules - set(sys.stdlib_module_names) - OURS - beside
 
 
 def test_every_import_is_declared():
@@ -164,7 +164,7 @@ def test_every_import_is_declared():
         extra: {MODULES.get(name, name) for line in lines for name in [re.split(r"[\[<>=]", line)[0]]}
         for extra, lines in PROJECT["optional-dependencies"].items()
     }
-    seen = {}
+    undeclared_in = {}
     for trees, may in TREES:
         files = [
             path
@@ -176,8 +176,8 @@ def test_every_import_is_declared():
             guarded = next((modules for name, modules in GUARDED.items() if path.as_posix().endswith(name)), set())
             undeclared = imports(path) - CORE - guarded - set().union(*(extras[extra] for extra in may))
             # what one tree may not, a deeper one of its folders may
-            seen[path] = seen.get(path, undeclared) & undeclared
-    assert {str(path.relative_to(ROOT)): names for path, names in seen.items() if names} == {}
+            undeclared_in[path] = undeclared_in.get(path, undeclared) & undeclared
+    assert {str(path.relative_to(ROOT)): names for path, names in undeclared_in.items() if names} == {}
 
 
 def test_every_requirement_has_a_lower_bound():

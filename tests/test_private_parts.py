@@ -30,15 +30,15 @@ CLASSES, OWN = (
     [
         pytest.param(family, folder, name, id=f"{folder}-{name}")
         for (folder, name), family in DESCRIBED.items()
-        if (f"{folder}.{name}" in FORWARDS) == own
+        if (f"{folder}.{name}" in FORWARDS) == ours
     ]
-    for own in (False, True)
+    for ours in (False, True)
 )
 
 
-def moved(part: str, file: str, found: Any) -> None:
+def moved(part: str, file: str, got: Any) -> None:
     versions = f"Transformers {transformers.__version__}, torch {torch.__version__}, evaluate {evaluate.__version__}"
-    pytest.fail(f"{part} is not what collab_compress/{file} relies on ({versions}): {found}", pytrace=False)
+    pytest.fail(f"{part} is not what collab_compress/{file} relies on ({versions}): {got}", pytrace=False)
 
 
 def modelling(folder: str, name: str) -> Any:
@@ -68,10 +68,10 @@ def test_stock_eager_attention_stands_beside_its_module(family, folder, name):
     function = getattr(modelling(folder, name), "eager_attention_forward", None)
     if function is None:
         moved(part, "attention/functions.py", "it is gone")
-    found = list(inspect.signature(function).parameters)
+    arguments = list(inspect.signature(function).parameters)
     expected = ["module", "query", "key", "value", "attention_mask"]
-    if found[:5] != expected or not {"scaling", "dropout", "kwargs"} <= set(found):
-        moved(part, "attention/functions.py", f"it takes {found}")
+    if arguments[:5] != expected or not {"scaling", "dropout", "kwargs"} <= set(arguments):
+        moved(part, "attention/functions.py", f"it takes {arguments}")
 
 
 @pytest.mark.parametrize(("family", "folder", "name"), OWN)
@@ -80,9 +80,9 @@ def test_a_forward_pass_of_ours_knows_the_arguments_of_the_stock_one(family, fol
     read = set(re.findall(r'call(?:\.get\(|\[)"(\w+)"', inspect.getsource(type(row))))
     read |= {row.hidden_states, row.encoder_states, row.cache, "attention_mask", "position_bias", "output_attentions"}
     ignored = {"encoder_attention_mask", "use_cache"}
-    found = list(inspect.signature(getattr(modelling(folder, name), name).forward).parameters.values())[1:]
-    names = {parameter.name for parameter in found if parameter.kind != parameter.VAR_KEYWORD}
-    if found[0].name != row.hidden_states or not names <= read | ignored:
+    parameters = list(inspect.signature(getattr(modelling(folder, name), name).forward).parameters.values())[1:]
+    names = {parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD}
+    if parameters[0].name != row.hidden_states or not names <= read | ignored:
         moved(f"{name}.forward", "attention/forwards.py", f"it takes {sorted(names)}, ours reads {sorted(read)}")
 
 
@@ -111,8 +111,8 @@ def sdpa_takes_no_more() -> bool:
 
     names = "module query key value attention_mask dropout scaling is_causal position_bias cache kwargs"
     known = set(names.split())
-    found = set(inspect.signature(sdpa_attention_forward).parameters)
-    return found <= known and known - {"cache"} <= found
+    arguments = set(inspect.signature(sdpa_attention_forward).parameters)
+    return arguments <= known and known - {"cache"} <= arguments
 
 
 def quantizers_are_plugged_in() -> bool:

@@ -35,8 +35,8 @@ def draw() -> Callable[..., Tensor]:
         generator = torch.Generator().manual_seed(seed)
         options = {"generator": generator, "dtype": torch.float64}
         shared = torch.randn(tokens, width, **options) @ torch.randn(heads, width, width, **options)  # (H, N, d)
-        own = torch.randn(tokens, heads, width, **options) * torch.logspace(0, -1, width, dtype=torch.float64)
-        return (shared.transpose(0, 1) * 0.5 + own + 3).to(dtype)
+        private = torch.randn(tokens, heads, width, **options) * torch.logspace(0, -1, width, dtype=torch.float64)
+        return (shared.transpose(0, 1) * 0.5 + private + 3).to(dtype)
 
     return draw_
 
@@ -45,7 +45,7 @@ def draw() -> Callable[..., Tensor]:
 def real_responses() -> Callable[..., dict[str, list[Tensor]]]:
     def read(model: PreTrainedModel, batches: list) -> dict[str, list[Tensor]]:
         """What output projections read without padding: module path → (N, H, d) of each of its uses."""
-        found: dict[str, list[list[Tensor]]] = {}
+        outputs: dict[str, list[list[Tensor]]] = {}
         sites = find_attention(model)
         for batch in batches:
             calls = recorded_inputs(model, batch, {site.name: site.part(site.family.output) for site in sites})
@@ -54,7 +54,7 @@ def real_responses() -> Callable[..., dict[str, list[Tensor]]]:
                 if site.kind != "encoder":
                     mask = batch.get("decoder_attention_mask", mask)
                 heads = [call.unflatten(-1, (site.heads, -1))[mask.bool()] for call in calls[site.name]]
-                found.setdefault(site.name, []).append(heads)
-        return {name: [torch.cat(use) for use in zip(*parts, strict=True)] for name, parts in found.items()}
+                outputs.setdefault(site.name, []).append(heads)
+        return {name: [torch.cat(use) for use in zip(*parts, strict=True)] for name, parts in outputs.items()}
 
     return read

@@ -30,13 +30,13 @@ def test_parameters_and_cache_are_those_of_the_live_model(family, form, make_tin
     assert module_costs(model, dk=99) == planned
     for cost, module in zip(planned, report.modules, strict=True):
         counted = (module.parameters_before, module.parameters_after, module.macs_before, module.macs_after)
-        found = (
+        predicted = (
             cost.scores.dense.parameters,
             cost.scores.converted.parameters,
             cost.scores.dense.macs,
             cost.scores.converted.macs,
         )
-        assert found == counted
+        assert predicted == counted
         assert cost.scores.break_even_length == module.break_even_length
     widths = {}
     for site, cost in zip(find_attention(model), planned, strict=True):
@@ -146,31 +146,35 @@ def two(family, make_tiny, calibration):
 
 def test_every_module_is_timed_at_every_length(two):
     dense, converted = two
-    found = module_latency(dense, converted, (4, 9), rounds=3)
+    timings = module_latency(dense, converted, (4, 9), rounds=3)
     names = [site.name for site in find_attention(dense)]
-    assert [(each.length, each.name) for each in found] == [(length, name) for length in (4, 9) for name in names]
-    for each in found:
-        assert each.rounds == 3
-        assert 0 < each.low <= each.ratio <= each.high
-        assert each.dense_ms > 0
-        assert each.converted_ms > 0
+    assert [(timing.length, timing.name) for timing in timings] == [
+        (length, name) for length in (4, 9) for name in names
+    ]
+    for timing in timings:
+        assert timing.rounds == 3
+        assert 0 < timing.low <= timing.ratio <= timing.high
+        assert timing.dense_ms > 0
+        assert timing.converted_ms > 0
 
 
 def test_both_get_what_the_dense_model_gives_its_own(two):
     """At full rank both give the same, so hooks that note what they give see equal pairs."""
     dense, converted = two
-    given = {id(model): {} for model in two}
+    outputs = {id(model): {} for model in two}
     for model in two:
         for site in find_attention(model):
             site.module.register_forward_hook(
-                lambda _, args, out, model=model, name=site.name: given[id(model)].setdefault(name, []).append(out[0])
+                lambda _, args, out, model=model, name=site.name: (
+                    outputs[id(model)].setdefault(name, []).append(out[0])
+                )
             )
     module_latency(dense, converted, (6,), rounds=2, batch_size=2)
-    for name, ours in given[id(converted)].items():
+    for name, ours in outputs[id(converted)].items():
         assert len(ours) == 3  # one for warming up
         assert ours[0].shape[:2] == (2, 6)
-        for each in ours:
-            torch.testing.assert_close(each, given[id(dense)][name][-1], atol=1e-4, rtol=1e-4)
+        for states in ours:
+            torch.testing.assert_close(states, outputs[id(dense)][name][-1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dv", [12, 10])
@@ -180,25 +184,25 @@ def test_output_projections_are_timed_too(family, dv, make_tiny):
     widths = []
     for site in find_attention(converted):
         site.part(site.family.output).register_forward_hook(lambda _, args, out: widths.append(args[0].shape[-1]))
-    found = module_latency(dense, converted, (6,), rounds=2)
-    assert widths == [dv] * 3 * len(found)
+    timings = module_latency(dense, converted, (6,), rounds=2)
+    assert widths == [dv] * 3 * len(timings)
 
 
 def test_own_inputs_progress_and_modes(make_tiny, batch):
     dense, converted = make_tiny("bert").train(), make_tiny("bert")
     compress(converted, Compression(dk=9, solver=Solver(sweeps=1)), calibration=None)
-    told, lengths = [], []
+    steps, lengths = [], []
 
     def inputs(length):
         lengths.append(length)
         return batch
 
-    found = module_latency(
-        dense, converted, (9, 5), inputs=inputs, rounds=2, progress=lambda *step: told.append(step)
+    timings = module_latency(
+        dense, converted, (9, 5), inputs=inputs, rounds=2, progress=lambda *step: steps.append(step)
     )
     assert lengths == [9, 5]
-    assert told == [(1, 2), (2, 2)]
-    assert len(found) == 4
+    assert steps == [(1, 2), (2, 2)]
+    assert len(timings) == 4
     assert dense.training
     assert not converted.training
 
@@ -224,7 +228,7 @@ def test_whole_models_run_in_turns_on_the_same_batch(make_tiny):
             lambda module, args, kwargs: lengths[id(module)].append(tuple(kwargs["input_ids"].shape)),
             with_kwargs=True,
         )
-    found = model_latency(dense, converted, 6, batch_size=3, seconds=0)
-    assert (found.name, found.length, found.rounds) == ("", 6, 4)
+    timing = model_latency(dense, converted, 6, batch_size=3, seconds=0)
+    assert (timing.name, timing.length, timing.rounds) == ("", 6, 4)
     assert lengths[id(dense)] == lengths[id(converted)] == [(3, 6)] * 6  # one to plan by, one to warm up
-    assert 0 < found.low <= found.ratio <= found.high
+    assert 0 < timing.low <= timing.ratio <= timing.high

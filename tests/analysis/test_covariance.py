@@ -36,19 +36,19 @@ def of_parts(parts, widths):
 @pytest.mark.parametrize("size", [200, 7, 1])
 def test_it_is_the_covariance_of_all_tokens(draw, widths, size):
     x = draw().flatten(1)
-    found = of_parts(x.split(size), widths)
-    torch.testing.assert_close(found.matrix, torch.tensor(np.cov(x.numpy(), rowvar=False)))
-    torch.testing.assert_close(found.mean, x.mean(0))
-    assert found.count == 200
+    joint = of_parts(x.split(size), widths)
+    torch.testing.assert_close(joint.matrix, torch.tensor(np.cov(x.numpy(), rowvar=False)))
+    torch.testing.assert_close(joint.mean, x.mean(0))
+    assert joint.count == 200
 
 
 def test_parts_are_pooled(draw):
     x = draw(tokens=50)
     parts = [JointCovariance.of(list(part.unbind(1))) for part in x.split([7, 2, 41])]
-    found, right = JointCovariance.pooled(parts), JointCovariance.of(list(x.unbind(1)))
-    torch.testing.assert_close(found.matrix, right.matrix)
-    torch.testing.assert_close(found.mean, right.mean)
-    assert (found.count, found.labels, found.widths) == (50, right.labels, right.widths)
+    pooled, expected = JointCovariance.pooled(parts), JointCovariance.of(list(x.unbind(1)))
+    torch.testing.assert_close(pooled.matrix, expected.matrix)
+    torch.testing.assert_close(pooled.mean, expected.mean)
+    assert (pooled.count, pooled.labels, pooled.widths) == (50, expected.labels, expected.widths)
     for wrong in ([], [parts[0], JointCovariance.of(list(x[:, :2].unbind(1)))]):
         with pytest.raises(HeadError, match="all with the same blocks"):
             JointCovariance.pooled(wrong)
@@ -63,9 +63,9 @@ def test_float32_keeps_directions_of_little_variance():
     generator = torch.Generator().manual_seed(0)
     turn = torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64)).Q
     x = (torch.randn(4000, 8, generator=generator, dtype=torch.float64) * torch.logspace(0, -3, 8)) @ turn
-    found = of_parts(x.float().split(500), (8,)).matrix
+    covariance = of_parts(x.float().split(500), (8,)).matrix
     right = torch.tensor(np.cov(x.float().double().numpy(), rowvar=False))
-    torch.testing.assert_close(torch.linalg.eigvalsh(found), torch.linalg.eigvalsh(right), rtol=1e-5, atol=0)
+    torch.testing.assert_close(torch.linalg.eigvalsh(covariance), torch.linalg.eigvalsh(right), rtol=1e-5, atol=0)
     plain = x.float() - x.float().mean(0)
     lost = torch.linalg.eigvalsh((plain.T @ plain).double() / 3999)[0] / torch.linalg.eigvalsh(right)[0] - 1
     assert abs(float(lost)) > 1e-2  # what a plain product in float32 would do
@@ -154,15 +154,15 @@ def named(uses):
 
 def test_covariances_are_those_of_all_real_tokens(either, real_responses):
     model, batches = either
-    found, right = head_covariances(model, batches), named(real_responses(model, batches))
-    assert found.keys() == right.keys()
+    joints, right = head_covariances(model, batches), named(real_responses(model, batches))
+    assert joints.keys() == right.keys()
     for name, tokens in right.items():
         heads, width = tokens.shape[1:]
-        assert found[name].widths == (width,) * heads
-        assert found[name].labels == tuple(map(str, range(heads)))
-        assert found[name].count == len(tokens)
+        assert joints[name].widths == (width,) * heads
+        assert joints[name].labels == tuple(map(str, range(heads)))
+        assert joints[name].count == len(tokens)
         covariance = np.cov(tokens.double().flatten(1).numpy(), rowvar=False)
-        np.testing.assert_allclose(found[name].matrix, covariance, atol=1e-6 * np.abs(covariance).max())
+        np.testing.assert_allclose(joints[name].matrix, covariance, atol=1e-6 * np.abs(covariance).max())
 
 
 def test_the_model_is_left_as_it_was(bert, batch):
@@ -201,27 +201,27 @@ def test_padding_does_not_count(bert, batch, measure):
 @pytest.mark.parametrize("part", ["values", "queries", "keys"])
 def test_other_parts_are_read_too(bert, batch, part):
     projection = bert.get_submodule(f"{NAME}.{part.replace('queries', 'query').removesuffix('s')}")
-    seen = []
-    handle = projection.register_forward_hook(lambda *call: seen.append(call[2][batch["attention_mask"].bool()]))
-    found = head_covariances(bert, [batch], part=part, modules=NAME)
+    outputs = []
+    handle = projection.register_forward_hook(lambda *call: outputs.append(call[2][batch["attention_mask"].bool()]))
+    joints = head_covariances(bert, [batch], part=part, modules=NAME)
     handle.remove()
-    assert list(found) == [NAME]
-    right = torch.tensor(np.cov(seen[0].double().numpy(), rowvar=False))
-    torch.testing.assert_close(found[NAME].matrix, right, atol=1e-5, rtol=1e-5)
+    assert list(joints) == [NAME]
+    right = torch.tensor(np.cov(outputs[0].double().numpy(), rowvar=False))
+    torch.testing.assert_close(joints[NAME].matrix, right, atol=1e-5, rtol=1e-5)
 
 
 def test_layers_are_compared_whole_or_by_head(either, real_responses):
     model, batches = either
     kinds = ["encoder"] if any(site.kind == "encoder" for site in find_attention(model)) else ["decoder"]
-    found = layer_covariance(model, batches, kinds=kinds)
+    joint = layer_covariance(model, batches, kinds=kinds)
     tokens = named(real_responses(model, batches))
-    layers = torch.cat([tokens[name].flatten(1) for name in found.labels], 1)
+    layers = torch.cat([tokens[name].flatten(1) for name in joint.labels], 1)
     right = np.cov(layers.double().numpy(), rowvar=False)
-    np.testing.assert_allclose(found.matrix, right, atol=1e-6 * np.abs(right).max())
+    np.testing.assert_allclose(joint.matrix, right, atol=1e-6 * np.abs(right).max())
     by_head = layer_covariance(model, batches, kinds=kinds, unit="head")
-    torch.testing.assert_close(by_head.matrix, found.matrix, atol=1e-6 * np.abs(right).max(), rtol=1e-6)
-    assert by_head.labels[1] == f"{found.labels[0]}:1"
-    assert len(by_head.widths) == sum(tokens[name].shape[1] for name in found.labels)
+    torch.testing.assert_close(by_head.matrix, joint.matrix, atol=1e-6 * np.abs(right).max(), rtol=1e-6)
+    assert by_head.labels[1] == f"{joint.labels[0]}:1"
+    assert len(by_head.widths) == sum(tokens[name].shape[1] for name in joint.labels)
 
 
 def test_a_model_is_like_itself_and_unlike_another(either, family, make_tiny):
@@ -285,12 +285,12 @@ def test_samples_are_uniform_and_seeded(bert, calibration, real_responses):
 
 
 def test_progress_is_told(bert, calibration):
-    told = []
-    head_covariances(bert, calibration[:3], progress=lambda done, total: told.append((done, total)))
-    assert told == [(1, 3), (2, 3), (3, 3)]
-    told.clear()
-    head_samples(bert, iter(calibration[:2]), progress=lambda *step: told.append(step))
-    assert told == [(1, None), (2, None)]
+    steps = []
+    head_covariances(bert, calibration[:3], progress=lambda done, total: steps.append((done, total)))
+    assert steps == [(1, 3), (2, 3), (3, 3)]
+    steps.clear()
+    head_samples(bert, iter(calibration[:2]), progress=lambda *step: steps.append(step))
+    assert steps == [(1, None), (2, None)]
 
 
 def test_a_bar_is_shown_where_wanted(bert, batch, capsys):
@@ -324,11 +324,11 @@ def test_riders_measure_what_they_measure_alone(either):
     sure = confidence(model, observed(model, batches, observers))
     for name, expected in confidence(model, batches).items():
         torch.testing.assert_close(sure[name], expected)
-    for found, expected in (
+    for actual, expected in (
         (samples.result(), head_samples(model, batches, 7, seed=3)),
         (overlaps.result(), bhattacharyya(model, batches)),
         ({k: v.l2 for k, v in distances.result().items()}, {k: v.l2 for k, v in discrepancy(model, batches).items()}),
     ):
-        assert found.keys() == expected.keys()
+        assert actual.keys() == expected.keys()
         for name in expected:
-            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-6)

@@ -20,7 +20,7 @@ NAME = "encoder.layer.0.attention.self"
 
 def rows_of(model, batches):
     """Attention rows of real queries, (N, H, S) a use and batch."""
-    found = {}
+    probs = {}
     for batch in batches:
         with Tap(model, ["probs"]) as tap, torch.no_grad():
             model(**batch)
@@ -28,9 +28,9 @@ def rows_of(model, batches):
             for reading in tap.take():
                 name = reading.site.name
                 use = counts[name] = counts.get(name, -1) + 1
-                found.setdefault((name, use), []).append(reading.probs.transpose(1, 2)[reading.real.query])
-    shared = {name for name, use in found if use}
-    return {f"{name}[{use}]" if name in shared else name: rows for (name, use), rows in found.items()}
+                probs.setdefault((name, use), []).append(reading.probs.transpose(1, 2)[reading.real.query])
+    shared = {name for name, use in probs if use}
+    return {f"{name}[{use}]" if name in shared else name: rows for (name, use), rows in probs.items()}
 
 
 def matrices(parts, measure):
@@ -52,35 +52,37 @@ def cosine(a, b):
 
 def test_discrepancy_of_outputs(either, real_responses):
     model, batches = either
-    found = discrepancy(model, batches)
+    discrepancies = discrepancy(model, batches)
     for name, uses in real_responses(model, batches).items():
         for number, tokens in enumerate(uses):
-            each = found[name if len(uses) == 1 else f"{name}[{number}]"]
-            torch.testing.assert_close(each.cosine, matrices([tokens], cosine) + 1, atol=1e-5, rtol=1e-5)
+            head_pairs = discrepancies[name if len(uses) == 1 else f"{name}[{number}]"]
+            torch.testing.assert_close(head_pairs.cosine, matrices([tokens], cosine) + 1, atol=1e-5, rtol=1e-5)
             distances = matrices([tokens], lambda a, b: float((a - b).norm()))
-            torch.testing.assert_close(each.l2, distances, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(head_pairs.l2, distances, atol=1e-5, rtol=1e-5)
 
 
 def test_mean_distance_of_a_head_is_avg_l2(either):
     """Without an end token to leave out, AVG_L2 is what the rows of the matrix add up to."""
     model, batches = either
     model.config.eos_token_id = None
-    found = discrepancy(model, batches)
+    discrepancies = discrepancy(model, batches)
     for name, distance in average_distance(model, batches).items():
-        if name in found:  # a module with several uses is pooled there
-            torch.testing.assert_close(found[name].l2.sum(1) / 2, distance, atol=1e-5, rtol=1e-5)
+        if name in discrepancies:  # a module with several uses is pooled there
+            torch.testing.assert_close(discrepancies[name].l2.sum(1) / 2, distance, atol=1e-5, rtol=1e-5)
 
 
 def test_bhattacharyya_coefficients(either):
     model, batches = either
-    found = bhattacharyya(model, batches)
+    coefficients = bhattacharyya(model, batches)
     right = rows_of(model, batches)
-    assert found.keys() == right.keys()
+    assert coefficients.keys() == right.keys()
     for name, parts in right.items():
         torch.testing.assert_close(
-            found[name], matrices(parts, lambda a, b: float((a * b).sqrt().sum())), atol=1e-5, rtol=1e-5
+            coefficients[name], matrices(parts, lambda a, b: float((a * b).sqrt().sum())), atol=1e-5, rtol=1e-5
         )
-        torch.testing.assert_close(found[name].diagonal(), torch.ones(3, dtype=torch.float64), atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            coefficients[name].diagonal(), torch.ones(3, dtype=torch.float64), atol=1e-5, rtol=0
+        )
 
 
 def test_overlap_agrees_with_the_loss(bert, batch):
@@ -97,9 +99,9 @@ def test_growth_is_that_of_all_entries():
         Discrepancy(torch.rand(3, 3, generator=generator), torch.rand(3, 3, generator=generator)) for _ in range(2)
     )
     for measure, part in (("l2", "l2"), ("cosine", "cosine"), ("difference", "difference")):
-        totals = [sum(abs(float(value)) for value in getattr(each, part).flatten()) for each in (one, two)]
-        found = discrepancy_growth({"a": one}, {"a": two}, measure)
-        assert found["a"] == pytest.approx(100 * (totals[0] - totals[1]) / totals[1], rel=1e-5)
+        totals = [sum(abs(float(value)) for value in getattr(pairs, part).flatten()) for pairs in (one, two)]
+        growth = discrepancy_growth({"a": one}, {"a": two}, measure)
+        assert growth["a"] == pytest.approx(100 * (totals[0] - totals[1]) / totals[1], rel=1e-5)
     torch.testing.assert_close(one.difference, 1 - (one.cosine - 1))
 
 
@@ -107,9 +109,9 @@ def test_a_silent_head_has_cosine_0(bert, batch):
     with torch.no_grad():
         bert.get_submodule(NAME).value.weight[8:16] = 0
         bert.get_submodule(NAME).value.bias[8:16] = 0
-    found = discrepancy(bert, [batch])[NAME]
-    assert (found.cosine[1] == 1).all()
-    assert found.l2.isfinite().all()
+    pairs = discrepancy(bert, [batch])[NAME]
+    assert (pairs.cosine[1] == 1).all()
+    assert pairs.l2.isfinite().all()
 
 
 def test_one_head_and_one_token(make_tiny):
@@ -118,20 +120,20 @@ def test_one_head_and_one_token(make_tiny):
         layer.attention.self.num_attention_heads, layer.attention.self.attention_head_size = 1, 24
         layer.attention.self.scaling = 24**-0.5
     batch = {"input_ids": torch.tensor([[5]])}
-    found = discrepancy(model, [batch])[NAME]
-    assert found.l2.tolist() == [[0]]
-    assert float(found.cosine) == pytest.approx(2)
+    pairs = discrepancy(model, [batch])[NAME]
+    assert pairs.l2.tolist() == [[0]]
+    assert float(pairs.cosine) == pytest.approx(2)
     assert float(bhattacharyya(model, [batch])[NAME]) == pytest.approx(1)
     with pytest.raises(HeadError, match="a single head has no pairs"):
-        mean_over_pairs(found.l2)
+        mean_over_pairs(pairs.l2)
 
 
 def test_what_cannot_be_measured_is_refused(bert, batch):
-    found = discrepancy(bert, [batch])
+    discrepancies = discrepancy(bert, [batch])
     with pytest.raises(HeadError, match="unknown measure 'l3'"):
-        discrepancy_growth(found, found, "l3")
+        discrepancy_growth(discrepancies, discrepancies, "l3")
     with pytest.raises(HeadError, match=f"{NAME} in one of them only"):
-        discrepancy_growth(found, {name: each for name, each in found.items() if name != NAME})
+        discrepancy_growth(discrepancies, {name: pairs for name, pairs in discrepancies.items() if name != NAME})
     zero = Discrepancy(torch.ones(2, 2), torch.zeros(2, 2))
     with pytest.raises(HeadError, match="a: the baseline's l2 discrepancy is 0"):
         discrepancy_growth({"a": zero}, {"a": zero})

@@ -38,11 +38,11 @@ def sums_of(model, batches):
 
 def test_drift_is_that_of_models_with_a_head_cut_out(either):
     model, batches = either
-    found = dominant_heads(model, batches=(batch for batch in batches))
-    assert found.baseline == 0
+    dominance = dominant_heads(model, batches=(batch for batch in batches))
+    assert dominance.baseline == 0
     before = [real_outputs(model, batch) for batch in batches]
     norm = sum(float(output.square().sum()) for output in before)
-    for name, changes in found.changes.items():
+    for name, changes in dominance.changes.items():
         for head, change in enumerate(changes):
             other = silenced(model, name, head)
             off = sum(
@@ -50,7 +50,7 @@ def test_drift_is_that_of_models_with_a_head_cut_out(either):
                 for batch, output in zip(batches, before, strict=True)
             )
             assert float(change) == pytest.approx((off / norm) ** 0.5, rel=1e-4)
-        assert found.dominant[name] == int(changes.argmax())
+        assert dominance.dominant[name] == int(changes.argmax())
 
 
 def test_padding_does_not_count_in_answers(make_tiny, batch):
@@ -66,7 +66,7 @@ def test_a_silenced_head_can_give_other_outputs(either, ablation):
     """A hook on the output projection replaces the head's part of its input."""
     model, batches = either
     options = {"ablation": ablation, "reference": batches if ablation == "mean" else None}
-    found = dominant_heads(model, lambda m: sums_of(m, batches), **options)
+    dominance = dominant_heads(model, lambda m: sums_of(m, batches), **options)
     for site in find_attention(model):
         projection = site.part(site.family.output)
         for head in range(site.heads):
@@ -78,9 +78,9 @@ def test_a_silenced_head_can_give_other_outputs(either, ablation):
                 return (split.flatten(-2),)
 
             handle = projection.register_forward_pre_hook(replace)
-            change = sums_of(model, batches) - found.baseline
+            change = sums_of(model, batches) - dominance.baseline
             handle.remove()
-            assert float(found.changes[site.name][head]) == pytest.approx(change, rel=1e-3, abs=2e-3)
+            assert float(dominance.changes[site.name][head]) == pytest.approx(change, rel=1e-3, abs=2e-3)
 
 
 def mean_input(model, site, batches):
@@ -117,19 +117,19 @@ def test_ablation_has_what_it_needs(make_tiny, make_batch, options, message):
 @pytest.mark.parametrize("greater_is_better", [True, False])
 def test_a_score_is_taken_without_each_head(either, greater_is_better):
     model, batches = either
-    found = dominant_heads(model, lambda m: sums_of(m, batches), greater_is_better=greater_is_better)
+    dominance = dominant_heads(model, lambda m: sums_of(m, batches), greater_is_better=greater_is_better)
     baseline = sums_of(model, batches)
-    assert found.baseline == pytest.approx(baseline)
+    assert dominance.baseline == pytest.approx(baseline)
     worst = {}
     for site in find_attention(model):
         changes = [sums_of(silenced(model, site.name, head), batches) - baseline for head in range(site.heads)]
         torch.testing.assert_close(
-            found.changes[site.name], torch.tensor(changes, dtype=torch.float64), rtol=1e-3, atol=1e-3
+            dominance.changes[site.name], torch.tensor(changes, dtype=torch.float64), rtol=1e-3, atol=1e-3
         )
         pick = min if greater_is_better else max
         worst.setdefault(site.kind, []).append(pick(changes))
-        assert found.dominant[site.name] == changes.index(pick(changes))
-    means = found.mean_change(found.dominant)
+        assert dominance.dominant[site.name] == changes.index(pick(changes))
+    means = dominance.mean_change(dominance.dominant)
     assert means.keys() == worst.keys()
     for kind, changes in worst.items():
         assert means[kind] == pytest.approx(sum(changes) / len(changes), rel=1e-3, abs=1e-3)
@@ -147,20 +147,20 @@ def test_only_the_given_heads_are_silenced(either):
     every = dominant_heads(model, score)
     heads = {name: len(changes) - 1 for name, changes in every.changes.items()}
     calls.clear()
-    found = dominant_heads(model, score, heads=heads)
+    dominance = dominant_heads(model, score, heads=heads)
     assert len(calls) == 1 + len(heads)
-    assert found.dominant == heads
-    assert found.mean_change(heads) == pytest.approx(every.mean_change(heads))
+    assert dominance.dominant == heads
+    assert dominance.mean_change(heads) == pytest.approx(every.mean_change(heads))
     with pytest.raises(HeadError, match="nowhere"):
         dominant_heads(model, score, heads={"nowhere": 0})
 
 
 def test_other_heads_have_their_own_mean_change():
     changes = {"a": torch.tensor([-3.0, 1.0]), "b": torch.tensor([0.0, -5.0]), "c": torch.tensor([2.0, 4.0])}
-    found = Dominance(50.0, changes, {"a": "encoder", "b": "encoder", "c": "cross"}, greater_is_better=True)
-    assert found.dominant == {"a": 0, "b": 1, "c": 0}
-    assert found.mean_change(found.dominant) == {"encoder": -4.0, "cross": 2.0}
-    assert found.mean_change({"a": 1, "b": 1, "c": 1}) == {"encoder": -2.0, "cross": 4.0}
+    dominance = Dominance(50.0, changes, {"a": "encoder", "b": "encoder", "c": "cross"}, greater_is_better=True)
+    assert dominance.dominant == {"a": 0, "b": 1, "c": 0}
+    assert dominance.mean_change(dominance.dominant) == {"encoder": -4.0, "cross": 2.0}
+    assert dominance.mean_change({"a": 1, "b": 1, "c": 1}) == {"encoder": -2.0, "cross": 4.0}
 
 
 @pytest.mark.parametrize("sizes", [(4, 3), (1, 1, 1), (2,)])
@@ -174,9 +174,9 @@ def test_rows_choose_or_score(sizes):
 
 
 def test_kinds_can_be_chosen(make_tiny, make_batch):
-    found = dominant_heads(make_tiny("marian"), batches=[make_batch("marian")], kinds=("cross",))
-    assert set(found.mean_change(found.dominant)) == {"cross"}
-    assert all("encoder_attn" in name for name in found.changes)
+    dominance = dominant_heads(make_tiny("marian"), batches=[make_batch("marian")], kinds=("cross",))
+    assert set(dominance.mean_change(dominance.dominant)) == {"cross"}
+    assert all("encoder_attn" in name for name in dominance.changes)
 
 
 @pytest.fixture
@@ -191,14 +191,14 @@ def labelled(batches):
 def test_the_curve_prunes_the_least_important_first(classifier, calibration):
     batches = labelled(calibration[:2])
     importance = head_importance(classifier, batches)
-    found = pruning_curve(classifier, importance, lambda model: sums_of_logits(model, batches))
-    assert [point.share for point in found] == [step / 10 for step in range(11)]
-    assert [point.removed for point in found] == [round(6 * step / 10) for step in range(11)]
+    curve = pruning_curve(classifier, importance, lambda model: sums_of_logits(model, batches))
+    assert [point.share for point in curve] == [step / 10 for step in range(11)]
+    assert [point.removed for point in curve] == [round(6 * step / 10) for step in range(11)]
     ranked = sorted((float(v), name, h) for name, values in importance.items() for h, v in enumerate(values))
-    for point in found:
+    for point in curve:
         chosen = {(name, head) for name, heads in point.heads.items() for head in heads}
         assert chosen == {(name, head) for _, name, head in ranked[: point.removed]}
-    for point in found[:-1]:
+    for point in curve[:-1]:
         if all(len(heads) < 3 for heads in point.heads.values()):
             pruned = copy.deepcopy(classifier)
             if point.heads:
@@ -214,24 +214,24 @@ def sums_of_logits(model, batches):
 def test_without_labels_the_curve_is_of_drift(classifier, calibration):
     importance = head_importance(classifier, labelled(calibration[:2]))
     plain = calibration[:2]
-    found = pruning_curve(classifier, importance, batches=plain, shares=(0, 0.5, 1))
-    assert found[0].score == 0
-    assert 0 < found[1].score < 10
+    curve = pruning_curve(classifier, importance, batches=plain, shares=(0, 0.5, 1))
+    assert curve[0].score == 0
+    assert 0 < curve[1].score < 10
     with torch.no_grad():
         before = [classifier(**batch).logits for batch in plain]
         with HeadMask(classifier, {name: torch.zeros(3) for name in importance}):
             after = [classifier(**batch).logits for batch in plain]
     off = sum(float((a - b).square().sum()) for a, b in zip(after, before, strict=True))
-    assert found[2].score == pytest.approx((off / sum(float(b.square().sum()) for b in before)) ** 0.5, rel=1e-4)
+    assert curve[2].score == pytest.approx((off / sum(float(b.square().sum()) for b in before)) ** 0.5, rel=1e-4)
 
 
 def test_progress_is_told(bert, batch):
-    told = []
-    dominant_heads(bert, lambda model: 1.0, progress=lambda *step: told.append(step))
-    assert told[-1] == (7, 7)
-    told.clear()
-    dominant_heads(bert, batches=[batch], progress=lambda *step: told.append(step))
-    assert told == [(1, 1)]
+    steps = []
+    dominant_heads(bert, lambda model: 1.0, progress=lambda *step: steps.append(step))
+    assert steps[-1] == (7, 7)
+    steps.clear()
+    dominant_heads(bert, batches=[batch], progress=lambda *step: steps.append(step))
+    assert steps == [(1, 1)]
 
 
 def test_what_cannot_be_scored_is_refused(bert, batch):

@@ -19,20 +19,20 @@ def curve(matrix):
     return np.concatenate([[0], np.cumsum(values) / values.sum()])
 
 
-def assert_energy(found, queries, keys, atol=1e-9):
+def assert_energy(energy, queries, keys, atol=1e-9):
     """Compare with what heads (H, D, d), formed in full, have; moments are sums of float32 products."""
     heads = len(queries)
     for head in range(heads):
-        np.testing.assert_allclose(found.query[head], curve(queries[head]), atol=atol)
-        np.testing.assert_allclose(found.key[head], curve(keys[head]), atol=atol)
-        right = curve(queries[head] @ keys[head].T)[: found.product.shape[1]]
-        np.testing.assert_allclose(found.product[head][: len(right)], right, atol=atol)
-    joined = [np.concatenate(list(each), 1) for each in (queries, keys)]
+        np.testing.assert_allclose(energy.query[head], curve(queries[head]), atol=atol)
+        np.testing.assert_allclose(energy.key[head], curve(keys[head]), atol=atol)
+        right = curve(queries[head] @ keys[head].T)[: energy.product.shape[1]]
+        np.testing.assert_allclose(energy.product[head][: len(right)], right, atol=atol)
+    joined = [np.concatenate(list(factors), 1) for factors in (queries, keys)]
     total = sum(queries[head] @ keys[head].T for head in range(heads))
     for measured, matrix in (
-        (found.joined_query, joined[0]),
-        (found.joined_key, joined[1]),
-        (found.joined_product, total),
+        (energy.joined_query, joined[0]),
+        (energy.joined_key, joined[1]),
+        (energy.joined_product, total),
     ):
         right = curve(matrix)
         shared = min(len(measured), len(right))
@@ -40,11 +40,11 @@ def assert_energy(found, queries, keys, atol=1e-9):
         assert float(measured[-1]) == pytest.approx(1)
     apart = np.concatenate([np.linalg.svd(q @ k.T, compute_uv=False) for q, k in zip(queries, keys, strict=True)])
     values = np.sort(apart**2)[::-1]
-    right = np.concatenate([[0], np.cumsum(values) / values.sum()])[: len(found.unshared)]
-    np.testing.assert_allclose(found.unshared[: len(right)], right, atol=atol)
+    right = np.concatenate([[0], np.cumsum(values) / values.sum()])[: len(energy.unshared)]
+    np.testing.assert_allclose(energy.unshared[: len(right)], right, atol=atol)
     products = [q @ k.T for q, k in zip(queries, keys, strict=True)]
     least = np.minimum(*(curve(np.concatenate([p.T if side else p for p in products], 1)) for side in (0, 1)))
-    np.testing.assert_allclose(found.shared, least, atol=atol)
+    np.testing.assert_allclose(energy.shared, least, atol=atol)
 
 
 def root(moment, damping):
@@ -67,46 +67,48 @@ def real_inputs(model, site, batches):
 
 def test_bare_weights_have_the_energy_of_their_matrices(family, make_tiny):
     model = make_tiny(family)
-    found = head_energy(model)
+    energies = head_energy(model)
     sites = find_dense_attention(model)
-    assert list(found) == [site.name for site in sites]
+    assert list(energies) == [site.name for site in sites]
     for site in sites:
-        assert_energy(found[site.name], site.query_heads().double().numpy(), site.key_heads().double().numpy())
+        assert_energy(energies[site.name], site.query_heads().double().numpy(), site.key_heads().double().numpy())
 
 
 @pytest.mark.parametrize("centre", [True, False])
 def test_with_batches_it_is_the_energy_of_what_inputs_meet(family, make_tiny, calibration, centre):
     model = make_tiny(family)
-    found = head_energy(model, calibration[:2], centre=centre, damping=0.01)
+    energies = head_energy(model, calibration[:2], centre=centre, damping=0.01)
     for site in find_dense_attention(model):
         inputs = real_inputs(model, site, calibration[:2])
         moments = [np.cov(x.T, bias=True) if centre else x.T @ x / len(x) for x in inputs]
         s_query, s_key = (root(moment, 0.01) for moment in moments)
         queries, keys = (w.double().numpy() for w in (site.query_heads(), site.key_heads()))
-        assert_energy(found[site.name], s_query @ queries, s_key @ keys, atol=1e-6)
+        assert_energy(energies[site.name], s_query @ queries, s_key @ keys, atol=1e-6)
 
 
 def test_converted_heads_are_those_of_the_factors(either):
     model, batches = either
     factors = read_factors(model)
-    found = head_energy(model)
+    energies = head_energy(model)
     weighted = head_energy(model, batches)
-    assert found.keys() == weighted.keys()
-    for name, each in factors.items():
-        query, mixing, key = (each_.detach().double().numpy() for each_ in (each.query, each.mixing, each.key))
-        assert_energy(found[name], query * mixing[:, None], np.stack([key] * len(mixing)))
-        assert found[name].rank(1.0, "shared") <= key.shape[1]
+    assert energies.keys() == weighted.keys()
+    for name, head_factors in factors.items():
+        query, mixing, key = (
+            factor.detach().double().numpy() for factor in (head_factors.query, head_factors.mixing, head_factors.key)
+        )
+        assert_energy(energies[name], query * mixing[:, None], np.stack([key] * len(mixing)))
+        assert energies[name].rank(1.0, "shared") <= key.shape[1]
         assert weighted[name].rank(0.99, "product") <= key.shape[1]
 
 
 def test_the_suggested_rank_is_the_first_to_reach_the_share():
     query = torch.diag(torch.tensor([3.0, 2.0, 1.0, 0.0], dtype=torch.float64))
-    found = tensor_energy(HeadTensor(query[None, :, :3], torch.eye(4, dtype=torch.float64)[None, :, :3]))
-    torch.testing.assert_close(found.joined_product, torch.tensor([0, 9, 13, 14], dtype=torch.float64) / 14)
-    assert found.ranks() == found.ranks("product") == found.ranks("shared") == {0.9: 2, 0.95: 3, 0.99: 3}
-    assert found.rank(9 / 14) == 1
-    assert found.rank(1e-9) == 1
-    assert found.ranks("key") == {0.9: 3, 0.95: 3, 0.99: 3}
+    energy = tensor_energy(HeadTensor(query[None, :, :3], torch.eye(4, dtype=torch.float64)[None, :, :3]))
+    torch.testing.assert_close(energy.joined_product, torch.tensor([0, 9, 13, 14], dtype=torch.float64) / 14)
+    assert energy.ranks() == energy.ranks("product") == energy.ranks("shared") == {0.9: 2, 0.95: 3, 0.99: 3}
+    assert energy.rank(9 / 14) == 1
+    assert energy.rank(1e-9) == 1
+    assert energy.ranks("key") == {0.9: 3, 0.95: 3, 0.99: 3}
 
 
 def test_heads_that_share_all_need_fewer_dimensions_together():
@@ -115,9 +117,9 @@ def test_heads_that_share_all_need_fewer_dimensions_together():
     weights = torch.randn(2, 20, 4, generator=generator, dtype=torch.float64)
     turn = torch.linalg.qr(torch.randn(4, 4, generator=generator, dtype=torch.float64)).Q
     tensor = HeadTensor(*(torch.stack([w, w @ turn]) for w in weights))
-    found = tensor_energy(tensor)
-    assert found.rank(1.0, "product") == found.rank(1.0, "shared") == 4
-    assert found.rank(1.0) == 8
+    energy = tensor_energy(tensor)
+    assert energy.rank(1.0, "product") == energy.rank(1.0, "shared") == 4
+    assert energy.rank(1.0) == 8
 
 
 def test_a_conversion_lies_between_the_bounds(bert, calibration):
@@ -125,17 +127,17 @@ def test_a_conversion_lies_between_the_bounds(bert, calibration):
     energies = head_energy(bert)
     report = compress(bert, Compression(dk=rank), calibration=None)
     for module in report.modules:
-        found = energies[module.name]
-        assert module.weight_error <= (1 - float(found.unshared[rank])) ** 0.5 + 1e-6
-        assert module.weight_error >= (1 - float(found.shared[rank])) ** 0.5 - 1e-6
-        assert found.rank(0.9, "shared") <= found.rank(0.9)
+        energy = energies[module.name]
+        assert module.weight_error <= (1 - float(energy.unshared[rank])) ** 0.5 + 1e-6
+        assert module.weight_error >= (1 - float(energy.shared[rank])) ** 0.5 - 1e-6
+        assert energy.rank(0.9, "shared") <= energy.rank(0.9)
 
 
 def test_zero_weights_need_no_component():
-    found = tensor_energy(HeadTensor(torch.zeros(2, 6, 3).double(), torch.randn(2, 6, 3).double()))
-    assert found.rank() == 0
-    assert (found.product == 1).all()
-    assert found.joined_key.isfinite().all()
+    energy = tensor_energy(HeadTensor(torch.zeros(2, 6, 3).double(), torch.randn(2, 6, 3).double()))
+    assert energy.rank() == 0
+    assert (energy.product == 1).all()
+    assert energy.joined_key.isfinite().all()
 
 
 def test_one_token_still_has_a_damped_moment(bert):
@@ -145,11 +147,11 @@ def test_one_token_still_has_a_damped_moment(bert):
 
 
 def test_what_cannot_be_measured_is_refused(bert):
-    found = head_energy(bert)["encoder.layer.0.attention.self"]
+    energy = head_energy(bert)["encoder.layer.0.attention.self"]
     with pytest.raises(HeadError, match="share of energy is 0"):
-        found.rank(0)
+        energy.rank(0)
     with pytest.raises(HeadError, match="unknown curve 'value'"):
-        found.rank(0.9, "value")
+        energy.rank(0.9, "value")
     bert.get_submodule("encoder.layer.1.attention.self").query.weight.data[0, 0] = torch.inf
     with pytest.raises(HeadError, match=r"layer\.1.* weights are not finite"):
         head_energy(bert)
@@ -158,15 +160,18 @@ def test_what_cannot_be_measured_is_refused(bert):
 @pytest.mark.parametrize("weighed", [False, True])
 def test_values_of_each_head_have_the_energy_of_their_maps(family, weighed, make_tiny, calibration, real_responses):
     model, batches = make_tiny(family), calibration[:2]
-    found, responses = value_energy(model, batches if weighed else None, damping=1e-6), real_responses(model, batches)
+    energies, responses = (
+        value_energy(model, batches if weighed else None, damping=1e-6),
+        real_responses(model, batches),
+    )
     for site in find_dense_values(model):
         value, output = site.value_heads().double().numpy(), site.output_heads().double().numpy()
         read = torch.cat([use.flatten(1) for use in responses[site.name]]).double().numpy()
-        seen = np.cov(read.T, bias=True) if weighed else None
+        cov = np.cov(read.T, bias=True) if weighed else None
         for head in range(site.heads):
             own = slice(head * 8, head * 8 + 8)
-            made = value[head] @ output[head] if seen is None else root(seen[own, own], 0) @ output[head]
-            np.testing.assert_allclose(found[site.name].heads[head], curve(made)[:9], atol=1e-5)
+            made = value[head] @ output[head] if cov is None else root(cov[own, own], 0) @ output[head]
+            np.testing.assert_allclose(energies[site.name].heads[head], curve(made)[:9], atol=1e-5)
 
 
 @pytest.mark.parametrize("dv", [1, 5, 12, 13, 23])
@@ -174,24 +179,24 @@ def test_values_of_each_head_have_the_energy_of_their_maps(family, weighed, make
 def test_a_conversion_of_values_captures_what_the_curve_says(family, weighed, dv, make_tiny, calibration):
     model = make_tiny(family)
     used, _ = split_held_back(calibration)
-    found = value_energy(model, used if weighed else None, damping=1e-6)
+    energies = value_energy(model, used if weighed else None, damping=1e-6)
     solver = Solver(damping=1e-6, refit=False)
     report = compress(model, Compression(dv=dv, solver=solver), calibration=calibration if weighed else None)
     for module in report.values:
         error = module.data_error if weighed else module.weight_error
-        each = found[module.name]
-        assert error**2 == pytest.approx(1 - float(each.narrow[dv]), abs=1e-4)
-        assert each.narrow[dv] <= each.joined[dv] + 1e-9
+        energy = energies[module.name]
+        assert error**2 == pytest.approx(1 - float(energy.narrow[dv]), abs=1e-4)
+        assert energy.narrow[dv] <= energy.joined[dv] + 1e-9
 
 
 def test_narrow_and_mixed_values_have_curves_too(family, make_tiny, calibration):
     model = make_tiny(family)
     compress(model, Compression(dv=10), calibration=calibration[:2])
-    for each in value_energy(model, calibration[:2]).values():
-        assert each.narrow.shape == (11,)
-        assert each.heads.shape == (3, 5)
-        assert each.ranks()[0.9] <= each.rank(1) <= 10
-        assert each.rank(0.9, "joined") <= each.rank(0.9)
+    for energy in value_energy(model, calibration[:2]).values():
+        assert energy.narrow.shape == (11,)
+        assert energy.heads.shape == (3, 5)
+        assert energy.ranks()[0.9] <= energy.rank(1) <= 10
+        assert energy.rank(0.9, "joined") <= energy.rank(0.9)
     mixed = make_tiny(family)
     mix_heads_(mixed)
     with torch.no_grad():
@@ -200,16 +205,16 @@ def test_narrow_and_mixed_values_have_curves_too(family, make_tiny, calibration)
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     before = value_energy(mixed, calibration[:2])
     merge_alphas_(mixed)
-    for name, each in value_energy(mixed, calibration[:2]).items():
-        torch.testing.assert_close(before[name].narrow, each.narrow, atol=1e-5, rtol=1e-5)
+    for name, energy in value_energy(mixed, calibration[:2]).items():
+        torch.testing.assert_close(before[name].narrow, energy.narrow, atol=1e-5, rtol=1e-5)
 
 
 def test_values_that_cannot_be_measured_are_refused(bert):
-    found = value_energy(bert)["encoder.layer.0.attention.self"]
+    energy = value_energy(bert)["encoder.layer.0.attention.self"]
     with pytest.raises(HeadError, match="share of energy is 2"):
-        found.rank(2)
+        energy.rank(2)
     with pytest.raises(HeadError, match="unknown curve 'wide'"):
-        found.rank(0.9, "wide")
+        energy.rank(0.9, "wide")
     with pytest.raises(HeadError, match="values' moments are singular"):
         value_energy(bert, [{"input_ids": torch.tensor([[5]])}])
     bert.get_submodule("encoder.layer.1.attention.output.dense").weight.data[0, 0] = torch.inf

@@ -53,7 +53,7 @@ def model(kind):
 def batches(model, count=12):
     """Sequences of two lengths, padded; with others for the decoder where there is one."""
     generator = torch.Generator().manual_seed(1)
-    found = []
+    result = []
     for _ in range(count):
         ids = torch.randint(5, 20, (2, 11), generator=generator)
         mask = torch.ones_like(ids)
@@ -61,8 +61,8 @@ def batches(model, count=12):
         batch = {"input_ids": ids, "attention_mask": mask}
         if model.config.is_encoder_decoder:
             batch |= {"decoder_input_ids": ids.flip(1), "decoder_attention_mask": mask}
-        found.append(batch)
-    return found
+        result.append(batch)
+    return result
 
 
 def activations(model, name, data):
@@ -116,13 +116,13 @@ def slow_errors(layer, used, held_back, widths, damping):
 
 def test_errors_are_those_of_least_squares_on_the_activations(kind, model):
     data = batches(model)
-    found = feed_forward_energy(model, data)
+    curves = feed_forward_energy(model, data)
     layers = 1 if kind == "albert" else 4 if "t5" in kind else 2
     names = [MODELS[kind][1].format(layer) for layer in range(min(layers, 2))]
-    assert len(found) == layers
-    assert list(found)[: len(names)] == names
+    assert len(curves) == layers
+    assert list(curves)[: len(names)] == names
     used, held_back = split_held_back(data)
-    for name, curve in found.items():
+    for name, curve in curves.items():
         assert curve.widths.tolist() == [5 * step for step in range(1, 17)]
         expected = slow_errors(
             model.get_submodule(name),
@@ -141,9 +141,9 @@ def test_moments_in_several_passes_give_the_same(kind, model, monkeypatch):
     expected = feed_forward_energy(model, data)
     monkeypatch.setattr("collab_compress.analysis.energy.ROOM", 1)
     done = []
-    found = feed_forward_energy(model, iter(data), progress=lambda *args: done.append(args))
+    curves = feed_forward_energy(model, iter(data), progress=lambda *args: done.append(args))
     assert done == [(count, len(expected)) for count in range(1, len(expected) + 1)]
-    for name, curve in found.items():
+    for name, curve in curves.items():
         torch.testing.assert_close(curve.errors, expected[name].errors)
 
 

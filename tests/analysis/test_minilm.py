@@ -14,26 +14,26 @@ def random_tokens(sequences):
 
 def test_heads_are_not_low_rank_but_their_sum_is(minilm):
     """Figure 1 of "Collaborate Instead of Concatenate"; every curve is a bound or a share of the same energy."""
-    for found in head_energy(minilm).values():
-        for head in found.product:
+    for energy in head_energy(minilm).values():
+        for head in energy.product:
             assert int((head < 0.99).sum()) > 0.75 * WIDTH
-        assert found.rank(0.99, "product") < FULL / 2
-        assert found.rank(0.99, "query") > FULL / 2
-        assert found.rank(0.99, "product") < found.rank(0.99, "shared") < found.rank(0.99)
-        assert (found.unshared[: len(found.shared)] <= found.shared[: len(found.unshared)] + 1e-9).all()
+        assert energy.rank(0.99, "product") < FULL / 2
+        assert energy.rank(0.99, "query") > FULL / 2
+        assert energy.rank(0.99, "product") < energy.rank(0.99, "shared") < energy.rank(0.99)
+        assert (energy.unshared[: len(energy.shared)] <= energy.shared[: len(energy.unshared)] + 1e-9).all()
 
 
 def test_inputs_need_fewer_dimensions_than_weights(minilm):
     plain, weighted = head_energy(minilm), head_energy(minilm, random_tokens(64))
-    for name, found in weighted.items():
-        assert found.rank(0.99) < plain[name].rank(0.99)
+    for name, energy in weighted.items():
+        assert energy.rank(0.99) < plain[name].rank(0.99)
 
 
 def test_heads_share_some_directions_and_not_all(minilm):
     for joint in head_covariances(minilm, random_tokens(64)).values():
-        found = svcca(joint)
-        assert 0.1 < found.mean < 0.9
-        assert (found.curve.diff() <= 0).all()
+        similarity = svcca(joint)
+        assert 0.1 < similarity.mean < 0.9
+        assert (similarity.curve.diff() <= 0).all()
         assert 0.01 < mean_over_pairs(cka(joint)) < 0.5
 
 

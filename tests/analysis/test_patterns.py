@@ -45,7 +45,7 @@ def slow_means(model, batches, name):
                         if value is not None:
                             values.setdefault(module, {}).setdefault(head, []).append(value)
     return {
-        module: torch.tensor([sum(found) / len(found) for found in heads.values()], dtype=torch.float64)
+        module: torch.tensor([sum(per_query) / len(per_query) for per_query in heads.values()], dtype=torch.float64)
         for module, heads in values.items()
     }
 
@@ -53,10 +53,10 @@ def slow_means(model, batches, name):
 @pytest.mark.parametrize("name", PATTERNS)
 def test_patterns_are_means_over_queries(either, name):
     model, batches = either
-    found = head_patterns(model, batches)[name]
+    patterns = head_patterns(model, batches)[name]
     wanted = slow_means(model, batches, name)
-    assert len(found) == len(wanted)
-    for ours, right in zip(found.values(), wanted.values(), strict=True):
+    assert len(patterns) == len(wanted)
+    for ours, right in zip(patterns.values(), wanted.values(), strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-6)
 
 
@@ -68,10 +68,10 @@ def test_left_padding_does_not_count():
     mask = (torch.arange(12) >= 4).long()[None]
     positions = (torch.arange(12) - 4).clamp_min(0)[None]
     plain = head_patterns(model, [{"input_ids": ids}])
-    left = head_patterns(model, [{"input_ids": padded, "attention_mask": mask, "position_ids": positions}])
+    patterns = head_patterns(model, [{"input_ids": padded, "attention_mask": mask, "position_ids": positions}])
     for name in PATTERNS:
         for path, values in plain[name].items():
-            torch.testing.assert_close(left[name][path], values, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(patterns[name][path], values, rtol=1e-4, atol=1e-5)
 
 
 def test_one_token_has_no_previous_one(bert):
@@ -136,7 +136,7 @@ TARGET = ("[PAD]", "[CLS]", "a", "mat")  # from the start token on, without the 
 def test_maps_are_those_of_stock_attention(either, tokenizer):
     model, _ = either
     pair = model.config.is_encoder_decoder
-    found = attention_maps(model, tokenizer, "the cat sat", target="a mat" if pair else None)
+    maps = attention_maps(model, tokenizer, "the cat sat", target="a mat" if pair else None)
     model.set_attn_implementation("eager")
     ids = tokenizer("the cat sat", return_tensors="pt")["input_ids"]
     extra = {"decoder_input_ids": torch.tensor([[0, 2, 8, 9]])} if pair else {}
@@ -146,21 +146,21 @@ def test_maps_are_those_of_stock_attention(either, tokenizer):
     rows = (
         {kind: list(output[name]) for kind, name in kinds.items()} if pair else {"encoder": list(output.attentions)}
     )
-    for each in found.values():
-        right = rows[each.kind].pop(0)[0]
-        torch.testing.assert_close(each.weights, right, atol=1e-5, rtol=1e-5)
-        assert each.queries == (SOURCE if each.kind == "encoder" else TARGET)
-        assert each.keys == (TARGET if each.kind == "decoder" else SOURCE)
-        word = each.queries[2]
-        torch.testing.assert_close(each.of(word), right[:, 2], atol=1e-5, rtol=1e-5)
+    for map_ in maps.values():
+        right = rows[map_.kind].pop(0)[0]
+        torch.testing.assert_close(map_.weights, right, atol=1e-5, rtol=1e-5)
+        assert map_.queries == (SOURCE if map_.kind == "encoder" else TARGET)
+        assert map_.keys == (TARGET if map_.kind == "decoder" else SOURCE)
+        word = map_.queries[2]
+        torch.testing.assert_close(map_.of(word), right[:, 2], atol=1e-5, rtol=1e-5)
     assert not any(rows.values())
 
 
 def test_pairs_of_texts(bert, tokenizer):
     name = find_attention(bert)[1].name
-    found = attention_maps(bert, tokenizer, ("the cat", "a mat"))
-    assert found[name].queries == ("[CLS]", "the", "cat", "</s>", "a", "mat", "</s>")
-    torch.testing.assert_close(found[name].of("</s>"), found[name].weights[:, 3])
+    maps = attention_maps(bert, tokenizer, ("the cat", "a mat"))
+    assert maps[name].queries == ("[CLS]", "the", "cat", "</s>", "a", "mat", "</s>")
+    torch.testing.assert_close(maps[name].of("</s>"), maps[name].weights[:, 3])
 
 
 def test_maps_that_cannot_be_made_are_refused(bert, make_tiny, tokenizer):

@@ -20,8 +20,8 @@ def test_trials_are_conversions_of_one_part(make_tiny):
     model = make_tiny("bert")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     done = []
-    found = plan(model, tokens(), shares=(1 / 2, 1 / 4), timed=False, progress=lambda *args: done.append(args))
-    assert [(trial.part, trial.width) for trial in found.trials] == [
+    result = plan(model, tokens(), shares=(1 / 2, 1 / 4), timed=False, progress=lambda *args: done.append(args))
+    assert [(trial.part, trial.width) for trial in result.trials] == [
         ("dk", 12),
         ("dk", 6),
         ("dv", 12),
@@ -29,26 +29,26 @@ def test_trials_are_conversions_of_one_part(make_tiny):
         ("dff", 16),
         ("dff", 8),
     ]
-    assert [each[1:] for each in done] == [(count, 6) for count in range(7)]
+    assert [step[1:] for step in done] == [(count, 6) for count in range(7)]
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     report = compress(model, Compression(dv=12), tokens())
-    trial = found.trials[2]
+    trial = result.trials[2]
     assert report.drift is not None
     assert trial.drift == pytest.approx(report.drift.relative_error)
     assert trial.parameters == report.parameters_after / report.parameters_before
     assert trial.operations == report.values[0].macs_after / report.values[0].macs_before
-    assert found.length == report.length
+    assert result.length == report.length
 
 
 def test_it_prints_and_becomes_a_table(make_tiny, monkeypatch):
     monkeypatch.setattr(Latency, "is_steady", True)
-    found = plan(make_tiny("bert"), tokens(), shares=(1 / 2, 1 / 4))
-    frame = found.to_frame()
-    assert list(frame["width"]) == [trial.width for trial in found.trials]
+    result = plan(make_tiny("bert"), tokens(), shares=(1 / 2, 1 / 4))
+    frame = result.to_frame()
+    assert list(frame["width"]) == [trial.width for trial in result.trials]
     assert (frame["time"] > 0).all()
-    lines = str(found).splitlines()
+    lines = str(result).splitlines()
     assert len(lines) == 7
     assert lines[1].split()[:2] == ["dk", "12"]
 
@@ -56,18 +56,18 @@ def test_it_prints_and_becomes_a_table(make_tiny, monkeypatch):
 def test_parts_that_cannot_be_converted_are_left_out_with_the_reason(make_tiny):
     model = make_tiny("bert")
     compress(model, Compression(dk=8), calibration=None)
-    found = plan(model, tokens(), shares=(1 / 2,), timed=False)
-    assert [trial.part for trial in found.trials] == ["dv", "dff"]
-    assert "already converted" in found.left_out["dk"]
-    assert "dk stays as it is: " in str(found)
+    result = plan(model, tokens(), shares=(1 / 2,), timed=False)
+    assert [trial.part for trial in result.trials] == ["dv", "dff"]
+    assert "already converted" in result.left_out["dk"]
+    assert "dk stays as it is: " in str(result)
 
 
 def test_the_knee_is_where_the_loss_begins_to_rise():
     def trial(share, drift):
         return Trial("dv", round(24 * share), share, drift, 1.0, share, None)
 
-    found = _with_knee([trial(0.75, 0.05), trial(0.5, 0.1), trial(0.25, 0.6)])
-    assert Plan(tuple(found), 9, {}).knees == {"dv": 12}
+    trials = _with_knee([trial(0.75, 0.05), trial(0.5, 0.1), trial(0.25, 0.6)])
+    assert Plan(tuple(trials), 9, {}).knees == {"dv": 12}
     straight = _with_knee([trial(0.75, 1.0), trial(0.5, 2**0.5), trial(0.25, 3**0.5)])
     assert Plan(tuple(straight), 9, {}).knees == {}
 

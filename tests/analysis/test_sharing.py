@@ -27,14 +27,14 @@ def test_strengths_do_not_depend_on_how_factors_are_scaled(either):
 def test_strengths_are_lengths_of_components(either):
     model, _ = either
     factors = read_factors(model)
-    found = mixing_matrices(model)
+    matrices = mixing_matrices(model)
     for site in find_attention(model):
-        matrix = found[site.name]
+        matrix = matrices[site.name]
         if site.name in factors:
-            each = factors[site.name]
-            lengths = each.query.norm(dim=0) * each.key.norm(dim=0)
+            head_factors = factors[site.name]
+            lengths = head_factors.query.norm(dim=0) * head_factors.key.norm(dim=0)
             torch.testing.assert_close(
-                matrix.abs().float(), each.mixing.detach().abs() * lengths, rtol=1e-5, atol=1e-6
+                matrix.abs().float(), head_factors.mixing.detach().abs() * lengths, rtol=1e-5, atol=1e-6
             )
         else:
             query, key = (site.part(getattr(site.family, side)).weight.norm(dim=1) for side in ("query", "key"))
@@ -55,9 +55,9 @@ def test_alphas_are_copies(bert):
     with pytest.raises(HeadError, match="has no alphas"):
         alpha_matrices(bert)
     mix_heads_(bert)
-    found = alpha_matrices(bert)
-    assert list(found) == [site.name for site in find_attention(bert)]
-    for matrix in found.values():
+    copies = alpha_matrices(bert)
+    assert list(copies) == [site.name for site in find_attention(bert)]
+    for matrix in copies.values():
         torch.testing.assert_close(matrix, torch.eye(3, dtype=torch.float64))
         matrix.zero_()
     assert all(float(matrix.trace()) == 3 for matrix in alpha_matrices(bert).values())
@@ -105,11 +105,11 @@ def parts_of(model, site):
     """T_i (H, D, D) and v_i (H, D) of a module, formed in full."""
     factors = read_factors(model).get(site.name)
     if factors is not None:
-        query, mixing, key = (each.detach().double() for each in (factors.query, factors.mixing, factors.key))
+        query, mixing, key = (factor.detach().double() for factor in (factors.query, factors.mixing, factors.key))
         heads = torch.stack([query @ torch.diag(row) @ key.T for row in mixing])
         return heads, factors.content_bias.detach().double()
     query, key = (site.part(getattr(site.family, side)) for side in ("query", "key"))
-    wq, wk = (each.weight.detach().double().unflatten(0, (site.heads, -1)).mT for each in (query, key))
+    wq, wk = (factor.weight.detach().double().unflatten(0, (site.heads, -1)).mT for factor in (query, key))
     bias = query.bias.detach().double().unflatten(0, (site.heads, -1))
     return wq @ wk.mT, torch.stack([wk[head] @ bias[head] for head in range(site.heads)])
 
@@ -128,8 +128,10 @@ def oracle(model, site, batches):
             for b in range(len(x)):
                 for t in range(x.shape[1]):
                     if query_mask[b, t]:
-                        seen = [s for s in range(y.shape[1]) if key_mask[b, s] and (site.kind != "decoder" or s <= t)]
-                        keys = y[b, seen]
+                        visible = [
+                            s for s in range(y.shape[1]) if key_mask[b, s] and (site.kind != "decoder" or s <= t)
+                        ]
+                        keys = y[b, visible]
                         for head in range(site.heads):
                             content, context = keys @ biases[head], keys @ heads[head].T @ x[b, t]
                             content, context = content - content.mean(), context - context.mean()
@@ -141,14 +143,14 @@ def oracle(model, site, batches):
 
 def test_shares_are_those_of_the_scores(either):
     model, batches = either
-    found = content_share(model, batches)
+    shares = content_share(model, batches)
     for site in find_attention(model):
         right = oracle(model, site, batches)
         for use, (content, context, overlap) in right.items():
-            each = found[site.name if len(right) == 1 else f"{site.name}[{use}]"]
-            torch.testing.assert_close(each.content, content, atol=1e-6, rtol=1e-6)
-            torch.testing.assert_close(each.context, context, atol=1e-6, rtol=1e-6)
-            torch.testing.assert_close(each.overlap, overlap, atol=1e-6, rtol=1e-6)
+            share = shares[site.name if len(right) == 1 else f"{site.name}[{use}]"]
+            torch.testing.assert_close(share.content, content, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(share.context, context, atol=1e-6, rtol=1e-6)
+            torch.testing.assert_close(share.overlap, overlap, atol=1e-6, rtol=1e-6)
             torch.testing.assert_close(content + context + overlap, torch.ones(3, dtype=torch.float64))
 
 
@@ -167,25 +169,25 @@ def test_the_two_parts_are_the_models_own_scores(bert, batch):
 
 def test_without_query_bias_there_is_no_content(bert, batch):
     bert.get_submodule(NAME).query.bias.data.zero_()
-    found = content_share(bert, [batch])[NAME]
-    assert not found.content.any()
-    torch.testing.assert_close(found.context, torch.ones(3, dtype=torch.float64))
+    share = content_share(bert, [batch])[NAME]
+    assert not share.content.any()
+    torch.testing.assert_close(share.context, torch.ones(3, dtype=torch.float64))
 
 
 def test_without_query_weights_there_is_no_context(bert, batch):
     bert.get_submodule(NAME).query.weight.data.zero_()
-    found = content_share(bert, [batch])[NAME]
-    assert not found.context.any()
-    torch.testing.assert_close(found.content, torch.ones(3, dtype=torch.float64))
+    share = content_share(bert, [batch])[NAME]
+    assert not share.context.any()
+    torch.testing.assert_close(share.content, torch.ones(3, dtype=torch.float64))
 
 
 def test_scores_that_never_vary_have_no_shares(bert):
     bert.get_submodule(NAME).key.weight.data[:8] = 0
-    found = content_share(bert, [{"input_ids": torch.tensor([[5, 6, 7]])}])[NAME]
-    for shares in (found.content, found.context, found.overlap):
+    share = content_share(bert, [{"input_ids": torch.tensor([[5, 6, 7]])}])[NAME]
+    for shares in (share.content, share.context, share.overlap):
         assert shares[0] == 0
         assert shares.isfinite().all()
-    assert float((found.content + found.context + found.overlap)[1]) == pytest.approx(1)
+    assert float((share.content + share.context + share.overlap)[1]) == pytest.approx(1)
     one = content_share(bert, [{"input_ids": torch.tensor([[5]])}])[NAME]
     assert not one.content.any()
     assert not one.context.any()

@@ -31,26 +31,26 @@ def core(x, variance):
 
 def oracle(x, y, variance):
     """Canonical correlations of two cores, by orthonormal bases of each."""
-    bases = [np.linalg.qr(core(each, variance))[0] for each in (x, y)]
+    bases = [np.linalg.qr(core(responses, variance))[0] for responses in (x, y)]
     return np.clip(np.linalg.svd(bases[0].T @ bases[1], compute_uv=False), 0, 1)
 
 
 @pytest.mark.parametrize("variance", [0.5, 0.9, 0.99, 1.0])
 def test_every_pair_is_that_of_the_two_step_definition(draw, variance):
     x = draw(heads=4).numpy()
-    found = svcca(JointCovariance.of(list(draw(heads=4).unbind(1))), variance)
+    result = svcca(JointCovariance.of(list(draw(heads=4).unbind(1))), variance)
     for i in range(4):
         for j in range(4):
             right = oracle(x[:, i], x[:, j], variance)
-            assert found.directions[i, j] == len(right)
-            np.testing.assert_allclose(found.coefficients[i, j, : len(right)], right, atol=1e-7)
-            assert not found.coefficients[i, j, len(right) :].any()
-            assert float(found.similarity[i, j]) == pytest.approx(right.mean(), abs=1e-7)
+            assert result.directions[i, j] == len(right)
+            np.testing.assert_allclose(result.coefficients[i, j, : len(right)], right, atol=1e-7)
+            assert not result.coefficients[i, j, len(right) :].any()
+            assert float(result.similarity[i, j]) == pytest.approx(right.mean(), abs=1e-7)
     pairs = [oracle(x[:, i], x[:, j], variance) for i in range(4) for j in range(i + 1, 4)]
-    assert found.mean == pytest.approx(np.mean([pair.mean() for pair in pairs]))
+    assert result.mean == pytest.approx(np.mean([pair.mean() for pair in pairs]))
     longest = max(map(len, pairs))
     padded = [np.pad(pair, (0, longest - len(pair))) for pair in pairs]
-    np.testing.assert_allclose(found.curve, np.mean(padded, 0), atol=1e-7)
+    np.testing.assert_allclose(result.curve, np.mean(padded, 0), atol=1e-7)
 
 
 def test_coefficients_are_those_of_scikit_learn(draw):
@@ -58,37 +58,37 @@ def test_coefficients_are_those_of_scikit_learn(draw):
     model = CCA(n_components=3, max_iter=5000, tol=1e-12).fit(x[:, 0], x[:, 1])
     a, b = model.transform(x[:, 0], x[:, 1])
     right = [np.corrcoef(a[:, k], b[:, k])[0, 1] for k in range(3)]
-    found = svcca(JointCovariance.of(list(torch.tensor(x).unbind(1))), 1.0)
-    np.testing.assert_allclose(found.coefficients[0, 1], right, atol=1e-6)
+    result = svcca(JointCovariance.of(list(torch.tensor(x).unbind(1))), 1.0)
+    np.testing.assert_allclose(result.coefficients[0, 1], right, atol=1e-6)
 
 
 def test_different_widths_and_two_sides(draw):
     x, y = draw(width=5), draw(width=3, heads=2)
     both = JointCovariance.of([*x.unbind(1), *y.unbind(1)], leading=3)
-    found = svcca(both)
-    assert found.similarity.shape == (3, 2)
-    assert found.rows == ("0", "1", "2")
+    result = svcca(both)
+    assert result.similarity.shape == (3, 2)
+    assert result.rows == ("0", "1", "2")
     for i in range(3):
         for j in range(2):
             right = oracle(x[:, i].numpy(), y[:, j].numpy(), 0.99)
-            np.testing.assert_allclose(found.coefficients[i, j, : len(right)], right, atol=1e-7)
-    assert found.mean == pytest.approx(float(found.similarity.mean()))
-    assert len(found.curve) == 3
+            np.testing.assert_allclose(result.coefficients[i, j, : len(right)], right, atol=1e-7)
+    assert result.mean == pytest.approx(float(result.similarity.mean()))
+    assert len(result.curve) == 3
 
 
 @pytest.mark.parametrize("leading", [0, 3])
 def test_directions_below_a_threshold_do_not_count(draw, leading):
     x, threshold = draw(heads=4).numpy(), 0.5
-    found = svcca(JointCovariance.of(list(draw(heads=4).unbind(1)), leading), threshold=threshold)
+    result = svcca(JointCovariance.of(list(draw(heads=4).unbind(1)), leading), threshold=threshold)
     pairs = [(i, j) for i in range(4) for j in range(i + 1, 4) if not leading or j == 3]
     right = [[value for value in oracle(x[:, i], x[:, j], 0.99) if value >= threshold] for i, j in pairs]
     assert len({*map(len, right)}) > 1
     for (i, j), values in zip(pairs, right, strict=True):
-        assert found.directions[i, j - leading] == len(values)
-        assert float(found.similarity[i, j - leading]) == pytest.approx(np.mean(values) if values else 0)
-    assert found.mean == pytest.approx(np.mean([np.mean(values) if values else 0 for values in right]))
+        assert result.directions[i, j - leading] == len(values)
+        assert float(result.similarity[i, j - leading]) == pytest.approx(np.mean(values) if values else 0)
+    assert result.mean == pytest.approx(np.mean([np.mean(values) if values else 0 for values in right]))
     padded = [np.pad(values, (0, max(map(len, right)) - len(values))) for values in right]
-    np.testing.assert_allclose(found.curve, np.mean(padded, 0), atol=1e-7)
+    np.testing.assert_allclose(result.curve, np.mean(padded, 0), atol=1e-7)
 
 
 def test_affine_maps_do_not_change_svcca(draw):
@@ -111,13 +111,13 @@ def test_affine_maps_do_not_change_svcca(draw):
 def test_svcca_of_independent_noise():
     """The largest canonical correlation of independent Gaussians tends to 2 √(d/N) for d ≪ N (Wachter, 1980)."""
     x = torch.randn(20_000, 2, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = svcca(JointCovariance.of(list(x.unbind(1))), 1.0).coefficients[0, 1]
-    assert float(found[0]) == pytest.approx(2 * (50 / 20_000) ** 0.5, rel=0.05)
+    coefficients = svcca(JointCovariance.of(list(x.unbind(1))), 1.0).coefficients[0, 1]
+    assert float(coefficients[0]) == pytest.approx(2 * (50 / 20_000) ** 0.5, rel=0.05)
 
 
 def test_a_head_with_itself_is_1_and_few_tokens_are_1_too(draw):
-    found = svcca(JointCovariance.of(list(draw().unbind(1))))
-    torch.testing.assert_close(found.similarity.diagonal(), torch.ones(3, dtype=torch.float64))
+    result = svcca(JointCovariance.of(list(draw().unbind(1))))
+    torch.testing.assert_close(result.similarity.diagonal(), torch.ones(3, dtype=torch.float64))
     few = svcca(JointCovariance.of(list(draw(tokens=4).unbind(1))), 1.0)
     torch.testing.assert_close(few.similarity, torch.ones(3, 3, dtype=torch.float64))
     assert (few.directions == 3).all()
@@ -127,31 +127,31 @@ def test_a_head_with_itself_is_1_and_few_tokens_are_1_too(draw):
 def test_svcca_of_a_head_that_never_varies_is_0(draw, dtype):
     x = draw(dtype=dtype)
     x[:, 1] = 0.1
-    found = svcca(JointCovariance.of(list(x.unbind(1))))
-    assert not found.similarity[1].any()
-    assert not found.similarity[:, 1].any()
-    assert float(found.similarity[0, 2]) > 0.1
-    assert found.coefficients.isfinite().all()
+    result = svcca(JointCovariance.of(list(x.unbind(1))))
+    assert not result.similarity[1].any()
+    assert not result.similarity[:, 1].any()
+    assert float(result.similarity[0, 2]) > 0.1
+    assert result.coefficients.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_directions_that_are_rounding_only_are_never_kept(draw, dtype):
     x = draw().to(dtype)
     x[:, :, 3:] = x[:, :, :2] * 2  # three directions are left
-    found = svcca(JointCovariance.of(list(x.unbind(1))), 1.0)
-    assert (found.directions == 3).all()
+    result = svcca(JointCovariance.of(list(x.unbind(1))), 1.0)
+    assert (result.directions == 3).all()
     np.testing.assert_allclose(
-        found.coefficients[0, 1, :3], oracle(*(x[:, head, :3].double().numpy() for head in (0, 1)), 1.0), atol=1e-5
+        result.coefficients[0, 1, :3], oracle(*(x[:, head, :3].double().numpy() for head in (0, 1)), 1.0), atol=1e-5
     )
 
 
 def test_a_single_head_has_no_pairs(draw):
-    found = svcca(JointCovariance.of([draw()[:, 0]]))
-    torch.testing.assert_close(found.similarity, torch.ones(1, 1, dtype=torch.float64))
+    result = svcca(JointCovariance.of([draw()[:, 0]]))
+    torch.testing.assert_close(result.similarity, torch.ones(1, 1, dtype=torch.float64))
     with pytest.raises(HeadError, match="a single head has no pairs"):
-        _ = found.mean
+        _ = result.mean
     with pytest.raises(HeadError, match="a single head has no pairs"):
-        _ = found.curve
+        _ = result.curve
 
 
 @pytest.mark.parametrize("variance", [0, -1, 1.01, float("nan")])
@@ -205,11 +205,11 @@ def heads_of(x):
 
 def test_linear_cka_is_that_of_centred_kernels(draw):
     x = draw(tokens=60, heads=4)
-    found = cka(JointCovariance.of(list(x.unbind(1))))
-    np.testing.assert_allclose(found, ratio([linear(head) for head in heads_of(x)], biased), atol=1e-10)
-    np.testing.assert_allclose(sample_cka(x, "linear"), found, atol=1e-10)
+    similarity = cka(JointCovariance.of(list(x.unbind(1))))
+    np.testing.assert_allclose(similarity, ratio([linear(head) for head in heads_of(x)], biased), atol=1e-10)
+    np.testing.assert_allclose(sample_cka(x, "linear"), similarity, atol=1e-10)
     rows = [(i, j) for i in range(4) for j in range(i + 1, 4)]
-    assert mean_over_pairs(found) == pytest.approx(np.mean([float(found[i, j]) for i, j in rows]))
+    assert mean_over_pairs(similarity) == pytest.approx(np.mean([float(similarity[i, j]) for i, j in rows]))
 
 
 @pytest.mark.parametrize("kernel", ["linear", "rbf"])
@@ -227,20 +227,20 @@ def test_rbf_cka_is_that_of_centred_kernels(draw):
 
 def test_kernels_that_do_not_fit_into_one_block(draw, monkeypatch):
     x = draw(tokens=50)
-    whole = {unbiased: sample_cka(x, unbiased=unbiased) for unbiased in (False, True)}
+    expected = {unbiased: sample_cka(x, unbiased=unbiased) for unbiased in (False, True)}
     monkeypatch.setattr(similarity, "ROWS", 7)
-    for unbiased_, right in whole.items():
+    for unbiased_, right in expected.items():
         torch.testing.assert_close(sample_cka(x, unbiased=unbiased_), right)
 
 
 def test_two_sides_and_different_widths(draw):
     x, y = draw(tokens=60), draw(tokens=60, width=2, seed=4)
-    found = cka(JointCovariance.of([*x.unbind(1), *y.unbind(1)], leading=3))
+    similarity = cka(JointCovariance.of([*x.unbind(1), *y.unbind(1)], leading=3))
     everything = ratio([linear(head) for head in heads_of(x) + heads_of(y)], biased)
-    np.testing.assert_allclose(found, everything[:3, 3:], atol=1e-10)
+    np.testing.assert_allclose(similarity, everything[:3, 3:], atol=1e-10)
     several = [*x.unbind(1), *y.unbind(1)]
     np.testing.assert_allclose(sample_cka(several, "linear"), everything, atol=1e-10)
-    right = ratio([radial(each.numpy()) for each in several], biased)
+    right = ratio([radial(responses.numpy()) for responses in several], biased)
     np.testing.assert_allclose(sample_cka(several), right, atol=1e-9)
 
 
@@ -266,8 +266,8 @@ def test_rotations_scalings_and_shifts_do_not_change_cka(draw, measure):
 
 def test_cka_of_independent_noise():
     x = torch.randn(2000, 12, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = mean_over_pairs(cka(JointCovariance.of(list(x.unbind(1)))))
-    assert found == pytest.approx(20 / 2000, rel=0.1)  # √(d·d)/N
+    similarity = mean_over_pairs(cka(JointCovariance.of(list(x.unbind(1)))))
+    assert similarity == pytest.approx(20 / 2000, rel=0.1)  # √(d·d)/N
     assert abs(mean_over_pairs(sample_cka(x, "linear", unbiased=True))) < 1e-3
     few = x[:200]
     assert mean_over_pairs(sample_cka(few)) > 0.03  # too high, as documented
@@ -279,10 +279,10 @@ def test_cka_of_independent_noise():
 def test_cka_of_a_head_that_never_varies_is_0(draw, kernel, unbiased_):
     x = draw(dtype=torch.float32)
     x[:, 1] = 0.1
-    found = sample_cka(x, kernel, unbiased=unbiased_)
-    assert not found[1].any()
-    assert not found[:, 1].any()
-    assert float(found[0, 2]) > 0
+    similarity = sample_cka(x, kernel, unbiased=unbiased_)
+    assert not similarity[1].any()
+    assert not similarity[:, 1].any()
+    assert float(similarity[0, 2]) > 0
     assert not cka(JointCovariance.of(list(x.unbind(1))))[1].any()
 
 
@@ -303,14 +303,14 @@ def test_cka_refuses_what_it_cannot_measure(draw):
 def test_an_interval_is_that_of_measures_on_drawn_sequences(draw, measure):
     sequences = draw(tokens=120).split(15)
     parts = [JointCovariance.of(list(tokens.unbind(1))) for tokens in sequences]
-    found = bootstrap_interval(measure, parts, resamples=40, confidence=0.9, seed=3)
+    interval = bootstrap_interval(measure, parts, resamples=40, confidence=0.9, seed=3)
     generator = torch.Generator().manual_seed(3)
     values = []
     for draw_ in torch.randint(8, (40, 8), generator=generator):
         tokens = torch.cat([sequences[number] for number in draw_])
         values.append(measure(JointCovariance.of(list(tokens.unbind(1)))))
-    assert found == pytest.approx(tuple(np.quantile(values, [0.05, 0.95])), rel=1e-6)
-    assert found[0] < measure(JointCovariance.pooled(parts)) < found[1]
+    assert interval == pytest.approx(tuple(np.quantile(values, [0.05, 0.95])), rel=1e-6)
+    assert interval[0] < measure(JointCovariance.pooled(parts)) < interval[1]
 
 
 @pytest.mark.parametrize("options", [{"count": 1}, {"resamples": 0}, {"confidence": 1.0}])

@@ -76,10 +76,10 @@ def test_output_attentions(family, make_tiny, batch):
     with torch.no_grad():
         name = "decoder_attentions" if family == "marian" else "attentions"
         expected = dense(**batch, output_attentions=True)[name]
-        found = converted(**batch, output_attentions=True)[name]
+        attentions = converted(**batch, output_attentions=True)[name]
     real = batch.get("decoder_attention_mask", batch["attention_mask"]).bool()[:, None, :, None]
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
+    assert len(attentions) == len(expected)
+    for one, other in zip(attentions, expected, strict=True):
         torch.testing.assert_close(one * real, other * real, atol=1e-5, rtol=1e-4)
 
 

@@ -69,22 +69,22 @@ def converted(case):
 @pytest.fixture
 def decoded(monkeypatch):
     """Whether calls of the attention function were decoded, one by one."""
-    seen = []
+    decisions = []
 
     def spy(inputs):
-        seen.append(kernels.can_decode(inputs))
-        return seen[-1]
+        decisions.append(kernels.can_decode(inputs))
+        return decisions[-1]
 
     monkeypatch.setattr(functions, "can_decode", spy)
-    return seen
+    return decisions
 
 
 @torch.no_grad()
 def token_after(model, ids, past=None, **options):
     """Outputs of a last token beside a cache of the others."""
     past = DynamicCache(config=model.config) if past is None else past
-    seen = {name: value[:, :-1] for name, value in options.items()}
-    model(ids[:, :-1], past_key_values=past, **seen)
+    prefix = {name: value[:, :-1] for name, value in options.items()}
+    model(ids[:, :-1], past_key_values=past, **prefix)
     return model(ids[:, -1:], past_key_values=past, **options).last_hidden_state
 
 
@@ -97,18 +97,18 @@ def test_a_token_is_what_it_is_without(case, padded, decoded, monkeypatch):
     model = converted(case)
     ids = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(1))
     options = {"attention_mask": torch.ones_like(ids).index_fill(1, torch.arange(3), 0)} if padded else {}
-    found = token_after(model, ids, **options)
+    logits = token_after(model, ids, **options)
     assert decoded == [False, False, True, True]
     monkeypatch.setattr(functions, "can_decode", lambda _: False)
-    torch.testing.assert_close(found, token_after(model, ids, **options), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, token_after(model, ids, **options), rtol=1e-4, atol=1e-5)
 
 
 def test_a_static_cache_too(decoded):
     model = converted("rotary")
     ids = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(1))
-    found = token_after(model, ids, StaticCache(model.config, max_cache_len=16))
+    logits = token_after(model, ids, StaticCache(model.config, max_cache_len=16))
     assert decoded == [False, False, True, True]
-    torch.testing.assert_close(found, token_after(model, ids), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, token_after(model, ids), rtol=1e-4, atol=1e-5)
 
 
 def test_what_records_or_acts_on_heads_or_is_in_half_precision_is_not_decoded(decoded):
@@ -142,9 +142,9 @@ def test_nothing_is_copied_that_grows_with_the_cache_but_scores(case, monkeypatc
     model, largest, real = converted(case), [], functions._attend_to_cache
 
     def watched(*inputs):
-        with Largest() as seen:
+        with Largest() as tracked:
             result = real(*inputs)
-        largest.append(seen.most)
+        largest.append(tracked.most)
         return result
 
     monkeypatch.setattr(functions, "_attend_to_cache", watched)
@@ -170,5 +170,5 @@ def test_pieces_are_read_by_the_heads_that_have_channels_there(monkeypatch):
     query, key = torch.zeros(2, 3, 12), torch.randn(2, 3, 5, 4)
     query[:, 0, :4], query[:, 2, 4:8] = torch.randn(2, 4), torch.randn(2, 4)
     query[..., 8:11] = torch.eye(3)
-    found = cached_scores(query, key, readers_of((4, 0, 4), 4, content_bias=True))
-    torch.testing.assert_close(found, query @ key.transpose(1, 2).flatten(2).mT)
+    scores = cached_scores(query, key, readers_of((4, 0, 4), 4, content_bias=True))
+    torch.testing.assert_close(scores, query @ key.transpose(1, 2).flatten(2).mT)

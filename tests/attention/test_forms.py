@@ -134,7 +134,7 @@ def test_a_head_owns_its_rows_and_nothing_else(module):
             with torch.no_grad():
                 module.get_parameter(path)[rows[head].start : rows[head].stop] *= 2.0
         moved = (products(module) != before).flatten(1).any(1)
-        assert moved.tolist() == [each == head for each in range(HEADS)]
+        assert moved.tolist() == [other == head for other in range(HEADS)]
 
 
 @pytest.mark.parametrize("kept", [(0,), (0, 2), (1, 2)])

@@ -109,11 +109,11 @@ def test_rows_and_outputs_are_those_of_the_stock_module(model, ids, converted):
     if converted:
         compress(model, Compression(dk=24), calibration=None)
     with torch.no_grad(), Tap(model, ["probs"]) as tap:
-        found, read = model(input_ids=ids, output_attentions=True), tap.take()
-    for tapped, rows, stock in zip(read, found.attentions, expected.attentions, strict=True):
+        outputs, read = model(input_ids=ids, output_attentions=True), tap.take()
+    for tapped, rows, stock in zip(read, outputs.attentions, expected.attentions, strict=True):
         torch.testing.assert_close(rows, stock, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(tapped.probs, stock, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(found[0], expected[0], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(outputs[0], expected[0], atol=2e-5, rtol=1e-4)
 
 
 def test_dropout_of_the_module_is_kept(model, ids):
@@ -168,14 +168,16 @@ def test_caches_hold_what_an_encoder_gave(kind, dk, ids):
         stock = model(input_ids=ids, encoder_hidden_states=states)[0]
     compress(model, Compression(dk=dk, dv=12 if dk == 7 else 24), calibration=None)
     with torch.no_grad():
-        whole = model(input_ids=ids, encoder_hidden_states=states)[0]
+        full = model(input_ids=ids, encoder_hidden_states=states)[0]
         first = model(input_ids=ids[:, :6], encoder_hidden_states=states, use_cache=True)
         cache = first.past_key_values
-        kept = [layer.keys for layer in cache.cross_attention_cache.layers]
+        cached_keys = [layer.keys for layer in cache.cross_attention_cache.layers]
         last = model(input_ids=ids[:, 6:], encoder_hidden_states=states, past_key_values=cache, use_cache=True)
-    torch.testing.assert_close(torch.cat([first[0], last[0]], 1), whole, atol=2e-5, rtol=1e-4)
-    assert all(after.keys is before for after, before in zip(cache.cross_attention_cache.layers, kept, strict=True))
-    assert (dk == 24) == torch.allclose(whole, stock, atol=2e-4)
+    torch.testing.assert_close(torch.cat([first[0], last[0]], 1), full, atol=2e-5, rtol=1e-4)
+    assert all(
+        after.keys is before for after, before in zip(cache.cross_attention_cache.layers, cached_keys, strict=True)
+    )
+    assert (dk == 24) == torch.allclose(full, stock, atol=2e-4)
 
 
 SIZES = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 1, "intermediate_size": 32}
@@ -208,12 +210,12 @@ def reader():
 def test_whole_models_write_what_they_see(build):
     torch.manual_seed(0)
     model = build().eval()
-    asked = {"pixel_values": torch.randn(2, 3, 8, 8), "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    options = {"pixel_values": torch.randn(2, 3, 8, 8), "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     converted = copy.deepcopy(model)
     compress(converted, Compression(dk=24, dv=24), calibration=None)
     for beams in (1, 3):
-        expected = model.generate(**asked, num_beams=beams)
-        assert torch.equal(converted.generate(**asked, num_beams=beams), expected)
+        expected = model.generate(**options, num_beams=beams)
+        assert torch.equal(converted.generate(**options, num_beams=beams), expected)
     narrow = copy.deepcopy(model)
     compress(narrow, Compression(dk=9, dv=12), calibration=None)
-    assert torch.equal(narrow.generate(**asked), narrow.generate(**asked, use_cache=False))
+    assert torch.equal(narrow.generate(**options), narrow.generate(**options, use_cache=False))

@@ -37,13 +37,13 @@ def family(interleaved):
 
 def expected(x, channels, interleaved):
     """Queries, keys and values, (T, H·d) each, channel by channel as the layout says."""
-    found = [torch.empty(len(x), HEADS * WIDTH) for _ in range(3)]
+    parts = [torch.empty(len(x), HEADS * WIDTH) for _ in range(3)]
     for place in range(3):
         for head in range(HEADS):
             for channel in range(WIDTH):
                 at = (head * 3 + place) * WIDTH if interleaved else (place * HEADS + head) * WIDTH
-                found[place][:, head * WIDTH + channel] = channels[:, at + channel]
-    return found
+                parts[place][:, head * WIDTH + channel] = channels[:, at + channel]
+    return parts
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -51,16 +51,16 @@ def expected(x, channels, interleaved):
 @pytest.mark.parametrize("kind", ["Conv1D", "Linear"])
 def test_parts_compute_what_the_layer_does_and_make_it_again(kind, bias, interleaved):
     module, layout, x = Attention(kind, bias), Layout(HEADS, WIDTH, interleaved), torch.randn(5, IN)
-    whole = module.qkv
-    weights = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
-    parts = expected(x, whole(x), interleaved)
+    fused = module.qkv
+    weights = {name: tensor.clone() for name, tensor in fused.state_dict().items()}
+    parts = expected(x, fused(x), interleaved)
     slices = [fused_slice(module, family(interleaved), path) for path in PARTS]
     for part, one in zip(parts, slices, strict=True):
         torch.testing.assert_close(nn.functional.linear(x, one.weight, one.bias), part)
         assert (one.in_features, one.out_features) == (IN, HEADS * WIDTH)
         assert set(dict(one.named_parameters())) == set(weights)
-    for found, part in zip(layout.split(whole(x), -1), parts, strict=True):
-        assert torch.equal(found, part)
+    for actual, part in zip(layout.split(fused(x), -1), parts, strict=True):
+        assert torch.equal(actual, part)
 
     narrow = PaddedProjection(IN, 7, WIDTH)
     replace_(module, {PARTS[1]: narrow}, layout)
@@ -71,11 +71,11 @@ def test_parts_compute_what_the_layer_does_and_make_it_again(kind, bias, interle
     dense = nn.Linear(IN, HEADS * WIDTH, slices[1].bias is not None)
     dense.load_state_dict(dict(slices[1].named_parameters()))
     put_back_(module, {PARTS[1]: dense}, layout)
-    assert type(module.qkv) is type(whole)
+    assert type(module.qkv) is type(fused)
     assert module.qkv.state_dict().keys() == weights.keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in module.qkv.state_dict().items())
     put_back_(module, dict(zip(PARTS, slices, strict=True)), layout)
-    assert module.qkv is whole
+    assert module.qkv is fused
 
 
 def test_keys_and_values_may_be_narrower_than_queries():

@@ -112,12 +112,12 @@ def test_gradients_are_those_of_the_formula(kernel, sizes, content, causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradients_block_by_block_are_those_of_all_at_once(mask, causal):
     problem = draw_inputs(batch=3, heads=4, length=5, keys=5, mask=mask)._replace(causal=causal)
-    found = []
+    gradients = []
     for kernel in (folded, recomputed):
         leaves = {name: getattr(problem, name).detach().clone().requires_grad_() for name in NAMES}
         outputs = kernel(problem._replace(**leaves))
-        found.append(torch.autograd.grad(outputs.sin().sum(), list(leaves.values())))
-    for theirs, ours in zip(*found, strict=True):
+        gradients.append(torch.autograd.grad(outputs.sin().sum(), list(leaves.values())))
+    for theirs, ours in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
@@ -140,15 +140,15 @@ def test_backward_drops_what_forward_dropped():
 
 def test_training_keeps_no_scores():
     problem = draw_inputs(batch=2, heads=4, length=48, keys=48, rank=5, width=3)
-    kept = []
+    saved_sizes = []
 
     def pack(tensor):
-        kept.append(tensor.numel())
+        saved_sizes.append(tensor.numel())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         attend(problem._replace(query=problem.query.clone().requires_grad_()))
-    assert max(kept) <= max(tensor.numel() for tensor in problem.tensors())
+    assert max(saved_sizes) <= max(tensor.numel() for tensor in problem.tensors())
 
 
 @KERNELS
@@ -161,9 +161,9 @@ def test_dropout_drops_with_its_probability_and_keeps_the_mean(kernel, sizes, gr
         problem = problem._replace(query=problem.query.clone().requires_grad_())
     torch.manual_seed(0)
     dropped = kernel(problem._replace(dropout=0.25))
-    kept = kernel(problem)
+    undropped = kernel(problem)
     assert (dropped == 0).double().mean().item() == pytest.approx(0.25, abs=0.01)
-    torch.testing.assert_close(dropped[dropped != 0], kept[dropped != 0] / 0.75)
+    torch.testing.assert_close(dropped[dropped != 0], undropped[dropped != 0] / 0.75)
 
 
 @pytest.fixture

@@ -42,8 +42,8 @@ def double(inputs):
     return Inputs(*(part.double() if isinstance(part, torch.Tensor) else part for part in inputs))
 
 
-def error(found, expected):
-    return float((found.double() - expected).norm() / expected.norm())
+def error(actual, expected):
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("content", [True, False])
@@ -52,11 +52,11 @@ def error(found, expected):
 def test_shared_kernels(kernel, dtype, content):
     ours, stock = problem(dtype, content)
     expected = kernel(double(ours))
-    found = in_float32_on_cpu(kernel)(ours)
-    assert found.dtype == dtype
+    outputs = in_float32_on_cpu(kernel)(ours)
+    assert outputs.dtype == dtype
     ceiling = error(scaled_dot_product_attention(*stock, scale=SCALING), expected)
     assert ceiling < error(stock_eager(*stock)[1], expected)
-    assert error(found, expected) <= ceiling * 1.02  # the last rounding alone is that large
+    assert error(outputs, expected) <= ceiling * 1.02  # the last rounding alone is that large
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -64,11 +64,11 @@ def test_shared_probabilities(dtype):
     ours, stock = problem(dtype)
     ours = ours._replace(causal=True)
     expected = attention_probabilities(double(ours))
-    found = attention_probabilities(ours)
+    actual = attention_probabilities(ours)
     future = torch.ones(LENGTH, LENGTH).triu(1).bool()
     scores = (stock[0] @ stock[1].transpose(2, 3) * SCALING).masked_fill(future, torch.finfo(dtype).min)
-    assert found.dtype == dtype
-    assert error(found, expected) <= error(scores.softmax(-1), expected)
+    assert actual.dtype == dtype
+    assert error(actual, expected) <= error(scores.softmax(-1), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -82,12 +82,12 @@ def test_separate_kernels(dtype):
         probs.append(stock_eager(q, k, value)[0])
         outputs.append(scaled_dot_product_attention(q, k, value, scale=SCALING))
     expected = separate_probabilities(double(ours))
-    found = separate_probabilities(ours)
-    assert found.dtype == dtype
-    assert error(found, expected) <= error(torch.cat(probs, 1), expected)
+    actual = separate_probabilities(ours)
+    assert actual.dtype == dtype
+    assert error(actual, expected) <= error(torch.cat(probs, 1), expected)
     expected = attend_separately(double(ours))
-    found = attend_separately(ours)
-    assert error(found, expected) <= error(torch.cat(outputs, 1), expected) * 1.02
+    actual = attend_separately(ours)
+    assert error(actual, expected) <= error(torch.cat(outputs, 1), expected) * 1.02
 
 
 def test_mixed_precision(make_tiny, batch):
@@ -100,5 +100,5 @@ def test_mixed_precision(make_tiny, batch):
     expected = dense(**batch).last_hidden_state.detach().double()
     for grad in (True, False):
         with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
-            found, stock = (one(**batch).last_hidden_state.detach() for one in (model, dense))
-        assert error(found, expected) < 1.5 * error(stock, expected)
+            states, stock = (one(**batch).last_hidden_state.detach() for one in (model, dense))
+        assert error(states, expected) < 1.5 * error(stock, expected)

@@ -39,12 +39,12 @@ def run(model, number):
     ids = torch.randint(5, 61, (1, 20), generator=torch.Generator().manual_seed(number))
     places = torch.arange(20)[None] + 15 * number
     outputs = model(ids[:, :18], position_ids=places[:, :18], use_cache=True)
-    found = [outputs.logits]
+    steps = [outputs.logits]
     for place in (18, 19):
         at = slice(place, place + 1)
         outputs = model(ids[:, at], position_ids=places[:, at], past_key_values=outputs.past_key_values)
-        found.append(outputs.logits)
-    return torch.cat(found, 1)
+        steps.append(outputs.logits)
+    return torch.cat(steps, 1)
 
 
 def converted(case, implementation):
@@ -91,8 +91,8 @@ def compare_threads(model):
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(4) as threads:
-            found = list(threads.map(lambda number: run(model, number % 4), range(60)))
+            results = list(threads.map(lambda number: run(model, number % 4), range(60)))
     finally:
         sys.setswitchinterval(interval)
-    for number, logits in enumerate(found):
+    for number, logits in enumerate(results):
         torch.testing.assert_close(logits, expected[number % 4], atol=1e-5, rtol=1e-4)

@@ -147,12 +147,12 @@ def test_a_file_of_pairs(tmp_path, minilm, minilm_tokenizer):
 def test_random_tokens_beside_texts(tmp_path, minilm, minilm_tokenizer):
     file = tmp_path / "texts.txt"
     file.write_text("a dog\n" * 80, encoding="utf-8")
-    found = calibration_batches(f"synthetic+{file}", minilm, minilm_tokenizer, length=9, seed=3)
+    batches = calibration_batches(f"synthetic+{file}", minilm, minilm_tokenizer, length=9, seed=3)
     alone = calibration_batches("synthetic", minilm, minilm_tokenizer, length=9, seed=3)
     texts = calibration_batches(file, minilm, minilm_tokenizer, seed=3)
-    same, wanted = (sorted((batch["input_ids"] for batch in each), key=str) for each in (found, [*alone, *texts]))
-    assert all(torch.equal(*each) for each in zip(same, wanted, strict=True))
-    are_texts = [batch["input_ids"].shape[1] == 4 for batch in found]  # random ones are longer
+    same, wanted = (sorted((batch["input_ids"] for batch in group), key=str) for group in (batches, [*alone, *texts]))
+    assert all(torch.equal(*group) for group in zip(same, wanted, strict=True))
+    are_texts = [batch["input_ids"].shape[1] == 4 for batch in batches]  # random ones are longer
     assert (are_texts.count(True), are_texts.count(False)) == (5, 8)
     assert are_texts not in (sorted(are_texts), sorted(are_texts, reverse=True))
     with pytest.raises(CalibrationError, match=r"cannot read calibration texts from .*nothing\.txt"):
@@ -378,8 +378,8 @@ def test_arrays_of_texts_are_texts(minilm, minilm_tokenizer):
         (texts, pd.Series(texts, index=[5, 6, 7])),
         (pairs, np.array(pairs)),
     ):
-        (expected,), (found,) = (calibration_batches(data, minilm, minilm_tokenizer) for data in (plain, array))
-        assert torch.equal(found["input_ids"], expected["input_ids"])
+        (expected,), (batch,) = (calibration_batches(data, minilm, minilm_tokenizer) for data in (plain, array))
+        assert torch.equal(batch["input_ids"], expected["input_ids"])
     with pytest.raises(CalibrationError, match=r"a data set with columns \['text', 'label'\]; pass the one"):
         calibration_batches(pd.DataFrame({"text": texts, "label": 0}), minilm, minilm_tokenizer)
 
@@ -393,8 +393,8 @@ def test_sequences_limits_ready_batches(make_tiny, make_batch):
             yield drawn[-1]
 
     model = make_tiny("bert")
-    found = calibration_batches(loader(), model, sequences=7)
-    assert [len(batch["input_ids"]) for batch in found] == [3, 3, 1]
+    batches = calibration_batches(loader(), model, sequences=7)
+    assert [len(batch["input_ids"]) for batch in batches] == [3, 3, 1]
     assert len(drawn) == 3
     report = compress(
         model,

@@ -11,15 +11,15 @@ def recorded_inputs(model, site, side, batches):
     """Every real token the query or key projection sees, kept."""
     target = site.kind == "decoder" or (site.kind == "cross" and side == "query")
     name = "decoder_attention_mask" if target else "attention_mask"
-    seen = []
+    inputs = []
     for batch in batches:
         handle = getattr(site, side).register_forward_pre_hook(
-            lambda _, args, mask=batch[name]: seen.append(args[0][mask.bool()])
+            lambda _, args, mask=batch[name]: inputs.append(args[0][mask.bool()])
         )
         with torch.no_grad():
             model(**batch)
         handle.remove()
-    return torch.cat(seen).double()
+    return torch.cat(inputs).double()
 
 
 def test_moments_are_those_of_all_real_tokens(family, make_tiny, calibration):
@@ -27,11 +27,11 @@ def test_moments_are_those_of_all_real_tokens(family, make_tiny, calibration):
     sites = find_dense_attention(model)
     moments = dict(zip([site.name for site in sites], gather_moments(model, sites, calibration), strict=True))
     for site in sites:
-        for found, side in zip(moments[site.name], ("query", "key"), strict=True):
+        for moment, side in zip(moments[site.name], ("query", "key"), strict=True):
             tokens = recorded_inputs(model, site, side, calibration)
-            assert found.count == len(tokens)
-            torch.testing.assert_close(found.mean, tokens.mean(0))
-            torch.testing.assert_close(found.second, tokens.T @ tokens / len(tokens))
+            assert moment.count == len(tokens)
+            torch.testing.assert_close(moment.mean, tokens.mean(0))
+            torch.testing.assert_close(moment.second, tokens.T @ tokens / len(tokens))
 
 
 def test_albert_pools_its_layers(make_tiny, calibration):
@@ -82,12 +82,12 @@ def test_the_model_is_stopped_after_the_last_module_that_is_watched(make_tiny, c
     reached = []
     handle = last.register_forward_hook(lambda *_: reached.append(True))
     both = [*calibration, *calibration]
-    (found,) = gather_moments(model, first, both)[0][:1]
+    (moment,) = gather_moments(model, first, both)[0][:1]
     handle.remove()
     tokens = recorded_inputs(model, first[0], "query", both)
     assert len(reached) == 1
-    assert found.count == len(tokens)
-    torch.testing.assert_close(found.second, tokens.T @ tokens / len(tokens))
+    assert moment.count == len(tokens)
+    torch.testing.assert_close(moment.second, tokens.T @ tokens / len(tokens))
 
 
 def test_batches_with_other_arguments_are_run_in_full_once(make_tiny, calibration):

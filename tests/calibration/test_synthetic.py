@@ -34,17 +34,17 @@ def tokenizer_of(pieces: list[str]) -> PreTrainedTokenizerFast:
 
 def test_words_fall_off_with_their_rank_and_everything_else_is_seen_too():
     ordinary = list(range(2, len(PIECES)))
-    found = likelihoods(tokenizer_of(PIECES), ordinary)
-    whole = sum(1 / (rank + 2.7) for rank in range(1, len(WORDS) + 1))
+    probs = likelihoods(tokenizer_of(PIECES), ordinary)
+    total = sum(1 / (rank + 2.7) for rank in range(1, len(WORDS) + 1))
     for place, token in enumerate(ordinary):
         piece = PIECES[token]
-        common = 1 / (WORDS.index(piece) + 1 + 2.7) / whole if piece in WORDS else 0.0
-        assert found[place].item() == pytest.approx((1 / len(ordinary) + common) / 2, rel=1e-6)
+        common = 1 / (WORDS.index(piece) + 1 + 2.7) / total if piece in WORDS else 0.0
+        assert probs[place].item() == pytest.approx((1 / len(ordinary) + common) / 2, rel=1e-6)
 
 
 def test_an_alphabet_is_uniform():
-    found = likelihoods(tokenizer_of(["[PAD]", "[UNK]", *"ARNDCQEG", "<mask>"]), range(2, 11))
-    torch.testing.assert_close(found, torch.full((9,), 1 / 9, dtype=torch.float64))
+    probs = likelihoods(tokenizer_of(["[PAD]", "[UNK]", *"ARNDCQEG", "<mask>"]), range(2, 11))
+    torch.testing.assert_close(probs, torch.full((9,), 1 / 9, dtype=torch.float64))
 
 
 def test_random_tokens_occur_as_often_as_they_seem_to():
@@ -157,7 +157,7 @@ def test_layers_are_refitted_to_them(tokenizer):
     options = CalibrationOptions(sequences=40)
     report = compress(model, Compression(dff=12), "generated", tokenizer, calibration_options=options)
     assert report.sequences == 35
-    assert [each.name for each in report.refits] == [
+    assert [fit.name for fit in report.refits] == [
         "model.layers.0.self_attn.o_proj",
         "model.layers.0.mlp.down_proj",
     ]

@@ -38,7 +38,7 @@ def test_companions_are_copied_and_nothing_else(folder, tmp_path):
     assert sorted(map(str, companions_of(folder))) == sorted(COPIED.split())
     copy_companions(folder, tmp_path / "out")
     copied = sorted(
-        str(each.relative_to(tmp_path / "out")) for each in (tmp_path / "out").rglob("*") if each.is_file()
+        str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()
     )
     assert copied == sorted(COPIED.split())
     for name in COPIED.split():

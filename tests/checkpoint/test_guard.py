@@ -278,9 +278,9 @@ def test_attention_that_cannot_run_is_refused_at_loading(make_tiny, tmp_path):
     model = make_tiny("bert")
     compress(model, Compression(dk=5), calibration=None)
     model.save_pretrained(tmp_path)
-    for asked in ("flex_attention", "flash_attention_2"):
-        with pytest.raises(CollabCompressError, match=f"'eager' or 'sdpa', got '{asked}'; load it with"):
-            AutoModel.from_pretrained(tmp_path, attn_implementation=asked)
+    for implementation in ("flex_attention", "flash_attention_2"):
+        with pytest.raises(CollabCompressError, match=f"'eager' or 'sdpa', got '{implementation}'; load it with"):
+            AutoModel.from_pretrained(tmp_path, attn_implementation=implementation)
     pruned = make_tiny("bert")
     prune_heads_(pruned, {FIRST: [0]})
     pruned.save_pretrained(tmp_path / "pruned")

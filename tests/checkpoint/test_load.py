@@ -45,8 +45,8 @@ def folder(make_tiny, tmp_path, monkeypatch):
 
 
 def change(path, **entries):
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    path.write_text(json.dumps({**found, **entries}), encoding="utf-8")
+    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    path.write_text(json.dumps({**content, **entries}), encoding="utf-8")
 
 
 def fails(load, *arguments, words):
@@ -104,8 +104,8 @@ def test_sharded_weights_are_read(folder, make_tiny):
     model = make_tiny("bert")
     model.save_pretrained(folder / "sharded", max_shard_size="10KB")
     assert not (folder / "sharded" / "model.safetensors").exists()
-    loaded, found = load_model(BertModel, folder / "sharded")
-    assert not found["missing_keys"]
+    loaded, info = load_model(BertModel, folder / "sharded")
+    assert not info["missing_keys"]
     assert all(value.equal(model.state_dict()[name]) for name, value in loaded.state_dict().items())
 
 
@@ -145,8 +145,8 @@ def test_tensors_without_a_place_in_the_body_are_refused(folder, tensors, words)
 def test_tensors_of_heads_and_of_earlier_versions_are_returned(folder):
     names = {"classifier.weight", "cls.predictions.bias", "bert.embeddings.token_type_ids"}
     alter(folder / "model" / "model.safetensors", **{name: torch.ones(2, 24) for name in names})
-    _, found = load_model(BertModel, "model")
-    assert found["unexpected_keys"] == names
+    _, info = load_model(BertModel, "model")
+    assert info["unexpected_keys"] == names
 
 
 @pytest.mark.parametrize("entry", ["hf_quant_config.json", "compression_config"])

@@ -174,8 +174,8 @@ def test_another_class_has_the_edits_of_what_it_loads(build, part, model_class, 
     loaded = model_class.from_pretrained(tmp_path)
     inner = loaded.model.decoder if model_class is BartForCausalLM else loaded
     torch.testing.assert_close(output(inner, **inputs), output(model.get_submodule(part), **inputs), rtol=0, atol=0)
-    (edit,), (whole,) = edits_of(loaded), edits_of(model)
-    assert 0 < len(edit.modules) < len(whole.modules)
+    (edit,), (full_edit,) = edits_of(loaded), edits_of(model)
+    assert 0 < len(edit.modules) < len(full_edit.modules)
     loaded.save_pretrained(tmp_path / "again")
     assert torch.equal(output(model_class.from_pretrained(tmp_path / "again"), **inputs), output(loaded, **inputs))
 

@@ -90,10 +90,10 @@ def test_every_auto_class_of_a_family_is_mapped(make_tiny):
     model = make_tiny("bert")
     compress(model, Compression(dk=5), calibration=None)
     make_standalone_(model)
-    found = model.config.auto_map
+    auto_map = model.config.auto_map
     for name in ("MaskedLM", "QuestionAnswering", "TokenClassification", "MultipleChoice", "CausalLM", "PreTraining"):
-        assert found[f"AutoModelFor{name}"].startswith(f"{MODULE}.Bert")
-    assert found["AutoModel"] == f"{MODULE}.BertModel"
+        assert auto_map[f"AutoModelFor{name}"].startswith(f"{MODULE}.Bert")
+    assert auto_map["AutoModel"] == f"{MODULE}.BertModel"
 
 
 def test_references_to_other_code_are_dropped(make_tiny):

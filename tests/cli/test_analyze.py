@@ -53,8 +53,8 @@ def run(folder, tmp_path, capsys, monkeypatch):
         except SystemExit as stop:
             code = stop.code
         numbers = tmp_path / "heads" / "numbers.json"
-        found = json.loads(numbers.read_text(encoding="utf-8")) if numbers.is_file() else None
-        return code, *capsys.readouterr(), found
+        content = json.loads(numbers.read_text(encoding="utf-8")) if numbers.is_file() else None
+        return code, *capsys.readouterr(), content
 
     return run_command
 

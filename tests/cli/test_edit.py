@@ -153,19 +153,19 @@ def test_recovery_on_texts_refits_layers(run, folder, tmp_path):
 
 
 def test_recovery_goes_to_the_revision_that_was_converted(run, folder, monkeypatch):
-    asked = []
+    requests = []
 
     def find(name, revision=None):
-        asked.append((name, revision))
+        requests.append((name, revision))
         return folder / "dense" if name == "someone/model" else Path(name)
 
     for module in (command_model, recover):
         monkeypatch.setattr(module, "find_directory", find)
     words = ("--dk", 5, "--calibration", "none", "--output", "out")
     assert run("compress", "someone/model", "--revision", "v1", *words)[0] == 0
-    assert asked == [("someone/model", "v1")] * 2
+    assert requests == [("someone/model", "v1")] * 2
     assert run("recover", "out", "--steps", 1, "--length", 16, "--device", "cpu")[0] == 0
-    assert asked[3] == ("someone/model", "v1")
+    assert requests[3] == ("someone/model", "v1")
 
 
 def test_recovery_knows_the_model_that_was_converted(run, folder, tmp_path):

@@ -31,8 +31,8 @@ def records(tmp_path):
 
 
 def test_results_are_what_the_records_make():
-    found = read_results(*sorted((RUNS / "records").glob("*.jsonl")))
-    assert (RUNS / "RESULTS.md").read_text(encoding="utf-8") == regenerated(RUNS / "RESULTS.md", found)
+    results = read_results(*sorted((RUNS / "records").glob("*.jsonl")))
+    assert (RUNS / "RESULTS.md").read_text(encoding="utf-8") == regenerated(RUNS / "RESULTS.md", results)
 
 
 def test_parts_are_made_anew_and_the_rest_stays(tmp_path, records, capsys):

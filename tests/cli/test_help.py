@@ -89,20 +89,20 @@ def test_names_in_options_are_those_of_the_tables():
 
 @pytest.mark.parametrize(("name", "option", "values"), CHECKED)
 def test_what_an_option_may_be_is_told(name, option, values):
-    told = entries(help_text(name))[f"--{option}"]
+    entry = entries(help_text(name))[f"--{option}"]
     for value in values():
-        assert re.search(rf"\b{value}\b", told), (option, value)
+        assert re.search(rf"\b{value}\b", entry), (option, value)
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if described(name) is not None])
 def test_every_choice_is_told(name):
     """Whatever the parser itself chooses from."""
-    told, found = entries(help_text(name)), 0
+    help_entries, count = entries(help_text(name)), 0
     for option, choices in literals(described(name)):
         for choice in choices:
-            found += 1
-            assert choice in told[option], (option, choice)
-    assert found or name not in ("collab-compress", "collab-results")
+            count += 1
+            assert choice in help_entries[option], (option, choice)
+    assert count or name not in ("collab-compress", "collab-results")
 
 
 def literals(kind):

@@ -31,10 +31,10 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = unquote(urlsplit(self.path).path).strip("/")
-        found = next((name for name in MODELS if name in path), None)
+        model = next((name for name in MODELS if name in path), None)
         if self.broken:
             return self.answer(500, b"")
-        if found is None:
+        if model is None:
             return self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         if path.endswith("/revision/v9"):
             return self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
@@ -46,7 +46,7 @@ class Hub(BaseHTTPRequestHandler):
             return self.answer(200, json.dumps(listed).encode())
         if path.startswith("api/models/"):
             listed = [{"rfilename": name} for name in FILES]
-            return self.answer(200, json.dumps({"id": found, "sha": COMMIT, "siblings": listed}).encode())
+            return self.answer(200, json.dumps({"id": model, "sha": COMMIT, "siblings": listed}).encode())
         text = FILES[path.split(f"/resolve/{COMMIT}/")[1]]
         return self.answer(200, text, {"ETag": f'"{self.oid(text)}"', "X-Repo-Commit": COMMIT})
 
@@ -87,11 +87,11 @@ def hub(monkeypatch, tmp_path) -> Iterator[type[Hub]]:
 
 
 def test_a_name_on_the_hub_gives_the_files_that_are_needed(hub, monkeypatch):
-    found = find_directory("someone/tiny")
-    there = {path.relative_to(found).as_posix(): path.read_bytes() for path in found.rglob("*") if path.is_file()}
-    assert there == WANTED
+    folder = find_directory("someone/tiny")
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert files == WANTED
     hub.broken = True  # from now on it comes from the cache
-    assert find_directory("someone/tiny") == found
+    assert find_directory("someone/tiny") == folder
 
 
 def test_a_short_name(hub):

@@ -47,7 +47,7 @@ def run(capsys, *arguments):
 
 def grids(text):
     """The tables in a text, as lists of dictionaries; every line of a table must have all its cells."""
-    found = []
+    tables = []
     for block in text.split("\n\n"):
         lines = [line for line in block.splitlines() if line.startswith("|")]
         if not lines:
@@ -56,8 +56,8 @@ def grids(text):
         cells = [[cell.strip() for cell in line.replace("\\|", "¦").strip("|").split("|")] for line in lines]
         assert all(len(line) == len(cells[0]) for line in cells)
         assert all(set(rule) <= {"-", ":"} for rule in cells[1])
-        found.append([dict(zip(cells[0], line, strict=True)) for line in cells[2:]])
-    return found
+        tables.append([dict(zip(cells[0], line, strict=True)) for line in cells[2:]])
+    return tables
 
 
 def test_means_and_differences(capsys, write):
@@ -196,10 +196,10 @@ def test_outcomes_of_examples_go_with_the_records(capsys, write, tmp_path):
     assert run(capsys, file, "--records", tmp_path / "more.jsonl")[0] == 0  # from file to file, too
     lines = (tmp_path / "more.jsonl").read_text().splitlines()
     (tmp_path / "more.jsonl").write_text("\n".join(reversed(lines)))  # a key is no place
-    for given in (folder, file, tmp_path / "more.jsonl"):
-        found = {(result.variant.stage, result.seed): result.examples for result in read_results(given)}
-        assert len(found) == 6
-        for key, examples in found.items():
+    for source in (folder, file, tmp_path / "more.jsonl"):
+        examples_of = {(result.variant.stage, result.seed): result.examples for result in read_results(source)}
+        assert len(examples_of) == 6
+        for key, examples in examples_of.items():
             assert examples.keys() == ({"validation"} if key in expected else set())
             for name, array in expected.get(key, {}).items():
                 assert examples["validation"][name].dtype == np.int16
@@ -219,8 +219,8 @@ def test_json_has_the_numbers_of_the_csv(capsys, write, tmp_path):
     written = json.loads(file.read_text(encoding="utf-8"))
     lines = list(csv.DictReader(io.StringIO(run(capsys, folder, "--papers", "--format", "csv")[1])))
     for line, numbers in zip(lines, written, strict=True):
-        found = {name: type(numbers[name])(text) for name, text in line.items() if text}
-        assert found == {name: value for name, value in numbers.items() if value is not None}
+        cells = {name: type(numbers[name])(text) for name, text in line.items() if text}
+        assert cells == {name: value for name, value in numbers.items() if value is not None}
     code, _, error = run(capsys, folder, "--json", file)
     assert (code, "numbers.json exists; choose another output" in error) == (2, True)
     assert run(capsys, folder, "--quiet", "--output", tmp_path / "table.md") == (0, "", "")

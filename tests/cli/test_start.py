@@ -123,7 +123,7 @@ def test_yes_runs_nothing(run, make_tiny, tmp_path):
     config = json.loads((tmp_path / "evil" / "config.json").read_text(encoding="utf-8"))
     config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}}
     (tmp_path / "evil" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    done = run("collab-compress", "evil", "--dk", 8, folder=tmp_path, told="yes\n" * 100)
+    done = run("collab-compress", "evil", "--dk", 8, folder=tmp_path, stdin="yes\n" * 100)
     assert done.returncode == 2
     assert done.stderr == (
         "collab-compress: cannot read evil/config.json: it requires code that comes with it, which is not run\n"
@@ -265,8 +265,8 @@ def test_arguments_that_no_option_takes(capsys, argument, words):
 @pytest.mark.parametrize("names", [("WORLD_SIZE",), ("LOCAL_RANK",), ("WORLD_SIZE", "RANK", "LOCAL_RANK")])
 def test_variables_of_a_launcher_that_is_gone(run, tmp_path, make_tiny, names):
     make_tiny("bert").save_pretrained(tmp_path / "tiny")
-    left = f"import os; os.environ.update(dict.fromkeys({names!r}, '2'))\n"
-    done = run("collab-compress", "tiny", "--dk", 8, "--calibration", "none", before=left, folder=tmp_path)
+    statements = f"import os; os.environ.update(dict.fromkeys({names!r}, '2'))\n"
+    done = run("collab-compress", "tiny", "--dk", 8, "--calibration", "none", before=statements, folder=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "the environment says that several processes were started" in done.stderr
     assert "unset these variables" in done.stderr
@@ -281,8 +281,8 @@ def test_a_tokenizer_that_breaks_rust(run, tmp_path, make_tiny, charsmap):
     broken = json.loads(file.read_text(encoding="utf-8"))
     broken["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
     file.write_text(json.dumps(broken), encoding="utf-8")
-    asked = "import os; os.environ['RUST_BACKTRACE'] = '1'\n"
-    done = run("collab-compress", "tiny", "--dk", 8, "--calibration", "none", before=asked, folder=tmp_path)
+    statements = "import os; os.environ['RUST_BACKTRACE'] = '1'\n"
+    done = run("collab-compress", "tiny", "--dk", 8, "--calibration", "none", before=statements, folder=tmp_path)
     assert done.returncode == 2
     assert "stack backtrace" not in done.stderr
     last = done.stderr.splitlines()[-1]  # Rust prints lines of its own before it

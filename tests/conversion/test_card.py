@@ -73,7 +73,7 @@ def test_card_describes_narrow_values(dk, make_tiny, calibration, tmp_path):
     report = compress(model, compression, calibration)
     card = model_card(model, "narrow", Origin("small"), compression, "texts", report).content
     words = "shared attention and narrow values" if dk else "narrow values"
-    error = sum(each.data_error for each in report.values) / 2
+    error = sum(module.data_error for module in report.values) / 2
     for part in (
         f"`BertModel` with {words}, made from `small`",
         f"import collab_compress  # lets Transformers rebuild the {words}",

@@ -67,13 +67,13 @@ def test_factors_are_those_of_the_decomposition(family, make_tiny):
     site = find_dense_attention(model)[0]
     expected = factorize(site.query_heads(), site.key_heads(), 7, query_bias=site.query_bias()).factors
     compress(model, Compression(dk=7), calibration=None)
-    found = read_factors(model)[site.name]
-    assert found.query.shape == (24, 7)
-    assert found.key.shape == (24, 7)
-    assert found.mixing.shape == (3, 7)
-    assert found.content_bias.shape == (3, 24)
+    factors = read_factors(model)[site.name]
+    assert factors.query.shape == (24, 7)
+    assert factors.key.shape == (24, 7)
+    assert factors.mixing.shape == (3, 7)
+    assert factors.content_bias.shape == (3, 24)
     for name in ("query", "mixing", "key", "content_bias"):
-        torch.testing.assert_close(getattr(found, name), getattr(expected, name).float())
+        torch.testing.assert_close(getattr(factors, name), getattr(expected, name).float())
 
 
 def test_calibrated_scores_beat_uncalibrated_ones_on_the_data(family, make_tiny, calibration):
@@ -186,9 +186,9 @@ def test_the_callers_autocast_changes_nothing(make_tiny, calibration):
 
 
 def test_progress_names_every_module(make_tiny):
-    seen = []
-    compress(make_tiny("bert"), Compression(dk=8), calibration=None, progress=lambda *step: seen.append(step))
-    assert seen == [("encoder.layer.0.attention.self", 0, 2), ("encoder.layer.1.attention.self", 1, 2), ("", 2, 2)]
+    steps = []
+    compress(make_tiny("bert"), Compression(dk=8), calibration=None, progress=lambda *step: steps.append(step))
+    assert steps == [("encoder.layer.0.attention.self", 0, 2), ("encoder.layer.1.attention.self", 1, 2), ("", 2, 2)]
 
 
 def test_dtype_and_mode_are_kept(make_tiny):
@@ -340,10 +340,10 @@ def test_dense_modules_can_be_converted_later(make_tiny, make_batch, tmp_path, l
         ]
         assert (report.parameters_before, report.parameters_after) == (before, model.num_parameters())
         factors |= read_factors(alone)
-    found = read_factors(model)
-    assert found.keys() == factors.keys()
-    assert sorted(each.rank for each in found.values()) == [7, 9, 9, 12, 12, 24]
-    assert all(torch.equal(found[name].key, factors[name].key) for name in found)
+    loaded = read_factors(model)
+    assert loaded.keys() == factors.keys()
+    assert sorted(module_factors.rank for module_factors in loaded.values()) == [7, 9, 9, 12, 12, 24]
+    assert all(torch.equal(loaded[name].key, factors[name].key) for name in loaded)
     model.save_pretrained(tmp_path)
     again = load_cleanly(type(model), tmp_path)
     with torch.no_grad():
@@ -432,9 +432,9 @@ def test_few_calibration_vectors_are_warned_of(make_tiny, calibration, caplog):
     with caplog.at_level(logging.WARNING, logger="collab_compress"):
         report = compress(make_tiny("bert"), Compression(dk=8), few)
     assert len(report.warnings) == 1
-    seen = report.modules[0].query_vectors
+    count = report.modules[0].query_vectors
     assert (
-        f"self and 1 more modules saw few calibration vectors: {seen} of width 24, where 4 times the width would "
+        f"self and 1 more modules saw few calibration vectors: {count} of width 24, where 4 times the width would "
         "be 96" in report.warnings[0]
     )
     assert report.warnings[0] in caplog.messages
@@ -444,10 +444,10 @@ def test_few_calibration_vectors_are_warned_of(make_tiny, calibration, caplog):
 @pytest.mark.usefixtures("decomposed_anew")
 @pytest.mark.parametrize("broken", [1, 10**6])
 def test_breakdowns_of_the_solver_are_warned_of(make_tiny, monkeypatch, caplog, broken):
-    found, calls = torch.linalg.cholesky_ex, itertools.count()
+    cholesky, calls = torch.linalg.cholesky_ex, itertools.count()
 
     def fails(matrix, **options):
-        root, info = found(matrix, **options)
+        root, info = cholesky(matrix, **options)
         return (root, torch.ones_like(info)) if next(calls) < broken else (root, info)
 
     monkeypatch.setattr(torch.linalg, "cholesky_ex", fails)
@@ -490,14 +490,14 @@ def test_drift_holds_the_outputs_of_one_batch(make_tiny, calibration):
     def watch(_, __, output):
         gc.collect()
         alive.append(weakref.ref(output.logits))
-        most.append(sum(each() is not None for each in alive))
+        most.append(sum(reference() is not None for reference in alive))
 
     class Widest(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            found = func(*args, **(kwargs or {}))
-            if isinstance(found, torch.Tensor) and found.dtype == torch.float64:
-                widest.append(found.numel())
-            return found
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dtype == torch.float64:
+                widest.append(result.numel())
+            return result
 
     handle = model.register_forward_hook(watch)
     with Widest():
@@ -708,13 +708,13 @@ def test_fast_is_a_quarter_of_the_sweeps_of_rotary_models_too():
     config = LlamaConfig(
         vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32
     )
-    found = {
+    sweeps = {
         effort: compress(LlamaForCausalLM(config), Compression(dk=16, solver=Solver(effort=effort)), None)
         .modules[0]
         .sweeps
         for effort in ("best", "fast")
     }
-    assert found["best"] == 4 * found["fast"] > 0
+    assert sweeps["best"] == 4 * sweeps["fast"] > 0
 
 
 def test_the_report_has_the_time_of_calibration(make_tiny, calibration):

@@ -39,8 +39,8 @@ def test_t5_starts_as_narrowly_as_unscaled_scores_need():
     torch.manual_seed(0)
     factors = read_factors(from_config(config, FromScratch(dk=64), T5ForConditionalGeneration))
     for part, expected in (("query", 1 / 32), ("key", 1 / 8)):
-        found = torch.cat([getattr(factor, part) for factor in factors.values()]).std()
-        assert float(found) == pytest.approx(expected, rel=0.05)
+        deviation = torch.cat([getattr(factor, part) for factor in factors.values()]).std()
+        assert float(deviation) == pytest.approx(expected, rel=0.05)
 
 
 def test_it_trains_and_comes_back(make_tiny, batch, tmp_path):
@@ -57,9 +57,9 @@ def test_it_trains_and_comes_back(make_tiny, batch, tmp_path):
     assert losses[-1] < 0.7 * losses[0]
     assert not torch.equal(before, next(iter(read_factors(model).values())).mixing)
     model.eval().save_pretrained(tmp_path)
-    loaded, found = BertForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not found["missing_keys"]
-    assert not found["unexpected_keys"]
+    loaded, info = BertForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
     with torch.no_grad():
         assert torch.equal(loaded(**batch).logits, model(**batch).logits)
 

@@ -65,11 +65,11 @@ def test_weights_are_those_of_every_pair_of_tokens(make_tiny, family):
     batch = {"input_ids": tokens, **PADDED[family]}
     if family == "t5":
         batch["decoder_input_ids"] = tokens.flip(1)
-    found = head_weights(model, find_attention(model), [batch])
+    actual = head_weights(model, find_attention(model), [batch])
     expected = slow_weights(model, batch)
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, weights in expected.items():
-        torch.testing.assert_close(found[name], weights, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual[name], weights, rtol=1e-4, atol=1e-5)
         assert weights.max() > 1.02 * weights.min()
 
 

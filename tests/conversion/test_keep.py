@@ -31,13 +31,13 @@ def operations(model, length):
 
 def fake(layers, wanted, form="per-head"):
     """A drift that is least at one share of attention and in one form; which candidates it was asked for."""
-    asked = []
+    candidates = []
 
     def drift(candidate):
-        asked.append(candidate)
+        candidates.append(candidate)
         return abs(candidate.attention - wanted) + 0.01 + (candidate.compression.form != form)
 
-    return choose(layers, drift), asked
+    return choose(layers, drift), candidates
 
 
 @pytest.mark.parametrize("keep", [0.9, 0.6, 0.4])
@@ -47,8 +47,8 @@ def test_layers_keep_at_most_the_share_of_operations(keep, make_tiny):
     model = copy.deepcopy(dense)
     options = CalibrationOptions(length=16)
     report = compress(model, Compression(keep=keep, solver=FAST), batches(), calibration_options=options)
-    kept = operations(model, 16) / operations(dense, 16)
-    assert keep - 0.15 < kept <= keep + 0.02  # in eager attention heads are padded to the widest
+    share = operations(model, 16) / operations(dense, 16)
+    assert keep - 0.15 < share <= keep + 0.02  # in eager attention heads are padded to the widest
     chosen = report.compression
     assert f"dk {chosen.dk}, dv {chosen.dv}, dff {chosen.dff}, form {chosen.form}" in report.choice
     assert model.config.intermediate_size == chosen.dff
@@ -69,12 +69,14 @@ def test_no_module_takes_more_operations_than_dense_at_the_length(keep, length, 
 @pytest.mark.parametrize(("wanted", "direction"), [(0.0, -1), (0.6, 0), (2.0, 1)])
 def test_the_split_moves_towards_less_drift(form, wanted, direction, make_tiny):
     layers = Layers(make_tiny("bert"), Compression(keep=0.6), 8, batches()[0])
-    (chosen, reason), asked = fake(layers, wanted, form)
+    (chosen, reason), candidates = fake(layers, wanted, form)
     assert chosen.compression.form == form
-    assert chosen is min(asked, key=lambda each: abs(each.attention - wanted) + (each.compression.form != form))
+    assert chosen is min(
+        candidates, key=lambda candidate: abs(candidate.attention - wanted) + (candidate.compression.form != form)
+    )
     assert (chosen.attention - 0.6) * direction >= STEP * abs(direction) - 1e-9
-    assert all(each.kept <= 0.6 for each in asked)
-    assert all(str(each) in reason for each in asked)
+    assert all(candidate.kept <= 0.6 for candidate in candidates)
+    assert all(str(candidate) in reason for candidate in candidates)
 
 
 def test_the_widths_chosen_are_those_that_move_the_outputs_least(make_tiny):

@@ -65,11 +65,11 @@ def test_low_rank_follows_the_formula_at_the_models_own_scale(dk, implementation
     values = module.value(x).view(6, 3, 8)
     heads = []
     for head in range(3):
-        own = slice(sum(sizes[:head]), sum(sizes[: head + 1]))
+        channels = slice(sum(sizes[:head]), sum(sizes[: head + 1]))
         scores = torch.empty(6, 6, dtype=torch.float64)
         for a, xa in enumerate(x):
             for b, yb in enumerate(x):
-                scores[a, b] = (xa @ f.query[:, own]) @ (yb @ f.key[:, own]) + f.content_bias[head] @ yb
+                scores[a, b] = (xa @ f.query[:, channels]) @ (yb @ f.key[:, channels]) + f.content_bias[head] @ yb
         heads.append((scores / math.sqrt(8)).softmax(-1) @ values[:, head])
     torch.testing.assert_close(module(x[None])[0][0], torch.cat(heads, -1))
 

@@ -84,11 +84,11 @@ def test_two_processes_convert_as_one(python, dense, calibration, tmp_path):
     for form, compression in forms.items():
         alone = copy.deepcopy(dense)
         report = compress(alone, compression, calibration)
-        errors = [each.data_error for each in (*report.modules, *report.values)]
+        errors = [module.data_error for module in (*report.modules, *report.values)]
         for rank in range(2):
-            found = torch.load(tmp_path / f"{form}{rank}.pt", weights_only=True)
-            torch.testing.assert_close(dict(found["weights"]), dict(alone.state_dict()), rtol=1e-5, atol=1e-6)
-            assert found["errors"] == pytest.approx(errors, rel=1e-6)
+            saved = torch.load(tmp_path / f"{form}{rank}.pt", weights_only=True)
+            torch.testing.assert_close(dict(saved["weights"]), dict(alone.state_dict()), rtol=1e-5, atol=1e-6)
+            assert saved["errors"] == pytest.approx(errors, rel=1e-6)
 
 
 def test_one_process_may_spread_too(dense, calibration):
@@ -119,14 +119,14 @@ def test_moments_of_a_few_modules_at_a_time(dense, calibration, monkeypatch):
 
 def test_modules_decomposed_at_once_are_as_those_in_turn(dense, calibration, monkeypatch, two_threads):
     """Each in its own thread; progress is reported in order, and the number of threads is restored."""
-    in_turn, reported, seen = copy.deepcopy(dense), [], set()
+    in_turn, reported, threads = copy.deepcopy(dense), [], set()
     with monkeypatch.context() as patch:
         patch.setattr(plan, "AT_ONCE", 1)
         compress(in_turn, Compression(dk=7, dv=12, solver=Solver(sweeps=2)), calibration)
     real = plan._decompose
 
     def watched(*args):
-        seen.add((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
+        threads.add((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
         return real(*args)
 
     monkeypatch.setattr(plan, "_decompose", watched)
@@ -136,9 +136,9 @@ def test_modules_decomposed_at_once_are_as_those_in_turn(dense, calibration, mon
         calibration,
         progress=lambda *report: reported.append(report),
     )
-    assert seen == {(False, 1)}
+    assert threads == {(False, 1)}
     assert torch.get_num_threads() == 2
-    names = [each.name for each in (*report.modules, *report.values)]
+    names = [module.name for module in (*report.modules, *report.values)]
     assert reported[:7] == [*((name, done, 6) for done, name in enumerate(names)), ("", 6, 6)]
     for name, value in dense.state_dict().items():
         torch.testing.assert_close(value, in_turn.state_dict()[name], rtol=1e-5, atol=1e-6)
@@ -207,10 +207,10 @@ def test_an_error_in_one_ends_the_others(place, make_tiny, batch, monkeypatch):
     model, factorize = make_tiny("bert"), plan.factorize
     fails = find_dense_attention(model)[place].query_heads()
 
-    def failing(query_heads, *given, **options):
+    def failing(query_heads, *arguments, **options):
         if torch.equal(query_heads, fails):
             raise ValueError("no")
-        return factorize(query_heads, *given, **options)
+        return factorize(query_heads, *arguments, **options)
 
     monkeypatch.setattr(plan, "factorize", failing)
     started = time.monotonic()
@@ -229,23 +229,23 @@ def test_threads_build_no_graphs_and_keep_to_the_models_device(name, make_tiny, 
     threads = set()
     for function in ("factorize", "factorize_rotary", "narrow_values"):
         monkeypatch.setattr(plan, function, watched(getattr(plan, function), threads))
-    found = make(make_tiny, name)
+    model = make(make_tiny, name)
     torch.set_default_device("meta")
     try:
-        compress(found, compression, [batch, batch])
+        compress(model, compression, [batch, batch])
     finally:
         torch.set_default_device(None)
     assert threads - {threading.main_thread().ident}
-    for (key, tensor), other in zip(found.state_dict().items(), expected.state_dict().values(), strict=True):
+    for (key, tensor), other in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
         assert torch.equal(tensor, other), key
-    assert all(parameter.requires_grad for parameter in found.parameters())
-    assert all(parameter.grad_fn is None for parameter in found.parameters())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert all(parameter.grad_fn is None for parameter in model.parameters())
 
 
 def watched(function, threads):
-    def watch(*given, **options):
+    def watch(*arguments, **options):
         threads.add(threading.get_ident())
-        result = function(*given, **options)
+        result = function(*arguments, **options)
         values = [*vars(result).values(), *vars(getattr(result, "factors", result)).values()]
         assert not any(value.requires_grad for value in values if isinstance(value, torch.Tensor))
         return result

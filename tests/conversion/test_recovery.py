@@ -43,12 +43,12 @@ def test_attention_comes_nearer_and_nothing_else_moves(family, form, make_tiny, 
     before, distance = copy.deepcopy(model.state_dict()), apart(model.eval(), dense.eval(), batch)
     model.train()
     dense.train().encoder.eval() if hasattr(dense, "encoder") else dense.train()
-    modes = [module.training for each in (model, dense) for module in each.modules()]
+    modes = [module.training for network in (model, dense) for module in network.modules()]
     config = copy.deepcopy(model.config)
     done = distil_(model, dense, calibration, arguments(tmp_path))
     assert model.config.to_dict() == config.to_dict()
     assert done.global_step == 4 * len(calibration)
-    assert [module.training for each in (model, dense) for module in each.modules()] == modes
+    assert [module.training for network in (model, dense) for module in network.modules()] == modes
     dense.eval()
     assert apart(model.eval(), dense, batch) < 0.9 * distance
     moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
@@ -61,14 +61,14 @@ def test_attention_comes_nearer_and_nothing_else_moves(family, form, make_tiny, 
 def added(model, dense, batch):
     """Mean relative squared error of what each layer's attention adds."""
     taken = []
-    for each in (model, dense):
-        outputs, sites = [], find_attention(each)
+    for network in (model, dense):
+        outputs, sites = [], find_attention(network)
         handles = [
             site.part(site.family.output).register_forward_hook(lambda _, __, out, to=outputs: to.append(out))
             for site in sites
         ]
         with torch.no_grad():
-            each(**batch)
+            network(**batch)
         for handle in handles:
             handle.remove()
         taken.append(outputs)
@@ -106,13 +106,13 @@ def test_what_cannot_be_distilled(make_tiny, calibration, tmp_path):
 def test_copies():
     ids = torch.arange(4 * 32).view(4, 32)
     (batch,) = with_copies([{"input_ids": ids, "attention_mask": torch.ones_like(ids)}], 999, True)
-    found, types = batch["input_ids"], batch["token_type_ids"]
-    assert torch.equal(found[:, :16], ids[:, :16])
-    assert (found[:, 16] == 999).all()
-    assert torch.equal(found[:, -1], ids[:, -1])
-    repeated = [set(row[17:31].tolist()) & set(row[1:16].tolist()) for row in found]
-    assert len({len(each) for each in repeated}) > 1
-    for row, same, before in zip(found, repeated, ids, strict=True):
+    copied, types = batch["input_ids"], batch["token_type_ids"]
+    assert torch.equal(copied[:, :16], ids[:, :16])
+    assert (copied[:, 16] == 999).all()
+    assert torch.equal(copied[:, -1], ids[:, -1])
+    repeated = [set(row[17:31].tolist()) & set(row[1:16].tolist()) for row in copied]
+    assert len({len(positions) for positions in repeated}) > 1
+    for row, same, before in zip(copied, repeated, ids, strict=True):
         others = set(row[17:31].tolist()) - same
         assert others <= set(before[17:31].tolist())
         assert len(others) + len(same) == 14  # no token is repeated twice
@@ -130,10 +130,10 @@ def test_copies_without_separator_and_beside_targets():
 
 def test_recovery_from_random_tokens_that_repeat(minilm, minilm_tokenizer, monkeypatch):
     """Tokens are others than those of the conversion, repeat behind a separator, and the rate falls to nothing."""
-    seen = []
-    monkeypatch.setattr("collab_compress.conversion.recovery.distil_", lambda *given: seen.append(given))
+    calls = []
+    monkeypatch.setattr("collab_compress.conversion.recovery.distil_", lambda *arguments: calls.append(arguments))
     recover_(copy.deepcopy(minilm), minilm, minilm_tokenizer, steps=2, logging_steps=7)
-    _, _, batches, settings, *_ = seen[0]
+    _, _, batches, settings, *_ = calls[0]
     assert (settings.lr_scheduler_type, settings.warmup_steps, settings.logging_steps) == ("cosine", 0.125, 7)
     assert [batch["input_ids"].shape for batch in batches] == [(16, 64)] * 2
     used = calibration_batches("synthetic", minilm, minilm_tokenizer)

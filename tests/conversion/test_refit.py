@@ -81,9 +81,9 @@ def slow_fit(used, held_back):
     for damping in DAMPINGS:
         centred = inputs - inputs.mean(0)
         ridge = (damping * centred.square().mean() * len(inputs)) ** 0.5
-        left = torch.cat([centred, ridge * torch.eye(inputs.shape[1], dtype=torch.float64)])
+        stacked = torch.cat([centred, ridge * torch.eye(inputs.shape[1], dtype=torch.float64)])
         right = torch.cat([lacking - lacking.mean(0), lacking.new_zeros(inputs.shape[1], lacking.shape[1])])
-        change = torch.linalg.lstsq(left, right).solution
+        change = torch.linalg.lstsq(stacked, right).solution
         shift = lacking.mean(0) - inputs.mean(0) @ change
         error = (wanted - others @ change - shift).square().sum()
         if error < best:
@@ -91,10 +91,10 @@ def slow_fit(used, held_back):
     return chosen
 
 
-def change_(layer, found):
+def change_(layer, fit):
     with torch.no_grad():
-        layer.weight += found[0].T
-        layer.bias += found[1]
+        layer.weight += fit[0].T
+        layer.bias += fit[1]
 
 
 def slow_refit(model, dense, family, used, held_back):
@@ -103,12 +103,12 @@ def slow_refit(model, dense, family, used, held_back):
     for name in names_of(family):
         groups = []
         for group in (used, held_back):
-            seen = [(shown(model, family, batch)[name], shown(dense, family, batch)[name]) for batch in group]
-            inputs = torch.cat([here[0] for here, _ in seen])
-            groups.append((inputs, torch.cat([there[2] - here[2] for here, there in seen])))
-        found = slow_fit(*groups)
-        if found is not None:
-            change_(model.get_submodule(name), found)
+            pairs = [(shown(model, family, batch)[name], shown(dense, family, batch)[name]) for batch in group]
+            inputs = torch.cat([ours[0] for ours, _ in pairs])
+            groups.append((inputs, torch.cat([theirs[2] - ours[2] for ours, theirs in pairs])))
+        fit = slow_fit(*groups)
+        if fit is not None:
+            change_(model.get_submodule(name), fit)
             changed += 1
     return changed
 
@@ -117,9 +117,9 @@ def names_of(family):
     return [f"{LAYERS[family]}.{layer}.{writer}" for layer in range(2) for writer in WRITERS[family]]
 
 
-def assert_same_layer(found, expected, name):
+def assert_same_layer(actual, expected, name):
     for ours, theirs in zip(
-        found.get_submodule(name).parameters(), expected.get_submodule(name).parameters(), strict=True
+        actual.get_submodule(name).parameters(), expected.get_submodule(name).parameters(), strict=True
     ):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
 
@@ -150,9 +150,9 @@ def test_errors_are_those_of_the_stream(make_tiny):
         name = result.report.name
         streams = [torch.cat([notes[name][2] for notes in group]) for group in (before, after, target)]
         spread = sum((notes[name][2] - notes[name][2].mean(0)).square().sum() for notes in target) ** 0.5
-        found = result.report.error_before, result.report.error_after
+        errors = result.report.error_before, result.report.error_after
         expected = [((stream - streams[2]).norm() / spread).item() for stream in streams[:2]]
-        assert found == pytest.approx(expected, rel=2e-3)
+        assert errors == pytest.approx(expected, rel=2e-3)
         assert result.report.vectors == sum(int(batch["attention_mask"].sum()) for batch in used)
 
 
@@ -169,18 +169,18 @@ def test_shared_layers_are_fitted_to_all_their_calls(make_tiny):
     assert [result.report.vectors for result in results] == [3 * tokens] * 2
     groups = []
     for group in (used, held_back):
-        seen = [each for batch in group for each in attended(slow, dense, f"{inner}.attention", batch)]
-        groups.append(tuple(torch.cat(parts) for parts in zip(*seen, strict=True)))
-    found = slow_fit(*groups)
-    assert found is not None
-    change_(slow.get_submodule(f"{inner}.attention.dense"), found)
+        pairs = [call for batch in group for call in attended(slow, dense, f"{inner}.attention", batch)]
+        groups.append(tuple(torch.cat(parts) for parts in zip(*pairs, strict=True)))
+    fit = slow_fit(*groups)
+    assert fit is not None
+    change_(slow.get_submodule(f"{inner}.attention.dense"), fit)
     assert_same_layer(model, slow, f"{inner}.attention.dense")
     assert_same_layer(model, dense, f"{inner}.ffn_output")  # from the dense stream it does what it did
 
 
 def attended(model, dense, name, batch):
     """What the output projection of a converted module reads where the dense one is called, and what it lacks."""
-    real, calls, found = batch["attention_mask"].bool(), [], []
+    real, calls, pairs = batch["attention_mask"].bool(), [], []
     module, other = model.get_submodule(name), dense.get_submodule(name)
     notes = {}
     handles = [
@@ -193,10 +193,10 @@ def attended(model, dense, name, batch):
         dense(**batch)
         for (args, kwargs), target in zip(calls[::2], calls[1::2], strict=True):
             module(*args, **kwargs)
-            found.append((notes["inputs"][real].double(), (target - notes["sum"])[real].double()))
+            pairs.append((notes["inputs"][real].double(), (target - notes["sum"])[real].double()))
     for handle in handles:
         handle.remove()
-    return found
+    return pairs
 
 
 def test_compress_refits_to_batches_and_lowers_drift(make_tiny):
@@ -210,7 +210,7 @@ def test_compress_refits_to_batches_and_lowers_drift(make_tiny):
     assert not reports[0].refits
     assert len(reports[1].refits) == 4
     assert drifts[1] < 0.97 * drifts[0]
-    assert all(each.error_after <= each.error_before for each in reports[1].refits)
+    assert all(fit.error_after <= fit.error_before for fit in reports[1].refits)
     with torch.no_grad():
         weights = model.encoder.layer[1].output.dense.weight
         assert not torch.equal(weights, dense.encoder.layer[1].output.dense.weight)
@@ -220,7 +220,7 @@ def test_an_exact_conversion_is_left_as_it_is(make_tiny):
     dense = make_tiny("bert")
     model = copy.deepcopy(dense)
     report = compress(model, Compression(dv=24), batches(8))
-    assert all(each.error_before < 1e-5 for each in report.refits)
+    assert all(fit.error_before < 1e-5 for fit in report.refits)
     for name, tensor in dense.state_dict().items():
         if name.endswith("output.dense.weight") and "attention" not in name:
             assert torch.equal(model.state_dict()[name], tensor)

@@ -41,9 +41,9 @@ def sentences(tmp_path):
     folder = tmp_path / "parallel"
     folder.mkdir()
     for seed, (split, rows) in enumerate((("train", 24), ("valid", 5), ("test", 4))):
-        found = draw_sentences(rows, seed)
-        (folder / f"{split}.aa").write_text("".join(f"{line}\n" for line in found))
-        (folder / f"{split}.bb").write_text("".join(f"{' '.join(line.upper().split()[::-1])}\n" for line in found))
+        lines = draw_sentences(rows, seed)
+        (folder / f"{split}.aa").write_text("".join(f"{line}\n" for line in lines))
+        (folder / f"{split}.bb").write_text("".join(f"{' '.join(line.upper().split()[::-1])}\n" for line in lines))
     return tmp_path
 
 
@@ -81,7 +81,7 @@ def questions(tmp_path):
     folder = tmp_path / "trec"
     folder.mkdir()
     for name, rows in (("train_5500.label", 32), ("TREC_10.label", 8)):
-        found = draw_sentences(rows, rows)
-        labels = ("HUM:ind" if "cat" in line else "NUM:count" for line in found)
-        (folder / name).write_text("".join(f"{label} {line}\n" for label, line in zip(labels, found, strict=True)))
+        lines = draw_sentences(rows, rows)
+        labels = ("HUM:ind" if "cat" in line else "NUM:count" for line in lines)
+        (folder / name).write_text("".join(f"{label} {line}\n" for label, line in zip(labels, lines, strict=True)))
     return tmp_path

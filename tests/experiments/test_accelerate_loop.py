@@ -48,8 +48,8 @@ def train():
 
 def weights(folder):
     """Return the trained weights without key biases, whose gradients are rounding errors: attention ignores them."""
-    found = load_file(folder / "model.safetensors")
-    return {name: weight for name, weight in found.items() if not name.endswith("key.bias")}
+    tensors = load_file(folder / "model.safetensors")
+    return {name: weight for name, weight in tensors.items() if not name.endswith("key.bias")}
 
 
 def assert_same(one, other, **tolerances):
@@ -64,8 +64,8 @@ def test_two_processes_train_as_one(python, start, data_dir, tmp_path):
     for processes, launch, size in ((1, python, 8), (2, python.both, 4)):
         passes = "tuning.arguments={gradient_accumulation_steps: 2}"
         more = (PENALTY, ALPHAS, ROTATION, f"tuning.batch_size={size}", passes)
-        given = settings(start, data_dir, tmp_path / str(processes), *more)
-        done = launch(SCRIPT, *given)
+        overrides = settings(start, data_dir, tmp_path / str(processes), *more)
+        done = launch(SCRIPT, *overrides)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-9000:]
         outputs.append(done.stdout)
         assert done.stderr.count(" 0/6 ") == 1  # one bar
@@ -88,9 +88,9 @@ def test_it_trains_as_a_trainer_that_averages(size, accumulated, train, start, d
     monkeypatch.setattr(HeadSession, "step", seeded)
     arguments = f"tuning.arguments={{gradient_accumulation_steps: {accumulated}}}"
     heads = (DROPHEAD, PENALTY, ALPHAS, ROTATION)
-    given = settings(start, data_dir, tmp_path / "loop", *heads, arguments, f"tuning.batch_size={size}")
-    train(given)
-    recipe = read_recipe(overrides=given)
+    overrides = settings(start, data_dir, tmp_path / "loop", *heads, arguments, f"tuning.batch_size={size}")
+    train(overrides)
+    recipe = read_recipe(overrides=overrides)
     set_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(start, num_labels=2)
     tokenizer = AutoTokenizer.from_pretrained(start)
@@ -127,8 +127,8 @@ def test_it_trains_as_a_trainer_that_averages(size, accumulated, train, start, d
 def test_what_is_logged(python, start, data_dir, tmp_path):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     more = (PENALTY, DROPHEAD, "trackers=[tensorboard]", "tuning.arguments={mixed_precision: bf16}")
-    given = settings(start, data_dir, tmp_path / "out", *more)
-    done = python(SCRIPT, *given)
+    overrides = settings(start, data_dir, tmp_path / "out", *more)
+    done = python(SCRIPT, *overrides)
     assert done.returncode == 0, done.stderr[-9000:]
     logs = reader.EventAccumulator(str(tmp_path / "out" / "collab_compress")).Reload()
     steps = {name: [event.step for event in logs.Scalars(name)] for name in logs.Tags()["scalars"]}
@@ -137,9 +137,9 @@ def test_what_is_logged(python, start, data_dir, tmp_path):
 
 @pytest.mark.parametrize("more", ["task=stsb", "compression.dk=12"])
 def test_what_is_refused(more, train, start, data_dir, tmp_path):
-    given = settings(start, data_dir, tmp_path / "out", "trackers=[tensorboard]", more)
+    overrides = settings(start, data_dir, tmp_path / "out", "trackers=[tensorboard]", more)
     with pytest.raises(RecipeError, match="this loop fine-tunes a given model on a classification task"):
-        train(given)
+        train(overrides)
 
 
 def test_mistakes_are_one_line(python, start, data_dir, tmp_path):

@@ -36,13 +36,13 @@ def test_a_step_is_the_same_however_processes_and_passes_share_it(processes, pas
     for sampler in (alone, *shares):
         sampler.set_epoch(1)
     assert {len(share) for share in shares} == {len(alone) // processes}
-    whole, parts = list(alone), [list(share) for share in shares]
+    batches, parts = list(alone), [list(share) for share in shares]
     assert {len(part) for part in parts} == {len(alone) // processes}
-    assert len(whole) % 4 == 0
-    assert {row for batch in whole for row in batch} == set(range(500))
-    for step in range(len(whole) // 4):
+    assert len(batches) % 4 == 0
+    assert {row for batch in batches for row in batch} == set(range(500))
+    for step in range(len(batches) // 4):
         shared = [part[step * passes + turn] for turn in range(passes) for part in parts]
-        assert shared == whole[4 * step : 4 * step + 4]
+        assert shared == batches[4 * step : 4 * step + 4]
         assert sum(map(cost, shared)) <= 1200
 
 

@@ -56,16 +56,16 @@ def test_a_folder_of_someone_else_is_refused_and_stays(start, data_dir, tmp_path
 
 def test_folders_of_someone_else_in_our_output_are_refused_and_stay(start, data_dir, tmp_path):
     output = tmp_path / "out"
-    given = f"model={start}"
-    run(recipe(data_dir, output, given))
+    start_setting = f"model={start}"
+    run(recipe(data_dir, output, start_setting))
     foreign(output / "dk12", "notes")
     before = snapshot(output)
     with pytest.raises(RecipeError, match="dk12 exists and no experiment made it; choose another output"):
-        run(recipe(data_dir, output, given, "compression.dk=12"))
+        run(recipe(data_dir, output, start_setting, "compression.dk=12"))
     assert snapshot(output) == before
     (output / "tuned" / "result.json").write_text('{"score": 99, "metrics": {}, "recipe": {}}')
     with pytest.raises(RecipeError, match="has task None, not 'mrpc'"):
-        run(recipe(data_dir, output, given))
+        run(recipe(data_dir, output, start_setting))
 
 
 def test_the_model_is_not_taken_for_a_part_of_the_output(start, data_dir, tmp_path, monkeypatch):
@@ -186,8 +186,8 @@ def test_calibration_and_config_are_known_by_what_they_say(start, data_dir, tmp_
     texts = tmp_path / "texts.txt"
     texts.write_text("red cat runs\nblue dog sings\n" * 8)
     output = tmp_path / "out"
-    given = (f"fresh.config={start}", "fresh.tokenizer=word", "fresh.vocab_size=null", "fresh.max_length=40")
-    converted = (*given, "compression.dk=12", f"calibration={texts}")
+    overrides = (f"fresh.config={start}", "fresh.tokenizer=word", "fresh.vocab_size=null", "fresh.max_length=40")
+    converted = (*overrides, "compression.dk=12", f"calibration={texts}")
     records = run(recipe(data_dir, output, *converted))
     moved = shutil.copytree(start, tmp_path / "moved")
     shutil.move(texts, tmp_path / "other.txt")
@@ -205,20 +205,20 @@ def test_calibration_and_config_are_known_by_what_they_say(start, data_dir, tmp_
 def test_another_column_of_a_file_is_another_calibration(start, data_dir, tmp_path):
     table = tmp_path / "rows.csv"
     table.write_text("one,other\n" + "red cat runs,blue dog sings\n" * 8)
-    given = (f"model={start}", "compression.dk=12")
-    records = run(recipe(data_dir, tmp_path / "out", *given, f"calibration={table}:one"))
-    assert run(recipe(data_dir, tmp_path / "out", *given, f"calibration={table}:one")) == records
+    overrides = (f"model={start}", "compression.dk=12")
+    records = run(recipe(data_dir, tmp_path / "out", *overrides, f"calibration={table}:one"))
+    assert run(recipe(data_dir, tmp_path / "out", *overrides, f"calibration={table}:one")) == records
     with pytest.raises(RecipeError, match="dk12 was made with another calibration"):
-        run(recipe(data_dir, tmp_path / "out", *given, f"calibration={table}:other"))
+        run(recipe(data_dir, tmp_path / "out", *overrides, f"calibration={table}:other"))
 
 
 def test_a_run_killed_while_it_removed_its_checkpoints_goes_on(start, data_dir, tmp_path, monkeypatch):
     output = tmp_path / "out"
 
-    def kill(path, *given, original=shutil.rmtree, **options):
+    def kill(path, *arguments, original=shutil.rmtree, **options):
         """Begin with the mark, and be killed then."""
         if not Path(path).name.startswith("checkpoint"):
-            return original(path, *given, **options)
+            return original(path, *arguments, **options)
         (Path(path) / MARK).unlink(missing_ok=True)
         raise KeyboardInterrupt
 
@@ -271,18 +271,18 @@ def test_a_folder_is_known_as_ours_until_it_is_removed(tmp_path, monkeypatch):
 )
 def test_damaged_records_and_marks_are_refused(start, data_dir, tmp_path, monkeypatch, file, changes, message):
     """Of a finished experiment, and of one that is to be continued."""
-    given = recipe(data_dir, tmp_path / "out", f"model={start}", "compression.dk=12")
-    settings = outputs.settings_of(given, True)
+    base = recipe(data_dir, tmp_path / "out", f"model={start}", "compression.dk=12")
+    settings = outputs.settings_of(base, True)
     for stage in ("tuned", "dk12"):
         fields = {"score": 1.0, "metrics": {}, "recipe": {}, "task": "mrpc", "stage": stage, "seed": 0}
-        mark(given.output / stage, {} if stage == "tuned" else {name: settings[name] for name in outputs.CONVERTED})
-        outputs.write_record(given.output / stage / "result.json", fields)
-    mark(given.output, {name: settings[name] for name in outputs.BASE})
-    assert len(run(given)) == 2
-    content = json.loads((given.output / file).read_text()) | changes
+        mark(base.output / stage, {} if stage == "tuned" else {name: settings[name] for name in outputs.CONVERTED})
+        outputs.write_record(base.output / stage / "result.json", fields)
+    mark(base.output, {name: settings[name] for name in outputs.BASE})
+    assert len(run(base)) == 2
+    content = json.loads((base.output / file).read_text()) | changes
     content = {name: value for name, value in content.items() if value is not ...}
-    (given.output / file).write_text(json.dumps(content))
-    for one in (given, replace(given, measures=("svcca",)), replace(given, again=given.tuning)):
+    (base.output / file).write_text(json.dumps(content))
+    for one in (base, replace(base, measures=("svcca",)), replace(base, again=base.tuning)):
         with pytest.raises(RecipeError, match=message):
             run(one)
 

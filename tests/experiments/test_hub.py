@@ -101,10 +101,10 @@ def test_a_name_in_the_cache(tmp_path, monkeypatch):
 
 
 def test_the_commands_take_a_revision(monkeypatch, tmp_path):
-    seen = []
-    monkeypatch.setattr("collab_compress_cli.run.run", lambda recipe: seen.append(recipe) or [])
-    monkeypatch.setattr("collab_compress_cli.run.run_sweep", lambda sweep: seen.extend(sweep.recipes()) or [])
+    recipes = []
+    monkeypatch.setattr("collab_compress_cli.run.run", lambda recipe: recipes.append(recipe) or [])
+    monkeypatch.setattr("collab_compress_cli.run.run_sweep", lambda sweep: recipes.extend(sweep.recipes()) or [])
     main(["task=mrpc", "model=org/name", "output=out", "--revision", "1.0"])
     (tmp_path / "sweep.yaml").write_text("{output: out, tasks: {mrpc: {}, rte: {revision: v2}}, base: {model: a/b}}")
     sweep_main([str(tmp_path / "sweep.yaml"), "--revision", "1.0"])
-    assert [recipe.revision for recipe in seen] == ["1.0", "1.0", "v2"]
+    assert [recipe.revision for recipe in recipes] == ["1.0", "1.0", "v2"]

@@ -62,8 +62,8 @@ def test_translation(sentences, tmp_path):
             load_task("parallel", sentences, source="aa", target="bb")["test"]["source"], written, strict=True
         ):
             ids = tokenizer(source, return_tensors="pt", return_token_type_ids=False)
-            found = model.generate(**ids, num_beams=3, length_penalty=0.6, max_length=12)
-            assert tokenizer.decode(found[0], skip_special_tokens=True) == line
+            output_ids = model.generate(**ids, num_beams=3, length_penalty=0.6, max_length=12)
+            assert tokenizer.decode(output_ids[0], skip_special_tokens=True) == line
         losses = []
         for source, target in zip(test["source"], test["target"], strict=True):  # one token after the other
             ids = tokenizer(source, return_tensors="pt", return_token_type_ids=False)
@@ -79,8 +79,12 @@ def test_translation(sentences, tmp_path):
 
 def test_what_training_logs_is_recorded(sentences, tmp_path):
     """BLEU of the validation split after each epoch, where it is asked for, and how long it all took."""
-    asked = {"eval_strategy": "epoch", "predict_with_generate": True, "train_sampling_strategy": "group_by_length"}
-    tuning = {"epochs": 12, "learning_rate": 2e-2, "batch_size": 2, "arguments": {"disable_tqdm": True, **asked}}
+    evaluation = {
+        "eval_strategy": "epoch",
+        "predict_with_generate": True,
+        "train_sampling_strategy": "group_by_length",
+    }
+    tuning = {"epochs": 12, "learning_rate": 2e-2, "batch_size": 2, "arguments": {"disable_tqdm": True, **evaluation}}
     greedy = ("translation.beams=1", "translation.length_penalty=1.0")
     [record] = run(translation(sentences, tmp_path / "out", f"tuning={json.dumps(tuning)}", *greedy))
     scores = [line["eval_bleu"] for line in record["history"] if "eval_bleu" in line]
@@ -91,10 +95,10 @@ def test_what_training_logs_is_recorded(sentences, tmp_path):
 
 def test_without_progress_nothing_is_printed(text, tmp_path, capfd):
     arguments = "{logging_steps: 1, eval_strategy: epoch}"
-    given = recipe(
+    silent = recipe(
         tmp_path / "out", "task=text", f"data_dir={text}", f"tuning.arguments={arguments}", "progress=false"
     )
-    run(given)
+    run(silent)
     assert capfd.readouterr().out == ""
 
 
@@ -105,16 +109,16 @@ def test_german_has_bleu_with_compounds_split_beside_it(target, german, sentence
             file.rename(file.with_suffix(f".{target}"))
     languages = f"translation={{source: aa, target: {target}, beams: 1, max_length: 12}}"
     [record] = run(recipe(tmp_path / "out", "task=parallel", f"data_dir={sentences}", languages))
-    found = record["metrics"]["test"]
-    assert record["score"] == found["bleu"]
-    assert ("bleu_compounds_split" in found) is german
+    metrics = record["metrics"]["test"]
+    assert record["score"] == metrics["bleu"]
+    assert ("bleu_compounds_split" in metrics) is german
     if german:
         written = (tmp_path / "out" / "tuned" / "test.txt").read_text().splitlines()
         references = load_task("parallel", sentences, source="aa", target=target)["test"]["target"]
         metric = load_metric("bleu-compounds-split")
         assert (
             metric.compute(predictions=written, references=references)["bleu_compounds_split"]
-            == (found["bleu_compounds_split"])
+            == (metrics["bleu_compounds_split"])
         )
 
 
@@ -122,12 +126,12 @@ def test_how_results_are_searched_is_not_how_training_is_watched(sentences, tmp_
     """BLEU while training may be greedy; that of the record is of as many beams as in recipes without it."""
     beams = []
 
-    def kept(trainer, *given, **more):
+    def watched_predict(trainer, *arguments, **more):
         beams.append((trainer.args.generation_num_beams, trainer.args.generation_max_length))
-        return predict(trainer, *given, **more)
+        return predict(trainer, *arguments, **more)
 
     predict = HeadSeq2SeqTrainer.predict
-    monkeypatch.setattr(HeadSeq2SeqTrainer, "predict", kept)
+    monkeypatch.setattr(HeadSeq2SeqTrainer, "predict", watched_predict)
     watched = "{eval_strategy: epoch, predict_with_generate: true, generation_num_beams: 1, generation_max_length: 8}"
     [record] = run(translation(sentences, tmp_path / "out", f"tuning.arguments={watched}"))
     assert any("eval_bleu" in line for line in record["history"])
@@ -176,15 +180,15 @@ def test_a_language_model_that_sees_what_it_predicts(text, tmp_path):
     config = AutoConfig.from_pretrained(model)
     config.is_decoder = False
     config.save_pretrained(model)
-    given = f"task=text data_dir={text} max_length=24 trackers=[] model={model} output={tmp_path / 'again'}"
+    overrides = f"task=text data_dir={text} max_length=24 trackers=[] model={model} output={tmp_path / 'again'}"
     with pytest.raises(RecipeError, match="model sees the tokens it is to predict; give a decoder"):
-        run(read_recipe(overrides=given.split()))
+        run(read_recipe(overrides=overrides.split()))
 
 
 def test_masked_language_modelling(text, tmp_path):
     """The same tokens are masked for each model that is scored, converted ones too."""
-    given = ("task=text_masked", f"data_dir={text}", "compression.dk=24")
-    records = run(recipe(tmp_path / "out", *given))
+    overrides = ("task=text_masked", f"data_dir={text}", "compression.dk=24")
+    records = run(recipe(tmp_path / "out", *overrides))
     assert [record["stage"] for record in records] == ["tuned", "dk24"]
     folder = tmp_path / "out" / "tuned" / "model"
     model, tokenizer = AutoModelForMaskedLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
@@ -236,12 +240,12 @@ def test_a_fresh_model_like_another(name, request, tmp_path):
     languages = ("translation={source: aa, target: bb, beams: 1, max_length: 12}",) if fixture == "sentences" else ()
     [record] = run(recipe(tmp_path / "out", *more, *languages))
     assert math.isfinite(record["score"])
-    found = AutoConfig.from_pretrained(tmp_path / "out" / "tuned" / "model")
-    assert isinstance(found, type(config))  # guarded where attention is collaborative
+    fresh_config = AutoConfig.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    assert isinstance(fresh_config, type(config))  # guarded where attention is collaborative
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tuned" / "model")
-    assert (found.vocab_size, found.pad_token_id) == (len(tokenizer), tokenizer.pad_token_id)
-    assert found.num_hidden_layers == config.num_hidden_layers
-    assert found.num_labels == (6 if name == "distilbert" else config.num_labels)
+    assert (fresh_config.vocab_size, fresh_config.pad_token_id) == (len(tokenizer), tokenizer.pad_token_id)
+    assert fresh_config.num_hidden_layers == config.num_hidden_layers
+    assert fresh_config.num_labels == (6 if name == "distilbert" else config.num_labels)
 
 
 SIZES = "hidden_size: 24, num_attention_heads: 3, intermediate_size: 16"
@@ -249,22 +253,22 @@ SIZES = "hidden_size: 24, num_attention_heads: 3, intermediate_size: 16"
 
 def test_a_fresh_model_of_given_sizes(text, tmp_path):
     fresh = f"fresh={{config: {{model_type: llama, num_hidden_layers: 1, {SIZES}}}, vocab_size: 60}}"
-    given = ("task=text", f"data_dir={text}", fresh, "compression=null")
+    overrides = ("task=text", f"data_dir={text}", fresh, "compression=null")
     for _ in range(2):  # the second time it is there
-        [record] = run(recipe(tmp_path / "out", *given))
-    found = AutoConfig.from_pretrained(tmp_path / "out" / "tuned" / "model")
-    assert (found.model_type, found.hidden_size, found.num_hidden_layers) == ("llama", 24, 1)
+        [record] = run(recipe(tmp_path / "out", *overrides))
+    config = AutoConfig.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    assert (config.model_type, config.hidden_size, config.num_hidden_layers) == ("llama", 24, 1)
     assert record["recipe"]["fresh"]["config"]["hidden_size"] == 24
     with pytest.raises(RecipeError, match="was made with another fresh"):
-        run(recipe(tmp_path / "out", *given, "fresh.config.hidden_size=12"))
+        run(recipe(tmp_path / "out", *overrides, "fresh.config.hidden_size=12"))
 
 
 def test_a_fresh_model_that_fills_in_words(text, tmp_path):
     fresh = f"fresh={{config: {{model_type: modernbert, num_hidden_layers: 2, {SIZES}}}, vocab_size: 60}}"
     [record] = run(recipe(tmp_path / "out", "task=text_masked", f"data_dir={text}", fresh, "compression=null"))
     assert math.isfinite(record["score"])
-    found = AutoConfig.from_pretrained(tmp_path / "out" / "tuned" / "model")
-    assert found.sep_token_id == found.eos_token_id < found.vocab_size
+    config = AutoConfig.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    assert config.sep_token_id == config.eos_token_id < config.vocab_size
 
 
 @pytest.mark.parametrize(
@@ -285,32 +289,33 @@ def test_a_fresh_model_that_fills_in_words(text, tmp_path):
 )
 def test_configs_that_do_not_fit(text, tmp_path, fresh, message):
     TINY["t5"][2].save_pretrained(tmp_path / "t5")
-    given = f"fresh={fresh.replace('T5', str(tmp_path / 't5'))}"
+    override = f"fresh={fresh.replace('T5', str(tmp_path / 't5'))}"
     with pytest.raises(RecipeError, match=message):
-        run(recipe(tmp_path / "out", "task=text", f"data_dir={text}", given))
+        run(recipe(tmp_path / "out", "task=text", f"data_dir={text}", override))
 
 
 def test_weights_of_the_last_epochs_are_averaged(text, tmp_path, monkeypatch):
     from collab_compress.experiments import tuning
 
-    kept = []
+    states = []
     average = tuning._averaged
 
     def spy(model_class, dtype, checkpoints, count):
         paths = tuning.whole_checkpoints(checkpoints)
-        kept.extend(AutoModelForCausalLM.from_pretrained(path).state_dict() for path in paths)
+        states.extend(AutoModelForCausalLM.from_pretrained(path).state_dict() for path in paths)
         return average(model_class, dtype, checkpoints, count)
 
     monkeypatch.setattr(tuning, "_averaged", spy)
     settings = ("task=text", f"data_dir={text}", "fresh.attention={dk: 12}", "heads.alphas={frozen_ratio: 0.0}")
     run(recipe(tmp_path / "out", *settings, "tuning.epochs=4", "tuning.average=3"))
-    assert len(kept) == 3
+    assert len(states) == 3
     result = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "tuned" / "model").state_dict()
     for name, value in result.items():
         if value.is_floating_point():
-            torch.testing.assert_close(value, torch.stack([state[name] for state in kept]).mean(0))
+            torch.testing.assert_close(value, torch.stack([state[name] for state in states]).mean(0))
     assert not torch.equal(
-        kept[0]["bert.encoder.layer.0.attention.self.mixing"], kept[2]["bert.encoder.layer.0.attention.self.mixing"]
+        states[0]["bert.encoder.layer.0.attention.self.mixing"],
+        states[2]["bert.encoder.layer.0.attention.self.mixing"],
     )
 
 
@@ -332,9 +337,9 @@ def test_outputs_that_are_not_finite_have_no_score(questions, tmp_path):
     logits, labels = np.eye(6, dtype=np.float32), np.arange(6)
     assert workload.compute_metrics(EvalPrediction(logits, labels)) == {"accuracy": 1.0}
     logits[1] = np.nan
-    found = workload.compute_metrics(EvalPrediction(logits, labels))
-    assert found.keys() == {"accuracy"}
-    assert math.isnan(found["accuracy"])
+    metrics = workload.compute_metrics(EvalPrediction(logits, labels))
+    assert metrics.keys() == {"accuracy"}
+    assert math.isnan(metrics["accuracy"])
 
 
 def test_chinese_is_scored_by_characters(sentences, tmp_path):
@@ -345,9 +350,9 @@ def test_chinese_is_scored_by_characters(sentences, tmp_path):
 
 
 def test_nothing_to_evaluate_on_while_training(questions, tmp_path):
-    asked = "tuning.arguments={eval_strategy: epoch}"
+    override = "tuning.arguments={eval_strategy: epoch}"
     with pytest.raises(RecipeError, match="eval_strategy is epoch, but trec has no validation data; leave it out"):
-        run(recipe(tmp_path / "out", "task=trec", f"data_dir={questions}", asked))
+        run(recipe(tmp_path / "out", "task=trec", f"data_dir={questions}", override))
     assert not (tmp_path / "out").exists()
 
 

@@ -43,14 +43,14 @@ def near(values):
 def without_each_head(model, score):
     """Module path → score without each of its heads."""
     with HeadMask(model) as mask:
-        found = {}
+        scores = {}
         for site in find_attention(model):
             for head in range(site.heads):
                 ones = torch.ones(site.heads)
                 ones[head] = 0
                 mask.set({site.name: ones})
-                found.setdefault(site.name, []).append(score())
-        return found
+                scores.setdefault(site.name, []).append(score())
+        return scores
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_finished_run_is_measured_and_nothing_else(translated, sentences, tmp_
     path = tmp_path / "out" / "tuned" / "result.json"
     assert {path for path in files if after[path] != files[path]} == {path}
     assert after.keys() == files.keys()
-    found, measured = record.pop("measures"), record.pop("measured")
+    measures, measured = record.pop("measures"), record.pop("measured")
     assert record == before
     assert measured["svcca"] == {"split": "validation", "rows": 5, "scored": 2}
 
@@ -95,22 +95,29 @@ def test_a_finished_run_is_measured_and_nothing_else(translated, sentences, tmp_
         kinds = {site.name: site.kind for site in find_attention(model)}
         return {kind: [values[name] for name in kinds if kinds[name] == kind] for kind in set(kinds.values())}
 
-    for name, measure in (("svcca", lambda each: svcca(each).mean), ("cka", lambda each: mean_over_pairs(cka(each)))):
-        right = of({place: measure(each) for place, each in head_covariances(model, batches).items()})
-        assert found[name]["layers"] == {kind: near(layers) for kind, layers in right.items()}
+    for name, measure in (
+        ("svcca", lambda measured_values: svcca(measured_values).mean),
+        ("cka", lambda measured_values: mean_over_pairs(cka(measured_values))),
+    ):
+        right = of(
+            {place: measure(measured_values) for place, measured_values in head_covariances(model, batches).items()}
+        )
+        assert measures[name]["layers"] == {kind: near(layers) for kind, layers in right.items()}
     for kind, layers in of(head_covariances(model, batches)).items():
-        assert found["svcca"]["curve"][kind] == near(svcca(layers[-1]).curve)
+        assert measures["svcca"]["curve"][kind] == near(svcca(layers[-1]).curve)
     right = of(confidence(model, batches, exclude=[tokenizer.eos_token_id]))
-    assert found["confidence"] == {kind: [near(heads) for heads in layers] for kind, layers in right.items()}
+    assert measures["confidence"] == {kind: [near(heads) for heads in layers] for kind, layers in right.items()}
     for kind, layers in of(discrepancy(model, batches)).items():
-        for layer, norms in zip(layers, found["discrepancy"][kind], strict=True):
+        for layer, norms in zip(layers, measures["discrepancy"][kind], strict=True):
             assert norms == {name: near(getattr(layer, name).sum()) for name in ("cosine", "difference", "l2")}
-    right = of({name: mean_over_pairs(each) for name, each in bhattacharyya(model, batches).items()})
-    assert found["overlap"] == {kind: near(layers) for kind, layers in right.items()}
+    right = of(
+        {name: mean_over_pairs(measured_values) for name, measured_values in bhattacharyya(model, batches).items()}
+    )
+    assert measures["overlap"] == {kind: near(layers) for kind, layers in right.items()}
     for name, right in (("mixing", mixing_matrices(model)), ("alphas", alphas_of(model))):
         for kind, layers in of(right).items():
             torch.testing.assert_close(
-                torch.tensor(found[name][kind]), torch.stack(layers).float(), rtol=1e-3, atol=0
+                torch.tensor(measures[name][kind]), torch.stack(layers).float(), rtol=1e-3, atol=0
             )
 
     drawn = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0)).tolist()
@@ -121,18 +128,18 @@ def test_a_finished_run_is_measured_and_nothing_else(translated, sentences, tmp_
         lines = [tokenizer.decode(line, skip_special_tokens=True) for line in written]
         return sacrebleu.corpus_bleu(lines, [[targets[row] for row in rows]]).score
 
-    assert found["dominance"]["score"] == near(bleu(scoring))
+    assert measures["dominance"]["score"] == near(bleu(scoring))
     chosen, scores = (without_each_head(model, lambda rows=rows: bleu(rows)) for rows in (choosing, scoring))
     assert len({score for parts in scores.values() for score in parts}) > 3
     without = {name: scores[name][parts.index(min(parts))] for name, parts in chosen.items()}
     for kind, layers in of(without).items():
-        assert found["dominance"][kind] == near(mean(layers))
+        assert measures["dominance"][kind] == near(mean(layers))
     importance = head_importance(model, [batches[row] for row in choosing])
     order = sorted(
         (float(value), name, head) for name, heads in importance.items() for head, value in enumerate(heads)
     )
-    assert found["pruning"]["shares"] == [step / 8 for step in range(9)]
-    for share, score in list(zip(found["pruning"]["shares"], found["pruning"]["scores"], strict=True))[::4]:
+    assert measures["pruning"]["shares"] == [step / 8 for step in range(9)]
+    for share, score in list(zip(measures["pruning"]["shares"], measures["pruning"]["scores"], strict=True))[::4]:
         masks = {site.name: torch.ones(site.heads) for site in find_attention(model)}
         for _, name, head in order[: round(share * len(order))]:
             masks[name][head] = 0

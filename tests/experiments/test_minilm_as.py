@@ -22,14 +22,14 @@ def test_other_families_compute_what_minilm_does(kind, tmp_path, monkeypatch):
     assert model.config.model_type == kind
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     texts = ["a man sleeps here", "nobody does, or so it is said"]
-    given = tokenizer(texts, padding=True, return_tensors="pt")
-    assert ("token_type_ids" in given) == (kind == "albert")
-    pairs = tokenizer(texts, texts[::-1], padding=True, return_tensors="pt") if kind == "albert" else given
-    for batch in (given, pairs):
+    single = tokenizer(texts, padding=True, return_tensors="pt")
+    assert ("token_type_ids" in single) == (kind == "albert")
+    pairs = tokenizer(texts, texts[::-1], padding=True, return_tensors="pt") if kind == "albert" else single
+    for batch in (single, pairs):
         with torch.no_grad():
-            found, expected = (each.eval()(**batch).last_hidden_state for each in (model, minilm))
+            actual, expected = (network.eval()(**batch).last_hidden_state for network in (model, minilm))
         real = batch["attention_mask"].bool()
-        torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual[real], expected[real], rtol=1e-4, atol=1e-5)
     with pytest.raises(CheckpointError, match="out exists"):
         runpy.run_path(str(SCRIPT))["main"]()
     with pytest.raises(SystemExit, match=r"^minilm_as: .*out exists; choose another output"):

@@ -48,8 +48,8 @@ def overrides(folder, output, passes=1, **more):
     return [f"{name}={json.dumps(value)}" for name, value in settings.items()]
 
 
-def both(rank, given):
-    run(read_recipe(overrides=given))
+def both(rank, settings):
+    run(read_recipe(overrides=settings))
 
 
 def trained(folder):
@@ -79,9 +79,9 @@ def test_on_disk_as_in_memory(sentences):
 
 
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(sentences, monkeypatch):
-    given = overrides(sentences, "whole", passes=2)
+    settings = overrides(sentences, "whole", passes=2)
     saving = ["tuning.arguments.save_strategy=steps", "tuning.arguments.save_steps=2"]
-    run(read_recipe(overrides=[*given, *saving]))
+    run(read_recipe(overrides=[*settings, *saving]))
     step, stock = [0], HeadSeq2SeqTrainer.training_step
 
     def training_step(self, *arguments, **more):
@@ -90,13 +90,13 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(sentences, monkeypatch)
             raise KeyboardInterrupt
         return stock(self, *arguments, **more)
 
-    given = [*overrides(sentences, "stopped", passes=2), *saving]
+    settings = [*overrides(sentences, "stopped", passes=2), *saving]
     with monkeypatch.context() as patch:
         patch.setattr(HeadSeq2SeqTrainer, "training_step", training_step)
         with pytest.raises(KeyboardInterrupt):
-            run(read_recipe(overrides=given))
+            run(read_recipe(overrides=settings))
     assert list((sentences / "stopped/tuned/checkpoints").glob("checkpoint-4"))
-    run(read_recipe(overrides=given))
+    run(read_recipe(overrides=settings))
     (losses, weights), (theirs, others) = (trained(sentences / name) for name in ("whole", "stopped"))
     assert losses == theirs
     assert all(torch.equal(weights[name], others[name]) for name in weights)

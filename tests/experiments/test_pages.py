@@ -128,8 +128,8 @@ def test_what_is_no_number_is_left_empty(tmp_path):
     for name in ("alphas", "mixing", "confidence"):
         record["measures"][name] = {"encoder": [[[math.nan, 1.0]] if name != "confidence" else [math.nan, 1.0]]}
     record["history"][-1] |= {"task_loss": math.nan, "bhattacharyya": math.nan, "loss": math.inf}
-    found = paper_pages(read(tmp_path, [record, trained("plain", math.nan, 0)]))
-    maps = [heat for picture in drawn(found["rotation"]) for heat in getattr(picture, "maps", ())]
+    pages = paper_pages(read(tmp_path, [record, trained("plain", math.nan, 0)]))
+    maps = [heat for picture in drawn(pages["rotation"]) for heat in getattr(picture, "maps", ())]
     assert (None, 1.0) in {row for heat in maps for row in heat.values}
     write_pages(read(tmp_path, [record]), tmp_path / "pages")
 
@@ -199,7 +199,7 @@ def test_every_logged_bleu_is_drawn(tmp_path):
     record = trained("plain", 20.0, 0)
     record["history"][-1]["eval_bleu"] = 1.2
     pages = paper_pages(read(tmp_path, [record]))
-    [picture] = [each for each in drawn(pages["bhattacharyya"]) if each.source == "Bhattacharyya, Fig. 5"]
+    [picture] = [shown for shown in drawn(pages["bhattacharyya"]) if shown.source == "Bhattacharyya, Fig. 5"]
     assert picture.panels[0].curves[0].y[-1] == 1.2
 
 
@@ -256,8 +256,8 @@ def test_sweeps_that_are_named_are_there():
     named += [
         words
         for figures in FIGURES.values()
-        for each in figures
-        for words in re.findall(r"collab-sweep ([^`]*)", each.needs)
+        for figure in figures
+        for words in re.findall(r"collab-sweep ([^`]*)", figure.needs)
     ]
     assert len(named) > len(PAPERS)
     for words in named:

@@ -44,8 +44,8 @@ MEASURES = {
 
 
 def one(paper, table):
-    (found,) = select_tables(TABLES, paper, table)
-    return found
+    (match,) = select_tables(TABLES, paper, table)
+    return match
 
 
 def scores(paper, table):
@@ -217,8 +217,8 @@ def write(tmp_path):
 
 
 def verdict(path, claim=CLAIM):
-    (found,) = judge(claim, read_results(path))
-    return found
+    (result,) = judge(claim, read_results(path))
+    return result
 
 
 @pytest.mark.parametrize(
@@ -235,17 +235,17 @@ def verdict(path, claim=CLAIM):
 def test_verdicts_are_those_of_the_paired_t_test(write, ours, expected, by):
     theirs = [80.0, 82.0, 81.0, 83.1, 80.2][: len(ours)]
     write("plain", theirs)
-    found = verdict(write("drophead", ours), replace(CLAIM, by=by))
-    assert found.difference.mean == pytest.approx(np.mean(np.subtract(ours, theirs)))
+    judged = verdict(write("drophead", ours), replace(CLAIM, by=by))
+    assert judged.difference.mean == pytest.approx(np.mean(np.subtract(ours, theirs)))
     if np.std(np.subtract(ours, theirs)) > 0:
         low, high = stats.ttest_rel(ours, theirs).confidence_interval(0.95)
     else:
         low = high = 0.0
-    assert found.difference.mean - found.difference.interval == pytest.approx(low)
-    assert found.difference.mean + found.difference.interval == pytest.approx(high)
-    assert found.outcome == (HOLDS if low > by else FAILS if high <= by else OPEN)
+    assert judged.difference.mean - judged.difference.interval == pytest.approx(low)
+    assert judged.difference.mean + judged.difference.interval == pytest.approx(high)
+    assert judged.outcome == (HOLDS if low > by else FAILS if high <= by else OPEN)
     if by == 0:
-        assert found.outcome == expected
+        assert judged.outcome == expected
 
 
 @pytest.mark.parametrize(("expect", "verdicts"), [("better", FAILS), ("higher", HOLDS), ("lower", FAILS)])
@@ -257,9 +257,9 @@ def test_lower_perplexity_is_better(write, expect, verdicts):
 
 def test_fewer_than_three_seeds_tell_nothing(write):
     write("plain", [80.0, 82.0])
-    found = verdict(write("drophead", [90.0, 92.1, 95.0]))
-    assert (found.outcome, found.difference.count) == (OPEN, 2)
-    assert found.sentence.endswith("2 seeds; a verdict takes 3).")
+    judged = verdict(write("drophead", [90.0, 92.1, 95.0]))
+    assert (judged.outcome, judged.difference.count) == (OPEN, 2)
+    assert judged.sentence.endswith("2 seeds; a verdict takes 3).")
     assert (
         "No seed has records of both sides" in verdict(write("hsic", [1.0]), replace(CLAIM, than="hsic/dk8")).sentence
     )
@@ -267,10 +267,10 @@ def test_fewer_than_three_seeds_tell_nothing(write):
 
 def test_a_withdrawn_claim_has_a_reason_in_place_of_a_verdict(write):
     write("plain", [80.0, 82.0, 81.0])
-    found = verdict(write("drophead", [81.0, 83.2, 82.1]), replace(CLAIM, withdrawn="The weight was wrong."))
-    assert found.outcome == WITHDRAWN
-    assert found.sentence == "Withdrawn: Heads are better. The weight was wrong."
-    assert tried([found]) == [found]
+    judged = verdict(write("drophead", [81.0, 83.2, 82.1]), replace(CLAIM, withdrawn="The weight was wrong."))
+    assert judged.outcome == WITHDRAWN
+    assert judged.sentence == "Withdrawn: Heads are better. The weight was wrong."
+    assert tried([judged]) == [judged]
 
 
 def test_what_is_no_number_tells_nothing(write):
@@ -286,10 +286,10 @@ def test_the_mean_is_over_tasks_of_one_seed(write):
     ):
         write(method, mrpc)
         path = write(method, rte, task="rte")
-    found = verdict(path, claim)
-    assert found.difference.count == 2
-    assert found.difference.mean == pytest.approx(np.mean([(1 + 0.5) / 2, (1 + 2) / 2]))
-    assert found.where == "the mean of mrpc, rte"
+    judged = verdict(path, claim)
+    assert judged.difference.count == 2
+    assert judged.difference.mean == pytest.approx(np.mean([(1 + 0.5) / 2, (1 + 2) / 2]))
+    assert judged.where == "the mean of mrpc, rte"
 
 
 def test_models_do_not_mix_and_the_one_with_most_pairs_counts(write):
@@ -297,19 +297,19 @@ def test_models_do_not_mix_and_the_one_with_most_pairs_counts(write):
     write("plain", [10.0], model="other")
     write("drophead", [90.0], model="other")
     path = write("drophead", [81.0, 83.2, 82.1])
-    found = verdict(path)
-    assert (found.model, found.difference.count, found.outcome) == ("minilm", 3, HOLDS)
-    found = verdict(path, replace(CLAIM, model="other"))
-    assert (found.model, found.difference.mean, found.outcome) == ("other", 80.0, OPEN)
+    judged = verdict(path)
+    assert (judged.model, judged.difference.count, judged.outcome) == ("minilm", 3, HOLDS)
+    judged = verdict(path, replace(CLAIM, model="other"))
+    assert (judged.model, judged.difference.mean, judged.outcome) == ("other", 80.0, OPEN)
     assert verdict(path, replace(CLAIM, model="another")).difference is None
 
 
 def test_stages_are_told_apart(write):
     write("plain", [80.0, 82.0, 81.0])
     path = write("plain", [79.0, 80.9, 79.9], stage="dk128")
-    found = verdict(path, replace(CLAIM, method="plain/dk128"))
-    assert found.outcome == FAILS
-    assert found.sentence.startswith(
+    judged = verdict(path, replace(CLAIM, method="plain/dk128"))
+    assert judged.outcome == FAILS
+    assert judged.sentence.startswith(
         "Does not hold: Heads are better. plain/dk128 − plain is −1.07 points on mrpc (95 % "
     )
 
@@ -340,22 +340,22 @@ def test_quantities(write, of, expected):
     metrics = {"validation": {"perplexity": 9.0}, "test": {"perplexity": 12.5}}
     more = {"history": history, "metrics": metrics, "seconds": 60, "parameters": 1000}
     path = write("plain", [80.0], measures=MEASURES, **more)
-    found = readings(read_results(path), "plain", "mrpc", of)
-    assert found == ({} if expected is None else {("minilm", 0): pytest.approx(expected)})
+    values = readings(read_results(path), "plain", "mrpc", of)
+    assert values == ({} if expected is None else {("minilm", 0): pytest.approx(expected)})
 
 
 @pytest.mark.parametrize("of", QUANTITIES)
 def test_older_records_have_scores_only(write, of):
-    found = readings(read_results(write("plain", [80.0])), "plain", "mrpc", of)
-    assert bool(found) == (of == "score")
+    values = readings(read_results(write("plain", [80.0])), "plain", "mrpc", of)
+    assert bool(values) == (of == "score")
 
 
 def test_claims_are_of_the_papers_and_of_tasks_that_there_are():
     claims = read_claims()
     assert list(claims) == list(dict.fromkeys(table.paper for table in TABLES))
-    for each in claims.values():
-        assert len({(claim.says, claim.tasks) for claim in each}) == len(each)
-        for claim in each:
+    for paper_claims in claims.values():
+        assert len({(claim.says, claim.tasks) for claim in paper_claims}) == len(paper_claims)
+        for claim in paper_claims:
             assert claim.says.endswith(".")
             assert {task.split()[0] for task in claim.tasks} <= TASKS.keys()
 

@@ -131,17 +131,17 @@ def test_a_score_is_not_that_of_another_model_or_other_data(start, data_dir, tmp
 def test_recovery_is_a_part_of_the_conversion(start, data_dir, tmp_path):
     """Shared projections and mixing come nearer to the dense attention, and nothing else moves."""
     common = ("again=null", "compression.dk=6", "calibration=synthetic", "tuning.epochs=1")
-    found = {}
+    models = {}
     for name, recovery in (("raw", "null"), ("near", "{steps: 30, learning_rate: 0.01}")):
         more = (*common, f"conversion={name}", f"recovery={recovery}")
         records = run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", *more)))
         assert [record["stage"] for record in records] == ["tuned", name]
-        found[name] = load(tmp_path / "out" / name / "model")
-    raw, near = (found[name].state_dict() for name in ("raw", "near"))
+        models[name] = load(tmp_path / "out" / name / "model")
+    raw, near = (models[name].state_dict() for name in ("raw", "near"))
     moved = {name for name, value in near.items() if not torch.equal(value, raw[name])}
     assert moved == {name for name in raw if name.endswith((".proj.weight", ".content_bias", ".mixing"))}
     dense = load(tmp_path / "out" / "tuned" / "model")
-    assert apart(found["near"], dense) < 0.9 * apart(found["raw"], dense)
+    assert apart(models["near"], dense) < 0.9 * apart(models["raw"], dense)
     reports = [json.loads((tmp_path / "out" / name / "report.json").read_text()) for name in ("raw", "near")]
     assert "recovery" not in reports[0]
     assert reports[1].pop("recovery")["steps"] == 30
@@ -223,8 +223,8 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_pa
     tuning = {"epochs": 3, "learning_rate": 1e-3, "batch_size": 8, "average": 2, "arguments": arguments}
 
     def attempt(output, *more):
-        given = settings(start, data_dir, tmp_path / output, f"tuning={json.dumps(tuning)}", "again=null", *more)
-        return run(read_recipe(overrides=[*given, "compression=null"]))
+        overrides = settings(start, data_dir, tmp_path / output, f"tuning={json.dumps(tuning)}", "again=null", *more)
+        return run(read_recipe(overrides=[*overrides, "compression=null"]))
 
     attempt("whole")
     for moment, limit in (("atomic_directory", None), ("training", 7)):
@@ -249,8 +249,8 @@ def test_a_run_that_was_interrupted_after_its_last_checkpoint_keeps_the_best(sta
     tuning = json.dumps({"epochs": 3, "learning_rate": 1e-3, "batch_size": 8, "arguments": arguments})
 
     def attempt(output):
-        given = settings(start, data_dir, tmp_path / output, f"tuning={tuning}", "again=null", "compression=null")
-        run(read_recipe(overrides=given))
+        overrides = settings(start, data_dir, tmp_path / output, f"tuning={tuning}", "again=null", "compression=null")
+        run(read_recipe(overrides=overrides))
         return load_file(tmp_path / output / "tuned" / "model" / "model.safetensors")
 
     straight = attempt("straight")
@@ -275,9 +275,9 @@ class Stopping(TrainerCallback):
     limit = 0
 
     @staticmethod
-    def train(trainer, original=HeadTrainer.train, **given):
+    def train(trainer, original=HeadTrainer.train, **options):
         trainer.add_callback(Stopping)
-        return original(trainer, **given)
+        return original(trainer, **options)
 
     def on_step_begin(self, args, state, control, **_):
         if state.global_step == self.limit:
@@ -290,8 +290,8 @@ class Stopping(TrainerCallback):
 
 def test_a_killed_run_ends_as_an_uninterrupted_one(python, start, data_dir, tmp_path):
     heads = "heads={drophead: [{p: 0.2}], penalties: [{name: agreement, weight: 0.1}]}"
-    given = settings(start, data_dir, tmp_path / "whole", heads, "compression=null", "again=null")
-    assert python(SCRIPT, *given).returncode == 0
+    overrides = settings(start, data_dir, tmp_path / "whole", heads, "compression=null", "again=null")
+    assert python(SCRIPT, *overrides).returncode == 0
     killed = settings(start, data_dir, tmp_path / "killed", heads, "compression=null", "again=null")
     process = python.start(SCRIPT, *killed)
     checkpoints = tmp_path / "killed" / "tuned" / "checkpoints"
@@ -314,8 +314,8 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(python, start, data_dir, tmp_
 
 
 def test_an_interrupt_is_one_line_and_leaves_nothing_half_made(python, start, data_dir, tmp_path):
-    given = settings(start, data_dir, tmp_path / "out", "compression=null", "again=null", "tuning.epochs=10000")
-    process = python.start(SCRIPT, *given)
+    overrides = settings(start, data_dir, tmp_path / "out", "compression=null", "again=null", "tuning.epochs=10000")
+    process = python.start(SCRIPT, *overrides)
     checkpoints = tmp_path / "out" / "tuned" / "checkpoints"
     deadline = time.monotonic() + 120
     while last_checkpoint(checkpoints) is None and process.poll() is None and time.monotonic() < deadline:
@@ -332,10 +332,10 @@ def test_a_full_disk_is_one_line(start, data_dir, tmp_path, monkeypatch):
     def full(*_, **__):
         raise SafetensorError("IO error: No space left on device (os error 28)")
 
-    given = settings(start, data_dir, tmp_path / "out", "compression=null", "again=null", "tuning.epochs=1")
+    overrides = settings(start, data_dir, tmp_path / "out", "compression=null", "again=null", "tuning.epochs=1")
     with monkeypatch.context() as patch:
         patch.setattr(BertForSequenceClassification, "save_pretrained", full)
         with pytest.raises(CollabCompressError, match="No space left on device"):
-            run(read_recipe(overrides=given))
+            run(read_recipe(overrides=overrides))
     assert not (tmp_path / "out" / "tuned" / "model").exists()
-    assert run(read_recipe(overrides=given))
+    assert run(read_recipe(overrides=overrides))

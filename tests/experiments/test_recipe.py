@@ -131,13 +131,13 @@ def test_mistakes_are_named(path, override, message):
 
 def test_numbers_lists_and_places_as_people_write_them(path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    given = [
+    overrides = [
         "tuning.arguments={weight_decay: 1e-4, adam_epsilon: 1E-8}",
         "trackers=[wandb]",
         "output=~/x",
         "data_dir=~/y",
     ]
-    recipe = read_recipe(path, [*given, "again.arguments.weight_decay=-.5e+1", "conversion=e4"])
+    recipe = read_recipe(path, [*overrides, "again.arguments.weight_decay=-.5e+1", "conversion=e4"])
     assert recipe.tuning.arguments == {"weight_decay": 1e-4, "adam_epsilon": 1e-8}
     assert recipe.again.arguments == {"weight_decay": -5.0}
     assert (recipe.trackers, recipe.conversion) == (("wandb",), "e4")
@@ -157,8 +157,8 @@ def test_what_is_merged_may_stand_there_too(tmp_path):
     """`x` of what is merged and one's own is no name that stands twice, however the mappings lie in one another."""
     text = "{base: &b {x: 1}, outer: {inner: &a {<<: *b, x: 2}}, other: {<<: *a, y: 3}}"
     (tmp_path / "merged.yaml").write_text(text)
-    found = read_settings(tmp_path / "merged.yaml", [])
-    assert (found["outer"]["inner"], found["other"]) == ({"x": 2}, {"x": 2, "y": 3})
+    settings = read_settings(tmp_path / "merged.yaml", [])
+    assert (settings["outer"]["inner"], settings["other"]) == ({"x": 2}, {"x": 2, "y": 3})
 
 
 def test_a_file_that_is_no_recipe(tmp_path):

@@ -32,20 +32,20 @@ LONGEST = 118
 def top_lines(path, what):
     """Return the lines `# what: …` at the top of a file."""
     top = re.match(r"(#.*\n)*", path.read_text(encoding="utf-8"))[0]
-    found = re.findall(rf"^# {what}: (.+(?:\n#   .+)*)$", top, re.MULTILINE)
-    return [lines.replace("\n#  ", "") for lines in found]
+    matches = re.findall(rf"^# {what}: (.+(?:\n#   .+)*)$", top, re.MULTILINE)
+    return [lines.replace("\n#  ", "") for lines in matches]
 
 
 def tables(path):
     """Return the tables that a file names, from papers.yaml; it may name figures too."""
-    found = []
+    result = []
     for line in top_lines(path, "paper"):
         key, *names = line.split(", ")
-        there = {table.name for table in select_tables(PAPERS, key)}  # raises where there is no such paper
+        table_names = {table.name for table in select_tables(PAPERS, key)}  # raises where there is no such paper
         assert names, line
-        assert all(name in there or name.startswith("Figure ") for name in names), line
-        found += [select_tables(PAPERS, key, name)[0] for name in names if name in there]
-    return found
+        assert all(name in table_names or name.startswith("Figure ") for name in names), line
+        result += [select_tables(PAPERS, key, name)[0] for name in names if name in table_names]
+    return result
 
 
 @cache
@@ -86,11 +86,11 @@ class Strict(yaml.SafeLoader):
 
 @pytest.mark.parametrize("name", [*sorted(KEYS), "glue"])
 def test_a_paper_runs_here_if_not_said_otherwise_and_at_its_own_scale_by_one_setting(name):
-    here = read_sweep(FOLDER / "sweeps" / f"{name}.yaml")
-    assert here == sweep_of(name, "small")
-    assert {recipe.fresh and recipe.fresh.width for recipe in here.recipes()} <= {128, None}
+    ours = read_sweep(FOLDER / "sweeps" / f"{name}.yaml")
+    assert ours == sweep_of(name, "small")
+    assert {recipe.fresh and recipe.fresh.width for recipe in ours.recipes()} <= {128, None}
     theirs = sweep_of(name)
-    assert theirs.output != here.output
+    assert theirs.output != ours.output
     assert list(theirs.recipes())
 
 
@@ -99,13 +99,13 @@ def test_it_can_be_run(path, tmp_path):
     text = path.read_text(encoding="utf-8")
     assert text.startswith("# ")
     yaml.load(text, Strict)
-    found = recipes(path)
-    folders = {(str(recipe.output).lower(), recipe.conversion_name) for recipe in found}
-    assert len(folders) == len(found), "two runs are in one folder"
-    assert not any(recipe.output.is_absolute() or recipe.data_dir for recipe in found)
+    runs = recipes(path)
+    folders = {(str(recipe.output).lower(), recipe.conversion_name) for recipe in runs}
+    assert len(folders) == len(runs), "two runs are in one folder"
+    assert not any(recipe.output.is_absolute() or recipe.data_dir for recipe in runs)
     tunings = {
         (WORKLOADS[TASKS[recipe.task].kind].arguments_class, str(tuning.arguments)): tuning.arguments
-        for recipe in found
+        for recipe in runs
         for tuning in (recipe.tuning, recipe.again)
         if tuning is not None
     }
@@ -121,12 +121,12 @@ def test_settings_that_make_more_of_a_table_have_their_own_output(path):
 
 
 def test_sweeps_that_share_an_output_agree():
-    seen = {}
+    settings_of = {}
     for path in SWEEPS:
         for recipe in recipes(path):
             for folder, fields in ((None, BASE), (recipe.conversion_name, CONVERTED)):
                 settings = {name: getattr(recipe, name) for name in fields}
-                assert seen.setdefault((recipe.output, folder, fields), settings) == settings, path
+                assert settings_of.setdefault((recipe.output, folder, fields), settings) == settings, path
 
 
 @pytest.mark.parametrize("path", [*RECIPES, *SWEEPS], ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -148,8 +148,8 @@ def test_what_names_a_paper_is_of_its_table(path):
 
 def test_every_table_that_takes_training_has_a_file():
     without = {("collaborate", "Table 1"), ("drophead", "Table 2")}  # sizes and speed, and what the data sets are
-    found = {(table.paper, table.name) for path in [*RECIPES, *SWEEPS] for table in tables(path)}
-    assert {(table.paper, table.name) for table in PAPERS} - found == without
+    named = {(table.paper, table.name) for path in [*RECIPES, *SWEEPS] for table in tables(path)}
+    assert {(table.paper, table.name) for table in PAPERS} - named == without
 
 
 def test_a_table_that_does_not_exist_is_noticed(tmp_path):
@@ -162,7 +162,7 @@ def test_a_table_that_does_not_exist_is_noticed(tmp_path):
 def test_collaborate_table_2_has_each_model_and_conversion():
     models = {"google-bert/bert-base-cased": "BERT-base", "distilbert": "DistilBERT", "albert-base": "ALBERT"}
     path = FOLDER / "sweeps" / "glue.yaml"
-    found = {
+    rows = {
         (models[recipe.model], stage)
         for sweep in sweeps(path)
         if sweep.scale == "paper" and sweep.output.parent.name == "collaborate"
@@ -171,7 +171,7 @@ def test_collaborate_table_2_has_each_model_and_conversion():
     }
     (table,) = tables(path)
     controls = {(model, "dense-again") for model in models.values()}  # ours
-    assert found == {(row.model, row.stage) for row in table.rows} | controls
+    assert rows == {(row.model, row.stage) for row in table.rows} | controls
     tuned = {recipe.task: recipe for recipe in sweep_of("glue").recipes()}
     assert {task for task, recipe in tuned.items() if recipe.tuning.epochs == recipe.again.epochs == 10} == {
         "sst2",
@@ -180,8 +180,8 @@ def test_collaborate_table_2_has_each_model_and_conversion():
 
 
 def test_collaborate_figure_5_has_each_rank():
-    found = sweep_of("glue", "paper", "only={tasks: [mnli, mrpc, stsb]}").recipes()
-    widths = {recipe.compression.dk for recipe in found if recipe.compression is not None}
+    runs = sweep_of("glue", "paper", "only={tasks: [mnli, mrpc, stsb]}").recipes()
+    widths = {recipe.compression.dk for recipe in runs if recipe.compression is not None}
     assert widths == {768, 640, 512, 384, 256, 128, 64}
 
 
@@ -196,26 +196,26 @@ def test_steps_have_the_papers_tokens():
 
 
 def test_diversity_table_1_has_each_width_and_number_of_heads():
-    found = {
+    models = {
         f"Transformer d={recipe.fresh.width}, H={recipe.fresh.heads}"
         for recipe in sweep_of("diversity", "paper-widths").recipes()
         if recipe.method == f"d{recipe.fresh.width}-h{recipe.fresh.heads}"
     }
-    assert found == {row.model for row in select_tables(PAPERS, "diversity", "1")[0].rows}
+    assert models == {row.model for row in select_tables(PAPERS, "diversity", "1")[0].rows}
 
 
 def test_diversity_table_5_has_each_strength():
     names = {"orthogonality": "ORTHO", "hsic": "HSIC"}
-    found = []
+    strengths = []
     for recipe in sweep_of("diversity").recipes():
         if recipe.method == "all":  # of table 4
             continue
-        found += [("DROPHEAD", options.p) for options in recipe.heads.drophead]
-        found += [(names[penalty.name], penalty.weight) for penalty in recipe.heads.penalties]
+        strengths += [("DROPHEAD", options.p) for options in recipe.heads.drophead]
+        strengths += [(names[penalty.name], penalty.weight) for penalty in recipe.heads.penalties]
     baseline, *others = (row.method for row in select_tables(PAPERS, "diversity", "5")[0].rows)
     printed = [name.removeprefix("+").split() for name in others]
     assert baseline == "Baseline"
-    assert sorted(found) == sorted((name, float(strength)) for name, strength in printed)
+    assert sorted(strengths) == sorted((name, float(strength)) for name, strength in printed)
 
 
 def test_bhattacharyya_has_the_papers_settings():
@@ -230,9 +230,9 @@ def test_bhattacharyya_has_the_papers_settings():
 def test_rotations_name_heads_that_the_model_has():
     """On a model as deep and with as many heads, but narrow."""
     scales = (sweep_of("rotation", scale) for scale in ("small", "paper", "replication"))
-    found = [recipe for sweep in scales for recipe in sweep.recipes() if recipe.heads.rotation is not None]
-    assert len(found) > 1
-    for recipe in found:
+    rotating = [recipe for sweep in scales for recipe in sweep.recipes() if recipe.heads.rotation is not None]
+    assert len(rotating) > 1
+    for recipe in rotating:
         layers, heads = recipe.fresh.layers, recipe.fresh.heads
         sizes = {"encoder_layers": layers, "decoder_layers": layers, "encoder_ffn_dim": 4, "decoder_ffn_dim": 4}
         sizes |= {"encoder_attention_heads": heads, "decoder_attention_heads": heads, "d_model": 2 * heads}

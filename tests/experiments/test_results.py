@@ -40,26 +40,26 @@ def write(tmp_path):
 
 def table(folder, against=None):
     """The comparison, and its lines by method/stage and by the column's name."""
-    found = compare(read_results(folder / "runs"), against)
+    comparison = compare(read_results(folder / "runs"), against)
     lines = {}
-    for line in found.lines:
+    for line in comparison.lines:
         lines.setdefault(f"{line['method']}/{line['stage']}", {})[line["task"]] = line
-    return found, lines
+    return comparison, lines
 
 
-def changes_of(found, name="method"):
+def changes_of(comparison, name="method"):
     """The differences of a comparison, by a field of its lines."""
-    return {line[name]: line["difference"] for line in found.lines if "difference" in line}
+    return {line[name]: line["difference"] for line in comparison.lines if "difference" in line}
 
 
 @pytest.mark.parametrize("values", [[1.0, 4.0], [80.2, 79.1, 84.4, 81.0], [5.0, 5.0, 5.5]])
 def test_mean_deviation_and_interval(values):
-    found = estimate(values)
-    assert found.mean == pytest.approx(statistics.fmean(values))
-    assert found.deviation == pytest.approx(statistics.stdev(values))
-    low, high = stats.t.interval(0.95, len(values) - 1, found.mean, stats.sem(values))
-    assert (found.mean - found.interval, found.mean + found.interval) == (pytest.approx(low), pytest.approx(high))
-    assert found.count == len(values)
+    result = estimate(values)
+    assert result.mean == pytest.approx(statistics.fmean(values))
+    assert result.deviation == pytest.approx(statistics.stdev(values))
+    low, high = stats.t.interval(0.95, len(values) - 1, result.mean, stats.sem(values))
+    assert (result.mean - result.interval, result.mean + result.interval) == (pytest.approx(low), pytest.approx(high))
+    assert result.count == len(values)
     assert estimate(values[:1]) == Estimate(values[0], None, 1)
     assert estimate(values[:1]).interval is None
 
@@ -69,12 +69,12 @@ def test_a_score_that_is_no_number_stays_visible(write, tmp_path):
     write(80.0, task="stsb", seed=1)
     write(math.inf, task="stsb", method="hsic")
     write(80.0, task="stsb", method="hsic", seed=1)
-    found, lines = table(tmp_path)
+    comparison, lines = table(tmp_path)
     assert math.isnan(lines["plain/tuned"]["stsb"]["mean"])
     assert lines["hsic/tuned"]["stsb"]["mean"] == math.inf
     assert math.isnan(lines["hsic/tuned"]["stsb"]["sd"])
     assert math.isnan(lines["hsic/tuned"]["stsb"]["difference"])
-    assert found.notes == (
+    assert comparison.notes == (
         "hsic/tuned of minilm on stsb: the score of seed 0 is inf, and so is what is made of it",
         "plain/tuned of minilm on stsb: the score of seed 0 is nan, and so is what is made of it",
     )
@@ -87,10 +87,10 @@ def test_differences_are_paired_by_seed(write, tmp_path):
         write(plain[seed], seed=seed)
         write(hsic[4 - seed], method="hsic", seed=4 - seed)
     comparison, lines = table(tmp_path)
-    found = lines["hsic/tuned"]["mrpc"]
+    cell = lines["hsic/tuned"]["mrpc"]
     interval = stats.ttest_rel(hsic, plain).confidence_interval(0.95)
-    assert found["difference"] == pytest.approx((hsic - plain).mean())
-    assert (found["low"], found["high"]) == pytest.approx(tuple(interval))
+    assert cell["difference"] == pytest.approx((hsic - plain).mean())
+    assert (cell["low"], cell["high"]) == pytest.approx(tuple(interval))
     assert list(changes_of(comparison)) == ["hsic"]
 
 
@@ -99,9 +99,11 @@ def test_models_that_were_only_evaluated(write, tmp_path):
     for model, score in (("/a/mrpc/seed0/tuned/model", 80.0), ("/a/mrpc/seed1/tuned/model", 82.0), ("minilm", 70.0)):
         write(score, stage="given", recipe={"model": model})
         write(score - 1, stage="dk128", recipe={"model": model})
-    found = compare(read_results(tmp_path / "runs"))
-    assert found.reference == "plain/given"
-    assert changes_of(found, "model") == dict.fromkeys(["minilm", "seed0/tuned/model", "seed1/tuned/model"], -1.0)
+    comparison = compare(read_results(tmp_path / "runs"))
+    assert comparison.reference == "plain/given"
+    assert changes_of(comparison, "model") == dict.fromkeys(
+        ["minilm", "seed0/tuned/model", "seed1/tuned/model"], -1.0
+    )
 
 
 def test_seeds_of_one_arm_only_are_no_pairs(write, tmp_path):
@@ -111,20 +113,20 @@ def test_seeds_of_one_arm_only_are_no_pairs(write, tmp_path):
         write(score, method="hsic", seed=seed)
     write(60.0, method="ortho", seed=9)
     comparison, lines = table(tmp_path)
-    found = lines["hsic/tuned"]["mrpc"]
-    assert (found["mean"], found["n"]) == (80.0, 3)
-    assert (found["difference"], found["pairs"]) == (2.0, 2)
+    cell = lines["hsic/tuned"]["mrpc"]
+    assert (cell["mean"], cell["n"]) == (80.0, 3)
+    assert (cell["difference"], cell["pairs"]) == (2.0, 2)
     half = 12.706 * stats.sem([1.0, 3.0])  # two pairs say very little
-    assert found["high"] - found["difference"] == pytest.approx(half, rel=1e-4)
+    assert cell["high"] - cell["difference"] == pytest.approx(half, rel=1e-4)
     assert list(changes_of(comparison)) == ["hsic"]
 
 
 def test_one_seed_gives_a_difference_without_interval(write, tmp_path):
     write(80.0)
     write(79.5, stage="dk128")
-    found = table(tmp_path)[1]["plain/dk128"]["mrpc"]
-    assert (found["difference"], found["pairs"]) == (-0.5, 1)
-    assert "low" not in found
+    cell = table(tmp_path)[1]["plain/dk128"]["mrpc"]
+    assert (cell["difference"], cell["pairs"]) == (-0.5, 1)
+    assert "low" not in cell
 
 
 def test_the_average_is_over_tasks_first(write, tmp_path):
@@ -136,8 +138,8 @@ def test_the_average_is_over_tasks_first(write, tmp_path):
                 write(score, task, method, seed=seed)
     write(90.0, "mrpc", seed=3)  # without the other task
     write(70.0, "cola", "ortho")
-    found, lines = table(tmp_path)
-    assert [column.name for column in found.columns] == ["cola", "mrpc", "average"]
+    comparison, lines = table(tmp_path)
+    assert [column.name for column in comparison.columns] == ["cola", "mrpc", "average"]
     seeds = np.mean([hsic["mrpc"], hsic["cola"]], axis=0)
     average = lines["hsic/tuned"]["average"]
     assert (average["mean"], average["sd"]) == (pytest.approx(seeds.mean()), pytest.approx(statistics.stdev(seeds)))
@@ -153,15 +155,18 @@ def test_the_average_is_over_tasks_first(write, tmp_path):
 def test_only_what_has_one_unit_is_averaged(write, tmp_path, other, averaged):
     write(80.0, "mrpc")
     write(60.0, other)
-    found, _ = table(tmp_path)
-    assert ("average" in [column.name for column in found.columns]) is averaged
+    comparison, _ = table(tmp_path)
+    assert ("average" in [column.name for column in comparison.columns]) is averaged
 
 
 def test_direction_comes_from_the_metric(write, tmp_path):
     write(120.0, "ptb")
     write(30.0, "wmt14")
-    found, _ = table(tmp_path)
-    assert {column.name: column.greater_is_better for column in found.columns} == {"wmt14 de-en": True, "ptb": False}
+    comparison, _ = table(tmp_path)
+    assert {column.name: column.greater_is_better for column in comparison.columns} == {
+        "wmt14 de-en": True,
+        "ptb": False,
+    }
 
 
 def test_languages_are_columns_of_their_own(write, tmp_path):
@@ -169,8 +174,8 @@ def test_languages_are_columns_of_their_own(write, tmp_path):
     write(31.0, "wmt14", seed=1, recipe={"translation": {"source": None, "target": None}})
     write(32.0, "parallel")
     write(33.0, "parallel", seed=1, recipe={"translation": {"source": "fr", "target": "de"}})
-    found, _ = table(tmp_path)
-    names = [column.name for column in found.columns]
+    comparison, _ = table(tmp_path)
+    names = [column.name for column in comparison.columns]
     assert names == ["wmt14 de-en", "wmt14 en-de", "parallel", "parallel fr-de"]
 
 
@@ -187,19 +192,19 @@ def test_another_reference(write, tmp_path):
     for seed, (plain, alphas) in enumerate([(80.0, 81.0), (82.0, 85.0)]):
         write(plain, seed=seed)
         write(alphas, method="alphas", seed=seed)
-    found, lines = table(tmp_path, "alphas/tuned")
-    assert found.reference == "alphas/tuned"
+    comparison, lines = table(tmp_path, "alphas/tuned")
+    assert comparison.reference == "alphas/tuned"
     assert lines["plain/tuned"]["mrpc"]["difference"] == -2.0
-    assert found.lines[0]["method"] == "alphas"
+    assert comparison.lines[0]["method"] == "alphas"
     with pytest.raises(RecipeError, match=r"no result is 'alphas/dk8'; expected one of alphas/tuned, plain/tuned"):
         table(tmp_path, "alphas/dk8")
 
 
 def test_without_the_usual_reference_there_are_no_differences(write, tmp_path):
     write(80.0, method="alphas")
-    found, _ = table(tmp_path)
-    assert found.reference is None
-    assert changes_of(found) == {}
+    comparison, _ = table(tmp_path)
+    assert comparison.reference is None
+    assert changes_of(comparison) == {}
 
 
 def test_models_are_compared_with_themselves(write, tmp_path):
@@ -207,17 +212,17 @@ def test_models_are_compared_with_themselves(write, tmp_path):
         write(plain, recipe={"model": model})
         write(converted, stage="dk128", recipe={"model": model})
     write(95.0, stage="dk128", recipe={"model": "roberta"})
-    found = compare(read_results(tmp_path))
-    assert changes_of(found, "model") == {"data/bert": -5.0, "fresh": 1.0, "minilm": -1.0}
-    assert found.lines[-1]["model"] == "roberta"
+    comparison = compare(read_results(tmp_path))
+    assert changes_of(comparison, "model") == {"data/bert": -5.0, "fresh": 1.0, "minilm": -1.0}
+    assert comparison.lines[-1]["model"] == "roberta"
 
 
 def sweep_records(name, scores, write, **more):
     """Write the records of a sweep's recipes, each with the score of its method."""
     for recipe in read_sweep(SWEEPS / f"{name}.yaml", ["scale=paper"]).recipes():
         if recipe.method in scores:
-            given = {**json.loads(json.dumps(asdict(recipe), default=str)), **more}
-            write(scores[recipe.method], recipe.task, recipe.method, seed=recipe.seed, recipe=given)
+            settings = {**json.loads(json.dumps(asdict(recipe), default=str)), **more}
+            write(scores[recipe.method], recipe.task, recipe.method, seed=recipe.seed, recipe=settings)
 
 
 def test_rows_are_compared_with_a_model_of_their_shape(write, tmp_path):
@@ -239,22 +244,22 @@ def test_rows_are_compared_with_a_model_of_their_shape(write, tmp_path):
         scores |= {f"{ours}{suffix}": rows[theirs] for theirs, ours in methods.items()}
         expected |= {f"{ours}{suffix}": rows[theirs] - rows[baseline] for theirs, ours in methods.items()}
     sweep_records("drophead", scores, write)
-    found = compare(read_results(tmp_path))
-    changes = changes_of(found)
+    comparison = compare(read_results(tmp_path))
+    changes = changes_of(comparison)
     assert changes == pytest.approx(expected)
     assert changes["scheduled-32"] == pytest.approx(1.2)
-    references = {line["model"]: line["reference"] for line in found.lines if "reference" in line}
+    references = {line["model"]: line["reference"] for line in comparison.lines if "reference" in line}
     assert references == {"fresh (heads 16)": "plain/tuned", "fresh (heads 32)": "plain-32/tuned"}
-    assert "fresh (heads 32) is compared with plain-32/tuned, which is plain/tuned in its shape" in found.notes
+    assert "fresh (heads 32) is compared with plain-32/tuned, which is plain/tuned in its shape" in comparison.notes
     differ = "drophead-32/tuned and plain-32/tuned of fresh (heads 32) on wmt14 en-de differ in fresh.dropout"
-    assert differ in found.notes
+    assert differ in comparison.notes
 
 
 def test_a_shape_without_a_plain_model_is_compared_with_nothing(write, tmp_path):
     sweep_records("drophead", {"plain": 28.7, "drophead": 29.2, "scheduled-32": 29.6}, write)
-    found = compare(read_results(tmp_path))
-    assert list(changes_of(found)) == ["drophead"]
-    assert "fresh (heads 32) is compared with nothing: no result is plain/tuned in its shape" in found.notes
+    comparison = compare(read_results(tmp_path))
+    assert list(changes_of(comparison)) == ["drophead"]
+    assert "fresh (heads 32) is compared with nothing: no result is plain/tuned in its shape" in comparison.notes
 
 
 def test_parameters_are_the_mean_of_those_recorded(write, tmp_path):

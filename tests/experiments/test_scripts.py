@@ -59,10 +59,10 @@ def test_two_processes_give_the_metrics_of_one(script, python, accelerate, reque
         output = tmp_path / str(place)
         done = start(launch, rows, script, f"output={output}", data, *settings)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-9000:]
-        found = {file.parent.name: json.loads(file.read_text()) for file in output.glob("*/result.json")}
-        metrics.append({name: record["metrics"] for name, record in found.items()})
-        measures.append(found["tuned"].get("measures"))
-        for name, record in found.items():
+        records = {file.parent.name: json.loads(file.read_text()) for file in output.glob("*/result.json")}
+        metrics.append({name: record["metrics"] for name, record in records.items()})
+        measures.append(records["tuned"].get("measures"))
+        for name, record in records.items():
             assert f"{name:14} {record['score']:.2f}" in done.stdout
     for other in metrics[1:]:
         assert metrics[0].keys() == other.keys() == {"tuned", "dk12"}
@@ -82,7 +82,7 @@ def test_another_kind_of_task(python, text, tmp_path):
 
 
 def test_errors_and_interrupts_are_one_line(monkeypatch, capsys, questions, tmp_path):
-    given = [FRESH, "task=trec", f"data_dir={questions}", f"output={tmp_path / 'out'}", "trackers=[]"]
+    settings = [FRESH, "task=trec", f"data_dir={questions}", f"output={tmp_path / 'out'}", "trackers=[]"]
 
     def stopped(error):
         def stop(*_, **__):
@@ -91,7 +91,7 @@ def test_errors_and_interrupts_are_one_line(monkeypatch, capsys, questions, tmp_
 
         monkeypatch.setattr("collab_compress_cli.run.run", stop)
         with pytest.raises(SystemExit) as caught:
-            run_script("usage", ["trec"], [*given, "tuning={epochs: 1}"])
+            run_script("usage", ["trec"], [*settings, "tuning={epochs: 1}"])
         return caught.value.code, capsys.readouterr().err
 
     code, printed = stopped(RecipeError("no such thing"))
@@ -101,11 +101,11 @@ def test_errors_and_interrupts_are_one_line(monkeypatch, capsys, questions, tmp_
 
 
 def test_settings_may_be_written_as_flags(monkeypatch, capsys):
-    seen = []
-    monkeypatch.setattr("collab_compress_cli.run.run", lambda recipe: seen.append(recipe) or [])
+    recipes = []
+    monkeypatch.setattr("collab_compress_cli.run.run", lambda recipe: recipes.append(recipe) or [])
     flags = "--task mrpc --data-dir=DIR output=out --model minilm --tuning.batch_size 8"
     run_script("usage", ["mrpc"], flags.split())
-    assert (seen[0].task, str(seen[0].data_dir), seen[0].tuning.batch_size) == ("mrpc", "DIR", 8)
+    assert (recipes[0].task, str(recipes[0].data_dir), recipes[0].tuning.batch_size) == ("mrpc", "DIR", 8)
     for wrong in ("--task", "--task --seed=1"):
         with pytest.raises(SystemExit, match="2"):
             run_script("usage", ["mrpc"], wrong.split())

@@ -108,8 +108,8 @@ def recipes(start, data_dir, output, bert, gpt2):
     worst = {**best, "greater_is_better": True}  # which is not the last
 
     def tuning(arguments, **more):
-        given = {"epochs": 3, "learning_rate": 1e-3, "batch_size": 4, "arguments": every | arguments, **more}
-        return f"tuning={json.dumps(given)}"
+        settings = {"epochs": 3, "learning_rate": 1e-3, "batch_size": 4, "arguments": every | arguments, **more}
+        return f"tuning={json.dumps(settings)}"
 
     def mrpc_on(model, name, *more):
         return mrpc(model, data_dir, output / name, f"heads={json.dumps(HEADS)}", *more)
@@ -123,11 +123,11 @@ def recipes(start, data_dir, output, bert, gpt2):
     ]
 
 
-def launch(folder, given, processes=2, kill="nothing", **environment):
+def launch(folder, overrides, processes=2, kill="nothing", **environment):
     (folder / "program.py").write_text(PROGRAM)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if processes == 2 else []
     return subprocess.run(
-        [sys.executable, *launcher, str(folder / "program.py"), kill, json.dumps(given)],
+        [sys.executable, *launcher, str(folder / "program.py"), kill, json.dumps(overrides)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SUPPORT), **environment},
         capture_output=True,
         text=True,
@@ -152,24 +152,24 @@ def test_sharded_processes_give_the_models_of_one(start, data_dir, tmp_path):
         n_embd=24, n_head=3, n_layer=2, n_positions=40, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0
     ).save_pretrained(tmp_path / "gpt2")
     halves = {"gradient_accumulation_steps": 2}
-    given = {
+    overrides = {
         "alone": recipes(start, data_dir, tmp_path / "alone", halves, halves),
         "straight": recipes(start, data_dir, tmp_path / "straight", sharing("BertLayer"), sharing("GPT2Block")),
         "killed": recipes(start, data_dir, tmp_path / "killed", {}, sharing("GPT2Block")),  # by the environment
     }
     for name, processes in (("alone", 1), ("straight", 2)):
-        done = launch(tmp_path, given[name], processes)
+        done = launch(tmp_path, overrides[name], processes)
         assert done.returncode == 0, done.stderr[-9000:]
-    done = launch(tmp_path, given["killed"], kill="converted/tuned/checkpoints", **ENVIRONMENT)
+    done = launch(tmp_path, overrides["killed"], kill="converted/tuned/checkpoints", **ENVIRONMENT)
     assert done.returncode != 0
     checkpoint = last_checkpoint(tmp_path / "killed" / "converted" / "tuned" / "checkpoints")
     assert checkpoint.name == "checkpoint-8", done.stderr[-9000:]
     assert (checkpoint / "optimizer.bin").is_file()  # as FSDP alone writes it
-    done = launch(tmp_path, given["killed"], **ENVIRONMENT)
+    done = launch(tmp_path, overrides["killed"], **ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-9000:]
 
     for stage in ("tied/tuned", "dense/tuned", "dense/dk24", "converted/tuned"):
-        one, other, resumed = (tmp_path / name / stage for name in given)
+        one, other, resumed = (tmp_path / name / stage for name in overrides)
         if stage != "dense/dk24":  # solvers magnify rounding
             torch.testing.assert_close(weights(other), weights(one), atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(weights(resumed), weights(other), atol=0, rtol=0)
@@ -183,9 +183,9 @@ def test_sharded_processes_give_the_models_of_one(start, data_dir, tmp_path):
     assert model.bert.encoder.layer[0].attention.self.mixing.shape == (3, 12)
 
 
-def refusal(call, *given):
+def refusal(call, *arguments):
     try:
-        call(*given)
+        call(*arguments)
     except RecipeError as error:
         return str(error)
     return "nothing was refused"
@@ -223,22 +223,22 @@ def test_what_recipes_do_not_do_is_refused_first(
 ):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    given = mrpc(start, data_dir, tmp_path / "out")
+    overrides = mrpc(start, data_dir, tmp_path / "out")
     with pytest.raises(RecipeError, match=words):
-        run(read_recipe(overrides=[*given, f"tuning={json.dumps({'arguments': arguments})}"]))
+        run(read_recipe(overrides=[*overrides, f"tuning={json.dumps({'arguments': arguments})}"]))
     assert not (tmp_path / "out").exists()
 
 
 def asked_process(rank, bert, marian, folder):
     results = []
-    for model, given, trick in (
+    for model, options, trick in (
         (bert, sharing("BertLayer"), nullcontext),
         (bert, sharing("NoLayer"), sharding_on_cpus),
         (bert, {"fsdp": True}, sharding_on_cpus),
         (marian, sharing("MarianDecoderLayer"), sharding_on_cpus),
     ):
         with sharding(allowed=True), trick():
-            arguments = TrainingArguments(folder, use_cpu=True, report_to=[], **given)
+            arguments = TrainingArguments(folder, use_cpu=True, report_to=[], **options)
             results.append(refusal(keep_whole_checkpoints, Trainer(model, arguments)))
         results.append(os.environ.get("ACCELERATE_USE_FSDP"))
     return results
@@ -266,8 +266,8 @@ class Stopping(TrainerCallback):
 
 
 def test_a_checkpoint_of_the_other_kind_is_refused(start, data_dir, tmp_path, monkeypatch):
-    given = mrpc(start, data_dir, tmp_path / "out", "tuning={epochs: 2, arguments: {disable_tqdm: true}}")
-    recipe = read_recipe(overrides=given)
+    overrides = mrpc(start, data_dir, tmp_path / "out", "tuning={epochs: 2, arguments: {disable_tqdm: true}}")
+    recipe = read_recipe(overrides=overrides)
     train = HeadTrainer.train
     with monkeypatch.context() as patch:
         patch.setattr(HeadTrainer, "train", lambda self, **options: [self.add_callback(Stopping), train(self)])

@@ -51,34 +51,32 @@ def slowly(one, other, references):
     """Koehn's test with |difference| centred at its mean, each resample scored as a corpus of its own."""
     generator, differences = np.random.default_rng(12345), []
     for chosen in generator.choice(SENTENCES, size=(1000, SENTENCES)):
-        here, there, right = ([lines[place] for place in chosen] for lines in (one, other, references))
-        differences.append(abs(bleu(here, right) - bleu(there, right)))
+        ours, theirs, right = ([lines[place] for place in chosen] for lines in (one, other, references))
+        differences.append(abs(bleu(ours, right) - bleu(theirs, right)))
     real = abs(bleu(one, references) - bleu(other, references))
-    return (sum(each - np.mean(differences) > real for each in differences) + 1) / 1001
+    return (sum(difference - np.mean(differences) > real for difference in differences) + 1) / 1001
 
 
 def test_against_a_bootstrap_in_plain_loops(runs):
-    found = significance(runs)
-    assert [(each["method"], each["seed"]) for each in found] == [
+    rows = significance(runs)
+    assert [(row["method"], row["seed"]) for row in rows] == [
         (method, seed) for seed in (0, 1) for method in ("plain", "alike", "worse")
     ]
-    for each in found:
-        folder = runs / each["method"] / f"seed{each['seed']}"
+    for row in rows:
+        folder = runs / row["method"] / f"seed{row['seed']}"
         written, references = lines(folder, "test.txt"), lines(folder, "test.ref.txt")
-        assert each["score"] == pytest.approx(bleu(written, references))
-        assert (each["task"], each["split"], each["reference"]) == ("multi30k en-de", "test", "plain/tuned")
-        assert "seed:12345" in each["signature"]
-        assert "bs:1000" in each["signature"]
-        if each["method"] == "plain":
-            assert each["p"] is each["difference"] is None
-        elif (each["method"], each["seed"]) == ("alike", 0):
+        assert row["score"] == pytest.approx(bleu(written, references))
+        assert (row["task"], row["split"], row["reference"]) == ("multi30k en-de", "test", "plain/tuned")
+        assert "seed:12345" in row["signature"]
+        assert "bs:1000" in row["signature"]
+        if row["method"] == "plain":
+            assert row["p"] is row["difference"] is None
+        elif (row["method"], row["seed"]) == ("alike", 0):
             base = lines(runs / "plain" / "seed0", "test.txt")
-            assert each["difference"] == pytest.approx(bleu(written, references) - bleu(base, references))
-            assert each["p"] == pytest.approx(
-                slowly(written, base, references), abs=0.002
-            )  # sums in single precision
-    assert significance(runs) == found
-    assert {each["reference"] for each in significance(runs, "worse/tuned")} == {"worse/tuned"}
+            assert row["difference"] == pytest.approx(bleu(written, references) - bleu(base, references))
+            assert row["p"] == pytest.approx(slowly(written, base, references), abs=0.002)  # sums in single precision
+    assert significance(runs) == rows
+    assert {row["reference"] for row in significance(runs, "worse/tuned")} == {"worse/tuned"}
 
 
 def test_a_folder_may_be_copied_elsewhere(runs, tmp_path):
@@ -93,14 +91,14 @@ def test_the_command_shows_it(runs, capsys):
     block = printed.partition("paired bootstrap")[2]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines() if line.startswith("|")]
     assert rows[0] == ["model", "method", "stage", "task", "split", "seed", "BLEU", "difference", "p"]
-    found = significance(runs)
+    judged = significance(runs)
     assert [row[-3:] for row in rows[2:]] == [
         [
-            f"{each['score']:.2f} ± {each['interval']:.2f}",
-            "" if each["p"] is None else f"{each['difference']:+.2f}",
-            "" if each["p"] is None else f"{each['p']:.3f}",
+            f"{result['score']:.2f} ± {result['interval']:.2f}",
+            "" if result["p"] is None else f"{result['difference']:+.2f}",
+            "" if result["p"] is None else f"{result['p']:.3f}",
         ]
-        for each in found
+        for result in judged
     ]
     for wrong in ([str(runs), "--significance", "--format", "csv"], ["--papers", "--significance"]):
         with pytest.raises(SystemExit):
@@ -118,15 +116,15 @@ def test_what_cannot_be_compared_is_told(runs, tmp_path):
     with pytest.raises(RecipeError, match="needs the folder with the outputs themselves"):
         significance(records)
     folder = runs / "worse" / "seed1" / "tuned"
-    whole = (folder / "test.txt").read_text()
-    (folder / "test.txt").write_text(whole.replace("dog", "hog"))
+    predictions = (folder / "test.txt").read_text()
+    (folder / "test.txt").write_text(predictions.replace("dog", "hog"))
     with pytest.raises(RecipeError, match=r"seed1/tuned was scored .*, and its translations are .* are not those"):
         significance(runs)
-    (folder / "test.txt").write_text(whole + "more\n")
+    (folder / "test.txt").write_text(predictions + "more\n")
     with pytest.raises(RecipeError, match=r"test\.txt has 9 lines, its references 8"):
         significance(runs)
-    (folder / "test.txt").write_text(whole)
-    (folder / "test.ref.txt").write_text(whole)
+    (folder / "test.txt").write_text(predictions)
+    (folder / "test.ref.txt").write_text(predictions)
     with pytest.raises(RecipeError, match=r"has other references in test\.ref\.txt"):
         significance(runs)
     (folder / "test.ref.txt").unlink()

@@ -72,20 +72,20 @@ def test_a_scale_is_laid_over_the_sweep_and_settings_over_both(path, tmp_path):
     }
     path.write_text(yaml.safe_dump(sweep, sort_keys=False))
 
-    def found(*overrides):
+    def recipes(*overrides):
         return list(read_sweep(path, overrides).recipes())
 
-    small, paper = found(), found("scale=paper")
-    assert found("scale=small") == small  # the first, if none is chosen
+    small, paper = recipes(), recipes("scale=paper")
+    assert recipes("scale=small") == small  # the first, if none is chosen
     assert [(recipe.seed, recipe.method) for recipe in small] == [(0, "plain"), (0, "drophead")]
     assert {(recipe.tuning.learning_rate, recipe.tuning.batch_size) for recipe in small} == {(5e-3, 8)}
     assert {recipe.output.parts[-4] for recipe in small} == {"out"}
     assert {(recipe.seed, recipe.task) for recipe in paper} == {(s, t) for s in (0, 1) for t in ("mrpc", "sst2")}
     assert {(recipe.method, recipe.max_length) for recipe in paper} == {("plain", 20), ("drophead", 24)}
     assert {(recipe.output.parts[-4], recipe.tuning.learning_rate) for recipe in paper} == {("theirs", 1e-3)}
-    changed = found("base.tuning.learning_rate=1e-2", "scale=small", "seeds=[3]")
+    changed = recipes("base.tuning.learning_rate=1e-2", "scale=small", "seeds=[3]")
     assert {(recipe.tuning.learning_rate, recipe.seed) for recipe in changed} == {(1e-2, 3)}
-    assert {recipe.seed for recipe in found("scales.small.seeds=[4]")} == {4}
+    assert {recipe.seed for recipe in recipes("scales.small.seeds=[4]")} == {4}
     for setting, message in (
         ("scale=large", "scale is 'large'; expected one of small, paper"),
         ("scale=[]", r"scale is \[\]; expected one of small, paper"),
@@ -93,11 +93,11 @@ def test_a_scale_is_laid_over_the_sweep_and_settings_over_both(path, tmp_path):
         ("scales=3", "scales is 3; expected an object"),
     ):
         with pytest.raises(RecipeError, match=message):
-            found(setting)
+            recipes(setting)
     path.write_text(yaml.safe_dump({**sweep, "scales": {}, "conversions": conversions}, sort_keys=False))
     with pytest.raises(RecipeError, match="scale is 'paper'; the sweep has none"):
-        found("scale=paper")
-    assert len(found()) == 8
+        recipes("scale=paper")
+    assert len(recipes()) == 8
 
 
 def test_base_extends_a_recipe_beside_the_sweep(path):
@@ -135,10 +135,10 @@ def test_mistakes_are_named(path, override, message):
 
 
 def test_a_run_that_fails_for_any_reason_does_not_stop_the_others(path, tmp_path, monkeypatch):
-    seen = []
+    attempts = []
 
     def broken(recipe, find_model):
-        seen.append(recipe.conversion_name)
+        attempts.append(recipe.conversion_name)
         raise {"dk12": MemoryError, "rough": ZeroDivisionError}[recipe.conversion_name]("so")
 
     monkeypatch.setattr(sweep_module, "run", broken)
@@ -155,7 +155,7 @@ def test_a_run_that_fails_for_any_reason_does_not_stop_the_others(path, tmp_path
     monkeypatch.setattr(sweep_module, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_sweep(read_sweep(path))
-    assert seen == ["dk12", "rough"] * 2
+    assert attempts == ["dk12", "rough"] * 2
 
 
 LONE = """
@@ -212,8 +212,8 @@ def test_runs_that_fail_in_two_processes(python, path, tmp_path):
         f"conversions.near={near}",
     ]
     done = python.both(SCRIPT, path, *arguments)
-    found = {file.parent.name for file in (tmp_path / "out").rglob("result.json")}
-    assert found == {"tuned", "dk12", "near", "other"}, done.stderr[-5000:]
+    finished = {file.parent.name for file in (tmp_path / "out").rglob("result.json")}
+    assert finished == {"tuned", "dk12", "near", "other"}, done.stderr[-5000:]
     assert "other was made with another compression" in done.stderr
     (report,) = (tmp_path / "out").rglob("near/report.json")
     assert json.loads(report.read_text())["recovery"]["steps"] == 2
@@ -244,14 +244,14 @@ def test_a_sweep_that_was_killed_goes_on(python, path, tmp_path):
 
 
 def test_a_worker_begins_with_its_own_part(path):
-    whole = [(recipe.output, recipe.conversion_name) for recipe in read_sweep(path).recipes()]
+    expected = [(recipe.output, recipe.conversion_name) for recipe in read_sweep(path).recipes()]
     orders = [read_sweep(path, [f"shard={worker}/3"]).folders() for worker in (1, 2, 3)]
     for order in orders:
         runs = [(recipe.output, recipe.conversion_name) for folder in order for recipe in folder]
-        assert sorted(runs) == sorted(whole)
+        assert sorted(runs) == sorted(expected)
         assert all(len({recipe.output for recipe in folder}) == 1 for folder in order)
-    firsts = [folder[0].output for order, own in zip(orders, (2, 1, 1), strict=True) for folder in order[:own]]
-    assert sorted(firsts) == sorted({output for output, _ in whole})
+    firsts = [folder[0].output for order, count in zip(orders, (2, 1, 1), strict=True) for folder in order[:count]]
+    assert sorted(firsts) == sorted({output for output, _ in expected})
 
 
 @pytest.mark.parametrize("shard", ["0/2", "3/2", "2", "a/b", "1/0", "-1/2"])
@@ -295,15 +295,15 @@ def test_two_workers_of_which_one_is_killed_find_what_one_finds(python, path, tm
     killer.join()
     process.ended()
     assert run_sweep(read_sweep(path, [*arguments, f"output={tmp_path / 'alone'}"])) == []
-    found, alone = (
+    shared, alone = (
         {
             (record["method"], record["stage"]): record["metrics"]
             for record in map(json.loads, (file.read_text() for file in (tmp_path / name).rglob("result.json")))
         }
         for name in ("out", "alone")
     )
-    assert len(found) == 4
-    assert found == alone
+    assert len(shared) == 4
+    assert shared == alone
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def test_scores_stand_beside_the_training(make_trainer, recipe, tmp_path):
     log_scores(trainer, recipe, tmp_path / "dk8-again", METRICS)
     assert trainer.args.run_name == "mrpc-hsic-seed3-dk8-again"
     logs = reader.EventAccumulator(str(tmp_path / "dk8-again" / "logs")).Reload()
-    found = {name: logs.Scalars(name)[0].value for name in logs.Tags()["scalars"]}
-    assert found == {"eval/f1": 0.5, "eval/matched_accuracy": 0.25, "test/bleu": 30.0}
+    scalars = {name: logs.Scalars(name)[0].value for name in logs.Tags()["scalars"]}
+    assert scalars == {"eval/f1": 0.5, "eval/matched_accuracy": 0.25, "test/bleu": 30.0}
 
 
 def test_each_stage_is_a_run_of_its_own(make_trainer, recipe, tmp_path, monkeypatch):

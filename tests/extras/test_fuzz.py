@@ -88,17 +88,17 @@ def change(path: str, **entries: object) -> Callable[[], object]:
     """Set entries of a JSON file; None takes one out."""
 
     def spoil() -> None:
-        found = {**json.loads(Path(path).read_text(encoding="utf-8")), **entries}
-        Path(path).write_text(json.dumps({key: value for key, value in found.items() if value is not ...}))
+        content = {**json.loads(Path(path).read_text(encoding="utf-8")), **entries}
+        Path(path).write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
 
     return spoil
 
 
 def weights(alter: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[], object]:
     def spoil() -> None:
-        found = load_file("model/model.safetensors")
-        alter(found)
-        save_file(found, "model/model.safetensors", metadata={"format": "pt"})
+        tensors = load_file("model/model.safetensors")
+        alter(tensors)
+        save_file(tensors, "model/model.safetensors", metadata={"format": "pt"})
 
     return spoil
 
@@ -470,14 +470,14 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def contents(folder: Path) -> dict[str, object]:
     """Everything in a folder: bytes of files, targets of links, kinds of the rest."""
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode
         if stat.S_ISLNK(mode):
-            found[str(path)] = os.readlink(path)
+            result[str(path)] = os.readlink(path)
         else:
-            found[str(path)] = path.read_bytes() if stat.S_ISREG(mode) else stat.S_IFMT(mode)
-    return found
+            result[str(path)] = path.read_bytes() if stat.S_ISREG(mode) else stat.S_IFMT(mode)
+    return result
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ def test_runs_from_top_to_bottom(path: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     notebook = nbformat.read(path, as_version=4)
-    kept = [_printed(cell) for cell in notebook.cells]
+    printed = [_printed(cell) for cell in notebook.cells]
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    for cell, before in zip(notebook.cells, kept, strict=True):
+    for cell, before in zip(notebook.cells, printed, strict=True):
         assert bool(_printed(cell)) == bool(before), (
             f"a cell of {path.name} printed before and not now, or the reverse"
         )

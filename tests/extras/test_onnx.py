@@ -29,23 +29,23 @@ def difference(session, model, batch):
     """Largest difference over real tokens of the first output."""
     with torch.no_grad():
         expected = model(**batch)[0]
-    found = torch.from_numpy(session.run(None, {name: tensor.numpy() for name, tensor in batch.items()})[0])
+    outputs = torch.from_numpy(session.run(None, {name: tensor.numpy() for name, tensor in batch.items()})[0])
     real = batch.get("decoder_attention_mask", batch.get("attention_mask"))
-    return (found - expected)[... if real is None else real.bool()].abs().max().item()
+    return (outputs - expected)[... if real is None else real.bool()].abs().max().item()
 
 
 def test_every_kind_for_any_shape(converted, batches, dynamic, tmp_path):
-    found = session(converted, batches[2], dynamic, tmp_path / "model.onnx")
-    assert [part.name for part in found.get_inputs()] == list(batches[2])
+    exported = session(converted, batches[2], dynamic, tmp_path / "model.onnx")
+    assert [part.name for part in exported.get_inputs()] == list(batches[2])
     for batch in batches:
-        assert difference(found, converted, batch) < 5e-5
+        assert difference(exported, converted, batch) < 5e-5
 
 
 def test_minilm(minilm, minilm_tokenizer, dynamic, tmp_path):
     compress(minilm, Compression(dk=128, solver=Solver(sweeps=2)), calibration=None)
     batches = [dict(minilm_tokenizer(texts, padding=True, return_tensors="pt")) for texts in (TEXTS, TEXTS[:1])]
-    found = session(minilm, batches[0], dynamic, tmp_path / "model.onnx")
+    exported = session(minilm, batches[0], dynamic, tmp_path / "model.onnx")
     for batch in batches:
-        assert difference(found, minilm, batch) < 1e-4
+        assert difference(exported, minilm, batch) < 1e-4
     weights = sum(p.numel() * p.element_size() for p in minilm.parameters())
     assert (tmp_path / "model.onnx.data").stat().st_size == pytest.approx(weights, rel=0.01)  # stays factored

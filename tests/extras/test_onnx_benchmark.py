@@ -31,6 +31,6 @@ def test_a_session_is_called_as_its_model(tmp_path, quantized, tolerance):
     with torch.no_grad():
         wanted = model(**batch).last_hidden_state
     encoder = Encoder(Session(model, tmp_path, 1, quantized, SLOWER), model.config)
-    found = encoder(**batch, token_type_ids=torch.zeros(3, 7)).last_hidden_state
-    assert (found - wanted).abs().max() < tolerance
+    states = encoder(**batch, token_type_ids=torch.zeros(3, 7)).last_hidden_state
+    assert (states - wanted).abs().max() < tolerance
     assert (encoder.session.size < 1e6) == quantized

@@ -94,8 +94,8 @@ def test_transformers_own_methods(classifier, batch, tmp_path):
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
     loaded.load_adapter(str(tmp_path / "adapter"))
     assert torch.equal(outputs(loaded.eval(), batch), expected)
-    found = AutoModelForSequenceClassification.from_pretrained(tmp_path / "adapter")
-    assert torch.equal(outputs(found.eval(), batch), expected)
+    reloaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(outputs(reloaded.eval(), batch), expected)
 
 
 def test_the_mixing_matrix_takes_an_adapter(classifier, batch):

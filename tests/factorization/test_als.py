@@ -105,10 +105,10 @@ def test_tolerance_ends_the_run_and_progress_is_reported(make_heads):
 
 def broken(monkeypatch, systems):
     """Let the given Cholesky factorizations fail, counted from 0, as LAPACK says it: by `info`, not by an error."""
-    found, calls = torch.linalg.cholesky_ex, itertools.count()
+    cholesky, calls = torch.linalg.cholesky_ex, itertools.count()
 
     def fail(matrix, **options):
-        root, info = found(matrix, **options)
+        root, info = cholesky(matrix, **options)
         return (root, torch.ones_like(info)) if next(calls) in systems else (root, info)
 
     monkeypatch.setattr(torch.linalg, "cholesky_ex", fail)
@@ -116,12 +116,12 @@ def broken(monkeypatch, systems):
 
 def test_a_system_that_cannot_be_solved_is_shifted_and_counted(make_heads, monkeypatch):
     tensor = make_heads(3, 12, 11, 4)
-    whole = als(tensor, 5, SolverOptions(sweeps=60))
-    assert whole.breakdowns == 0
+    unbroken = als(tensor, 5, SolverOptions(sweeps=60))
+    assert unbroken.breakdowns == 0
     broken(monkeypatch, {9, 40})
     solution = als(tensor, 5, SolverOptions(sweeps=60))
     assert solution.breakdowns == 2
-    assert solution.errors[-1] == pytest.approx(whole.errors[-1], rel=0.02)
+    assert solution.errors[-1] == pytest.approx(unbroken.errors[-1], rel=0.02)
 
 
 @pytest.mark.parametrize(("good", "sweeps"), [(0, 0), (12, 3)])
@@ -261,12 +261,12 @@ def test_the_end_is_a_fixed_point_of_plain_least_squares(make_heads):
     solution = als(tensor, 5, SolverOptions(sweeps=2000, tolerance=0.0))
     assert solution.converged
     norm = tensor.squared_norm().item()
-    own = HeadTensor(tensor.query / norm**0.25, tensor.key / norm**0.25)
+    unit = HeadTensor(tensor.query / norm**0.25, tensor.key / norm**0.25)
     coefficients = [
         torch.linalg.lstsq(side, factor / norm**0.25).solution
-        for side, factor in ((own.flat_query, solution.factors.query), (own.flat_key, solution.factors.key))
+        for side, factor in ((unit.flat_query, solution.factors.query), (unit.flat_key, solution.factors.key))
     ]
-    channels = Channels.of(own)
+    channels = Channels.of(unit)
     point = Iterate.at(Direction.of(channels, coefficients[0], solution.factors.mixing, coefficients[1]))
     after = point
     for _ in range(20):

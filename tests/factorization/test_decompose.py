@@ -216,22 +216,22 @@ def test_bad_arguments_are_refused(make_heads):
 def test_head_weights_weigh_the_squared_errors_of_heads(solver, make_heads, dense_of):
     tensor = make_heads(3, 6, 5, 4)
     weights = torch.tensor([0.1, 1.0, 3.0])
-    found = factorize(tensor.query, tensor.key, 6, solver=solver, head_weights=weights, sweeps=None)
+    solution = factorize(tensor.query, tensor.key, 6, solver=solver, head_weights=weights, sweeps=None)
     plain = factorize(tensor.query, tensor.key, 6, solver=solver)
 
     def errors(result):
         return (tensor.dense() - dense_of(result.factors)).square().sum((1, 2))
 
-    weighted = (weights.double().square() * errors(found)).sum()
+    weighted = (weights.double().square() * errors(solution)).sum()
     total = (weights.double().square() * tensor.dense().square().sum((1, 2))).sum()
-    assert found.errors == () or found.errors[-1] == pytest.approx(float((weighted / total).sqrt()), rel=1e-6)
+    assert solution.errors == () or solution.errors[-1] == pytest.approx(float((weighted / total).sqrt()), rel=1e-6)
     assert weighted < (weights.double().square() * errors(plain)).sum()
     if solver == "per-head":
         scaled = factorize(weights[:, None, None] * tensor.query, tensor.key, 6, solver=solver)
-        assert found.sizes == scaled.sizes
-        for head, size in enumerate(found.sizes):  # truncated, whatever the weight
+        assert solution.sizes == scaled.sizes
+        for head, size in enumerate(solution.sizes):  # truncated, whatever the weight
             values = torch.linalg.svdvals(tensor.dense()[head])
-            assert float(errors(found)[head]) == pytest.approx(float(values[size:].square().sum()), rel=1e-6)
+            assert float(errors(solution)[head]) == pytest.approx(float(values[size:].square().sum()), rel=1e-6)
 
 
 @pytest.mark.parametrize("weights", [torch.ones(2), torch.tensor([1.0, 0.0, 1.0])])

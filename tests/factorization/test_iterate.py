@@ -146,9 +146,9 @@ def test_what_is_added_is_what_the_dense_residual_lacks(
     ]
     wide = point.widened(Channels.of(tensor), count)
     assert wide.query.shape[1] == rank + count
-    left = (tensor.dense() - dense_of(factors_of(tensor, wide))).square().sum()
+    remainder = (tensor.dense() - dense_of(factors_of(tensor, wide))).square().sum()
     expected = residual.square().sum() - sum(sorted(lacking, reverse=True)[:count])
-    torch.testing.assert_close(left, expected, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(remainder, expected, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(wide.values, wide.seen_by(Channels.of(tensor)).values, rtol=1e-6, atol=1e-8)
 
 
@@ -156,12 +156,12 @@ def test_the_largest_components_are_kept_and_dead_ones_never(make_heads, make_po
     tensor = make_heads(3, 9, 8, 4)
     point, factors = make_point(tensor, 6)
     norms = factors.query.norm(dim=0) * factors.mixing.norm(dim=0) * factors.key.norm(dim=0)
-    kept = norms.argsort(descending=True)[:4].sort().values
-    torch.testing.assert_close(point.narrowed(4).mixing, factors.mixing[:, kept])
+    largest = norms.argsort(descending=True)[:4].sort().values
+    torch.testing.assert_close(point.narrowed(4).mixing, factors.mixing[:, largest])
     values = point.values.clone()
-    values[:, kept[:2]] *= 1e-3
-    found = Iterate.at(Direction(values, point.heads)).narrowed(5)
-    assert found.query.shape[1] == 4
+    values[:, largest[:2]] *= 1e-3
+    narrowed = Iterate.at(Direction(values, point.heads)).narrowed(5)
+    assert narrowed.query.shape[1] == 4
 
 
 def value(tensor, factors, dense_of, ridge):
@@ -178,14 +178,14 @@ def test_polynomial_matches_the_dense_objective(
     tensor = HeadTensor(tensor.query / scale, tensor.key / scale)
     point, direction = make_point(tensor, rank, seed=2)[0], make_point(tensor, rank, seed=3)[0]
     line = Line.of(Channels.of(tensor), point, direction, ridge)
-    there = line.at(step)
+    moved = line.at(step)
     for penalty, coefficients in ((0.0, line.squared), (ridge, line.squared + line.penalty)):
         ours = sum(c * step**power for power, c in enumerate(coefficients.tolist()))
-        assert ours == pytest.approx(value(tensor, factors_of(tensor, there), dense_of, penalty), rel=1e-8, abs=1e-8)
-    fresh = Iterate.at(there.seen_by(Channels.of(tensor)))
-    torch.testing.assert_close(there.values, fresh.values, rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(there.grams, fresh.grams, rtol=1e-8, atol=1e-8)
-    torch.testing.assert_close(there.values, point.values + step * direction.values)
+        assert ours == pytest.approx(value(tensor, factors_of(tensor, moved), dense_of, penalty), rel=1e-8, abs=1e-8)
+    fresh = Iterate.at(moved.seen_by(Channels.of(tensor)))
+    torch.testing.assert_close(moved.values, fresh.values, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(moved.grams, fresh.grams, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(moved.values, point.values + step * direction.values)
 
 
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=5))

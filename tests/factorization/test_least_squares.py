@@ -27,11 +27,11 @@ def slow_fit(inputs, residuals, damping, bias):
     rows, width = inputs.shape
     centred = inputs - inputs.mean(0) if bias else inputs
     ridge = (damping * centred.square().mean()) ** 0.5
-    left = torch.cat([centred / rows**0.5, ridge * torch.eye(width, dtype=torch.float64)])
+    stacked = torch.cat([centred / rows**0.5, ridge * torch.eye(width, dtype=torch.float64)])
     right = torch.cat(
         [(residuals - residuals.mean(0) * bias) / rows**0.5, torch.zeros(width, 4, dtype=torch.float64)]
     )
-    change = torch.linalg.lstsq(left, right).solution
+    change = torch.linalg.lstsq(stacked, right).solution
     return change, residuals.mean(0) - inputs.mean(0) @ change if bias else None
 
 
@@ -52,9 +52,9 @@ def test_error_is_that_of_the_vectors(bias):
     moments = moments_of(*vectors())
     change, shift = fit(moments, 0.1, bias)
     inputs, residuals = vectors(seed=1)
-    left = residuals - inputs @ change - (shift if bias else 0)
-    found = moments_of(inputs, residuals).squared_error(change, shift)
-    assert found == pytest.approx(left.square().sum(1).mean().item())
+    remainder = residuals - inputs @ change - (shift if bias else 0)
+    error = moments_of(inputs, residuals).squared_error(change, shift)
+    assert error == pytest.approx(remainder.square().sum(1).mean().item())
 
 
 @pytest.mark.parametrize("strip", [4, 1024])
@@ -164,9 +164,9 @@ def test_what_stays_makes_up_for_what_leaves(bias):
     moments.add(activations, targets - activations @ weight)
     kept = torch.tensor([0, 2, 3, 7])
     change, shift = fit(moments.narrowed(weight, kept), 0.0, bias)
-    left = activations[:, kept]
+    remaining = activations[:, kept]
     if bias:
-        left = torch.cat([left, torch.ones(len(left), 1)], 1)
-    expected = left @ torch.linalg.lstsq(left, targets).solution
-    found = activations[:, kept] @ (weight[kept] + change) + (shift if bias else 0)
-    torch.testing.assert_close(found, expected)
+        remaining = torch.cat([remaining, torch.ones(len(remaining), 1)], 1)
+    expected = remaining @ torch.linalg.lstsq(remaining, targets).solution
+    outputs = activations[:, kept] @ (weight[kept] + change) + (shift if bias else 0)
+    torch.testing.assert_close(outputs, expected)

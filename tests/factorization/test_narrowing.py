@@ -21,22 +21,22 @@ def layer():
 def added(outputs, heads, output):
     """Σ_i o_i P_i O_i, head by head."""
     total, row = torch.zeros(len(outputs), output.shape[1]).double(), 0
-    for head, kept in enumerate(heads):
-        channels = outputs[:, head * WIDTH : (head + 1) * WIDTH] @ kept
-        total += channels @ output[row : row + kept.shape[1]]
-        row += kept.shape[1]
+    for head, maps in enumerate(heads):
+        channels = outputs[:, head * WIDTH : (head + 1) * WIDTH] @ maps
+        total += channels @ output[row : row + maps.shape[1]]
+        row += maps.shape[1]
     return total
 
 
 @pytest.mark.parametrize("fold", [True, False])
 def test_error_is_what_the_layer_loses_on_the_data(layer, fold):
     value, output, outputs = layer
-    found = narrow_values(value, output, SIZES, Moments.of(outputs), fold=fold, damping=1e-9)
+    narrowed = narrow_values(value, output, SIZES, Moments.of(outputs), fold=fold, damping=1e-9)
     dense = outputs @ output.flatten(0, 1)
-    lost = dense - added(outputs, found.heads, found.output) - (found.bias if fold else 0.0)
+    lost = dense - added(outputs, narrowed.heads, narrowed.output) - (narrowed.bias if fold else 0.0)
     centred = dense - dense.mean(0) if fold else dense
-    assert found.data_error == pytest.approx(float(lost.norm() / centred.norm()), rel=1e-6)
-    assert (found.bias is not None) == fold
+    assert narrowed.data_error == pytest.approx(float(lost.norm() / centred.norm()), rel=1e-6)
+    assert (narrowed.bias is not None) == fold
     if fold:
         torch.testing.assert_close(lost.mean(0), torch.zeros(MODEL).double(), atol=1e-8, rtol=0)
 
@@ -45,52 +45,56 @@ def test_error_is_what_the_layer_loses_on_the_data(layer, fold):
 def test_values_that_never_vary_are_taken_by_the_bias(layer, noise):
     value, output, outputs = layer
     constant = outputs[:1].repeat(50, 1) + noise * torch.randn(50, HEADS * WIDTH).double()
-    found = narrow_values(value, output, SIZES, Moments.of(constant))
+    narrowed = narrow_values(value, output, SIZES, Moments.of(constant))
     dense = constant @ output.flatten(0, 1)
-    torch.testing.assert_close(added(constant, found.heads, found.output) + found.bias, dense, atol=1e-4, rtol=1e-6)
-    assert 0 < found.data_error < 1  # as of the weights
+    torch.testing.assert_close(
+        added(constant, narrowed.heads, narrowed.output) + narrowed.bias, dense, atol=1e-4, rtol=1e-6
+    )
+    assert 0 < narrowed.data_error < 1  # as of the weights
 
 
 def test_output_is_the_least_squares_fit(layer):
     value, output, outputs = layer
-    found = narrow_values(value, output, SIZES, Moments.of(outputs), damping=1e-12)
+    narrowed = narrow_values(value, output, SIZES, Moments.of(outputs), damping=1e-12)
     centred = outputs - outputs.mean(0)
-    channels = centred @ torch.block_diag(*found.heads)
+    channels = centred @ torch.block_diag(*narrowed.heads)
     expected = torch.linalg.lstsq(channels, centred @ output.flatten(0, 1)).solution
-    torch.testing.assert_close(found.output, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(narrowed.output, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_channels_are_the_best_a_head_has_by_itself(layer):
     """No other channels of one head lose less of what the head adds, given their best output: the tail of an SVD."""
     value, output, outputs = layer
-    found = narrow_values(value, output, SIZES, Moments.of(outputs), damping=1e-12)
+    narrowed = narrow_values(value, output, SIZES, Moments.of(outputs), damping=1e-12)
     centred = outputs - outputs.mean(0)
     for head, size in enumerate(SIZES):
-        own = centred[:, head * WIDTH : (head + 1) * WIDTH]
-        dense = own @ output[head]
-        fit = own @ found.heads[head]
+        head_outputs = centred[:, head * WIDTH : (head + 1) * WIDTH]
+        dense = head_outputs @ output[head]
+        fit = head_outputs @ narrowed.heads[head]
         lost = dense - fit @ torch.linalg.lstsq(fit, dense).solution
         assert float(lost.norm()) == pytest.approx(float(torch.linalg.svdvals(dense)[size:].norm()), rel=1e-6)
 
 
 def test_without_data_the_maps_themselves_count(layer):
     value, output, _ = layer
-    found = narrow_values(value, output, SIZES, None)
-    whole = [value[head] @ output[head] for head in range(HEADS)]
-    left = [value[head] @ found.heads[head] for head in range(HEADS)]
-    rows = found.output.split(list(SIZES))
-    lost = torch.stack([dense - narrow @ row for dense, narrow, row in zip(whole, left, rows, strict=True)])
-    assert found.weight_error == pytest.approx(float(lost.norm() / torch.stack(whole).norm()), rel=1e-6)
-    assert found.data_error is None
-    assert found.bias is None
+    narrowed = narrow_values(value, output, SIZES, None)
+    head_maps = [value[head] @ output[head] for head in range(HEADS)]
+    narrowed_values = [value[head] @ narrowed.heads[head] for head in range(HEADS)]
+    rows = narrowed.output.split(list(SIZES))
+    lost = torch.stack(
+        [dense - narrow @ row for dense, narrow, row in zip(head_maps, narrowed_values, rows, strict=True)]
+    )
+    assert narrowed.weight_error == pytest.approx(float(lost.norm() / torch.stack(head_maps).norm()), rel=1e-6)
+    assert narrowed.data_error is None
+    assert narrowed.bias is None
 
 
 def test_all_channels_are_kept_as_they_are(layer):
     value, output, outputs = layer
-    found = narrow_values(value, output, (WIDTH,) * HEADS, Moments.of(outputs))
-    assert all(torch.equal(kept, torch.eye(WIDTH).double()) for kept in found.heads)
-    assert torch.equal(found.output, output.flatten(0, 1))
-    assert (found.weight_error, found.data_error) == (0.0, 0.0)
+    narrowed = narrow_values(value, output, (WIDTH,) * HEADS, Moments.of(outputs))
+    assert all(torch.equal(channels, torch.eye(WIDTH).double()) for channels in narrowed.heads)
+    assert torch.equal(narrowed.output, output.flatten(0, 1))
+    assert (narrowed.weight_error, narrowed.data_error) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("sizes", [(6, 1, 1), (0, 0, 0), (1, 1), (-1, 2, 2)])
@@ -101,29 +105,29 @@ def test_sizes_that_do_not_fit(layer, sizes):
 
 def test_a_head_may_lose_all(layer):
     value, output, outputs = layer
-    found = narrow_values(value, output, (0, 5, 1), Moments.of(outputs))
-    assert [kept.shape[1] for kept in found.heads] == [0, 5, 1]
+    narrowed = narrow_values(value, output, (0, 5, 1), Moments.of(outputs))
+    assert [channels.shape[1] for channels in narrowed.heads] == [0, 5, 1]
 
 
 def test_heads_that_share_values_share_their_channels(layer):
     """No other channels lose less of what a group's heads add, each seen with their mean moments."""
     _, _, outputs = layer
     value, output = torch.randn(1, MODEL, WIDTH).double(), torch.randn(HEADS, WIDTH, MODEL).double()
-    found = narrow_values(value, output, (2,), Moments.of(outputs), damping=1e-12)
-    kept = found.heads[0]
-    assert kept.shape == (WIDTH, 2)
+    narrowed = narrow_values(value, output, (2,), Moments.of(outputs), damping=1e-12)
+    shared = narrowed.heads[0]
+    assert shared.shape == (WIDTH, 2)
     centred = (outputs - outputs.mean(0)).unflatten(1, (HEADS, WIDTH))
     stacked = centred.flatten(0, 1)  # every head's outputs, one below the other
     side_by_side = stacked @ torch.cat(list(output), 1)
-    fit = stacked @ kept
+    fit = stacked @ shared
     lost = side_by_side - fit @ torch.linalg.lstsq(fit, side_by_side).solution
     assert float(lost.norm()) == pytest.approx(float(torch.linalg.svdvals(side_by_side)[2:].norm()), rel=1e-6)
     dense = outputs @ output.flatten(0, 1)
-    channels = (outputs.unflatten(1, (HEADS, WIDTH)) @ kept).flatten(1)
-    lost = dense - channels @ found.output - found.bias
-    assert found.data_error == pytest.approx(float(lost.norm() / (dense - dense.mean(0)).norm()), rel=1e-6)
+    channels = (outputs.unflatten(1, (HEADS, WIDTH)) @ shared).flatten(1)
+    lost = dense - channels @ narrowed.output - narrowed.bias
+    assert narrowed.data_error == pytest.approx(float(lost.norm() / (dense - dense.mean(0)).norm()), rel=1e-6)
     centred = channels - channels.mean(0)
-    torch.testing.assert_close(found.output, torch.linalg.lstsq(centred, dense - dense.mean(0)).solution)
+    torch.testing.assert_close(narrowed.output, torch.linalg.lstsq(centred, dense - dense.mean(0)).solution)
 
 
 def test_what_shared_values_capture_is_what_narrowing_keeps(layer):
@@ -133,11 +137,11 @@ def test_what_shared_values_capture_is_what_narrowing_keeps(layer):
     moments = Moments.of(outputs)
     damped = damp(moments.covariance(), 1e-3)
     alone, together = captured(damped, list(output), 2)
-    assert [len(each) for each in alone] == [WIDTH, WIDTH]
-    whole = output.flatten(0, 1)
-    assert float(together.sum()) == pytest.approx(float((whole * (damped @ whole)).sum()), rel=1e-6)
+    assert [len(energies) for energies in alone] == [WIDTH, WIDTH]
+    flat = output.flatten(0, 1)
+    assert float(together.sum()) == pytest.approx(float((flat * (damped @ flat)).sum()), rel=1e-6)
     for sizes in ((1, 1), (2, 2), (3, 2)):
-        found = narrow_values(value, output, sizes, moments)
-        lost = whole - torch.block_diag(*(kept for kept in found.heads for _ in range(2))) @ found.output
-        left = float((lost * (damped @ lost)).sum())
-        assert left == pytest.approx(float(together[sum(sizes) :].sum()), rel=1e-6)
+        narrowed = narrow_values(value, output, sizes, moments)
+        lost = flat - torch.block_diag(*(channels for channels in narrowed.heads for _ in range(2))) @ narrowed.output
+        loss = float((lost * (damped @ lost)).sum())
+        assert loss == pytest.approx(float(together[sum(sizes) :].sum()), rel=1e-6)

@@ -43,7 +43,7 @@ def test_seed_sweeps_tolerance_and_progress_are_heeded(make_heads):
 @pytest.mark.parametrize("how", ["singular", "nan"])
 def test_a_breakdown_gives_the_sweep_before_it(make_heads, monkeypatch, how):
     tensor, solve, calls = make_heads(3, 8, 7, 2), torch.linalg.solve, []
-    whole = parafac(tensor, 4, SolverOptions(sweeps=2, tolerance=0.0))
+    unbroken = parafac(tensor, 4, SolverOptions(sweeps=2, tolerance=0.0))
 
     def fails_in_the_third_sweep(a, b):
         calls.append(1)
@@ -56,8 +56,8 @@ def test_a_breakdown_gives_the_sweep_before_it(make_heads, monkeypatch, how):
         solution = parafac(tensor, 4, SolverOptions(sweeps=50, tolerance=0.0))
     assert solution.breakdowns == 1
     assert not solution.converged
-    assert solution.errors == whole.errors
-    assert torch.equal(solution.factors.query, whole.factors.query)
+    assert solution.errors == unbroken.errors
+    assert torch.equal(solution.factors.query, unbroken.factors.query)
 
 
 def test_missing_tensorly_is_named(make_heads, monkeypatch):

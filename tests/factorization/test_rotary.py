@@ -38,19 +38,19 @@ def slow_error(query, key, factors, angles, distances):
     lost = total = 0.0
     for distance in distances:
         for head in range(len(query)):
-            exact = found = torch.zeros(query.shape[1], key.shape[1], dtype=torch.float64)
+            exact = approximate = torch.zeros(query.shape[1], key.shape[1], dtype=torch.float64)
             for j, angle in enumerate(angles):
                 turn = turned(angle * distance)
                 exact = exact + pair(query[head, :, j]) @ turn @ pair(key[head // group, :, j]).T
             for place, j in enumerate(factors.frequencies):
-                own = query[head, :, j] if factors.query is None else factors.query[:, place]
+                channel = query[head, :, j] if factors.query is None else factors.query[:, place]
                 by = factors.mixing[head // group, place]
                 if factors.query is not None and j >= factors.rotated:
-                    mixed = torch.complex(own.real * by.real, own.imag * by.imag)
+                    mixed = torch.complex(channel.real * by.real, channel.imag * by.imag)
                 else:
-                    mixed = own * by
-                found = found + pair(mixed) @ turned(angles[j] * distance) @ pair(factors.key[:, place]).T
-            lost, total = lost + float((exact - found).square().sum()), total + float(exact.square().sum())
+                    mixed = channel * by
+                approximate = approximate + pair(mixed) @ turned(angles[j] * distance) @ pair(factors.key[:, place]).T
+            lost, total = lost + float((exact - approximate).square().sum()), total + float(exact.square().sum())
     return (lost / total) ** 0.5
 
 
@@ -97,11 +97,11 @@ def test_groups_get_the_best_keys_there_are(monkeypatch):
     """By Eckart and Young; an independent search does not do better."""
     query, key = heads(4, 9, 2), heads(2, 9, 2, seed=1)
     monkeypatch.setattr(rotary, "allocated", lambda errors, channels: [1] * channels)
-    found = factorize_rotary(query, key, 2)
+    solution = factorize_rotary(query, key, 2)
     weights = query.norm(dim=1).square().view(2, 2, 2).sum(1).sqrt()  # (G, J)
     lost = sum(torch.linalg.svdvals((key[:, :, j] * weights[:, j, None]).mT)[1].square().item() for j in range(2))
     total = sum((key[:, :, j] * weights[:, j, None]).norm().item() ** 2 for j in range(2))
-    assert found.weight_error == pytest.approx((lost / total) ** 0.5, rel=1e-9)
+    assert solution.weight_error == pytest.approx((lost / total) ** 0.5, rel=1e-9)
 
 
 def test_allocation_is_the_best_of_all():
@@ -111,9 +111,9 @@ def test_allocation_is_the_best_of_all():
         counts = allocated(errors, channels)
         assert sum(counts) == channels
         best = min(
-            sum(errors[j, count].item() for j, count in enumerate(each))
-            for each in itertools.product(range(4), repeat=4)
-            if sum(each) == channels
+            sum(errors[j, count].item() for j, count in enumerate(allocation))
+            for allocation in itertools.product(range(4), repeat=4)
+            if sum(allocation) == channels
         )
         assert sum(errors[j, count].item() for j, count in enumerate(counts)) == pytest.approx(best)
 
@@ -136,13 +136,13 @@ def test_moments_weigh_what_inputs_show(groups):
     moments = Moments.of(x)
     weighted = factorize_rotary(query, key, 4, query_moments=moments, key_moments=moments)
     plain = factorize_rotary(query, key, 4)
-    seen = torch.cat([x, torch.ones(500, 1, dtype=torch.float64)], 1).to(torch.complex128)
-    root = torch.linalg.cholesky(seen.mH @ seen / 500).mH
+    extended = torch.cat([x, torch.ones(500, 1, dtype=torch.float64)], 1).to(torch.complex128)
+    root = torch.linalg.cholesky(extended.mH @ extended / 500).mH
     errors = []
     for factors in (weighted.factors, plain.factors):
         channels = None if factors.query is None else root @ factors.query
-        there = replace(factors, query=channels, key=root @ factors.key)
-        errors.append(rotary_error(root @ query, root @ key, there))
+        weighted_factors = replace(factors, query=channels, key=root @ factors.key)
+        errors.append(rotary_error(root @ query, root @ key, weighted_factors))
     assert weighted.data_error == pytest.approx(errors[0], rel=0.05)
     assert errors[0] < errors[1] + 1e-12
     assert groups == 2 or errors[0] < 0.99 * errors[1]
@@ -153,8 +153,8 @@ def test_keys_of_unrotated_channels_are_centred():
     query, key = heads(2, 5, 2), heads(2, 5, 2, seed=1)
     inputs = torch.randn(400, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     far = Moments.of(inputs + 50)
-    found = factorize_rotary(query, key, 2, query_moments=Moments.of(inputs), key_moments=far, rotated=1)
-    assert found.factors.frequencies == (0, 0)  # the one that turns is worth far more
+    solution = factorize_rotary(query, key, 2, query_moments=Moments.of(inputs), key_moments=far, rotated=1)
+    assert solution.factors.frequencies == (0, 0)  # the one that turns is worth far more
 
 
 @pytest.mark.parametrize(
@@ -183,12 +183,12 @@ def real_heads(count, width, head_width, channels):
 
     common, sides = (draw(width, channels), draw(width, channels)), ([], [])
     for _ in range(count):
-        own, turn = (
+        places, turn = (
             torch.randperm(channels, generator=generator)[:head_width],
             torch.linalg.qr(draw(head_width, head_width))[0],
         )
         for side, channel in zip(sides, common, strict=True):
-            side.append(channel[:, own] @ turn)
+            side.append(channel[:, places] @ turn)
     return torch.stack(sides[0]), torch.stack(sides[1])
 
 
@@ -234,9 +234,9 @@ def test_all_unrotated_channels_are_exact_beside_fewer_rotated_ones():
 def test_head_weights_weigh_the_errors_of_heads(groups, rotated):
     query, key = heads(4, 6, 3), heads(groups, 5, 3, seed=1)
     weights = torch.tensor([0.1, 1.0, 3.0, 0.5])
-    found = factorize_rotary(query, key, 5, rotated=rotated, head_weights=weights).factors
+    result = factorize_rotary(query, key, 5, rotated=rotated, head_weights=weights).factors
     plain = factorize_rotary(query, key, 5, rotated=rotated).factors
     scaled = weights[:, None, None] * query
-    ours = found if found.query is None else replace(found, mixing=weights[:, None] * found.mixing)
+    ours = result if result.query is None else replace(result, mixing=weights[:, None] * result.mixing)
     theirs = plain if plain.query is None else replace(plain, mixing=weights[:, None] * plain.mixing)
     assert rotary_error(scaled, key, ours) < rotary_error(scaled, key, theirs)

@@ -62,8 +62,8 @@ def compositions(rank, heads, most):
 def test_no_sizes_and_no_factors_are_better(rank, make_heads, dense_of):
     """Best of every head at every size: truncated singular value decompositions (Eckart and Young)."""
     tensor = make_heads(3, 6, 5, 4)
-    found = per_head(tensor, rank, SolverOptions())
-    factors, sizes = found.factors, found.sizes
+    solution = per_head(tensor, rank, SolverOptions())
+    factors, sizes = solution.factors, solution.sizes
     values = [torch.linalg.svdvals(product) for product in tensor.dense()]
     lost = {
         shares: sum(float(s[share:].square().sum()) for s, share in zip(values, shares, strict=True))
@@ -77,8 +77,8 @@ def test_no_sizes_and_no_factors_are_better(rank, make_heads, dense_of):
 
 
 def test_channels_lie_head_by_head(make_heads):
-    found = per_head(make_heads(4, 7, 6, 3), 8, SolverOptions())
-    factors, sizes = found.factors, found.sizes
+    solution = per_head(make_heads(4, 7, 6, 3), 8, SolverOptions())
+    factors, sizes = solution.factors, solution.sizes
     assert sum(sizes) == 8
     owners = [head for head, size in enumerate(sizes) for _ in range(size)]
     assert torch.equal(factors.mixing.argmax(0), torch.tensor(owners))

@@ -86,11 +86,11 @@ def test_texts_are_not_for_image_models(tokenizer):
 def test_noise_has_the_shape_of_what_processors_make(name, shapes, tokenizer):
     model = build(name)
     batches = calibration_batches("synthetic", model, tokenizer)
-    whole = {part: torch.cat([batch[part] for batch in batches]) for part in batches[0]}
-    assert shapes.items() <= {part: tuple(tensor.shape) for part, tensor in whole.items()}.items()
+    noise = {part: torch.cat([batch[part] for batch in batches]) for part in batches[0]}
+    assert shapes.items() <= {part: tuple(tensor.shape) for part, tensor in noise.items()}.items()
     with torch.no_grad():
         assert model(**batches[0])[0].isfinite().all()
-    for part, tensor in whole.items():
+    for part, tensor in noise.items():
         if tensor.is_floating_point():
             assert tensor.mean().abs() < 0.1
             assert tensor.std() == pytest.approx(
@@ -214,8 +214,8 @@ def test_code_of_a_processor_is_not_run(family, file, pictures, sounds, tmp_path
 
 def test_damaged_files_of_a_folder(pictures, sounds, tmp_path, monkeypatch):
     model = saved_with(Wav2Vec2FeatureExtractor(), build("wav2vec2"), tmp_path / "wav2vec2")
-    whole = (sounds / "0.wav").read_bytes()
-    (sounds / "0.wav").write_bytes(whole[:-1])
+    content = (sounds / "0.wav").read_bytes()
+    (sounds / "0.wav").write_bytes(content[:-1])
     with pytest.raises(CalibrationError, match=r"0\.wav ends in the middle of a sample"):
         calibration_batches(sounds, model)
     monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 100)

@@ -217,9 +217,9 @@ def test_a_model_with_a_head_shares_checkpoints_with_its_body(generator, tmp_pat
     model.save_pretrained(tmp_path)
     assert torch.equal(run(type(model).from_pretrained(tmp_path), batch), run(model, batch))
     body = type(build(generator)).from_pretrained(tmp_path)
-    found, expected = read_factors(body), read_factors(model)
-    assert len(found) == len(expected)
-    for one, other in zip(found.values(), expected.values(), strict=True):
+    shared, expected = read_factors(body), read_factors(model)
+    assert len(shared) == len(expected)
+    for one, other in zip(shared.values(), expected.values(), strict=True):
         assert torch.equal(one.key, other.key)
 
 
@@ -250,7 +250,7 @@ def test_every_output_projection_is_refitted(kin, tmp_path):
     names = [result.report.name for result in results]
     outputs = {site.path(site.family.output) for site in find_attention(model)}
     assert outputs < set(names)  # feed-forward blocks too
-    assert all(each.report.error_after <= each.report.error_before * 1.001 for each in results)
+    assert all(refitted.report.error_after <= refitted.report.error_before * 1.001 for refitted in results)
     before = drift_of(model, dense, [batch])
     install_refits(model, results)
     after = drift_of(model, dense, [batch])

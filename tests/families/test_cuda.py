@@ -40,13 +40,13 @@ def test_a_conversion_on_the_gpu_is_that_of_the_cpu(name, form, some):
     model = build(name)
     ours = copy.deepcopy(model).cuda()
     options = Compression(dk=9, form=form)
-    expected, found = compress(model, options, some(name)), compress(ours, options, some(name))
+    expected, actual = compress(model, options, some(name)), compress(ours, options, some(name))
     assert {parameter.device.type for parameter in ours.parameters()} == {"cuda"}
-    for one, other in zip(found.modules, expected.modules, strict=True):
+    for one, other in zip(actual.modules, expected.modules, strict=True):
         assert one.data_error == pytest.approx(other.data_error, rel=0.05)
         assert one.sizes == other.sizes
         assert (one.query_vectors, one.breakdowns) == (other.query_vectors, 0)
-    assert found.drift.relative_error == pytest.approx(expected.drift.relative_error, rel=0.25)
+    assert actual.drift.relative_error == pytest.approx(expected.drift.relative_error, rel=0.25)
     for factors in read_factors(ours).values():
         assert factors.query.device.type == "cuda"
 
@@ -71,10 +71,10 @@ def test_outputs_are_those_of_the_cpu(name, implementation, form, dtype):
     model.set_attn_implementation(implementation)
     expected = run(model, batch)
     rounded = {name: part.to(dtype) if part.is_floating_point() else part for name, part in on_gpu(batch).items()}
-    found = run(copy.deepcopy(model).to("cuda", dtype), rounded)
-    assert found.dtype == dtype
+    outputs = run(copy.deepcopy(model).to("cuda", dtype), rounded)
+    assert outputs.dtype == dtype
     scale = expected.abs().max().item()
-    torch.testing.assert_close(found.float().cpu() / scale, expected / scale, **CLOSE[dtype])
+    torch.testing.assert_close(outputs.float().cpu() / scale, expected / scale, **CLOSE[dtype])
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
@@ -94,8 +94,8 @@ def test_gradients_are_those_of_the_cpu(name, form):
     model, batch = build(name), inputs(name)
     compress(model, Compression(dk=9, form=form), calibration=None)
     ours = copy.deepcopy(model).cuda()
-    for each, given in ((model, batch), (ours, on_gpu(batch))):
-        each(**given)[0].square().mean().backward()
+    for network, arguments in ((model, batch), (ours, on_gpu(batch))):
+        network(**arguments)[0].square().mean().backward()
     for (path, one), (_, other) in zip(model.named_parameters(), ours.named_parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None), path
         if one.grad is not None:
@@ -110,12 +110,12 @@ def test_generation_is_that_of_the_cpu(generator, form):
         pytest.skip("stock BERT cannot generate with a cache when it gets encoder states by hand")
     compress(model, Compression(dk=9, form=form), calibration=None)
     ours = copy.deepcopy(model).cuda()
-    given = {key: value for key, value in batch.items() if not key.startswith("decoder")}
+    prompt = {key: value for key, value in batch.items() if not key.startswith("decoder")}
     if not model.config.is_encoder_decoder:
-        given["attention_mask"] = torch.ones_like(given["attention_mask"])
+        prompt["attention_mask"] = torch.ones_like(prompt["attention_mask"])
     for options in ({}, {"num_beams": 3}):
         settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, **options}
-        assert torch.equal(ours.generate(**on_gpu(given), **settings).cpu(), model.generate(**given, **settings))
+        assert torch.equal(ours.generate(**on_gpu(prompt), **settings).cpu(), model.generate(**prompt, **settings))
 
 
 @pytest.mark.parametrize("name", ["bert", "marian", "gpt2"])
@@ -124,17 +124,17 @@ def test_heads_are_read_masked_dropped_and_scored(name):
     compress(model, Compression(dk=9), calibration=None)
     ours = copy.deepcopy(model).cuda()
     read = []
-    for each, given in ((model, batch), (ours, on_gpu(batch))):
-        with torch.no_grad(), Tap(each, ["outputs", "probs"]) as tap:
-            each(**given)
+    for network, arguments in ((model, batch), (ours, on_gpu(batch))):
+        with torch.no_grad(), Tap(network, ["outputs", "probs"]) as tap:
+            network(**arguments)
             read.append(tap.take())
     for one, other in zip(*read, strict=True):
         torch.testing.assert_close(other.outputs.cpu(), one.outputs, atol=1e-3, rtol=1e-3)
         torch.testing.assert_close(other.probs.cpu(), one.probs, atol=1e-3, rtol=1e-3)
     with HeadMask(ours) as mask, torch.no_grad():
-        whole = ours(**on_gpu(batch))[0]
+        unmasked = ours(**on_gpu(batch))[0]
         mask.set({path: torch.zeros(heads) for path, heads in mask.heads.items()})
-        assert not torch.allclose(ours(**on_gpu(batch))[0], whole)
+        assert not torch.allclose(ours(**on_gpu(batch))[0], unmasked)
     drop = DropHead(ours.train(), 0.5)
     torch.manual_seed(0)
     one, other = (ours(**on_gpu(batch))[0] for _ in range(2))
@@ -144,9 +144,9 @@ def test_heads_are_read_masked_dropped_and_scored(name):
     def loss(outputs, _):
         return outputs[0].square().flatten(1).mean(1)
 
-    expected, found = head_importance(model, [batch], loss), head_importance(ours, [on_gpu(batch)], loss)
+    expected, importance = head_importance(model, [batch], loss), head_importance(ours, [on_gpu(batch)], loss)
     for path, scores in expected.items():
-        torch.testing.assert_close(found[path], scores, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(importance[path], scores, atol=1e-2, rtol=1e-2)
 
 
 def to(inputs, place):
@@ -187,10 +187,10 @@ def test_kernels_are_exact(kernel, mask, content, dtype):
     )
     rounded = to(to(exact, dtype), torch.float64)
     expected = folded(rounded)
-    found = kernel(to(to(rounded, dtype), "cuda"))
-    assert found.dtype == dtype
+    outputs = kernel(to(to(rounded, dtype), "cuda"))
+    assert outputs.dtype == dtype
     tolerance = 1e-4 if dtype == torch.float32 else 0.03
-    torch.testing.assert_close(found.double().cpu(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(outputs.double().cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
@@ -202,9 +202,9 @@ def test_kernels_of_heads_with_channels_of_their_own_are_exact(causal, sizes, dt
     query, key, value, content = (torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
     inputs = Inputs(query, key, value, scaling=0.1, causal=causal, content=content, sizes=sizes)
     expected = attend_separately(to(inputs, torch.float64))
-    found = attend_separately(to(inputs, "cuda"))
+    outputs = attend_separately(to(inputs, "cuda"))
     tolerance = 1e-4 if dtype == torch.float32 else 0.03
-    torch.testing.assert_close(found.double().cpu(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(outputs.double().cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("kernel", [attend, sdpa, folded])
@@ -212,13 +212,13 @@ def test_gradients_of_kernels_are_those_of_the_cpu(kernel):
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 33, 52), (2, 33, 52), (2, 12, 33, 64), (2, 33, 12), (12, 52))
     parts = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    found = []
+    gradients = []
     for attention, place in ((folded, {}), (kernel, {"device": "cuda", "dtype": torch.float32})):
         leaves = [part.clone().to(**place).detach().requires_grad_() for part in parts]
         query, key, value, content, mixing = leaves
         inputs = Inputs(query, key, value, scaling=0.1, causal=True, content=content, mixing=mixing)
-        found.append(torch.autograd.grad(attention(inputs).sin().sum(), leaves))
-    for expected, ours in zip(*found, strict=True):
+        gradients.append(torch.autograd.grad(attention(inputs).sin().sum(), leaves))
+    for expected, ours in zip(*gradients, strict=True):
         torch.testing.assert_close(ours.double().cpu(), expected, atol=1e-3, rtol=1e-3)
 
 
@@ -237,11 +237,11 @@ def test_the_real_model(minilm, minilm_tokenizer):
     """Calibration, decomposition and drift of MiniLM on the GPU, in float32 and bfloat16."""
     batches = calibration_batches("synthetic", minilm, minilm_tokenizer)
     expected = compress(copy.deepcopy(minilm), Compression(dk=128, solver=Solver(sweeps=20)), batches)
-    found = compress(copy.deepcopy(minilm).cuda(), Compression(dk=128, solver=Solver(sweeps=20)), batches)
+    full = compress(copy.deepcopy(minilm).cuda(), Compression(dk=128, solver=Solver(sweeps=20)), batches)
     half = compress(
         copy.deepcopy(minilm).to("cuda", torch.bfloat16), Compression(dk=128, solver=Solver(sweeps=20)), batches
     )
-    for report in (found, half):
+    for report in (full, half):
         assert report.drift.relative_error == pytest.approx(expected.drift.relative_error, rel=0.1)
         for one, other in zip(report.modules, expected.modules, strict=True):
             assert one.data_error == pytest.approx(other.data_error, rel=0.02)

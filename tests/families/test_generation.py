@@ -54,8 +54,8 @@ def test_a_batch_may_hold_labels():
     dense, batch = build("marian", TINIES["marian"].generates), inputs("marian")
     converted = copy.deepcopy(dense)
     compress(converted, Compression(dk=TINIES["marian"].full), calibration=None)
-    given = {**batch, "labels": batch["input_ids"]}
-    assert torch.equal(generated(converted, given), generated(dense, given))
+    labelled = {**batch, "labels": batch["input_ids"]}
+    assert torch.equal(generated(converted, labelled), generated(dense, labelled))
 
 
 def cached(model, batch):
@@ -63,7 +63,10 @@ def cached(model, batch):
     with torch.no_grad():
         cache = model(**batch, use_cache=True).past_key_values
     layers = getattr(cache, "self_attention_cache", cache).layers
-    return [tuple(kept.nbytes // (kept.shape[0] * kept.shape[2]) for kept in (at.keys, at.values)) for at in layers]
+    return [
+        tuple(tensor.nbytes // (tensor.shape[0] * tensor.shape[2]) for tensor in (at.keys, at.values))
+        for at in layers
+    ]
 
 
 @pytest.mark.parametrize(
@@ -140,8 +143,8 @@ def test_the_room_of_opt_is_known_before_any_work(form, centre, biased, calibrat
         else:
             compress(model, options, batches)
             assert all(
-                (each.content_bias is not None) == ((dk < 24 and biases) or biased)
-                for each in read_factors(model).values()
+                (factors.content_bias is not None) == ((dk < 24 and biases) or biased)
+                for factors in read_factors(model).values()
             )
 
 
@@ -167,9 +170,9 @@ def test_static_caches_take_what_keys_and_values_take(name, dk, dv):
     compress(model, Compression(dk=dk, dv=dv, solver=Solver(sweeps=2 if dk else None)), calibration=None)
     expected = generated(model, batch, do_sample=False, return_dict_in_generate=True)
     options = {"cache_implementation": "static", "disable_compile": True, "return_dict_in_generate": True}
-    found = generated(model, batch, do_sample=False, **options)
-    assert torch.equal(found.sequences, expected.sequences)
-    for one, other in zip(layers(found.past_key_values), layers(expected.past_key_values), strict=True):
+    actual = generated(model, batch, do_sample=False, **options)
+    assert torch.equal(actual.sequences, expected.sequences)
+    for one, other in zip(layers(actual.past_key_values), layers(expected.past_key_values), strict=True):
         for part in ("keys", "values"):
             (*_, length, width), pieces = getattr(one, part).shape, getattr(one, part).shape[1]
             assert (pieces, width) == (getattr(other, part).shape[1], getattr(other, part).shape[3])
@@ -182,7 +185,7 @@ def layers(cache):
         if hasattr(cache, "self_attention_cache")
         else [cache]
     )
-    return [layer for each in caches for layer in each.layers]
+    return [layer for part in caches for layer in part.layers]
 
 
 def test_a_static_cache_allocated_before_is_refused_where_it_does_not_fit():
@@ -206,12 +209,11 @@ def test_where_exactly_h_heads_are_viewed_both_maps_make_caches_smaller(name, dk
     assert {site.heads for site in find_attention(model)} == {3}
     with torch.no_grad():
         cache = model(**batch, use_cache=True).past_key_values
-    caches = [cache.self_attention_cache, cache.cross_attention_cache] if name == "whisper" else [cache]
-    for layer in [layer for each in caches for layer in each.layers]:
+    for layer in layers(cache):
         assert layer.keys.shape[1] == layer.values.shape[1] == pieces
     costs = [cost for cost in module_costs(model) if cost.kind != "encoder"]
-    found = {cost.scores.converted.cache_bytes for cost in costs}
-    assert found == {4 * (8 * pieces if dk else 24)}
+    cache_bytes = {cost.scores.converted.cache_bytes for cost in costs}
+    assert cache_bytes == {4 * (8 * pieces if dk else 24)}
 
 
 @pytest.mark.parametrize("name", ["opt", "whisper"])

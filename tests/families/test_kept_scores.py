@@ -66,8 +66,8 @@ def test_layers_in_front_of_a_normalisation_are_refitted(name):
     data = [batch(seed) for seed in range(1, 33)]
     refits = compress(refitted, Compression(dv=8), data).refits
     compress(plain, Compression(dv=8, solver=Solver(refit=False)), data)
-    assert [each.name.rpartition(".")[2] for each in refits] == ["o_proj", "down_proj"] * 2
-    smaller = [each.error_after < each.error_before for each in refits]
+    assert [fit.name.rpartition(".")[2] for fit in refits] == ["o_proj", "down_proj"] * 2
+    smaller = [fit.error_after < fit.error_before for fit in refits]
     assert smaller == [False, True, True, True]  # the first is as the conversion has fitted it
     errors = [(outputs(model) - outputs(dense)).norm() for model in (refitted, plain)]
     assert errors[0] < errors[1]

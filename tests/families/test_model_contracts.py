@@ -113,7 +113,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(kin, model, set_dropout
 
 
 def test_attentions_have_the_stock_shapes(kin, dense, model):
-    found = []
+    recorded = []
     for one in (dense, model):
         one.set_attn_implementation("eager")
         with torch.no_grad():
@@ -122,11 +122,11 @@ def test_attentions_have_the_stock_shapes(kin, dense, model):
         attentions = {}
         for place, part in enumerate(parts):
             attentions |= {f"{place} {name}": probs for name, probs in part.items() if name.endswith("attentions")}
-        found.append(attentions)
-    assert set(found[0]) == set(found[1]) != set()
-    for name, expected in found[0].items():
-        assert len(found[1][name]) == len(expected)
-        for one, other in zip(found[1][name], expected, strict=True):
+        recorded.append(attentions)
+    assert set(recorded[0]) == set(recorded[1]) != set()
+    for name, expected in recorded[0].items():
+        assert len(recorded[1][name]) == len(expected)
+        for one, other in zip(recorded[1][name], expected, strict=True):
             assert one.shape == other.shape
             torch.testing.assert_close(one.sum(-1), torch.ones_like(one.sum(-1)))
 
@@ -152,10 +152,10 @@ def test_half_precision_is_about_as_near_as_the_stock_models(kin, dtype, dense, 
     for one in (dense, model):
         expected = run(one, batch)
         halved = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
-        found = run(one.to(dtype), halved)
-        assert found.dtype == dtype
-        assert found.isfinite().all()
-        errors.append(float((found.float() - expected).norm() / expected.norm()))
+        outputs = run(one.to(dtype), halved)
+        assert outputs.dtype == dtype
+        assert outputs.isfinite().all()
+        errors.append(float((outputs.float() - expected).norm() / expected.norm()))
     assert errors[1] < 5 * errors[0]
 
 

@@ -56,16 +56,16 @@ def test_padding_counts_nowhere(kin):
         padded["input_ids"][:, -EXTRA:] = dense.config.pad_token_id
     sites = [*find_dense_attention(dense), *find_dense_values(dense)]
     for far, near in zip(*(gather_moments(dense, sites, [batch]) for batch in (padded, bare)), strict=True):
-        for found, expected in zip(far, near, strict=True):
-            assert found.count == expected.count
-            torch.testing.assert_close(found.second, expected.second, atol=1e-4, rtol=1e-4)
+        for actual, expected in zip(far, near, strict=True):
+            assert actual.count == expected.count
+            torch.testing.assert_close(actual.second, expected.second, atol=1e-4, rtol=1e-4)
 
     model = copy.deepcopy(dense)
     compress(model, Compression(dk=TINIES[kin].full // 2, dv=11, solver=Solver(sweeps=1)), calibration=None)
     if kin not in ("siglip", "siglip2"):  # they pool the last token, padding or not
         far, near = (drift_of(model, dense, [batch]).relative_error for batch in (padded, bare))
         assert far == pytest.approx(near, rel=1e-3)
-    converted, stock = (find_attention(each) for each in (model, dense))
+    converted, stock = (find_attention(network) for network in (model, dense))
     with _Watched(model, converted) as watched, _Watched(dense, stock, like=converted) as target, torch.no_grad():
         far, near = (_loss(model, dense, batch, (watched, target)) for batch in (padded, bare))
     torch.testing.assert_close(far, near, atol=1e-5, rtol=1e-3)
@@ -103,11 +103,11 @@ def test_masks_of_what_stands_beside_tokens_count():
 
     batch, states = inputs("bert"), torch.randn(3, 4, 24)
     real = int(batch["attention_mask"].sum())
-    seen = torch.tensor([[1, 1, 1, 0]] * 3)
+    mask = torch.tensor([[1, 1, 1, 0]] * 3)
     images = {**batch, "visual_embeds": states[..., :12]}
     assert count("visual_bert", images) == real + 12
-    assert count("visual_bert", {**images, "visual_attention_mask": seen}) == real + 9
-    beside = {**batch, "encoder_hidden_states": states, "encoder_attention_mask": seen}
+    assert count("visual_bert", {**images, "visual_attention_mask": mask}) == real + 9
+    beside = {**batch, "encoder_hidden_states": states, "encoder_attention_mask": mask}
     melody = build("musicgen_melody_decoder")
     assert isinstance(melody, MusicgenMelodyModel)
     assert count("", beside, melody) == real + 9

@@ -70,9 +70,9 @@ def batch(seed=0, length=9):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def run(model, given):
+def run(model, batch):
     with torch.no_grad():
-        return model(**given)[0][given["attention_mask"].bool()]
+        return model(**batch)[0][batch["attention_mask"].bool()]
 
 
 def channel_pairs(form):
@@ -164,8 +164,8 @@ def test_fewer_heads_follow_the_formula(name, dk, model):
         converted(**batch())
     assert slow.checked == 2
     frequencies = [module.score_form.frequencies for module in converted.modules() if hasattr(module, "score_form")]
-    assert all(len(each) == dk // 2 for each in frequencies)
-    assert dk > 8 or any(each != (0, 1, 2, 3) for each in frequencies)  # some places hold another frequency
+    assert all(len(pairs) == dk // 2 for pairs in frequencies)
+    assert dk > 8 or any(pairs != (0, 1, 2, 3) for pairs in frequencies)  # some places hold another frequency
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(MODELS) if "grouped" in name])
@@ -187,8 +187,8 @@ WAYS = {
 
 def generated(model, **options):
     torch.manual_seed(5)
-    given = {"input_ids": batch()["input_ids"], "attention_mask": torch.ones(3, 9, dtype=torch.long)}
-    return model.generate(**given, max_new_tokens=6, eos_token_id=-1, **options)
+    inputs = {"input_ids": batch()["input_ids"], "attention_mask": torch.ones(3, 9, dtype=torch.long)}
+    return model.generate(**inputs, max_new_tokens=6, eos_token_id=-1, **options)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -223,7 +223,7 @@ def test_key_caches_hold_the_shared_heads(name, model):
 def test_widths_are_whole_heads(model):
     converted = model("llama-grouped")
     report = compress(converted, Compression(dk=11, solver=Solver(sweeps=3)), calibration=None)
-    assert {each.dk for each in report.modules} == {16}
+    assert {module.dk for module in report.modules} == {16}
     assert any("dk 11 was rounded up to 16" in warning for warning in report.warnings)
     with pytest.raises(CompressionError, match="dk is 17, but 2 heads × 8 = 16 is exact already"):
         compress(model("llama-grouped"), Compression(dk=17), calibration=None)

@@ -72,10 +72,15 @@ def test_models_inside_are_saved_and_loaded(kin, model, tmp_path):
 def classes_for(model):
     """Classes of the modelling module that might load parts of `model`; heads on its body would all be alike."""
     configs = {type(part.config) for part in model.modules() if isinstance(part, PreTrainedModel)}
-    for name, found in vars(sys.modules[type(model).__module__]).items():
-        plain = "For" not in name or name.endswith("ForCausalLM") or found is type(model)
-        if inspect.isclass(found) and issubclass(found, PreTrainedModel) and plain and found.config_class in configs:
-            yield found
+    for name, class_ in vars(sys.modules[type(model).__module__]).items():
+        plain = "For" not in name or name.endswith("ForCausalLM") or class_ is type(model)
+        if (
+            inspect.isclass(class_)
+            and issubclass(class_, PreTrainedModel)
+            and plain
+            and class_.config_class in configs
+        ):
+            yield class_
 
 
 def load_stock(model_class, path):
@@ -106,8 +111,9 @@ def test_each_class_that_loads_the_stock_checkpoint_loads_this_one(kin, dense, m
         for module in converted_in(other):
             weights = module.state_dict()
             assert any(
-                weights.keys() == each.keys() and all(torch.equal(weights[name], each[name]) for name in weights)
-                for each in stored
+                weights.keys() == tensors.keys()
+                and all(torch.equal(weights[name], tensors[name]) for name in weights)
+                for tensors in stored
             )
         loaded.append(model_class)
     assert type(model) in loaded

@@ -17,7 +17,7 @@ WIDTHS = ("head_dim", "d_kv", "kv_channels", "attention_head_size", "qkv_dim")  
 
 @pytest.mark.every_family
 def test_the_table_names_every_config_with_a_free_width(kin):
-    tiny, found = TINIES[kin], []
+    tiny, widths = TINIES[kin], []
     if any(name.endswith("_config") for name in tiny.settings):
         return  # configs of the parts of a model have rows of their own
     if kin in FAMILIES and FAMILIES[kin].rotary:
@@ -29,8 +29,8 @@ def test_the_table_names_every_config_with_a_free_width(kin):
         except (AttributeError, NotImplementedError):
             continue  # the config computes it
         if site.head_width == 5 and site.part(site.family.query).weight.shape == (15, 24):
-            found.append(config.attribute_map.get(name, name))
-    assert set(found) == ({FAMILIES[config.model_type].free_width} - {""})
+            widths.append(config.attribute_map.get(name, name))
+    assert set(widths) == ({FAMILIES[config.model_type].free_width} - {""})
 
 
 @pytest.mark.parametrize(

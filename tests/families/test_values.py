@@ -23,17 +23,17 @@ def dense_twin(dense, converted):
         for site, small in zip(find_dense_values(twin), narrow, strict=True):
             form = small.module.value_form
             value = small.part(small.family.value).proj.weight.double()  # (dv, D)
-            own = site.value.weight.detach().double()  # (H·d, D)
-            kept = torch.zeros(site.width, form.dv, dtype=torch.float64)
+            value_weight = site.value.weight.detach().double()  # (H·d, D)
+            maps = torch.zeros(site.width, form.dv, dtype=torch.float64)
             column = 0
             for head, size in enumerate(form.sizes):  # V_i = Wv_i P_i, so P_i by least squares
                 rows, columns = slice(head * 8, head * 8 + 8), slice(column, column + size)
-                kept[rows, columns] = torch.linalg.lstsq(own[rows].T, value[columns].T).solution
+                maps[rows, columns] = torch.linalg.lstsq(value_weight[rows].T, value[columns].T).solution
                 column += size
             output = small.part(small.family.output)
             small_weight = output.weight.double() if isinstance(output, Conv1D) else output.weight.double().T
-            whole = (kept @ small_weight).float()  # (H·d, D)
-            site.output.weight.copy_(whole if isinstance(output, Conv1D) else whole.T)
+            full_weight = (maps @ small_weight).float()  # (H·d, D)
+            site.output.weight.copy_(full_weight if isinstance(output, Conv1D) else full_weight.T)
             if output.bias is not None:
                 site.output.bias.copy_(output.bias)
     return twin
@@ -76,13 +76,13 @@ def test_masked_and_pruned_heads_are_gone(kin):
 @pytest.mark.every_family
 def test_generation_with_and_without_a_cache(generator):
     model, batch = build(generator, TINIES[generator].generates), inputs(generator)
-    asked = {name: tensor for name, tensor in batch.items() if not name.startswith("decoder")}
+    prompt = {name: tensor for name, tensor in batch.items() if not name.startswith("decoder")}
     if not model.config.is_encoder_decoder:
-        asked["attention_mask"] = torch.ones_like(asked["attention_mask"])
-    cached = "encoder_hidden_states" not in asked  # stock BERT cannot use a cache when it gets them by hand
+        prompt["attention_mask"] = torch.ones_like(prompt["attention_mask"])
+    cached = "encoder_hidden_states" not in prompt  # stock BERT cannot use a cache when it gets them by hand
     compress(model, Compression(dk=9, dv=8, solver=ONCE), calibration=[batch, batch])
-    first = model.generate(**asked, max_new_tokens=6, do_sample=False, use_cache=cached)
-    again = model.generate(**asked, max_new_tokens=6, do_sample=False, use_cache=False)
+    first = model.generate(**prompt, max_new_tokens=6, do_sample=False, use_cache=cached)
+    again = model.generate(**prompt, max_new_tokens=6, do_sample=False, use_cache=False)
     assert torch.equal(first, again)
 
 

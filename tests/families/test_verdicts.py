@@ -59,9 +59,9 @@ NOT_YET = "not yet described"
 def classes(folder):
     """Name and source of each class of a family that computes attention."""
     for path in sorted(folder.glob("modeling_*.py")):
-        for found in re.finditer(CLASS, path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-            if re.search(ATTENDS, found[0]):
-                yield found[1], found[0]
+        for match in re.finditer(CLASS, path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+            if re.search(ATTENDS, match[0]):
+                yield match[1], match[0]
 
 
 def read(text):
@@ -81,35 +81,35 @@ def verdicts():
     Where some of the classes can be converted and others not, as those of two towers, it is converted in part.
     """
     order = [name for name, _ in REASONS] + [OWN] + [name for name, _ in STORAGE]
-    found = {}
+    result = {}
     for folder in sorted(path for path in MODELS.iterdir() if path.is_dir()):
-        seen = dict(classes(folder))
+        sources = dict(classes(folder))
         described = {name for place, name in DESCRIBED if place == folder.name}
-        if described.isdisjoint(seen):
-            reasons = {read(text) for text in seen.values()}
+        if described.isdisjoint(sources):
+            reasons = {read(text) for text in sources.values()}
             if reasons:
-                found[folder.name] = next((name for name in order if name in reasons), NOT_YET)
+                result[folder.name] = next((name for name in order if name in reasons), NOT_YET)
         else:
             keeps = any(DESCRIBED[folder.name, name].keeps_scores for name in described)
-            found[folder.name] = KEEPS_SCORES if keeps else CONVERTED if described.issuperset(seen) else IN_PART
-    return found
+            result[folder.name] = KEEPS_SCORES if keeps else CONVERTED if described.issuperset(sources) else IN_PART
+    return result
 
 
 def test_verdicts_are_those_on_record():
     stored = yaml.safe_load(STORED.read_text(encoding="utf-8"))
-    found = verdicts()
+    actual = verdicts()
     changed = {
-        name: f"{stored['families'].get(name, 'new')} → {found.get(name, 'gone')}"
-        for name in sorted(stored["families"].keys() | found.keys())
-        if stored["families"].get(name) != found.get(name)
+        name: f"{stored['families'].get(name, 'new')} → {actual.get(name, 'gone')}"
+        for name in sorted(stored["families"].keys() | actual.keys())
+        if stored["families"].get(name) != actual.get(name)
     }
     if changed and transformers.__version__ != stored["transformers"]:
         pytest.skip(
             f"recorded for Transformers {stored['transformers']}, this is {transformers.__version__}: {changed}"
         )
-    count = sum(verdict == CONVERTED for verdict in found.values())
+    count = sum(verdict == CONVERTED for verdict in actual.values())
     assert not changed, (
-        f"{count} of {len(found)} families are converted, and these are not as recorded: {changed}; if that is "
+        f"{count} of {len(actual)} families are converted, and these are not as recorded: {changed}; if that is "
         "right: python tests/families/test_verdicts.py"
     )
 
@@ -124,9 +124,9 @@ def test_reading_agrees_with_what_can_be_converted():
     """What nothing speaks against in the source of the described families is what conversion needs."""
     for path in MODELS.iterdir():
         for name, text in classes(path) if path.is_dir() else ():
-            own = [OWN] if f"{path.name}.{name}" in FORWARDS else []
+            forwards = [OWN] if f"{path.name}.{name}" in FORWARDS else []
             turned = ["rotary"] if (path.name, name) in DESCRIBED and DESCRIBED[path.name, name].rotary else []
-            allowed = {NOT_YET, "fused or other storage", "fixed head count", *own, *turned}
+            allowed = {NOT_YET, "fused or other storage", "fixed head count", *forwards, *turned}
             assert (path.name, name) not in DESCRIBED or read(text) in allowed, (name, read(text))
 
 

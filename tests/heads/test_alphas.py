@@ -143,7 +143,7 @@ def test_mixed_narrow_values_become_dense_again(then, family, make_tiny, batch):
         {"expand": expand, "merge": merge_alphas_}[step](model)
         torch.testing.assert_close(outputs(model, batch), before, **CLOSE)
     assert edits_of(model) == []
-    shapes = [{name: tensor.shape for name, tensor in each.state_dict().items()} for each in (model, stock)]
+    shapes = [{name: tensor.shape for name, tensor in network.state_dict().items()} for network in (model, stock)]
     assert shapes[0] == shapes[1]
 
 
@@ -168,7 +168,7 @@ def test_alphas_learn(family, make_tiny, batch):
     model(**batch)[0].square().mean().backward()
     alphas = alphas_of(model)
     assert alphas
-    assert all(each.grad.abs().min() > 0 for each in alphas.values())
+    assert all(alpha.grad.abs().min() > 0 for alpha in alphas.values())
 
 
 def test_frozen_weights_stay_frozen_and_alphas_do_not(make_tiny):

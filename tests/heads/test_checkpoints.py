@@ -64,7 +64,7 @@ def test_comes_back_as_it_was(family, history, make_tiny, batch, tmp_path, load_
     model.save_pretrained(tmp_path / "one")
     loaded = load_cleanly(AutoModel, tmp_path / "one")
     assert torch.equal(outputs(loaded, batch), outputs(model, batch))
-    heads, loaded_heads = ([site.heads for site in find_attention(each)] for each in (model, loaded))
+    heads, loaded_heads = ([site.heads for site in find_attention(network)] for network in (model, loaded))
     assert heads == loaded_heads
     assert all(alphas.requires_grad for alphas in alphas_of(loaded).values())
     copied = copy.deepcopy(model)

@@ -28,9 +28,9 @@ def test_a_head_drops_with_probability_p():
 def test_one_head_is_kept_at_random_where_all_would_drop():
     scales = drawn_scales(10_000, 2, 0.9)
     assert torch.isfinite(scales).all()
-    kept = (scales > 0).sum(1)
-    assert kept.min() == 1  # 81 % of the draws would drop both
-    alone = scales[kept == 1] > 0
+    kept_heads = (scales > 0).sum(1)
+    assert kept_heads.min() == 1  # 81 % of the draws would drop both
+    alone = scales[kept_heads == 1] > 0
     share = alone[:, 0].float().mean().item()
     assert share == pytest.approx(0.5, abs=4 * 0.5 / len(alone) ** 0.5)
     assert set(scales.unique().tolist()) == {0.0, 1.0, 2.0}
@@ -103,9 +103,9 @@ def test_kinds(make_tiny, make_batch):
     model = make_tiny("marian").train()
     DropHead(model, 0.5, kinds=("cross",))
     with Tap(model) as tap:
-        _, seen = projected_heads(model, make_batch("marian"))
+        _, projected = projected_heads(model, make_batch("marian"))
         readings = tap.take()
-    for actual, reading in zip(seen, readings, strict=True):
+    for actual, reading in zip(projected, readings, strict=True):
         assert torch.equal(actual, reading.outputs) == (reading.site.kind != "cross")
 
 

@@ -29,8 +29,8 @@ def labelled(batches):
     generator = torch.Generator().manual_seed(5)
     rows = [batch["input_ids"].shape[0] for batch in batches]
     labels = [torch.randint(3, (count,), generator=generator) for count in rows]
-    whole = [{**batch, "labels": label} for batch, label in zip(batches, labels, strict=True)]
-    return [{name: value[1:] for name, value in whole[0].items()}, *whole[1:]]
+    with_labels = [{**batch, "labels": label} for batch, label in zip(batches, labels, strict=True)]
+    return [{name: value[1:] for name, value in with_labels[0].items()}, *with_labels[1:]]
 
 
 def one_sample_at_a_time(model, batches, loss, step=None):
@@ -83,9 +83,9 @@ def test_sequence_to_sequence_with_a_loss_of_ones_own(make_tiny, calibration):
     """Of all three kinds of attention, by one loss a sample."""
     torch.manual_seed(0)
     model = MarianMTModel(make_tiny("marian").config).double().eval()
-    given = calibration[0]
-    batches = [{"input_ids": given["input_ids"][:3], "attention_mask": given["attention_mask"][:3]}]
-    batches[0]["labels"] = given["input_ids"][:3, :5].contiguous()
+    first = calibration[0]
+    batches = [{"input_ids": first["input_ids"][:3], "attention_mask": first["attention_mask"][:3]}]
+    batches[0]["labels"] = first["input_ids"][:3, :5].contiguous()
 
     def loss(outputs, batch):
         chances = outputs.logits.log_softmax(-1)
@@ -97,10 +97,10 @@ def test_sequence_to_sequence_with_a_loss_of_ones_own(make_tiny, calibration):
     for name, values in actual.items():
         torch.testing.assert_close(values.double(), expected[name], atol=1e-5, rtol=1e-4)
     as_mean = head_importance(model, batches, lambda outputs, batch: loss(outputs, batch).mean())
-    own = head_importance(model, batches)
+    scores = head_importance(model, batches)
     for name in actual:
         torch.testing.assert_close(as_mean[name], actual[name])
-        torch.testing.assert_close(own[name], actual[name])  # all targets have the same length here
+        torch.testing.assert_close(scores[name], actual[name])  # all targets have the same length here
 
 
 def test_the_model_is_left_as_it_was(make_tiny, calibration):

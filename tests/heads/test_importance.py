@@ -37,18 +37,18 @@ def attentions_of(model, batch):
 
 def outputs_of(model, batch):
     """Path of each module → what its output projection reads, (B, T, H, dv), of each of its calls."""
-    seen, handles = {}, []
+    outputs, handles = {}, []
     for site in find_attention(model):
 
         def keep(_, args, site=site):
-            seen.setdefault(site.name, []).append(args[0].unflatten(-1, (site.heads, -1)))
+            outputs.setdefault(site.name, []).append(args[0].unflatten(-1, (site.heads, -1)))
 
         handles.append(site.part(site.family.output).register_forward_pre_hook(keep))
     with torch.no_grad():
         model(**batch)
     for handle in handles:
         handle.remove()
-    return seen
+    return outputs
 
 
 def counting(batch, kind, exclude):
@@ -119,11 +119,11 @@ def test_distance_is_that_of_the_paper(family, of, make_tiny, calibration):
     assert_close(average_distance(model, calibration[:2], of=of), oracle(model, calibration[:2], of))
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_ends_of_sequences_do_not_count(family, given, make_tiny, calibration):
+@pytest.mark.parametrize("as_argument", [True, False])
+def test_ends_of_sequences_do_not_count(family, as_argument, make_tiny, calibration):
     model, batches = make_tiny(family), with_ends(calibration[:2])
-    model.config.eos_token_id = None if given else [END, 8]
-    arguments = {"exclude": {END, 8}} if given else {}
+    model.config.eos_token_id = None if as_argument else [END, 8]
+    arguments = {"exclude": {END, 8}} if as_argument else {}
     for actual, of in [
         (confidence(model, batches, **arguments), "confidence"),
         (average_distance(model, batches, **arguments), "outputs"),
@@ -222,11 +222,11 @@ def test_a_causal_decoder_counts_its_own_tokens(make_tiny, calibration):
     eager.set_attn_implementation("eager")
     with torch.no_grad():
         rows = eager(**batch, output_attentions=True).attentions[0]
-    kept = [
+    per_sequence = [
         rows[b, :, t, words(batch, "decoder", b, [END])].amax(-1).double()
         for b, t in counting(batch, "decoder", [END])
     ]
-    torch.testing.assert_close(first, torch.stack(kept).mean(0), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(first, torch.stack(per_sequence).mean(0), atol=1e-6, rtol=1e-5)
 
 
 def test_nothing_to_measure_is_an_error(make_tiny, batch):

@@ -73,8 +73,8 @@ def test_equals_masking(family, form, implementation, make_tiny, batch):
     assert not torch.allclose(expected, stock, atol=1e-2)
     assert model.num_parameters() < before
     for site in find_attention(model):
-        left = 3 - len(heads[site.name])
-        assert (site.heads, site.head_width) == (left, 8)
+        head_count = 3 - len(heads[site.name])
+        assert (site.heads, site.head_width) == (head_count, 8)
         value, output = site.part(site.family.value), site.part(site.family.output)
         sizes = [size for head, size in enumerate(SIZES.get(form, [8] * 3)) if head not in heads[site.name]]
         value = getattr(value, "proj", value)
@@ -83,7 +83,7 @@ def test_equals_masking(family, form, implementation, make_tiny, batch):
         if form in SIZES:
             assert site.module.value_form.sizes == tuple(sizes)
         if form not in ("dense", "narrow"):
-            assert read_factors(model)[site.name].mixing.shape == (left, FORMS[form].dk)
+            assert read_factors(model)[site.name].mixing.shape == (head_count, FORMS[form].dk)
 
 
 @pytest.mark.parametrize("form", sorted(FORMS))

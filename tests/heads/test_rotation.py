@@ -49,11 +49,11 @@ def layer(number):
 
 def ranked(scores):
     """Heads from the least to the most important, by a plain selection sort."""
-    left = [(float(value), name, head) for name, values in scores.items() for head, value in enumerate(values)]
+    remaining = [(float(value), name, head) for name, values in scores.items() for head, value in enumerate(values)]
     order = []
-    while left:
-        smallest = min(left, key=lambda entry: entry[0])
-        left.remove(smallest)
+    while remaining:
+        smallest = min(remaining, key=lambda entry: entry[0])
+        remaining.remove(smallest)
         order.append(smallest[1:])
     return order
 
@@ -245,17 +245,17 @@ def test_a_timetable_of_whole_epochs_is_the_same_called_at_each_step():
             rotator.epoch(time)
         return rotator.state_dict()
 
-    whole = RotationOptions("random", epochs=(0, 1, 4, 5), swap_back_after=2, rest=1, k=2)
+    options = RotationOptions("random", epochs=(0, 1, 4, 5), swap_back_after=2, rest=1, k=2)
     same = RotationOptions("random", epochs=(0.0, 1.0, 4.0, 5.0), swap_back_after=2.0, rest=1.0, k=2)
-    assert whole == same
-    assert json.dumps(dataclasses.asdict(whole)) == json.dumps(dataclasses.asdict(same))
+    assert options == same
+    assert json.dumps(dataclasses.asdict(options)) == json.dumps(dataclasses.asdict(same))
     assert not same.within_epochs
     assert RotationOptions("random", epochs=(0, 1.5)).within_epochs
     assert RotationOptions("random", epochs=(0,), swap_back_after=0.5).within_epochs
     assert RotationOptions("random", epochs=(0,), of_training=True).within_epochs
     often = drawn(same, [step / 3 for step in range(3 * 8 + 1)])
-    assert often == drawn(whole, range(9))
-    assert json.dumps(often) == json.dumps(drawn(whole, range(9)))
+    assert often == drawn(options, range(9))
+    assert json.dumps(often) == json.dumps(drawn(options, range(9)))
 
 
 def test_what_was_due_before_the_first_call_is_passed_over():

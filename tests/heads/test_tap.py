@@ -73,8 +73,8 @@ def test_rows_are_from_before_dropout(model, batch, implementation, set_dropout_
         readings = tap.take()
     for reading in readings:
         torch.testing.assert_close(reading.probs.sum(-1), torch.ones_like(reading.probs[..., 0]))
-    kept = torch.einsum("bhts,bshd->bthd", readings[0].probs, readings[0].values)
-    assert not torch.allclose(kept, readings[0].outputs, atol=1e-3)
+    products = torch.einsum("bhts,bshd->bthd", readings[0].probs, readings[0].values)
+    assert not torch.allclose(products, readings[0].outputs, atol=1e-3)
 
 
 def test_queries_and_keys_make_the_rows(family, make_tiny, batch):
@@ -137,15 +137,15 @@ def test_labels_tell_a_decoders_padding(make_tiny, batch):
 
     model = make_tiny("marian", MarianMTModel)
     labels = torch.tensor([[7, 8, 9, 1], [7, 1, -100, -100], [8, 9, 1, -100]])
-    given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     with Tap(model, kinds=("decoder",)) as tap:
         expected = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]]).bool()  # what the decoder reads
-        model(**given, labels=labels)
+        model(**inputs, labels=labels)
         assert torch.equal(tap.take()[0].real.query, expected)
         shifted = model.prepare_decoder_input_ids_from_labels(labels)
-        model(**given, decoder_input_ids=shifted)
+        model(**inputs, decoder_input_ids=shifted)
         assert torch.equal(tap.take()[0].real.query, expected)
-        model(**given, decoder_input_ids=shifted, labels=labels)
+        model(**inputs, decoder_input_ids=shifted, labels=labels)
         assert torch.equal(tap.take()[0].real.query, expected)
 
 

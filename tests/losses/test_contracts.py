@@ -128,7 +128,7 @@ class Elements(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        self.count += sum(each.numel() for each in tree_leaves((args, result)) if isinstance(each, torch.Tensor))
+        self.count += sum(leaf.numel() for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor))
         return result
 
 

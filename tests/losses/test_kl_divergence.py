@@ -14,13 +14,13 @@ def test_it_is_the_mean_over_real_rows(make_rows, shape, seed):
     rows, mask = make_rows(*shape, seed=seed)
     target, _ = make_rows(*shape, seed=seed + 100)
     target = torch.where(rows == 0, 0.0, target)  # keys that are padding are so for both
-    each = [
+    divergences = [
         # the loss adds 1e-9 to probabilities, which tells in rows as small as 1e-7
         kl_div((rows[sample, head, query] + 1e-9).log(), target[sample, head, query], reduction="sum")
         for sample, query in mask.nonzero().tolist()
         for head in range(shape[1])
     ]
-    expected = torch.stack(each).mean() if each else torch.tensor(0.0)
+    expected = torch.stack(divergences).mean() if divergences else torch.tensor(0.0)
     torch.testing.assert_close(kl_divergence(rows, target, mask), expected, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 

@@ -42,14 +42,14 @@ def expected(name, predictions, references):
     if name == "bleu":
         return {"bleu": sacrebleu.corpus_bleu(predictions, [references]).score}
     if name == "bleu-compounds-split":
-        here, there = ([" ".join(words(line)) for line in lines] for lines in (predictions, references))
-        return {"bleu_compounds_split": sacrebleu.corpus_bleu(here, [there], tokenize="none", force=True).score}
+        ours, theirs = ([" ".join(words(line)) for line in lines] for lines in (predictions, references))
+        return {"bleu_compounds_split": sacrebleu.corpus_bleu(ours, [theirs], tokenize="none", force=True).score}
     if name == "perplexity":
         nll = math.fsum(predictions) / int(np.sum(references))
         return {"perplexity": math.exp(nll), "nll": nll}
     if name == "correlation":
         correlations = {"pearson": pearsonr, "spearmanr": spearmanr}
-        return {key: each(predictions, references).statistic for key, each in correlations.items()}
+        return {key: correlation(predictions, references).statistic for key, correlation in correlations.items()}
     if name == "matthews":
         return {"matthews_correlation": matthews_corrcoef(references, predictions)}
     scores = {"accuracy": accuracy_score(references, predictions)}
@@ -75,11 +75,11 @@ def multi_bleu(hypotheses, references):
     for size in range(1, 5):
         right, total = 0, 0
         for hypothesis, reference in zip(hypotheses, references, strict=True):
-            here, there = (
+            ours, theirs = (
                 [tuple(line[i : i + size]) for i in range(len(line) - size + 1)] for line in (hypothesis, reference)
             )
-            right += sum(min(here.count(gram), there.count(gram)) for gram in set(here))
-            total += len(here)
+            right += sum(min(ours.count(gram), theirs.count(gram)) for gram in set(ours))
+            total += len(ours)
         logarithms.append(math.log(right / total))
     lengths = [sum(map(len, lines)) for lines in (hypotheses, references)]
     return 100 * math.exp(min(0.0, 1 - lengths[1] / lengths[0]) + sum(logarithms) / 4)
@@ -99,8 +99,8 @@ def test_batches_add_up_to_the_whole_set_exactly(name, size):
             part = slice(start, start + size)
             metric.add_batch(predictions=predictions[part], references=references[part])
         result = metric.compute()
-        whole = expected(name, predictions, references)
-        assert {key: result[key] for key in whole} == whole
+        expected_scores = expected(name, predictions, references)
+        assert {key: result[key] for key in expected_scores} == expected_scores
         assert set(metric.scores) <= set(result)
         assert all(type(value) is float for value in result.values())
 
@@ -137,11 +137,11 @@ dist.destroy_process_group()
 def in_two_processes(python, rounds, folder):
     """Let each process add its batches to each metric, round by round; gives what each printed."""
     processes = [
-        python.start(PROGRAM, rank, folder / "store", told=json.dumps(work)) for rank, work in enumerate(rounds)
+        python.start(PROGRAM, rank, folder / "store", stdin=json.dumps(work)) for rank, work in enumerate(rounds)
     ]
     done = [process.ended(seconds=100) for process in processes]
-    assert [each.returncode for each in done] == [0, 0], done
-    return [[json.loads(line) for line in each.stdout.splitlines()] for each in done]
+    assert [finished.returncode for finished in done] == [0, 0], done
+    return [[json.loads(line) for line in finished.stdout.splitlines()] for finished in done]
 
 
 def test_two_processes_score_what_both_have(python, tmp_path):
@@ -179,7 +179,7 @@ def test_constant_predictions_correlate_with_nothing():
 def test_a_model_that_diverged():
     for value in (math.nan, math.inf):
         result = score("correlation", [value, 1.0, 2.0], [1.0, 2.0, 3.0])
-        assert all(math.isnan(each) for each in result.values())
+        assert all(math.isnan(number) for number in result.values())
         assert not score("perplexity", [value, 1.0], [1, 1])["perplexity"] < math.inf
     assert score("perplexity", [1e6], [1])["perplexity"] == math.inf
 

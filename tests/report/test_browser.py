@@ -62,15 +62,15 @@ def browse(tmp_path):
 
 def marked(document, name):
     """An attribute of the root element."""
-    found = []
+    values = []
 
     class Root(HTMLParser):
         def handle_starttag(self, tag, attributes):
             if tag == "html":
-                found.append(dict(attributes)[f"data-{name}"])
+                values.append(dict(attributes)[f"data-{name}"])
 
     Root().feed(document)
-    return found[0]
+    return values[0]
 
 
 @pytest.mark.parametrize("width", [1280, 420])

@@ -17,7 +17,7 @@ from collab_compress.report.sections import SECTIONS
 QUICK = ReportOptions(lengths=(4,), rounds=2, kernel_tokens=20, head_sequences=3, input_sequences=3)
 
 
-def whole(context):
+def checked_report(context):
     """Measure every section; all numbers must be finite, and no word of the page may be `nan`."""
     result = make_report(context)
     json.dumps(to_json(result), allow_nan=False)
@@ -33,16 +33,15 @@ def test_other_families_and_their_conversions(family, make_tiny, make_batch):
     model, converted = make_tiny(family), make_tiny(family)
     batches = [make_batch(family, seed=seed) for seed in range(2)]
     compress(converted, Compression(dk=9, solver=Solver(sweeps=2)), calibration=None)
-    found = whole(ReportContext(converted, batches, baseline=model, options=QUICK))
-    assert {each.name for each in found.sections} == set(SECTIONS) - {"attention_maps"}
-    growth = next(t for section in found.sections for t in section.tables if t.name == "growth")
+    report = checked_report(ReportContext(converted, batches, baseline=model, options=QUICK))
+    assert {section.name for section in report.sections} == set(SECTIONS) - {"attention_maps"}
+    growth = next(t for section in report.sections for t in section.tables if t.name == "growth")
     labels = {"albert": ["0", "1", "2"], "marian": ["encoder 0", "encoder 1", "decoder 0", "cross 0"]}[family]
     assert [row[0] for row in growth.rows][: len(labels)] == labels
     blocks = {"albert": ["0"], "marian": ["encoder 0", "encoder 1", "decoder 0", "decoder 1"]}[family]
-    assert [row["layer"] for row in found.table("energy", "dff")] == blocks
-    assert [row["dff"] for row in found.table("cost", "blocks")] == [None] * len(
-        blocks
-    )  # a converted model, as it is
+    assert [row["layer"] for row in report.table("energy", "dff")] == blocks
+    # A converted model is measured as it is, without a suggested dff.
+    assert [row["dff"] for row in report.table("cost", "blocks")] == [None] * len(blocks)
 
 
 @pytest.mark.parametrize(("family", "dk", "dv"), [("bert", None, 10), ("marian", 9, 12)])
@@ -50,16 +49,16 @@ def test_narrow_values(family, dk, dv, make_tiny, make_batch):
     model, converted = make_tiny(family), make_tiny(family)
     batches = [make_batch(family, seed=seed) for seed in range(2)]
     compress(converted, Compression(dk=dk, dv=dv), calibration=None)
-    found = whole(ReportContext(converted, batches, baseline=model, options=QUICK))
-    tables = {table.name: table for section in found.sections for table in section.tables}
+    report = checked_report(ReportContext(converted, batches, baseline=model, options=QUICK))
+    tables = {table.name: table for section in report.sections for table in section.tables}
     for row, cost in zip(tables["values"].rows, module_costs(converted, 128), strict=True):
         dense, narrow = cost.values.dense, cost.values.converted
         numbers = (dv, dense.parameters, narrow.parameters, dense.macs / 1e6, narrow.macs / 1e6)
         assert row[2:] == (*numbers, dense.cache_bytes, narrow.cache_bytes)
     assert ("modules" in tables) == (dk is not None)
     assert len(tables["latency"].rows) == len(tables["values"].rows)
-    assert ("mixing" in found.omitted) == (dk is None)
-    lines = [line for line in found.highlights if f"at dv = {dv}; fewer operations at any length" in line]
+    assert ("mixing" in report.omitted) == (dk is None)
+    lines = [line for line in report.highlights if f"at dv = {dv}; fewer operations at any length" in line]
     assert len(lines) == 1
     assert "Values and outputs: " in lines[0]
     planned = make_report(
@@ -78,26 +77,26 @@ def test_images():
     for layer in model.layers:
         for parameter in layer.mlp.fc1.parameters():
             parameter.data[1:] = parameter.data[0]  # neurons that are alike
-    found = whole(ReportContext(model, calibration_batches("synthetic", model, sequences=4), options=QUICK))
-    [advice] = [action for action in found.actions if "feed-forward" in action]
+    report = checked_report(ReportContext(model, calibration_batches("synthetic", model, sequences=4), options=QUICK))
+    [advice] = [action for action in report.actions if "feed-forward" in action]
     assert "--dff 2 --calibration DIR: every block" in advice
     assert "needs inputs like those that the model reads, as many as there are; with noise it loses" in advice
-    latency = next(t for section in found.sections for t in section.tables if t.name == "latency")
+    latency = next(t for section in report.sections for t in section.tables if t.name == "latency")
     assert {row[1] for row in latency.rows} == {5}  # four patches and one more
 
 
 def test_one_token():
     model = build("gpt2")
-    found = whole(ReportContext(model, [{"input_ids": torch.tensor([[3]])}], options=QUICK))
-    assert "two at least" in found.omitted["similarity"]
-    assert "two sequences at least" in found.omitted["dominance"]
-    assert {"energy", "diversity", "content", "cost"} == {each.name for each in found.sections}
+    report = checked_report(ReportContext(model, [{"input_ids": torch.tensor([[3]])}], options=QUICK))
+    assert "two at least" in report.omitted["similarity"]
+    assert "two sequences at least" in report.omitted["dominance"]
+    assert {"energy", "diversity", "content", "cost"} == {section.name for section in report.sections}
 
 
 def test_one_head(bert, context):
-    found = whole(ReportContext(bert(heads=1, layers=1), context.batches, options=QUICK))
-    assert "single head" in found.omitted["similarity"]
-    diversity = next(each for each in found.sections if each.name == "diversity")
+    report = checked_report(ReportContext(bert(heads=1, layers=1), context.batches, options=QUICK))
+    assert "single head" in report.omitted["similarity"]
+    diversity = next(section for section in report.sections if section.name == "diversity")
     assert diversity.tables[0].rows[0][4] is None  # no distance from others
     assert diversity.tables[0].rows[0][8] is None  # no pair
 
@@ -105,27 +104,27 @@ def test_one_head(bert, context):
 def test_layers_with_one_head_and_with_several(bert, context):
     model = bert()
     prune_heads_(model, {"encoder.layer.0.attention.self": [0, 2]})
-    found = whole(ReportContext(model, context.batches, options=QUICK))
-    heads = next(t for section in found.sections for t in section.tables if t.name == "heads")
+    report = checked_report(ReportContext(model, context.batches, options=QUICK))
+    heads = next(t for section in report.sections for t in section.tables if t.name == "heads")
     assert heads.rows[0][1] is None
     assert heads.rows[1][1] is not None
 
 
 def test_layers_too_wide_together_are_not_compared(context, result, monkeypatch):
     monkeypatch.setattr("collab_compress.report.context.WIDEST", 1)
-    found = make_report(ReportContext(context.model, context.batches, options=context.options), ["similarity"])
-    rows, expected = found.table("similarity", "heads"), result.table("similarity", "heads")
+    report = make_report(ReportContext(context.model, context.batches, options=context.options), ["similarity"])
+    rows, expected = report.table("similarity", "heads"), result.table("similarity", "heads")
     assert [row["most similar heads"] for row in rows] == [row["most similar heads"] for row in expected]
     assert [row["CKA, linear"] for row in rows] == pytest.approx([row["CKA, linear"] for row in expected])
-    assert not any(picture.title == "Similarity of layers" for picture in found.sections[0].pictures)
+    assert not any(picture.title == "Similarity of layers" for picture in report.sections[0].pictures)
 
 
 def test_models_of_different_depths(bert, context):
     other = bert(layers=1)
-    found = make_report(
+    report = make_report(
         ReportContext(context.model, context.batches, baseline=other, options=QUICK), ["similarity", "diversity"]
     )
-    similarity, diversity = found.sections
+    similarity, diversity = report.sections
     assert "The two models were not compared: the models have 2 and 1 attention modules" in similarity.reading
     assert "no growth is given" in diversity.reading
     assert [table.name for table in similarity.tables + diversity.tables] == ["heads", "layers"]
@@ -176,9 +175,9 @@ def token_batches():
 
 def test_a_rotary_model(token_batches):
     """What needs products of query and key weights is left out, and the page says why; the rest is shown."""
-    found = whole(ReportContext(make_rotary("llama"), token_batches, options=QUICK))
-    assert "rotary" in found.omitted["content"]
-    sections = {section.name: section for section in found.sections}
+    report = checked_report(ReportContext(make_rotary("llama"), token_batches, options=QUICK))
+    assert "rotary" in report.omitted["content"]
+    sections = {section.name: section for section in report.sections}
     assert {"energy", "diversity", "dominance"} <= sections.keys()
     assert "Not shown, scores: model.layers.0.self_attn: a rotary position embedding" in sections["energy"].reading
     assert [table.name for table in sections["energy"].tables] == ["dv", "dff"]
@@ -189,23 +188,23 @@ def test_a_rotary_model(token_batches):
 
 def test_a_mixture_of_experts(token_batches):
     """Its blocks are left out, and the page says why."""
-    found = make_report(ReportContext(make_rotary("mixtral"), token_batches, options=QUICK), ["energy", "cost"])
-    energy, cost = found.sections
+    report = make_report(ReportContext(make_rotary("mixtral"), token_batches, options=QUICK), ["energy", "cost"])
+    energy, cost = report.sections
     assert (
         "Not shown, feed-forward blocks: MixtralForCausalLM has no feed-forward block of plain linear"
         in energy.reading
     )
     assert "Feed-forward blocks were not counted: MixtralForCausalLM has no feed-forward block" in cost.reading
     assert [table.name for table in energy.tables] == ["dv"]
-    assert [row["part"] for row in found.table("cost", "layers")] == ["queries and keys", "values and outputs"]
-    assert not any("--dff" in action for action in found.actions)
+    assert [row["part"] for row in report.table("cost", "layers")] == ["queries and keys", "values and outputs"]
+    assert not any("--dff" in action for action in report.actions)
 
 
 def test_blocks_that_no_config_makes_narrower(token_batches):
-    found = make_report(ReportContext(build("bloom"), token_batches, options=QUICK), ["energy"])
-    assert len(found.table("energy", "dff")) == 2
-    assert "No conversion makes these blocks narrower: no attribute of BloomConfig sets" in found.sections[0].reading
-    assert not any("--dff" in action for action in found.actions)
+    report = make_report(ReportContext(build("bloom"), token_batches, options=QUICK), ["energy"])
+    assert len(report.table("energy", "dff")) == 2
+    assert "No conversion makes these blocks narrower: no attribute of BloomConfig sets" in report.sections[0].reading
+    assert not any("--dff" in action for action in report.actions)
 
 
 def test_a_dff_beyond_the_blocks_is_refused(context):

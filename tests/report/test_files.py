@@ -22,9 +22,9 @@ def test_numbers_are_those_that_were_found(folder, result):
     assert stored == json.loads(json.dumps(to_json(result)))
     assert [*stored["sections"]] == [section.name for section in result.sections]
     table = result.sections[0].tables[0]
-    kept = stored["sections"]["energy"]["tables"]["dk"]
-    assert kept["rows"] == [[*row] for row in table.rows]
-    assert kept["columns"][2] == {"name": "sum of heads, 90 %", "unit": "dk"}
+    stored_table = stored["sections"]["energy"]["tables"]["dk"]
+    assert stored_table["rows"] == [[*row] for row in table.rows]
+    assert stored_table["columns"][2] == {"name": "sum of heads, 90 %", "unit": "dk"}
     for section in result.sections:
         assert len(stored["sections"][section.name]["pictures"]) == len(section.pictures)
     assert stored["facts"]["data"].startswith("20 sentences: 20 sequences, ")

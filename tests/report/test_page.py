@@ -63,10 +63,10 @@ def test_actions_lead_and_terms_are_explained_once_in_a_text(page, result):
     assert len(result.actions) == 4
     assert all(line[:20] in first for line in result.actions)
     assert "<table" not in first
-    found = explained("drift & energy, then drift")
-    assert found.count('<a class="term" href="#glossary" title="') == 2
-    assert found.endswith(", then drift")
-    assert "&amp;" in found
+    html = explained("drift & energy, then drift")
+    assert html.count('<a class="term" href="#glossary" title="') == 2
+    assert html.endswith(", then drift")
+    assert "&amp;" in html
     assert "<dt>drift</dt>" in rest
 
 
@@ -79,9 +79,9 @@ def test_a_table_is_read_by_the_names_of_its_columns(result):
 
 def test_nothing_is_fetched_and_everything_is_there(page, result):
     outline = Outline(page)
-    assert all(each.startswith(("#", "data:,")) for each in outline.fetched)
+    assert all(address.startswith(("#", "data:,")) for address in outline.fetched)
     assert not any(word in page for word in ("http:", "https:", "@import", "url("))
-    assert outline.ids == ["overview", "glossary", *(each.name for each in result.sections), "omitted"]
+    assert outline.ids == ["overview", "glossary", *(part.name for part in result.sections), "omitted"]
     for section in result.sections:
         for part in (*section.pictures, *section.tables):
             assert part.title in outline.texts["figcaption"]
@@ -154,8 +154,8 @@ def test_large_maps_are_drawn_in_runs():
     values = tuple(tuple(float(column >= 20) for column in range(40)) for _ in range(30))
     heat = Heatmap("m", values)
     paths = {
-        each.get("fill-opacity"): each.get("d")
-        for each in drawn(draw_heatmap(heat, Heatmaps("P", "R.", "S", (heat,), 0.0, 1.0), 4)).iter("path")
+        path.get("fill-opacity"): path.get("d")
+        for path in drawn(draw_heatmap(heat, Heatmaps("P", "R.", "S", (heat,), 0.0, 1.0), 4)).iter("path")
     }
     assert paths["0"] == "".join(f"M0 {row}h20v1h-20z" for row in range(30))
     assert paths["1"] == "".join(f"M20 {row}h20v1h-20z" for row in range(30))
@@ -191,7 +191,7 @@ def test_curves_run_from_corner_to_corner(log):
     curve = Curve("c", (1, 10, 100), (1.0, 10.0, 100.0))
     panel = Panel("p", (curve, Curve("gap", (1, 10, 100), (1.0, None, 100.0))))
     svg = drawn(draw_panel(panel, Curves("C", "R.", "P", (panel,), "x", "y", 0.0 if not log else None, log=log), {}))
-    paths = [each.get("d") for each in svg.iter("path")]
+    paths = [element.get("d") for element in svg.iter("path")]
     points = [[float(x) for x in point.split()] for point in paths[0][1:].split("L")]
     (left, bottom), middle, (right, top) = points
     assert (left, right) == (46.0, 320.0)
@@ -201,7 +201,7 @@ def test_curves_run_from_corner_to_corner(log):
     assert (middle[0] - left) / (right - left) == pytest.approx(share, abs=1e-3)
     assert paths[1].count("M") == 2  # interrupted
     ticks = {"1", "10", "100"} if log else {"0", "50", "100"}
-    assert {each.text for each in svg.iter("text")} >= ticks
+    assert {element.text for element in svg.iter("text")} >= ticks
 
 
 def test_a_flat_curve_has_axes_too():

@@ -46,27 +46,27 @@ END = [3]  # the tokenizer's, which the config does not name
 
 @pytest.fixture(scope="module")
 def section(result):
-    named = {each.name: each for each in result.sections}
+    named = {part.name: part for part in result.sections}
     return named.__getitem__
 
 
 def table(section, name):
-    (found,) = [each for each in section.tables if each.name == name]
-    return found
+    (match,) = [candidate for candidate in section.tables if candidate.name == name]
+    return match
 
 
 def picture(section, title):
-    (found,) = [each for each in section.pictures if each.title == title]
-    return found
+    (match,) = [candidate for candidate in section.pictures if candidate.title == title]
+    return match
 
 
-def close(found, expected):
+def close(actual, expected):
     """As two passes of a float32 model in batches of different company agree."""
-    assert list(found) == pytest.approx(torch.as_tensor(expected).double().tolist(), rel=1e-5, abs=1e-6)
+    assert list(actual) == pytest.approx(torch.as_tensor(expected).double().tolist(), rel=1e-5, abs=1e-6)
 
 
-def matrices(found, expected):
-    for heat, matrix in zip(found.maps, expected, strict=True):
+def matrices(picture, expected):
+    for heat, matrix in zip(picture.maps, expected, strict=True):
         assert [len(row) for row in heat.values] == [matrix.shape[1]] * matrix.shape[0]
         close([value for row in heat.values for value in row], matrix.flatten())
 
@@ -85,112 +85,121 @@ def enough(energies):
 
 
 def test_energy_of_scores(context, section):
-    found, plain = section("energy"), head_energy(context.model)
+    energy, plain = section("energy"), head_energy(context.model)
     weighed = head_energy(context.model, context.first(8))
     curves = ("product", "shared", "unshared")
-    rows = [(row[0], *row[2:]) for row in table(found, "dk").rows]
+    rows = [(row[0], *row[2:]) for row in table(energy, "dk").rows]
     assert rows == suggested(plain, curves) + suggested(weighed, curves)
-    panel = picture(found, "Energy of each head").panels[5]
+    panel = picture(energy, "Energy of each head").panels[5]
     assert "weighed" in panel.title
     assert len(panel.curves) == 7
     close(panel.curves[1].y, next(iter(weighed.values())).product[1])
     close(panel.curves[-1].y, torch.cat([module.product for module in weighed.values()]).mean(0))
-    close(picture(found, "What a shared dk captures").panels[0].curves[1].y, list(weighed.values())[1].shared)
-    assert f"at most {enough(weighed)}" in found.highlights[0]
+    close(picture(energy, "What a shared dk captures").panels[0].curves[1].y, list(weighed.values())[1].shared)
+    assert f"at most {enough(weighed)}" in energy.highlights[0]
 
 
 def test_energy_of_values(context, section):
-    found, plain = section("energy"), value_energy(context.model)
+    energy, plain = section("energy"), value_energy(context.model)
     weighed = value_energy(context.model, context.first(8))
     curves = ("joined", "narrow")
-    rows = [(row[0], *row[2:]) for row in table(found, "dv").rows]
+    rows = [(row[0], *row[2:]) for row in table(energy, "dv").rows]
     assert rows == suggested(plain, curves) + suggested(weighed, curves)
     first, second = weighed.values()
-    close(picture(found, "What dv captures").panels[1].curves[1].y, second.narrow)
-    close(picture(found, "Energy of each head's values and outputs").panels[1].curves[1].y, first.heads[1])
-    assert f"outputs in every layer: {enough(weighed)} (weighed" in found.highlights[1]
+    close(picture(energy, "What dv captures").panels[1].curves[1].y, second.narrow)
+    close(picture(energy, "Energy of each head's values and outputs").panels[1].curves[1].y, first.heads[1])
+    assert f"outputs in every layer: {enough(weighed)} (weighed" in energy.highlights[1]
 
 
 def test_energy_of_feed_forward_blocks(context, section):
-    found, blocks = section("energy"), feed_forward_energy(context.model, context.first(8))
-    rows = table(found, "dff").rows
+    energy, blocks = section("energy"), feed_forward_energy(context.model, context.first(8))
+    rows = table(energy, "dff").rows
     assert [row[1] for row in rows] == list(blocks)
     assert [(row[0], *row[3:]) for row in rows] == suggested(blocks, ["energy"])
-    curve, (_, block) = picture(found, "What a block loses at dff").panels[0].curves[1], blocks.values()
+    curve, (_, block) = picture(energy, "What a block loses at dff").panels[0].curves[1], blocks.values()
     assert list(curve.x) == block.widths.tolist()
     close(curve.y, list(block.errors))
-    assert f"every feed-forward block: {enough(blocks)} of " in found.highlights[2]
+    assert f"every feed-forward block: {enough(blocks)} of " in energy.highlights[2]
     _, most, more = enough(blocks).split(", ")
-    assert f"begin with collab-compress --dff {most} --calibration texts.txt: every block" in found.actions[1]
-    assert f"(99 % with --dff {more}). Calibration needs texts" in found.actions[1]
+    assert f"begin with collab-compress --dff {most} --calibration texts.txt: every block" in energy.actions[1]
+    assert f"(99 % with --dff {more}). Calibration needs texts" in energy.actions[1]
 
 
 def test_similarity_of_heads_and_layers(context, section):
-    found, heads = section("similarity"), head_covariances(context.model, context.batches)
+    similarity, heads = section("similarity"), head_covariances(context.model, context.batches)
     samples = head_samples(context.model, context.batches, 30)
-    matrices(picture(found, "SVCCA of heads"), [svcca(joint).similarity for joint in heads.values()])
-    matrices(picture(found, "CKA of heads, linear kernel"), [cka(joint) for joint in heads.values()])
+    matrices(picture(similarity, "SVCCA of heads"), [svcca(joint).similarity for joint in heads.values()])
+    matrices(picture(similarity, "CKA of heads, linear kernel"), [cka(joint) for joint in heads.values()])
     layers = layer_covariance(context.model, context.batches)
     kernel = sample_cka([sample.flatten(1) for sample in samples.values()], unbiased=True)
-    matrices(picture(found, "Similarity of layers"), [svcca(layers).similarity, cka(layers), kernel])
-    for row, (name, joint) in zip(table(found, "heads").rows, heads.items(), strict=True):
+    matrices(picture(similarity, "Similarity of layers"), [svcca(layers).similarity, cka(layers), kernel])
+    for row, (name, joint) in zip(table(similarity, "heads").rows, heads.items(), strict=True):
         unbiased = [sample_cka(samples[name], kernel, unbiased=True) for kernel in ("linear", "rbf")]
-        close(row[1:5], [mean_over_pairs(each) for each in (svcca(joint).similarity, cka(joint), *unbiased)])
-    curve = picture(found, "SVCCA coefficients").panels[0].curves[1]
+        close(row[1:5], [mean_over_pairs(matrix) for matrix in (svcca(joint).similarity, cka(joint), *unbiased)])
+    curve = picture(similarity, "SVCCA coefficients").panels[0].curves[1]
     close(curve.y, svcca(list(heads.values())[1]).curve)
 
 
 def test_similarity_of_models(context, section):
-    found = section("similarity")
+    similarity = section("similarity")
     by_head = model_covariances(context.model, context.baseline, context.batches)
-    whole = model_covariances(context.model, context.baseline, context.batches, unit="layer")
-    matrices(picture(found, "CKA of heads, <tiny> & small against other"), [cka(each) for each in by_head.values()])
-    for row, joint in zip(table(found, "models").rows, whole.values(), strict=True):
+    joints = model_covariances(context.model, context.baseline, context.batches, unit="layer")
+    matrices(
+        picture(similarity, "CKA of heads, <tiny> & small against other"),
+        [cka(matrix) for matrix in by_head.values()],
+    )
+    for row, joint in zip(table(similarity, "models").rows, joints.values(), strict=True):
         close(row[1:3], [svcca(joint).mean, float(cka(joint))])
     ours, theirs = (head_samples(model, context.batches, 30) for model in (context.model, context.baseline))
     pairs = [[one.flatten(1), other.flatten(1)] for one, other in zip(ours.values(), theirs.values(), strict=True)]
-    close([row[3] for row in table(found, "models").rows], [sample_cka(pair, unbiased=True)[0, 1] for pair in pairs])
+    close(
+        [row[3] for row in table(similarity, "models").rows],
+        [sample_cka(pair, unbiased=True)[0, 1] for pair in pairs],
+    )
 
 
 def test_diversity(context, section):
-    found, model, batches = section("diversity"), context.model, context.batches
+    diversity, model, batches = section("diversity"), context.model, context.batches
     sure, apart, shared = (
         confidence(model, batches, exclude=END),
         discrepancy(model, batches),
         bhattacharyya(model, batches),
     )
     far = average_distance(model, batches, exclude=())
-    for row, name in zip(table(found, "layers").rows, apart, strict=True):
+    for row, name in zip(table(diversity, "layers").rows, apart, strict=True):
         norms = [apart[name].norm(measure) for measure in ("l2", "cosine", "difference")]
         close(
             [row[1], row[2], *row[4:]],
             [sure[name].mean(), sure[name].max(), far[name].mean(), *norms, mean_over_pairs(shared[name])],
         )
     matrices(
-        picture(found, "AVG_L2 of each head"),
-        [torch.stack([*average_distance(each, batches, exclude=()).values()]) for each in (model, context.baseline)],
+        picture(diversity, "AVG_L2 of each head"),
+        [
+            torch.stack([*average_distance(network, batches, exclude=()).values()])
+            for network in (model, context.baseline)
+        ],
     )
     matrices(
-        picture(found, "Confidence of each head"),
-        [torch.stack([*confidence(each, batches, exclude=END).values()]) for each in (model, context.baseline)],
+        picture(diversity, "Confidence of each head"),
+        [torch.stack([*confidence(network, batches, exclude=END).values()]) for network in (model, context.baseline)],
     )
-    growth = table(found, "growth")
+    growth = table(diversity, "growth")
     before = discrepancy(context.baseline, batches)
     for column, measure in ((1, "difference"), (2, "l2"), (3, "cosine")):
         close([row[column] for row in growth.rows], [*discrepancy_growth(apart, before, measure).values()])
 
 
 def test_patterns(context, section):
-    found, expected = section("patterns"), head_patterns(context.model, context.batches)
+    patterns, expected = section("patterns"), head_patterns(context.model, context.batches)
     titles = ["Entropy of attention", "Distance of attention", "Attention to the previous token"]
     for title, name in zip(titles, expected, strict=False):
-        matrices(picture(found, title), [torch.stack([*expected[name].values()])])
-    for place, row in enumerate(table(found, "patterns").rows):
+        matrices(picture(patterns, title), [torch.stack([*expected[name].values()])])
+    for place, row in enumerate(table(patterns, "patterns").rows):
         close(row[1:], [[*column.values()][place].mean() for column in expected.values()])
 
 
 def test_induction_is_shown_where_a_repeated_sequence_fits(context, section):
-    assert "Induction" not in [each.title for each in section("patterns").pictures]  # 48 tokens are too many
+    assert "Induction" not in [drawing.title for drawing in section("patterns").pictures]  # 48 tokens are too many
     config = copy.deepcopy(context.model.config)
     config.max_position_embeddings = 64
     model = type(context.model)(config).eval()
@@ -199,31 +208,32 @@ def test_induction_is_shown_where_a_repeated_sequence_fits(context, section):
 
 
 def test_attention_maps(context, section):
-    found = section("attention_maps")
+    attention = section("attention_maps")
     maps = attention_maps(context.model, context.tokenizer, context.sentence)
     matrices(
-        picture(found, "Every head's attention"), [head for each in maps.values() for head in each.weights.unbind()]
+        picture(attention, "Every head's attention"),
+        [head for map_ in maps.values() for head in map_.weights.unbind()],
     )
-    first = picture(found, "One word's attention").maps[0]
+    first = picture(attention, "One word's attention").maps[0]
     assert first.columns == ("<s>", "<unk>", "red", "cat", "runs", "</s>")
-    matrices(picture(found, "One word's attention"), [each.of("runs") for each in maps.values()])
+    matrices(picture(attention, "One word's attention"), [map_.of("runs") for map_ in maps.values()])
 
 
 def test_dominance_by_drift(context, section):
-    found = section("dominance")
+    dominance = section("dominance")
     choosing, scoring = split_rows(context.first(6))
     chosen, expected = (dominant_heads(context.model, batches=batches) for batches in (choosing, scoring))
-    matrices(picture(found, "What is lost without each head"), [torch.stack([*expected.changes.values()])])
-    assert [row[2] for row in table(found, "dominant").rows] == [*chosen.dominant.values()]
+    matrices(picture(dominance, "What is lost without each head"), [torch.stack([*expected.changes.values()])])
+    assert [row[2] for row in table(dominance, "dominant").rows] == [*chosen.dominant.values()]
     draws = [
         pruning_curve(context.model, random_importance(context.model, seed=seed), batches=scoring)
         for seed in range(3)
     ]
     random = [sum(point.score for point in points) / 3 for points in zip(*draws, strict=True)]
-    close([row[3] for row in table(found, "pruning").rows], random)
+    close([row[3] for row in table(dominance, "pruning").rows], random)
     points = pruning_curve(context.model, chosen.changes, batches=scoring)
-    close([row[2] for row in table(found, "pruning").rows], [point.score for point in points])
-    assert "6 sequences" in found.reading
+    close([row[2] for row in table(dominance, "pruning").rows], [point.score for point in points])
+    assert "6 sequences" in dominance.reading
 
 
 @pytest.fixture
@@ -248,15 +258,15 @@ def test_dominance_by_score(context, lossy):
 
     model, labelled = lossy
     task = TaskScore("size", score, score, labelled)
-    found = make_report(
+    report = make_report(
         ReportContext(model, context.batches, score=task, options=context.options), ["dominance"]
     ).sections[0]
     expected = dominant_heads(model, score)
     lost = -torch.stack([*expected.changes.values()])
-    matrices(picture(found, "What is lost without each head"), [lost])
+    matrices(picture(report, "What is lost without each head"), [lost])
     points = pruning_curve(model, head_importance(model, labelled), score)
-    close([row[2] for row in table(found, "pruning").rows], [point.score for point in points])
-    assert picture(found, "Pruning curve").y_label == "size"
+    close([row[2] for row in table(report, "pruning").rows], [point.score for point in points])
+    assert picture(report, "Pruning curve").y_label == "size"
 
 
 def test_a_score_that_comes_back_does_not_recommend_pruning_beyond(context, lossy):
@@ -264,54 +274,54 @@ def test_a_score_that_comes_back_does_not_recommend_pruning_beyond(context, loss
     curve = [80, 79, 78, 60, 50, 79, 80, 79, 60, 60, 79]  # at 0, 10, … 100 % of 6 heads; it leaves the tenth at 30 %
     scores = iter([80, *[80] * 6, *curve, *[80] * 33])
     task = TaskScore("accuracy", lambda model: next(scores), lambda model: 80, labelled)
-    found = make_report(ReportContext(model, context.batches, score=task, options=context.options), ["dominance"])
-    [advice] = [action for section in found.sections for action in section.actions if "silenced" in action]
+    report = make_report(ReportContext(model, context.batches, score=task, options=context.options), ["dominance"])
+    [advice] = [action for section in report.sections for action in section.actions if "silenced" in action]
     assert advice.startswith("1 of 6 heads can be silenced before the accuracy changes by more than a tenth")
 
 
 def test_content(context, section):
-    found, shares = section("content"), content_share(context.model, context.first(8))
-    matrices(picture(found, "Content share of each head"), [torch.stack([s.content for s in shares.values()])])
-    matrices(picture(found, "Context share of each head"), [torch.stack([s.context for s in shares.values()])])
-    close([row[1] for row in table(found, "shares").rows], [100 * s.content.mean() for s in shares.values()])
+    content, shares = section("content"), content_share(context.model, context.first(8))
+    matrices(picture(content, "Content share of each head"), [torch.stack([s.content for s in shares.values()])])
+    matrices(picture(content, "Context share of each head"), [torch.stack([s.context for s in shares.values()])])
+    close([row[1] for row in table(content, "shares").rows], [100 * s.content.mean() for s in shares.values()])
 
 
 def test_cost(context, section):
-    found = section("cost")
-    for row, cost in zip(table(found, "modules").rows, module_costs(context.model, dk=6), strict=True):
+    cost_section = section("cost")
+    for row, cost in zip(table(cost_section, "modules").rows, module_costs(context.model, dk=6), strict=True):
         dense, converted = cost.scores.dense, cost.scores.converted
         numbers = (dense.parameters, converted.parameters, dense.macs / 1e6, converted.macs / 1e6)
         assert row[3:8] == (6, *numbers)
         assert row[8] == "any"  # fewer channels than a head has
-    assert [row[1] for row in table(found, "latency").rows] == [4, 4, 8, 8]  # 500 is beyond the positions
-    assert all(row[2] > 0 and row[5] <= row[4] <= row[6] for row in table(found, "latency").rows)
-    assert table(found, "table-1").rows == tuple(tuple(row.values()) for row in paper_table_1())
-    macs = picture(found, "Operations over length").panels[0].curves[0]
+    assert [row[1] for row in table(cost_section, "latency").rows] == [4, 4, 8, 8]  # 500 is beyond the positions
+    assert all(row[2] > 0 and row[5] <= row[4] <= row[6] for row in table(cost_section, "latency").rows)
+    assert table(cost_section, "table-1").rows == tuple(tuple(row.values()) for row in paper_table_1())
+    macs = picture(cost_section, "Operations over length").panels[0].curves[0]
     assert macs.y[3] == sum(cost.scores.dense.macs for cost in module_costs(context.model, 128)) / 1e6
 
 
 def test_cost_of_whole_layers(context, section):
     """Width 24, two layers; the blocks of a dense model are counted at half of their width."""
-    found, (block, _) = section("cost"), context.blocks
+    cost_section, (block, _) = section("cost"), context.blocks
     half = block.width // 2
-    for place, row in enumerate(table(found, "blocks").rows):
+    for place, row in enumerate(table(cost_section, "blocks").rows):
         assert row[:3] == (str(place), context.blocks[place].down, half)
         assert row[3:5] == tuple(2 * 24 * neurons + neurons + 24 for neurons in (block.width, half))
         assert row[5:] == tuple(128 * 2 * 24 * neurons / 1e6 for neurons in (block.width, half))
-    rows = {row[0]: row[1:] for row in table(found, "layers").rows}
+    rows = {row[0]: row[1:] for row in table(cost_section, "layers").rows}
     assert list(rows) == ["queries and keys", "values and outputs", "feed-forward blocks"]
     costs = module_costs(context.model, 128, dk=6)
     scores = [(cost.scores.dense.macs, cost.scores.converted.macs) for cost in costs]
     attention = [2 * sum(pair) / 2e6 for pair in zip(*scores, strict=True)]
     values = 2 * (2 * 128 * 24 * 24 + 128 * 128 * 24) / 1e6
     blocks = [2 * 128 * 2 * 24 * neurons / 1e6 for neurons in (block.width, half)]
-    whole = attention[0] + values + blocks[0]
+    total = attention[0] + values + blocks[0]
     for name, (dense, converted) in zip(rows, (attention, (values, values), blocks), strict=True):
-        close([rows[name][2], rows[name][3], rows[name][4]], [dense, 100 * dense / whole, converted])
-    left = 100 * (attention[1] + values + blocks[1]) / whole
-    share = f"feed-forward blocks {100 * blocks[0] / whole:.0f} %; the converted form has {left:.0f} % of them."
-    assert found.highlights[0].endswith(share)
-    macs = picture(found, "Operations over length").panels[-1]
+        close([rows[name][2], rows[name][3], rows[name][4]], [dense, 100 * dense / total, converted])
+    share_left = 100 * (attention[1] + values + blocks[1]) / total
+    share = f"feed-forward blocks {100 * blocks[0] / total:.0f} %; the converted form has {share_left:.0f} % of them."
+    assert cost_section.highlights[0].endswith(share)
+    macs = picture(cost_section, "Operations over length").panels[-1]
     assert (macs.title, macs.curves[1].y[3]) == ("feed-forward blocks", blocks[1])
     wider = ReportContext(
         context.model, context.batches, options=ReportOptions(dk=6, dff=block.width - 1, lengths=(4,), rounds=2)
@@ -327,12 +337,12 @@ def test_mixing(context, bert):
     for layer, alphas in enumerate(alphas_of(model).values()):
         with torch.no_grad():
             alphas += torch.randn(3, 3, generator=torch.Generator().manual_seed(layer))
-    found = make_report(ReportContext(model, context.batches, options=context.options), ["mixing"]).sections[0]
-    matrices(picture(found, "Mixing matrices"), [*mixing_matrices(model, order=True).values()])
-    alphas = [each.detach() for each in alphas_of(model).values()]
-    matrices(picture(found, "Alphas"), alphas)
-    close([row[4] for row in table(found, "alphas").rows], [skew_symmetry(each) for each in alphas])
+    mixing = make_report(ReportContext(model, context.batches, options=context.options), ["mixing"]).sections[0]
+    matrices(picture(mixing, "Mixing matrices"), [*mixing_matrices(model, order=True).values()])
+    alphas = [matrix.detach() for matrix in alphas_of(model).values()]
+    matrices(picture(mixing, "Alphas"), alphas)
+    close([row[4] for row in table(mixing, "alphas").rows], [skew_symmetry(matrix) for matrix in alphas])
 
 
 def test_every_section_was_tried(result):
-    assert [each.name for each in result.sections] == [name for name in SECTIONS if name != "mixing"]
+    assert [part.name for part in result.sections] == [name for name in SECTIONS if name != "mixing"]

@@ -100,7 +100,7 @@ class ForkingPython:
         *arguments: object,
         folder: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        told: str = "",
+        stdin: str = "",
     ) -> "Fork":
         """Start a program in a fork.
 
@@ -109,13 +109,13 @@ class ForkingPython:
             arguments: of the program.
             folder: where it runs.
             environment: variables that it gets beside those of the server.
-            told: what it reads from standard input.
+            stdin: what it reads from standard input.
         """
         if isinstance(program, Path):
             program, arguments = SCRIPT, (program, *arguments)
         self.runs += 1
         streams = [str(self.folder / f"{self.runs}.{name}") for name in ("stdin", "stdout", "stderr")]
-        Path(streams[0]).write_text(told, encoding="utf-8")
+        Path(streams[0]).write_text(stdin, encoding="utf-8")
         job = {"code": program, "arguments": [str(argument) for argument in arguments], "streams": streams}
         job |= {"folder": str(folder or self.folder), "environment": dict(environment or {})}
         pid = self.ask("start", job)

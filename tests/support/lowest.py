@@ -11,8 +11,8 @@ def lowest_versions() -> dict[str, str]:
     """Return the lower bound of each requirement of the package, and of its extras, that has one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = sum(project["optional-dependencies"].values(), project["dependencies"])
-    found = [re.match(r"([\w.-]+)>=([\w.]+)", line) for line in lines]
-    return {match[1]: match[2] for match in found if match is not None}
+    matches = [re.match(r"([\w.-]+)>=([\w.]+)", line) for line in lines]
+    return {match[1]: match[2] for match in matches if match is not None}
 
 
 if __name__ == "__main__":

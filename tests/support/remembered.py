@@ -22,13 +22,13 @@ class Remembered:
         self.function = function
         self.known: dict[Any, Any] = {}
 
-    def __call__(self, *given: Any, **options: Any) -> Any:
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
         try:
-            key = _key((given, sorted((name, each) for name, each in options.items() if name != "progress")))
+            key = _key((arguments, sorted((name, value) for name, value in options.items() if name != "progress")))
         except OverflowError:
-            return self.function(*given, **options)
+            return self.function(*arguments, **options)
         if key not in self.known:
-            self.known[key] = self.function(*given, **options)
+            self.known[key] = self.function(*arguments, **options)
         return copy.deepcopy(self.known[key])
 
 

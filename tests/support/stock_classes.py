@@ -19,12 +19,12 @@ FILES = {
 
 def folder_of(model_type, name):
     """The folder that has the class of a family: its own, or the only one."""
-    own = model_type_to_module_name(model_type)
-    found = [folder for folder, each in FILES if each == name]
-    if own in found:
-        return own
-    assert len(found) == 1, (model_type, name, found)
-    return found[0]
+    default = model_type_to_module_name(model_type)
+    folders = [folder for folder, class_ in FILES if class_ == name]
+    if default in folders:
+        return default
+    assert len(folders) == 1, (model_type, name, folders)
+    return folders[0]
 
 
 DESCRIBED = {

@@ -116,8 +116,8 @@ def with_states(generator: torch.Generator) -> Batch:
     """Padded tokens, and what cross-attention reads."""
     batch = tokens(generator)
     states = torch.randn(3, 5, WIDTH, generator=generator)
-    seen = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
-    return batch | {"encoder_hidden_states": states, "encoder_attention_mask": seen}
+    encoder_mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
+    return batch | {"encoder_hidden_states": states, "encoder_attention_mask": encoder_mask}
 
 
 def images(generator: torch.Generator) -> Batch:
@@ -186,10 +186,10 @@ def heard_in_frames(generator: torch.Generator) -> Batch:
 
 def both_in_patches(generator: torch.Generator) -> Batch:
     """Padded tokens, and images as SigLIP 2 reads them: patches, padded, and how many there are."""
-    seen = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]])
     shapes = torch.tensor([[2, 3], [2, 2], [1, 2]])
     patches = torch.randn(3, 6, 48, generator=generator)
-    return both(generator) | {"pixel_values": patches, "pixel_attention_mask": seen, "spatial_shapes": shapes}
+    return both(generator) | {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
 
 
 def both_texts(generator: torch.Generator) -> Batch:
@@ -448,11 +448,11 @@ def run(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
         output = model(**batch)
     mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
     towers = [output[name][0] for name in ("text_model_output", "vision_model_output") if name in output]
-    kept = []
+    unpadded = []
     for states in towers or [output[0]]:
         has_mask = mask is not None and mask.shape == states.shape[:2]
-        kept.append(states[mask.bool()] if has_mask else states)
-    return torch.cat([states.flatten() for states in kept]) if towers else kept[0]
+        unpadded.append(states[mask.bool()] if has_mask else states)
+    return torch.cat([states.flatten() for states in unpadded]) if towers else unpadded[0]
 
 
 ROTARY_SIZES = {**ENCODER, "hidden_size": 32, "num_attention_heads": 4}

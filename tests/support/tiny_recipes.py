@@ -6,8 +6,8 @@ from typing import Any
 
 def mrpc(model: Path, data_dir: Path, output: Path, *more: str) -> list[str]:
     """Return the settings of a recipe on MRPC; later ones replace earlier ones."""
-    given = f"task=mrpc model={model} data_dir={data_dir} output={output} max_length=24 trackers=[]"
-    return [*given.split(), *more]
+    settings = f"task=mrpc model={model} data_dir={data_dir} output={output} max_length=24 trackers=[]"
+    return [*settings.split(), *more]
 
 
 def make_record(task: str, method: str, stage: str, seed: int, score: float, **more: Any) -> dict[str, Any]:

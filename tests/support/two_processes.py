@@ -14,7 +14,7 @@ from accelerate import DistributedType
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 
-def run_both(function: Callable[..., Any], *given: Any, seconds: float = 240) -> list[Any]:
+def run_both(function: Callable[..., Any], *arguments: Any, seconds: float = 240) -> list[Any]:
     """Call `function(rank, *given)` in both, and give what they return; what one of them raises fails the test."""
     context = multiprocessing.get_context("fork")
     with socket.socket() as free:
@@ -22,7 +22,8 @@ def run_both(function: Callable[..., Any], *given: Any, seconds: float = 240) ->
         port = free.getsockname()[1]
     results = context.Queue()
     processes = [
-        context.Process(target=_run, args=(rank, port, results, function, given), daemon=True) for rank in range(2)
+        context.Process(target=_run, args=(rank, port, results, function, arguments), daemon=True)
+        for rank in range(2)
     ]
     for process in processes:
         process.start()
@@ -40,7 +41,7 @@ def run_both(function: Callable[..., Any], *given: Any, seconds: float = 240) ->
     return [returned[rank] for rank in range(2)]
 
 
-def _run(rank: int, port: int, results: Any, function: Callable[..., Any], given: tuple[Any, ...]) -> None:
+def _run(rank: int, port: int, results: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -49,7 +50,7 @@ def _run(rank: int, port: int, results: Any, function: Callable[..., Any], given
     try:
         torch.distributed.init_process_group("gloo")
         buffer = io.BytesIO()
-        torch.save(function(rank, *given), buffer)  # in bytes, for shared memory is gone when the process ends
+        torch.save(function(rank, *arguments), buffer)  # in bytes, for shared memory is gone when the process ends
         results.put((rank, None, buffer.getvalue()))
     except BaseException:
         results.put((rank, traceback.format_exc(), None))
@@ -65,8 +66,8 @@ def sharding_on_cpus() -> Iterator[None]:
     """Let Accelerate shard, which it does on accelerators only, though PyTorch does it on CPUs too."""
     stock = AcceleratorState.__init__
 
-    def init(self: Any, *given: Any, fsdp_plugin: Any = None, **options: Any) -> None:
-        stock(self, *given, fsdp_plugin=fsdp_plugin, **options)
+    def init(self: Any, *arguments: Any, fsdp_plugin: Any = None, **options: Any) -> None:
+        stock(self, *arguments, fsdp_plugin=fsdp_plugin, **options)
         if fsdp_plugin is not None:
             self.fsdp_plugin = fsdp_plugin
             for state in (self, PartialState()):

@@ -42,9 +42,9 @@ def pairs():
 
 def test_pairs_equal_the_tokenizer_row_by_row(pairs, minilm_tokenizer):
     encoded = encode_classification(pairs, minilm_tokenizer, max_length=8)
-    for row, given in zip(encoded["train"], pairs["train"], strict=True):
-        expected = minilm_tokenizer(given["text"], given["text_pair"], truncation=True, max_length=8)
-        assert row == {**expected, "labels": given["label"]}
+    for row, pair in zip(encoded["train"], pairs["train"], strict=True):
+        expected = minilm_tokenizer(pair["text"], pair["text_pair"], truncation=True, max_length=8)
+        assert row == {**expected, "labels": pair["label"]}
     assert max(map(len, encoded["train"]["input_ids"])) == 8
     assert encoded["train"][0]["token_type_ids"] == [0, 0, 0, 0, 1, 1, 1]
 

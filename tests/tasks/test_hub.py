@@ -11,15 +11,15 @@ from collab_compress.tasks import TASKS, load_task
 @pytest.fixture
 def hub(monkeypatch):
     """Put a data set on the hub, of the columns given, with every split that is named; gives what was asked for."""
-    asked = []
+    requests = []
 
     def put(splits, columns, features=None):
         def load_dataset(path, **options):
-            asked.append((path, options))
+            requests.append((path, options))
             return DatasetDict(dict.fromkeys(splits, Dataset.from_dict(columns, features=features)))
 
         monkeypatch.setattr("collab_compress.tasks.load.load_dataset", load_dataset)
-        return asked
+        return requests
 
     return put
 
@@ -31,9 +31,9 @@ def labelled(names, **texts):
 def test_glue(hub):
     columns = {"sentence1": ["one", "two"], "sentence2": ["a", "b"], "label": [1, -1], "idx": [0, 1]}
     features = {**labelled(["not_equivalent", "equivalent"], sentence1=0, sentence2=0), "idx": Value("int32")}
-    asked = hub(["train", "validation", "test", "other"], columns, Features(features))
+    requests = hub(["train", "validation", "test", "other"], columns, Features(features))
     data = load_task("mrpc")
-    assert asked == [("nyu-mll/glue", {"name": "mrpc"})]
+    assert requests == [("nyu-mll/glue", {"name": "mrpc"})]
     assert list(data) == ["train", "validation", "test"]
     assert data["train"].to_list() == [
         {"text": "one", "text_pair": "a", "label": 1},
@@ -72,10 +72,10 @@ def test_labels_by_name_have_the_numbers_of_our_table(hub):
 
 
 def test_translation(hub):
-    asked = hub(["train"], {"translation": [{"de": "ein", "en": "one"}]})
+    requests = hub(["train"], {"translation": [{"de": "ein", "en": "one"}]})
     assert load_task("wmt14")["train"].to_list() == [{"source": "ein", "target": "one"}]
     assert load_task("wmt16", source="en", target="de")["train"].to_list() == [{"source": "one", "target": "ein"}]
-    assert asked == [("wmt/wmt14", {"name": "de-en"}), ("wmt/wmt16", {"name": "de-en"})]
+    assert requests == [("wmt/wmt14", {"name": "de-en"}), ("wmt/wmt16", {"name": "de-en"})]
     hub(["train"], {"en": ["one"], "de": ["ein"]})
     assert load_task("multi30k")["train"].to_list() == [{"source": "ein", "target": "one"}]
     with pytest.raises(DataError, match="bentrevett/multi30k has no column 'fr'; it has en, de"):
@@ -83,10 +83,10 @@ def test_translation(hub):
 
 
 def test_what_only_its_conversion_has(hub):
-    asked = hub(["train"], {"sentence": ["no it was n't"]})
+    requests = hub(["train"], {"sentence": ["no it was n't"]})
     assert load_task("ptb")["train"].to_list() == [{"text": "no it was n't"}]
     options = {"data_dir": "penn_treebank", "revision": "refs/convert/parquet"}
-    assert asked == [("ptb-text-only/ptb_text_only", options)]
+    assert requests == [("ptb-text-only/ptb_text_only", options)]
 
 
 def test_a_label_out_of_range(hub):

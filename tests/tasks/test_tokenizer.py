@@ -93,9 +93,11 @@ def test_start_lower_case_and_pairs():
 
 def test_the_same_texts_give_the_same_tokenizer_in_another_process(python):
     tokenizers = [train_tokenizer(TEXTS, 120, "bpe"), train_tokenizer(TEXTS, 40, "word")]
-    here = hashlib.sha256("".join(each.backend_tokenizer.to_str() for each in tokenizers).encode()).hexdigest()
-    done = python(PROGRAM, told=repr(TEXTS), environment={"TOKENIZERS_PARALLELISM": "true"})
-    assert done.stdout.strip() == here
+    digest = hashlib.sha256(
+        "".join(trained.backend_tokenizer.to_str() for trained in tokenizers).encode()
+    ).hexdigest()
+    done = python(PROGRAM, stdin=repr(TEXTS), environment={"TOKENIZERS_PARALLELISM": "true"})
+    assert done.stdout.strip() == digest
 
 
 def test_nothing_is_printed(capfd):

@@ -15,7 +15,7 @@ from collab_compress.training import LOSSES, AlphasOptions, DropHeadOptions, Hea
 @pytest.fixture
 def make_undropped(make_tiny, set_dropout_):
     """Tiny models in training mode, without dropout."""
-    return lambda *given: set_dropout_(make_tiny(*given), 0.0).train()
+    return lambda *arguments: set_dropout_(make_tiny(*arguments), 0.0).train()
 
 
 @pytest.mark.parametrize("loss", sorted(LOSSES))

@@ -193,14 +193,14 @@ class Seeded(HeadTrainer):
     def _get_train_sampler(self, *_):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
-    def compute_loss(self, *given, **options):
+    def compute_loss(self, *arguments, **options):
         alone = self.args.world_size == 1
         rank = self.passes % 2 if alone else self.args.process_index
         if self._callback.session is not None:
             draw_as(self._callback.session, rank)
         torch.manual_seed(2 * self.state.global_step + rank)
         self.passes += 1
-        return super().compute_loss(*given, **options)
+        return super().compute_loss(*arguments, **options)
 
 
 def trainer_of(case, folder, sharded):
@@ -287,7 +287,7 @@ def zero_process(rank, case):
     optimizer.consolidate_state_dict(to=0)
     results = [copy.deepcopy((optimizer.state_dict(), model.state_dict(), first.state())) if rank == 0 else None]
     torch.distributed.broadcast_object_list(results)
-    kept = len(optimizer.optim.state)
+    state_count = len(optimizer.optim.state)
     first.run((2,))
     first.session.close()
 
@@ -298,14 +298,14 @@ def zero_process(rank, case):
     second.session.load_state_dict(results[0][2])
     second.run((2,))
     ends = [(model.state_dict(), first.state()), (stock.state_dict(), second.state())]
-    return kept, [(weights, state["rotation"]["history"]) for weights, state in ends]
+    return state_count, [(weights, state["rotation"]["history"]) for weights, state in ends]
 
 
 @pytest.mark.parametrize("case", ["collaborative", pytest.param("dense", marks=pytest.mark.slow)], indirect=True)
 def test_moments_that_processes_share_move_with_the_heads(case):
     weights, history = expected(case)
     results = run_both(zero_process, case)
-    assert all(0 < kept < len(list(case[1].parameters())) for kept, _ in results)
+    assert all(0 < state_count < len(list(case[1].parameters())) for state_count, _ in results)
     for got, events in results[0][1] + results[1][1]:
         assert events == history
         torch.testing.assert_close(got, weights, atol=1e-9, rtol=1e-7)
@@ -315,9 +315,9 @@ FIRST, SECOND = "encoder.layer.0.attention.self", "encoder.layer.1.attention.sel
 PAIR = [((FIRST, 0), (SECOND, 1))]
 
 
-def refusal(call, *given, **options):
+def refusal(call, *arguments, **options):
     try:
-        call(*given, **options)
+        call(*arguments, **options)
     except (CompressionError, HeadError, TypeError) as error:
         return str(error)
     return "nothing was refused"
@@ -371,8 +371,8 @@ def refusals_process(rank, model, batch, folder):
 
     mixed = copy.deepcopy(model)
     mix_heads_(mixed)
-    for each in (model, mixed):
-        fully_shard(each)
+    for network in (model, mixed):
+        fully_shard(network)
     results["mix"] = refusal(mix_heads_, model)
     results["compress"] = refusal(compress, model, Compression(dk=8), None)
     converted = copy.deepcopy(dense)

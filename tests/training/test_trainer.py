@@ -290,20 +290,20 @@ def test_a_language_model_that_counts_its_items_keeps_the_stock_loss(tmp_path):
     assert trainer._takes_mean is False
 
 
-@pytest.mark.parametrize("own", ["labels", "smoothed", "function"])
+@pytest.mark.parametrize("loss_from", ["labels", "smoothed", "function"])
 @pytest.mark.parametrize("task", [regression, translation])
-def test_with_nothing_on_it_is_the_stock_trainer(task, own, make_tiny, tmp_path):
+def test_with_nothing_on_it_is_the_stock_trainer(task, loss_from, make_tiny, tmp_path):
     """Bit for bit, dropout included, in weights and logs, though the stock one adds up losses over passes."""
-    if task is regression and own == "smoothed":
+    if task is regression and loss_from == "smoothed":
         pytest.skip("labels of a regression cannot be smoothed")
     actual = []
     for trainer_class in (Trainer, HeadTrainer):
         model, data = task(make_tiny, lambda model, _: model)
         trainer = trainer_class(
             model,
-            arguments(tmp_path, size=2, passes=3, label_smoothing_factor=0.1 if own == "smoothed" else 0.0),
+            arguments(tmp_path, size=2, passes=3, label_smoothing_factor=0.1 if loss_from == "smoothed" else 0.0),
             train_dataset=data,
-            compute_loss_func=squared if own == "function" else None,
+            compute_loss_func=squared if loss_from == "function" else None,
         )
         weights = final_weights(trainer)
         timeless = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
@@ -356,21 +356,21 @@ def test_a_trainer_that_says_how_its_loss_is_scaled(scaled, make_tiny, set_dropo
     torch.testing.assert_close(weights[1], weights[0], atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("own", ["labels", "smoothed", "function"])
-def test_the_gradient_is_that_of_loss_plus_penalty(own, make_tiny, set_dropout_, tmp_path):
+@pytest.mark.parametrize("loss_from", ["labels", "smoothed", "function"])
+def test_the_gradient_is_that_of_loss_plus_penalty(loss_from, make_tiny, set_dropout_, tmp_path):
     """Against one step by hand; the labels keep their meaning whoever computes the loss."""
     model, data = translation(make_tiny, set_dropout_)
     other, _ = translation(make_tiny, set_dropout_)
-    more = {"label_smoothing_factor": 0.1} if own == "smoothed" else {}
-    loss = doubled if own == "function" else None
+    more = {"label_smoothing_factor": 0.1} if loss_from == "smoothed" else {}
+    loss = doubled if loss_from == "function" else None
     trainer = trainer_of(model, tmp_path, PENALTIES, data, loss=loss, **ONE_STEP, size=8, **more)
-    given = {key: torch.stack([row[key] for row in data]) for key in data[0]}
+    batch = {key: torch.stack([row[key] for row in data]) for key in data[0]}
     trainer.train()
     session = HeadSession(other.train(), PENALTIES)
-    logits = other(given["input_ids"], given["attention_mask"], decoder_input_ids=given["decoder_input_ids"]).logits
-    smoothing = 0.1 if own == "smoothed" else 0.0
-    loss = cross_entropy(logits.flatten(0, 1), given["labels"].flatten(), label_smoothing=smoothing)
-    loss = 2 * loss if own == "function" else loss
+    logits = other(batch["input_ids"], batch["attention_mask"], decoder_input_ids=batch["decoder_input_ids"]).logits
+    smoothing = 0.1 if loss_from == "smoothed" else 0.0
+    loss = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), label_smoothing=smoothing)
+    loss = 2 * loss if loss_from == "function" else loss
     (loss + session.penalty()).backward()
     for (name, parameter), actual in zip(other.named_parameters(), model.parameters(), strict=True):
         if parameter.grad is not None:
@@ -392,11 +392,11 @@ def test_evaluation_has_no_penalty(make_tiny, tmp_path):
 
 
 def test_a_subclass_keeps_its_ways(make_tiny, tmp_path):
-    seen = []
+    labels = []
 
     class Own(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            seen.append(inputs["labels"])
+            labels.append(inputs["labels"])
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     class OwnHeads(HeadTrainerMixin, Own):
@@ -404,9 +404,9 @@ def test_a_subclass_keeps_its_ways(make_tiny, tmp_path):
 
     trainer = trainer_of(classifier(make_tiny), tmp_path, PENALTIES, trainer_class=OwnHeads, max_steps=2)
     trainer.train()
-    assert len(seen) == 2
+    assert len(labels) == 2
     trainer.train()  # again
-    assert len(seen) == 4
+    assert len(labels) == 4
 
 
 def test_checkpoints_reload(make_tiny, tmp_path):
@@ -631,12 +631,12 @@ def test_validation_data_may_be_several(make_tiny, tmp_path):
 
 def test_alphas_that_would_silently_not_train_are_refused(make_tiny, tmp_path):
     model = classifier(make_tiny)
-    own = torch.optim.SGD(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters())
     trainer = HeadTrainer(
         model,
         arguments(tmp_path),
         train_dataset=dataset(),
-        optimizers=(own, None),
+        optimizers=(optimizer, None),
         head_training=HeadTraining(alphas=AlphasOptions()),
     )
     with pytest.raises(HeadError, match="the optimizer does not step the alphas"):
