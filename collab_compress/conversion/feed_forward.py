@@ -116,12 +116,12 @@ def _neurons(
     model: PreTrainedModel, layer: nn.Module, batch: Batch, change: tuple[nn.Module, Tensor] | None = None
 ) -> Tensor:
     """Return the inputs (n, N) of a layer's first call, with some outputs of another layer's first call changed."""
-    seen: list[Tensor] = []
+    inputs: list[Tensor] = []
     changed: list[Tensor] = []
 
     def record(_: nn.Module, args: Any) -> None:
-        if not seen:
-            seen.append(args[0].reshape(-1, args[0].shape[-1]).clone())
+        if not inputs:
+            inputs.append(args[0].reshape(-1, args[0].shape[-1]).clone())
 
     def alter(_: nn.Module, __: Any, output: Tensor) -> Tensor | None:
         if change is None or changed:
@@ -132,7 +132,7 @@ def _neurons(
     up = layer if change is None else change[0]
     with layer.register_forward_pre_hook(record), up.register_forward_hook(alter):
         run_batch(model, batch)
-    return seen[0].float().cpu()
+    return inputs[0].float().cpu()
 
 
 def narrower_config(model: PreTrainedModel, blocks: Sequence[FeedForward], width: int) -> PretrainedConfig:
@@ -234,7 +234,7 @@ def cut_(model: PreTrainedModel, block: FeedForward, kept: Tensor) -> None:
 def adopt_(model: PreTrainedModel, config: PretrainedConfig) -> None:
     """Set the widths of `config` in the model's own config, and in the numbers that modules keep of it, in place."""
     with torch.device("meta"):
-        narrower, dense = (type(model)(copy.deepcopy(each)) for each in (config, model.config))
+        narrower, dense = (type(model)(copy.deepcopy(width_config)) for width_config in (config, model.config))
     modules, before = dict(model.named_modules()), dict(dense.named_modules())
     for name, module in narrower.named_modules():
         for attribute, value in vars(module).items():

@@ -137,18 +137,18 @@ class Layers:
             return None
         widths: list[_Widths] = []
         for module in self.attention:
-            found = module.dense if attention >= 1 else module.widest(form, attention)
-            if found is None:
+            module_widths = module.dense if attention >= 1 else module.widest(form, attention)
+            if module_widths is None:
                 return None
-            widths.append(found)
+            widths.append(module_widths)
         spent = sum(module.macs for module in widths)
         dff = self._neurons(self.keep * self.macs - spent)
         if (dff is None and self.blocks) or (not self.blocks and attention > self.keep):
             return None
         modules = {}
-        for module, own in zip(self.attention, widths, strict=True):
+        for module, chosen in zip(self.attention, widths, strict=True):
             if attention < 1:
-                modules[module.site.name] = self._compression(form, own.dk, own.dv, dff)
+                modules[module.site.name] = self._compression(form, chosen.dk, chosen.dv, dff)
         compression = next(iter(modules.values())) if modules else self._compression(form, None, None, dff)
         return Candidate(compression, modules, attention, (spent + (dff or 0) * self.macs_per_neuron) / self.macs)
 

@@ -291,16 +291,16 @@ def _forward_passes(model: PreTrainedModel, batches: Sequence[Batch]) -> Iterato
     try:
         yield passes
     finally:
-        for each in passes:
-            each.end()
+        for forward in passes:
+            forward.end()
 
 
 def _advance(passes: Sequence[_Pass]) -> int | None:
     """Run all passes to their next stop, one after the other, and return which writer that is; None at the end."""
-    for each in passes:
-        each.go_on()
+    for forward in passes:
+        forward.go_on()
     _trim_memory()
-    places = {each.place for each in passes}
+    places = {forward.place for forward in passes}
     if len(places) != 1:
         raise CalibrationError("batches take different ways through the model; pass batches of one kind")
     return places.pop()
@@ -450,7 +450,7 @@ def of_first_process(results: Sequence[Refitted]) -> list[Refitted]:
     def sent(tensor: Tensor | None) -> Any:
         return None if tensor is None else broadcast(tensor.to(device)).to(tensor.device)
 
-    return [Refitted(each.report, sent(each.weight), sent(each.bias), sent(each.kept)) for each in results]
+    return [Refitted(result.report, sent(result.weight), sent(result.bias), sent(result.kept)) for result in results]
 
 
 def install_refits(model: PreTrainedModel, results: Sequence[Refitted], blocks: Sequence[FeedForward] = ()) -> None:

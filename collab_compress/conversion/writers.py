@@ -119,11 +119,11 @@ class _Seen(NamedTuple):
 def _find_sum(model: PreTrainedModel, layer_name: str, batch: Batch) -> tuple[str, str, Tensor] | None:
     """Return where the outputs of a layer have been added to something: path, "inputs" or "outputs", and gain."""
     layer = model.get_submodule(layer_name)
-    with _watched(model, layer) as seen:
+    with _watched(model, layer) as unchanged:
         run_batch(model, batch)
-    if not seen:
+    if not unchanged:
         return None
-    outputs = seen[0].value
+    outputs = unchanged[0].value
     generator = torch.Generator().manual_seed(0)
     size = torch.rand(outputs.shape[:-1], generator=generator, device="cpu")[..., None] + 0.5
     noise = torch.randn(outputs.shape, generator=generator, device="cpu")
@@ -133,7 +133,7 @@ def _find_sum(model: PreTrainedModel, layer_name: str, batch: Batch) -> tuple[st
     tolerance = ROUNDED if outputs.dtype in (torch.float16, torch.bfloat16) else EXACT
     added = change.float().flatten(0, -2)
     normalised = False
-    for before, after in zip(seen[1:], changed[1:], strict=False):
+    for before, after in zip(unchanged[1:], changed[1:], strict=False):
         if before[:2] != after[:2] or before.value.shape != after.value.shape:  # a router sent tokens elsewhere
             return None
         difference = (after.value.float() - before.value.float()).reshape(added.shape)
@@ -152,18 +152,18 @@ def _find_sum(model: PreTrainedModel, layer_name: str, batch: Batch) -> tuple[st
 @contextmanager
 def _watched(model: PreTrainedModel, layer: nn.Module, change: Tensor | None = None) -> Iterator[list[_Seen]]:
     """Record the first outputs of `layer`, to which `change` is added, and what modules read and return after it."""
-    seen: list[_Seen] = []
+    recorded: list[_Seen] = []
 
     def begin(_: nn.Module, __: Any, output: Tensor) -> Tensor | None:
-        if seen:
+        if recorded:
             return None
-        seen.append(_Seen("", "", output.clone()))
+        recorded.append(_Seen("", "", output.clone()))
         return None if change is None else output + change
 
     def record(name: str, shown: str, values: Any) -> None:
-        stream = stream_of(values, seen[0].value.shape) if seen else None
+        stream = stream_of(values, recorded[0].value.shape) if recorded else None
         if stream is not None:
-            seen.append(_Seen(name, shown, stream.clone()))
+            recorded.append(_Seen(name, shown, stream.clone()))
 
     def on_inputs(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         record(name, "inputs", (*args, *kwargs.values()))
@@ -177,7 +177,7 @@ def _watched(model: PreTrainedModel, layer: nn.Module, change: Tensor | None = N
             hooks.enter_context(module.register_forward_pre_hook(partial(on_inputs, name), with_kwargs=True))
             if module is not layer:
                 hooks.enter_context(module.register_forward_hook(partial(on_outputs, name)))
-        yield seen
+        yield recorded
 
 
 def stream_of(values: Any, shape: torch.Size) -> Tensor | None:

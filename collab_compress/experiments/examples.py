@@ -64,14 +64,14 @@ def read_examples(path: Path, records: Mapping[str, Mapping[str, Any]]) -> dict[
         RecipeError: a file of outcomes cannot be read.
     """
     if path.is_dir():
-        found = {}
+        outcomes = {}
         for place, record in records.items():
             files = {
                 split: Path(place).parent / f"{split}{ENDING}" for split in scored_splits(record.get("metrics") or ())
             }
             if files and all(file.is_file() for file in files.values()):
-                found[place] = {split: _load(file) for split, file in files.items()}
-        return found
+                outcomes[place] = {split: _load(file) for split, file in files.items()}
+        return outcomes
     file = path.with_suffix(ENDING)
     if not file.is_file():
         return {}

@@ -147,8 +147,8 @@ def _at_scale(settings: Settings, where: str) -> Settings:
         return settings
     fields = scales.get(chosen) if isinstance(chosen, str) else None
     if not isinstance(fields, Mapping):
-        there = f"expected one of {', '.join(map(str, scales))}, each with fields" if scales else "the sweep has none"
-        raise RecipeError(f"{where}: scale is {chosen!r}; {there}")
+        known = f"expected one of {', '.join(map(str, scales))}, each with fields" if scales else "the sweep has none"
+        raise RecipeError(f"{where}: scale is {chosen!r}; {known}")
     return _merged({**settings, "scale": chosen}, fields)
 
 

@@ -143,8 +143,8 @@ def evaluate(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder:
 
     Each process has the whole model, whether training shards it or not.
     """
-    kept = {name: value for name, value in tuning.arguments.items() if name in EVALUATION}
-    trainer = _trainer(workload, model, Tuning(arguments=kept), folder)
+    arguments = {name: value for name, value in tuning.arguments.items() if name in EVALUATION}
+    trainer = _trainer(workload, model, Tuning(arguments=arguments), folder)
     results = {split: workload.score(trainer, split, workload.data[split], folder) for split in workload.scored()}
     log_scores(trainer, workload.recipe, folder, results)
     # they are still there if the process was killed after it saved the model

@@ -273,8 +273,8 @@ def read_sentences(path: Path, encoding: str = "utf-8") -> Iterator[tuple[Place,
     tagged = path.name.startswith("train.tags.")
     for place, line in read_lines(path, encoding):
         if segments:
-            if found := SEGMENT.search(line):
-                yield place, unescape(found[1], ENTITIES).strip()
+            if segment := SEGMENT.search(line):
+                yield place, unescape(segment[1], ENTITIES).strip()
             elif "<seg" in line:
                 raise malformed(place, "a <seg> does not end on its line")
         elif not tagged:

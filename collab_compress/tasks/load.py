@@ -250,17 +250,17 @@ def load_task(
         if files:
             raise DataError(f"{name}: files are relative to a folder; pass data_dir too")
         return load_hub(task, languages, splits, progress, num_proc)
-    layout, found = find_files(task, Path(data_dir).expanduser(), languages, splits)
+    layout, paths = find_files(task, Path(data_dir).expanduser(), languages, splits)
 
     def read(split: str) -> Iterable[Row]:
-        rows = _rows(task, layout, found[split], split)
+        rows = _rows(task, layout, paths[split], split)
         return tqdm(rows, desc=f"{name} {split}", unit=" rows", disable=not progress)
 
     if num_proc is not None:
         return DatasetDict(
-            {split: _on_disk(partial(read, split), task, layout, found[split], split) for split in found}
+            {split: _on_disk(partial(read, split), task, layout, paths[split], split) for split in paths}
         )
-    return DatasetDict({split: _in_memory(read(split), task.features, split) for split in found})
+    return DatasetDict({split: _in_memory(read(split), task.features, split) for split in paths})
 
 
 def task_files(
@@ -281,8 +281,8 @@ def task_files(
         DataError: no such task, or files are missing.
     """
     task, languages = _resolve(name, source, target, files, train)
-    _, found = find_files(task, Path(data_dir).expanduser(), languages, None)
-    return {split: list(chain.from_iterable(parts)) for split, parts in found.items()}
+    _, paths = find_files(task, Path(data_dir).expanduser(), languages, None)
+    return {split: list(chain.from_iterable(parts)) for split, parts in paths.items()}
 
 
 def _resolve(

@@ -260,20 +260,20 @@ def attention_maps(context: ReportContext) -> Section:
 
 def patterns(context: ReportContext) -> Section:
     """Return how spread the attention of each head is, how far it reaches, and which tokens it goes to."""
-    found = context.heads.patterns.result()
+    measured = context.heads.patterns.result()
     with suppress(HeadError, CalibrationError):  # the model reads no tokens, or not as many
-        found["induction"] = analysis.induction(context.model, progress=context.progress("induction"))
+        measured["induction"] = analysis.induction(context.model, progress=context.progress("induction"))
     pictures: list[Picture] = []
-    for name, heads in found.items():
+    for name, heads in measured.items():
         high = max(float(values.max()) for values in heads.values()) if name in UNBOUNDED else 1.0
         layers = [context.layer_map("", heads)]
         pictures.append(Heatmaps(*PATTERNS[name], maps=layers, high=high, row_label="layer"))
     records: list[dict[str, Cell]] = []
-    for module in found["entropy"]:
-        means = {name: float(heads[module].mean()) if module in heads else None for name, heads in found.items()}
+    for module in measured["entropy"]:
+        means = {name: float(heads[module].mean()) if module in heads else None for name, heads in measured.items()}
         records.append({"layer": context.label(module), **means})
     highlights = []
-    for name, heads in found.items():
+    for name, heads in measured.items():
         if name not in UNBOUNDED and heads:
             strong = int((torch.cat(list(heads.values())) > MOSTLY).sum())
             highlights.append(f"{strong} of {sum(map(len, heads.values()))} heads attend mostly to the {AIMS[name]}.")
