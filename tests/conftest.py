@@ -90,14 +90,14 @@ torch.save(first, target + "/output.pt")
 
 
 def pytest_collection_finish() -> None:
-    """Leave all that is imported and collected out of the search for garbage, and for what refers to a config."""
+    """Freeze what is imported and collected, so that garbage collection and searches for referrers skip it."""
     gc.set_threshold(20_000)
     gc.collect()
     gc.freeze()
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After a file, leave out what its tests imported and remembered too."""
+    """After each file, freeze what its tests imported and remembered too."""
     if nextitem is not None and nextitem.path != item.path:
         pytest_collection_finish()
 
@@ -107,25 +107,25 @@ REMEMBERED = Remembered(plan.factorize)
 
 @pytest.fixture(autouse=True)
 def compiled_anew(request: pytest.FixtureRequest) -> None:
-    """What earlier tests compiled does not count for the number of times that a function may be compiled."""
+    """Reset the compiler, so that earlier tests do not count towards the recompilation limit."""
     if "compile" in request.node.name:
         torch.compiler.reset()
 
 
 @pytest.fixture(autouse=True)
 def decomposed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny heads that were decomposed before are not decomposed again, but for tests that use `decomposed_anew`."""
+    """Reuse decompositions of tiny heads between tests, except in those that use `decomposed_anew`."""
     if "decomposed_anew" not in request.fixturenames:
         monkeypatch.setattr(plan, "factorize", REMEMBERED)
 
 
 @pytest.fixture
 def decomposed_anew() -> None:
-    """For tests of how modules are decomposed."""
+    """Decompose anew in this test, without reusing earlier results."""
 
 
 def tiny(family: str, model_class: type[PreTrainedModel] | None = None, seed: int = 0) -> PreTrainedModel:
-    """A random model of a family whose query biases are not zero, in evaluation mode."""
+    """Return a random model of a family in evaluation mode, with query biases that are not zero."""
     torch.manual_seed(seed)
     model = (model_class or CLASSES[family])(CONFIGS[family]())
     with torch.no_grad():
@@ -136,7 +136,7 @@ def tiny(family: str, model_class: type[PreTrainedModel] | None = None, seed: in
 
 
 def padded_batch(seed: int = 0, batch: int = 3, length: int = 9, family: str = "bert") -> dict[str, torch.Tensor]:
-    """Random tokens whose rows have different lengths; with target tokens where the family takes them."""
+    """Return padded random tokens, with target tokens where the family takes them."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, VOCABULARY, (batch, length), generator=generator)
     mask = torch.ones_like(ids)
@@ -154,7 +154,7 @@ def padded_batch(seed: int = 0, batch: int = 3, length: int = 9, family: str = "
 
 
 def family_of(request: pytest.FixtureRequest) -> str:
-    """The family a test runs for, if it runs for each."""
+    """Return the family a test is parametrized with, if any."""
     return request.getfixturevalue("family") if "family" in request.fixturenames else "bert"
 
 
@@ -185,7 +185,7 @@ def calibration(request: pytest.FixtureRequest) -> list[dict[str, torch.Tensor]]
 
 @pytest.fixture(params=sorted(AUTO_CLASSES))
 def auto_class(request: pytest.FixtureRequest, family: str) -> type:
-    """Each of Transformers' auto classes that has a model of the family."""
+    """Return each of Transformers' auto classes that has a model of the family."""
     class_ = AUTO_CLASSES[request.param]
     if type(CONFIGS[family]()) not in class_._model_mapping:
         pytest.skip(f"Transformers has no {family} {request.param}")
@@ -195,7 +195,7 @@ def auto_class(request: pytest.FixtureRequest, family: str) -> type:
 @pytest.fixture(scope="session")
 def set_dropout_() -> Callable[[PreTrainedModel, float], PreTrainedModel]:
     def set_(model: PreTrainedModel, p: float) -> PreTrainedModel:
-        """Set every dropout probability in place; returns the model."""
+        """Set every dropout probability in place; return the model."""
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = p
@@ -209,7 +209,7 @@ def set_dropout_() -> Callable[[PreTrainedModel, float], PreTrainedModel]:
 @pytest.fixture(scope="session")
 def load_cleanly() -> Callable[..., PreTrainedModel]:
     def load(auto_class: type, path: Path, **options: object) -> PreTrainedModel:
-        """Load a checkpoint that must fit to the last key."""
+        """Load a checkpoint; no key may be missing or unexpected."""
         model, info = auto_class.from_pretrained(path, output_loading_info=True, **options)
         kinds = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
         assert not any(info[kind] for kind in kinds), info

@@ -31,7 +31,7 @@ def bert(make_tiny: Callable) -> PreTrainedModel:
 @pytest.fixture(scope="session")
 def draw() -> Callable[..., Tensor]:
     def draw_(tokens: int = 200, heads: int = 3, width: int = 5, seed: int = 0, dtype=torch.float64) -> Tensor:
-        """Heads (N, H, d) that share some of what they see, with directions of different variance."""
+        """Return heads (N, H, d) that share part of their inputs, with directions of different variance."""
         generator = torch.Generator().manual_seed(seed)
         options = {"generator": generator, "dtype": torch.float64}
         shared = torch.randn(tokens, width, **options) @ torch.randn(heads, width, width, **options)  # (H, N, d)
@@ -44,7 +44,7 @@ def draw() -> Callable[..., Tensor]:
 @pytest.fixture(scope="session")
 def real_responses() -> Callable[..., dict[str, list[Tensor]]]:
     def read(model: PreTrainedModel, batches: list) -> dict[str, list[Tensor]]:
-        """What output projections read without padding: module path → (N, H, d) of each of its uses."""
+        """Return the inputs of output projections without padding: module path → (N, H, d) for each use."""
         outputs: dict[str, list[list[Tensor]]] = {}
         sites = find_attention(model)
         for batch in batches:

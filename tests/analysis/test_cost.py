@@ -11,7 +11,7 @@ from collab_compress.errors import CalibrationError, HeadError
 
 
 def live_parameters(site):
-    """Parameters of what makes a module's scores."""
+    """Count the parameters that compute a module's scores."""
     query, key = (site.part(getattr(site.family, side)) for side in ("query", "key"))
     count = sum(parameter.numel() for part in (query, key) for _, parameter in part.named_parameters())
     shared = isinstance(getattr(site.module, "mixing", None), torch.nn.Parameter)
@@ -25,7 +25,7 @@ def test_parameters_and_cache_are_those_of_the_live_model(family, form, make_tin
     for site, cost in zip(find_attention(model), planned, strict=True):
         assert cost.name == site.name
         assert cost.scores.dense.parameters == live_parameters(site)
-    options = CalibrationOptions(length=128)  # at which costs are counted
+    options = CalibrationOptions(length=128)  # the length for which costs are counted
     report = compress(model, Compression(dk=9, form=form), calibration[:2], calibration_options=options)
     assert module_costs(model, dk=99) == planned
     for cost, module in zip(planned, report.modules, strict=True):
@@ -53,7 +53,7 @@ def test_parameters_and_cache_are_those_of_the_live_model(family, form, make_tin
 
 
 def live_value_parameters(site):
-    """Parameters of a module's values and outputs, the output's bias left out."""
+    """Count the parameters of a module's values and outputs, without the output bias."""
     value, output = site.part(site.family.value), site.part(site.family.output)
     return sum(parameter.numel() for _, parameter in value.named_parameters()) + output.weight.numel()
 
@@ -159,7 +159,7 @@ def test_every_module_is_timed_at_every_length(two):
 
 
 def test_both_get_what_the_dense_model_gives_its_own(two):
-    """At full rank both give the same, so hooks that note what they give see equal pairs."""
+    """At full rank both models return the same, so hooks record equal outputs."""
     dense, converted = two
     outputs = {id(model): {} for model in two}
     for model in two:
@@ -171,7 +171,7 @@ def test_both_get_what_the_dense_model_gives_its_own(two):
             )
     module_latency(dense, converted, (6,), rounds=2, batch_size=2)
     for name, ours in outputs[id(converted)].items():
-        assert len(ours) == 3  # one for warming up
+        assert len(ours) == 3  # one is the warm-up
         assert ours[0].shape[:2] == (2, 6)
         for states in ours:
             torch.testing.assert_close(states, outputs[id(dense)][name][-1], atol=1e-4, rtol=1e-4)
@@ -230,5 +230,6 @@ def test_whole_models_run_in_turns_on_the_same_batch(make_tiny):
         )
     timing = model_latency(dense, converted, 6, batch_size=3, seconds=0)
     assert (timing.name, timing.length, timing.rounds) == ("", 6, 4)
-    assert lengths[id(dense)] == lengths[id(converted)] == [(3, 6)] * 6  # one to plan by, one to warm up
+    # Four rounds, after one call to choose their number and one to warm up.
+    assert lengths[id(dense)] == lengths[id(converted)] == [(3, 6)] * 6
     assert 0 < timing.low <= timing.ratio <= timing.high

@@ -68,7 +68,7 @@ def test_float32_keeps_directions_of_little_variance():
     torch.testing.assert_close(torch.linalg.eigvalsh(covariance), torch.linalg.eigvalsh(right), rtol=1e-5, atol=0)
     plain = x.float() - x.float().mean(0)
     lost = torch.linalg.eigvalsh((plain.T @ plain).double() / 3999)[0] / torch.linalg.eigvalsh(right)[0] - 1
-    assert abs(float(lost)) > 1e-2  # what a plain product in float32 would do
+    assert abs(float(lost)) > 1e-2  # a plain product in float32 would lose them
 
 
 def test_a_mean_far_from_zero_does_no_harm(draw):
@@ -144,7 +144,7 @@ NAME = "encoder.layer.0.attention.self"
 
 
 def named(uses):
-    """Module path → tokens of each use, keyed as the measures key them."""
+    """Return the tokens of each use, under the keys of the measures."""
     return {
         name if len(calls) == 1 else f"{name}[{number}]": tokens
         for name, calls in uses.items()

@@ -19,7 +19,7 @@ NAME = "encoder.layer.0.attention.self"
 
 
 def rows_of(model, batches):
-    """Attention rows of real queries, (N, H, S) a use and batch."""
+    """Return the attention probabilities of unpadded queries, (N, H, S) for each use and batch."""
     probs = {}
     for batch in batches:
         with Tap(model, ["probs"]) as tap, torch.no_grad():
@@ -34,7 +34,7 @@ def rows_of(model, batches):
 
 
 def matrices(parts, measure):
-    """Mean over all positions of a measure of two heads' vectors, one by one."""
+    """Return the mean over all positions of a measure between two heads' vectors, one pair at a time."""
     heads = parts[0].shape[1]
     sums, count = torch.zeros(heads, heads, dtype=torch.float64), 0
     for part in parts:

@@ -17,7 +17,7 @@ NAME = "encoder.layer.0.attention.self"
 
 
 def silenced(model, name, head):
-    """A copy whose output projection ignores a head."""
+    """Return a copy whose output projection ignores a head."""
     model = copy.deepcopy(model)
     site = next(site for site in find_attention(model) if site.name == name)
     weight = site.part(site.family.output).weight
@@ -84,7 +84,7 @@ def test_a_silenced_head_can_give_other_outputs(either, ablation):
 
 
 def mean_input(model, site, batches):
-    """The mean input of a module's output projection over tokens that are no padding."""
+    """Return the mean input of a module's output projection over unpadded tokens."""
     inputs = []
     mask_name = "attention_mask"
     if site.kind != "encoder" and "decoder_attention_mask" in batches[0]:

@@ -14,13 +14,13 @@ from collab_compress.factorization import HeadTensor
 
 
 def curve(matrix):
-    """Shares of the squared singular values that the first 0, 1, … hold."""
+    """Return the share of the squared singular values in the first 0, 1, … of them."""
     values = np.linalg.svd(np.asarray(matrix), compute_uv=False) ** 2
     return np.concatenate([[0], np.cumsum(values) / values.sum()])
 
 
 def assert_energy(energy, queries, keys, atol=1e-9):
-    """Compare with what heads (H, D, d), formed in full, have; moments are sums of float32 products."""
+    """Compare with the energy of dense heads (H, D, d); moments are sums of float32 products."""
     heads = len(queries)
     for head in range(heads):
         np.testing.assert_allclose(energy.query[head], curve(queries[head]), atol=atol)
@@ -48,13 +48,13 @@ def assert_energy(energy, queries, keys, atol=1e-9):
 
 
 def root(moment, damping):
-    """A matrix S with SᵀS = moment + damping."""
+    """Return a matrix S with SᵀS = moment + damping."""
     values, vectors = np.linalg.eigh(moment + damping * np.trace(moment) / len(moment) * np.eye(len(moment)))
     return (vectors * np.sqrt(values)) @ vectors.T
 
 
 def real_inputs(model, site, batches):
-    """Inputs of the query and key projections without padding, (N, D) each."""
+    """Return the inputs of the query and key projections without padding, (N, D) each."""
     inputs = {"query": [], "key": []}
     for batch in batches:
         encoder = batch["attention_mask"].bool()

@@ -51,7 +51,7 @@ def model(kind):
 
 
 def batches(model, count=12):
-    """Sequences of two lengths, padded; with others for the decoder where there is one."""
+    """Return padded sequences of two lengths, with decoder inputs where the model has a decoder."""
     generator = torch.Generator().manual_seed(1)
     result = []
     for _ in range(count):
@@ -66,7 +66,7 @@ def batches(model, count=12):
 
 
 def activations(model, name, data):
-    """What a layer reads without padding, in all its calls."""
+    """Return the inputs of a layer without padding, over all its calls."""
     layer, inputs = model.get_submodule(name), []
     for batch in data:
         calls = recorded_inputs(model, batch, {name: layer})[name]
@@ -81,7 +81,7 @@ def solved(inputs, outputs, ridge, start):
 
 
 def slow_order(inputs, outputs, ridge):
-    """Leave out each neuron in turn and fit the others anew; the 64 that cost least leave, and so on."""
+    """Rank neurons: leave out each in turn, refit the others, remove the 64 that cost least, and repeat."""
     order, kept = [], list(range(inputs.shape[1]))
     while kept:
         costs = []

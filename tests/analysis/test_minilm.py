@@ -1,4 +1,4 @@
-"""What the papers say of trained models, on a real one."""
+"""Check what the papers say about trained models, on a real one."""
 
 import torch
 

@@ -18,7 +18,7 @@ from collab_compress.errors import HeadError
 
 
 def slow_value(name, row, query, visible):
-    """One head's pattern at one query with probabilities `row`, among the positions that are no padding; or None."""
+    """Return one head's pattern at one query, from its probabilities `row` at unpadded positions; or None."""
     if name == "entropy":
         return -sum(float(p) * log(float(p)) for p in row if float(p) > 0)
     if name == "distance":
@@ -80,7 +80,7 @@ def test_one_token_has_no_previous_one(bert):
 
 
 def test_an_induction_head_scores_one():
-    """A head that is made to find the key after an earlier copy of the query's token."""
+    """Build a head that attends to the key after an earlier copy of the query's token."""
     length = 6
     config = GPT2Config(vocab_size=11, n_embd=48, n_layer=1, n_head=1, n_positions=2 * length)
     model = GPT2LMHeadModel(config).eval()

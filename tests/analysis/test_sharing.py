@@ -95,14 +95,14 @@ NAME = "encoder.layer.0.attention.self"
 
 
 def inputs_of(model, site, batch):
-    """What the query and key projections of each use of a module read, (B, T, D)."""
+    """Return the inputs (B, T, D) of the query and key projections, for each use of a module."""
     sides = {side: site.part(getattr(site.family, side)) for side in ("query", "key")}
     read = recorded_inputs(model, batch, sides)
     return [(query.double(), key.double()) for query, key in zip(read["query"], read["key"], strict=True)]
 
 
 def parts_of(model, site):
-    """T_i (H, D, D) and v_i (H, D) of a module, formed in full."""
+    """Return the dense T_i (H, D, D) and v_i (H, D) of a module."""
     factors = read_factors(model).get(site.name)
     if factors is not None:
         query, mixing, key = (factor.detach().double() for factor in (factors.query, factors.mixing, factors.key))
@@ -115,7 +115,7 @@ def parts_of(model, site):
 
 
 def oracle(model, site, batches):
-    """Shares of each use, one query and one head at a time."""
+    """Return the shares of each use, computed for one query and one head at a time."""
     heads, biases = parts_of(model, site)
     sums = {}
     for batch in batches:
@@ -155,7 +155,7 @@ def test_shares_are_those_of_the_scores(either):
 
 
 def test_the_two_parts_are_the_models_own_scores(bert, batch):
-    """Context plus content is what the softmax sees, but for a constant in each row."""
+    """Context plus content is the softmax's input, up to a constant for each query."""
     site = find_attention(bert)[0]
     ((x, y),) = inputs_of(bert, site, batch)
     heads, biases = parts_of(bert, site)

@@ -30,7 +30,7 @@ def core(x, variance):
 
 
 def oracle(x, y, variance):
-    """Canonical correlations of two cores, by orthonormal bases of each."""
+    """Return the canonical correlations of two cores, from an orthonormal basis of each."""
     bases = [np.linalg.qr(core(responses, variance))[0] for responses in (x, y)]
     return np.clip(np.linalg.svd(bases[0].T @ bases[1], compute_uv=False), 0, 1)
 
@@ -170,14 +170,14 @@ def linear(x):
 
 
 def biased(k, j):
-    """HSIC of two kernels (N, N), equation 4 of the paper."""
+    """Return the HSIC of two kernels (N, N), equation 4 of the paper."""
     n = len(k)
     centre = np.eye(n) - np.ones((n, n)) / n
     return np.trace(k @ centre @ j @ centre) / (n - 1) ** 2
 
 
 def unbiased(k, j):
-    """HSIC₁, as the sums over distinct indices that it estimates without bias (Song et al., 2012)."""
+    """Return HSIC₁ as sums over distinct indices, which make it unbiased (Song et al., 2012)."""
     n = len(k)
     k, j = k - np.diag(np.diag(k)), j - np.diag(np.diag(j))
     pairs = np.trace(k @ j)
@@ -270,7 +270,7 @@ def test_cka_of_independent_noise():
     assert similarity == pytest.approx(20 / 2000, rel=0.1)  # √(d·d)/N
     assert abs(mean_over_pairs(sample_cka(x, "linear", unbiased=True))) < 1e-3
     few = x[:200]
-    assert mean_over_pairs(sample_cka(few)) > 0.03  # too high, as documented
+    assert mean_over_pairs(sample_cka(few)) > 0.03  # biased upwards, as documented
     assert abs(mean_over_pairs(sample_cka(few, unbiased=True))) < 5e-3
 
 

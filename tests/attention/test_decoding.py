@@ -68,7 +68,7 @@ def converted(case):
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """Whether calls of the attention function were decoded, one by one."""
+    """Return a list of whether each call of the attention function used the decoding path."""
     decisions = []
 
     def spy(inputs):
@@ -81,7 +81,7 @@ def decoded(monkeypatch):
 
 @torch.no_grad()
 def token_after(model, ids, past=None, **options):
-    """Outputs of a last token beside a cache of the others."""
+    """Return the outputs of the last token, with the others in a cache."""
     past = DynamicCache(config=model.config) if past is None else past
     prefix = {name: value[:, :-1] for name, value in options.items()}
     model(ids[:, :-1], past_key_values=past, **prefix)
@@ -97,32 +97,32 @@ def test_a_token_is_what_it_is_without(case, padded, decoded, monkeypatch):
     model = converted(case)
     ids = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(1))
     options = {"attention_mask": torch.ones_like(ids).index_fill(1, torch.arange(3), 0)} if padded else {}
-    logits = token_after(model, ids, **options)
+    states = token_after(model, ids, **options)
     assert decoded == [False, False, True, True]
     monkeypatch.setattr(functions, "can_decode", lambda _: False)
-    torch.testing.assert_close(logits, token_after(model, ids, **options), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(states, token_after(model, ids, **options), rtol=1e-4, atol=1e-5)
 
 
 def test_a_static_cache_too(decoded):
     model = converted("rotary")
     ids = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(1))
-    logits = token_after(model, ids, StaticCache(model.config, max_cache_len=16))
+    states = token_after(model, ids, StaticCache(model.config, max_cache_len=16))
     assert decoded == [False, False, True, True]
-    torch.testing.assert_close(logits, token_after(model, ids), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(states, token_after(model, ids), rtol=1e-4, atol=1e-5)
 
 
 def test_what_records_or_acts_on_heads_or_is_in_half_precision_is_not_decoded(decoded):
     model, ids = converted("both"), torch.tensor([[5, 6, 7]])
     with HeadMask(model, {"h.0.attn": torch.tensor([1.0, 0.0, 1.0])}):
         token_after(model, ids)
-    assert decoded == []  # not even asked
+    assert decoded == []  # never called
     token_after(copy.deepcopy(model).bfloat16(), ids)
     model(ids[:, :1])
     assert decoded == [False] * 6
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers that any operation put into memory of its own."""
+    """Track the largest number of elements that an operation allocates."""
 
     def __init__(self):
         super().__init__()

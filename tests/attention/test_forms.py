@@ -27,7 +27,7 @@ def option(request):
 
 @pytest.fixture
 def module(option, make_tiny):
-    """Attention of BERT in the form, in float64."""
+    """Return BERT's attention in a form, in float64."""
     model = make_tiny("bert").double()
     compress(model, Compression(dk=DK, form=option), calibration=None)
     return model.get_submodule(NAME)
@@ -38,21 +38,21 @@ def factors_of(module):
 
 
 def products(module):
-    """T̂_i and v_i of every head, (H, D + 1, D)."""
+    """Return T̂_i and v_i of every head, (H, D + 1, D)."""
     factors = factors_of(module)
     slices = (factors.query * factors.mixing[:, None]) @ factors.key.mT  # (H, D, D)
     return torch.cat([slices, factors.content_bias[:, None]], 1).detach()
 
 
 def inputs(module):
-    """Vectors (B, T, D), with queries, keys and values of them as the module lays them out."""
+    """Return vectors (B, T, D) and their queries, keys and values, in the module's layout."""
     vectors = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     parts = [part(vectors).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for part in (module.query, module.key)]
     return vectors, *parts, module.value(vectors).unflatten(-1, (HEADS, -1)).transpose(1, 2)
 
 
 def oracle(module, vectors, scaling):
-    """Probabilities of the heads, (B, H, T, T), from dense T̂_i and v_i."""
+    """Return the attention probabilities (B, H, T, T) from dense T̂_i and v_i."""
     dense = products(module)
     extended = torch.cat([vectors, torch.ones(*vectors.shape[:2], 1).double()], -1)
     return torch.einsum("btp,hpk,bsk->bhts", extended, dense, vectors).mul(scaling).softmax(-1)

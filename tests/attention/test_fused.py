@@ -36,7 +36,7 @@ def family(interleaved):
 
 
 def expected(x, channels, interleaved):
-    """Queries, keys and values, (T, H·d) each, channel by channel as the layout says."""
+    """Return queries, keys and values, (T, H·d) each, copied channel by channel in the layout's order."""
     parts = [torch.empty(len(x), HEADS * WIDTH) for _ in range(3)]
     for place in range(3):
         for head in range(HEADS):

@@ -16,7 +16,7 @@ problems = inputs_strategy(heads=st.integers(1, 4), rank=st.integers(1, 9))
 
 @pytest.fixture(params=[1, 100, 400, 1 << 20], ids="{} bytes".format)
 def cache_bytes(request, monkeypatch):
-    """From blocks of one query of one head of one sample to all in one block."""
+    """Set the block size, from one query of one head of one sample to everything in one block."""
     monkeypatch.setattr(kernels, "CACHE_BYTES", request.param)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
@@ -168,7 +168,7 @@ def test_dropout_drops_with_its_probability_and_keeps_the_mean(kernel, sizes, gr
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """Names of the kernels that `attend` calls."""
+    """Record the names of the kernels that `attend` calls."""
     calls = []
     for kernel in (folded, blocked, recomputed, sdpa):
 

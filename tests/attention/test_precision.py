@@ -15,7 +15,7 @@ SIZES = (8, 4, 12, 8)
 
 
 def problem(dtype, content=True, seed=0):
-    """Inputs of a shared kernel, and those of the stock model: per-head queries and keys, rounded once."""
+    """Return inputs of a shared kernel and of the stock model: per-head queries and keys, rounded once."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -33,7 +33,7 @@ def problem(dtype, content=True, seed=0):
 
 
 def stock_eager(query, key, value):
-    """Probabilities and outputs in the dtype of the inputs, as the eager attention of most models."""
+    """Return probabilities and outputs in the inputs' dtype, as eager attention does in most models."""
     probs = torch.softmax(query @ key.transpose(2, 3) * SCALING, -1)
     return probs, probs @ value
 
@@ -56,7 +56,7 @@ def test_shared_kernels(kernel, dtype, content):
     assert outputs.dtype == dtype
     ceiling = error(scaled_dot_product_attention(*stock, scale=SCALING), expected)
     assert ceiling < error(stock_eager(*stock)[1], expected)
-    assert error(outputs, expected) <= ceiling * 1.02  # the last rounding alone is that large
+    assert error(outputs, expected) <= ceiling * 1.02  # the final rounding alone is that large
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -91,7 +91,7 @@ def test_separate_kernels(dtype):
 
 
 def test_mixed_precision(make_tiny, batch):
-    """Under autocast projections come in bfloat16 and the mixing matrix in float32."""
+    """Under autocast, projections are in bfloat16 and the mixing matrix is in float32."""
     from collab_compress import Compression, compress
 
     dense = make_tiny("bert")

@@ -59,7 +59,7 @@ def recorded(inputs):
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """Names of the kernels that `attend_separately` calls."""
+    """Record the names of the kernels that `attend_separately` calls."""
     calls = []
     for kernel in (one_by_one, side_by_side, padded):
 

@@ -34,7 +34,7 @@ CASES = {
 
 
 def run(model, number):
-    """Hidden states of a prompt at its own positions, and of two more tokens, read from a cache."""
+    """Return the logits of a prompt, and of two more tokens read from a cache."""
     RANDOM.generator = torch.Generator().manual_seed(number)
     ids = torch.randint(5, 61, (1, 20), generator=torch.Generator().manual_seed(number))
     places = torch.arange(20)[None] + 15 * number

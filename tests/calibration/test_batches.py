@@ -233,7 +233,7 @@ SETTINGS = {
 
 
 def translator(name, start=None):
-    """A model of this class whose vocabulary has room for the languages of any of the tokenizers."""
+    """Build a model of this class whose vocabulary has room for the languages of every tokenizer."""
     config = getattr(transformers, f"{name}Config")(vocab_size=600, decoder_start_token_id=start, **SETTINGS)
     return getattr(transformers, f"{name}Model")(config)
 

@@ -8,7 +8,7 @@ from collab_compress.errors import CalibrationError
 
 
 def recorded_inputs(model, site, side, batches):
-    """Every real token the query or key projection sees, kept."""
+    """Return the inputs of the query or key projection at all unpadded tokens."""
     target = site.kind == "decoder" or (site.kind == "cross" and side == "query")
     name = "decoder_attention_mask" if target else "attention_mask"
     inputs = []
@@ -76,7 +76,7 @@ def test_inputs_that_are_not_finite_are_an_error(make_tiny, batch):
 
 
 def test_the_model_is_stopped_after_the_last_module_that_is_watched(make_tiny, calibration):
-    """From the second batch on; the moments are those of all batches."""
+    """The model is stopped from the second batch on; moments still cover all batches."""
     model = make_tiny("bert")
     first, last = find_dense_attention(model)[:1], model.encoder.layer[-1]
     reached = []

@@ -79,7 +79,7 @@ def gpt2(tokenizer, **others):
 
 
 def test_each_token_is_drawn_as_the_model_says(tokenizer):
-    """Counts of the third token, against the probabilities of full forward passes, summed over beginnings."""
+    """Counts of the third token follow the probabilities of full forward passes, summed over prefixes."""
     model = gpt2(tokenizer, initializer_range=0.5)
     batches = calibration_batches("generated", model, tokenizer, sequences=6000, length=3)
     tokens = torch.cat([batch["input_ids"] for batch in batches])

@@ -103,7 +103,7 @@ def test_json_without_a_place_leaves_nothing(tmp_path, place):
 
 
 def kinds(folder):
-    """Something of every kind that an output may not replace."""
+    """Create one path of every kind that an output must not replace."""
     (folder / "file").write_text("theirs", encoding="utf-8")
     (folder / "folder").mkdir()
     (folder / "link").symlink_to("file")
@@ -161,7 +161,7 @@ def test_a_full_disk_is_told_as_such_whoever_tells_it(tmp_path, error):
 
 
 def test_a_full_disk_while_a_model_is_saved(make_tiny, tmp_path):
-    """Stands in for a full disk: no file may grow beyond 4 KB."""
+    """Imitate a full disk: no file may grow beyond 4 KB."""
     model, before = make_tiny("bert"), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""What others made is loaded without running or unpickling any of it, and errors name the file."""
+"""Foreign checkpoints are loaded without running or unpickling them, and errors name the file."""
 
 import io
 import json
@@ -37,7 +37,7 @@ class Payload:
 
 @pytest.fixture
 def folder(make_tiny, tmp_path, monkeypatch):
-    """A model in the current directory, where somebody answers yes to whatever is asked."""
+    """Save a model in the current directory, with "yes" as the answer to every prompt."""
     make_tiny("bert").save_pretrained(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("yes\n" * 100))

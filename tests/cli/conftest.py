@@ -28,7 +28,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.fixture(scope="session")
 def loaded() -> Callable[[str], PreTrainedModel]:
     def load(printed: str) -> PreTrainedModel:
-        """The model that the printed lines load."""
+        """Return the model that the printed lines load."""
         namespace = {}
         lines = printed.split("To use it:\n")[1].strip().splitlines()
         assert len(lines) == 3

@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder, tmp_path, capsys, monkeypatch):
     def run_command(*arguments):
-        """Run the command beside the models; returns exit code, standard output, standard error, numbers."""
+        """Run the command in the folder of the models; return exit code, both outputs and the JSON numbers."""
         monkeypatch.chdir(folder)
         try:
             command.main([*map(str, arguments), "--output", str(tmp_path / "heads")])

@@ -22,7 +22,7 @@ from collab_compress.checkpoint.pretrained import SHORT_NAMES
 @pytest.fixture
 def fails(run, tmp_path):
     def run_and_fail(*arguments):
-        """Run a command that must fail with one line and leave nothing behind; returns the line."""
+        """Run a command that must fail with one line and leave nothing behind; return the line."""
         before = sorted(os.listdir(tmp_path))
         code, _, error = run(*arguments)
         assert code == 2

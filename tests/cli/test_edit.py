@@ -58,7 +58,7 @@ def folder(minilm_path, tmp_path_factory):
 @pytest.fixture
 def run(folder, tmp_path, capsys, monkeypatch):
     def run_command(command, *arguments):
-        """Run a command beside the models; returns exit code, standard output, standard error."""
+        """Run a command in the folder of the models; return exit code, standard output and standard error."""
         monkeypatch.chdir(tmp_path)
         words = [str(folder / word) if (folder / str(word)).exists() else str(word) for word in arguments]
         try:

@@ -36,7 +36,7 @@ assert not loaded, loaded
 
 @cache
 def printed(name):
-    """What a command prints for `--help`, and the processor seconds it took, which other work does not lengthen."""
+    """Return what a command prints for `--help`, and its processor seconds, which do not depend on load."""
     began = os.times()
     program = [sys.executable, "-c", PROGRAM.format(name.removeprefix("collab-"))]
     done = subprocess.run(program, env={**os.environ, **TERMINAL}, capture_output=True, text=True, check=False)
@@ -65,7 +65,7 @@ def test_help_is_printed_at_once(name):
 
 
 def described(name):
-    """The dataclass of a command's arguments, if it has one; recipes and sweeps are YAML."""
+    """Return the dataclass of a command's arguments, or None for recipes and sweeps, which are YAML."""
     return getattr(arguments, f"{name.removeprefix('collab-').capitalize()}Arguments", None)
 
 
@@ -96,7 +96,7 @@ def test_what_an_option_may_be_is_told(name, option, values):
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if described(name) is not None])
 def test_every_choice_is_told(name):
-    """Whatever the parser itself chooses from."""
+    """The help shows every choice of every field with a Literal type."""
     help_entries, count = entries(help_text(name)), 0
     for option, choices in literals(described(name)):
         for choice in choices:
@@ -106,7 +106,7 @@ def test_every_choice_is_told(name):
 
 
 def literals(kind):
-    """Option → what it may be, for each field of a dataclass, and of those in it, that has a type with choices."""
+    """Yield each option of a dataclass, nested ones too, whose type has choices, with those choices."""
     for field, annotation in get_type_hints(kind).items():
         parts = [annotation]
         while parts:
@@ -121,7 +121,7 @@ def literals(kind):
 
 
 def entries(text):
-    """Option → what is said of it."""
+    """Map each option to its help text."""
     return {
         match[1]: " ".join(match[0].split())
         for match in re.finditer(r"^  (--[\w-]+)\b.*(?:\n {6,}\S.*)*", text, re.MULTILINE)

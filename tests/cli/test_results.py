@@ -36,7 +36,7 @@ def write(tmp_path):
 
 
 def run(capsys, *arguments):
-    """Run the command in this process; returns exit code, standard output, standard error."""
+    """Run the command in this process; return exit code, standard output and standard error."""
     try:
         command.main(list(map(str, arguments)))
         code = 0
@@ -46,7 +46,7 @@ def run(capsys, *arguments):
 
 
 def grids(text):
-    """The tables in a text, as lists of dictionaries; every line of a table must have all its cells."""
+    """Return the tables of a text as lists of dictionaries; every line of a table must have all its cells."""
     tables = []
     for block in text.split("\n\n"):
         lines = [line for line in block.splitlines() if line.startswith("|")]

@@ -132,7 +132,7 @@ def test_yes_runs_nothing(run, make_tiny, tmp_path):
 
 
 def interrupted(work, capsys):
-    """Run what a signal stops; everything about it must be as it is for a command."""
+    """Run a command that a signal stops; it must end as commands do."""
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit) as stop, errors_in_one_line("x"):
         work()
@@ -209,7 +209,7 @@ def test_warnings_are_shown_once_at_the_end(capsys):
 
 @pytest.fixture
 def hang_up():
-    """Set how SIGHUP is met, whatever the tests themselves were started under."""
+    """Set how SIGHUP is handled, however the tests themselves were started."""
     before = signal.getsignal(signal.SIGHUP)
     yield lambda handler: signal.signal(signal.SIGHUP, handler)
     signal.signal(signal.SIGHUP, before)

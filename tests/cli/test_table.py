@@ -11,7 +11,7 @@ HEADER, ROWS = ["module", "dk", "parameters"], [[LONG, "8", "1,200 → 400"], ["
 
 @pytest.fixture
 def colours(monkeypatch):
-    """An environment that asks for colours, on a terminal of 60 columns."""
+    """Return an environment that asks for colours, on a terminal of 60 columns."""
     for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm-256color"), ("COLUMNS", "60")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -13,7 +13,7 @@ from collab_compress.errors import CheckpointError
 
 
 class Api:
-    """What is used of the hub's client."""
+    """Stand in for the methods used of the hub's client."""
 
     endpoint = "hub"
     received: dict[str, bytes]

@@ -484,7 +484,7 @@ def test_sequences_and_length_decide_what_is_read(minilm, minilm_tokenizer, tmp_
 
 
 def test_drift_holds_the_outputs_of_one_batch(make_tiny, calibration):
-    """No more than the two outputs of a batch are there at a time, and float64 copies are those of one sequence."""
+    """At most the two outputs of one batch are alive at a time, and float64 copies are of one sequence."""
     model, alive, most, widest = make_tiny("bert", BertForMaskedLM), [], [], []
 
     def watch(_, __, output):
@@ -775,7 +775,7 @@ def test_weights_of_eight_bits_are_refused(make_tiny):
 
 
 def test_inference_mode_leaves_parameters_that_train(make_tiny, batch):
-    """And random numbers of the caller are not used up."""
+    """The caller's random number generator does not advance."""
     model, state = make_tiny("bert"), torch.get_rng_state()
     with torch.inference_mode():
         compress(model, Compression(dk=8, dv=12), [batch])

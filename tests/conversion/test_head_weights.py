@@ -34,7 +34,7 @@ PADDED = {
 
 
 def slow_weights(model, batch):
-    """w of each head of each module, pair by pair, from the probabilities and values that a tap reads."""
+    """Return the weight of each head, pair by pair, from the probabilities and values that a tap reads."""
     squares = {}
     with Tap(model, ("probs", "values")) as tap, torch.no_grad():
         model(**batch)

@@ -30,7 +30,7 @@ def operations(model, length):
 
 
 def fake(layers, wanted, form="per-head"):
-    """A drift that is least at one share of attention and in one form; which candidates it was asked for."""
+    """Return the choice under a drift that is least at one share and form, and the candidates it tried."""
     candidates = []
 
     def drift(candidate):

@@ -156,7 +156,7 @@ def test_an_error_of_one_module_ends_all_and_gives_threads_back(dense, calibrati
 
 @pytest.fixture
 def two_threads():
-    """Let PyTorch use two threads, whatever the machine has."""
+    """Let PyTorch use two threads on any machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -173,7 +173,7 @@ def make(make_tiny, name):
 
 @pytest.fixture
 def interrupt():
-    """Interrupt this process a little later, as Ctrl-C does; gives when it was."""
+    """Interrupt this process after a moment, as Ctrl-C does; yield the time of the interrupt."""
     times, main = [], threading.main_thread().ident
 
     def now():
@@ -203,7 +203,7 @@ def test_an_interrupt_ends_all_at_once(make_tiny, batch, interrupt):
 @pytest.mark.usefixtures("two_threads", "decomposed_anew")
 @pytest.mark.parametrize("place", [0, 1])
 def test_an_error_in_one_ends_the_others(place, make_tiny, batch, monkeypatch):
-    """Whichever fails: waiting for the first does not hide the error of the second."""
+    """Waiting for the first does not hide the error of the second, nor the other way round."""
     model, factorize = make_tiny("bert"), plan.factorize
     fails = find_dense_attention(model)[place].query_heads()
 

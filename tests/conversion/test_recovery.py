@@ -59,7 +59,7 @@ def test_attention_comes_nearer_and_nothing_else_moves(family, form, make_tiny, 
 
 
 def added(model, dense, batch):
-    """Mean relative squared error of what each layer's attention adds."""
+    """Return the mean relative squared error of the attention outputs of each layer."""
     taken = []
     for network in (model, dense):
         outputs, sites = [], find_attention(network)
@@ -129,7 +129,7 @@ def test_copies_without_separator_and_beside_targets():
 
 
 def test_recovery_from_random_tokens_that_repeat(minilm, minilm_tokenizer, monkeypatch):
-    """Tokens are others than those of the conversion, repeat behind a separator, and the rate falls to nothing."""
+    """Tokens differ from those of the conversion and repeat behind a separator; the rate decays to 0."""
     calls = []
     monkeypatch.setattr("collab_compress.conversion.recovery.distil_", lambda *arguments: calls.append(arguments))
     recover_(copy.deepcopy(minilm), minilm, minilm_tokenizer, steps=2, logging_steps=7)
@@ -209,7 +209,7 @@ def test_a_recovery_that_diverges_is_undone(make_tiny, calibration, monkeypatch)
 
 @pytest.mark.parametrize("disabled", [torch.no_grad, torch.inference_mode])
 def test_half_precision_recovers_in_single(disabled, make_tiny, batch, calibration):
-    """Also where the caller has switched gradients off."""
+    """Recovery works even where the caller has switched gradients off."""
     dense, model = make_tiny("bert"), make_tiny("bert")
     compress(model, Compression(dk=6), calibration=None)
     distance = apart(model, dense, batch)

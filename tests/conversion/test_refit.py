@@ -33,7 +33,7 @@ LAYERS = {"bert": "encoder.layer", "distilbert": "transformer.layer"}
 
 
 def batches(count=6, seed=0):
-    """Random tokens, rows of which have different lengths."""
+    """Return batches of random tokens whose sequences have different lengths."""
     made = []
     for place in range(count):
         generator = torch.Generator().manual_seed(seed + place)
@@ -50,7 +50,7 @@ def pair(make_tiny, family="bert", **options):
 
 
 def shown(model, family, batch):
-    """What each layer reads and what its outputs are added to, by path, real tokens alone; and the sums."""
+    """Return each layer's inputs, outputs, and the sum they are added to, by path, at unpadded tokens."""
     notes, handles = {}, []
     real = batch["attention_mask"].bool()
     for layer in range(2):
@@ -74,7 +74,7 @@ def shown(model, family, batch):
 
 
 def slow_fit(used, held_back):
-    """Least squares on vectors (inputs, lacking) with each ridge; the change that others like best, or None."""
+    """Fit by least squares with each ridge; return the change with the least held-back error, or None."""
     inputs, lacking = used
     others, wanted = held_back
     best, chosen = wanted.square().sum(), None
@@ -179,7 +179,7 @@ def test_shared_layers_are_fitted_to_all_their_calls(make_tiny):
 
 
 def attended(model, dense, name, batch):
-    """What the output projection of a converted module reads where the dense one is called, and what it lacks."""
+    """Return the inputs of a converted output projection at each dense call, and the missing outputs."""
     real, calls, pairs = batch["attention_mask"].bool(), [], []
     module, other = model.get_submodule(name), dense.get_submodule(name)
     notes = {}

@@ -28,7 +28,7 @@ def per_head(heads, head_width, dk, content):
     ],
 )
 def test_whole_layer_equals_table_1(width, heads, dk, parameters, macs):
-    """T = 128; the table counts values and output projection too, and neither biases nor v."""
+    """At T = 128; the table includes values and the output projection, but neither biases nor v."""
     length, head_width = 128, width // heads
     rest = 2 * width**2
     rest_macs = 2 * length * width**2 + length**2 * width

@@ -24,7 +24,7 @@ def data_dir(tmp_path):
 
 @pytest.fixture
 def start(tmp_path):
-    """A model that has never seen anything."""
+    """Save an untrained model with its tokenizer."""
     import torch
 
     torch.manual_seed(0)
@@ -37,7 +37,7 @@ def start(tmp_path):
 
 @pytest.fixture
 def sentences(tmp_path):
-    """Sentences, and their words in the opposite order."""
+    """Write a translation task: sentences, and their words in reverse order."""
     folder = tmp_path / "parallel"
     folder.mkdir()
     for seed, (split, rows) in enumerate((("train", 24), ("valid", 5), ("test", 4))):
@@ -77,7 +77,7 @@ def perplexity_by_token():
 
 @pytest.fixture
 def questions(tmp_path):
-    """Those about cats are about someone, others about numbers."""
+    """Write TREC questions: those about cats are labelled HUM, the others NUM."""
     folder = tmp_path / "trec"
     folder.mkdir()
     for name, rows in (("train_5500.label", 32), ("TREC_10.label", 8)):

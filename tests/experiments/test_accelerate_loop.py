@@ -59,7 +59,7 @@ def assert_same(one, other, **tolerances):
 
 
 def test_two_processes_train_as_one(python, start, data_dir, tmp_path):
-    """The same passes of eight rows: four in each of two processes, or eight in one."""
+    """Passes of eight rows are the same: four in each of two processes, or eight in one."""
     outputs = []
     for processes, launch, size in ((1, python, 8), (2, python.both, 4)):
         passes = "tuning.arguments={gradient_accumulation_steps: 2}"

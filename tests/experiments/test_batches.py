@@ -20,7 +20,7 @@ def test_batches_hold_all_rows_and_are_as_full_as_they_can_be(tokens):
     assert sorted(row for batch in batches for row in batch) == list(range(500))
     assert all(cost(batch) <= tokens for batch in batches)
     ordered = sorted(LENGTHS)
-    filled = []  # one row after another, as long as there is room
+    filled = []  # one row after another, until the batch is full
     for length in ordered:
         if filled and (len(filled[-1]) + 1) * length <= tokens:
             filled[-1].append(length)

@@ -24,14 +24,14 @@ def recipe(data_dir, output, *more):
 
 
 def snapshot(folder):
-    """Every path in a folder, with what is in it and when it was changed."""
+    """Map every path in a folder to its content and the time of its last change."""
     return {
         path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None) for path in folder.rglob("*")
     }
 
 
 def foreign(folder, kind):
-    """A folder of someone's own, which has something of the names that experiments use."""
+    """Create a user's folder that contains names that experiments use."""
     place = {"start": "start/model.safetensors", "checkpoints": "given/checkpoints/notes.txt"}.get(kind)
     place = place or {"result": "tuned/result.json", "model": "tuned/model/config.json"}.get(kind, "notes.txt")
     (folder / place).parent.mkdir(parents=True)
@@ -69,7 +69,7 @@ def test_folders_of_someone_else_in_our_output_are_refused_and_stay(start, data_
 
 
 def test_the_model_is_not_taken_for_a_part_of_the_output(start, data_dir, tmp_path, monkeypatch):
-    """It would be removed as what an earlier run of another recipe started from."""
+    """Otherwise it would be removed as the start of an earlier run of another recipe."""
     monkeypatch.chdir(tmp_path)
     before = snapshot(start)
     (tmp_path / "outputs").mkdir()
@@ -151,7 +151,7 @@ def test_a_backend_that_cannot_be_opened(start, data_dir, tmp_path):
 
 
 def test_what_failed_is_free_for_another_recipe(data_dir, tmp_path, monkeypatch):
-    """A start of ours is made anew; a lock of a process that is gone does not keep anyone out."""
+    """Our start is made anew; the lock of a process that has ended is ignored."""
     output = tmp_path / "out"
 
     def broken(*_, **__):

@@ -20,7 +20,7 @@ COLD = Tuning(epochs=1, learning_rate=1e-3, batch_size=8)
 
 @pytest.fixture
 def hub(start, tmp_path, monkeypatch):
-    """A model and a data set that have commits; what its main branch is at can be set."""
+    """Serve a model and a data set with commits; tests set the commit of the main branch."""
     at = {"model": COMMITS["v1"], "data": COMMITS["v1"]}
     for commit in COMMITS.values():
         shutil.copytree(start, tmp_path / "models--someone--tiny" / "snapshots" / commit)

@@ -78,7 +78,7 @@ def test_translation(sentences, tmp_path):
 
 
 def test_what_training_logs_is_recorded(sentences, tmp_path):
-    """BLEU of the validation split after each epoch, where it is asked for, and how long it all took."""
+    """The record has BLEU of the validation split after each epoch, if requested, and the time."""
     evaluation = {
         "eval_strategy": "epoch",
         "predict_with_generate": True,
@@ -123,7 +123,7 @@ def test_german_has_bleu_with_compounds_split_beside_it(target, german, sentence
 
 
 def test_how_results_are_searched_is_not_how_training_is_watched(sentences, tmp_path, monkeypatch):
-    """BLEU while training may be greedy; that of the record is of as many beams as in recipes without it."""
+    """BLEU during training may be greedy; the record's uses as many beams as recipes without it."""
     beams = []
 
     def watched_predict(trainer, *arguments, **more):
@@ -151,7 +151,7 @@ def test_collaborative_from_the_first_step(sentences, tmp_path):
 
 
 def test_language_modelling(text, tmp_path, perplexity_by_token):
-    """Perplexity of the whole text, token by token, each predicted from all before it in its block."""
+    """The score is the perplexity of the text, each token predicted from those before it in its block."""
     settings = ("task=text", f"data_dir={text}", "fresh.tokenizer=word", "fresh.vocab_size=null", "max_length=7")
     [record] = run(recipe(tmp_path / "out", *settings))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "tuned" / "model").eval()

@@ -36,12 +36,12 @@ def recipe(output, *settings):
 
 
 def near(values):
-    """Return values as a record has them, to be compared."""
+    """Return values as a record rounds them, for comparison."""
     return pytest.approx(torch.as_tensor(values, dtype=torch.float64).tolist(), rel=1e-4, abs=1e-5)
 
 
 def without_each_head(model, score):
-    """Module path → score without each of its heads."""
+    """Map each module's path to the score without each of its heads."""
     with HeadMask(model) as mask:
         scores = {}
         for site in find_attention(model):
@@ -55,7 +55,7 @@ def without_each_head(model, score):
 
 @pytest.fixture
 def translated(sentences, tmp_path):
-    """A recipe of a collaborative model whose heads are mixed, trained and scored, and its record."""
+    """Return the recipe of a collaborative model with mixed heads, trained and scored, and its record."""
     settings = (
         "task=parallel",
         f"data_dir={sentences}",
@@ -91,7 +91,7 @@ def test_a_finished_run_is_measured_and_nothing_else(translated, sentences, tmp_
     batches = [{**text, "labels": label} for text, label in zip(texts, labels, strict=True)]  # a row at a time
 
     def of(values):
-        """Under each kind of attention."""
+        """Group values by kind of attention."""
         kinds = {site.name: site.kind for site in find_attention(model)}
         return {kind: [values[name] for name in kinds if kinds[name] == kind] for kind in set(kinds.values())}
 
@@ -148,7 +148,7 @@ def test_a_finished_run_is_measured_and_nothing_else(translated, sentences, tmp_
 
 
 def test_perplexity_without_the_dominant_head(text, tmp_path, perplexity_by_token, monkeypatch):
-    """The dominant head is the one without which it is highest; here all rows choose, and score."""
+    """The dominant head is the one without which perplexity is highest, over all sequences."""
     for rows in ("choosing", "scoring"):
         monkeypatch.setattr(measures.Subject, rows, property(lambda subject: subject.places()))
     settings = ("task=text", f"data_dir={text}", "fresh.tokenizer=word", "fresh.vocab_size=null", "max_length=7")

@@ -24,7 +24,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def overrides(folder, output, passes=1, **more):
-    """In float64's absence, a large ε keeps Adam from turning rounding into steps."""
+    """Training is in float32, so a large ε keeps Adam from turning rounding errors into steps."""
     arguments = {
         "gradient_accumulation_steps": passes,
         "logging_steps": 1,

@@ -41,7 +41,7 @@ def measured(seed, of=1.0):
 
 
 def trained(method, score, seed, *, task="multi30k", heads=None, attention=None):
-    """The record of an untrained model that was trained."""
+    """Return the record of a model that was trained from scratch."""
     penalties = {"penalties": [{"name": "bhattacharyya", "weight": float(method == "bhattacharyya")}]}
     history = [
         {"epoch": 1, "step": 10, "loss": 4.0, "task_loss": 3.0 + seed, "bhattacharyya": 1.0, "eval_bleu": 9.5},
@@ -67,7 +67,7 @@ SCORES = {"plain": [20.0, 21.0, 20.4], "alphas": [19.0, 20.5, 20.1]}
 
 @pytest.fixture
 def results(tmp_path):
-    """The fewest records of which every figure that records can have is drawn."""
+    """Return the fewest records for which every figure is drawn."""
     alphas = {"alphas": {"growth_weight": 40.0}}
     records = []
     for seed in range(3):

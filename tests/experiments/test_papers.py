@@ -49,7 +49,7 @@ def one(paper, table):
 
 
 def scores(paper, table):
-    """Numbers of a table, row by row."""
+    """Return the numbers of a table, row by row."""
     return [[float(n) for printed in row.scores.values() for n in printed] for row in one(paper, table).rows]
 
 
@@ -85,7 +85,7 @@ def test_numbers_keep_their_digits():
 
 def test_collaborate_table_1_is_what_the_layers_cost():
     def cost(width, heads, dk=None, length=128):
-        """Parameters in millions and multiply-accumulates in 1e8 of a layer, its content bias aside."""
+        """Return a layer's parameters in millions and multiply-accumulates in 1e8, without the content bias."""
         values = 2 * width * width
         if dk is None:
             return 2 * values / 1e6, (2 * values * length + 2 * length**2 * width) / 1e8
@@ -203,7 +203,7 @@ def test_choosing():
 
 @pytest.fixture
 def write(tmp_path):
-    """Write the records of one method, a score a seed; returns the file of all that were written."""
+    """Append the records of one method, a score for each seed; return the file of all of them."""
 
     def records(method, scores, task="mrpc", model="minilm", stage="tuned", **more):
         path = tmp_path / "records.jsonl"

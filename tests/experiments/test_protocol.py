@@ -93,7 +93,7 @@ def test_the_dense_model_can_be_tuned_again(start, data_dir, tmp_path, named, st
 
 
 def evaluated(model, data_dir, output, *more):
-    """The record of a finished model that is evaluated and no more."""
+    """Return the record of a finished model that is only evaluated."""
     (record,) = run(read_recipe(overrides=mrpc(model, data_dir, output, *more)))
     return record
 
@@ -129,7 +129,7 @@ def test_a_score_is_not_that_of_another_model_or_other_data(start, data_dir, tmp
 
 
 def test_recovery_is_a_part_of_the_conversion(start, data_dir, tmp_path):
-    """Shared projections and mixing come nearer to the dense attention, and nothing else moves."""
+    """Shared projections and mixing move towards the dense attention, and nothing else changes."""
     common = ("again=null", "compression.dk=6", "calibration=synthetic", "tuning.epochs=1")
     models = {}
     for name, recovery in (("raw", "null"), ("near", "{steps: 30, learning_rate: 0.01}")):
@@ -156,7 +156,7 @@ def load(folder):
 
 
 def apart(one, other):
-    """Distance of two models' attention probabilities, on pairs of texts of random words."""
+    """Return the distance between two models' attention probabilities, on pairs of random texts."""
     tokens = torch.randint(4, 16, (16, 40), generator=torch.Generator().manual_seed(0))
     types = (torch.arange(40) > 20).long().expand_as(tokens)
     with torch.no_grad():
@@ -204,7 +204,7 @@ def test_a_damaged_checkpoint_does_not_count(tmp_path, caplog, name):
 
 
 def test_what_is_evaluated_keeps_its_order(tmp_path):
-    """Translations that are read while a model trains stand beside the references of the same rows."""
+    """Translations during training are scored against the references of the same rows."""
     options = {"per_device_eval_batch_size": 1, "train_sampling_strategy": "group_by_length"}
     arguments = TrainingArguments(tmp_path, use_cpu=True, remove_unused_columns=False, **options)
     rows = Dataset.from_dict({"input_ids": [[row] * (1 + row % 3) for row in range(12)]})

@@ -154,7 +154,7 @@ def test_an_alias_is_not_set_with_what_it_stands_for(tmp_path):
 
 
 def test_what_is_merged_may_stand_there_too(tmp_path):
-    """`x` of what is merged and one's own is no name that stands twice, however the mappings lie in one another."""
+    """A key of a merged mapping may be set again, at any depth, and is no duplicate."""
     text = "{base: &b {x: 1}, outer: {inner: &a {<<: *b, x: 2}}, other: {<<: *a, y: 3}}"
     (tmp_path / "merged.yaml").write_text(text)
     settings = read_settings(tmp_path / "merged.yaml", [])

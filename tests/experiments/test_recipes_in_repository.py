@@ -37,7 +37,7 @@ def top_lines(path, what):
 
 
 def tables(path):
-    """Return the tables that a file names, from papers.yaml; it may name figures too."""
+    """Return the tables of papers.yaml that a file names; it may name figures too."""
     result = []
     for line in top_lines(path, "paper"):
         key, *names = line.split(", ")
@@ -76,7 +76,7 @@ def sweep_of(name, scale="paper", *settings):
 
 
 class Strict(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice, of which the loader would keep one."""
+    """Refuse a mapping that has a key twice; the plain loader would keep one of them."""
 
     def construct_mapping(self, node, deep=False):
         keys = [self.construct_object(key, deep) for key, _ in node.value]
@@ -228,7 +228,7 @@ def test_bhattacharyya_has_the_papers_settings():
 
 
 def test_rotations_name_heads_that_the_model_has():
-    """On a model as deep and with as many heads, but narrow."""
+    """Rotations are tried on a narrow model of the same depth and number of heads."""
     scales = (sweep_of("rotation", scale) for scale in ("small", "paper", "replication"))
     rotating = [recipe for sweep in scales for recipe in sweep.recipes() if recipe.heads.rotation is not None]
     assert len(rotating) > 1

@@ -39,7 +39,7 @@ def write(tmp_path):
 
 
 def table(folder, against=None):
-    """The comparison, and its lines by method/stage and by the column's name."""
+    """Return the comparison, and its lines by method/stage and by the column's name."""
     comparison = compare(read_results(folder / "runs"), against)
     lines = {}
     for line in comparison.lines:
@@ -48,7 +48,7 @@ def table(folder, against=None):
 
 
 def changes_of(comparison, name="method"):
-    """The differences of a comparison, by a field of its lines."""
+    """Return the differences of a comparison, by a field of its lines."""
     return {line[name]: line["difference"] for line in comparison.lines if "difference" in line}
 
 

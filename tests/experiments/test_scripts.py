@@ -34,7 +34,7 @@ def accelerate():
 
 
 def start(launch, rows, script, *settings):
-    """Run a script with so many rows a batch in each process."""
+    """Run a script with the batch size of each process."""
     tuning = f"tuning={{epochs: 2, learning_rate: 1.0e-3, batch_size: {rows}}}"
     return launch(SCRIPTS / script, FRESH, tuning, "compression.dk=12", *settings)
 
@@ -48,7 +48,7 @@ def start(launch, rows, script, *settings):
     ],
 )
 def test_two_processes_give_the_metrics_of_one(script, python, accelerate, request, tmp_path):
-    """The same batches of eight: four rows in each of two processes, or eight in one."""
+    """Batches of eight are the same: four rows in each of two processes, or eight in one."""
     fixture, *settings = CASES[script]
     data = f"data_dir={request.getfixturevalue(fixture)}"
     metrics, measures = [], []

@@ -18,7 +18,7 @@ SENTENCES = 8
 
 @pytest.fixture
 def runs(tmp_path):
-    """Three methods, of which one changes few words of the references and one many; two seeds."""
+    """Write runs of three methods with two seeds; one changes few words of the references, one many."""
     generator = np.random.default_rng(0)
     references = [" ".join(generator.choice(WORDS, size=9)) for _ in range(SENTENCES)]
     for seed in (0, 1):

@@ -180,7 +180,7 @@ run_sweep_script("usage")
 
 @pytest.mark.slow
 def test_a_lone_process_that_fails_in_training_ends_the_waiting_of_the_others(path, tmp_path):
-    """The main one waits for gradients, in what no error of Python's can wake it from."""
+    """The main process waits for gradients in a call that no Python error can interrupt."""
     (tmp_path / "lone.py").write_text(LONE)
     arguments = ["conversions={}", "seeds=[0]", "methods={bad: {tuning: {learning_rate: 7e-3}}, plain: {}}"]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -27,7 +27,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def converted(kind: str, make_tiny: Callable[..., PreTrainedModel]) -> PreTrainedModel:
-    """A tiny converted model in evaluation mode that keeps no cache."""
+    """Return a tiny converted model in evaluation mode, without a cache."""
     torch.manual_seed(0)
     model = build(kind) if kind in OTHERS else make_tiny("bert" if kind in OF_BERT else kind)
     compress(model, OF_BERT.get(kind, Compression(dk=8)), calibration=None)
@@ -39,7 +39,7 @@ def converted(kind: str, make_tiny: Callable[..., PreTrainedModel]) -> PreTraine
 
 @pytest.fixture
 def batches(kind: str, make_batch: Callable[..., dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Batches of different shapes; any but the first will do to export with."""
+    """Return batches of different shapes; any but the first can be used for the export."""
     if kind == "vit":
         return [{"pixel_values": torch.randn(batch, 3, 8, 8)} for batch, _ in SHAPES]
     family = "marian" if kind in ("marian", "t5") else "bert"
@@ -49,7 +49,7 @@ def batches(kind: str, make_batch: Callable[..., dict[str, Tensor]]) -> list[dic
 @pytest.fixture
 def dynamic() -> Callable[..., dict[str, dict[int, object]]]:
     def dynamic(batch: dict[str, Tensor]) -> dict[str, dict[int, object]]:
-        """Let batch, and length of every sequence, be any."""
+        """Return dynamic shapes in which the batch size and the length of every sequence may vary."""
         free = torch.export.Dim.DYNAMIC  # up to what the model allows; a named `Dim` must be told that maximum
         return {name: {0: free, 1: free} if tensor.ndim == 2 else {0: free} for name, tensor in batch.items()}
 

@@ -43,7 +43,7 @@ def test_training(make_tiny, make_batch, set_dropout_):
 
 
 def train(model: nn.Module, batch: dict[str, torch.Tensor], labels: torch.Tensor) -> list[float]:
-    """Losses of three steps."""
+    """Return the losses of three steps."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=1e-2), []
     for _ in range(3):
         loss = model(**batch, labels=labels).loss

@@ -62,7 +62,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 
 
 def test_lm_eval_on_a_converted_model(tmp_path):
-    """Its tokenizer ends every text, which is not what is to be predicted."""
+    """Its tokenizer appends an end token to every text, which must not be predicted."""
     pytest.importorskip("lm_eval", reason="pip install 'collab-compress[eval]'")
     rows = []
     for number, line in enumerate(sentences(30)):

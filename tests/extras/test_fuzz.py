@@ -41,7 +41,7 @@ class Processor(BertTokenizer): pass
 
 
 class Payload:
-    """What unpickling it runs."""
+    """Hold the code that unpickling it would run."""
 
     def __reduce__(self):
         return (os.system, ("touch executed",))
@@ -49,7 +49,7 @@ class Payload:
 
 @dataclass(frozen=True)
 class Case:
-    """A command line, what is spoilt before it, and words that the error must hold."""
+    """Describe a command line, what is damaged before it, and words that its error must contain."""
 
     command: str
     arguments: tuple[str, ...]
@@ -469,7 +469,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, object]:
-    """Everything in a folder: bytes of files, targets of links, kinds of the rest."""
+    """Map every path in a folder to the bytes of a file, the target of a link, or the kind of anything else."""
     result: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode

@@ -35,5 +35,5 @@ def test_keeps_what_it_printed_and_nothing_of_the_machine(path: Path) -> None:
 
 
 def _printed(cell: nbformat.NotebookNode) -> str:
-    """Give what a cell wrote, without warnings and bars."""
+    """Return what a cell printed, without warnings and progress bars."""
     return "".join(output.get("text", "") for output in cell.get("outputs", []) if output.get("name") == "stdout")

@@ -26,7 +26,7 @@ def session(model, batch, dynamic, path):
 
 
 def difference(session, model, batch):
-    """Largest difference over real tokens of the first output."""
+    """Return the largest difference of the first output over unpadded tokens."""
     with torch.no_grad():
         expected = model(**batch)[0]
     outputs = torch.from_numpy(session.run(None, {name: tensor.numpy() for name, tensor in batch.items()})[0])

@@ -21,18 +21,18 @@ def outputs(model, batch):
 
 
 def shared(model):
-    """Paths of the plain linear layers inside shared projections: what an adapter goes onto."""
+    """Return the paths of the plain linear layers inside shared projections, where adapters go."""
     return [f"{name}.proj" for name, module in model.named_modules() if isinstance(module, PaddedProjection)]
 
 
 def adapted(model, **options):
-    """`model` with adapters that already change its outputs."""
+    """Return `model` with adapters that already change its outputs."""
     return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **options)).eval()
 
 
 @pytest.fixture
 def classifier(make_tiny, tmp_path):
-    """A converted classifier that is also saved as `tmp_path / "base"`."""
+    """Return a converted classifier, saved as `tmp_path / "base"` too."""
     model = make_tiny("bert", BertForSequenceClassification)
     compress(model, Compression(dk=8), calibration=None)
     model.save_pretrained(tmp_path / "base")

@@ -72,7 +72,7 @@ def test_int8(config, least, dtype, converted, embed):
 
 
 def test_int4_values_cost_what_they_cost_the_dense_model(minilm, embed):
-    """Four bits kept in eight: what there is on a CPU."""
+    """Four-bit weights are stored in eight bits, the only format that torchao has for CPUs."""
     dense = copy.deepcopy(minilm)
     compress(minilm, Compression(dk=128, solver=Solver(sweeps=5)), calibration=None)
     one, other = (least_cosine(embed(quantized(model, INT4_VALUES)), embed(model)) for model in (dense, minilm))

@@ -33,7 +33,7 @@ def make_factors() -> Callable[..., Factors]:
 @pytest.fixture(scope="session")
 def factors_of() -> Callable[[HeadTensor, Direction], Factors]:
     def factors(tensor: HeadTensor, point: Direction) -> Factors:
-        """Projections of the solver's coefficients."""
+        """Return the factors that the solver's coefficients stand for."""
         return Factors(tensor.flat_query @ point.query, point.mixing, tensor.flat_key @ point.key)
 
     return factors
@@ -42,7 +42,7 @@ def factors_of() -> Callable[[HeadTensor, Direction], Factors]:
 @pytest.fixture(scope="session")
 def make_point(factors_of) -> Callable[..., tuple[Iterate, Factors]]:
     def make(tensor: HeadTensor, rank: int, seed: int = 1) -> tuple[Iterate, Factors]:
-        """A random point of the solver and its factors."""
+        """Return a random point of the solver and its factors."""
         generator = torch.Generator().manual_seed(seed)
         rows = (tensor.full_rank, tensor.heads, tensor.full_rank)
         drawn = (torch.randn(n, rank, generator=generator, dtype=torch.float64) for n in rows)
@@ -55,7 +55,7 @@ def make_point(factors_of) -> Callable[..., tuple[Iterate, Factors]]:
 @pytest.fixture(scope="session")
 def dense_of() -> Callable[[Factors], torch.Tensor]:
     def dense(factors: Factors) -> torch.Tensor:
-        """Sum of R outer products, one at a time."""
+        """Return the sum of R outer products, one at a time."""
         total = torch.zeros(factors.mixing.shape[0], factors.query.shape[0], factors.key.shape[0])
         total = total.double()
         for r in range(factors.mixing.shape[1]):

@@ -104,7 +104,7 @@ def test_tolerance_ends_the_run_and_progress_is_reported(make_heads):
 
 
 def broken(monkeypatch, systems):
-    """Let the given Cholesky factorizations fail, counted from 0, as LAPACK says it: by `info`, not by an error."""
+    """Let the given Cholesky factorizations, counted from 0, fail as LAPACK does: by `info`, without an error."""
     cholesky, calls = torch.linalg.cholesky_ex, itertools.count()
 
     def fail(matrix, **options):
@@ -154,7 +154,7 @@ def test_nans_end_the_run_and_are_no_convergence(make_heads, monkeypatch, after)
 
 
 def test_float32_products_end_where_float64_ends(make_heads, monkeypatch):
-    """While there is a ridge; the last sweeps are in float64, and so is the error that is given."""
+    """Products are in float32 while there is a ridge; the last sweeps and the returned error are in float64."""
     tensor = make_heads(8, 40, 40, 6)
     exact = als(tensor, 16, SolverOptions())
     monkeypatch.setattr("collab_compress.factorization.als.LARGE", 1)
@@ -191,7 +191,7 @@ def sweep_by(monkeypatch, sweep):
 @pytest.mark.parametrize("large", [1, 1 << 14])
 @pytest.mark.parametrize("failing", [(), (4, 7, 8), (30,)])
 def test_reused_memory_holds_nothing_that_is_needed(make_heads, monkeypatch, large, failing):
-    """With products in float32 and without, with spare components, and where sweeps are repeated."""
+    """With float32 products and without, with spare components, and with repeated sweeps."""
     monkeypatch.setattr("collab_compress.factorization.als.LARGE", large)
     tensor = make_heads(8, 40, 40, 6)
     solutions = []

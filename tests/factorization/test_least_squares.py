@@ -100,7 +100,7 @@ def problem(neurons=9, seed=0):
 
 
 def slow_choice(activations, targets, count):
-    """Leave out the neuron whose loss, all others fitted anew by least squares, costs least; again and again."""
+    """Repeatedly leave out the neuron that costs least when the others are refitted by least squares."""
     kept = list(range(activations.shape[1]))
     while len(kept) > count:
         errors = []

@@ -63,7 +63,7 @@ def test_output_is_the_least_squares_fit(layer):
 
 
 def test_channels_are_the_best_a_head_has_by_itself(layer):
-    """No other channels of one head lose less of what the head adds, given their best output: the tail of an SVD."""
+    """With the best output projection, no other channels of a head lose less of its output: the tail of an SVD."""
     value, output, outputs = layer
     narrowed = narrow_values(value, output, SIZES, Moments.of(outputs), damping=1e-12)
     centred = outputs - outputs.mean(0)
@@ -110,7 +110,7 @@ def test_a_head_may_lose_all(layer):
 
 
 def test_heads_that_share_values_share_their_channels(layer):
-    """No other channels lose less of what a group's heads add, each seen with their mean moments."""
+    """No other channels lose less of the outputs of a group's heads, under their mean moments."""
     _, _, outputs = layer
     value, output = torch.randn(1, MODEL, WIDTH).double(), torch.randn(HEADS, WIDTH, MODEL).double()
     narrowed = narrow_values(value, output, (2,), Moments.of(outputs), damping=1e-12)

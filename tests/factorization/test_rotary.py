@@ -11,7 +11,7 @@ from collab_compress.factorization.rotary import allocated, decomposed, rotary_e
 
 
 def heads(count, width, frequencies, seed=0, common=2):
-    """Heads that have something in common, complex (H, D, J); frequencies differ in what they are worth."""
+    """Return related heads, complex (H, D, J), whose frequencies differ in strength."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -94,7 +94,7 @@ def test_more_channels_are_better_and_shared_ones_better_than_the_heads_own(grou
 
 
 def test_groups_get_the_best_keys_there_are(monkeypatch):
-    """By Eckart and Young; an independent search does not do better."""
+    """Keys reach the optimum of Eckart and Young; an independent search does not do better."""
     query, key = heads(4, 9, 2), heads(2, 9, 2, seed=1)
     monkeypatch.setattr(rotary, "allocated", lambda errors, channels: [1] * channels)
     solution = factorize_rotary(query, key, 2)
@@ -129,7 +129,7 @@ def test_sweeps_find_slices_that_were_made_from_few_channels():
 
 @pytest.mark.parametrize("groups", [4, 2])
 def test_moments_weigh_what_inputs_show(groups):
-    """Biases are the last row; on inputs of few directions the weighted answer is better there."""
+    """On inputs of few directions the weighted solution has the lower error; biases are the last row."""
     generator = torch.Generator().manual_seed(3)
     query, key = heads(4, 9, 3), heads(groups, 9, 3, seed=1)
     x = torch.randn(500, 8, generator=generator, dtype=torch.float64) * torch.linspace(3, 0.05, 8) + 1
@@ -149,12 +149,12 @@ def test_moments_weigh_what_inputs_show(groups):
 
 
 def test_keys_of_unrotated_channels_are_centred():
-    """What is constant over keys is ignored by the softmax: it gets no channels."""
+    """The softmax ignores scores that are constant over keys, so they get no channels."""
     query, key = heads(2, 5, 2), heads(2, 5, 2, seed=1)
     inputs = torch.randn(400, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     far = Moments.of(inputs + 50)
     solution = factorize_rotary(query, key, 2, query_moments=Moments.of(inputs), key_moments=far, rotated=1)
-    assert solution.factors.frequencies == (0, 0)  # the one that turns is worth far more
+    assert solution.factors.frequencies == (0, 0)  # the rotated channel is far stronger
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_bad_input_is_refused(change, message):
 
 
 def real_heads(count, width, head_width, channels):
-    """Heads that use some of a few common real channels each, (H, D, d) twice."""
+    """Return queries and keys (H, D, d); each head uses some of a few common real channels."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape):

@@ -54,7 +54,7 @@ def test_zero_heads_give_finite_factors():
 
 
 def compositions(rank, heads, most):
-    """Every way to give each of `heads` heads 0 to `most` of `rank` channels."""
+    """Yield every way to give each of `heads` heads 0 to `most` of `rank` channels."""
     return [sizes for sizes in itertools.product(range(most + 1), repeat=heads) if sum(sizes) == rank]
 
 
@@ -93,7 +93,7 @@ def test_a_head_that_says_nothing_gets_nothing(make_heads):
 
 
 def test_minimises_the_error_of_the_scores(make_heads, dense_of):
-    """Weighted: no head's product, at its size, is nearer to the dense one in the inputs' own metric."""
+    """No product of a head's size is nearer to the dense one in the metric of the inputs."""
     tensor = make_heads(3, 6, 6, 3)
     generator = torch.Generator().manual_seed(5)
     inputs = (
