@@ -32,7 +32,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_is_imported_is_there(page: Path) -> None:
+def test_imports_of_the_documentation_exist(page: Path) -> None:
     for block in blocks(page, "python"):
         for statement in ast.walk(ast.parse(block)):
             if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("collab_compress"):
@@ -122,7 +122,7 @@ def test_snippets_run(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_are_there(page: Path) -> None:
+def test_commands_of_the_documentation_exist(page: Path) -> None:
     commands = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     named = set(re.findall(r"^(collab-[a-z]+)", "\n".join(blocks(page, "")), re.MULTILINE))
     named |= set(re.findall(r"`(collab-[a-z]+)[ `]", page.read_text(encoding="utf-8")))

@@ -191,7 +191,7 @@ def test_quiet_hides_what_others_say(lm_eval, run, decoder, monkeypatch):
 @pytest.mark.parametrize(
     ("package", "arguments"), [("mteb", ("--mteb", "STSBenchmark")), ("lm_eval", ("--lm-eval", "piqa"))]
 )
-def test_what_is_not_installed_is_told(run, monkeypatch, package, arguments):
+def test_missing_packages_are_named(run, monkeypatch, package, arguments):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(command, "load_source", None)  # before anything is loaded
     code, _, error = run("minilm", *arguments)

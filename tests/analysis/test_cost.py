@@ -158,7 +158,7 @@ def test_every_module_is_timed_at_every_length(two):
         assert timing.converted_ms > 0
 
 
-def test_both_get_what_the_dense_model_gives_its_own(two):
+def test_both_modules_are_timed_on_the_dense_model_s_inputs(two):
     """At full rank both models return the same, so hooks record equal outputs."""
     dense, converted = two
     outputs = {id(model): {} for model in two}

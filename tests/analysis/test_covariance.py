@@ -71,7 +71,7 @@ def test_float32_keeps_directions_of_little_variance():
     assert abs(float(lost)) > 1e-2  # a plain product in float32 would lose them
 
 
-def test_a_mean_far_from_zero_does_no_harm(draw):
+def test_a_large_mean_costs_no_precision(draw):
     x = draw().flatten(1) + 1e6
     torch.testing.assert_close(
         of_parts(x.split(50), (5, 10)).matrix, torch.tensor(np.cov(x.numpy(), rowvar=False)), rtol=1e-6, atol=1e-8
@@ -176,7 +176,7 @@ def test_the_model_is_left_as_it_was(bert, batch):
 
 
 @pytest.mark.parametrize("measure", [lambda joint: svcca(joint).similarity, cka])
-def test_batches_may_be_cut_as_one_likes(bert, calibration, measure):
+def test_batch_boundaries_do_not_matter(bert, calibration, measure):
     rows = [{name: value[row : row + 1] for name, value in b.items()} for b in calibration[:2] for row in range(4)]
     few, many = head_covariances(bert, calibration[:2]), head_covariances(bert, (row for row in rows))
     for name in few:
@@ -284,7 +284,7 @@ def test_samples_are_uniform_and_seeded(bert, calibration, real_responses):
     torch.testing.assert_close(head_samples(bert, calibration[:4], 5, seed=59, modules=NAME)[NAME], drawn)
 
 
-def test_progress_is_told(bert, calibration):
+def test_progress_is_reported(bert, calibration):
     steps = []
     head_covariances(bert, calibration[:3], progress=lambda done, total: steps.append((done, total)))
     assert steps == [(1, 3), (2, 3), (3, 3)]
@@ -293,7 +293,7 @@ def test_progress_is_told(bert, calibration):
     assert steps == [(1, None), (2, None)]
 
 
-def test_a_bar_is_shown_where_wanted(bert, batch, capsys):
+def test_a_progress_bar_is_optional(bert, batch, capsys):
     head_covariances(bert, [batch], progress=True)
     assert "batches: 100%" in capsys.readouterr().err
     head_covariances(bert, [batch])
@@ -318,7 +318,7 @@ def test_what_cannot_be_gathered_is_refused(bert, make_tiny, batch, make_batch):
         head_covariances(bert, [batch])
 
 
-def test_riders_measure_what_they_measure_alone(either):
+def test_measures_in_one_pass_equal_each_alone(either):
     model, batches = either
     observers = samples, distances, overlaps = Samples(7, seed=3), Discrepancies(), Coefficients()
     sure = confidence(model, observed(model, batches, observers))

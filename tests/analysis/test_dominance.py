@@ -225,7 +225,7 @@ def test_without_labels_the_curve_is_of_drift(classifier, calibration):
     assert curve[2].score == pytest.approx((off / sum(float(b.square().sum()) for b in before)) ** 0.5, rel=1e-4)
 
 
-def test_progress_is_told(bert, batch):
+def test_progress_is_reported(bert, batch):
     steps = []
     dominant_heads(bert, lambda model: 1.0, progress=lambda *step: steps.append(step))
     assert steps[-1] == (7, 7)

@@ -154,7 +154,7 @@ def test_shares_are_those_of_the_scores(either):
             torch.testing.assert_close(content + context + overlap, torch.ones(3, dtype=torch.float64))
 
 
-def test_the_two_parts_are_the_models_own_scores(bert, batch):
+def test_context_and_content_add_up_to_the_scores(bert, batch):
     """Context plus content is the softmax's input, up to a constant for each query."""
     site = find_attention(bert)[0]
     ((x, y),) = inputs_of(bert, site, batch)

@@ -46,7 +46,7 @@ def test_glob_selects_modules(make_tiny):
     ]
 
 
-def test_glob_without_match_names_what_there_is(make_tiny):
+def test_glob_without_match_names_the_modules(make_tiny):
     with pytest.raises(
         UnsupportedModelError,
         match=r"no BertSelfAttention or BertCrossAttention .* matches 'nowhere'.*encoder\.layer\.0",

@@ -90,7 +90,7 @@ def token_after(model, ids, past=None, **options):
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("case", sorted(CASES))
-def test_a_token_is_what_it_is_without(case, padded, decoded, monkeypatch):
+def test_decoding_gives_the_ordinary_outputs(case, padded, decoded, monkeypatch):
     if padded:  # with the smallest blocks as well
         monkeypatch.setattr(kernels, "CACHE_BYTES", 1)
         monkeypatch.setattr(kernels, "LONG", 1)
@@ -103,7 +103,7 @@ def test_a_token_is_what_it_is_without(case, padded, decoded, monkeypatch):
     torch.testing.assert_close(states, token_after(model, ids, **options), rtol=1e-4, atol=1e-5)
 
 
-def test_a_static_cache_too(decoded):
+def test_decoding_reads_a_static_cache(decoded):
     model = converted("rotary")
     ids = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(1))
     states = token_after(model, ids, StaticCache(model.config, max_cache_len=16))
@@ -111,7 +111,7 @@ def test_a_static_cache_too(decoded):
     torch.testing.assert_close(states, token_after(model, ids), rtol=1e-4, atol=1e-5)
 
 
-def test_what_records_or_acts_on_heads_or_is_in_half_precision_is_not_decoded(decoded):
+def test_masked_heads_and_half_precision_are_not_decoded(decoded):
     model, ids = converted("both"), torch.tensor([[5, 6, 7]])
     with HeadMask(model, {"h.0.attn": torch.tensor([1.0, 0.0, 1.0])}):
         token_after(model, ids)
@@ -137,7 +137,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("case", ["shared", "per-head", "both", "unequal values", "fixed heads", "rotary", "grouped"])
-def test_nothing_is_copied_that_grows_with_the_cache_but_scores(case, monkeypatch):
+def test_only_scores_grow_with_the_cache(case, monkeypatch):
     monkeypatch.setattr(kernels, "CACHE_BYTES", 1)  # products of keys pass through a buffer of constant size
     model, largest, real = converted(case), [], functions._attend_to_cache
 

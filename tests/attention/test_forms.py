@@ -58,7 +58,7 @@ def oracle(module, vectors, scaling):
     return torch.einsum("btp,hpk,bsk->bhts", extended, dense, vectors).mul(scaling).softmax(-1)
 
 
-def test_the_table_is_whole():
+def test_the_table_is_complete():
     assert tuple(FORMS) == get_args(Form)
     for name, form in FORMS.items():
         assert form.option == name
@@ -67,7 +67,7 @@ def test_the_table_is_whole():
     assert sorted(solver for form in FORMS.values() for solver in form.solvers) == sorted(SOLVERS)
 
 
-def test_attends_as_its_factors_say(module):
+def test_attention_follows_the_factors(module):
     vectors, query, key, value = inputs(module)
     probs, call = oracle(module, vectors, module.scaling), Inputs(query, key, value, scaling=module.scaling)
     torch.testing.assert_close(module.score_form.attend(module, call), probs @ value)
@@ -107,7 +107,7 @@ def test_is_stored_in_json_and_rebuilt(module):
     assert FormEdit.from_dict({"kind": form.kind, **json.loads(json.dumps(edit.to_dict()))}) == edit
 
 
-def test_goes_into_another_module_and_out_again(module, make_tiny):
+def test_moves_into_another_module_and_back(module, make_tiny):
     form = module.score_form
     dense = make_tiny("bert").double()
     other = dense.get_submodule(NAME)
@@ -138,7 +138,7 @@ def test_a_head_owns_its_rows_and_nothing_else(module):
 
 
 @pytest.mark.parametrize("kept", [(0,), (0, 2), (1, 2)])
-def test_heads_that_are_kept_stay_what_they_are(module, kept):
+def test_kept_heads_do_not_change(module, kept):
     form, before = module.score_form, products(module)
     for cut in form.keep_heads(module, kept):
         setattr(cut.owner, cut.name, cut.value)
@@ -148,7 +148,7 @@ def test_heads_that_are_kept_stay_what_they_are(module, kept):
     assert module.query(torch.zeros(1, 1, WIDTH).double()).shape[-1] % HEAD_WIDTH == 0
 
 
-def test_counts_what_there_is(module):
+def test_counts_parameters_and_operations(module):
     form = module.score_form
     assert form.parameters(WIDTH) == sum(parameter.numel() for parameter in form.trained(module))
     assert form.key_width == module.key.width

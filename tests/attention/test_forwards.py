@@ -73,7 +73,7 @@ def test_every_row_belongs_to_a_family():
     assert {f"{folder}.{name}" for folder, name in DESCRIBED} >= FORWARDS.keys()
 
 
-def test_the_stock_class_comes_back_when_nothing_of_ours_is_left(model, ids):
+def test_undoing_the_last_edit_restores_the_stock_class(model, ids):
     before, other = run(model, ids), make(model.config.model_type)
     stock, attributes = type(attention(model)[0]), [set(vars(module)) for module in attention(model)]
     with Tap(model), HeadMask(model, masks_without(model, {})):
@@ -155,7 +155,7 @@ def test_they_compile(ids):
 
 @pytest.mark.parametrize("kind", ["trocr", "xglm"])
 @pytest.mark.parametrize("dk", [7, 24])
-def test_caches_hold_what_an_encoder_gave(kind, dk, ids):
+def test_caches_hold_the_keys_of_an_encoder(kind, dk, ids):
     torch.manual_seed(0)
     settings = {"vocab_size": 61, "d_model": 24, "ffn_dim": 32, "max_position_embeddings": 80, "init_std": 0.4}
     if kind == "xglm":
@@ -207,7 +207,7 @@ def reader():
 
 
 @pytest.mark.parametrize("build", [captioner, reader])
-def test_whole_models_write_what_they_see(build):
+def test_image_models_generate_text(build):
     torch.manual_seed(0)
     model = build().eval()
     options = {"pixel_values": torch.randn(2, 3, 8, 8), "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}

@@ -49,7 +49,7 @@ def expected(x, channels, interleaved):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", ["Conv1D", "Linear"])
-def test_parts_compute_what_the_layer_does_and_make_it_again(kind, bias, interleaved):
+def test_split_layers_equal_the_fused_one_and_fuse_back(kind, bias, interleaved):
     module, layout, x = Attention(kind, bias), Layout(HEADS, WIDTH, interleaved), torch.randn(5, IN)
     fused = module.qkv
     weights = {name: tensor.clone() for name, tensor in fused.state_dict().items()}

@@ -103,7 +103,7 @@ def test_synthetic_tokens_follow_the_seed(minilm, minilm_tokenizer):
     assert not torch.equal(one, other)
 
 
-def test_length_is_what_the_model_can_take(minilm, minilm_tokenizer):
+def test_length_is_limited_by_the_model(minilm, minilm_tokenizer):
     minilm.config.max_position_embeddings = 40
     batches = calibration_batches("synthetic", minilm, minilm_tokenizer, sequences=2, length=512)
     assert batches[0]["input_ids"].shape == (2, 40)
@@ -168,7 +168,7 @@ def test_texts_pairs_and_a_column_of_a_data_set(minilm, minilm_tokenizer):
     assert pairs["token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 1]]
 
 
-def test_texts_are_read_whole_and_all_of_them(minilm, minilm_tokenizer, caplog):
+def test_every_text_is_read_in_full(minilm, minilm_tokenizer, caplog):
     texts = ["word " * (number % 100 + 1) for number in range(200)]
     batches = calibration_batches((text for text in texts), minilm, minilm_tokenizer)
     assert sum(len(batch["input_ids"]) for batch in batches) == 200

@@ -105,7 +105,7 @@ def test_a_colon_in_a_name_is_no_column(tmp_path):
     assert split_columns("org/name:mrpc:a, b") == ("org/name:mrpc", ["a", "b"])
 
 
-def test_a_stream_of_texts_is_read_as_far_as_asked(minilm, minilm_tokenizer):
+def test_a_stream_of_texts_is_read_up_to_the_limit(minilm, minilm_tokenizer):
     def endless():
         while True:
             yield "a dog runs"

@@ -32,7 +32,7 @@ def tokenizer_of(pieces: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), pad_token=pieces[0], unk_token=pieces[1])
 
 
-def test_words_fall_off_with_their_rank_and_everything_else_is_seen_too():
+def test_words_follow_zipf_and_every_token_is_possible():
     ordinary = list(range(2, len(PIECES)))
     probs = likelihoods(tokenizer_of(PIECES), ordinary)
     total = sum(1 / (rank + 2.7) for rank in range(1, len(WORDS) + 1))

@@ -62,7 +62,7 @@ def test_a_killed_writer_leaves_no_result(python, tmp_path):
 
 
 @pytest.mark.parametrize("atomic", [atomic_directory, atomic_file])
-def test_what_a_killed_writer_left_hinders_nobody(tmp_path, atomic):
+def test_leftovers_of_a_killed_writer_do_no_harm(tmp_path, atomic):
     """A restarted pod has the host name and the process number of the one that was killed, as both have here."""
     killed = atomic(tmp_path / "model")
     killed.__enter__()
@@ -72,7 +72,7 @@ def test_what_a_killed_writer_left_hinders_nobody(tmp_path, atomic):
     assert (tmp_path / "model").exists()
 
 
-def test_json_appears_whole_and_replaces(tmp_path):
+def test_json_is_replaced_as_a_whole(tmp_path):
     path = tmp_path / "deep" / "er" / "report.json"
     for value in ({"rank": 8}, {"folder": tmp_path, "mean": [0.5, None]}):
         write_json(path, value)
@@ -82,7 +82,7 @@ def test_json_appears_whole_and_replaces(tmp_path):
     assert text.endswith("}\n")
 
 
-def test_json_that_cannot_be_made_leaves_what_was_there(tmp_path):
+def test_json_that_cannot_be_written_keeps_the_old_file(tmp_path):
     write_json(tmp_path / "report.json", 1)
     endless = []
     endless.append(endless)
@@ -113,7 +113,7 @@ def kinds(folder):
     return ("file", "folder", "link", "dangling", "circle", "pipe", "new/..")
 
 
-def test_what_is_there_is_not_replaced_whatever_it_is(tmp_path):
+def test_existing_paths_of_any_kind_are_not_replaced(tmp_path):
     for name in kinds(tmp_path):
         before = sorted(os.listdir(tmp_path))
         for refuse in (
@@ -129,7 +129,7 @@ def test_what_is_there_is_not_replaced_whatever_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["folder", "link", "dangling", "circle", "pipe"])
-def test_only_a_regular_file_is_written_anew(tmp_path, name):
+def test_only_regular_files_are_overwritten(tmp_path, name):
     kinds(tmp_path)
     with pytest.raises(CheckpointError, match="no regular file"):
         write_atomically(tmp_path / name, "ours")
@@ -153,7 +153,7 @@ def test_places_that_are_refused_before_the_work(tmp_path):
 
 
 @pytest.mark.parametrize("error", [SafetensorError, Exception])
-def test_a_full_disk_is_told_as_such_whoever_tells_it(tmp_path, error):
+def test_a_full_disk_is_reported_whatever_library_raises(tmp_path, error):
     for write in (atomic_directory, atomic_file):
         with pytest.raises(CheckpointError, match=r"cannot write .*out: .*No space left"), write(tmp_path / "out"):
             raise error("I/O error: No space left on device (os error 28)")

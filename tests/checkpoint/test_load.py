@@ -198,7 +198,7 @@ def test_a_config_that_cannot_be_saved_is_refused_before_the_work(folder):
     fails(load_model, BertModel, "model", words="The `output_attentions` attribute is not supported")
 
 
-def test_the_whole_of_a_validation_error_is_told(folder):
+def test_a_validation_error_is_reported_in_full(folder):
     change(folder / "model" / "config.json", hidden_size="x")
     fails(load_config, "model", words="'hidden_size': TypeError: Field 'hidden_size' expected int, got str")
 

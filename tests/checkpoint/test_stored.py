@@ -72,7 +72,7 @@ def read(kind, modules):
 
 
 @pytest.mark.parametrize("kind", STORED)
-def test_whole_ones_are_read_and_others_are_told(kind):
+def test_edits_without_valid_modules_are_refused(kind):
     assert read(kind, {NAME: STORED[kind]}).edits[0].modules
     for modules in (None, [], {}, {NAME: None}, {NAME: [3]}, {NAME: 2**40}):
         with pytest.raises(CheckpointError, match="stored edit of") as caught:

@@ -86,7 +86,7 @@ def test_widths_of_a_whole_layer(run):
     assert "begin with collab-compress --dff " in printed
 
 
-def test_two_folders_of_one_name_are_told_apart(run, folder):
+def test_folders_of_the_same_name_are_distinguished(run, folder):
     """`collab-run` leaves its models in folders that are all called `model`."""
     for stage, name in (("tuned", "dense"), ("dk9", "converted")):
         shutil.copytree(folder / name, folder / "out" / stage / "model", dirs_exist_ok=True)

@@ -66,7 +66,7 @@ def test_values_too_and_what_that_saves(run, loaded, model_dir, tmp_path):
     assert not read_factors(loaded(printed))
 
 
-def test_a_share_to_keep_is_said_in_widths(run, loaded, model_dir, tmp_path):
+def test_a_share_to_keep_is_reported_as_widths(run, loaded, model_dir, tmp_path):
     output = tmp_path / "out"
     code, printed, error = run(model_dir, "--keep", 0.6, "--length", 8, "--output", output)
     assert code == 0, error
@@ -106,7 +106,7 @@ assert model.config.d_kv == 4, model.config
     assert done.returncode == 0, done.stderr
 
 
-def test_how_much_is_calibrated_on_is_an_option_and_said(run, model_dir, tmp_path, caplog):
+def test_the_amount_of_calibration_data_is_an_option_and_reported(run, model_dir, tmp_path, caplog):
     texts = tmp_path / "texts.txt"
     texts.write_text("".join(f"text number {n} of a user\n" for n in range(30)), encoding="utf-8")
     options = ("--dk", 8, "--calibration", texts, "--sequences", 24, "--length", 6, "--seed", 2)
@@ -389,7 +389,7 @@ def test_arguments_that_cannot_be_read_are_one_line(fails, model_dir):
     assert "missing MODEL" in fails("--dk", 8)
 
 
-def test_the_model_is_where_it_was_asked_to_be(run, monkeypatch, model_dir, tmp_path):
+def test_the_model_is_on_the_requested_device(run, monkeypatch, model_dir, tmp_path):
     moved = []
     monkeypatch.setattr(BertForSequenceClassification, "to", lambda self, device: moved.append(device))
     code, _, error = run(model_dir, "--dk", 8, "--device", "cpu", "--output", tmp_path / "out")

@@ -89,7 +89,7 @@ def test_expanding_an_exact_conversion_gives_the_dense_model(run, folder, tmp_pa
     assert "expanded to dense projections" in (tmp_path / "exact-dense" / "README.md").read_text(encoding="utf-8")
 
 
-def test_expanding_a_smaller_one_says_what_is_lost(run, tmp_path):
+def test_expanding_says_whether_it_is_exact(run, tmp_path):
     code, printed, error = run("expand", "small", "--output", "out", "--json", "out.json")
     assert (code, error) == (0, "")
     record = json.loads((tmp_path / "out.json").read_text())
@@ -126,7 +126,7 @@ def test_pruning_a_share_by_texts(run, tmp_path):
     assert sum(map(len, record["pruned_heads"].values())) == round(0.3 * heads)
 
 
-def test_recovery_brings_the_model_nearer(run, folder, tmp_path):
+def test_recovery_writes_a_recovered_model(run, folder, tmp_path):
     code, printed, error = run(
         "recover", "small", "--dense", "dense", "--steps", 8, "--length", 16, "--device", "cpu", "--output", "out"
     )
@@ -253,7 +253,7 @@ def test_expanding_says_what_does_not_come_back(run):
     assert run("expand", "both", "--output", "again")[0] == 0
 
 
-def test_random_tokens_are_said_to_be_not_enough(run):
+def test_random_tokens_alone_are_warned_of(run):
     options = ("--sequences", 32, "--length", 16, "--device", "cpu")
     _, printed, _ = run("compress", "dense", "--dff", 16, *options, "--output", "neurons")
     assert "Neurons were chosen on random tokens alone" in printed

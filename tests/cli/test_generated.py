@@ -35,7 +35,7 @@ def test_results_are_what_the_records_make():
     assert (RUNS / "RESULTS.md").read_text(encoding="utf-8") == regenerated(RUNS / "RESULTS.md", results)
 
 
-def test_parts_are_made_anew_and_the_rest_stays(tmp_path, records, capsys):
+def test_generated_parts_are_replaced_and_the_rest_stays(tmp_path, records, capsys):
     text = (
         f"# Title\n\n{TABLE}\n\nbetween\n\n"
         '<!-- records: {"tasks": ["mrpc", "rte"], "methods": ["plain"]} -->\n<!-- end -->\n'

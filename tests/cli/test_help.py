@@ -88,14 +88,14 @@ def test_names_in_options_are_those_of_the_tables():
 
 
 @pytest.mark.parametrize(("name", "option", "values"), CHECKED)
-def test_what_an_option_may_be_is_told(name, option, values):
+def test_the_values_of_an_option_are_listed(name, option, values):
     entry = entries(help_text(name))[f"--{option}"]
     for value in values():
         assert re.search(rf"\b{value}\b", entry), (option, value)
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if described(name) is not None])
-def test_every_choice_is_told(name):
+def test_every_choice_is_listed(name):
     """The help shows every choice of every field with a Literal type."""
     help_entries, count = entries(help_text(name)), 0
     for option, choices in literals(described(name)):

@@ -153,7 +153,7 @@ def test_csv_of_papers_alone(capsys):
     assert lines[1]["mean"] == lines[1]["printed"] == "39469056"
 
 
-def test_output_is_whole_or_not_there(capsys, write, tmp_path, monkeypatch):
+def test_output_is_complete_or_absent(capsys, write, tmp_path, monkeypatch):
     folder, output = write("mrpc"), tmp_path / "table.md"
     _, printed, _ = run(capsys, folder)
     assert run(capsys, folder, "--output", output) == (0, "", "")

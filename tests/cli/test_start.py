@@ -95,7 +95,7 @@ def test_versions(run):
         ("collab-compress", ["minilm", "--dk", "8", "--solver", "parafac", "--calibration", "none"], "tensorly"),
     ],
 )
-def test_what_nobody_installed(run, tmp_path, command, arguments, package):
+def test_missing_optional_packages(run, tmp_path, command, arguments, package):
     lacking = LACKING.format(lacking={package})
     done = run(command, *arguments, before=lacking, folder=tmp_path)
     assert done.returncode == 2
@@ -141,7 +141,7 @@ def interrupted(work, capsys):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_second_signal_does_not_disturb_the_clearing_up(capsys):
+def test_a_second_signal_does_not_disturb_the_cleanup(capsys):
     cleared = []
 
     def work():

@@ -17,7 +17,7 @@ def colours(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
 
 
-def test_elsewhere_it_is_plain(colours):
+def test_outside_a_terminal_tables_are_plain(colours):
     width = len(LONG)
     assert table(HEADER, ROWS) == [
         f"{'module':<{width}}   dk   parameters",
@@ -26,7 +26,7 @@ def test_elsewhere_it_is_plain(colours):
     ]
 
 
-def test_a_terminal_gets_all_of_it_too(colours, monkeypatch):
+def test_a_terminal_shows_every_cell(colours, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     lines = table(HEADER, ROWS)
     assert "\x1b[1mmodule" in lines[0]

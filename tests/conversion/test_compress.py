@@ -109,7 +109,7 @@ def test_report(family, make_tiny, calibration):
     assert json.loads(json.dumps(report.to_dict()))["modules"][0]["break_even_length"] is None  # R = d: any length
 
 
-def test_drift_is_measured_on_what_was_held_back(make_tiny, calibration):
+def test_drift_is_measured_on_held_back_data(make_tiny, calibration):
     dense = make_tiny("bert")
     model = copy.deepcopy(dense)
     report = compress(model, Compression(dk=8), calibration)
@@ -140,7 +140,7 @@ class Logger:
 
 @pytest.mark.parametrize("place", ["hook", "attribute"])
 @pytest.mark.parametrize("refit", [False, True])
-def test_what_cannot_be_copied_is_no_obstacle(place, refit, make_tiny, calibration):
+def test_what_cannot_be_copied_does_not_change_the_drift(place, refit, make_tiny, calibration):
     plain, model = make_tiny("bert"), make_tiny("bert")
     if place == "hook":
         model.encoder.register_forward_hook(Logger())

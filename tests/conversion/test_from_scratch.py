@@ -43,7 +43,7 @@ def test_t5_starts_as_narrowly_as_unscaled_scores_need():
         assert float(deviation) == pytest.approx(expected, rel=0.05)
 
 
-def test_it_trains_and_comes_back(make_tiny, batch, tmp_path):
+def test_it_trains_saves_and_loads(make_tiny, batch, tmp_path):
     model = fresh(make_tiny, dk=6)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     before = next(iter(read_factors(model).values())).mixing.clone()

@@ -34,7 +34,9 @@ def apart(model, dense, batch):
 
 
 @pytest.mark.parametrize("form", ["shared", "per-head"])
-def test_attention_comes_nearer_and_nothing_else_moves(family, form, make_tiny, batch, calibration, tmp_path):
+def test_attention_approaches_the_dense_one_and_nothing_else_changes(
+    family, form, make_tiny, batch, calibration, tmp_path
+):
     dense = make_tiny(family).train()
     model = copy.deepcopy(dense)
     compress(model, Compression(dk=6, form=form), calibration=None)
@@ -77,7 +79,7 @@ def added(model, dense, batch):
 
 
 @pytest.mark.parametrize("dk", [None, 6])
-def test_values_and_outputs_come_nearer(family, dk, make_tiny, batch, calibration, tmp_path):
+def test_values_and_outputs_approach_the_dense_ones(family, dk, make_tiny, batch, calibration, tmp_path):
     dense = make_tiny(family)
     model = copy.deepcopy(dense)
     compress(model, Compression(dk=dk, dv=6), calibration=None)
@@ -208,7 +210,7 @@ def test_a_recovery_that_diverges_is_undone(make_tiny, calibration, monkeypatch)
 
 
 @pytest.mark.parametrize("disabled", [torch.no_grad, torch.inference_mode])
-def test_half_precision_recovers_in_single(disabled, make_tiny, batch, calibration):
+def test_half_precision_recovers_in_float32(disabled, make_tiny, batch, calibration):
     """Recovery works even where the caller has switched gradients off."""
     dense, model = make_tiny("bert"), make_tiny("bert")
     compress(model, Compression(dk=6), calibration=None)
@@ -225,7 +227,7 @@ def test_half_precision_recovers_in_single(disabled, make_tiny, batch, calibrati
     assert apart(model.float(), dense.float(), batch) < 0.9 * distance
 
 
-def test_batches_are_read_as_far_as_steps_go(make_tiny, calibration):
+def test_only_the_batches_of_the_steps_are_read(make_tiny, calibration):
     dense, model = make_tiny("bert"), make_tiny("bert")
     compress(model, Compression(dk=6), calibration=None)
     batches = iter(calibration * 2)

@@ -30,7 +30,7 @@ def test_batches_hold_all_rows_and_are_as_full_as_they_can_be(tokens):
 
 
 @pytest.mark.parametrize(("processes", "passes"), [(1, 4), (2, 2), (4, 1)])
-def test_a_step_is_the_same_however_processes_and_passes_share_it(processes, passes):
+def test_a_step_does_not_depend_on_how_processes_and_passes_share_it(processes, passes):
     alone = ByTokens(LENGTHS, 1200, passes=4, seed=3)
     shares = [ByTokens(LENGTHS, 1200, passes, 3, processes, rank) for rank in range(processes)]
     for sampler in (alone, *shares):
@@ -58,7 +58,7 @@ def test_each_epoch_and_seed_has_its_order():
     assert order(1, 0) != order(0, 0)
 
 
-def test_few_batches_come_again_for_many_processes():
+def test_batches_repeat_where_processes_outnumber_them():
     assert [list(ByTokens(np.array([5, 5]), 40, processes=4, process=rank)) for rank in range(4)] == [[[0, 1]]] * 4
 
 

@@ -122,7 +122,7 @@ def test_german_has_bleu_with_compounds_split_beside_it(target, german, sentence
         )
 
 
-def test_how_results_are_searched_is_not_how_training_is_watched(sentences, tmp_path, monkeypatch):
+def test_final_scores_do_not_use_the_beams_of_evaluation_in_training(sentences, tmp_path, monkeypatch):
     """BLEU during training may be greedy; the record's uses as many beams as recipes without it."""
     beams = []
 

@@ -53,7 +53,7 @@ def scores(paper, table):
     return [[float(n) for printed in row.scores.values() for n in printed] for row in one(paper, table).rows]
 
 
-def test_what_there_is():
+def test_the_tables_are_those_of_the_papers():
     assert [(table.paper, table.name.removeprefix("Table ")) for table in TABLES] == [
         *(("collaborate", name) for name in ("1", "2", "Figure 3")),
         *(("rotation", name) for name in "2345"),
@@ -255,7 +255,7 @@ def test_lower_perplexity_is_better(write, expect, verdicts):
     assert verdict(path, replace(CLAIM, tasks=("ptb",), expect=expect)).outcome == verdicts
 
 
-def test_fewer_than_three_seeds_tell_nothing(write):
+def test_fewer_than_three_seeds_leave_a_claim_open(write):
     write("plain", [80.0, 82.0])
     judged = verdict(write("drophead", [90.0, 92.1, 95.0]))
     assert (judged.outcome, judged.difference.count) == (OPEN, 2)
@@ -273,7 +273,7 @@ def test_a_withdrawn_claim_has_a_reason_in_place_of_a_verdict(write):
     assert tried([judged]) == [judged]
 
 
-def test_what_is_no_number_tells_nothing(write):
+def test_scores_that_are_not_finite_leave_a_claim_open(write):
     write("plain", [80.0, 82.0, 81.0])
     assert verdict(write("drophead", [90.0, math.nan, 92.0])).outcome == OPEN
 
@@ -304,7 +304,7 @@ def test_models_do_not_mix_and_the_one_with_most_pairs_counts(write):
     assert verdict(path, replace(CLAIM, model="another")).difference is None
 
 
-def test_stages_are_told_apart(write):
+def test_stages_are_judged_separately(write):
     write("plain", [80.0, 82.0, 81.0])
     path = write("plain", [79.0, 80.9, 79.9], stage="dk128")
     judged = verdict(path, replace(CLAIM, method="plain/dk128"))

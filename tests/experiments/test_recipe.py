@@ -153,7 +153,7 @@ def test_an_alias_is_not_set_with_what_it_stands_for(tmp_path):
     assert (recipe.tuning.batch_size, recipe.again.batch_size) == (8, 32)
 
 
-def test_what_is_merged_may_stand_there_too(tmp_path):
+def test_merged_keys_are_no_duplicates(tmp_path):
     """A key of a merged mapping may be set again, at any depth, and is no duplicate."""
     text = "{base: &b {x: 1}, outer: {inner: &a {<<: *b, x: 2}}, other: {<<: *a, y: 3}}"
     (tmp_path / "merged.yaml").write_text(text)

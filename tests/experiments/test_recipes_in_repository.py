@@ -85,7 +85,7 @@ class Strict(yaml.SafeLoader):
 
 
 @pytest.mark.parametrize("name", [*sorted(KEYS), "glue"])
-def test_a_paper_runs_here_if_not_said_otherwise_and_at_its_own_scale_by_one_setting(name):
+def test_sweeps_run_at_the_small_scale_by_default_and_at_the_papers_by_one_setting(name):
     ours = read_sweep(FOLDER / "sweeps" / f"{name}.yaml")
     assert ours == sweep_of(name, "small")
     assert {recipe.fresh and recipe.fresh.width for recipe in ours.recipes()} <= {128, None}

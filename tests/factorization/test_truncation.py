@@ -86,7 +86,7 @@ def test_channels_lie_head_by_head(make_heads):
     assert torch.equal(factors.mixing.max(0).values, torch.ones(8).double())
 
 
-def test_a_head_that_says_nothing_gets_nothing(make_heads):
+def test_a_zero_head_gets_no_channels(make_heads):
     tensor = make_heads(3, 6, 6, 2)
     tensor.query[1] = 0.0
     assert per_head(tensor, 3, SolverOptions()).sizes[1] == 0
@@ -116,7 +116,7 @@ def test_minimises_the_error_of_the_scores(make_heads, dense_of):
     torch.testing.assert_close(result.factors.content_bias, folded)
 
 
-def test_the_shared_form_is_no_worse_and_knows_it(make_heads):
+def test_the_shared_form_reports_the_per_head_error(make_heads):
     tensor = make_heads(3, 8, 8, 4)
     shared = factorize(tensor.query, tensor.key, 6)
     apart = factorize(tensor.query, tensor.key, 6, solver="per-head")

@@ -115,7 +115,7 @@ def test_padded_sound_is_left_out_of_the_moments():
     assert real.sum(1).tolist() == model._get_feat_extract_output_lengths(torch.tensor([120, 90, 60])).tolist()
 
 
-def test_what_nobody_knows_the_shape_of_is_asked_for():
+def test_inputs_of_unknown_shape_must_be_passed():
     with pytest.raises(CalibrationError, match="PatchTSTModel reads past_values, not texts; pass batches of them"):
         calibration_batches("synthetic", build("patchtst"))
 
@@ -224,7 +224,7 @@ def test_damaged_files_of_a_folder(pictures, sounds, tmp_path, monkeypatch):
         calibration_batches(pictures, model)
 
 
-def test_what_a_folder_lacks_is_said(pictures, sounds):
+def test_folders_that_cannot_be_read_are_named(pictures, sounds):
     with pytest.raises(CalibrationError, match="holds no images for ViTModel; expected files that end in"):
         calibration_batches(sounds, build("vit"))
     model = saved_with(ViTImageProcessorPil(), build("vit"), pictures.parent / "vit")

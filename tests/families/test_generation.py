@@ -217,7 +217,7 @@ def test_where_exactly_h_heads_are_viewed_both_maps_make_caches_smaller(name, dk
 
 
 @pytest.mark.parametrize("name", ["opt", "whisper"])
-def test_heads_of_such_models_are_removed_and_all_is_undone(name, tmp_path):
+def test_heads_are_removed_and_the_model_expands(name, tmp_path):
     dense, batch = build(name), inputs(name)
     model = copy.deepcopy(dense)
     compress(model, Compression(dk=9, dv=8, solver=Solver(sweeps=1)), [batch, batch])

@@ -42,7 +42,7 @@ def padded_and_not(batch):
 
 
 @pytest.mark.every_family
-def test_padding_counts_nowhere(kin):
+def test_padding_does_not_count_anywhere(kin):
     masks = [name for name in inputs(kin) if name.endswith("attention_mask")]
     if not masks or {"input_values", "input_features"} & set(inputs(kin)):
         return  # nothing to pad, or convolutions smear padding over the sound

@@ -116,7 +116,7 @@ def test_only_one_kind(make_tiny, make_batch):
 
 
 @pytest.mark.parametrize("first", ["mix", "compress"])
-def test_conversion_and_mixing_do_not_mind_each_other(first, family, make_tiny, batch):
+def test_conversion_and_mixing_combine(first, family, make_tiny, batch):
     model = make_tiny(family)
     dense = copy.deepcopy(model)
     steps = {"mix": mix_heads_, "compress": lambda model: compress(model, Compression(dk=24), calibration=None)}
@@ -230,7 +230,7 @@ def attention(model):
     return model.encoder.layer[1].attention.output
 
 
-def test_what_wraps_the_inner_projection_goes_on_working(make_tiny, batch):
+def test_wrappers_of_the_inner_projection_keep_working(make_tiny, batch):
     model = mixed(make_tiny, "bert")
     calls = []
     attention(model).dense.proj.register_forward_hook(lambda *_: calls.append(1))

@@ -89,7 +89,7 @@ def test_evaluation_is_not_touched(model, batch):
     assert torch.equal(model.train()(**batch)[0], before)
 
 
-def test_a_seed_reproduces_it(model, batch):
+def test_the_same_seed_draws_the_same_heads(model, batch):
     DropHead(model.train(), 0.5)
     outputs = []
     for seed in (1, 1, 2):

@@ -157,7 +157,7 @@ def test_refusals(make_tiny, calibration):
     assert not any(head_hooks(site.module) for site in find_attention(model))
 
 
-def test_important_heads_are_those_that_matter_when_they_go(make_tiny, calibration):
+def test_important_heads_matter_when_removed(make_tiny, calibration):
     """A head whose values are nearly zero is the least important of all."""
     model = BertForSequenceClassification(make_tiny("bert").config).eval()
     name = "bert.encoder.layer.1.attention.self"

@@ -256,7 +256,7 @@ def test_modules_of_different_shape_or_type_are_refused(make_tiny):
         swap_heads_(model, [((FIRST, 0), (SECOND, 0))])
 
 
-def test_weights_that_are_not_really_there_are_refused(make_tiny):
+def test_missing_or_parametrized_weights_are_refused(make_tiny):
     model = make_tiny("bert")
     model.encoder.layer[0].attention.self.key.weight.data = torch.empty(0)
     with pytest.raises(HeadError, match=r"weights of shape \(0,\) .* gather sharded parameters"):

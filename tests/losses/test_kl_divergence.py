@@ -24,7 +24,7 @@ def test_it_is_the_mean_over_real_rows(make_rows, shape, seed):
     torch.testing.assert_close(kl_divergence(rows, target, mask), expected, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
-def test_it_is_nothing_for_equal_rows_and_pulls_towards_the_target(make_rows):
+def test_it_is_zero_for_equal_rows_and_pulls_towards_the_target(make_rows):
     rows, mask = make_rows(2, 3, 4, 4)
     assert kl_divergence(rows, rows, mask).item() == 0
     scores = torch.randn(1, 2, 3, 4, requires_grad=True)

@@ -259,7 +259,7 @@ def test_real_text_to_the_last_token(real_data):
 
 
 @pytest.mark.parametrize("seed", [None, 0])
-def test_texts_without_a_token_are_told(seed):
+def test_texts_without_a_token_are_reported(seed):
     bare = Tokenizer(models.WordLevel({"[UNK]": 0, "[MASK]": 1}, unk_token="[UNK]"))
     bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="[UNK]", mask_token="[MASK]")

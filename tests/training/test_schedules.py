@@ -26,6 +26,6 @@ def test_start_and_end_may_differ():
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 @pytest.mark.parametrize("warmup", [0.0, 0.06, 1.0])
-def test_values_stay_between_nothing_and_the_ends(name, warmup):
+def test_values_stay_between_zero_and_the_ends(name, warmup):
     for step in range(101):
         assert 0 <= SCHEDULES[name](step / 100, warmup, 0.3, 0.2) <= 0.3
