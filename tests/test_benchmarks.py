@@ -47,7 +47,7 @@ def run(model, batch):
 
 
 def vectors(model, module, batch):
-    """What a module reads, (N, D), in float64."""
+    """Return the inputs of a module, (N, D), in float64."""
     inputs = []
     handle = module.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     with torch.no_grad():
@@ -57,7 +57,7 @@ def vectors(model, module, batch):
 
 
 def best_error(matrix, rank):
-    """Of the best approximation of a matrix by one of that rank."""
+    """Return the error of the best approximation of a matrix at this rank."""
     return torch.linalg.svdvals(matrix)[rank:].norm()
 
 
@@ -104,13 +104,13 @@ def test_heads_by_themselves_leave_the_best_scores_and_outputs_on_the_data(model
 
 
 def scores(x, module, rows):
-    """Scores of one head over all pairs of vectors, its query bias included."""
+    """Return one head's scores of all pairs of vectors, query bias included."""
     query = x @ module.query.weight[rows].double().T + module.query.bias[rows].double()
     return query @ (x @ module.key.weight[rows].double().T + module.key.bias[rows].double()).T
 
 
 def smaller_part(head_inputs, before, after, rows):
-    """What a head adds to the output after its values became fewer, by what it read before: V̂ = V P."""
+    """Return a head's part of the output with narrower values, from its old inputs: V̂ = V P."""
     dense, fewer = (layer.attention.self.value.weight[rows].double().T for layer in (before, after))
     channels = torch.linalg.lstsq(dense, fewer).solution  # (d, d), zeros at the end
     return head_inputs @ channels @ after.attention.output.dense.weight[:, rows].double().T

@@ -45,7 +45,7 @@ TEXTS = ["A man is playing a guitar.", "Someone makes music.", "The market fell.
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    """MiniLM at dk = 192, as the command saves it."""
+    """Return MiniLM at dk = 192, as the command saves it."""
     output = tmp_path_factory.mktemp("converted") / "minilm"
     few = CalibrationOptions(sequences=64)
     conversion = Conversion(dk=192, solver=Solver(sweeps=5))
@@ -87,7 +87,7 @@ def test_fill_mask_and_classification_pipelines(minilm_path, minilm_tokenizer, t
 
 @pytest.fixture
 def training(make_tiny, minilm_tokenizer, tmp_path):
-    """A converted tiny classifier, a learnable data set, and arguments of a stock Trainer."""
+    """Return a converted tiny classifier, a learnable data set, and arguments of a stock Trainer."""
     model = make_tiny("bert", BertForSequenceClassification)
     model.resize_token_embeddings(30522)
     compress(model, Compression(dk=8), calibration=None)
@@ -125,7 +125,7 @@ def test_tokenizer_of_the_output_is_the_sources(converted, minilm_tokenizer):
 
 
 def embeddings(model, tokenizer):
-    """Mean-pooled embeddings of unit length, (B, D)."""
+    """Return mean-pooled embeddings of unit length, (B, D)."""
     batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
     with torch.no_grad():
         states, mask = model(**batch).last_hidden_state.float(), batch["attention_mask"][..., None]
@@ -165,7 +165,7 @@ def edited(family, make_tiny):
     reason="this Accelerate refuses a model that is on disk as a whole",
 )
 def test_device_map_auto_wherever_memory_ends(edited, batch, tmp_path):
-    """The rest goes to disk; no cut may part what a module of ours holds itself from what its children hold."""
+    """The rest goes to disk; no cut may separate a module's own parameters from those of its children."""
     expected = outputs(edited, batch)
     edited.save_pretrained(tmp_path / "model")
     loaded = AutoModel.from_pretrained(tmp_path / "model", device_map="auto")

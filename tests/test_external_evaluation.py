@@ -18,7 +18,7 @@ from collab_compress.external_evaluation import Score, lm_eval_scores, mteb_scor
 @pytest.fixture
 def run(capsys):
     def run_command(*arguments):
-        """Run the command; returns exit code, standard output, standard error."""
+        """Run the command; return exit code, standard output and standard error."""
         try:
             command.main([str(argument) for argument in arguments])
             code = 0
@@ -39,7 +39,7 @@ def module(monkeypatch, name, **content):
 
 @pytest.fixture
 def mteb(monkeypatch):
-    """MTEB with one task, which scores a model by the length of what it makes of a text."""
+    """Install an MTEB with one task, which scores a model by the length of its embedding."""
     calls = []
 
     def get_task(name):
@@ -58,7 +58,7 @@ def mteb(monkeypatch):
 
 @pytest.fixture
 def lm_eval(monkeypatch):
-    """The harness with one task; what it is given is kept."""
+    """Install a harness with one task; return its recorded calls."""
     calls = {}
 
     def model(**options):
@@ -88,7 +88,7 @@ def lm_eval(monkeypatch):
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory):
-    """A tiny converted decoder, and its tokenizer, which ends every text."""
+    """Return a tiny converted decoder, and its tokenizer, which appends an end token."""
     torch.manual_seed(0)
     tokenizer = word_tokenizer()
     sizes = {"n_embd": 24, "n_head": 3, "n_layer": 1, "n_positions": 40}

@@ -91,7 +91,7 @@ def test_with_our_choice_the_refit_is_ours(model, batches):
 
 @pytest.fixture
 def layer():
-    """Activations (n, N) with a mean, residuals (n, D), Wᵀ (N, D), and 5 neurons to keep."""
+    """Return activations (n, N) with a mean, residuals (n, D), Wᵀ (N, D), and 5 neurons to keep."""
     draw = torch.Generator().manual_seed(2)
     options = {"generator": draw, "dtype": torch.float64}
     mixing = torch.randn(9, 9, **options)

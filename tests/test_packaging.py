@@ -125,7 +125,7 @@ def test_wheel_gives_the_command(installed):
 
 
 def test_wheel_has_every_module_and_recipe_and_loads_a_checkpoint(installed, make_tiny, batch, tmp_path):
-    """Recipes are found in any directory."""
+    """Recipes are read from any working directory."""
     model = make_tiny("bert")
     compress(model, Compression(dk=5, solver=Solver(sweeps=2)), calibration=None)
     model.save_pretrained(tmp_path / "model")
@@ -147,7 +147,7 @@ def test_editable_install_gives_the_command(tmp_path):
 
 
 def imports(path):
-    """Top-level modules that a file imports, but for those beside it and in the standard library."""
+    """Return the top-level modules that a file imports, without those beside it and the standard library."""
     modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -15,7 +15,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give `kin` every family, or one of each kind, and `generator` those of them that generate."""
+    """Parametrize `kin` with every family, or one of each kind, and `generator` with those that generate."""
     every = metafunc.definition.get_closest_marker("every_family") is not None
     names = sorted(name for name, tiny in TINIES.items() if every or not tiny.copy_of)
     if "kin" in metafunc.fixturenames:

@@ -109,7 +109,7 @@ def test_two_towers_need_a_tokenizer():
 
 
 def test_padded_sound_is_left_out_of_the_moments():
-    """What a mask of samples hides is hidden from the positions that are made of them."""
+    """A mask over samples also masks the positions that are computed from them."""
     model = build("wav2vec2")
     real = attention_masks(model, (), (), inputs("wav2vec2"))["encoder"].query
     assert real.sum(1).tolist() == model._get_feat_extract_output_lengths(torch.tensor([120, 90, 60])).tolist()
@@ -130,7 +130,7 @@ def test_an_unknown_image_size_is_asked_for():
 
 @pytest.fixture
 def pictures(tmp_path):
-    """A folder of images, and one that is none."""
+    """Create a folder of images, and a file that is no image."""
     image = pytest.importorskip("PIL.Image")
     folder = tmp_path / "pictures" / "cats"
     folder.mkdir(parents=True)
@@ -143,7 +143,7 @@ def pictures(tmp_path):
 
 @pytest.fixture
 def sounds(tmp_path):
-    """A folder of sounds of two lengths."""
+    """Create a folder of sounds of two lengths."""
     folder = tmp_path / "sounds"
     folder.mkdir()
     for number in range(4):
@@ -155,7 +155,7 @@ def sounds(tmp_path):
 
 
 def saved_with(processor, model, path):
-    """The model as it is loaded from a directory that holds its processor."""
+    """Return the model as loaded from a directory that holds its processor."""
     model.save_pretrained(path)
     processor.save_pretrained(path)
     return type(model).from_pretrained(path)

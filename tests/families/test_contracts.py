@@ -49,7 +49,7 @@ def test_a_description_that_does_not_fit_says_where(kin):
 
 @pytest.mark.every_family
 def test_full_width_equals_dense(kin):
-    """Scores alone, then values too; expanded, the model is the stock one."""
+    """First with scores alone, then with values too; expanded, the model equals the stock one."""
     dense, batch = build(kin), inputs(kin)
     converted, expected = copy.deepcopy(dense), {}
     for implementation in ("eager", "sdpa"):
@@ -104,7 +104,7 @@ class Reconstruction:
 
 
 def t5_bias(model, _):
-    """What T5 adds to scores: the first block's bias in all self-attention of a stack, none in cross-attention.
+    """Return T5's score bias: the first block's in all self-attention of a stack, none in cross-attention.
 
     UMT5 has one in each block.
     """
@@ -121,25 +121,25 @@ def t5_bias(model, _):
 
 
 def mpnet_bias(model, _):
-    """What MPNet adds to scores: one bias for all layers."""
+    """Return MPNet's score bias, one for all layers."""
     return lambda module, shape: model.encoder.compute_position_bias(torch.empty(*shape[:2], 1))
 
 
 def bloom_bias(model, batch):
-    """What BLOOM adds to scores: a slope for each head, times the place of the key among real tokens."""
+    """Return BLOOM's score bias: a slope for each head, times the key's position among unpadded tokens."""
     places = (batch["attention_mask"].cumsum(1) - 1) * batch["attention_mask"]
     slopes = torch.tensor([2.0**-4, 2.0**-8, 2.0**-2])  # those of two heads, then every other of four
     return lambda module, shape: slopes.double()[:, None, None] * places[:, None, None]
 
 
 def mpt_bias(model, _):
-    """What MPT adds to scores: a slope for each head, times how far the key lies before the last one."""
+    """Return MPT's score bias: a slope for each head, times the key's distance from the last one."""
     slopes = torch.tensor([2.0**-4, 2.0**-8, 2.0**-2])
     return lambda module, shape: slopes.double()[None, :, None, None] * torch.arange(1 - shape[2], 1)
 
 
 def beit_bias(model, _):
-    """What BEiT adds to scores: a bias for each pair of four patches and the class token."""
+    """Return BEiT's score bias, one for each pair of the four patches and the class token."""
     layers = {layer.attention: layer for layer in model.layers}
     return lambda module, _: layers[module].relative_position_bias((2, 2))
 
@@ -195,7 +195,7 @@ def test_saves_and_loads_with_its_code(kin, tmp_path, load_cleanly):
 
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "mpnet"])
 def test_without_the_package_it_loads_only_by_its_code(name, tmp_path, stock_reload):
-    """Fused layers, and modules with a forward pass of ours."""
+    """Covers fused layers and modules with a forward pass of this package."""
     model, batch = build_low(name), inputs(name)
     torch.save(batch, tmp_path / "batch.pt")
     model.save_pretrained(tmp_path)
@@ -234,7 +234,7 @@ def test_untrained_models_can_be_made(kin, tmp_path):
 
 
 def test_calibrates_on_batches(kin):
-    """On its calibration data a conversion with data is nearer to the dense model than one without."""
+    """On its calibration data, a calibrated conversion is nearer to the dense model than an uncalibrated one."""
     dense, blind, model = build(kin), build_low(kin), build(kin)
     batches = [inputs(kin, seed) for seed in range(4)]
     report = compress(model, Compression(dk=7, solver=Solver(sweeps=3, refit=False)), calibration=batches)

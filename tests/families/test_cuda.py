@@ -20,7 +20,7 @@ CLOSE = {torch.float32: {"atol": 2e-4, "rtol": 2e-3}, torch.bfloat16: {"atol": 0
 
 @pytest.fixture(autouse=True)
 def exact_products(monkeypatch):
-    """Products in float32, not TF32, so that both devices compute alike."""
+    """Use float32 products, not TF32, so that both devices compute alike."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 

@@ -43,7 +43,7 @@ def test_a_narrower_model_is_a_stock_model_and_its_attention_can_be_converted(ki
 
 
 def test_neurons_are_cut_where_they_are_silenced(kin):
-    """What the other neurons do stays as it was: the same as zeros in what the second layer reads."""
+    """Removing neurons equals setting their inputs of the second layer to zero."""
     model, batch = build(kin), inputs(kin)
     if kin in NO_WIDTH:
         return

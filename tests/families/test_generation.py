@@ -59,7 +59,7 @@ def test_a_batch_may_hold_labels():
 
 
 def cached(model, batch):
-    """Bytes a token in the keys and in the values of each decoder self-attention cache."""
+    """Return the bytes per token of the keys and the values in each decoder self-attention cache."""
     with torch.no_grad():
         cache = model(**batch, use_cache=True).past_key_values
     layers = getattr(cache, "self_attention_cache", cache).layers
@@ -113,7 +113,7 @@ def test_content_biases_where_queries_have_none_are_a_choice():
 
 @pytest.mark.parametrize("name", ["albert", "bart", "bert", "distilbert", "gpt2", "opt", "t5", "vit"])
 def test_queries_have_biases_where_values_have_them(name):
-    """By which `expand` knows whether a stock model could hold query biases."""
+    """`expand` relies on this to know whether a stock model can hold query biases."""
     for site in find_dense_attention(build(name)):
         assert (site.query.bias is None) == (site.part(site.family.value).bias is None) == (name == "t5")
 
@@ -123,7 +123,7 @@ def test_queries_have_biases_where_values_have_them(name):
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("calibrated", [True, False])
 def test_the_room_of_opt_is_known_before_any_work(form, centre, biased, calibrated, monkeypatch):
-    """The largest dk that is let through is one that works; what is refused is refused before calibration."""
+    """The largest accepted dk works; larger ones are refused before calibration."""
     config = OPTConfig(**{**TINIES["opt"].settings, "enable_bias": biased})
     batches = [inputs("opt", seed) for seed in range(3)] if calibrated else None
     biases = biased or (calibrated and centre is True)
@@ -149,7 +149,7 @@ def test_the_room_of_opt_is_known_before_any_work(form, centre, biased, calibrat
 
 
 def counted(model):
-    """The same for the keys, as the analysis counts them."""
+    """Return the bytes per token of the keys, as the analysis counts them."""
     return [cost.scores.converted.cache_bytes for cost in module_costs(model, kinds=["decoder"])]
 
 

@@ -35,7 +35,7 @@ KEEP_HEADS = {
 
 
 def forget_biases_(kin, model):
-    """Take out position biases, which belong to a head's place and stay there when heads are swapped."""
+    """Zero the position biases, which belong to a head's index and are not swapped."""
     if kin == "mpnet":
         torch.nn.init.zeros_(model.encoder.relative_attention_bias.weight)
     if kin == "bloom":

@@ -26,7 +26,7 @@ def parametrized(model):
 
 
 def shared_storages(model):
-    """Names of tensors that lie in one memory."""
+    """Return the groups of tensor names that share memory."""
     names = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault((tensor.data_ptr(), tensor.shape), []).append(name)
@@ -60,7 +60,7 @@ def test_it_survives_torch_save_and_state_dicts(kin, model, tmp_path):
 
 
 def test_loading_initialises_nothing_anew(kin, model, tmp_path, load_cleanly):
-    """In shards, in another dtype and back, and without a draw from the generator."""
+    """Loading works in shards and in another dtype, and draws no random numbers."""
     batch = inputs(kin)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -132,7 +132,7 @@ def test_attentions_have_the_stock_shapes(kin, dense, model):
 
 
 def test_embeddings_in_place_of_ids(kin, dense, model):
-    """Wherever the stock model gives the same for both, the converted one does."""
+    """Where the stock model returns the same for both, the converted one does too."""
     batch = {name: tensor for name, tensor in inputs(kin).items() if not name.endswith("attention_mask")}
     if "input_ids" not in batch or "pixel_values" in batch or kin == "musicgen_decoder":
         pytest.skip("images are no ids, and stock models of two towers or of codebooks take no embeddings")
@@ -146,7 +146,7 @@ def test_embeddings_in_place_of_ids(kin, dense, model):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_about_as_near_as_the_stock_models(kin, dtype, dense, model):
-    """Within a few times: low-rank factors are products, whose rounding the stock model has not."""
+    """The error is a few times larger: low-rank factors are products, which round once more."""
     batch = inputs(kin)
     errors = []
     for one in (dense, model):

@@ -25,7 +25,7 @@ EXTRA = 20  # positions of padding
 
 
 def padded_and_not(batch):
-    """The first sequence of a batch, with much padding and masks, and without either."""
+    """Return the first sequence of a batch, with much padding and masks, and without both."""
     generator = torch.Generator().manual_seed(1)
     padded, bare = {}, {name: tensor[:1] for name, tensor in batch.items() if name not in MASK_OF.values()}
     for name, tensor in bare.items():

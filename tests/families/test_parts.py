@@ -24,7 +24,7 @@ KINDS = ("encoder",) * 2 + ("decoder", "cross") * 2
 
 @pytest.fixture(params=sorted(ENCODERS))
 def joined(request):
-    """A model put together, and a batch for it."""
+    """Return a model composed of two, and a batch for it."""
     name, encoder = ENCODERS[request.param]
     config = getattr(transformers, f"{request.param}Config").from_encoder_decoder_configs(
         encoder(**TINIES[name].settings), BertConfig(**TINIES["bert-cross"].settings)
@@ -82,7 +82,7 @@ def test_towers_may_differ_in_width(tmp_path):
 
 
 def test_each_tower_has_masks_of_its_own():
-    """Five patches are no padding, whatever the mask of five tokens says."""
+    """The mask of five tokens does not mark any of the five patches as padding."""
     model, batch = build("clip"), inputs("clip")
     batch = {name: part[:, :5] if part.dim() == 2 else part for name, part in batch.items()}
     batch["attention_mask"][0, 3:] = 0

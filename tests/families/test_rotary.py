@@ -76,7 +76,7 @@ def run(model, batch):
 
 
 def channel_pairs(form):
-    """Channels that are rotated together, followed by those that are not."""
+    """Return the channel pairs that are rotated together, followed by those without rotation."""
     width, rotated = form.head_width, form.rotated
     if form.pairs != "halves":
         return [(j, j + 1) for j in range(0, width, 2)]
@@ -267,7 +267,7 @@ def test_a_module_alone_needs_its_angles(model):
 
 @pytest.mark.parametrize("name", ROTARY)
 def test_every_rotary_family_keeps_the_contracts(name, tmp_path, load_cleanly):
-    """Exact at full width, the formula below it, saved and loaded, expanded, trained, and generating."""
+    """Exact at full width, the formula at low rank; saved and loaded, expanded, trained, generated with."""
     dense = make_rotary(name)
     generates = dense.can_generate()
     site = find_dense_attention(dense)[0]

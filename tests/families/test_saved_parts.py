@@ -33,7 +33,7 @@ def first_tensor(output):
 
 
 def inner_models(model):
-    """Converted models inside, of classes that are made from a config alone."""
+    """Yield the converted models inside `model` whose classes can be built from a config alone."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and part is not model and converted_in(part):
             _, *others = inspect.signature(type(part)).parameters.values()
@@ -42,7 +42,7 @@ def inner_models(model):
 
 
 def last_calls(model, batch):
-    """Run `model`; return what each converted model inside was last given, and returned."""
+    """Run `model`; return the last arguments and outputs of each converted model inside."""
     calls = {}
 
     def note(part, args, kwargs, output):
@@ -70,7 +70,7 @@ def test_models_inside_are_saved_and_loaded(kin, model, tmp_path):
 
 
 def classes_for(model):
-    """Classes of the modelling module that might load parts of `model`; heads on its body would all be alike."""
+    """Yield classes of the modelling module that may load parts of `model`, with one head class for all."""
     configs = {type(part.config) for part in model.modules() if isinstance(part, PreTrainedModel)}
     for name, class_ in vars(sys.modules[type(model).__module__]).items():
         plain = "For" not in name or name.endswith("ForCausalLM") or class_ is type(model)

@@ -21,7 +21,7 @@ BEGIN, END = "<!-- families: written by tests/families/test_table.py -->\n", "<!
 
 
 def rows(models):
-    """One line for all families with the same kinds of attention and the same limits."""
+    """Return one line for all families with the same kinds of attention and the same limits."""
     kinds, eager = {}, {}
     for model in models:
         for site in find_attention(model):
@@ -41,7 +41,7 @@ def rows(models):
 
 
 def limits(family, eager):
-    """What cannot be done with a family."""
+    """Return what cannot be done with a family."""
     if family.keeps_scores:
         yield "dv and dff alone"
         return
@@ -58,14 +58,14 @@ def limits(family, eager):
 
 
 def table():
-    """The whole table, from the tiny models of the tests."""
+    """Return the table, from the tiny models of the tests."""
     head = ["| attention | limits | families |", "|---|---|---|"]
     models = [*map(build, TINIES), *map(make_rotary, [*ROTARY, *KEEPING])]
     return BEGIN + "\n".join([*head, *rows(models)]) + "\n" + END
 
 
 def written(text, made):
-    """The page with the table, and with the counts of verdicts as recorded."""
+    """Return the page with the table and the counts of the recorded verdicts."""
     start, stop = text.index(BEGIN), text.index(END) + len(END)
     text = text[:start] + made + text[stop:]
     counts = Counter(yaml.safe_load(VERDICTS.read_text(encoding="utf-8"))["families"].values())

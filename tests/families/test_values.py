@@ -16,7 +16,7 @@ ONCE = Solver(sweeps=2, refit=False)
 
 
 def dense_twin(dense, converted):
-    """A stock model that computes what the narrow one does: its output projection leaves out what the values lost."""
+    """Return a stock model equal to the narrow one, whose output projection ignores the lost values."""
     twin = copy.deepcopy(dense)
     narrow = find_attention(converted)
     with torch.no_grad():

@@ -57,7 +57,7 @@ NOT_YET = "not yet described"
 
 
 def classes(folder):
-    """Name and source of each class of a family that computes attention."""
+    """Yield the name and source of each class of a family that computes attention."""
     for path in sorted(folder.glob("modeling_*.py")):
         for match in re.finditer(CLASS, path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
             if re.search(ATTENDS, match[0]):
@@ -65,7 +65,7 @@ def classes(folder):
 
 
 def read(text):
-    """Verdict on one attention class."""
+    """Return the verdict on one attention class."""
     for reason, pattern in REASONS:
         if re.search(pattern, text, re.IGNORECASE):
             return reason
@@ -121,7 +121,7 @@ def test_every_described_family_is_there():
 
 
 def test_reading_agrees_with_what_can_be_converted():
-    """What nothing speaks against in the source of the described families is what conversion needs."""
+    """The source of each described family yields no reason against its conversion."""
     for path in MODELS.iterdir():
         for name, text in classes(path) if path.is_dir() else ():
             forwards = [OWN] if f"{path.name}.{name}" in FORWARDS else []

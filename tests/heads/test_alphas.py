@@ -38,7 +38,7 @@ def outputs(model, batch):
 
 
 def randomise_(model, seed=0):
-    """Alphas far from the identity, and each its own."""
+    """Set different alphas, far from the identity, in each module."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for alphas in alphas_of(model).values():
@@ -55,7 +55,7 @@ def mixed(make_tiny, family, form="dense"):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_each_head_is_a_combination_of_all(family, form, implementation, make_tiny, batch):
-    """What every mixed projection returns is the double loop over heads, then the plain projection."""
+    """Every mixed projection equals the double loop over heads, followed by the plain projection."""
     model = mixed(make_tiny, family, form)
     model.set_attn_implementation(implementation)
     projections = {site.name: site.part(site.family.output) for site in find_attention(model)}

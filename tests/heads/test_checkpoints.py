@@ -125,7 +125,7 @@ def test_half_precision_shards_and_device_map(family, history, dtype, make_tiny,
 
 
 def test_offloaded_weights_are_fetched(make_tiny, batch):
-    """Hooks that bring weights in are on the modules that hold them, the inner projection among them."""
+    """Hooks that load weights are on the modules that hold them, the inner projection included."""
     from accelerate import cpu_offload
 
     model = edited(make_tiny("bert"), "mixed")

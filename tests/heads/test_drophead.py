@@ -50,7 +50,7 @@ def model(request, family, make_tiny, set_dropout_):
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_heads_are_dropped_just_before_the_output_projection(model, batch, implementation):
-    """Against the tap, which reads heads before anything acts on them."""
+    """Compared with the tap, which reads heads before anything acts on them."""
     model.set_attn_implementation(implementation)
     drophead, tap = DropHead(model.train(), 0.5), Tap(model)
     _, dropped = projected_heads(model, batch)
@@ -149,7 +149,7 @@ def test_a_schedule_does_not_compile_anew(make_tiny, batch):
 
 
 def test_nothing_is_in_double_precision(make_tiny, batch):
-    """Some accelerators have none."""
+    """Some accelerators do not support it."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class NoDouble(TorchDispatchMode):

@@ -25,7 +25,7 @@ def classifier(family, make_tiny):
 
 
 def labelled(batches):
-    """Batches with a class a sample; the first is one sample smaller than the others."""
+    """Return batches with a class label per sample; the first has one sample less."""
     generator = torch.Generator().manual_seed(5)
     rows = [batch["input_ids"].shape[0] for batch in batches]
     labels = [torch.randint(3, (count,), generator=generator) for count in rows]
@@ -34,7 +34,7 @@ def labelled(batches):
 
 
 def one_sample_at_a_time(model, batches, loss, step=None):
-    """Mean over samples of |∂L/∂ξ|, normalised; by central differences where there is a step."""
+    """Return the normalised mean over samples of |∂L/∂ξ|; by central differences if a step is given."""
     heads = {site.name: site.heads for site in find_attention(model)}
     sums, count = {name: torch.zeros(number, dtype=torch.float64) for name, number in heads.items()}, 0
     for batch in batches:
@@ -80,7 +80,7 @@ def test_is_the_mean_gradient_of_single_samples(family, form, step, make_tiny, c
 
 
 def test_sequence_to_sequence_with_a_loss_of_ones_own(make_tiny, calibration):
-    """Of all three kinds of attention, by one loss a sample."""
+    """Covers all three kinds of attention, with one loss per sample."""
     torch.manual_seed(0)
     model = MarianMTModel(make_tiny("marian").config).double().eval()
     first = calibration[0]
@@ -170,7 +170,7 @@ def test_important_heads_matter_when_removed(make_tiny, calibration):
 
 
 def test_token_losses_weigh_samples_by_their_tokens(make_tiny, calibration):
-    """What the documentation says of losses that are means over tokens."""
+    """The documentation describes this for losses that are means over tokens."""
     torch.manual_seed(0)
     model = BertForMaskedLM(make_tiny("bert").config).double().eval()
     batch = calibration[0]

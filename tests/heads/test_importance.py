@@ -17,7 +17,7 @@ END = 7  # a token that counts as the end of a sequence here
 
 
 def attentions_of(model, batch):
-    """Path of each module → attention probabilities (B, H, T, S) of each of its calls, by stock eager attention."""
+    """Map module paths to the attention probabilities (B, H, T, S) of each call, by stock eager attention."""
     model = copy.deepcopy(model)
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -36,7 +36,7 @@ def attentions_of(model, batch):
 
 
 def outputs_of(model, batch):
-    """Path of each module → what its output projection reads, (B, T, H, dv), of each of its calls."""
+    """Map module paths to the inputs (B, T, H, dv) of the output projection in each call."""
     outputs, handles = {}, []
     for site in find_attention(model):
 
@@ -52,7 +52,7 @@ def outputs_of(model, batch):
 
 
 def counting(batch, kind, exclude):
-    """Positions that count as queries, as (sample, position)."""
+    """Return the positions that count as queries, as (sample, position)."""
     prefix = "" if kind == "encoder" or "decoder_input_ids" not in batch else "decoder_"
     ids, mask = batch[f"{prefix}input_ids"], batch[f"{prefix}attention_mask"]
     return [
@@ -95,7 +95,7 @@ def assert_close(actual, expected):
 
 
 def with_ends(batches):
-    """Put the end token in the middle of every text, where it is real."""
+    """Put the end token in the middle of every text, where it is not padding."""
     for batch in batches:
         batch["input_ids"][:, 2] = END
         if "decoder_input_ids" in batch:
@@ -198,7 +198,7 @@ def test_half_precision_sums_in_full(make_tiny, calibration):
 
 
 def test_heads_that_nearly_agree_are_near():
-    """By products instead of differences, float32 would put them apart by about 0.05."""
+    """Computed from products instead of differences, float32 would give about 0.05."""
     from collab_compress.heads.hooks import Reading
     from collab_compress.heads.importance import _distances
 

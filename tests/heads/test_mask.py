@@ -30,7 +30,7 @@ def random_masks(model, batch_size=None, seed=0):
 
 
 def scaled_by_hand(model, masks):
-    """Multiply what the output projection reads, one head of one sample at a time."""
+    """Scale the inputs of the output projection, one head of one sample at a time."""
     handles = []
     for site in find_attention(model):
         sizes = value_sizes(site)

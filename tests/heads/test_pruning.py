@@ -47,7 +47,7 @@ def converted(model, form):
 
 
 def some_heads(model):
-    """One or two of three heads in all modules but the second, which keeps its own."""
+    """Return one or two of three heads in every module but the second, which keeps all."""
     names = [site.name for site in find_attention(model)]
     return {name: [{1}, {}, {0, 2}, {2}, {0}, {0, 1}][place % 6] for place, name in enumerate(names)}
 

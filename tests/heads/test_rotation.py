@@ -43,12 +43,12 @@ SMALL = bert(2, 2)  # to be swapped as often as one likes
 
 
 def layer(number):
-    """Path of a layer's attention, counted from 1 as in the paper."""
+    """Return the path of a layer's attention, counted from 1 as in the paper."""
     return f"encoder.layer.{number - 1}.attention.self"
 
 
 def ranked(scores):
-    """Heads from the least to the most important, by a plain selection sort."""
+    """Return the heads from the least to the most important, by a plain selection sort."""
     remaining = [(float(value), name, head) for name, values in scores.items() for head, value in enumerate(values)]
     order = []
     while remaining:
@@ -112,7 +112,7 @@ def test_soft_swaps_the_least_important_of_lower_and_upper_layers(layers, t_max,
 
 
 def test_printed_soft_can_be_the_papers_own_manual_swap(calibration):
-    """All heads of layers 1 and 5 of 6."""
+    """The paper swaps all heads of layers 1 and 5 of 6."""
     pairs = first_pairs(bert(), RotationOptions("soft", epochs=(0,), k=4, printed=True), calibration)
     assert sorted(one for one, _ in pairs) == [(layer(1), head) for head in range(4)]
     assert sorted(other for _, other in pairs) == [(layer(5), head) for head in range(4)]
@@ -440,7 +440,7 @@ def _replica(rank, batches):
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_processes_measure_together():
-    """Each has other data, of which there is less in one; all swap what one process that has all of it would."""
+    """With different amounts of data, all swap what one process with all the data would."""
     texts = [{"input_ids": torch.arange(5, 21).view(2, 8) + 20 * place} for place in range(2)]
     texts.append({"input_ids": texts[0]["input_ids"].flip(0, 1)})
     alone = [_replica(0, [batches]) for batches in (texts, texts[:1], texts[1:])]

@@ -47,7 +47,7 @@ def train(model, optimizer, batch, steps=3):
 
 
 def everything(model, optimizer):
-    """Every number of a training: weights, gradients, optimizer state."""
+    """Return every tensor of a training: weights, gradients, optimizer state."""
     actual = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -63,7 +63,7 @@ def same(one, other):
 
 
 def permute_output_(site, i, j, state=None):
-    """Exchange, by hand, the columns with which the output projection reads heads i and j."""
+    """Exchange by hand the output projection's columns of heads i and j."""
     weight = site.part(site.family.output).weight
     columns = list(torch.arange(weight.shape[1]).split(value_sizes(site)))
     columns[i], columns[j] = columns[j], columns[i]

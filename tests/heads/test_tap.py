@@ -43,7 +43,7 @@ def test_rows_and_values_make_the_outputs(model, batch, implementation):
 
 
 def _keys(reading):
-    """Which entries of the rows (B, H, T, S) of real queries are of real keys."""
+    """Return the mask (B, H, T, S) of unpadded keys, True throughout for padded queries."""
     query, key = reading.real
     entries = key[:, None, None, :] | ~query[:, None, :, None]
     return entries.expand_as(reading.probs)

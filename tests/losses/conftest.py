@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def draw_mask(batch: int, length: int, generator: torch.Generator) -> Tensor:
-    """Real tokens first, at least one of them somewhere."""
+    """Return a mask with unpadded tokens first and at least one of them in the batch."""
     lengths = torch.randint(0, length + 1, (batch, 1), generator=generator)
     lengths[0] = lengths[0].clamp(min=1)
     return torch.arange(length) < lengths
@@ -40,7 +40,7 @@ def make_rows() -> Callable[..., tuple[Tensor, Tensor]]:
 @pytest.fixture(scope="session")
 def mean_over_pairs() -> Callable[..., Tensor]:
     def mean(heads, similarity):
-        """The double loop of the papers: mean of similarity(a, b) over a < b, 0 for one head."""
+        """Return the mean of similarity(a, b) over a < b by the papers' double loop; 0 for one head."""
         values = [similarity(a, b) for a, b in combinations(range(heads), 2)]
         return sum(values) / len(values) if values else torch.zeros((), dtype=torch.float64)
 
@@ -50,7 +50,7 @@ def mean_over_pairs() -> Callable[..., Tensor]:
 @pytest.fixture(scope="session")
 def assert_same_gradient() -> Callable[..., None]:
     def check(leaf, value, expected, **tolerances):
-        """Two values of one leaf agree, and so do their gradients."""
+        """Check that two values of one leaf agree, and their gradients."""
         torch.testing.assert_close(value, expected, **tolerances)
         (gradient,) = torch.autograd.grad(value, leaf)
         if expected.requires_grad:

@@ -9,7 +9,7 @@ SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5), st.i
 
 
 def oracle(x, mask, mean_over_pairs):
-    """Cosine of one pair of heads at one real token at a time; x is (B, T, H, d)."""
+    """Return the mean cosine, one pair of heads and one unpadded token at a time; x is (B, T, H, d)."""
     tokens = x[mask]
 
     def cosine(a, b):

@@ -11,7 +11,7 @@ SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5), st.i
 
 
 def oracle(rows, mask, mean_over_pairs):
-    """Equation 3 for one pair of heads and one real query at a time, over the keys anyone sees."""
+    """Return equation 3, one pair of heads and one unpadded query at a time, over the keys that both attend to."""
 
     def coefficient(a, b):
         per_row = []
@@ -37,7 +37,7 @@ def test_it_is_the_mean_coefficient(make_rows, mean_over_pairs, assert_same_grad
 
 
 def algorithm(rows, mask):
-    """Algorithm 1 for one module: every loop of it, over the real rows of each sequence."""
+    """Run all loops of algorithm 1 for one module, over the unpadded queries of each sequence."""
     sequences = [(part, real) for part, real in zip(rows, mask, strict=True) if real.any()]
     diversity_penalty = torch.zeros((), dtype=rows.dtype)
     comparisons = list(combinations(range(rows.shape[1]), 2))
@@ -111,7 +111,7 @@ def test_float32_agrees_with_float64(make_rows):
 
 
 def test_gradients_of_half_precision_stay_finite_under_loss_scaling():
-    """A key that one head ignores altogether has a steep root, and mixed precision multiplies by 2¹⁶."""
+    """The root is steep at a key that one head ignores, and mixed precision multiplies by 2¹⁶."""
     scores = 12 * torch.randn(32, 12, 64, 64, generator=torch.Generator().manual_seed(0))
     scores = scores.half().requires_grad_()
     rows = scores.softmax(-1)

@@ -13,7 +13,7 @@ def linear(vectors, bandwidth):
 
 
 def radial(vectors, bandwidth):
-    """One pair of tokens at a time."""
+    """Return the RBF kernel, one pair of tokens at a time."""
     count = len(vectors)
     if bandwidth is None:
         between = [(vectors[k] - vectors[n]).norm() for k in range(count) for n in range(k)]
@@ -23,7 +23,7 @@ def radial(vectors, bandwidth):
 
 
 def oracle(x, mask, mean_over_pairs, kernel, bandwidth=None):
-    """Equations 4 and 7 with N×N matrices of the real tokens."""
+    """Return equations 4 and 7 with N×N matrices of the unpadded tokens."""
     tokens = x[mask]  # (N, H, d)
     count = len(tokens)
     centring = torch.eye(count, dtype=x.dtype) - torch.ones(count, count, dtype=x.dtype) / count

@@ -10,7 +10,7 @@ SCALES = st.sampled_from([0.0, 1e-3, 0.1, 0.3, 0.6, 1.0, 30.0])
 
 
 def norm_at(vectors):
-    """σ(VᵀV − I) of one position's heads (H, d), as equation 8 has it: H×H whatever H and d are."""
+    """Return σ(VᵀV − I) of one position's heads (H, d), equation 8: H×H for any H and d."""
     columns = vectors.T
     return torch.linalg.svdvals(columns.T @ columns - torch.eye(len(vectors), dtype=vectors.dtype)).max()
 
@@ -20,7 +20,7 @@ def oracle(x, mask):
 
 
 def with_eigenvalues(eigenvalues, width, seed=0):
-    """Heads (1, 1, H, d) at one position whose VᵀV has these eigenvalues."""
+    """Return heads (1, 1, H, d) at one position whose VᵀV has these eigenvalues."""
     generator = torch.Generator().manual_seed(seed)
     heads = len(eigenvalues)
     left = torch.linalg.qr(torch.randn(heads, heads, generator=generator, dtype=torch.float64)).Q

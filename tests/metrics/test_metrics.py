@@ -23,7 +23,7 @@ REFERENCES = ["the cat sat on a mat.", "A dog!", "Nothing.", "Over the river, he
 
 
 def inputs(name, seed=0):
-    """Random predictions and references that a metric takes."""
+    """Return random predictions and references for a metric."""
     generator = np.random.default_rng(seed)
     if name.startswith("bleu"):
         return HYPOTHESES, REFERENCES
@@ -38,7 +38,7 @@ def inputs(name, seed=0):
 
 
 def expected(name, predictions, references):
-    """The same from scikit-learn, SciPy, sacreBLEU, or the definition."""
+    """Return the score by scikit-learn, SciPy, sacreBLEU, or the definition."""
     if name == "bleu":
         return {"bleu": sacrebleu.corpus_bleu(predictions, [references]).score}
     if name == "bleu-compounds-split":
@@ -57,7 +57,7 @@ def expected(name, predictions, references):
 
 
 def words(line):
-    """What 13a makes of a line, with hyphens inside words as words of their own."""
+    """Return the tokens of a line by 13a, with hyphens inside words as separate tokens."""
     actual = []
     for word in _get_tokenizer("13a")()(line).split():
         start, free = 0, 0  # of the part, and of what no hyphen has for a neighbour yet
@@ -70,7 +70,7 @@ def words(line):
 
 
 def multi_bleu(hypotheses, references):
-    """BLEU of lists of words as Papineni et al. define it: clipped counts of up to four words, and brevity."""
+    """Return BLEU by the definition of Papineni et al.: clipped counts of up to four words, and brevity."""
     logarithms = []
     for size in range(1, 5):
         right, total = 0, 0
@@ -135,7 +135,7 @@ dist.destroy_process_group()
 
 
 def in_two_processes(python, rounds, folder):
-    """Let each process add its batches to each metric, round by round; gives what each printed."""
+    """Let each process add its batches to each metric, round by round; return what each printed."""
     processes = [
         python.start(PROGRAM, rank, folder / "store", stdin=json.dumps(work)) for rank, work in enumerate(rounds)
     ]
@@ -145,7 +145,7 @@ def in_two_processes(python, rounds, folder):
 
 
 def test_two_processes_score_what_both_have(python, tmp_path):
-    """Two rounds, as in two evaluations of a run; in the second one process has nothing."""
+    """Two rounds, like two evaluations of a run; in the second, one process has no data."""
     rounds, wanted = ({}, {}), []
     for name in ("accuracy+f1", "correlation", "bleu", "bleu-compounds-split", "perplexity"):
         predictions, references = (np.asarray(column).tolist() for column in inputs(name))
@@ -197,7 +197,7 @@ def test_bleu_has_options_and_a_signature():
 
 
 def test_bleu_of_german_with_its_compounds_split(caplog):
-    """By hand: the words of three lines, as the papers' script would write them."""
+    """The expected words of three lines are written by hand, as by the papers' script."""
     hypotheses = ["Die USA-Reise im E-Mail-Verkehr - ein Rich-Text.", "Ein Nord-Süd-Gefälle, sagte er.", "Das A-b-c."]
     references = [
         "Die USA-Reise im E-Mail-Verkehr - kein Rich-Text.",

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get i
 @pytest.fixture
 def browse(tmp_path):
     def open_page(page, *options):
-        """Open a page; returns its document as the browser has it at last, and what the console said."""
+        """Open a page; return its final document and the console's messages."""
         file = tmp_path / "index.html"
         file.write_text(page, encoding="utf-8")
         done = subprocess.run(
@@ -61,7 +61,7 @@ def browse(tmp_path):
 
 
 def marked(document, name):
-    """An attribute of the root element."""
+    """Return an attribute of the root element."""
     values = []
 
     class Root(HTMLParser):

@@ -174,7 +174,7 @@ def token_batches():
 
 
 def test_a_rotary_model(token_batches):
-    """What needs products of query and key weights is left out, and the page says why; the rest is shown."""
+    """Sections that need products of query and key weights are left out with the reason; the rest is shown."""
     report = checked_report(ReportContext(make_rotary("llama"), token_batches, options=QUICK))
     assert "rotary" in report.omitted["content"]
     sections = {section.name: section for section in report.sections}

@@ -27,7 +27,7 @@ VOID = ("meta", "link")
 
 
 class Outline(HTMLParser):
-    """Text by tag, attributes that could fetch, and whether tags are balanced."""
+    """Collect text by tag and attributes that could fetch, and check that tags are balanced."""
 
     def __init__(self, page):
         super().__init__()

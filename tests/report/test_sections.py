@@ -61,7 +61,7 @@ def picture(section, title):
 
 
 def close(actual, expected):
-    """As two passes of a float32 model in batches of different company agree."""
+    """Compare within the rounding of two float32 passes in different batches."""
     assert list(actual) == pytest.approx(torch.as_tensor(expected).double().tolist(), rel=1e-5, abs=1e-6)
 
 
@@ -72,7 +72,7 @@ def matrices(picture, expected):
 
 
 def suggested(energies, curves):
-    """Layer and widths of each module: three shares of each curve."""
+    """Return the layer and widths of each module, for three shares of each curve."""
     rows = []
     for layer, module in enumerate(energies.values()):
         rows.append((str(layer), *itertools.chain(*(module.ranks(curve).values() for curve in curves))))
@@ -80,7 +80,7 @@ def suggested(energies, curves):
 
 
 def enough(energies):
-    """The widths that suffice for three shares of the energy of all modules."""
+    """Return the widths that suffice for three shares of the energy in all modules."""
     return ", ".join(str(max(module.rank(share) for module in energies.values())) for share in (0.9, 0.95, 0.99))
 
 
@@ -238,7 +238,7 @@ def test_dominance_by_drift(context, section):
 
 @pytest.fixture
 def lossy(context):
-    """The context's model with a loss, and labelled batches for it."""
+    """Return the context's model with a loss, and labelled batches for it."""
 
     class Lossy(type(context.model)):
         def forward(self, labels=None, **batch):

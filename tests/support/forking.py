@@ -87,7 +87,7 @@ class ForkingPython:
         )
 
     def ask(self, verb: str, job: object) -> int | None:
-        """Give the server something to do; returns what it answers."""
+        """Send the server a request; return its answer."""
         assert self.server.stdin is not None
         assert self.server.stdout is not None
         print(json.dumps([verb, job]), file=self.server.stdin, flush=True)
@@ -126,7 +126,7 @@ class ForkingPython:
         return self.start(program, *arguments, **options).ended()
 
     def both(self, program: str | Path, *arguments: object, **options: Any) -> CompletedProcess[str]:
-        """Run a program in two processes, as `torchrun` does; what they print is put together."""
+        """Run a program in two processes, as `torchrun` does; return their joined output."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
@@ -157,7 +157,7 @@ class Fork:
         return self.returncode
 
     def ended(self, seconds: float = 240) -> CompletedProcess[str]:
-        """Wait for its end; returns what it printed."""
+        """Wait for its end; return what it printed."""
         deadline = time.monotonic() + seconds
         while self.poll() is None:
             if time.monotonic() > deadline:
@@ -168,7 +168,7 @@ class Fork:
         return CompletedProcess("", self.returncode, *self.printed())
 
     def printed(self) -> tuple[str, str]:
-        """What it wrote so far to standard output and standard error."""
+        """Return what it has written so far to standard output and standard error."""
         output, error = (path.read_text(encoding="utf-8") for path in self.streams[1:])
         return output, error
 

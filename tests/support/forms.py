@@ -15,7 +15,7 @@ FORMS = {
 
 
 def mostly_slow(cases, *quick):
-    """Parameters of a test, of which the normal run takes `quick` alone."""
+    """Return parameters of a test; the normal run takes only `quick`."""
     return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 
@@ -24,20 +24,20 @@ COMPILED = mostly_slow([*BERTS, ("marian", "collaborative")], ("bert", "dense"),
 
 
 def convert_(model, form):
-    """Bring a dense model into a form, in place; returns it."""
+    """Convert a dense model to a form in place; return it."""
     if FORMS[form] is not None:
         compress(model, FORMS[form], calibration=None)
     return model
 
 
 def value_sizes(site):
-    """Channels of each head's values."""
+    """Return the number of value channels of each head."""
     form = getattr(site.module, "value_form", None)
     return list(form.sizes) if form else [site.head_width] * site.heads
 
 
 def heads_of(site, x):
-    """Split what an output projection reads into heads, (…, dv) to (…, H, s), filled up with zeros."""
+    """Split the inputs of an output projection into heads, (…, dv) to (…, H, s), padded with zeros."""
     sizes = value_sizes(site)
     return torch.stack(
         [torch.nn.functional.pad(head, (0, max(sizes) - head.shape[-1])) for head in x.split(sizes, -1)], -2
@@ -45,7 +45,7 @@ def heads_of(site, x):
 
 
 def projected_heads(model, batch):
-    """Return the model's output, and what each call of an output projection reads, (B, T, H, s)."""
+    """Return the model's output, and the inputs (B, T, H, s) of each call of an output projection."""
     heads, handles = [], []
     for site in find_attention(model):
 

@@ -14,7 +14,7 @@ MASKS = ["none", "padding", "padding, expanded", "bool", "lowest", "-inf", "posi
 def draw_inputs(
     batch=2, heads=3, length=4, keys=5, rank=6, width=2, content=True, mask="none", sizes=(), seed=0
 ) -> Inputs:
-    """Inputs in float64 of heads that share channels, or have channels of these sizes."""
+    """Return float64 inputs of heads that share channels, or have channels of these sizes."""
     generator = torch.Generator().manual_seed(seed)
     if sizes:
         heads, rank = len(sizes), sum(sizes)
@@ -50,7 +50,7 @@ def draw_inputs(
 
 
 def inputs_strategy(**options):
-    """A strategy for `draw_inputs`."""
+    """Return a Hypothesis strategy for `draw_inputs`."""
     return st.builds(
         draw_inputs,
         batch=st.integers(1, 3),
@@ -65,7 +65,7 @@ def inputs_strategy(**options):
 
 
 def oracle_probabilities(inputs):
-    """p_i(x, ·) for one head, one query and one key at a time, (B, H, T, S)."""
+    """Return p_i(x, ·), one head, one query and one key at a time, (B, H, T, S)."""
     query, key, mixing = inputs.query, inputs.key, inputs.mixing
     if mixing is None:
         mixing = torch.block_diag(*(torch.ones(1, size, dtype=torch.float64) for size in inputs.sizes))
@@ -90,5 +90,5 @@ def oracle_probabilities(inputs):
 
 
 def oracle(inputs):
-    """Σ_y p_i(x, y) · value_i(y), (B, H, T, dv)."""
+    """Return Σ_y p_i(x, y) · value_i(y), (B, H, T, dv)."""
     return torch.einsum("bixy,biyd->bixd", oracle_probabilities(inputs), inputs.value)

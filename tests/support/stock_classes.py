@@ -18,7 +18,7 @@ FILES = {
 
 
 def folder_of(model_type, name):
-    """The folder that has the class of a family: its own, or the only one."""
+    """Return the folder that defines a family's class: the model type's own, or the only one."""
     default = model_type_to_module_name(model_type)
     folders = [folder for folder, class_ in FILES if class_ == name]
     if default in folders:

@@ -24,7 +24,7 @@ IDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
 def sized(
     width: str, heads: str, layers: str, positions: str = "", init: str = "initializer_range"
 ) -> dict[str, Any]:
-    """Settings of a model of tokens, by the names that its config has for them."""
+    """Return the settings of a model of tokens, under the names of its config."""
     sizes = {width: WIDTH, heads: HEADS, layers: LAYERS, init: 0.4} | ({positions: POSITIONS} if positions else {})
     return {"vocab_size": VOCABULARY, **sizes, **IDS}
 
@@ -98,7 +98,7 @@ Reader = Callable[[torch.Generator], Batch]
 
 
 def tokens(generator: torch.Generator) -> Batch:
-    """Padded tokens."""
+    """Return padded tokens."""
     ids = torch.randint(5, VOCABULARY, (3, 9), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, 7:], mask[2, 5:] = 0, 0
@@ -106,14 +106,14 @@ def tokens(generator: torch.Generator) -> Batch:
 
 
 def pairs(generator: torch.Generator) -> Batch:
-    """Padded tokens of a source and a target."""
+    """Return padded tokens of a source and a target."""
     batch = tokens(generator)
     ids, mask = batch["input_ids"], batch["attention_mask"]
     return batch | {"decoder_input_ids": ids[:, :7].flip(0), "decoder_attention_mask": mask[:, :7]}
 
 
 def with_states(generator: torch.Generator) -> Batch:
-    """Padded tokens, and what cross-attention reads."""
+    """Return padded tokens, and the encoder's hidden states for cross-attention."""
     batch = tokens(generator)
     states = torch.randn(3, 5, WIDTH, generator=generator)
     encoder_mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
@@ -125,7 +125,7 @@ def images(generator: torch.Generator) -> Batch:
 
 
 def kept_images(generator: torch.Generator) -> Batch:
-    """Images, and the noise by which patches would be left out."""
+    """Return images, and the noise that decides which patches are left out."""
     return images(generator) | {"noise": torch.rand(3, 4, generator=generator)}
 
 
@@ -134,7 +134,7 @@ def large_images(generator: torch.Generator) -> Batch:
 
 
 def scenes(generator: torch.Generator) -> Batch:
-    """Images as large as a backbone asks for."""
+    """Return images of the size that a backbone needs."""
     return {"pixel_values": torch.randn(3, 3, 64, 96, generator=generator)}
 
 
@@ -143,7 +143,7 @@ def videos(generator: torch.Generator) -> Batch:
 
 
 def waves(generator: torch.Generator) -> Batch:
-    """Sound, padded."""
+    """Return padded sound."""
     sound, mask = torch.randn(3, 120, generator=generator), torch.ones(3, 120, dtype=torch.long)
     mask[1, 90:], mask[2, 60:] = 0, 0
     return {"input_values": sound * mask, "attention_mask": mask}
@@ -154,7 +154,7 @@ def spectrograms(generator: torch.Generator) -> Batch:
 
 
 def heard(generator: torch.Generator) -> Batch:
-    """Log-mel features, and a padded target."""
+    """Return log-mel features and a padded target."""
     target = pairs(generator)
     return {
         "input_features": torch.randn(3, 8, 24, generator=generator),
@@ -163,12 +163,12 @@ def heard(generator: torch.Generator) -> Batch:
 
 
 def mel(generator: torch.Generator) -> Batch:
-    """Log-mel features by themselves."""
+    """Return log-mel features alone."""
     return {"input_features": heard(generator)["input_features"]}
 
 
 def flat_patches(generator: torch.Generator) -> Batch:
-    """Patches with their row and column, padded."""
+    """Return padded patches with their row and column."""
     patches = torch.randn(3, 6, 50, generator=generator)
     patches[..., :2] = torch.tensor([[1, 1], [1, 2], [1, 3], [2, 1], [2, 2], [2, 3]]).float()
     mask = torch.ones(3, 6)
@@ -177,7 +177,7 @@ def flat_patches(generator: torch.Generator) -> Batch:
 
 
 def heard_in_frames(generator: torch.Generator) -> Batch:
-    """The same, frames first, and padded."""
+    """Return the same with frames first and padding."""
     batch = heard(generator)
     mask = torch.ones(3, 24, dtype=torch.long)
     mask[1, 16:], mask[2, 8:] = 0, 0
@@ -185,7 +185,7 @@ def heard_in_frames(generator: torch.Generator) -> Batch:
 
 
 def both_in_patches(generator: torch.Generator) -> Batch:
-    """Padded tokens, and images as SigLIP 2 reads them: patches, padded, and how many there are."""
+    """Return padded tokens, and images as SigLIP 2 reads them: padded patches and their numbers."""
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]])
     shapes = torch.tensor([[2, 3], [2, 2], [1, 2]])
     patches = torch.randn(3, 6, 48, generator=generator)
@@ -193,7 +193,7 @@ def both_in_patches(generator: torch.Generator) -> Batch:
 
 
 def both_texts(generator: torch.Generator) -> Batch:
-    """The tokens of both."""
+    """Return the tokens of both towers."""
     batch = both(generator)
     del batch["pixel_values"]
     return batch
@@ -204,7 +204,7 @@ def series(generator: torch.Generator) -> Batch:
 
 
 def both(generator: torch.Generator) -> Batch:
-    """Images, and padded tokens that end as texts for CLIP do."""
+    """Return images, and padded tokens that end like texts for CLIP."""
     batch = images(generator) | tokens(generator)
     batch["input_ids"][torch.arange(3), batch["attention_mask"].sum(1) - 1] = 1
     return batch
@@ -396,7 +396,7 @@ def skip_older(model_type: str) -> None:
 
 
 def build(name: str, class_name: str = "") -> PreTrainedModel:
-    """A random model in evaluation mode whose biases are not zero."""
+    """Return a random model in evaluation mode with biases that are not zero."""
     tiny = TINIES[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{tiny.name}Config")(**tiny.settings)
@@ -428,22 +428,22 @@ def _converted(name: str, class_name: str) -> PreTrainedModel:
 
 
 def build_low(name: str, class_name: str = "") -> PreTrainedModel:
-    """The same with dk = 7; each is converted once."""
+    """Return a model of a family converted to dk = 7, which happens once."""
     return copy.deepcopy(_converted(name, class_name))
 
 
 def inputs(name: str, seed: int = 0) -> Batch:
-    """What the family reads, padded where it can be."""
+    """Return the inputs of a family, padded where possible."""
     return TINIES[name].reads(torch.Generator().manual_seed(seed))
 
 
 def attend_by_(model: PreTrainedModel, implementation: str) -> None:
-    """Set how a model attends; some know nothing but eager attention."""
+    """Set the attention implementation of a model in place; some have only eager attention."""
     model.set_attn_implementation(implementation if model._supports_sdpa else "eager")
 
 
 def run(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """First output, or those of two towers side by side; without padding where there is one output for each token."""
+    """Return the first output, or those of two towers side by side; without padding if it has one per token."""
     with torch.no_grad():
         output = model(**batch)
     mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
@@ -467,7 +467,7 @@ KEEPING = sorted(name for name, family in FAMILIES.items() if family.keeps_score
 
 
 def make_rotary(name: str) -> PreTrainedModel:
-    """A random model with a rotary embedding, grouped queries where it can have them, and a head that generates.
+    """Return a random rotary model with a head that generates, and grouped queries where possible.
 
     Like those of `build`, it is in evaluation mode, and its biases are not zero.
     """

@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 
 def run_both(function: Callable[..., Any], *arguments: Any, seconds: float = 240) -> list[Any]:
-    """Call `function(rank, *given)` in both, and give what they return; what one of them raises fails the test."""
+    """Call `function(rank, *arguments)` in both and return their results; an error in one fails the test."""
     context = multiprocessing.get_context("fork")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -63,7 +63,7 @@ def _run(rank: int, port: int, results: Any, function: Callable[..., Any], argum
 
 @contextmanager
 def sharding_on_cpus() -> Iterator[None]:
-    """Let Accelerate shard, which it does on accelerators only, though PyTorch does it on CPUs too."""
+    """Let Accelerate shard on CPUs, as PyTorch can; by itself it shards on accelerators only."""
     stock = AcceleratorState.__init__
 
     def init(self: Any, *arguments: Any, fsdp_plugin: Any = None, **options: Any) -> None:

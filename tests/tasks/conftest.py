@@ -50,7 +50,7 @@ XML_ROWS = [moved('ein "three"', 'an "three"')]
 
 
 def ted(campaign, validation, test):
-    """Files of a campaign, and their rows: each set of talks holds one sentence."""
+    """Return the files of a campaign and their rows; each set of talks holds one sentence."""
     files = {}
     for word, lang in (("ein", "de"), ("an", "en")):
         files[f"train.tags.de-en.{lang}"] = TED.format(word, word)
@@ -60,7 +60,7 @@ def ted(campaign, validation, test):
 
 
 def wmt(corpora, dev, test):
-    """Files of a year: a sentence in each corpus, and one in markup for validation and test."""
+    """Return the files of a year: a sentence in each corpus, and one in markup for validation and test."""
     files = {f"{name}.de-en.{lang}": f"{name} {lang}\n" for name in corpora for lang in ("de", "en")}
     rows = {"train": [moved(f"{name} de", f"{name} en") for name in corpora]}
     for split, name in (("validation", dev), ("test", test)):
@@ -301,13 +301,13 @@ SAMPLES |= {f"{name}_masked": SAMPLES[name] for name in ("ptb", "text")}
 
 @pytest.fixture(scope="session")
 def samples():
-    """Task → its files, and the rows of each split."""
+    """Map each task to its files and the rows of each split."""
     return SAMPLES
 
 
 @pytest.fixture(scope="session")
 def write():
-    """Write files of text, or of bytes, into a folder; those with names in .gz gzipped."""
+    """Write files of text or bytes into a folder; names in .gz are gzipped."""
 
     def write(folder, files, encoding="utf-8"):
         for name, content in files.items():
@@ -322,5 +322,5 @@ def write():
 
 @pytest.fixture(scope="session")
 def real_data(glue):
-    """The folder of real data: glue and its neighbours."""
+    """Return the folder of real data, which holds glue and others."""
     return glue.parent

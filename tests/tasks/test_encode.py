@@ -30,7 +30,7 @@ LINES = ["a b c", "d", "", "a a b e", "c d"]
 
 @pytest.fixture
 def words():
-    """A tokenizer of words: <pad>, <unk>, <s>, </s>, then the words, frequent ones first."""
+    """Return a tokenizer of words: <pad>, <unk>, <s>, </s>, then the words by frequency."""
     return train_tokenizer(LINES, None, "word")
 
 
@@ -74,7 +74,7 @@ def test_translation_pads_labels_with_what_no_loss_sees(words):
 
 
 def test_source_and_target_may_have_vocabularies_of_their_own(words):
-    """Marian's tokenizer looks targets up elsewhere; it says so by `text_target`."""
+    """Marian's tokenizer encodes targets with another vocabulary, through `text_target`."""
 
     class Two(type(words)):
         def __call__(self, text=None, text_target=None, **options):
@@ -209,7 +209,7 @@ def test_what_cannot_be_encoded(pairs, words, minilm_tokenizer):
 
 @pytest.fixture
 def masking():
-    """Words, and a token that masks them, the fifth."""
+    """Return a tokenizer of words whose fifth token is the mask."""
     return train_tokenizer(LINES, None, "word", mask=True)
 
 

@@ -10,7 +10,7 @@ from collab_compress.tasks import TASKS, load_task
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Put a data set on the hub, of the columns given, with every split that is named; gives what was asked for."""
+    """Put a data set with these columns and splits on the hub; return the list of requests."""
     requests = []
 
     def put(splits, columns, features=None):
@@ -110,7 +110,7 @@ def test_no_hub_no_data_set(error, monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(name for name, task in TASKS.items() if task.hub))
 def test_offline_the_error_says_what_to_do(name):
-    """Tests run with the hub off."""
+    """Tests run offline."""
     with pytest.raises(DataError, match=rf"cannot load {name} from the hub \(Couldn't reach .*pass --data-dir"):
         load_task(name)
 

@@ -14,7 +14,7 @@ from collab_compress.training import LOSSES, AlphasOptions, DropHeadOptions, Hea
 
 @pytest.fixture
 def make_undropped(make_tiny, set_dropout_):
-    """Tiny models in training mode, without dropout."""
+    """Return a function that makes tiny models in training mode, without dropout."""
     return lambda *arguments: set_dropout_(make_tiny(*arguments), 0.0).train()
 
 
@@ -176,7 +176,7 @@ def test_a_faint_penalty_is_warned_of(make_undropped, batch, caplog):
 
 
 def step_alphas(training, progress, seed=0, weight_decay=0.1):
-    """Alphas of a tiny classifier after one AdamW step at some progress."""
+    """Return the alphas of a tiny classifier after one AdamW step at some progress."""
     torch.manual_seed(seed)
     from transformers import BertConfig
 
@@ -257,7 +257,7 @@ def test_the_hinge_compares_with_the_step_before(make_undropped, batch):
 
 
 def test_alphas_of_some_kinds(make_undropped, make_batch):
-    """Others that the model has stay what they are to a stock training, and count for no norm."""
+    """Other alphas of the model train as in a stock training, and count towards no norm."""
     model = make_undropped("marian", MarianMTModel)
     mix_heads_(model)
     options = AlphasOptions(frozen_ratio=0.5, growth_weight=1.0, growth=0.1, kinds=("cross",))
@@ -276,7 +276,7 @@ def test_alphas_of_some_kinds(make_undropped, make_batch):
 
 
 def test_frozen_alphas_are_exact_and_have_a_gradient_of_zeros(make_undropped, batch):
-    """A gradient there must be, for distributed training waits for it."""
+    """They must have a gradient, because distributed training waits for it."""
     model = make_undropped("bert")
     mix_heads_(model)
     with torch.no_grad():

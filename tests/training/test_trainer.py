@@ -68,7 +68,7 @@ SETTINGS = {
 
 
 def arguments(folder, size=4, passes=1, **more):
-    """Arguments of a training with batches of `size` rows and steps of some passes."""
+    """Return training arguments for batches of `size` rows and steps of some passes."""
     steps = {"per_device_train_batch_size": size, "gradient_accumulation_steps": passes}
     return TrainingArguments(str(folder), **{**SETTINGS, **steps, **more})
 
@@ -451,7 +451,7 @@ def test_a_bare_accelerate_loop(make_tiny):
 
 
 def undropped(config):
-    """The config of a BERT without dropout, for models that are built in another process."""
+    """Return a BERT config without dropout, for models built in another process."""
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     return config
 
@@ -574,7 +574,7 @@ def test_replicas_in_one_process_are_refused(make_tiny, tmp_path):
 
 
 def test_restored_callbacks_go_on_too(make_tiny, tmp_path, caplog):
-    """A trainer that restores its callbacks makes them anew, and tells which it does not know."""
+    """A trainer that restores its callbacks creates them anew, and warns of unknown ones."""
     straight = trainer_of(classifier(make_tiny), tmp_path, save_strategy="steps", save_steps=4)
     expected = final_weights(straight)
     checkpoint = str(tmp_path / "checkpoint-4")
@@ -606,7 +606,7 @@ def test_models_that_return_tuples(make_tiny, tmp_path):
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Data that does not know its length."""
+    """A data set without a length."""
 
     def __iter__(self):
         return iter(dataset())
