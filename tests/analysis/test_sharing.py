@@ -167,18 +167,14 @@ def test_context_and_content_add_up_to_the_scores(bert, batch):
     torch.testing.assert_close(masked.softmax(-1).float(), rows, atol=1e-5, rtol=1e-5)
 
 
-def test_without_query_bias_there_is_no_content(bert, batch):
-    bert.get_submodule(NAME).query.bias.data.zero_()
+@pytest.mark.parametrize(
+    ("zeroed", "absent", "rest"), [("bias", "content", "context"), ("weight", "context", "content")]
+)
+def test_a_zero_query_bias_leaves_no_content_and_zero_weights_no_context(bert, batch, zeroed, absent, rest):
+    getattr(bert.get_submodule(NAME).query, zeroed).data.zero_()
     share = content_share(bert, [batch])[NAME]
-    assert not share.content.any()
-    torch.testing.assert_close(share.context, torch.ones(3, dtype=torch.float64))
-
-
-def test_without_query_weights_there_is_no_context(bert, batch):
-    bert.get_submodule(NAME).query.weight.data.zero_()
-    share = content_share(bert, [batch])[NAME]
-    assert not share.context.any()
-    torch.testing.assert_close(share.content, torch.ones(3, dtype=torch.float64))
+    assert not getattr(share, absent).any()
+    torch.testing.assert_close(getattr(share, rest), torch.ones(3, dtype=torch.float64))
 
 
 def test_scores_that_never_vary_have_no_shares(bert):

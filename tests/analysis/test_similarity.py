@@ -154,15 +154,16 @@ def test_a_single_head_has_no_pairs(draw):
         _ = result.curve
 
 
-@pytest.mark.parametrize("variance", [0, -1, 1.01, float("nan")])
-def test_the_share_must_be_in_range(draw, variance):
-    with pytest.raises(HeadError, match="share of variance to keep"):
-        svcca(JointCovariance.of(list(draw().unbind(1))), variance)
-
-
-def test_the_threshold_must_be_in_range(draw):
-    with pytest.raises(HeadError, match="threshold of coefficients is 1"):
-        svcca(JointCovariance.of(list(draw().unbind(1))), threshold=1)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"variance": variance}, "share of variance to keep") for variance in (0, -1, 1.01, float("nan"))),
+        ({"threshold": 1}, "threshold of coefficients is 1"),
+    ],
+)
+def test_the_variance_and_the_threshold_must_be_in_range(draw, options, message):
+    with pytest.raises(HeadError, match=message):
+        svcca(JointCovariance.of(list(draw().unbind(1))), **options)
 
 
 def linear(x):

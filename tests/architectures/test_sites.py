@@ -86,31 +86,29 @@ def test_refuses_what_cannot_be_converted(model, message):
         find_dense_attention(model())
 
 
-def test_a_rotary_embedding_that_is_not_described_is_refused(make_tiny):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda attention: setattr(attention, "rotary_emb", nn.Identity()),
+            r"self\.rotary_emb \(Identity\): .*a rotary position embedding",
+        ),
+        (lambda attention: delattr(attention, "key"), r"encoder\.layer\.1\.attention\.self .* no attribute 'key'"),
+        (
+            lambda attention: setattr(attention, "query", nn.Identity()),
+            r"self\.query: got Identity, expected a plain Linear",
+        ),
+        (
+            lambda attention: setattr(attention, "query", nn.Linear(24, 23)),
+            r"got 23 output channels; expected 3 heads × 8 = 24",
+        ),
+    ],
+    ids=["undescribed rotary embedding", "missing attribute", "wrong type", "wrong width"],
+)
+def test_refuses_a_module_that_its_description_does_not_fit(make_tiny, change, message):
     model = make_tiny("bert")
-    model.encoder.layer[1].attention.self.rotary_emb = torch.nn.Identity()
-    with pytest.raises(UnsupportedModelError, match=r"self\.rotary_emb \(Identity\): .*a rotary position embedding"):
-        find_dense_attention(model)
-
-
-def test_says_which_attribute_is_missing_where(make_tiny):
-    model = make_tiny("bert")
-    del model.encoder.layer[1].attention.self.key
-    with pytest.raises(UnsupportedModelError, match=r"encoder\.layer\.1\.attention\.self .* no attribute 'key'"):
-        find_dense_attention(model)
-
-
-def test_says_which_attribute_has_the_wrong_type(make_tiny):
-    model = make_tiny("bert")
-    model.encoder.layer[0].attention.self.query = nn.Identity()
-    with pytest.raises(UnsupportedModelError, match=r"self\.query: got Identity, expected a plain Linear"):
-        find_dense_attention(model)
-
-
-def test_says_which_width_does_not_fit(make_tiny):
-    model = make_tiny("bert")
-    model.encoder.layer[0].attention.self.query = nn.Linear(24, 23)
-    with pytest.raises(UnsupportedModelError, match=r"got 23 output channels; expected 3 heads × 8 = 24"):
+    change(model.encoder.layer[1].attention.self)
+    with pytest.raises(UnsupportedModelError, match=message):
         find_dense_attention(model)
 
 

@@ -103,11 +103,6 @@ def test_noise_has_the_shape_of_what_processors_make(name, shapes, tokenizer):
             assert not torch.equal(other[0][part], batches[0][part])
 
 
-def test_two_towers_need_a_tokenizer():
-    with pytest.raises(CalibrationError, match="CLIPModel reads tokens beside pixel_values; pass its tokenizer=…"):
-        calibration_batches("synthetic", build("clip"))
-
-
 def test_padded_sound_is_left_out_of_the_moments():
     """A mask over samples also masks the positions that are computed from them."""
     model = build("wav2vec2")
@@ -115,9 +110,16 @@ def test_padded_sound_is_left_out_of_the_moments():
     assert real.sum(1).tolist() == model._get_feat_extract_output_lengths(torch.tensor([120, 90, 60])).tolist()
 
 
-def test_inputs_of_unknown_shape_must_be_passed():
-    with pytest.raises(CalibrationError, match="PatchTSTModel reads past_values, not texts; pass batches of them"):
-        calibration_batches("synthetic", build("patchtst"))
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("clip", "CLIPModel reads tokens beside pixel_values; pass its tokenizer=…"),
+        ("patchtst", "PatchTSTModel reads past_values, not texts; pass batches of them"),
+    ],
+)
+def test_what_random_inputs_lack_must_be_passed(family, message):
+    with pytest.raises(CalibrationError, match=message):
+        calibration_batches("synthetic", build(family))
 
 
 def test_an_unknown_image_size_is_asked_for():
