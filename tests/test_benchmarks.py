@@ -92,7 +92,7 @@ def test_heads_by_themselves_leave_the_best_scores_and_outputs_on_the_data(model
         for head, (size, value_width) in enumerate(zip((3, 3, 3), (5, 5, 4), strict=True)):
             rows = slice(head * HEAD_WIDTH, (head + 1) * HEAD_WIDTH)
             wanted, actual = (scores(x, block.attention.self, rows) for block in (before, after))
-            error = (actual - wanted) - (actual - wanted).mean(1, keepdim=True)  # the softmax sees no more
+            error = (actual - wanted) - (actual - wanted).mean(1, keepdim=True)  # the softmax ignores the mean
             centred = wanted - wanted.mean(1, keepdim=True)
             best = best_error(centred - centred.mean(0), size)
             torch.testing.assert_close(error.norm(), best, rtol=1e-3, atol=0)

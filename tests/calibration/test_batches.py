@@ -63,7 +63,7 @@ def test_random_sequences_are_short_and_long_single_and_in_pairs(minilm, minilm_
         assert len(ids) - 1 in (place, 2 * place, 2 * place + 1, 2 * place - 1)
         assert not set(minilm_tokenizer.all_special_ids) & {*ids[1:place], *ids[place + 1 : -1]}
     widths = [batch["input_ids"].shape[1] for batch in batches]
-    assert widths != sorted(widths)  # what is held back is not the longest
+    assert widths != sorted(widths)  # the held-back sequences are not the longest
     assert minilm(**batches[0])[0].isfinite().all()
 
 

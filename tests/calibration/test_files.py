@@ -40,7 +40,7 @@ def table(request, tmp_path, monkeypatch):
 
 def test_columns(table):
     assert read_texts(f"{table}:first") == FIRST
-    assert read_texts(f"{table}:first,second") == PAIRS  # a row that lacks one is no pair
+    assert read_texts(f"{table}:first,second") == PAIRS  # a row without one of the texts is no pair
     with pytest.raises(CalibrationError, match=r"has the columns id, first, second; say which holds the texts"):
         read_texts(f"{table}:nothing")
     with pytest.raises(CalibrationError, match="names 3 columns"):

@@ -164,7 +164,7 @@ def shared():
             "decoder",
             BartForCausalLM,
             {"inputs_embeds": EMBEDDINGS},
-        ),  # ids are embedded by what stock leaves out
+        ),  # ids are embedded by a module that the stock class leaves out
     ],
 )
 def test_another_class_has_the_edits_of_what_it_loads(build, part, model_class, inputs, shared, tmp_path):

@@ -249,7 +249,7 @@ def test_expanding_says_what_does_not_come_back(run):
     code, printed, _ = run("expand", "both", "--output", "back")
     assert code == 0
     assert "feed-forward blocks with fewer neurons, stay as they are" in printed
-    Path("both", "collab_compress.json").write_text('{"report": 3}', encoding="utf-8")  # not ours
+    Path("both", "collab_compress.json").write_text('{"report": 3}', encoding="utf-8")  # written by another library
     assert run("expand", "both", "--output", "again")[0] == 0
 
 

@@ -195,7 +195,7 @@ def test_outcomes_of_examples_go_with_the_records(capsys, write, tmp_path):
     assert run(capsys, folder, "--records", file)[0] == 0
     assert run(capsys, file, "--records", tmp_path / "more.jsonl")[0] == 0  # from file to file, too
     lines = (tmp_path / "more.jsonl").read_text().splitlines()
-    (tmp_path / "more.jsonl").write_text("\n".join(reversed(lines)))  # a key is no place
+    (tmp_path / "more.jsonl").write_text("\n".join(reversed(lines)))  # records are matched by key, not by line
     for source in (folder, file, tmp_path / "more.jsonl"):
         examples_of = {(result.variant.stage, result.seed): result.examples for result in read_results(source)}
         assert len(examples_of) == 6

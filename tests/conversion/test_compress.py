@@ -520,7 +520,7 @@ def test_padding_alone_has_no_drift(make_tiny, calibration):
 def test_a_device_without_float64_leaves_the_decomposition_to_the_cpu(make_tiny, calibration, monkeypatch, caplog):
     expected = copy.deepcopy(make_tiny("bert"))
     compress(expected, Compression(dk=8), calibration)
-    monkeypatch.setattr(moments, "WITHOUT_FLOAT64", ("cpu",))  # as if the model were on such a device
+    monkeypatch.setattr(moments, "WITHOUT_FLOAT64", ("cpu",))  # imitate a model on such a device
     model = make_tiny("bert")
     with caplog.at_level(logging.INFO, logger="collab_compress"):
         compress(model, Compression(dk=8), calibration)

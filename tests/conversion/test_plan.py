@@ -164,7 +164,7 @@ def two_threads():
 
 
 NAMES = ["bert", "phi"]
-ENDLESS = 10**6  # sweeps: minutes, of the smallest matrices
+ENDLESS = 10**6  # sweeps, which take minutes even for the smallest matrices
 
 
 def make(make_tiny, name):

@@ -54,7 +54,7 @@ def test_each_epoch_and_seed_has_its_order():
 
     assert order(0, 1) == order(0, 1)
     assert order(0, 0) != order(0, 1)
-    assert sorted(order(0, 0)) == sorted(order(0, 1))  # the same batches, so that an epoch has always as many
+    assert sorted(order(0, 0)) == sorted(order(0, 1))  # the same batches, so that every epoch has the same number
     assert order(1, 0) != order(0, 0)
 
 

@@ -31,7 +31,7 @@ def hub(start, tmp_path, monkeypatch):
         return tmp_path / "models--someone--tiny" / "snapshots" / commit
 
     def load_dataset(path, **_):
-        folder = tmp_path / path.replace("/", "___") / "mrpc" / "0.0.0" / at["data"]  # where `datasets` has it
+        folder = tmp_path / path.replace("/", "___") / "mrpc" / "0.0.0" / at["data"]  # where `datasets` keeps it
         folder.mkdir(parents=True, exist_ok=True)
         rows = Dataset.from_dict(DATA).map(lambda row: row, cache_file_name=str(folder / "glue-train.arrow"))
         return DatasetDict(train=rows, validation=rows)

@@ -50,7 +50,7 @@ def test_stages(start, data_dir, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "dk12-again" / "model")
     assert model.bert.encoder.layer[0].attention.self.mixing.shape == (3, 12)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
-    assert run(recipe) == records  # from the records, nothing is done again
+    assert run(recipe) == records  # read from the records; nothing runs again
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
 
 
@@ -104,7 +104,7 @@ def test_a_score_is_not_that_of_another_model_or_other_data(start, data_dir, tmp
     record = evaluated(model, data_dir, tmp_path / "scores")
     assert evaluated(model, data_dir / ".." / "data", tmp_path / "scores") == record  # the same folder
     other = shutil.copytree(data_dir, tmp_path / "other")
-    assert evaluated(model, other, tmp_path / "scores") == record  # moved data are the same data
+    assert evaluated(model, other, tmp_path / "scores") == record  # the data may move to another folder
     with (data_dir / "MRPC" / "dev.tsv").open("a") as file:
         file.write("1\t9\t9\tred cat\tred cat\n")
     changed = r"scores was made with another data_dir \(dev\.tsv changed\); choose another output"

@@ -111,7 +111,7 @@ def test_it_can_be_run(path, tmp_path):
     }
     for (arguments_class, _), arguments in tunings.items():
         fixed = {"report_to": "none", "use_cpu": True, "save_strategy": "epoch"}  # as the recipes' own trainers
-        arguments_class(str(tmp_path), **(fixed | arguments))  # raises on what is none
+        arguments_class(str(tmp_path), **(fixed | arguments))  # raises on invalid arguments
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)

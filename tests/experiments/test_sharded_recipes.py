@@ -62,7 +62,7 @@ def compute_loss(self, model, *given, **options):
 class Killer(TrainerCallback):
     def on_save(self, args, state, control, **_):
         if args.output_dir.endswith(kill) and state.global_step == 8:
-            torch.distributed.barrier()  # both have written their part
+            torch.distributed.barrier()  # both processes have written their part
             os._exit(9)
 
 def make(self, *given, **options):

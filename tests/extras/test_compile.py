@@ -13,7 +13,7 @@ from collab_compress import Compression, Solver, compress
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 pytestmark = [
     pytest.mark.skipif(not COMPILER, reason="no C++ compiler; docs/compatibility.md"),
-    # torch's compiler imports a module of torch's own that decorates by what torch deprecates.
+    # torch's compiler imports a module of torch that uses a deprecated decorator.
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 

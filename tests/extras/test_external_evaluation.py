@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from collab_compress import Compression, compress
 from collab_compress.external_evaluation import lm_eval_scores, mteb_scores
 
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]  # theirs count for nothing here
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]  # warnings of these libraries are ignored
 
 
 def test_mteb_on_a_converted_model(minilm_path):

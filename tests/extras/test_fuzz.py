@@ -28,7 +28,7 @@ from transformers import BertForSequenceClassification
 ROOT = Path(__file__).parents[2]
 SECONDS = 60  # for one case; a command that hangs fails
 LONG, DEEP = "x" * 300, 100_000
-BROKEN = ("{", "[]", "null", "3", "[" * DEEP)  # JSON that is none, or no object
+BROKEN = ("{", "[]", "null", "3", "[" * DEEP)  # invalid JSON, or JSON that is no object
 EVIL = """
 import pathlib
 pathlib.Path("executed").write_text("by the command")

@@ -50,7 +50,7 @@ def test_values_that_never_vary_are_taken_by_the_bias(layer, noise):
     torch.testing.assert_close(
         added(constant, narrowed.heads, narrowed.output) + narrowed.bias, dense, atol=1e-4, rtol=1e-6
     )
-    assert 0 < narrowed.data_error < 1  # as of the weights
+    assert 0 < narrowed.data_error < 1  # the error of the weights
 
 
 def test_output_is_the_least_squares_fit(layer):

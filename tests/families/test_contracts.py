@@ -128,7 +128,7 @@ def mpnet_bias(model, _):
 def bloom_bias(model, batch):
     """Return BLOOM's score bias: a slope for each head, times the key's position among unpadded tokens."""
     places = (batch["attention_mask"].cumsum(1) - 1) * batch["attention_mask"]
-    slopes = torch.tensor([2.0**-4, 2.0**-8, 2.0**-2])  # those of two heads, then every other of four
+    slopes = torch.tensor([2.0**-4, 2.0**-8, 2.0**-2])  # the slopes of two heads, then every other one of four
     return lambda module, shape: slopes.double()[:, None, None] * places[:, None, None]
 
 

@@ -46,7 +46,7 @@ def test_only_what_the_stock_model_ties_is_tied(kin):
 def test_it_survives_torch_save_and_state_dicts(kin, model, tmp_path):
     batch = inputs(kin)
     expected = run(model, batch)
-    if not parametrized(model):  # which PyTorch does not save whole
+    if not parametrized(model):  # which PyTorch does not save as a whole model
         torch.save(model, tmp_path / "model.pt")
         loaded = torch.load(tmp_path / "model.pt", weights_only=False)
         assert torch.equal(run(loaded, batch), expected)

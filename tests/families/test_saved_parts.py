@@ -61,9 +61,7 @@ def test_models_inside_are_saved_and_loaded(kin, model, tmp_path):
         part.save_pretrained(tmp_path / str(number))
         loaded, report = type(part).from_pretrained(tmp_path / str(number), output_loading_info=True)
         assert not report["unexpected_keys"]
-        assert (
-            not report["missing_keys"] & part.state_dict().keys()
-        )  # a class may have a pooler that the part has not
+        assert not report["missing_keys"] & part.state_dict().keys()  # a class may have a pooler that the part lacks
         assert edits_of(loaded) == edits_of(part)
         with torch.no_grad():
             assert torch.equal(first_tensor(loaded(*args, **kwargs)), first_tensor(output))
@@ -88,7 +86,7 @@ def load_stock(model_class, path):
     try:
         model, report = model_class.from_pretrained(path, output_loading_info=True)
         names = [site.name for site in find_attention(model)]
-    except (AttributeError, TypeError, UnsupportedModelError):  # no whole model
+    except (AttributeError, TypeError, UnsupportedModelError):  # an incomplete model
         return None
     if any(key.startswith(f"{name}.") for key in report["missing_keys"] for name in names):
         return None

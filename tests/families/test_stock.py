@@ -21,7 +21,7 @@ def test_the_table_names_every_config_with_a_free_width(kin):
     if any(name.endswith("_config") for name in tiny.settings):
         return  # configs of the parts of a model have rows of their own
     if kin in FAMILIES and FAMILIES[kin].rotary:
-        return  # there is no form of heads of their own that a rotary embedding turns
+        return  # there is no per-head form with a rotary embedding
     for name in WIDTHS:
         try:
             config = getattr(transformers, f"{tiny.name}Config")(**{**tiny.settings, name: 5})

@@ -60,7 +60,7 @@ def test_heads_are_dropped_just_before_the_output_projection(model, batch, imple
         torch.testing.assert_close(actual, ratio[:, None, :, None] * reading.outputs, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(ratio.sum(1), torch.full((3,), 3.0))
         scales |= {tuple(round(value, 2) for value in row) for row in ratio.tolist()}
-    assert len(scales) > 1  # samples and layers draw on their own
+    assert len(scales) > 1  # each sample and layer draws separately
     drophead.remove()
     tap.remove()
 
@@ -74,7 +74,7 @@ def test_naive_drophead_sets_heads_to_zero_and_nothing_else(model, batch):
             zero = (actual == 0).all(3).all(1)  # (B, H)
             torch.testing.assert_close(actual, reading.outputs * ~zero[:, None, :, None])
             counts |= set(zero.sum(1).tolist())
-    assert model.config.num_attention_heads in counts  # all may go
+    assert model.config.num_attention_heads in counts  # all heads may drop
     assert len(counts) > 1
     drophead.remove()
     tap.remove()

@@ -39,7 +39,7 @@ def bert(layers=6, heads=4, seed=0):
     return BertModel(config).eval()
 
 
-SMALL = bert(2, 2)  # to be swapped as often as one likes
+SMALL = bert(2, 2)  # tests swap its heads repeatedly
 
 
 def layer(number):
@@ -410,7 +410,7 @@ def test_importance_needs_data(calibration):
     with pytest.raises(HeadError, match="'hard' swaps heads by importance at epoch 1 and got no batches"):
         rotator.epoch(1)
     assert rotator.history == []
-    assert len(rotator.epoch(1, batches=calibration)) == 1  # a failed call can be made good
+    assert len(rotator.epoch(1, batches=calibration)) == 1  # a failed call can be repeated
 
 
 def test_epochs_do_not_run_backwards():
@@ -448,4 +448,4 @@ def test_processes_measure_together():
     for pairs, model in together:
         assert pairs == alone[0][0]
         assert equal(model, alone[0][1])
-    assert alone[0][0] not in (alone[1][0], alone[2][0])  # what either would swap by its own data
+    assert alone[0][0] not in (alone[1][0], alone[2][0])  # what each would swap on its own data

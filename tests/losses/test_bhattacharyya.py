@@ -32,7 +32,7 @@ def test_it_is_the_mean_coefficient(make_rows, mean_over_pairs, assert_same_grad
     if rows.shape[1] > 1:
         (gradient,) = torch.autograd.grad(value, rows)
         (right,) = torch.autograd.grad(expected, rows)
-        # At keys that nobody sees the oracle has no slope, and the softmax before lets none through.
+        # At keys without weight the oracle has no slope, and the softmax before passes none on.
         torch.testing.assert_close(gradient.masked_fill(padded, 0.0), right, rtol=1e-5, atol=1e-5)
 
 
@@ -44,7 +44,7 @@ def algorithm(rows, mask):
     for sequence, real in sequences:
         for one, other in comparisons:
             temp = sequence[one][real] * sequence[other][real]
-            # a key that nobody sees has no slope, and its root would have an infinite one
+            # a key without weight has no gradient; that of its square root would be infinite
             temp = torch.where(temp > 0, torch.where(temp > 0, temp, 1.0).sqrt(), 0.0)
             diversity_penalty = diversity_penalty + temp.sum(1).mean() / len(comparisons)
     return diversity_penalty / len(sequences)

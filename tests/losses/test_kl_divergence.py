@@ -13,7 +13,7 @@ SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5), st.i
 def test_it_is_the_mean_over_real_rows(make_rows, shape, seed):
     rows, mask = make_rows(*shape, seed=seed)
     target, _ = make_rows(*shape, seed=seed + 100)
-    target = torch.where(rows == 0, 0.0, target)  # keys that are padding are so for both
+    target = torch.where(rows == 0, 0.0, target)  # padded keys are padded for both
     divergences = [
         # the loss adds 1e-9 to probabilities, which tells in rows as small as 1e-7
         kl_div((rows[sample, head, query] + 1e-9).log(), target[sample, head, query], reduction="sum")

@@ -199,7 +199,7 @@ def test_patterns(context, section):
 
 
 def test_induction_is_shown_where_a_repeated_sequence_fits(context, section):
-    assert "Induction" not in [drawing.title for drawing in section("patterns").pictures]  # 48 tokens are too many
+    assert "Induction" not in [drawing.title for drawing in section("patterns").pictures]  # 48 tokens do not fit
     config = copy.deepcopy(context.model.config)
     config.max_position_embeddings = 64
     model = type(context.model)(config).eval()

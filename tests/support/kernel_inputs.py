@@ -25,7 +25,7 @@ def draw_inputs(
     joined = normal(batch, keys, rank + heads + 1)  # as the key projection returns it: strided parts
     value = normal(batch, keys, heads, width).transpose(1, 2)
     visible = torch.rand(batch, 1, length, keys, generator=generator) > 0.4
-    visible[..., 0] = True  # the output of a query that sees nothing is not defined
+    visible[..., 0] = True  # the output of a fully masked query is undefined
     padding = torch.arange(keys).expand(batch, 1, 1, keys) < torch.arange(1, batch + 1).view(-1, 1, 1, 1)
     masks = {
         "none": None,

@@ -50,7 +50,7 @@ def _run(rank: int, port: int, results: Any, function: Callable[..., Any], argum
     try:
         torch.distributed.init_process_group("gloo")
         buffer = io.BytesIO()
-        torch.save(function(rank, *arguments), buffer)  # in bytes, for shared memory is gone when the process ends
+        torch.save(function(rank, *arguments), buffer)  # as bytes, for shared memory is freed when the process ends
         results.put((rank, None, buffer.getvalue()))
     except BaseException:
         results.put((rank, traceback.format_exc(), None))

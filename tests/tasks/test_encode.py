@@ -67,7 +67,7 @@ def test_translation_pads_labels_with_what_no_loss_sees(words):
     encoded = encode_translation(data, words, max_target_length=4)
     ids = words.convert_tokens_to_ids
     assert encoded[0] == {"input_ids": [*ids(["a", "b"]), 3], "attention_mask": [1, 1, 1], "labels": [*ids(["d"]), 3]}
-    assert encoded[1]["labels"] == [*ids(["d", "c", "b"]), 3]  # cut, with its end
+    assert encoded[1]["labels"] == [*ids(["d", "c", "b"]), 3]  # truncated, with its end token
     batch = DataCollatorForSeq2Seq(words)(list(encoded))
     assert batch["labels"].tolist()[0][2:] == [-100, -100]
     assert batch["input_ids"].tolist()[1][2:] == [0]

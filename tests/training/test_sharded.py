@@ -352,7 +352,7 @@ def refusals_process(rank, model, batch, folder):
         acting = HeadTraining(drophead=(DropHeadOptions(0.4),))
         results["trainer under FSDP1"] = refusal(First, copy.deepcopy(model), arguments, head_training=acting)
     away = copy.deepcopy(model)
-    away.encoder.layer[0].attention.self.query.weight.ds_id = 0  # as ZeRO-3 marks what it keeps away
+    away.encoder.layer[0].attention.self.query.weight.ds_id = 0  # as ZeRO-3 marks parameters that it has partitioned
     results["rotation under ZeRO-3"] = refusal(Rotator, away, RotationOptions("random", (0,)))
 
     optimizer = zero(model.parameters(), overlap_with_ddp=True)

@@ -472,7 +472,7 @@ def train_in_process(rank: int, processes: int, folder: str) -> None:
     batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
     loss = wrapped(**batch).loss
     (loss + session.penalty(loss)).backward()
-    logs = session.logs()  # of all, so that each gets the same
+    logs = session.logs()  # of all processes, so that each gets the same
     if rank == processes - 1:
         (Path(folder) / f"logs-{processes}.json").write_text(json.dumps(logs))
     if rank == 0:
