@@ -76,8 +76,8 @@ def test_the_dense_model_can_be_tuned_again(start, data_dir, tmp_path, named, st
     """It ends as the tuned model that is given to a first fine-tuning of the same settings."""
     recipe = read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "compression=null", named))
     tuned, again = run(recipe)
-    found = [(record["stage"], record["conversion"], record["again"]) for record in (tuned, again)]
-    assert found == [("tuned", None, False), (stage, None, True)]
+    stages = [(record["stage"], record["conversion"], record["again"]) for record in (tuned, again)]
+    assert stages == [("tuned", None, False), (stage, None, True)]
     model = tmp_path / "out" / "tuned" / "model"
     once = read_recipe(overrides=settings(model, data_dir, tmp_path / "once", "compression=null", "again=null"))
     [expected] = run(once)
