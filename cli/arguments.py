@@ -167,7 +167,7 @@ class CompressArguments(EditArguments):
       collab-compress minilm --dff 768 --calibration texts.txt
       collab-compress minilm --dk 192 --dv 252
       collab-compress minilm --keep 0.5 --calibration texts.txt
-      collab-compress minilm --plan --calibration texts.txt
+      collab-compress minilm --plan --calibration texts.txt --output minilm-widths
       collab-compress bert-base --dk 384 --output bert-base-384
       collab-compress ./my-classifier --dk 256 --calibration sentences.txt --json report.json
       collab-compress minilm --dk 192 --form per-head
@@ -182,7 +182,8 @@ class CompressArguments(EditArguments):
     same kind of data; by default 150 steps."""
 
     plan: bool = False
-    """Convert nothing: try several widths of each part separately, and print what they cost and lose."""
+    """Convert nothing: try several widths of each part separately, and print what they cost and lose; with --output
+    DIR, draw it too, as a page with its numbers."""
 
     mix: bool = False
     """Add head mixing (alphas), to be trained; alone, or after conversion."""
@@ -224,7 +225,7 @@ class CompressArguments(EditArguments):
             self._check_mix()
 
     def _check_plan(self) -> None:
-        others = ("mix", "stock", "standalone", "recover", "output")
+        others = ("mix", "stock", "standalone", "recover")
         unused = [
             *_changed(self.compression.solver),
             *(name for name in _changed(self.compression) if name != "form"),

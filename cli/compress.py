@@ -24,6 +24,7 @@ from collab_compress.conversion.expand import refuse_stock, to_stock
 from collab_compress.conversion.recovery import attention_digest
 from collab_compress.conversion.report import RefitReport, ValueReport
 from collab_compress.distributed import process_state
+from collab_compress.report import plan_report, write_report
 
 from .arguments import STEPS
 from .arguments import CompressArguments as Arguments
@@ -124,11 +125,11 @@ main = main_of("collab-compress", Arguments, run, with_steps)
 
 
 def _plan(arguments: Arguments) -> None:
-    """Print what several widths of each part cost and lose, and the command that converts to those at the knees."""
+    """Print and draw what several widths of each part cost and lose, and print the command for the knees."""
     saving = arguments.saving
     check_json(saving.json)
     check_outputs(
-        {"--json": saving.json},
+        {"--output": arguments.output, "--json": saving.json},
         find_directory(arguments.model, saving.revision),
         text_file(arguments.calibration),
     )
@@ -146,12 +147,15 @@ def _plan(arguments: Arguments) -> None:
     if saving.json is not None:
         with atomic_file(saving.json) as file:
             file.write_text(to_json(asdict(trials)), encoding="utf-8")
+    if arguments.output is not None:
+        write_report(plan_report(trials, source.name, arguments.calibration), arguments.output)
     options = " ".join(f"--{part} {width}" for part, width in trials.knees.items())
     data = "" if arguments.calibration == "synthetic" else f" --calibration {arguments.calibration}"
     saving.say(
         str(trials),
         "\nEach part was tried separately, on a part of the data. --keep SHARE chooses widths of all parts together.",
         *([f"At the knees: collab-compress {arguments.model} {options}{data}"] if options else []),
+        *([] if arguments.output is None else [f"\nPage: {arguments.output / 'index.html'}"]),
     )
 
 

@@ -401,7 +401,7 @@ def test_a_plan_is_printed_and_nothing_is_converted(run, model_dir, tmp_path, mo
     empty = tmp_path / "empty"
     empty.mkdir()
     monkeypatch.chdir(empty)
-    code, printed, error = run(model_dir, "--plan", "--length", 8, "--json", "plan.json")
+    code, printed, error = run(model_dir, "--plan", "--length", 8, "--json", "plan.json", "--output", "widths")
     assert code == 0, error
     header, first, *_ = printed.splitlines()
     assert header.split()[:3] == ["part", "width", "operations"]
@@ -410,13 +410,17 @@ def test_a_plan_is_printed_and_nothing_is_converted(run, model_dir, tmp_path, mo
     assert {trial["part"] for trial in trials} == {"dk", "dv", "dff"}
     knees = " ".join(f"--{trial['part']} {trial['width']}" for trial in trials if trial["knee"])
     assert (f"At the knees: collab-compress {model_dir} {knees}" in printed) == bool(knees)
-    assert [path.name for path in empty.iterdir()] == ["plan.json"]
+    assert sorted(path.name for path in empty.iterdir()) == ["plan.json", "widths"]
+    assert printed.endswith("Page: widths/index.html\n")
+    written = json.loads((empty / "widths" / "numbers.json").read_text(encoding="utf-8"))
+    rows = written["sections"]["plan"]["tables"]["trials"]["rows"]
+    assert [row[:2] for row in rows] == [[trial["part"], trial["width"]] for trial in trials]
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        *(["--dk", 8], ["--mix"], ["--recover"], ["--output", "out"], ["--standalone"], ["--push-to-hub", "a/b"]),
+        *(["--dk", 8], ["--mix"], ["--recover"], ["--standalone"], ["--push-to-hub", "a/b"]),
         *(["--modules", "*0*"], ["--kinds", "cross"], ["--sweeps", 3]),
     ],
 )
@@ -428,6 +432,7 @@ def test_a_plan_has_a_place_before_it_is_made(fails, model_dir, monkeypatch):
     monkeypatch.setattr(command, "plan", lambda *_, **__: pytest.fail("it was planned"))
     assert "config.json exists" in fails(model_dir, "--plan", "--json", model_dir / "config.json")
     assert "which is read" in fails(model_dir, "--plan", "--json", model_dir / "plan.json")
+    assert "which is read" in fails(model_dir, "--plan", "--output", model_dir / "widths")
 
 
 def test_steps_of_recovery_are_checked_before_conversion(fails, model_dir, monkeypatch):
