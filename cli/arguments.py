@@ -200,7 +200,7 @@ class CompressArguments(EditArguments):
     stock: bool = False
     """Write a plain model, which loads without this package: with narrower feed-forward blocks (--dff), or with
     narrower heads in families whose config allows that (T5, ViT, DeiT); --dk and --dv then imply --form per-head
-    and --equal-heads."""
+    and --equal-heads, and --keep chooses among such widths alone."""
 
     standalone: bool = False
     """Save the modelling code too, so that the model loads without this package by trust_remote_code=True."""
@@ -237,15 +237,16 @@ class CompressArguments(EditArguments):
 
     def _check_stock(self) -> None:
         compression = self.compression
-        heads = compression.dk is not None and compression.dv is not None
-        blocks = compression.dff is not None and compression.dk is None and compression.dv is None
-        if not (heads or blocks) or self.mix or self.standalone:
+        widths = [width is not None for width in (compression.dk, compression.dv)]
+        if not compression.converts or any(widths) != all(widths) or self.mix or self.standalone:
             raise CollabCompressError(
-                "--stock takes --dff N, or --dk N and --dv N together, and neither --mix nor --standalone"
+                "--stock takes --keep SHARE, --dff N, or --dk N and --dv N together, and neither --mix nor "
+                "--standalone"
             )
-        if heads:
-            per_head = replace(compression, form="per-head", equal_heads=True)
-            object.__setattr__(self, "compression", per_head)
+        if compression.keep is not None:
+            object.__setattr__(self, "compression", replace(compression, equal_heads=True))
+        elif all(widths):
+            object.__setattr__(self, "compression", replace(compression, form="per-head", equal_heads=True))
 
     def _check_mix(self) -> None:
         unused = [

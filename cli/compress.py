@@ -72,8 +72,7 @@ def run(arguments: Arguments) -> Report | None:
         check_steps(arguments.recover, arguments.calibration)
     data = text_file(arguments.calibration)
     source, output = begin(arguments, arguments.suffix, edited=False, inputs=[] if data is None else [data])
-    narrow_heads = arguments.stock and arguments.compression.dk is not None
-    if narrow_heads:
+    if arguments.stock and arguments.compression.dk is not None:
         refuse_stock(source.model)
     digest = attention_digest(source.model)
     lines: list[str] = []
@@ -97,7 +96,7 @@ def run(arguments: Arguments) -> Report | None:
         lines += recovery_lines(recovery, arguments.calibration)
     if arguments.mix:
         mix_heads_(source.model)
-    if narrow_heads:
+    if arguments.stock and report is not None and report.modules:
         source = replace(source, model=to_stock(source.model))
     mixed = {name: len(alphas) for name, alphas in alphas_of(source.model).items()}
     record: dict[str, Any] = {"model": arguments.model, "class": type(source.model).__name__, "source_digest": digest}

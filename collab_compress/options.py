@@ -147,7 +147,8 @@ class Compression:
     (per-head: cheaper on long inputs)."""
 
     equal_heads: bool = False
-    """In the per-head form: all heads equally wide, as in a stock model."""
+    """In the per-head form: all heads equally wide, as in a stock model. With keep: only widths that a stock model
+    can have."""
 
     modules: Annotated[str, tyro.conf.arg(metavar="GLOB")] = "*"
     """Convert only attention modules whose path matches."""
@@ -169,7 +170,7 @@ class Compression:
         _check_count(CompressionError, dk=self.dk, dv=self.dv, dff=self.dff)
         if self.keep is not None:
             self._check_keep()
-        if self.equal_heads and self.form != "per-head":
+        if self.equal_heads and self.form != "per-head" and self.keep is None:
             raise CompressionError("equal_heads is for the per-head form; pass form='per-head' too, or leave it out")
         if not isinstance(self.modules, str):
             raise CompressionError(f"modules is {self.modules!r}; expected a pattern, such as '*layer.0*'")

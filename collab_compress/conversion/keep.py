@@ -17,6 +17,7 @@ from collab_compress.architectures import (
 )
 from collab_compress.attention import FORMS, NarrowValues
 from collab_compress.calibration import Batch
+from collab_compress.conversion.expand import refuse_stock
 from collab_compress.conversion.feed_forward import FeedForward, block_report, find_feed_forward, narrower_config
 from collab_compress.conversion.report import dense_macs, width_range
 from collab_compress.errors import CompressionError, UnsupportedModelError
@@ -54,7 +55,8 @@ class Candidate:
             "dff": [] if self.compression.dff is None else [self.compression.dff],
         }
         words = [f"{name} {width_range(numbers)}" for name, numbers in widths.items() if numbers]
-        return ", ".join([*words, f"form {self.compression.form}"] if widths["dk"] else words)
+        form = f"form {self.compression.form}" + (" with equal heads" if self.compression.equal_heads else "")
+        return ", ".join([*words, form] if widths["dk"] else words)
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,15 @@ class _Attention:
     def _values_macs(self, dv: int) -> int:
         form = NarrowValues.of(self.values, dv, self.values.value.bias is not None)
         return form.macs(self.values.value.weight.shape[1], self.length)
+
+    def plain(self, channels: int) -> _Widths:
+        """Return the widths that heads of a stock model hold, of which a content bias takes one channel."""
+        site, heads = self.site, self.values.key_value_heads
+        content_bias = site.part(site.family.query).bias is not None
+        hidden = self.values.value.in_features
+        macs = dense_macs(hidden, site.heads * channels, heads * channels, self.length)
+        dk = site.heads * (channels - content_bias)
+        return _Widths(dk, heads * channels, macs + self._values_macs(heads * channels))
 
     def widest(self, form: Form, share: float) -> _Widths | None:
         """Return the largest widths that keep a share of the operations, with scores no dearer than dense.
@@ -118,7 +129,8 @@ class Layers:
             for site, values in zip(find_attention(*where), find_dense_values(*where), strict=True)
         ]
         self.rotary = any(module.site.family.rotary for module in self.attention)
-        if not self.rotary:
+        self.why_no_heads = _why_no_heads(model, len(self.attention)) if compression.equal_heads else ""
+        if not self.rotary and not self.why_no_heads:
             find_dense_attention(*where)  # raises if queries and keys cannot be converted
         self.blocks, self.why_no_blocks = _narrowable(model, batch)
         reports = [block_report(model, block, 1, length) for block in self.blocks]
@@ -133,14 +145,17 @@ class Layers:
 
         None if there are none: too little is left for one of them, or the form costs more than dense attention.
         """
-        if not 0 < attention < 1 + STEP:
+        if not 0 < attention < 1 + STEP or (attention < 1 and self.why_no_heads):
             return None
-        widths: list[_Widths] = []
-        for module in self.attention:
-            module_widths = module.dense if attention >= 1 else module.widest(form, attention)
-            if module_widths is None:
-                return None
-            widths.append(module_widths)
+        if attention < 1 and self.compression.equal_heads:
+            widths = self._plain(attention)
+        else:
+            candidates = [
+                module.dense if attention >= 1 else module.widest(form, attention) for module in self.attention
+            ]
+            widths = [width for width in candidates if width is not None]
+        if len(widths) < len(self.attention):
+            return None
         spent = sum(module.macs for module in widths)
         dff = self._neurons(self.keep * self.macs - spent)
         if (dff is None and self.blocks) or (not self.blocks and attention > self.keep):
@@ -151,6 +166,15 @@ class Layers:
                 modules[module.site.name] = self._compression(form, chosen.dk, chosen.dv, dff)
         compression = next(iter(modules.values())) if modules else self._compression(form, None, None, dff)
         return Candidate(compression, modules, attention, (spent + (dff or 0) * self.macs_per_neuron) / self.macs)
+
+    def _plain(self, share: float) -> list[_Widths]:
+        """Return the widths of the widest heads, alike in all modules, that keep a share; empty if there are none."""
+        macs = share * sum(module.dense.macs for module in self.attention)
+        for channels in range(self.attention[0].site.head_width - 1, 0, -1):
+            widths = [module.plain(channels) for module in self.attention]
+            if all(width.dk for width in widths) and sum(width.macs for width in widths) <= macs:
+                return widths
+        return []
 
     def _neurons(self, macs: float) -> int | None:
         """Return the number of neurons that each block can have; None for none."""
@@ -163,7 +187,9 @@ class Layers:
         compression = self.compression
         if dk is None or len(FORMS[form].solvers) == 1:  # closed form
             compression = compression.with_solver(method="als", effort="best", sweeps=None, tolerance=None)
-        return replace(compression, keep=None, dk=dk, dv=dv, dff=dff, form="shared" if dk is None else form)
+        equal = compression.equal_heads and dk is not None
+        form = "shared" if dk is None else form
+        return replace(compression, keep=None, dk=dk, dv=dv, dff=dff, form=form, equal_heads=equal)
 
     def starts(self) -> Iterator[Candidate]:
         """Yield the different candidates, one of each form, with the most even split.
@@ -174,6 +200,8 @@ class Layers:
         shares = [self.keep + step for step in sorted((count * STEP for count in range(-6, 7)), key=abs)]
         starts: dict[str, Candidate] = {}
         forms: tuple[Form, ...] = ("shared",) if self.rotary else get_args(Form)  # rotary scores stay dense
+        if self.compression.equal_heads:
+            forms = ("per-head",)
         for form in forms:
             start = next(filter(None, (self.candidate(form, share) for share in shares)), None)
             if start is not None:
@@ -187,8 +215,13 @@ class Layers:
 
     @property
     def why(self) -> str:
-        """Why feed-forward blocks stay as they are, if they do."""
-        return f" (feed-forward blocks stay as they are: {self.why_no_blocks})" if self.why_no_blocks else ""
+        """Why attention or feed-forward blocks stay as they are, if they do."""
+        reasons = {
+            "attention stays as it is": self.why_no_heads,
+            "feed-forward blocks stay as they are": self.why_no_blocks,
+        }
+        words = [f"{what}: {why}" for what, why in reasons.items() if why]
+        return f" ({'; '.join(words)})" if words else ""
 
 
 def choose(layers: Layers, drift: Callable[[Candidate], float]) -> tuple[Candidate, str]:
@@ -233,6 +266,15 @@ def typical_length(options: CalibrationOptions, batches: Sequence[Batch] = ()) -
     if options.length is not None or not lengths:
         return options.length or TYPICAL
     return max(1, int(torch.cat(lengths).quantile(COMMON, interpolation="lower")))
+
+
+def _why_no_heads(model: PreTrainedModel, modules: int) -> str:
+    """Return why a stock model of this kind has no narrower heads, or an empty text if it has."""
+    try:
+        refuse_stock(model)
+    except CompressionError as error:
+        return str(error).partition("; ")[0].partition(" (")[0]
+    return "" if modules == len(find_attention(model)) else "heads of a stock model are narrower in all modules alike"
 
 
 def _narrowable(model: PreTrainedModel, batch: Batch) -> tuple[list[FeedForward], str]:

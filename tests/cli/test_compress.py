@@ -13,7 +13,14 @@ from collab_compress_cli import compress as command
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModel,
+    BertForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTModel,
+)
 
 from collab_compress import Compression, compress, read_factors
 from collab_compress.checkpoint.pretrained import SHORT_NAMES
@@ -81,9 +88,9 @@ def test_a_stock_model_needs_no_package(run, model_dir, tmp_path, fails, stock_p
     assert "the head width of a stock BertForSequenceClassification" in fails(
         model_dir, "--dk", 12, "--dv", 12, "--stock", "--output", tmp_path / "out"
     )
-    for widths in (("--dk", 12), ("--dk", 12, "--dff", 16), ("--dv", 12, "--dff", 16), ("--keep", 0.5)):
+    for widths in (("--dk", 12), ("--dk", 12, "--dff", 16), ("--dv", 12, "--dff", 16)):
         message = fails(model_dir, *widths, "--stock", "--output", tmp_path / "out")
-        assert "--stock takes --dff N, or --dk N and --dv N together" in message
+        assert "--stock takes --keep SHARE, --dff N, or --dk N and --dv N together" in message
     assert run(model_dir, "--dff", 16, "--stock", "--output", tmp_path / "blocks")[0] == 0
     done = stock_python(
         "from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1])", tmp_path / "blocks"
@@ -104,6 +111,21 @@ assert model.config.d_kv == 4, model.config
 """
     done = stock_python(code, tmp_path / "narrow")
     assert done.returncode == 0, done.stderr
+
+
+def test_keep_chooses_among_the_widths_of_a_stock_model(run, model_dir, tmp_path, stock_python):
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 32}
+    ViTModel(ViTConfig(image_size=8, patch_size=4, **sizes)).save_pretrained(tmp_path / "vit")
+    for name, keep, said in (("vit", 0.6, "with equal heads."), ("tiny", 0.9, "(attention stays as it is: the head")):
+        options = ("--stock", "--length", 8, "--sequences", 16, "--output", tmp_path / f"{name}-kept")
+        code, printed, error = run(tmp_path / name, "--keep", keep, *options)
+        assert code == 0, error
+        assert said in printed.partition("\n")[0]
+        assert "import collab_compress" not in printed
+        done = stock_python("from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1])", options[-1])
+        assert done.returncode == 0, done.stderr
+    assert AutoModel.from_pretrained(tmp_path / "vit-kept").config.head_dim < 8
+    assert AutoModel.from_pretrained(tmp_path / "tiny-kept").config.intermediate_size < 32
 
 
 def test_the_amount_of_calibration_data_is_an_option_and_reported(run, model_dir, tmp_path, caplog):

@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+from tiny_families import build, inputs
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPConfig, CLIPModel, LlamaConfig, LlamaModel
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
+from collab_compress.conversion.expand import to_stock
 from collab_compress.conversion.keep import STEP, Layers, choose, typical_length
 from collab_compress.errors import CompressionError
 
@@ -188,3 +190,44 @@ def test_too_small_a_share(make_tiny):
     with pytest.raises(CompressionError, match=r"keep is 0.01: no widths of 2 attention modules and 2 feed-forward"):
         compress(model, Compression(keep=0.01), batches())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["t5", "vit"])
+def test_widths_of_a_stock_model_keep_at_most_the_share(name):
+    dense, batch = build(name), inputs(name)
+    dense.set_attn_implementation("eager")
+    for batch_name in ("attention_mask", "decoder_attention_mask"):
+        batch.pop(batch_name, None)
+    if name == "t5":
+        batch["decoder_input_ids"] = batch["input_ids"]
+    length = batch["input_ids"].shape[1] if name == "t5" else 5
+    model, options = copy.deepcopy(dense), CalibrationOptions(length=length)
+    report = compress(
+        model, Compression(keep=0.6, equal_heads=True, solver=FAST), [batch] * 4, calibration_options=options
+    )
+    assert f"{report.compression.form} with equal heads" in report.choice
+    stock = to_stock(model)
+    counts = []
+    for each in (dense, stock):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            each(**batch)
+        found = counter.get_flop_counts()
+        layers = [key for key in found if key.endswith((".encoder", ".decoder", "layers.0", "layers.1"))]
+        counts.append(sum(sum(found[key].values()) for key in layers))
+    assert 0.3 < counts[1] / counts[0] <= 0.62
+
+
+def test_attention_stays_dense_where_a_stock_model_has_no_narrower_heads(make_tiny):
+    for model, part, why in (
+        (
+            make_tiny("bert"),
+            {},
+            "the head width of a stock BertModel is its hidden size divided by the number of heads",
+        ),
+        (build("t5"), {"kinds": ("encoder",)}, "heads of a stock model are narrower in all modules alike"),
+    ):
+        data = [inputs("t5")] * 4 if part else batches()
+        report = compress(model, Compression(keep=0.9, equal_heads=True, solver=FAST, **part), data)
+        assert f"(attention stays as it is: {why}" in report.choice
+        assert (report.modules, report.values) == ((), ())
+        assert report.feed_forward
