@@ -15,6 +15,7 @@ if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
         register_checkpoint,
         save_modelling_code,
     )
+    from collab_compress.conversion.calibrate import Calibrated, calibrate
     from collab_compress.conversion.compress import compress
     from collab_compress.conversion.expand import Expansion, describe, expand, is_converted, read_factors
     from collab_compress.conversion.from_scratch import FromScratch, from_config
@@ -42,6 +43,7 @@ if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Calibrated",
     "CalibrationError",
     "CalibrationOptions",
     "CheckpointError",
@@ -58,6 +60,7 @@ __all__ = [
     "Solver",
     "UnsupportedModelError",
     "alphas_of",
+    "calibrate",
     "compress",
     "describe",
     "expand",

@@ -1,5 +1,6 @@
 """Try several widths of queries and keys, values and feed-forward blocks: what each costs and loses."""
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -9,11 +10,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.analysis.cost import model_latency
 from collab_compress.architectures import find_attention, transformers_model
-from collab_compress.calibration import Batch, Calibration, calibration_batches
-from collab_compress.calibration.batches import is_synthetic, sequence_count
+from collab_compress.calibration import Batch, Calibration
+from collab_compress.conversion.calibrate import Calibrated, read
 from collab_compress.conversion.compress import compress, sharing_copy
 from collab_compress.conversion.feed_forward import find_feed_forward
-from collab_compress.conversion.keep import typical_length
 from collab_compress.conversion.report import PartReport, Report, to_frame
 from collab_compress.errors import CalibrationError, CollabCompressError, UnsupportedModelError
 from collab_compress.options import CalibrationOptions, Compression, Form, Solver
@@ -22,6 +22,7 @@ SHARES = (3 / 4, 1 / 2, 3 / 8, 1 / 4)  # of the dense widths
 SEQUENCES = 128  # of the calibration data: few, because the trials are thrown away
 BAR = 20  # characters of the longest bar
 Progress = Callable[[str, int, int], None]
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Plan:
 
 def plan(
     model: PreTrainedModel,
-    calibration: Calibration = "synthetic",
+    calibration: Calibration | Calibrated = "synthetic",
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
     *,
@@ -120,18 +121,16 @@ def plan(
     """
     Compression(dk=1, form=form)  # refuses an unknown form, which no trial would be made in
     model, tokenizer = transformers_model(model), tokenizer or getattr(model, "tokenizer", None)
-    options = calibration_options or CalibrationOptions()
-    batches = calibration_batches(calibration, model, tokenizer, **vars(options))
-    sequences = sum(map(sequence_count, batches))
-    if sequences < 2:
+    data = read(model, calibration, tokenizer, calibration_options, seed=0)
+    for note in data.notes:
+        _logger.warning(note)
+    if not data.held_back:
         raise CalibrationError("a plan takes calibration data of at least two sequences; pass more")
-    batches = batches[:: max(1, math.ceil(sequences / SEQUENCES))]
-    length = typical_length(options, batches)
-    refit = False if is_synthetic(calibration) else None
+    few = data.sample(SEQUENCES)
     site = find_attention(model)[0]
     step = site.head_width if site.family.rotary else 1  # with a rotary embedding dk is a number of heads
     left_out: dict[str, str] = {}
-    dense_widths = _dense_widths(model, batches, left_out)
+    dense_widths = _dense_widths(model, few.used, left_out)
     total = len(dense_widths) * len(shares)
     trials: list[Trial] = []
     for number, (part, dense_width) in enumerate(dense_widths.items()):
@@ -143,8 +142,8 @@ def plan(
                 progress(f"{part}={width}", number * len(shares) + place, total)
             try:
                 converted = sharing_copy(model)
-                report = compress(converted, _compression(part, width, form, refit), batches, tokenizer)
-                time = _relative_time(model, converted, length) if timed else None
+                report = compress(converted, _compression(part, width, form), few)
+                time = _relative_time(model, converted, few.length) if timed else None
             except CollabCompressError as error:
                 left_out[part], trials_of_part = str(error), []
                 break
@@ -152,7 +151,7 @@ def plan(
         trials += _with_knee(trials_of_part)
     if progress is not None:
         progress("", total, total)
-    return Plan(tuple(trials), length, left_out)
+    return Plan(tuple(trials), few.length, left_out)
 
 
 def _dense_widths(model: PreTrainedModel, batches: Sequence[Batch], left_out: dict[str, str]) -> dict[str, int]:
@@ -167,13 +166,13 @@ def _dense_widths(model: PreTrainedModel, batches: Sequence[Batch], left_out: di
     return widths
 
 
-def _compression(part: str, width: int, form: Form, refit: bool | None) -> Compression:
+def _compression(part: str, width: int, form: Form) -> Compression:
     """Return the conversion of one part to a width, with the fast settings of the solver."""
     if part == "dff":
         return Compression(dff=width)
     if part == "dv":
-        return Compression(dv=width, solver=Solver(refit=refit))
-    return Compression(dk=width, form=form, solver=Solver(refit=refit, effort="fast" if form == "shared" else "best"))
+        return Compression(dv=width)
+    return Compression(dk=width, form=form, solver=Solver(effort="fast" if form == "shared" else "best"))
 
 
 def _trial(part: str, width: int, share: float, report: Report, time: float | None) -> Trial:

@@ -12,7 +12,7 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil, inf
+from math import inf
 from time import perf_counter
 from types import FunctionType
 from typing import Any
@@ -31,10 +31,11 @@ from collab_compress.architectures import (
     transformers_model,
 )
 from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm, form_for, install_, uninstall_
-from collab_compress.calibration import Batch, Calibration
-from collab_compress.calibration.batches import is_none, is_synthetic, noted_batches, sequence_count
+from collab_compress.calibration import Calibration
+from collab_compress.calibration.batches import is_none, sequence_count
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
-from collab_compress.conversion.drift import drift_of, split_held_back
+from collab_compress.conversion.calibrate import Calibrated, read, sample
+from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.feed_forward import (
     FeedForward,
     adopt_,
@@ -43,7 +44,7 @@ from collab_compress.conversion.feed_forward import (
     narrower_config,
 )
 from collab_compress.conversion.head_weights import head_weights
-from collab_compress.conversion.keep import Candidate, Layers, choose, typical_length
+from collab_compress.conversion.keep import Candidate, Layers, choose
 from collab_compress.conversion.plan import (
     Planned,
     Progress,
@@ -70,7 +71,7 @@ TRIAL = 256  # sequences on which each choice of widths is tried
 def compress(
     model: PreTrainedModel,
     compression: Compression,
-    calibration: Calibration = "synthetic",
+    calibration: Calibration | Calibrated = "synthetic",
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
     *,
@@ -96,7 +97,8 @@ def compress(
         model: a Transformers model, or a SentenceTransformer that holds one; dtype and device are kept.
         compression: widths or the share to keep, the form, and how it is computed.
         calibration: data that says which input directions matter: "synthetic" (random tokens), None, a file of
-            texts, texts or text pairs, or batches. An eighth of it is held back to measure drift.
+            texts, texts or text pairs, or batches, of which an eighth is held back to measure drift; or what
+            `calibrate` returned.
         tokenizer: of the model; not needed for batches, None, and a SentenceTransformer.
         progress: called with a module's name, how many are done, and how many there are.
         calibration_options: number and length of the calibration sequences.
@@ -110,20 +112,19 @@ def compress(
         UnsupportedModelError: the model, or a module of it, cannot be converted.
         CompressionError: dk or dv beyond H·d, weights that are not finite, a module that is already converted, a
             quantized model.
-        CalibrationError: calibration data is missing or unusable.
+        CalibrationError: calibration data is missing or unusable, or `calibrate` got another model or other options.
     """
     if tokenizer is None:
         tokenizer = getattr(model, "tokenizer", None)  # of a SentenceTransformer
     model = transformers_model(model)
-    options = calibration_options or CalibrationOptions()
     started = perf_counter()
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # new layers are initialised before they are filled
         if compression.keep is None:  # refuse what cannot be converted before any data are read
             tasks = find_tasks(model, compression, calibrated=not is_none(calibration))
             working_device(compression.solver.device, tasks, distributed)
-        job, notes = _read_data(model, compression, calibration, tokenizer, options)
-        job = replace(job, progress=progress, distributed=distributed)
+        data = read(model, calibration, tokenizer, calibration_options, compression.solver.seed)
+        job = _Job(model, data, progress, distributed)
         chosen, choice, by_module = compression, "", {}
         if compression.keep is not None:
             candidate, choice = _choose(job, compression)
@@ -131,10 +132,10 @@ def compress(
         converted = _convert_copy(job, chosen, by_module)
         parameters_before = model.num_parameters()
         feed_forward = [
-            block_report(model, block, chosen.dff or block.width, job.length) for block in converted.blocks
+            block_report(model, block, chosen.dff or block.width, job.data.length) for block in converted.blocks
         ]
         _install_conversion(model, converted)
-    warnings = (*notes, *converted.notes, *warnings_of(converted.planned, chosen))
+    warnings = (*data.notes, *converted.notes, *warnings_of(converted.planned, chosen))
     if not distributed or process_state().is_main_process:
         for warning in warnings:
             _logger.warning(warning)
@@ -143,10 +144,10 @@ def compress(
         modules=tuple(report for report in reports if isinstance(report, ModuleReport)),
         parameters_before=parameters_before,
         parameters_after=model.num_parameters(),
-        length=job.length,
+        length=job.data.length,
         drift=converted.drift,
         seconds=perf_counter() - started,
-        sequences=sum(map(sequence_count, job.used)),
+        sequences=sum(map(sequence_count, job.data.used)),
         warnings=warnings,
         values=tuple(report for report in reports if isinstance(report, ValueReport)),
         compression=chosen if all(other == chosen for other in by_module.values()) else compression,
@@ -162,33 +163,9 @@ class _Job:
     """A model to convert, and its data."""
 
     model: PreTrainedModel  # dense
-    used: list[Batch]  # to calibrate on
-    held_back: list[Batch]  # to measure drift on
-    refit: bool  # whether layers are refitted by default: not to random tokens
-    length: int  # tokens for which costs count
+    data: Calibrated
     progress: Progress | None = None
     distributed: bool = False
-
-
-def _read_data(
-    model: PreTrainedModel,
-    compression: Compression,
-    calibration: Calibration,
-    tokenizer: Any,
-    options: CalibrationOptions,
-) -> tuple[_Job, list[str]]:
-    """Return the model with its calibration data, and notes on data that were left out."""
-    batches, notes = noted_batches(
-        calibration,
-        model,
-        tokenizer,
-        sequences=options.sequences,
-        length=options.length,
-        seed=compression.solver.seed,
-    )
-    length = typical_length(options, () if is_synthetic(calibration) else batches)
-    refits = bool(batches) and not is_synthetic(calibration)
-    return _Job(model, *split_held_back(batches), refit=refits, length=length), notes
 
 
 def find_tasks(
@@ -327,7 +304,8 @@ def working_device(device: str | None, tasks: Sequence[Task], distributed: bool 
 def _choose(job: _Job, compression: Compression) -> tuple[Candidate, str]:
     """Choose widths and form by the drift of conversions on a part of the data; return them, and why."""
     layers = _layers(job, compression)
-    few = replace(job, used=_sample(job.used, TRIAL), held_back=_sample(job.held_back, TRIAL // 4))
+    used, held_back = sample(job.data.used, TRIAL), sample(job.data.held_back, TRIAL // 4)
+    few = replace(job, data=replace(job.data, used=used, held_back=held_back, moments={}))
 
     def drift(candidate: Candidate) -> float:
         measured = _convert_copy(few, candidate.compression, candidate.modules).drift
@@ -338,16 +316,11 @@ def _choose(job: _Job, compression: Compression) -> tuple[Candidate, str]:
 
 
 def _layers(job: _Job, compression: Compression) -> Layers:
-    if not (job.used and job.held_back):
+    if not (job.data.used and job.data.held_back):
         raise CompressionError(
             "keep chooses by what is lost on calibration data; pass at least two sequences, best your own texts"
         )
-    return Layers(job.model, compression, job.length, job.used[0])
-
-
-def _sample(batches: Sequence[Batch], sequences: int) -> list[Batch]:
-    """Return batches with about so many sequences, evenly spaced."""
-    return list(batches[:: max(1, ceil(sum(map(sequence_count, batches)) / sequences))])
+    return Layers(job.model, compression, job.data.length, job.data.used[0])
 
 
 @dataclass(frozen=True)
@@ -366,7 +339,7 @@ class _Converted:
 def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, Compression]) -> _Converted:
     """Compute the conversion, and try it in a copy that shares the model's weights."""
     model = job.model
-    tasks = find_tasks(model, compression, bool(job.used), by_module)
+    tasks = find_tasks(model, compression, bool(job.data.used), by_module)
     device = working_device(compression.solver.device, tasks, job.distributed)
     tasks = [Task(task.site, task.compression.with_solver(device=device)) for task in tasks]
     blocks, config = _narrower_blocks(job, compression)
@@ -377,34 +350,35 @@ def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, C
         decompose = partial(
             plan,
             model,
-            batches=job.used,
+            batches=job.data.used,
             progress=job.progress,
             on_gathered=seconds.append,
-            weights=head_weights(model, sites, job.used),
-            length=job.length,
+            weights=head_weights(model, sites, job.data.used),
+            moments=job.data.moments,
+            length=job.data.length,
         )
         planned = plan_distributed(tasks, decompose) if job.distributed else decompose(tasks)
         conversion = _Converted(planned, sum(seconds), blocks, config)
-        if not job.held_back:
+        if not job.data.held_back:
             return conversion
         dense, converted = sharing_copy(model), sharing_copy(model)  # which run alike, whatever wraps the model
         _install(converted, planned)
         if refits:
             conversion = _refit(job, compression, conversion, converted, dense)
             install_refits(converted, conversion.refits, blocks)
-        return replace(conversion, drift=drift_of(converted, dense, job.held_back))
+        return replace(conversion, drift=drift_of(converted, dense, job.data.held_back))
 
 
 def _narrower_blocks(job: _Job, compression: Compression) -> tuple[list[FeedForward], PretrainedConfig | None]:
     """Return the feed-forward blocks to make narrower, and the config of a model with those."""
     if compression.dff is None:
         return [], None
-    if not (job.used and job.held_back):
+    if not (job.data.used and job.data.held_back):
         raise CompressionError("dff takes calibration data of at least two sequences; pass texts")
     for name, parameter in job.model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise CompressionError(f"{name} holds NaN or infinite values; the checkpoint is damaged")
-    blocks = find_feed_forward(job.model, job.used[0])
+    blocks = find_feed_forward(job.model, job.data.used[0])
     for block in blocks:
         if compression.dff > block.width:
             raise CompressionError(
@@ -414,10 +388,10 @@ def _narrower_blocks(job: _Job, compression: Compression) -> tuple[list[FeedForw
 
 
 def _wants_refit(job: _Job, compression: Compression) -> bool:
-    has_data = bool(job.used) and bool(job.held_back)
+    has_data = bool(job.data.used) and bool(job.data.held_back)
     if compression.solver.refit and not has_data:
         raise CompressionError("refit takes calibration data of at least two sequences; pass more, or leave it out")
-    return has_data and (job.refit if compression.solver.refit is None else compression.solver.refit)
+    return has_data and (job.data.refit if compression.solver.refit is None else compression.solver.refit)
 
 
 def _refit(
@@ -430,7 +404,7 @@ def _refit(
     """Add the layers with new weights; or a note, if refitting fails that was not asked for."""
     narrower = {block.down: compression.dff or block.width for block in conversion.blocks}
     try:
-        refits = refit(converted, dense, job.used, job.held_back, job.progress, narrower=narrower)
+        refits = refit(converted, dense, job.data.used, job.data.held_back, job.progress, narrower=narrower)
     except CalibrationError as error:
         if compression.solver.refit or conversion.blocks:
             raise
@@ -514,14 +488,14 @@ def install_unset_(
     What is to be done with the converted model can then be tried on its structure, before the work. The model cannot
     be run afterwards. Arguments and errors are those of `compress`.
     """
-    job, _ = _read_data(model, compression, calibration, tokenizer, options or CalibrationOptions())
+    job = _Job(model, read(model, calibration, tokenizer, options, compression.solver.seed))
     _narrower_blocks(job, compression)
     _wants_refit(job, compression)
     by_module: Mapping[str, Compression] = {}
     if compression.keep is not None:
         candidate = next(_layers(job, compression).starts())
         compression, by_module = candidate.compression, candidate.modules
-    tasks = find_tasks(model, compression, bool(job.used), by_module)
+    tasks = find_tasks(model, compression, bool(job.data.used), by_module)
     working_device(compression.solver.device, tasks)
     for task in tasks:
-        _install(model, [empty_plan(task.site, task.form(bool(job.used)))])
+        _install(model, [empty_plan(task.site, task.form(bool(job.data.used)))])

@@ -100,15 +100,18 @@ def plan(
     on_gathered: Callable[[float], None] | None = None,
     *,
     weights: Mapping[str, Tensor | None] | None = None,
+    moments: Mapping[tuple[str, type], tuple[Moments, ...]] | None = None,
     length: int = 128,
 ) -> list[Planned]:
     """Decompose maps, in groups whose moments take little memory beside the model.
 
-    The model runs on all batches once for each group. Without batches all directions of the inputs count alike.
+    The model runs on all batches once for each group without known moments. Without batches all directions of the
+    inputs count alike.
 
     Args:
         on_gathered: called after each run on all batches, with its seconds.
         weights: path of a module → weight of each head's score error, (H,); all alike by default.
+        moments: known ones: (path of a module, class of its site) → moments of its inputs.
         length: tokens for which reports count multiply-accumulates.
 
     Raises:
@@ -118,17 +121,18 @@ def plan(
     needs_moments = bool(batches) and not all(task.is_exact for task in tasks)
     planned: list[Planned] = []
     for group in _groups(model, tasks) if needs_moments else [list(tasks)]:
-        moments: Sequence[SiteMoments] = [None] * len(group)
-        if needs_moments:
+        known = [(moments or {}).get((task.site.name, type(task.site))) for task in group]
+        of_group: Sequence[SiteMoments] = known if needs_moments else [None] * len(group)
+        if needs_moments and None in known:
             started = perf_counter()
-            moments = gather_moments(model, [task.site for task in group], batches)
+            of_group = gather_moments(model, [task.site for task in group], batches)
             if on_gathered is not None:
                 on_gathered(perf_counter() - started)
         jobs: list[Callable[[Check], Planned]] = [
             partial(_decompose, task, part, (weights or {}).get(task.site.name), length)
-            for task, part in zip(group, moments, strict=True)
+            for task, part in zip(group, of_group, strict=True)
         ]
-        del moments  # jobs hold them until they are done
+        del of_group  # jobs hold them until they are done
         with closing(_run(jobs, _thread_count(group))) as results:
             for task in group:
                 if progress is not None:

@@ -1,0 +1,164 @@
+"""Calibration data as a conversion takes them: read, split, and with the moments of a model on them if asked for."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import ceil
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from collab_compress.architectures import (
+    DenseSite,
+    ValueSite,
+    find_dense_attention,
+    find_dense_values,
+    transformers_model,
+)
+from collab_compress.calibration import Batch, Calibration, gather_moments
+from collab_compress.calibration.batches import is_synthetic, noted_batches, sequence_count
+from collab_compress.conversion.drift import split_held_back
+from collab_compress.conversion.keep import typical_length
+from collab_compress.errors import CalibrationError, UnsupportedModelError
+from collab_compress.factorization import Moments
+from collab_compress.options import CalibrationOptions
+
+
+@dataclass(frozen=True, eq=False)
+class Calibrated:
+    """Calibration data as one model has read them, for a plan and conversions of that model.
+
+    Args:
+        used: batches to calibrate on.
+        held_back: batches to measure drift on.
+        notes: sentences on data that were left out.
+        refit: whether layers are refitted by default: not to random tokens.
+        length: tokens for which costs count.
+        options: with which the data were read.
+        seed: of the sample and of random tokens.
+        moments: (path of a module, class of its map) → moments of its inputs on `used`; gathered if they are missing.
+        digest: of the model that the moments are of, or "".
+    """
+
+    used: Sequence[Batch]
+    held_back: Sequence[Batch]
+    notes: Sequence[str]
+    refit: bool
+    length: int
+    options: CalibrationOptions
+    seed: int
+    moments: Mapping[tuple[str, type], tuple[Moments, ...]]
+    digest: str = ""
+
+    def sample(self, sequences: int) -> "Calibrated":
+        """Return about so many of the sequences, evenly spaced, an eighth of them held back; moments stay."""
+        return replace(
+            self,
+            used=sample(self.used, sequences * 7 // 8),
+            held_back=sample(self.held_back, sequences // 8),
+            notes=(),
+        )
+
+    def check(self, model: PreTrainedModel, options: CalibrationOptions | None, seed: int) -> None:
+        """Refuse another model, other options, or another seed.
+
+        Raises:
+            CalibrationError: the data would be read otherwise, or the moments are those of another model.
+        """
+        if options is not None and options != self.options:
+            raise CalibrationError(
+                f"the model was calibrated with {self.options}, got {options}; pass the same, or calibrate again"
+            )
+        if seed != self.seed:
+            raise CalibrationError(f"the model was calibrated with seed {self.seed}, got {seed}; pass the same")
+        if self.digest and self.digest != model_digest(model):
+            raise CalibrationError(
+                f"{type(model).__name__} is not the model that was calibrated, or has changed since; calibrate it"
+            )
+
+
+def read(
+    model: PreTrainedModel,
+    calibration: Calibration | Calibrated,
+    tokenizer: Any,
+    options: CalibrationOptions | None,
+    seed: int,
+) -> Calibrated:
+    """Return calibration data for `model`, without moments unless they come with the data."""
+    if isinstance(calibration, Calibrated):
+        calibration.check(model, options, seed)
+        return calibration
+    options = options or CalibrationOptions()
+    batches, notes = noted_batches(
+        calibration, model, tokenizer, sequences=options.sequences, length=options.length, seed=seed
+    )
+    synthetic = is_synthetic(calibration)
+    return Calibrated(
+        *split_held_back(batches),
+        notes=notes,
+        refit=bool(batches) and not synthetic,
+        length=typical_length(options, () if synthetic else batches),
+        options=options,
+        seed=seed,
+        moments={},
+    )
+
+
+@torch.inference_mode(False)
+def calibrate(
+    model: PreTrainedModel,
+    calibration: Calibration = "synthetic",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    calibration_options: CalibrationOptions | None = None,
+    seed: int = 0,
+) -> Calibrated:
+    """Run `model` once on calibration data, for a plan and any number of conversions, which then need not.
+
+    Pass the result to `plan` and `compress` in place of the data. The conversion is the same, bit for bit, for the
+    model itself before it changes, and for equal models. The moments take 8·D² bytes for each map of each attention
+    module with inputs of width D.
+
+    Args:
+        model: dense.
+        calibration: as for `compress`, but not None.
+        tokenizer: as for `compress`.
+        calibration_options: as for `compress`.
+        seed: `Solver.seed` of the conversions.
+
+    Raises:
+        UnsupportedModelError: the model's family is not known.
+        CalibrationError: calibration data is missing or unusable.
+    """
+    tokenizer = tokenizer or getattr(model, "tokenizer", None)
+    model = transformers_model(model)
+    data = read(model, calibration, tokenizer, calibration_options, seed)
+    if not data.used:
+        raise CalibrationError("calibration is none, so there is nothing to run the model on; pass data")
+    sites: list[DenseSite | ValueSite] = []
+    for find in (find_dense_attention, find_dense_values):
+        with suppress(UnsupportedModelError):  # a conversion of that map says why
+            sites += find(model)
+    with torch.autocast(model.device.type, enabled=False):
+        gathered = gather_moments(model, sites, data.used)
+    moments = {(site.name, type(site)): part for site, part in zip(sites, gathered, strict=True)}
+    return replace(data, moments=moments, digest=model_digest(model))
+
+
+def model_digest(model: PreTrainedModel) -> str:
+    """Return the SHA-256 of a model's class, attention implementation, and tensors in memory."""
+    digest = hashlib.sha256(f"{type(model).__name__} {model.config._attn_implementation}".encode())
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if not tensor.is_meta:
+            values = tensor.detach().cpu().contiguous().flatten()
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(values.view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def sample(batches: Sequence[Batch], sequences: int) -> list[Batch]:
+    """Return batches with about so many sequences, evenly spaced."""
+    return list(batches[:: max(1, ceil(sum(map(sequence_count, batches)) / max(1, sequences)))])
