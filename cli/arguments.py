@@ -476,7 +476,7 @@ class ResultsArguments:
 
     markdown: File = None
     """Rewrite the generated parts of this Markdown file: each stands between <!-- records: … --> or
-    <!-- claims: … --> and <!-- end -->."""
+    <!-- claims: … --> (findings, forest) and <!-- end -->; forest plots are drawn into images/ beside it."""
 
     significance: bool = False
     """Also compare translations sentence by sentence, by sacreBLEU's paired bootstrap; not with --format csv."""

@@ -6,21 +6,24 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from collab_compress.checkpoint.directory import atomic_file, to_json
+from collab_compress.checkpoint.directory import atomic_file, to_json, write_atomically
 from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.experiments.comparison import compare
 from collab_compress.experiments.examples import ENDING, Arrays, Examples, gather_examples, packed, read_examples
+from collab_compress.experiments.forest import forest_plot
 from collab_compress.experiments.outputs import read_records, record_lines
-from collab_compress.experiments.pages import verdicts_of, write_pages
-from collab_compress.experiments.papers import Verdict, read_papers, select_tables, tried
+from collab_compress.experiments.pages import write_pages
+from collab_compress.experiments.papers import read_papers, select_tables
 from collab_compress.experiments.recipe import parse as parse_settings
 from collab_compress.experiments.results import Result, read_results
+from collab_compress.experiments.verdicts import FAILS, HOLDS, SAME, SEEDS, Verdict, counted, tried, verdicts_of
 
 from .arguments import ResultsArguments as Arguments
 from .command import main_of, table
@@ -32,12 +35,15 @@ from .tables import (
     papers_blocks,
     papers_lines,
     plain,
+    scores_blocks,
     significance_blocks,
     to_markdown,
 )
 
-PART = re.compile(r"<!-- (records|claims): (.*?) -->(\r?\n).*?<!-- end -->", re.DOTALL)
-PART_START = re.compile(r"<!-- (?:records|claims):")
+PART = re.compile(r"<!-- (records|claims|findings|forest): (.*?) -->(\r?\n).*?<!-- end -->", re.DOTALL)
+PART_START = re.compile(r"<!-- (?:records|claims|findings|forest):")
+IMAGE = "images/forest-{}.svg"
+"""Path of a paper's forest plot, from the folder of the Markdown file."""
 NONE = "No records yet."
 
 
@@ -74,7 +80,7 @@ def run(arguments: Arguments) -> None:
         lines, blocks = comparison_lines(comparison, shown), comparison_blocks(comparison, shown)
         if arguments.significance:
             blocks += significance_blocks(paths[0], arguments.against)
-    page = "" if arguments.markdown is None else regenerated(arguments.markdown, results)
+    page, images = ("", {}) if arguments.markdown is None else regenerated(arguments.markdown, results)
     text = f"{to_markdown(blocks)}\n" if arguments.format == "markdown" else csv_text(lines)
     with ExitStack() as files:  # all of them are written, or none
         contents: dict[Path | None, str | bytes] = {arguments.output: text}
@@ -89,6 +95,8 @@ def run(arguments: Arguments) -> None:
         if arguments.pages is not None:
             write_pages(results, arguments.pages)
         if arguments.markdown is not None:
+            for path, content in images.items():
+                write_atomically(path, content)
             edit(arguments.markdown, page)
     if arguments.output is not None or arguments.quiet:
         return
@@ -111,8 +119,14 @@ def gathered(paths: Sequence[Path]) -> tuple[str, Arrays]:
         records |= contents
         examples |= read_examples(path, contents)
     keys, arrays = gather_examples([examples.get(place) for place in records])
-    named = zip(records.values(), keys, strict=True)
-    return record_lines(record | ({"examples": key} if key else {}) for record, key in named), arrays
+    lines = []
+    for record, key in zip(records.values(), keys, strict=True):
+        environment = record.get("environment", {})
+        revision = environment.get("revision") or "unknown"
+        lines.append(
+            record | {"environment": environment | {"revision": revision}} | ({"examples": key} if key else {})
+        )
+    return record_lines(lines), arrays
 
 
 @dataclass(frozen=True)
@@ -142,12 +156,12 @@ class Selection:
         )
 
 
-def regenerated(path: Path, results: Sequence[Result]) -> str:
-    """Return the text of a Markdown file with its generated parts made from results.
+def regenerated(path: Path, results: Sequence[Result]) -> tuple[str, dict[Path, bytes]]:
+    """Return the text of a Markdown file with its generated parts made from results, and its pictures.
 
     Args:
-        path: of the file; each part stands between `<!-- records: … -->` or `<!-- claims: PAPER -->` and
-            `<!-- end -->`.
+        path: of the file; each part stands between `<!-- KIND: ABOUT -->` and `<!-- end -->`: a table of `records`,
+            or `findings`, a `forest` plot or the `claims` of a paper.
         results: of experiments.
 
     Raises:
@@ -164,13 +178,23 @@ def regenerated(path: Path, results: Sequence[Result]) -> str:
             '<!-- records: {"tasks": […]} --> or <!-- claims: PAPER --> and <!-- end -->'
         )
     verdicts = verdicts_of(results)
+    images: dict[Path, bytes] = {}
 
     def generate(part: re.Match[str]) -> str:
         kind, about, line_end = part.groups()
-        body = _scores(about, results, path) if kind == "records" else _claims(about, verdicts, path)
+        if kind == "records":
+            body = _scores(about, results, path)
+        elif (kind, about) == ("findings", "records"):
+            body = _counts(results)
+        elif about not in verdicts:
+            raise RecipeError(f"{path}: unknown paper {about!r}; expected one of {', '.join(verdicts)}")
+        elif kind == "forest":
+            body = _forest(about, verdicts[about], path, images)
+        else:
+            body = _claims(verdicts[about]) if kind == "claims" else _findings(about, verdicts[about])
         return f"<!-- {kind}: {about} -->\n\n{body}\n\n<!-- end -->".replace("\n", line_end)
 
-    return PART.sub(generate, text)
+    return PART.sub(generate, text), images
 
 
 def _scores(about: str, results: Sequence[Result], path: Path) -> str:
@@ -182,17 +206,50 @@ def _scores(about: str, results: Sequence[Result], path: Path) -> str:
         raise RecipeError(f'{path}: cannot read {about!r}: expected {{"tasks": […]}}')
     selection = parse_settings(Selection, settings, str(path))
     selected = [result for result in results if selection.holds(result)]
-    return to_markdown(comparison_blocks(compare(selected), [])) if selected else NONE
+    return to_markdown(scores_blocks(compare(selected))) if selected else NONE
 
 
-def _claims(about: str, verdicts: dict[str, list[Verdict]], path: Path) -> str:
-    if about not in verdicts:
-        raise RecipeError(f"{path}: unknown paper {about!r}; expected one of {', '.join(verdicts)}")
-    others = [f"{verdict.compared} on {verdict.where}" for verdict in verdicts[about] if verdict.difference is None]
-    lines = [f"* {verdict.sentence}" for verdict in tried(verdicts[about])]
+def _claims(verdicts: Sequence[Verdict]) -> str:
+    shown = tried(verdicts)
+    others = [f"{verdict.compared} on {verdict.where}" for verdict in verdicts if verdict not in shown]
+    lines = [f"* {verdict.sentence}" for verdict in shown]
     if others:
-        lines.append(f"* Not tried on one seed or more: {'; '.join(others)}.")
+        lines.append(f"* Not tried: {'; '.join(others)}.")
     return "\n".join(lines)
+
+
+def _counts(results: Sequence[Result]) -> str:
+    """Return how many records there are, repeated how often, and of how many the revision is not known."""
+    seeds = Counter((result.variant, result.column) for result in results)
+    repeated = sum(count >= SEEDS for count in seeds.values())
+    unknown = sum(result.revision is None for result in results)
+    return (
+        f"* **Records**: {len(results)}, of {len(seeds)} methods and stages on a task, {repeated} of them with "
+        f"{SEEDS} seeds or more. The revision of {unknown} is unknown."
+    )
+
+
+def _findings(paper: str, verdicts: Sequence[Verdict]) -> str:
+    """Return the number of verdicts, and those that were decided."""
+    shown = tried(verdicts)
+    title = next(table.title for table in read_papers() if table.paper == paper)
+    decided = [verdict for verdict in shown if verdict.outcome in (HOLDS, FAILS, SAME)]
+    lines = [f"* **{title}**: {len(shown)} comparisons tried: {counted(shown)}."]
+    lines += [
+        f"{verdict.outcome.capitalize()}: {verdict.compared} on {verdict.where}, {verdict.numbers}."
+        for verdict in decided
+    ]
+    return " ".join(lines)
+
+
+def _forest(paper: str, verdicts: Sequence[Verdict], path: Path, images: dict[Path, bytes]) -> str:
+    """Draw a paper's verdicts into `images`, and return the line that shows them."""
+    drawn = [verdict for verdict in verdicts if verdict.difference is not None]
+    if not drawn:
+        return NONE
+    title = next(table.title for table in read_papers() if table.paper == paper)
+    images[path.parent / IMAGE.format(paper)] = forest_plot(title, drawn)
+    return f"![Differences and 95 % intervals, {title}]({IMAGE.format(paper)})"
 
 
 def check_editable(path: Path) -> None:

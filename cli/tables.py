@@ -91,6 +91,12 @@ def comparison_blocks(comparison: Comparison, papers: Sequence[PaperTable]) -> l
     return blocks
 
 
+def scores_blocks(comparison: Comparison) -> list[str | Grid]:
+    """Return scores alone, without the columns that are the same in all rows."""
+    names = [name for name in ("model", "method", "stage") if len({line[name] for line in comparison.lines}) > 1]
+    return [_grid(comparison.lines, names or ["method"], comparison.columns, _score, "lower")]
+
+
 def _grid(
     lines: Sequence[Line], names: Sequence[str], columns: Sequence[Column], cell: Callable[[Line], str], better: str
 ) -> Grid:

@@ -139,6 +139,7 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
         *_notes_on_numbers(results),
         *_notes_on_seeds(recipes),
         *_notes_on_rows(recipes, references),
+        *_notes_on_revisions(grouped, references),
     )
     return Comparison(columns, tuple(lines), reference, notes)
 
@@ -264,6 +265,20 @@ def _notes_on_rows(recipes: Recipes, references: Mapping[str, Variant]) -> Itera
             if differing := _differing([ours, theirs], ours.keys() & theirs.keys()):
                 pair = f"{variant.label} and {baseline.label} of {variant.model}"
                 yield f"{pair} on {column.name} differ in {differing}"
+
+
+def _notes_on_revisions(
+    grouped: Mapping[Variant, Sequence[Result]], references: Mapping[str, Variant]
+) -> Iterator[str]:
+    """Yield the rows whose differences pair records of different revisions of this package."""
+    for variant, of_variant in grouped.items():
+        if (baseline := references.get(variant.model)) is None:
+            continue
+        revisions = {(result.column, result.seed): result.revision for result in grouped[baseline]}
+        pairs = {(one.revision, revisions.get((one.column, one.seed), one.revision)) for one in of_variant}
+        if differing := sorted(f"{a or 'unknown'} and {b or 'unknown'}" for a, b in pairs if a != b):
+            pair = f"{variant.label} and {baseline.label} of {variant.model}"
+            yield f"{pair} are paired across revisions: {'; '.join(differing)}"
 
 
 def _alike(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,27 +11,19 @@ from collab_compress.checkpoint.directory import atomic_directory
 from collab_compress.experiments.comparison import REFERENCE, Estimate, estimate
 from collab_compress.experiments.figures import Figure, read_figures
 from collab_compress.experiments.papers import (
-    FAILS,
-    HOLDS,
-    OPEN,
-    SEEDS,
-    WITHDRAWN,
     PaperRow,
     PaperTable,
-    Verdict,
     differences,
-    judge,
     labelled,
     model_with_most,
     of_model,
-    read_claims,
     read_papers,
     readings,
     signed,
-    tried,
     unit_of,
 )
 from collab_compress.experiments.results import Result
+from collab_compress.experiments.verdicts import OUTCOMES, SEEDS, Verdict, counted, tried, verdicts_of
 from collab_compress.report import ReportResult, Section, render_page
 from collab_compress.report.section import Cell, Column, Picture, Table, short
 
@@ -94,7 +86,7 @@ def paper_pages(results: Sequence[Result]) -> dict[str, ReportResult]:
         drawn = len(figures[key]) - lacking
         summaries.append(
             {"paper": key}
-            | {outcome: counts[outcome] for outcome in (HOLDS, FAILS, OPEN, WITHDRAWN)}
+            | {outcome: counts[outcome] for outcome in OUTCOMES}
             | {
                 "rows in its tables": sum(len(table.rows) for table in tables),
                 f"rows of ours, {SEEDS} seeds or more": _count_repeated(tables, results),
@@ -103,8 +95,7 @@ def paper_pages(results: Sequence[Result]) -> dict[str, ReportResult]:
             }
         )
         sentences.append(
-            f"{tables[0].title}: {counts[HOLDS]} claims hold, {counts[FAILS]} do not, {counts[OPEN]} cannot be told, "
-            f"{counts[WITHDRAWN]} are withdrawn; {drawn} of {len(figures[key])} figures are drawn."
+            f"{tables[0].title}: {counted(verdicts[key])}; {drawn} of {len(figures[key])} figures are drawn."
         )
     section = Section(
         "papers",
@@ -121,38 +112,33 @@ def paper_pages(results: Sequence[Result]) -> dict[str, ReportResult]:
     }
 
 
-def verdicts_of(results: Sequence[Result]) -> dict[str, list[Verdict]]:
-    """Judge all claims: the paper's key → verdicts."""
-    return {
-        paper: [verdict for claim in claims for verdict in judge(claim, results)]
-        for paper, claims in read_claims().items()
-    }
-
-
 def _claims_section(verdicts: Sequence[Verdict], source: str) -> Section:
     records = []
     for verdict in verdicts:
         difference = verdict.difference
-        low, high = (difference and difference.ends) or (None, None)
+        low, high = verdict.interval or (None, None)
         records.append(
             {
                 "claim": verdict.claim.says,
+                "source": verdict.claim.source,
                 "verdict": verdict.outcome,
                 "on": verdict.where,
                 "compared": verdict.compared,
                 "difference": None if difference is None else difference.mean,
                 "low": low,
                 "high": high,
+                "p": verdict.p,
                 "seeds": 0 if difference is None else difference.count,
                 "model": verdict.model,
+                "because": "; ".join(verdict.reasons),
             }
         )
     return Section(
         "claims",
         "What holds",
-        "A claim holds where the whole 95 % t-interval of the differences, paired by seed, is on its side of its "
-        f"bound, and does not where it is all on the other; fewer than {SEEDS} seeds tell nothing. Each interval is "
-        "for itself: of many claims that differ in nothing, one in twenty is decided by chance.",
+        "A claim holds where p < 0.05 after Holm's correction over the paper's claims and the whole 95 % interval of "
+        "the differences, paired by seed, is on its side of its bound; it does not hold where all of it is on the "
+        f"other. Fewer than {SEEDS} seeds tell nothing, nor do controls that were not trained to the end.",
         source,
         tables=(Table.of("claims", "Claims", records),),
         highlights=tuple(verdict.sentence for verdict in tried(verdicts)),

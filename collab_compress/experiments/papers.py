@@ -1,8 +1,7 @@
-"""The papers' printed numbers and claims, and the verdicts of our records: differences paired by seed."""
+"""The papers' printed numbers, and the numbers of our records that stand beside them."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,23 +10,16 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import yaml
 
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.comparison import Estimate, estimate
 from collab_compress.experiments.examples import scored_splits
-from collab_compress.experiments.recipe import parse
 from collab_compress.experiments.results import Result
 from collab_compress.report.section import short
 
 PAPERS = Path(__file__).with_name("papers.yaml")
-CLAIMS = Path(__file__).with_name("claims.yaml")
-SEEDS = 3
-"""Least number of pairs of a verdict."""
-
-HOLDS, FAILS, OPEN, WITHDRAWN = "holds", "does not hold", "cannot be told", "withdrawn"
 Readings: TypeAlias = dict[tuple[str, int], float]
 """Model and seed → number."""
 
@@ -192,10 +184,11 @@ def _logged(name: str, result: Result) -> float | None:
     return next((float(line[name]) for line in reversed(result.history) if name in line), None)
 
 
-def _similarity(name: str, kind: str | None, result: Result) -> float | None:
-    """Return the mean over layers, of one kind of attention or of all."""
+def _similarity(name: str, result: Result) -> float | None:
+    """Return the mean over pairs of heads in the last layer, between encoder and decoder where there is such."""
     kinds = result.measures.get(name, {}).get("layers", {})
-    return _mean(chain(*kinds.values()) if kind is None else kinds.get(kind, ()))
+    layers = kinds.get("cross") or next(reversed(kinds.values()), None)
+    return float(layers[-1]) if layers else None
 
 
 def _overlap(result: Result) -> float | None:
@@ -235,11 +228,8 @@ QUANTITIES: dict[str, Quantity] = {
     "task loss": Quantity(partial(_logged, "task_loss"), "nats", False),
     "training overlap": Quantity(partial(_logged, "bhattacharyya"), ""),
     "overlap": Quantity(_overlap, ""),
-    "svcca": Quantity(partial(_similarity, "svcca", None), ""),
-    "svcca cross": Quantity(partial(_similarity, "svcca", "cross"), ""),
-    "cka": Quantity(partial(_similarity, "cka", None), ""),
-    "cka cross": Quantity(partial(_similarity, "cka", "cross"), ""),
-    "cosine": Quantity(partial(_distance, "cosine"), ""),
+    "svcca": Quantity(partial(_similarity, "svcca"), ""),
+    "cka": Quantity(partial(_similarity, "cka"), ""),
     "l2": Quantity(partial(_distance, "l2"), ""),
     "dominant encoder": Quantity(partial(_dominant, "encoder")),
     "dominant cross": Quantity(partial(_dominant, "cross")),
@@ -247,92 +237,6 @@ QUANTITIES: dict[str, Quantity] = {
     "half pruned": Quantity(_half_pruned),
 }
 """Name → quantity."""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A paper's claim, in terms of records; claims.yaml explains the fields."""
-
-    says: str
-    tasks: tuple[str, ...]
-    method: str
-    than: str
-    expect: Literal["better", "higher", "lower"] = "better"
-    by: float = 0.0
-    of: str = "score"
-    mean: bool = False
-    model: str | None = None
-    withdrawn: str = ""
-
-    def __post_init__(self) -> None:
-        if self.of not in QUANTITIES:
-            raise RecipeError(f"{self.says} {self.of!r} is no quantity; expected one of {', '.join(QUANTITIES)}")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Verdict of the records on a claim.
-
-    The outcome is `HOLDS` where the whole interval is on the claim's side of its bound, `FAILS` where it is on the
-    other side, `OPEN` otherwise and with fewer than three pairs, or `WITHDRAWN`.
-    """
-
-    claim: Claim
-    where: str  # the task, or the mean of several
-    model: str  # empty without records
-    difference: Estimate | None  # of the method to the baseline, over the seeds that both have
-    unit: str
-    outcome: str
-
-    @property
-    def compared(self) -> str:
-        """Subject and baseline of the comparison."""
-        of = "" if self.claim.of == "score" else f"{self.claim.of} of "
-        return f"{of}{self.claim.method} − {self.claim.than}"
-
-    @property
-    def sentence(self) -> str:
-        """The verdict with its numbers."""
-        start = f"{self.outcome.capitalize()}: {self.claim.says}"
-        if self.claim.withdrawn:
-            return f"{start} {self.claim.withdrawn}"
-        if self.difference is None:
-            return f"{start} No seed has records of both sides of {self.compared} on {self.where}."
-        pairs = f"{self.difference.count} seed{'s' * (self.difference.count != 1)}"
-        unit = f" {self.unit}" if self.unit else ""
-        numbers = f"{self.compared} is {signed(self.difference.mean)}{unit} on {self.where}"
-        few = f"; a verdict takes {SEEDS}" if self.difference.count < SEEDS else ""
-        interval = self.difference.ends
-        ends = "" if interval is None else f"95 % interval {signed(interval[0])} to {signed(interval[1])}, "
-        return f"{start} {numbers} ({ends}{pairs}{few})."
-
-
-def tried(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """Return the verdicts with one seed or more: those that hold, do not hold, cannot be told, are withdrawn."""
-    tested = [verdict for verdict in verdicts if verdict.difference is not None]
-    return sorted(tested, key=lambda verdict: (HOLDS, FAILS, OPEN, WITHDRAWN).index(verdict.outcome))
-
-
-def read_claims(path: Path = CLAIMS) -> dict[str, list[Claim]]:
-    """Read the papers' claims: the paper's key → its claims.
-
-    Raises:
-        RecipeError: the file cannot be read, or a claim in it is malformed.
-    """
-    claims = read_yaml(path, yaml.SafeLoader)
-    try:
-        return {paper: [parse(Claim, claim, f"a claim of {paper}") for claim in claims[paper]] for paper in claims}
-    except (AttributeError, TypeError) as error:
-        raise RecipeError(f"{path} does not have the layout that its first lines describe: {error}") from error
-
-
-def judge(claim: Claim, results: Sequence[Result]) -> list[Verdict]:
-    """Return the verdicts of the records on a claim, for each of its tasks or for their mean.
-
-    Where there are several models and the claim names none, the one with most pairs counts.
-    """
-    groups = [claim.tasks] if claim.mean else [(task,) for task in claim.tasks]
-    return [_verdict(claim, tasks, results) for tasks in groups]
 
 
 def readings(results: Sequence[Result], label: str, task: str, of: str = "score") -> Readings:
@@ -344,13 +248,16 @@ def readings(results: Sequence[Result], label: str, task: str, of: str = "score"
         task: name of the column.
         of: the quantity, of `QUANTITIES`.
     """
-    values: Readings = {}
-    for result in results:
-        if (result.variant.label, result.column.name) == (labelled(label), task):
-            value = QUANTITIES[of].read(result)
-            if value is not None:
-                values[result.variant.model, result.seed] = float(value)
-    return values
+    found = results_by_seed(results, label, task, of)
+    return {key: float(QUANTITIES[of].read(result) or 0.0) for key, result in found.items()}
+
+
+def results_by_seed(results: Sequence[Result], label: str, task: str, of: str) -> dict[tuple[str, int], Result]:
+    """Return the results of one method and stage on one task that have a quantity: model and seed → result."""
+    chosen = (result for result in results if (result.variant.label, result.column.name) == (labelled(label), task))
+    return {
+        (result.variant.model, result.seed): result for result in chosen if QUANTITIES[of].read(result) is not None
+    }
 
 
 def labelled(name: str) -> str:
@@ -363,7 +270,7 @@ def differences(ours: Readings, baseline: Readings) -> Readings:
     return {key: value - baseline[key] for key, value in ours.items() if key in baseline}
 
 
-def model_with_most(values: Readings) -> str:
+def model_with_most(values: Iterable[tuple[str, int]]) -> str:
     """Return the model with most seeds, the first by name on ties; empty without readings."""
     counts = Counter(model for model, _ in values)
     return min(counts, key=lambda model: (-counts[model], model), default="")
@@ -384,39 +291,3 @@ def unit_of(of: str, task: str, results: Sequence[Result]) -> str:
     if (unit := QUANTITIES[of].unit) is not None:
         return unit
     return next((result.column.unit for result in results if result.column.name == task), "").replace("bleu", "BLEU")
-
-
-def _verdict(claim: Claim, tasks: Sequence[str], results: Sequence[Result]) -> Verdict:
-    where = tasks[0] if len(tasks) == 1 else f"the mean of {', '.join(tasks)}"
-    by_task = []
-    for task in tasks:
-        ours, baseline = (readings(results, label, task, claim.of) for label in (claim.method, claim.than))
-        by_task.append(differences(ours, baseline))
-    shared = [key for key in by_task[0] if all(key in values for values in by_task)]
-    means = {key: fmean(values[key] for values in by_task) for key in shared}
-    model = model_with_most(means) if claim.model is None else claim.model
-    values = of_model(means, model)
-    difference = estimate(values) if values else None
-    unit = unit_of(claim.of, tasks[0], results).replace("%", "points")
-    outcome = WITHDRAWN if claim.withdrawn else _outcome(claim, difference, _sign(claim, tasks[0], results))
-    return Verdict(claim, where, model, difference, unit=unit, outcome=outcome)
-
-
-def _sign(claim: Claim, task: str, results: Sequence[Result]) -> int:
-    """Return 1 if the claim is that a quantity is greater, −1 if it is less."""
-    if claim.expect != "better":
-        return 1 if claim.expect == "higher" else -1
-    better = QUANTITIES[claim.of].greater_is_better
-    if better is None:
-        columns = (result.column for result in results if result.column.name == task)
-        better = next((column.greater_is_better for column in columns), True)
-    return 1 if better else -1
-
-
-def _outcome(claim: Claim, difference: Estimate | None, sign: int) -> str:
-    if difference is None or difference.count < SEEDS or difference.ends is None:
-        return OPEN
-    low, high = sorted(sign * end for end in difference.ends)
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return OPEN
-    return HOLDS if low > claim.by else FAILS if high <= claim.by else OPEN

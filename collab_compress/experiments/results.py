@@ -4,15 +4,18 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.examples import Examples, read_examples
 from collab_compress.experiments.outputs import read_records
 from collab_compress.experiments.recipe import problems_of
+from collab_compress.experiments.resampling import check_score, resampled_scores
 from collab_compress.experiments.untrained import Fresh
 from collab_compress.metrics import METRICS
 from collab_compress.tasks import TASKS
@@ -72,6 +75,7 @@ class Record(BaseModel):
     seconds: float | None = None
     history: list[dict[str, Any]] | None = None
     measures: dict[str, dict[str, Any]] | None = None
+    environment: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,16 @@ class Result:
     history: Sequence[Mapping[str, Any]] = field(default=(), repr=False)  # the Trainer's log
     measures: Mapping[str, Any] = field(default_factory=dict, repr=False)  # name → numbers, by kind and layer
     examples: Examples = field(default_factory=dict, repr=False)  # outcomes of single examples, where they are known
+    revision: str | None = None  # of this package, where it is known
+
+    @cached_property
+    def resampled(self) -> Mapping[str, np.ndarray]:
+        """Scores on resampled test sets, where the outcomes of examples are known: `score`, and `perplexity`."""
+        metrics = {"perplexity": "perplexity", "score": self.column.metric}
+        scores = {of: resampled_scores(metric, self.column.name, self.examples) for of, metric in metrics.items()}
+        if scores["score"] is not None and math.isfinite(self.score):
+            check_score(self.column.metric, self.examples, self.score, self.place)
+        return {of: drawn for of, drawn in scores.items() if drawn is not None}
 
 
 def read_results(*paths: Path) -> list[Result]:
@@ -172,7 +186,7 @@ def _checked(place: str, content: dict[str, Any]) -> Record:
 
 
 def _result(place: str, record: Record, model: str) -> Result:
-    recipe = record.recipe.model_dump(exclude_unset=True)
+    recipe, revision = record.recipe.model_dump(exclude_unset=True), record.environment.get("revision")
     free = FREE | (set() if record.again else {"again"}) | (set() if record.conversion else CONVERSION)
     return Result(
         variant=Variant(model, record.method, record.stage, record.conversion, record.again),
@@ -186,6 +200,7 @@ def _result(place: str, record: Record, model: str) -> Result:
         seconds=record.seconds,
         history=_numbers(record.history or []),
         measures=_numbers(record.measures or {}),
+        revision=None if revision == "unknown" else revision,
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -24,42 +25,69 @@ def records(tmp_path):
     lines = [
         {"task": task, "method": method, "seed": seed, "score": score + seed, **common}
         for (task, method), score in scores.items()
-        for seed in range(3)
+        for seed in range(5)
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
 def test_results_are_what_the_records_make():
+    pytest.importorskip("matplotlib")
     results = read_results(*sorted((RUNS / "records").glob("*.jsonl")))
-    assert (RUNS / "RESULTS.md").read_text(encoding="utf-8") == regenerated(RUNS / "RESULTS.md", results)
+    text, images = regenerated(RUNS / "RESULTS.md", results)
+    assert (RUNS / "RESULTS.md").read_text(encoding="utf-8") == text
+    assert set((RUNS / "images").iterdir()) == set(images)
+    papers = [title for path in images for title in re.findall("<!-- (.*?) -->", path.read_text(encoding="utf-8"))]
+    drawn = [title for content in images.values() for title in re.findall("<!-- (.*?) -->", content.decode())]
+    assert papers == drawn  # texts of the pictures; their paths depend on Matplotlib's version
+
+
+def test_the_text_of_results_is_short():
+    """At most 2,500 words before the appendix."""
+    text = (RUNS / "RESULTS.md").read_text(encoding="utf-8")
+    assert len(text.partition("## Appendix")[0].split()) <= 2500
 
 
 def test_generated_parts_are_replaced_and_the_rest_stays(tmp_path, records, capsys):
+    pytest.importorskip("matplotlib")
     text = (
         f"# Title\n\n{TABLE}\n\nbetween\n\n"
         '<!-- records: {"tasks": ["mrpc", "rte"], "methods": ["plain"]} -->\n<!-- end -->\n'
         '<!-- claims: drophead -->\n<!-- end -->\n<!-- records: {"tasks": ["ptb"]} -->\n<!-- end -->\n'
+        "<!-- findings: drophead -->\n<!-- end -->\n<!-- forest: rotation -->\n<!-- end -->\n"
+        "<!-- forest: drophead -->\n<!-- end -->\n<!-- findings: records -->\n<!-- end -->\n"
         '<!-- records: {"tasks": ["mrpc"], "models": ["albert"]} -->\n<!-- end -->\n'
     )
     (tmp_path / "page.md").write_text(text)
     command.main([str(records), "--markdown", str(tmp_path / "page.md"), "--quiet"])
     assert capsys.readouterr().out == ""
-    first, second, claims, none, other = (tmp_path / "page.md").read_text().split("<!-- end -->")[:5]
-    assert first.startswith('# Title\n\n<!-- records: {"tasks": ["mrpc"]} -->\n\nMean ± sample')
-    assert "| minilm | drophead | tuned |" in first
-    assert "82.00 ± 1.00 (3)" in first
-    assert "+1.00 ± 0.00 (3)" in first
+    parts = (tmp_path / "page.md").read_text().split("<!-- end -->")
+    first, second, claims, none, findings, rotation, forest, counts, other = parts[:9]
+    assert first.startswith('# Title\n\n<!-- records: {"tasks": ["mrpc"]} -->\n\n| method ')
+    assert re.search(r"\| drophead *\| +83.00 ± 1.58 \(5\) \|", first)
     assert "rte" not in first
     assert "between" in second
     assert "average (%)" in second
     assert "drophead" not in second
-    assert "* Holds: DropHead improves over none. drophead − plain is +2.00 points on trec" in claims
-    assert "* Not tried on one seed or more:" in claims
+    assert "* Holds: DropHead improves over none. (Tables 1 and 3) drophead − plain is +2.00 points (95 %" in claims
+    assert "* Not tried: " in claims
+    assert findings.endswith(
+        "**: 2 comparisons tried: 1 holds, 1 no control. Holds: drophead − plain on trec, +2.00 points (95 % "
+        "interval +2.00 to +2.00, of seeds alone; p = 0; 5 seeds).\n\n"
+    )
+    assert "**Records**: 25, of 5 methods and stages on a task, 5 of them with 5 seeds or more." in counts
+    assert "The revision of 25 is unknown." in counts
+    assert "No records yet." in rotation
+    assert "](images/forest-drophead.svg)" in forest
+    picture = (tmp_path / "images" / "forest-drophead.svg").read_text(encoding="utf-8")
+    assert "drophead − plain (trec)" in picture
+    assert "holds (n = 5, p = 0)" in picture
     assert "No records yet." in none
     assert "No records yet." in other
     again = (tmp_path / "page.md").read_text()
-    assert regenerated(tmp_path / "page.md", read_results(records)) == again
+    text, images = regenerated(tmp_path / "page.md", read_results(records))
+    assert text == again
+    assert {path.read_bytes() for path in images} == set(images.values())
 
 
 @pytest.mark.parametrize(

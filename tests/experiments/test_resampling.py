@@ -1,0 +1,113 @@
+"""Scores on resampled test sets and intervals of them, against loops over draws, seeds and examples."""
+
+import math
+import statistics
+from zlib import crc32
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from collab_compress.errors import RecipeError
+from collab_compress.experiments import resampling
+from collab_compress.experiments.examples import ngram_counts
+from collab_compress.experiments.resampling import check_score, hierarchical_interval, resampled_scores
+from collab_compress.metrics import METRICS, load_metric
+
+WORDS = ["the", "a", "dog", "cat", "sat", "on", "mat", "runs", "over", "."]
+DRAWS = 12
+
+
+def outcomes(metric, seed=0, count=9):
+    """Random outcomes, and for each example what the metric itself takes: a prediction and a reference."""
+    generator = np.random.default_rng(seed)
+    if metric == "bleu":
+        references = [" ".join(generator.choice(WORDS, size=7)) for _ in range(count)]
+        written = [
+            " ".join(word if generator.random() < 0.7 else "red" for word in line.split()[: 7 - place % 3])
+            for place, line in enumerate(references)
+        ]
+        return {"ngrams": ngram_counts(written, references, "13a")}, written, references
+    if metric == "perplexity":
+        losses, tokens = generator.uniform(1, 9, count).astype(np.float32), generator.integers(1, 9, count)
+        return {"losses": losses, "tokens": tokens}, losses, tokens
+    if metric == "correlation":  # with ties
+        labels = generator.integers(0, 4, count).astype(np.float32)
+        predictions = np.round(labels + generator.normal(size=count), 0).astype(np.float32)
+    else:
+        classes = 3 if metric == "accuracy" else 2
+        labels = generator.integers(0, classes, count).astype(np.int16)
+        predictions = np.where(generator.random(count) < 0.7, labels, 0).astype(np.int16)
+    return {"predictions": predictions, "labels": labels}, predictions, labels
+
+
+def score(metric, predictions, references):
+    """Return the score in the benchmark's scale, of lists."""
+    computed = load_metric(metric).compute(predictions=list(predictions), references=list(references))
+    return METRICS[metric].scale * statistics.fmean(computed[name] for name in METRICS[metric].scores)
+
+
+@pytest.mark.parametrize("metric", [name for name in METRICS if name != "bleu-compounds-split"])
+def test_a_resampled_score_is_that_of_the_repeated_examples(metric, monkeypatch):
+    monkeypatch.setattr(resampling, "DRAWS", DRAWS)
+    splits = {"test": outcomes(metric), "test_second": outcomes(metric, seed=1, count=14)}
+    computed = resampled_scores(metric, "task", {split: arrays for split, (arrays, _, _) in splits.items()})
+    expected = np.zeros(DRAWS)
+    for split, (_, predictions, references) in splits.items():
+        count = len(predictions)
+        generator = np.random.default_rng([count, crc32(f"task {split}".encode())])
+        for draw, counts in enumerate(generator.multinomial(count, [1 / count] * count, size=DRAWS)):
+            rows = [place for place, times in enumerate(counts) for _ in range(times)]
+            expected[draw] += score(metric, [predictions[row] for row in rows], [references[row] for row in rows]) / 2
+    assert computed == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert len(set(computed)) > 3
+
+
+def test_few_matches_are_smoothed_as_sacrebleu_does():
+    written, references = ["the cat sat on mats", "red red", "blue"], ["the cat is on mats .", "a dog", "a"]
+    for rows in ([0], [0, 1, 2], [1], [2, 2]):
+        counts = np.bincount(rows, minlength=3)[None].astype(float)
+        computed = resampling.SCORES["bleu"]({"ngrams": ngram_counts(written, references, "13a")}, counts)
+        expected = score("bleu", [written[row] for row in rows], [references[row] for row in rows])
+        assert computed == pytest.approx([expected])
+
+
+def test_results_on_the_same_examples_get_the_same_draws():
+    arrays, *_ = outcomes("accuracy")
+    same = resampled_scores("accuracy", "trec", {"test": arrays})
+    assert np.array_equal(same, resampled_scores("accuracy", "trec", {"test": dict(arrays)}))
+    assert not np.array_equal(same, resampled_scores("accuracy", "imdb", {"test": arrays}))
+
+
+def test_without_the_outcomes_that_a_score_needs_there_is_none():
+    assert resampled_scores("accuracy", "trec", {}) is None
+    assert resampled_scores("bleu", "multi30k", {"test": {"losses": np.ones(3), "tokens": np.ones(3)}}) is None
+
+
+def test_outcomes_must_have_the_recorded_score():
+    arrays, predictions, labels = outcomes("accuracy")
+    check_score("accuracy", {"test": arrays}, score("accuracy", predictions, labels), "place")
+    with pytest.raises(RecipeError, match=r"place has the score 12\.0000, and the outcomes of its examples have \d"):
+        check_score("accuracy", {"test": arrays}, 12.0, "place")
+
+
+def test_the_interval_is_a_bootstrap_over_seeds_and_examples():
+    generator = np.random.default_rng(3)
+    values = np.array([0.4, 1.2, 0.9, 0.1, 0.6])
+    resampled = values[:, None] + generator.normal(size=(5, 400)) / 3
+    low, high = hierarchical_interval(values, resampled)
+    seeds, means = np.random.default_rng(0).integers(5, size=(400, 5)), []
+    for draw in range(400):
+        means.append(statistics.fmean(resampled[seed, draw] for seed in seeds[draw]))
+    center, wider = statistics.fmean(values), stats.t.ppf(0.975, 4) / stats.norm.ppf(0.975) * math.sqrt(5 / 4)
+    ends = [center + wider * (np.quantile(means, share) - center) for share in (0.025, 0.975)]
+    assert (low, high) == pytest.approx(ends)
+
+
+def test_without_chance_in_the_test_set_the_interval_is_about_students():
+    values = np.random.default_rng(1).normal(size=5)
+    low, high = hierarchical_interval(values, np.repeat(values[:, None], 20000, axis=1))
+    student = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert (high - low) / (student.high - student.low) == pytest.approx(1, abs=0.1)
+    wide = values[:, None] + np.random.default_rng(2).normal(size=20000)  # of one test set that all seeds share
+    assert np.ptp(hierarchical_interval(values, wide)) > 1.3 * (high - low)
