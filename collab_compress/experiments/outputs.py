@@ -37,7 +37,7 @@ FILES = "sha256"
 """Key of the names and digests that replace a path in the settings of a mark."""
 
 TOKENIZER = {*TOKENIZER_FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", "generation_config.json"}
-DATA = ("task", "data_dir", "files", "max_length", "translation")
+DATA = ("task", "data_dir", "files", "held_out", "max_length", "translation")
 BASE = (*DATA, "model", "revision", "fresh", "seed", "tuning", "heads")
 """Fields of a recipe that decide the fine-tuned model and its score."""
 

@@ -95,6 +95,11 @@ class Tuning:
         for name in ("batch_size", "batch_tokens", "average"):
             _check_range(self, name, 1, MOST_STEPS)
         _check_range(self, "max_steps", -inf, MOST_STEPS)
+        if self.average > 1 and self.arguments.get("load_best_model_at_end"):
+            raise RecipeError(
+                f"average is {self.average} and load_best_model_at_end is set; expected the mean of the last "
+                "checkpoints or the best one, so leave one of them out"
+            )
         if not 0 <= self.warmup < 1:
             raise RecipeError(f"warmup is {self.warmup}; expected a share of the steps, from 0 to below 1")
         if self.max_steps <= 0 and "save_strategy" not in self.arguments and self.average > ceil(self.epochs):
@@ -189,6 +194,10 @@ class Recipe:
     files: dict[str, str | list[str]] | None = None
     """Split → file or files in `data_dir`, if they do not have the task's usual names."""
 
+    held_out: float | None = None
+    """Share of the training data that is held out as validation data, the same rows for every seed; for tasks that
+    have no validation data."""
+
     seed: int = 0
     """Seed of fresh weights, data order, dropout and calibration."""
 
@@ -246,6 +255,8 @@ class Recipe:
                 object.__setattr__(self, place, expanded(Path(path)))
         _check_range(self, "seed", 0, 2**32 - 1)
         _check_range(self, "num_proc", 1, MOST_STEPS)
+        if self.held_out is not None and not 0 < self.held_out < 1:
+            raise RecipeError(f"held_out is {self.held_out}; expected a share of the training data, between 0 and 1")
         if self.files and self.trains and "train" not in self.files:
             raise RecipeError("files names no training data; give files.train too, or leave tuning and again out")
         if self.files and set(self.files) == {"train"}:

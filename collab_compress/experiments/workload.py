@@ -50,6 +50,9 @@ from collab_compress.training import HeadSeq2SeqTrainer, HeadTrainer
 MASK_SEED = 0
 """Seed of the masked tokens that are scored, whatever the recipe's seed is."""
 
+HELD_OUT_SEED = 0
+"""Seed of the training data that are held out, whatever the recipe's seed is."""
+
 REFERENCES = ".ref.txt"
 """Ending of the file of references beside the translations of a split."""
 
@@ -86,6 +89,8 @@ class Workload(ABC):
             train=recipe.trains,
             **self.encoding,
         )
+        if recipe.held_out is not None:
+            self.texts = _hold_out(self.texts, recipe.held_out)
         self.target = target_language(self.task, recipe.translation.target)
         by_characters: dict[str, Any] = (
             {"tokenize": "zh"} if self.target == "zh" else {}
@@ -164,6 +169,16 @@ class Workload(ABC):
     def outcomes(self, prediction: EvalPrediction) -> Arrays:
         """Return the outcomes of the examples of a split, as `experiments/examples.py` describes them."""
         raise NotImplementedError
+
+
+def _hold_out(texts: DatasetDict, share: float) -> DatasetDict:
+    """Return splits in which a share of the training data is the validation data."""
+    present = [name for name in texts if name.startswith("validation")]
+    if present or "train" not in texts:
+        reason = f"there is {present[0]} data" if present else "no training data are read"
+        raise RecipeError(f"held_out is {share}, but {reason}; leave it out")
+    parts = texts["train"].train_test_split(share, seed=HELD_OUT_SEED)
+    return DatasetDict({**texts, "train": parts["train"], "validation": parts["test"]})
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:

@@ -349,6 +349,30 @@ def test_chinese_is_scored_by_characters(sentences, tmp_path):
     assert workload.metric.tokenize == "zh"
 
 
+def test_held_out_training_data_choose_the_best_epoch(questions, tmp_path):
+    best = "{eval_strategy: epoch, load_best_model_at_end: true, metric_for_best_model: accuracy}"
+    settings = ("task=trec", f"data_dir={questions}", "held_out=0.25", f"tuning.arguments={best}")
+    split = []
+    for seed in range(2):
+        (record,) = run(recipe(tmp_path / f"out{seed}", *settings, f"seed={seed}"))
+        assert record["metrics"].keys() == {"validation", "test"}
+        chosen = max(line["eval_accuracy"] for line in record["history"] if "eval_accuracy" in line)
+        assert record["metrics"]["validation"]["accuracy"] == pytest.approx(chosen)
+        workload = Classification(recipe(tmp_path / "out", *settings, f"seed={seed}", "progress=false"))
+        split.append(workload.texts)
+    whole = load_task("trec", questions)
+    texts = [sorted(rows["text"]) for rows in (split[0]["train"], split[0]["validation"], whole["train"])]
+    assert (len(texts[0]), len(texts[1])) == (24, 8)
+    assert sorted(texts[0] + texts[1]) == texts[2]
+    assert split[0]["validation"]["text"] == split[1]["validation"]["text"]
+    assert list(split[0]["test"]) == list(whole["test"])
+
+
+def test_nothing_is_held_out_where_there_is_validation_data(text, tmp_path):
+    with pytest.raises(RecipeError, match=r"held_out is 0\.25, but there is validation data; leave it out"):
+        run(recipe(tmp_path / "out", "task=text", f"data_dir={text}", "held_out=0.25"))
+
+
 def test_nothing_to_evaluate_on_while_training(questions, tmp_path):
     override = "tuning.arguments={eval_strategy: epoch}"
     with pytest.raises(RecipeError, match="eval_strategy is epoch, but trec has no validation data; leave it out"):

@@ -70,6 +70,11 @@ def test_calibration_is_a_choice(path):
         ("calibration_options.sequences=0", "sequences is 0; expected at least 1"),
         ("recovery={steps: 0}", "steps is 0; expected a number from 1 to 1000000000"),
         ("recovery={learning_rate: 2}", r"learning_rate is 2\.0; expected a number above 0, up to 1"),
+        ("held_out=1", r"held_out is 1\.0; expected a share of the training data"),
+        (
+            "tuning={epochs: 3, average: 2, arguments: {load_best_model_at_end: true}}",
+            "average is 2 and load_best_model_at_end is set; expected the mean .* or the best one",
+        ),
         ("tuning.average=3", "average is 3, but 1 epochs leave fewer checkpoints"),
         ("fresh.layers=0", "layers is 0; expected at least 1"),
         ("fresh={width: 10, heads: 3}", "width 10 cannot be shared out evenly among 3 heads"),
