@@ -7,11 +7,12 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from collab_compress.checkpoint.directory import atomic_file, to_json, write_atomically
 from collab_compress.errors import CheckpointError, RecipeError
@@ -44,6 +45,7 @@ PART = re.compile(r"<!-- (records|claims|findings|forest): (.*?) -->(\r?\n).*?<!
 PART_START = re.compile(r"<!-- (?:records|claims|findings|forest):")
 IMAGE = "images/forest-{}.svg"
 """Path of a paper's forest plot, from the folder of the Markdown file."""
+Plots: TypeAlias = dict[Path, Callable[[], bytes]]
 NONE = "No records yet."
 
 
@@ -80,7 +82,8 @@ def run(arguments: Arguments) -> None:
         lines, blocks = comparison_lines(comparison, shown), comparison_blocks(comparison, shown)
         if arguments.significance:
             blocks += significance_blocks(paths[0], arguments.against)
-    page, images = ("", {}) if arguments.markdown is None else regenerated(arguments.markdown, results)
+    page, plots = ("", {}) if arguments.markdown is None else regenerated(arguments.markdown, results)
+    images = {path: draw() for path, draw in plots.items()}
     text = f"{to_markdown(blocks)}\n" if arguments.format == "markdown" else csv_text(lines)
     with ExitStack() as files:  # all of them are written, or none
         contents: dict[Path | None, str | bytes] = {arguments.output: text}
@@ -156,8 +159,8 @@ class Selection:
         )
 
 
-def regenerated(path: Path, results: Sequence[Result]) -> tuple[str, dict[Path, bytes]]:
-    """Return the text of a Markdown file with its generated parts made from results, and its pictures.
+def regenerated(path: Path, results: Sequence[Result]) -> tuple[str, Plots]:
+    """Return the text of a Markdown file with its generated parts made from results, and what draws its pictures.
 
     Args:
         path: of the file; each part stands between `<!-- KIND: ABOUT -->` and `<!-- end -->`: a table of `records`,
@@ -178,7 +181,7 @@ def regenerated(path: Path, results: Sequence[Result]) -> tuple[str, dict[Path, 
             '<!-- records: {"tasks": […]} --> or <!-- claims: PAPER --> and <!-- end -->'
         )
     verdicts = verdicts_of(results)
-    images: dict[Path, bytes] = {}
+    plots: Plots = {}
 
     def generate(part: re.Match[str]) -> str:
         kind, about, line_end = part.groups()
@@ -189,12 +192,12 @@ def regenerated(path: Path, results: Sequence[Result]) -> tuple[str, dict[Path, 
         elif about not in verdicts:
             raise RecipeError(f"{path}: unknown paper {about!r}; expected one of {', '.join(verdicts)}")
         elif kind == "forest":
-            body = _forest(about, verdicts[about], path, images)
+            body = _forest(about, verdicts[about], path, plots)
         else:
             body = _claims(verdicts[about]) if kind == "claims" else _findings(about, verdicts[about])
         return f"<!-- {kind}: {about} -->\n\n{body}\n\n<!-- end -->".replace("\n", line_end)
 
-    return PART.sub(generate, text), images
+    return PART.sub(generate, text), plots
 
 
 def _scores(about: str, results: Sequence[Result], path: Path) -> str:
@@ -242,13 +245,13 @@ def _findings(paper: str, verdicts: Sequence[Verdict]) -> str:
     return " ".join(lines)
 
 
-def _forest(paper: str, verdicts: Sequence[Verdict], path: Path, images: dict[Path, bytes]) -> str:
-    """Draw a paper's verdicts into `images`, and return the line that shows them."""
+def _forest(paper: str, verdicts: Sequence[Verdict], path: Path, plots: Plots) -> str:
+    """Return the line that shows the plot of a paper's verdicts, which is added to `plots`."""
     drawn = [verdict for verdict in verdicts if verdict.difference is not None]
     if not drawn:
         return NONE
     title = next(table.title for table in read_papers() if table.paper == paper)
-    images[path.parent / IMAGE.format(paper)] = forest_plot(title, drawn)
+    plots[path.parent / IMAGE.format(paper)] = partial(forest_plot, title, drawn)
     return f"![Differences and 95 % intervals, {title}]({IMAGE.format(paper)})"
 
 

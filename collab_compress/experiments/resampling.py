@@ -1,6 +1,7 @@
 """Scores on resampled test sets, and intervals that include the chance of seeds and of test examples."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from math import isclose, sqrt
 from typing import TypeAlias
 from zlib import crc32
@@ -33,9 +34,7 @@ def resampled_scores(metric: str, task: str, examples: Examples) -> np.ndarray |
         return None
     scores = []
     for split, arrays in examples.items():
-        count = len(arrays[NEEDS[metric]])
-        generator = np.random.default_rng([count, crc32(f"{task} {split}".encode())])
-        counts = generator.multinomial(count, np.full(count, 1 / count), size=DRAWS).astype(np.float64)
+        counts = _draws(len(arrays[NEEDS[metric]]), crc32(f"{task} {split}".encode()), DRAWS)
         scores.append(SCORES[metric](arrays, counts))
     mean: np.ndarray = METRICS[metric].scale * np.mean(scores, axis=0)
     return mean
@@ -58,7 +57,7 @@ def hierarchical_interval(values: np.ndarray, resampled: np.ndarray) -> tuple[fl
 
     Each draw takes n seeds with replacement, on one resampled test set. Quantiles then move away from the mean by
     t(n − 1) / z · √(n / (n − 1)), for few seeds make them too narrow (Hesterberg, 2015, "What Teachers Should Know
-    About the Bootstrap", section 5): without chance in the test set the interval is about Student's.
+    About the Bootstrap"): without chance in the test set the interval is about Student's.
 
     Args:
         values: of the test set itself, (n,), two or more.
@@ -70,6 +69,13 @@ def hierarchical_interval(values: np.ndarray, resampled: np.ndarray) -> tuple[fl
     wider = stats.t.ppf(0.975, count - 1) / stats.norm.ppf(0.975) * sqrt(count / (count - 1))
     low, high = values.mean() + wider * (np.quantile(means, [0.025, 0.975]) - values.mean())
     return float(low), float(high)
+
+
+@lru_cache(maxsize=4)
+def _draws(count: int, seed: int, draws: int) -> np.ndarray:
+    """Return how often each of `count` examples is drawn, (draws, count)."""
+    generator = np.random.default_rng([count, seed])
+    return generator.multinomial(count, np.full(count, 1 / count), size=draws).astype(np.float64)
 
 
 def _confusion(arrays: Arrays, counts: np.ndarray) -> np.ndarray:

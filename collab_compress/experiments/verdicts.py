@@ -273,6 +273,8 @@ def _decided(verdict: Verdict) -> Verdict:
         return replace(verdict, outcome=HOLDS)
     if verdict.p < 0.05 and (high < lower or low > upper):
         return replace(verdict, outcome=FAILS)
+    if verdict.p < 0.05:
+        return replace(verdict, reasons=("the interval includes the bound, whatever p is", *verdict.reasons))
     return verdict
 
 

@@ -176,7 +176,9 @@ def test_records_in_one_file(capsys, write, tmp_path):
     folder, file = write("mrpc", "rte"), tmp_path / "records.jsonl"
     printed = run(capsys, folder, "--records", file)
     assert printed == run(capsys, folder) == run(capsys, file)
-    assert len(file.read_text(encoding="utf-8").splitlines()) == 12
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert [line["environment"] for line in lines] == [{"revision": "unknown"}] * 12
+    assert {result.revision for result in read_results(file)} == {None}
     code, _, error = run(capsys, folder, "--records", file)
     assert (code, "records.jsonl exists; choose another output" in error) == (2, True)
     assert run(capsys, "--papers", "--records", tmp_path / "none")[0] == 2

@@ -291,6 +291,15 @@ def test_settings_that_differ_between_seeds_are_noted(write, tmp_path):
     assert "plain/conv-again of minilm on mrpc: seeds differ in again" in notes
 
 
+def test_pairs_of_different_revisions_are_noted(write, tmp_path):
+    for seed, revision in enumerate(("aaa", None)):
+        write(80.0, seed=seed, environment={"revision": "aaa"})
+        write(81.0, seed=seed, method="drophead", environment={"revision": revision})
+        write(81.0, seed=seed, method="same", environment={"revision": "aaa"})
+    pair = "drophead/tuned and plain/tuned of minilm are paired across revisions: unknown and aaa"
+    assert table(tmp_path)[0].notes == (pair,)
+
+
 def test_a_field_that_older_records_lack_is_no_difference(write, tmp_path):
     for seed, penalty in enumerate(({"name": "hsic"}, {"name": "hsic", "share": None})):
         write(80.0, seed=seed, recipe={"heads": {"penalties": [penalty]}})

@@ -274,6 +274,7 @@ def test_the_interval_includes_the_test_set_where_outcomes_are_known(tmp_path):
     assert judged.p < 0.05
     assert judged.outcome == OPEN
     assert "of seeds and test examples; p = " in judged.sentence
+    assert judged.sentence.endswith(" The interval includes the bound, whatever p is.")
 
 
 def test_the_mean_is_over_tasks_of_one_seed(write):
