@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from types import UnionType
-from typing import Any, ClassVar, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -56,7 +56,11 @@ class FormEdit:
 
     kind: str
     modules: Mapping[str, MapForm]
-    implementations: ClassVar[tuple[str, ...]] = IMPLEMENTATIONS
+
+    @property
+    def implementations(self) -> tuple[str, ...]:
+        """Attention implementations that the form works with; empty: all."""
+        return IMPLEMENTATIONS if self.kind in (SharedScores.kind, RotaryScores.kind) else ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the edit in JSON types."""

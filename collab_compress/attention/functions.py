@@ -1,6 +1,7 @@
 """Attention of edited modules as functions of Transformers' attention interface.
 
-Both functions serve every module alike: scores and values converted or dense, with or without hooks on its heads.
+Two functions serve every module alike: scores and values converted or dense, with or without hooks on its heads. The
+third hands heads of their own channels to a stock function, such as flex or flash attention.
 """
 
 import sys
@@ -12,14 +13,16 @@ from torch.nn.functional import dropout, pad
 from transformers import AttentionInterface
 
 from collab_compress.attention.form import scaling_of
-from collab_compress.attention.install import HeadCall, for_each_head, head_hooks
+from collab_compress.attention.install import HeadCall, for_each_head, head_hooks, wrong_implementation
 from collab_compress.attention.kernels import Inputs, can_decode, probabilities_, softmax, weighted_values
+from collab_compress.attention.per_head import separated
 from collab_compress.errors import UnsupportedModelError
-from collab_compress.transformers_parts import sdpa_attention_forward
+from collab_compress.transformers_parts import ALL_ATTENTION_FUNCTIONS, sdpa_attention_forward
 
 # Arguments of stock attention functions that choose the keys to read, and those that change the scores.
 CHOOSE_KEYS = frozenset(("block_indices", "indices"))
 CHANGE_SCORES = frozenset(("s_aux", "sinks", "softcap"))
+LEAST_WIDTH, WIDTH_MULTIPLE = 16, 8  # of heads, as flex attention (the least) and flash attention take them on a GPU
 
 
 def collab_sdpa(
@@ -88,6 +91,52 @@ def collab_eager(
         dropped = dropout(probs, p=p, training=module.training)
         outputs = (dropped @ for_each_head(value, probs.shape[1])).transpose(1, 2).contiguous()
     return _run_hooks(outputs, HeadCall(module, query, key, value, probs)), dropped
+
+
+def collab_stock(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Attend by the stock function of the model's attention implementation, as flex or flash attention.
+
+    Queries, keys and values of all heads are padded with zeros to one width. Arguments are those of `collab_sdpa`,
+    but the mask is the one that the implementation takes.
+
+    Returns:
+        Head outputs as in `collab_sdpa`, and None in place of the probabilities.
+
+    Raises:
+        UnsupportedModelError: heads share channels, or have hooks; or as `collab_sdpa`.
+    """
+    name, form = module.config.stock._attn_implementation, getattr(module, "score_form", None)
+    refusals = {
+        "has hooks on its heads": bool(head_hooks(module)),
+        "shares channels between its heads": form is not None and not form.head_sizes,
+        "is edited": name not in ALL_ATTENTION_FUNCTIONS,
+    }
+    for reason, holds in refusals.items():
+        if holds:
+            raise wrong_implementation(f"{type(module).__name__} {reason}", name)
+    _refuse_unsupported(module, options, CHOOSE_KEYS if form is None else CHOOSE_KEYS | CHANGE_SCORES)
+    options["scaling"], value = _scaling(module, options), _split_heads(module, value)
+    width, of_heads = value.shape[-1], (query, key)
+    if form is not None:
+        value = for_each_head(value, form.heads)
+        of_heads = separated(form.unpack(module, Inputs(query, key, value, scaling=options["scaling"])))
+    widest = max(LEAST_WIDTH, width, of_heads[0].shape[-1])
+    common = -(-widest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    padded = (pad(part, (0, common - part.shape[-1])) for part in (*of_heads, value))
+    outputs, *_ = ALL_ATTENTION_FUNCTIONS[name](_WithStockConfig(module), *padded, attention_mask, **options)
+    return _run_hooks(outputs[..., :width], HeadCall(module, query, key, value, None)), None
+
+
+class _WithStockConfig:
+    """A view of an edited attention module with the config of its model, which stock functions read."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.config = module, module.config.stock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
 
 
 def _inputs(
@@ -188,6 +237,7 @@ def _additive(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> 
 
 
 def register_attention() -> None:
-    """Register both functions with Transformers' attention interface."""
+    """Register the functions with Transformers' attention interface."""
     AttentionInterface.register("collab_sdpa", collab_sdpa)
     AttentionInterface.register("collab_eager", collab_eager)
+    AttentionInterface.register("collab_stock", collab_stock)

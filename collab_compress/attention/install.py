@@ -48,6 +48,14 @@ class HeadHook(Protocol):
         ...
 
 
+def wrong_implementation(reason: str, implementation: Any) -> UnsupportedModelError:
+    """Return the error of a module that cannot run with an attention implementation."""
+    return UnsupportedModelError(
+        f"{reason}, so it runs with attn_implementation 'eager' or 'sdpa', got {implementation!r}; call "
+        "model.set_attn_implementation('sdpa')"
+    )
+
+
 def for_each_head(part: Tensor, heads: int) -> Tensor:
     """Repeat the keys or values of each group for its heads, (B, Hkv, S, d) to (B, H, S, d)."""
     group = heads // part.shape[1]
@@ -55,7 +63,7 @@ def for_each_head(part: Tensor, heads: int) -> Tensor:
 
 
 class AttentionConfig:
-    """A view of the model's config in which `eager` and `sdpa` attention mean this package's functions."""
+    """A view of the model's config in which attention implementations mean this package's functions."""
 
     def __init__(self, config: Any) -> None:
         self.__dict__["stock"] = config
@@ -65,12 +73,7 @@ class AttentionConfig:
         implementation = self.stock._attn_implementation
         if str(implementation).startswith("paged|"):  # set by continuous batching
             raise UnsupportedModelError(f"edited attention cannot read paged caches ({implementation}); use generate")
-        if implementation not in IMPLEMENTATIONS:
-            raise UnsupportedModelError(
-                f"edited attention runs with attn_implementation 'eager' or 'sdpa', got {implementation!r}; "
-                "call model.set_attn_implementation('sdpa')"
-            )
-        return f"collab_{implementation}"
+        return f"collab_{implementation}" if implementation in IMPLEMENTATIONS else "collab_stock"
 
     def __getattr__(self, name: str) -> Any:
         if name == "stock" or name.startswith("__"):  # while this view is copied or pickled
@@ -115,11 +118,10 @@ def add_head_hook_(module: Any, hook: HeadHook, *, first: bool = False) -> None:
     redirect_(module)
     if has_own_forward(module):  # any attention implementation
         return
-    try:
-        module.config._attn_implementation  # noqa: B018 (raises)
-    except UnsupportedModelError:
+    implementation = module.config.stock._attn_implementation
+    if implementation not in IMPLEMENTATIONS:
         remove_head_hook_(module, hook)
-        raise
+        raise wrong_implementation(f"{type(module).__name__} has hooks on its heads", implementation)
 
 
 def remove_head_hook_(module: Any, hook: HeadHook) -> None:

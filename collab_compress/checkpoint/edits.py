@@ -9,7 +9,7 @@ import copy
 import gc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -31,7 +31,10 @@ class ModelEdit(Protocol):
         """Name in checkpoints, the key in `EDITS`."""
         ...
 
-    implementations: ClassVar[tuple[str, ...]]  # attention implementations that it works with; empty: all
+    @property
+    def implementations(self) -> tuple[str, ...]:
+        """Attention implementations that it works with; empty: all."""
+        ...
 
     @property
     def modules(self) -> Mapping[str, Any]:

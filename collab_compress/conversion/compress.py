@@ -187,7 +187,7 @@ def find_tasks(
     implementation = model.config._attn_implementation
     if implementation not in ("eager", "sdpa"):
         raise CompressionError(
-            f"collaborative attention runs as 'eager' or 'sdpa', the model is set to {implementation!r}; "
+            f"attention is converted as 'eager' or 'sdpa', the model is set to {implementation!r}; "
             "call model.set_attn_implementation('sdpa') first"
         )
     where = (model, compression.modules, compression.kinds)
