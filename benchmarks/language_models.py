@@ -24,7 +24,7 @@ the dense model, with the same steps and texts, and where values are narrower at
 
 blocks: blocks keep 3/4, 1/2 and 1/3 of their neurons, alone or with half of the values. They are calibrated on 512
 chunks of 64 tokens: of the training texts, random, or written by the model itself. Perplexity is that of the first
-1,000 chunks of the validation text.
+1,000 chunks of the validation text, or of its masked words.
 """
 
 import argparse
@@ -255,27 +255,33 @@ def chunk_perplexity(model: PreTrainedModel, batches: list[Batch]) -> float:
 def blocks(folder: Path, args: argparse.Namespace) -> None:
     """Measure one model with narrower feed-forward blocks and values."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    dense = AutoModelForCausalLM.from_pretrained(folder).eval()
-    scored = chunks(args.data_dir, "validation", tokenizer, SCORED)
+    masked = AutoConfig.from_pretrained(folder).model_type == "modernbert"
+    dense = (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_pretrained(folder).eval()
+    if masked:
+        texts = load_task("ptb", args.data_dir, splits=["validation"])["validation"]
+        rows = encode_masked_language_model(texts, tokenizer, length=LENGTH, seed=0)
+        score = partial(perplexity, rows=rows, masked=True)
+    else:
+        score = partial(chunk_perplexity, batches=chunks(args.data_dir, "validation", tokenizer, SCORED))
     options: dict[str, int] = {"sequences": CALIBRATED, "length": LENGTH}
     data = {
         "texts": chunks(args.data_dir, "train", tokenizer, CALIBRATED),
         "random tokens": calibration_batches("synthetic", dense, tokenizer, **options),
         "its own texts": calibration_batches("generated", dense, tokenizer, **options),
     }
-    print(f"dense: {chunk_perplexity(dense, scored):.2f}")
+    print(f"dense: {score(dense):.2f}")
     config = dense.config
     neurons = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     half = heads * (config.hidden_size // config.num_attention_heads) // 2
-    rows = []
+    results = []
     for (kind, batches), (name, share), dv in product(data.items(), NEURONS.items(), (None, half)):
         model = copy.deepcopy(dense)
         compress(model, Compression(dff=int(share * neurons), dv=dv), batches)
         row = {"calibrated on": kind, "neurons": name, "values": "all" if dv is None else "1/2"}
-        rows.append({**row, "perplexity": chunk_perplexity(model, scored)})
-        print(rows[-1], flush=True)
-    table = pd.DataFrame(rows).pivot(index="calibrated on", columns=["values", "neurons"], values="perplexity")
+        results.append({**row, "perplexity": score(model)})
+        print(results[-1], flush=True)
+    table = pd.DataFrame(results).pivot(index="calibrated on", columns=["values", "neurons"], values="perplexity")
     print(table.round(2).to_string())
 
 

@@ -44,11 +44,11 @@ from .recover import check_steps, recover, recovery_lines, recovery_note
 
 NEURONS_ON_RANDOM = (
     "Neurons were chosen on random tokens alone, which loses more than on texts like yours: pass --calibration "
-    "FILE, one a line, or --calibration generated for a decoder with a language-model head."
+    "FILE, one a line, or --calibration generated for a model with a language-model head."
 )
 NOT_REFITTED = (
     "Converted on random tokens alone. With texts like yours (--calibration FILE, one a line, or --calibration "
-    "generated for a decoder with a language-model head) the layers that write to the hidden states are refitted "
+    "generated for a model with a language-model head) the layers that write to the hidden states are refitted "
     "too, which repairs part of the loss."
 )
 TIMED_BATCH = 8  # sequences in the batch that is timed

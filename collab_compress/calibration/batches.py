@@ -49,8 +49,8 @@ def calibration_batches(
 
     Args:
         calibration: "synthetic" (random tokens; noise for images, clips and sounds), "generated" (texts that a
-            decoder with a language-model head writes itself), "none" or None, a file of texts or a column of a file
-            or a data set (`read_texts`), "synthetic+FILE" (both), a folder of images or sounds for models that read
+            decoder or a masked language model writes), "none" or None, a file of texts or a column of a file or a
+            data set (`read_texts`), "synthetic+FILE" (both), a folder of images or sounds for models that read
             those, texts or text pairs (a list, a NumPy array, a column of a pandas table or of a `datasets` data
             set), or ready batches (a list, a `DataLoader`). For an encoder–decoder a pair is a source and a target,
             which the decoder reads shifted to the right, as in training.

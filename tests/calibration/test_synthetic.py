@@ -125,10 +125,43 @@ def test_a_models_own_way_of_generating_does_not_matter(tokenizer):
     assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(one, again, strict=True))
 
 
+def test_masks_are_filled_in_random_order_as_the_model_says():
+    """Pairs of tokens follow the mean over both orders of p(first | masks) · p(second | first)."""
+    tokenizer = word_tokenizer()
+    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    torch.manual_seed(0)
+    model = BertForMaskedLM(bert_config(tokenizer, initializer_range=0.5)).train()
+    batches = calibration_batches("generated", model, tokenizer, sequences=6000, length=4, seed=1)
+    tokens = torch.cat([batch["input_ids"] for batch in batches])
+    assert model.training
+    begin, _, end = tokenizer("red")["input_ids"]
+    assert set(tokens[:, 0].tolist()) == {begin}
+    assert set(tokens[:, 3].tolist()) == {end}
+    model.eval()
+    ordinary = ordinary_tokens(model, tokenizer)
+
+    def probabilities(first, second, place):
+        ids = torch.tensor([[begin, first, second, end]])
+        with torch.no_grad():
+            return model(ids).logits[0, place, ordinary].double().softmax(-1)
+
+    mask = tokenizer.mask_token_id
+    expected = torch.zeros(len(ordinary), len(ordinary), dtype=torch.float64)
+    for row, token in enumerate(ordinary):
+        expected[row] += probabilities(mask, mask, 1)[row] * probabilities(token, mask, 2) / 2
+        expected[:, row] += probabilities(mask, mask, 2)[row] * probabilities(mask, token, 1) / 2
+    counted = torch.zeros_like(expected)
+    for _, first, second, _ in tokens.tolist():
+        counted[ordinary.index(first), ordinary.index(second)] += 1 / 6000
+    assert (counted - expected).abs().sum() < 0.25
+    assert (counted.sum(0) - expected.sum(0)).abs().max() < 0.02
+    assert (counted.sum(1) - expected.sum(1)).abs().max() < 0.02
+
+
 @pytest.mark.parametrize(
     "make",
     [
-        lambda tokenizer: BertForMaskedLM(bert_config(tokenizer)),
+        lambda tokenizer: BertModel(bert_config(tokenizer)),
         lambda tokenizer: GPT2Model(gpt2(tokenizer).config),
         lambda _: T5ForConditionalGeneration(
             T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=8, num_heads=2, num_layers=1)
