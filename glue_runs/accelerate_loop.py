@@ -78,7 +78,7 @@ def train(recipe: Recipe) -> None:
                 passes = min(accumulated, len(data) - number // accumulated * accumulated)  # fewer in the last step
                 with accelerator.accumulate(wrapped):
                     loss = wrapped(**batch).loss
-                    loss = loss + session.penalty(loss)
+                    loss = loss + session.penalty(loss, batch.get("labels"))
                     accelerator.backward(loss * accumulated / passes)  # it divides by `accumulated`
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)

@@ -78,6 +78,9 @@ class RotationOptions:
     of_training: bool = False
     """Whether `epochs`, `swap_back_after` and `rest` are shares of the training, from 0 to 1, in place of epochs."""
 
+    moments: bool = True
+    """Whether the optimizer's moments move with the heads; in the authors' code they stay."""
+
     seed: int = 0
     """Seed of `random`, whose pairs depend only on it and on the epoch."""
 
@@ -368,7 +371,7 @@ class Rotator:
         return max((time for time in times if not _reached(time, self._latest)), default=None)
 
     def _swap(self, event: RotationEvent, optimizer: Any) -> None:
-        swap_heads_(self.model, event.pairs, optimizer)
+        swap_heads_(self.model, event.pairs, optimizer if self.rotation.moments else None)
         self.history.append(event)
 
     def _sites_by_kind(self) -> dict[Kind, list[AttentionSite]]:

@@ -96,6 +96,10 @@ class AlphasOptions:
     """Weight of the nuclear growth loss, summed over all matrices, beside the mean loss of a token; 0 for none. The
     authors add 40 times the growth loss to a loss summed over the tokens of a step, about 4,096: 40 / 4,096 here."""
 
+    growth_beside: Literal["mean", "sum"] = "mean"
+    """What the weight stands beside: the `mean` loss of a token, or the loss summed over the tokens of a batch
+    (`sum`), as the authors' 40. It is then divided by the number of labels in each batch."""
+
     growth: float = 1e-4
     """Δr, by which a matrix's nuclear norm should grow in a step; no effect in the `printed` form, where its gradient
     is zero."""
@@ -113,6 +117,7 @@ class AlphasOptions:
         if not self.growth_weight >= 0:
             raise HeadError(f"the weight of nuclear growth is {self.growth_weight}; expected 0 or more")
         _known("growth form", self.growth_form, ("hinge", "printed"))
+        _known("growth_beside", self.growth_beside, ("mean", "sum"))
         _known_kinds("alphas", self.kinds)
 
 

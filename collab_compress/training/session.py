@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 TASK = "task_loss"
 GROWTH = "nuclear-growth"
 FAINT = 1e-4  # a penalty below this share of the loss hardly acts
+UNLABELLED = -100
 TINY = 1e-12  # keeps the weight of a penalty of 0 finite
 
 
@@ -128,15 +129,16 @@ class HeadSession:
         if self._rotator is not None:
             self._rotator.epoch(epoch, self.optimizer, batches)
 
-    def penalty(self, loss: Tensor | None = None) -> Tensor:
+    def penalty(self, loss: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """Return the weighted sum of all penalties of the last forward pass, to add to the training loss.
 
         Args:
             loss: the training loss, to log it, and to warn if a penalty is too small to act; needed for penalties
                 that are a share of it.
+            labels: of the batch, −100 where there is none; needed for nuclear growth beside a summed loss.
 
         Raises:
-            HeadError: a penalty is a share of the loss, and there is no loss.
+            HeadError: a penalty is a share of the loss, and there is no loss; or labels are needed.
         """
         self.penalised = True
         values: dict[str, Tensor] = {}
@@ -153,15 +155,20 @@ class HeadSession:
             self._add(TASK, loss)
         total = torch.zeros((), device=self._device)
         for name, value in values.items():
-            weighted = self._weight(name, value, loss) * value
+            weighted = self._weight(name, value, loss, labels) * value
             total = total + weighted.to(self._device)
             self._add(name, value)
             if loss is not None:
                 self._add(f"{name}/share", (weighted / loss.to(value.device)).abs())
         return total
 
-    def _weight(self, name: str, value: Tensor, loss: Tensor | None) -> float | Tensor:
+    def _weight(self, name: str, value: Tensor, loss: Tensor | None, labels: Tensor | None) -> float | Tensor:
         """Return the weight of a penalty with this value, now."""
+        alphas = self.training.alphas
+        if name == GROWTH and alphas is not None and alphas.growth_beside == "sum":
+            if labels is None:
+                raise HeadError("nuclear growth stands beside a summed loss; pass the labels to penalty() too")
+            return self._weights[name] / labels.ne(UNLABELLED).sum().clamp(min=1).to(value.device)
         penalty = self._penalties.get(name)
         if penalty is None or penalty.share is None:
             return self._weights[name]

@@ -124,6 +124,7 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
         """Compute the loss as the trainer does, and add the penalties while the model trains."""
+        labels = inputs.get("labels")  # which label smoothing removes
         result = super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
         )
@@ -141,7 +142,7 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
         if self._takes_mean and unknown:
             loss = loss / passes
         if session.penalises:
-            loss = loss + session.penalty(loss.detach() * passes).to(loss.device) / passes
+            loss = loss + session.penalty(loss.detach() * passes, labels).to(loss.device) / passes
         return (loss, result[1]) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

@@ -262,6 +262,23 @@ def test_what_was_due_before_the_first_call_is_passed_over():
     assert events_of(RotationOptions("manual", epochs=(0.5, 1.5), pairs=(PAIR,)), (1, 1.25, 1.5)) == [(1.5, S)]
 
 
+@pytest.mark.parametrize("moments", [True, False])
+def test_moments_move_with_the_heads_if_asked(moments, calibration):
+    model = bert(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step(model, optimizer, calibration[0])
+    query, other = (model.get_submodule(path).query.weight for path in (FIRST, SECOND))
+    width = len(query) // 4
+    before = [optimizer.state[weight]["exp_avg"].clone() for weight in (query, other)]
+    weights = query.detach().clone()
+    Rotator(model, RotationOptions("manual", epochs=(0,), pairs=(PAIR,), moments=moments)).epoch(0, optimizer)
+    after = [optimizer.state[weight]["exp_avg"] for weight in (query, other)]
+    assert torch.equal(other[width : 2 * width], weights[:width])  # PAIR is head 0 and head 1
+    expected = before[0][:width] if moments else before[1][width : 2 * width]
+    assert torch.equal(after[1][width : 2 * width], expected)
+    assert torch.equal(after[0], before[0]) is not moments
+
+
 def test_swapping_back_restores_weights_and_moments_and_goes_on_from_there(calibration):
     model = bert(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -238,6 +238,21 @@ def test_growth_is_in_the_unit_of_the_authors(make_undropped, batch):
         torch.testing.assert_close(matrix.grad, -40 / tokens * left @ right, rtol=0.05, atol=0)
 
 
+def test_growth_beside_a_summed_loss_is_divided_by_the_labels(make_undropped):
+    model = make_undropped("bert")
+    mix_heads_(model)
+    matrices = list(alphas_of(model).values())
+    options = AlphasOptions(frozen_ratio=0, growth_weight=40.0, growth_beside="sum")
+    labels = torch.tensor([[1, 2, -100], [3, -100, -100]])
+    with HeadSession(model, HeadTraining(alphas=options), torch.optim.SGD(matrices)) as session:
+        session.penalty(labels=labels).backward()
+        for matrix in matrices:
+            left, _, right = torch.linalg.svd(matrix.detach())
+            torch.testing.assert_close(matrix.grad, -40 / 3 * left @ right)
+        with pytest.raises(HeadError, match="stands beside a summed loss; pass the labels"):
+            session.penalty()
+
+
 def test_the_hinge_compares_with_the_step_before(make_undropped, batch):
     model = make_undropped("bert")
     mix_heads_(model)

@@ -24,7 +24,7 @@ from transformers import (
 
 from collab_compress import Compression, compress
 from collab_compress.errors import HeadError
-from collab_compress.heads import RotationOptions, alphas_of, merge_alphas_, prune_heads_
+from collab_compress.heads import RotationOptions, alphas_of, merge_alphas_, mix_heads_, prune_heads_
 from collab_compress.training import (
     AlphasOptions,
     DropHeadOptions,
@@ -288,6 +288,29 @@ def test_a_language_model_that_counts_its_items_keeps_the_stock_loss(tmp_path):
     trainer = trainer_of(model, tmp_path, acting, data, **ONE_STEP, size=2, passes=4)
     trainer.train()
     assert trainer._takes_mean is False
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("passes", [1, 4])
+def test_growth_beside_a_summed_loss_is_in_the_unit_of_the_authors(
+    smoothing, passes, make_tiny, set_dropout_, tmp_path
+):
+    """The gradient of each pass's summed loss and 40 times the growth, divided by the labels of all passes."""
+    options = AlphasOptions(frozen_ratio=0.0, growth_weight=40.0, growth_beside="sum")
+    model, data = translation(make_tiny, set_dropout_)
+    other, _ = translation(make_tiny, set_dropout_)
+    rows = data[:2] * passes
+    more = {**ONE_STEP, "size": 2, "passes": passes, "label_smoothing_factor": smoothing}
+    trainer_of(model, tmp_path, HeadTraining(alphas=options), rows, **more).train()
+    mix_heads_(other.train())
+    count = passes * sum(int((row["labels"] != -100).sum()) for row in data[:2])
+    logits = other(**{key: torch.stack([row[key] for row in data[:2]]) for key in data[0]}).logits
+    labels = torch.stack([row["labels"] for row in data[:2]])
+    task = cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing, reduction="sum")
+    growth = sum(-torch.linalg.svdvals(matrix).sum() for matrix in alphas_of(other).values())
+    (passes * (task + 40 * growth) / count).backward()
+    for name, matrix in alphas_of(other).items():
+        torch.testing.assert_close(alphas_of(model)[name], matrix - 0.1 * matrix.grad, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("loss_from", ["labels", "smoothed", "function"])
