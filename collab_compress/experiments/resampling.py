@@ -47,9 +47,11 @@ def check_score(metric: str, examples: Examples, score: float, place: str) -> No
         RecipeError: it is another.
     """
     ones = (SCORES[metric](arrays, np.ones((1, len(arrays[NEEDS[metric]])))) for arrays in examples.values())
-    found = METRICS[metric].scale * float(np.mean(list(ones)))
-    if not isclose(found, score, rel_tol=1e-4, abs_tol=1e-3):
-        raise RecipeError(f"{place} has the score {score:.4f}, and the outcomes of its examples have {found:.4f}")
+    recomputed = METRICS[metric].scale * float(np.mean(list(ones)))
+    if not isclose(recomputed, score, rel_tol=1e-4, abs_tol=1e-3):
+        raise RecipeError(
+            f"{place} has the score {score:.4f}, and the outcomes of its examples have {recomputed:.4f}"
+        )
 
 
 def hierarchical_interval(values: np.ndarray, resampled: np.ndarray) -> tuple[float, float]:

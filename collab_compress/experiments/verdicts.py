@@ -149,8 +149,10 @@ def verdicts_of(results: Sequence[Result]) -> dict[str, list[Verdict]]:
 
 def tried(verdicts: Iterable[Verdict]) -> list[Verdict]:
     """Return the verdicts with records of the method, sorted by outcome."""
-    found = [verdict for verdict in verdicts if verdict.difference is not None or verdict.outcome == NO_CONTROL]
-    return sorted(found, key=lambda verdict: OUTCOMES.index(verdict.outcome))
+    with_records = [
+        verdict for verdict in verdicts if verdict.difference is not None or verdict.outcome == NO_CONTROL
+    ]
+    return sorted(with_records, key=lambda verdict: OUTCOMES.index(verdict.outcome))
 
 
 def counted(verdicts: Iterable[Verdict]) -> str:
