@@ -6,12 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from collab_compress import Compression, Solver, compress
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 try:
+    import qk_norm
     from language_models import equal, shared
     from quality import DEFAULT_ROWS, DENSE_PARAMETERS, LAYERS, WIDTH, Row
     from quality import HEADS as MINILM_HEADS
@@ -240,3 +250,58 @@ def test_pooled_heads_are_those_of_grouped_queries(llama, batch):
         values = smaller.self_attn.v_proj.weight.view(2, 1, 8, 32).expand(-1, 2, -1, -1).reshape(32, 32)
         layer.self_attn.v_proj.weight.data.copy_(values)
     torch.testing.assert_close(logits(keys_alone, batch), logits(grouped, batch))
+
+
+QK_NORM = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 1,
+    "intermediate_size": 32,
+    "initializer_range": 0.2,
+}
+
+
+@pytest.fixture(params=["qwen3", "olmo2"])
+def normalised(request):
+    torch.manual_seed(0)
+    if request.param == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**QK_NORM, head_dim=8))
+    else:
+        model = Olmo2ForCausalLM(Olmo2Config(**QK_NORM))
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            weights = torch.rand(len(parameter) // 8, 1, 4) + 0.5  # equal for both channels of a pair
+            parameter.data = weights.expand(-1, 2, -1).flatten()
+    return model.eval()
+
+
+@pytest.mark.parametrize("way", qk_norm.WAYS)
+def test_narrowed_normalised_keys_are_exact_at_full_width(normalised, batch, way):
+    attention, wanted = normalised.model.layers[0].self_attn, logits(normalised, batch)
+    x = vectors(normalised, attention.k_proj, batch)
+    cached_norms = 4 if way == "shared, exact" and normalised.config.model_type == "qwen3" else 0
+    qk_norm.narrow_(attention, x, way, 1 + cached_norms / 32)
+    torch.testing.assert_close(logits(normalised, batch), wanted, atol=2e-4, rtol=1e-3)
+    errors = []
+    for share in (0.75, 0.25):
+        qk_norm.narrow_(attention, x, way, share)
+        errors.append((logits(normalised, batch) - wanted).norm())
+    assert 0 < errors[0] < errors[1]
+
+
+def test_the_weakest_pairs_of_normalised_keys_are_dropped(normalised, batch):
+    """Oracle: the stock model with zeros after its norms."""
+    attention = normalised.model.layers[0].self_attn
+    x = vectors(normalised, attention.k_proj, batch)
+    strength = torch.ones(4, 4)
+    for norm, projection in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj)):
+        channels = norm(projection(x.float()).view(-1, 32 // len(norm.weight), len(norm.weight))).view(-1, 4, 2, 4)
+        strength = strength * channels.detach().square().sum(2).mean(0)
+    kept = (strength >= strength.flatten().topk(8).values[-1]).repeat(1, 2)  # (H, d)
+    for norm in (attention.q_norm, attention.k_norm):
+        norm.register_forward_hook(lambda _, __, y: (y.view(*y.shape[:2], 4, 8) * kept).view_as(y))
+    wanted = logits(normalised, batch)
+    qk_norm.narrow_(attention, x, "dropped, exact", 0.5)
+    torch.testing.assert_close(logits(normalised, batch), wanted, atol=2e-4, rtol=1e-3)
