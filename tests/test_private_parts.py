@@ -122,6 +122,15 @@ def quantizers_are_plugged_in() -> bool:
     return all(isinstance(mapping, dict) and "gptq" in mapping for mapping in mappings)
 
 
+def quantization_configs_are_merged() -> bool:
+    from transformers.quantizers import auto
+
+    call = r"AutoHfQuantizer\.merge_quantization_configs\(\s+quantization_params_from_config, quantization_config\s"
+    names = ["quantization_config", "quantization_config_from_args"]
+    merge = auto.AutoHfQuantizer.merge_quantization_configs
+    return bool(re.search(call, inspect.getsource(auto.get_hf_quantizer))) and takes(merge, *names)()
+
+
 def quantizer_runs(hook: str, caller: str) -> Callable[[], bool]:
 
     return lambda: f"self.{hook}(model" in inspect.getsource(vars(HfQuantizer)[caller])
@@ -170,6 +179,8 @@ PARTS = [
          accelerate_keeps_forward),
     Part("the mappings of transformers.quantizers.auto", "transformers_parts.py", "AUTO_QUANTIZER_MAPPING",
          quantizers_are_plugged_in),
+    Part("AutoHfQuantizer.merge_quantization_configs", "checkpoint/quantizer.py", "merge_quantization_configs",
+         quantization_configs_are_merged),
     Part("HfQuantizer._process_model_before_weight_loading", "checkpoint/quantizer.py",
          "_process_model_before_weight_loading",
          quantizer_runs("_process_model_before_weight_loading", "preprocess_model")),

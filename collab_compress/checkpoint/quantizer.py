@@ -8,6 +8,7 @@ passed. `EditQuantizer` removes the name before weights are looked for.
 
 import copy
 import functools
+import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ from collab_compress.transformers_parts import (
     QUANTIZATION_CONFIGS,
     QUANTIZERS,
     UPDATES_CONVERSIONS,
+    AutoHfQuantizer,
     HfQuantizer,
     WeightConverter,
     WeightRenaming,
@@ -47,6 +49,10 @@ from collab_compress.transformers_parts import (
 
 # The error of a stock load shows it; names the first version that reads the format `VERSION`.
 GUARD = f"pip-install-collab-compress-0.1.0-and-import-{METHOD}-before-loading.safetensors"
+
+_logger = logging.getLogger(__name__)
+QUANTIZES = ("torchao", "bitsandbytes")  # methods that quantize the weights of edited models while they are loaded
+OTHER = "quantization"  # attribute of an `EditConfig`: the config of such a method
 
 BEFORE_SAVING: list[Callable[[PreTrainedModel, Path], None]] = []
 """Called with each model that is saved and its directory; filled where the package is imported."""
@@ -130,7 +136,7 @@ def _guarded(stored: dict[str, Any]) -> dict[str, Any]:
     """Return a stored config with the guard in it and in each config inside that describes edits."""
     guarded = {name: _guarded(value) if isinstance(value, dict) else value for name, value in stored.items()}
     edits = stored.get("quantization_config")
-    if isinstance(edits, dict) and edits.get("quant_method") == METHOD:
+    if isinstance(edits, dict) and _is_edits(edits):
         guarded["transformers_weights"] = GUARD
     return guarded
 
@@ -148,13 +154,21 @@ def _remove_guard_(config: PretrainedConfig) -> None:
 
 
 class EditQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Replays the edits of a checkpoint on the empty model; nothing is quantized."""
+    """Replays the edits of a checkpoint on the empty model.
+
+    Nothing is quantized, unless a subclass of this and of a stock quantizer does so with the weights that it loads.
+    """
+
+    def __init__(self, quantization_config: EditConfig, **options: Any) -> None:
+        other = getattr(quantization_config, OTHER, None)
+        super().__init__(other or quantization_config, **options | ({"pre_quantized": False} if other else {}))
+        self.edits, self.quantizes = quantization_config.edits, other is not None
 
     def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:
         """Remove the guard; refuse attention implementations that edits do not work with."""
         _remove_guard_(config)
         implementation = config._attn_implementation
-        for edit in self.quantization_config.edits:
+        for edit in self.edits:
             if implementation is not None and edit.implementations and implementation not in edit.implementations:
                 raise UnsupportedModelError(
                     f"this checkpoint holds {edit.kind} attention, which runs with attn_implementation 'eager' or "
@@ -171,17 +185,18 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         return conversions
 
     def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **_: Any
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **options: Any
     ) -> PreTrainedModel:
         self.model, self.stored = model, _stored_names(checkpoint_files or ())
-        located = [_located(edit, model) for edit in self.quantization_config.edits]
+        located = [_located(edit, model) for edit in self.edits]
         self.absent = [name for _, names in located for name in names]
-        self.quantization_config.edits = [edit for edit, _ in located if edit.modules]
-        for edit in self.quantization_config.edits:
+        self.edits = [edit for edit, _ in located if edit.modules]
+        for edit in self.edits:
             edit.apply_(model)
             keep_on_one_device_(model, edit)
         if not UPDATES_CONVERSIONS:
             self._refuse_lost_weights(kept_conversions(weight_conversions_of(model)))
+        super()._process_model_before_weight_loading(model, checkpoint_files=checkpoint_files, **options)
         return model
 
     def _refuse_lost_weights(self, conversions: list[Any]) -> None:
@@ -196,7 +211,7 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         prefix = model.base_model_prefix
         loaded = {rename_source_key(name, renamings, converters, prefix, expected)[0] for name in self.stored}
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
-        edited = {name for edit in self.quantization_config.edits for name in edit.modules}
+        edited = {name for edit in self.edits for name in edit.modules}
         like_absent = {_any_layer(".".join(name.split(".")[-2:])) for name in self.absent}
         for name in sorted(expected.keys() - loaded - set(self.stored) - tied):
             if _lies_in(name, edited) or _lies_in(_any_layer(name), like_absent):
@@ -205,30 +220,69 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
                     f"load it as {' or '.join(model.config.architectures or ['the class that was saved'])}"
                 )
 
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
         del self.model
-        edits = self.quantization_config.edits
-        for edit in edits:
+        super()._process_model_after_weight_loading(model, **options)
+        for edit in self.edits:
             keep_edit_(model, edit)
         describe_all_(model)
-        _remove_marks_of_quantization_(model)
-        for edit in edits:
+        if self.quantizes:
+            model.config.quantization_config = self.quantization_config
+        else:
+            _remove_marks_of_quantization_(model)
+        for edit in self.edits:
             edit.finish_(model)
         return model
 
     def is_serializable(self) -> bool:
-        """Return True: `save_pretrained` works."""
-        return True
+        """Return whether `save_pretrained` works: a config describes either edits or quantized weights."""
+        if self.quantizes:
+            _logger.warning("save the converted model, and quantize it whenever it is loaded")
+        return not self.quantizes
 
     @property
     def is_trainable(self) -> bool:
-        """Return True: training works."""
-        return True
+        """Return whether training works."""
+        return not self.quantizes or bool(super().is_trainable)
 
     @property
     def is_compileable(self) -> bool:
-        """Return True: `torch.compile` works."""
-        return True
+        """Return whether `torch.compile` works."""
+        return not self.quantizes or bool(super().is_compileable)
+
+
+def quantizer_of(config: EditConfig, **options: Any) -> EditQuantizer:
+    """Return the quantizer that replays edits, and quantizes as the user asked at loading."""
+    other = getattr(config, OTHER, None)
+    if other is None:
+        return EditQuantizer(config, **options)
+    stock = type(AutoHfQuantizer.from_config(other, pre_quantized=False))
+    both: type[EditQuantizer] = type(f"Edit{stock.__name__}", (EditQuantizer, stock), {})
+    return both(config, **options)
+
+
+def take_another_quantization_config() -> None:
+    """Make `from_pretrained` of an edited model take a `quantization_config` of `QUANTIZES`, in place.
+
+    Transformers refuses a config of another class than the checkpoint's, which describes the edits.
+    """
+    merge = AutoHfQuantizer.merge_quantization_configs
+
+    @functools.wraps(merge)
+    def merge_quantization_configs(stored: Any, passed: Any) -> Any:
+        method = getattr(getattr(passed, "quant_method", None), "value", None)
+        config = EditConfig.from_dict(stored) if isinstance(stored, dict) and _is_edits(stored) else stored
+        if method not in QUANTIZES or not isinstance(config, EditConfig):
+            return merge(stored, passed)
+        config = copy.copy(config)
+        setattr(config, OTHER, passed)
+        return config
+
+    AutoHfQuantizer.merge_quantization_configs = staticmethod(merge_quantization_configs)
+
+
+def _is_edits(stored: dict[str, Any]) -> bool:
+    return stored.get("quant_method") == METHOD
 
 
 def _remove_marks_of_quantization_(model: PreTrainedModel) -> None:
@@ -290,4 +344,5 @@ def register_checkpoint() -> None:
     """Register the plug-in with Transformers."""
     describe_edits_when_saving()
     QUANTIZATION_CONFIGS[METHOD] = EditConfig
-    QUANTIZERS[METHOD] = EditQuantizer
+    QUANTIZERS[METHOD] = quantizer_of
+    take_another_quantization_config()

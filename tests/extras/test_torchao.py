@@ -110,10 +110,13 @@ def test_save_pretrained(converted, tmp_path):
     quantized(converted, Int8WeightOnlyConfig()).save_pretrained(tmp_path)
 
 
-def test_a_second_quantization_config_is_refused(converted, tmp_path):
+def test_quantized_while_it_is_loaded(converted, embed, tmp_path):
     converted.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="quantized with EditConfig but you are passing a TorchAoConfig"):
-        AutoModel.from_pretrained(tmp_path, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))
+    loaded = AutoModel.from_pretrained(tmp_path, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))
+    for name, module in converted.named_modules():
+        if isinstance(module, nn.Linear):
+            assert isinstance(loaded.get_submodule(name).weight, Int8Tensor), name
+    assert torch.equal(embed(loaded), embed(quantized(converted, Int8WeightOnlyConfig())))
 
 
 def test_what_reads_weights_refuses(minilm, embed):
