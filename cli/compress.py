@@ -253,7 +253,7 @@ def _whole_model(report: Report, calibration: str, latency: Latency | None) -> l
             measured = f"not measurable while this machine does other work ({rounds})"
         lines.append(f"Time at {latency.length} tokens, batch of {TIMED_BATCH}: {measured}.")
     if report.refits:
-        lines.append(refit_line(report.refits, narrower=bool(report.feed_forward)))
+        lines.append(refit_line(report.refits))
     if calibration == "synthetic":
         lines.append(NEURONS_ON_RANDOM if report.feed_forward else NOT_REFITTED)
     if report.drift is not None:
@@ -264,15 +264,10 @@ def _whole_model(report: Report, calibration: str, latency: Latency | None) -> l
     return lines
 
 
-def refit_line(refits: Sequence[RefitReport], narrower: bool = False) -> str:
-    """Return the error of the hidden states after the last refitted layer, before and after refitting.
-
-    Args:
-        refits: one or more.
-        narrower: whether feed-forward blocks are narrower too; there is then no error before refitting.
-    """
+def refit_line(refits: Sequence[RefitReport]) -> str:
+    """Return the error of the hidden states after the last of some refitted layers, before and after refitting."""
     last = refits[-1]
-    before = "" if narrower else f"{last.error_before:.1%} → "
+    before = "" if last.error_before is None else f"{last.error_before:.1%} → "
     return (
         f"Refitted {len(refits)} layers towards the dense model's hidden states: error after the last of them "
         f"{before}{last.error_after:.1%}."

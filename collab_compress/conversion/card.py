@@ -180,7 +180,7 @@ def _figures(report: Report) -> Iterator[tuple[str, str]]:
         yield "values take fewer operations", "at any length"
     if report.refits:
         last = report.refits[-1]
-        before_refit = "" if report.feed_forward else f"{last.error_before:.2%} → "  # none with fewer neurons
+        before_refit = "" if last.error_before is None else f"{last.error_before:.2%} → "
         yield "error of the last layer's hidden states, refitted", f"{before_refit}{last.error_after:.2%}"
     if report.drift is not None:
         yield f"drift of {report.drift.output} on held-back sequences", f"{report.drift.relative_error:.2%}"

@@ -55,7 +55,7 @@ from collab_compress.conversion.plan import (
     plan_distributed,
     warnings_of,
 )
-from collab_compress.conversion.refit import Refitted, install_refits, of_first_process, refit
+from collab_compress.conversion.refit import Refitted, install_refits, notes_on, of_first_process, refit
 from collab_compress.conversion.report import Drift, ModuleReport, Report, ValueReport
 from collab_compress.distributed import process_state
 from collab_compress.errors import CalibrationError, CompressionError
@@ -409,7 +409,8 @@ def _refit(
         if compression.solver.refit or conversion.blocks:
             raise
         return replace(conversion, notes=(f"no layer was refitted: {error}",))
-    return replace(conversion, refits=of_first_process(refits) if job.distributed else refits)
+    notes = notes_on(refits, job.data.used)
+    return replace(conversion, refits=of_first_process(refits) if job.distributed else refits, notes=notes)
 
 
 def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:

@@ -13,6 +13,7 @@ then continues with the refitted layer. So the data pass through each model once
 """
 
 import ctypes
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,13 +32,13 @@ from collab_compress.architectures import transformers_model
 from collab_compress.attention.projections import width_in
 from collab_compress.attention.values import fill_
 from collab_compress.calibration import Batch, Calibration, calibration_batches, evaluation_mode, run_batch
-from collab_compress.calibration.batches import token_count
+from collab_compress.calibration.batches import sequence_count, token_count
 from collab_compress.calibration.gather import batch_masks, masks_of, unpadded
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.feed_forward import FeedForward, cut_
 from collab_compress.conversion.plan import Progress
 from collab_compress.conversion.report import RefitReport
-from collab_compress.conversion.writers import Writer, find_writers, stream_of, width_out
+from collab_compress.conversion.writers import Writer, find_writers, probe_batch, stream_of, width_out
 from collab_compress.distributed import process_state
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, choose_neurons, fit
@@ -45,6 +46,9 @@ from collab_compress.factorization.least_squares import ResidualMoments, choice_
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # shares of the inputs' mean variance, chosen by held-back data
 ROUNDING = 1e-5  # relative error of the stream that is rounding alone
 ROOM = 2 * 2**30  # bytes of hidden states, of both models together
+PASSES_PER_TRIM = 8  # forward passes that run between two calls of malloc_trim, which takes milliseconds
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -88,51 +92,60 @@ def refit(
     with evaluation_mode(model), evaluation_mode(dense):
         writers = find_writers(model, used[0])
         _check_same(writers, model, dense)
-        used = _fit_memory(model, writers, used)
-        batches = [*used, *held_back, *held_back]  # the last ones run without any refit
-        unfitted = len(used) + len(held_back)
+        unfitted = [] if narrower else held_back  # batches that run without any refit too
+        used = _fit_memory(model, writers, used, [*held_back, *unfitted])
+        sequences = sum(map(sequence_count, used))
+        release = _can_release(dense, writers, used[0])
+        batches = [*used, *held_back]
         masks = [batch_masks(model, batch) for batch in batches]
         fits = [_Fit() for _ in writers]
         results: dict[int, Refitted] = {}
 
         def solve(place: int) -> "_Solution":
+            _trim_memory()
             writer = writers[place]
-            solution = _solve(
-                fits[place], writer, model.get_submodule(writer.name), (narrower or {}).get(writer.name)
-            )
+            layer, neurons = model.get_submodule(writer.name), (narrower or {}).get(writer.name)
+            solution = _solve(fits[place], writer, layer, neurons, sequences)
             results[place] = solution.result
+            fits[place] = _Fit()  # gives its memory back
             return solution
 
-        with (
-            _stops_at(model, writers, inputs=True),
-            _stops_at(dense, writers),
-            _forward_passes(dense, batches[:unfitted]) as dense_passes,
-            _forward_passes(model, batches) as passes,
-        ):
-            while (place := _advance([*dense_passes, *passes])) is not None:
-                writer = writers[place]
-                if progress is not None:
-                    progress(writer.name, len(results), len(writers))
-                pairs = list(zip(passes, [*dense_passes, *dense_passes[len(used) :]], strict=True))
-                calls = [(converted.calls[place], target.calls[place]) for converted, target in pairs]
-                for number, (call, target) in enumerate(calls):
-                    mask = masks_of(writer.site, masks[number]).query
-                    inputs, residuals, stream = _vectors(call, target, writer, mask)
-                    if number < len(used):
-                        fits[place].used.add(inputs, residuals)
-                    elif number < unfitted:
-                        fits[place].held_back.add(inputs, residuals)
-                        fits[place].spread += float((stream - stream.mean(0)).square().sum())
-                    else:
-                        fits[place].unfitted += float(residuals.square().sum())
-                if writer.shared:  # its other calls start from the dense stream, so that errors do not add up
-                    for call, target in calls[:unfitted]:
-                        call.stream.copy_(target.stream)
+        def refit_writer(place: int) -> None:
+            writer, gathered = writers[place], fits[place]
+            calls = [forward.calls[place] for forward in passes]
+            targets = [forward.calls[place] for forward in dense_passes]
+            for number, (call, target) in enumerate(zip(calls, targets, strict=True)):
+                mask = masks_of(writer.site, masks[number]).query
+                residuals, stream = _residuals(call, target, writer, mask)
+                is_held_back = number >= len(used)
+                moments = gathered.held_back if is_held_back else gathered.used
+                moments.add(unpadded(call.inputs, mask), residuals)
+                if is_held_back:
+                    gathered.spread += float((stream - stream.mean(0)).square().sum())
+                if is_held_back and unfitted:
+                    if not writer.shared:
+                        other = unfitted_passes[number - len(used)].calls[place]
+                        residuals, _ = _residuals(other, target, writer, mask)
+                    gathered.unfitted = (gathered.unfitted or 0.0) + float(residuals.square().sum())
+            solution = None if writer.shared else solve(place)
+            for call, target in zip(calls, targets, strict=True):
+                if solution is None:  # other calls start from the dense stream, so that errors do not add up
+                    call.stream.copy_(target.stream)
                 else:
-                    solution = solve(place)
-                    for call, _ in calls[:unfitted]:
-                        _apply(call, writer, solution)
-                    fits[place] = _Fit()  # gives its memory back
+                    _apply(call, writer, solution)
+
+        with (
+            _stops_at(model, writers),
+            _stops_at(dense, writers),
+            _forward_passes(dense, batches, release) as dense_passes,
+            _forward_passes(model, batches, release, keep_inputs=True) as passes,
+            _forward_passes(model, unfitted, release) as unfitted_passes,
+        ):
+            all_passes = [*dense_passes, *passes, *unfitted_passes]
+            while len(results) < len(writers) and (place := _advance(all_passes)) is not None:
+                if progress is not None:
+                    progress(writers[place].name, len(results), len(writers))
+                refit_writer(place)
         for place, writer in enumerate(writers):
             if writer.shared and fits[place].used.count:
                 solve(place)
@@ -173,9 +186,24 @@ def refit_(
     check_finite(model, "converted")
     check_finite(dense, "dense")
     batches = calibration_batches(calibration, dense, tokenizer, sequences=sequences, length=length, seed=seed)
-    results = refit(model, dense, *split_held_back(batches), progress)
+    used, held_back = split_held_back(batches)
+    results = refit(model, dense, used, held_back, progress)
     install_refits(model, results)
+    for note in notes_on(results, used):
+        _logger.warning(note)
     return tuple(result.report for result in results)
+
+
+def notes_on(results: Sequence[Refitted], used: Sequence[Batch]) -> tuple[str, ...]:
+    """Return a sentence on the batches that `refit` left out of those it was to fit layers to, if it did."""
+    count = sum(map(sequence_count, used))
+    fitted = results[0].report.sequences if results else count
+    if fitted == count:
+        return ()
+    return (
+        f"layers were refitted to {fitted} of {count} calibration sequences, in batches evenly spaced: the hidden "
+        f"states of all would take more than {ROOM / 2**30:g} GiB",
+    )
 
 
 def check_finite(model: PreTrainedModel, role: str) -> None:
@@ -185,13 +213,19 @@ def check_finite(model: PreTrainedModel, role: str) -> None:
             raise HeadError(f"{name} of the {role} model holds NaN or infinite values; load it again")
 
 
-def _fit_memory(model: PreTrainedModel, writers: Sequence[Writer], batches: Sequence[Batch]) -> list[Batch]:
-    """Return as many batches, evenly spaced, as there is memory for their hidden states in both models."""
+def _fit_memory(
+    model: PreTrainedModel, writers: Sequence[Writer], batches: Sequence[Batch], others: Sequence[Batch]
+) -> list[Batch]:
+    """Return as many batches, evenly spaced, as there is memory for their hidden states and those of `others`.
+
+    While a token waits at a writer, both models hold the embeddings, the inputs of the layer, what the writer adds to
+    and the sum; the converted model holds the writer's inputs too.
+    """
     layers: list[Any] = [model.get_submodule(writer.name) for writer in writers]
-    numbers = max((width_in(layer) + 4 * width_out(layer) for layer in layers), default=1)  # for each token
+    numbers = max((width_in(layer) + 2 * 4 * width_out(layer) for layer in layers), default=1)  # for each token
     tokens = [token_count(batch) for batch in batches]
-    most = ROOM / (2 * numbers * model.dtype.itemsize)
-    step = max(1, -(-sum(tokens) // int(max(most, max(tokens)))))
+    most = ROOM / (numbers * model.dtype.itemsize) - sum(map(token_count, others))
+    step = -(-sum(tokens) // int(max(most, *tokens)))
     return list(batches[::step])
 
 
@@ -211,7 +245,9 @@ class _Pass:
 
     running = threading.local()
 
-    def __init__(self, run: Callable[[], Any]) -> None:
+    def __init__(self, run: Callable[[], Any], release: bool, keep_inputs: bool) -> None:
+        self.release = release  # whether to release what writers return, and what they read if it is not to be kept
+        self.keep_inputs = keep_inputs
         self.place: int | None = None  # of the writer at which the pass waits; None when it is done
         self.calls: dict[int, _Call] = {}  # the latest of each writer
         self.pending: set[int] = set()  # writers whose outputs are not added yet
@@ -268,9 +304,9 @@ class _Ended(BaseException):
 
 @dataclass
 class _Call:
-    """One call of a writer: what it read, if needed, and the stream that its outputs were added to."""
+    """One call of a writer: its outputs, its inputs if kept, and the stream that the outputs were added to."""
 
-    shape: torch.Size
+    outputs: Tensor
     inputs: Any
     stream: Any = None
 
@@ -280,14 +316,16 @@ def _current_pass() -> _Pass | None:
 
 
 @contextmanager
-def _forward_passes(model: PreTrainedModel, batches: Sequence[Batch]) -> Iterator[list[_Pass]]:
+def _forward_passes(
+    model: PreTrainedModel, batches: Sequence[Batch], release: bool, keep_inputs: bool = False
+) -> Iterator[list[_Pass]]:
     """Yield a forward pass for each batch, not begun yet, and end them all afterwards."""
 
     def run(batch: Batch) -> None:
         with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
             run_batch(model, batch)
 
-    passes = [_Pass(partial(run, batch)) for batch in batches]
+    passes = [_Pass(partial(run, batch), release, keep_inputs) for batch in batches]
     try:
         yield passes
     finally:
@@ -297,8 +335,10 @@ def _forward_passes(model: PreTrainedModel, batches: Sequence[Batch]) -> Iterato
 
 def _advance(passes: Sequence[_Pass]) -> int | None:
     """Run all passes to their next stop, one after the other, and return which writer that is; None at the end."""
-    for forward in passes:
+    for number, forward in enumerate(passes):
         forward.go_on()
+        if number % PASSES_PER_TRIM == 0:
+            _trim_memory()
     _trim_memory()
     places = {forward.place for forward in passes}
     if len(places) != 1:
@@ -314,15 +354,34 @@ def _trim_memory() -> None:
             trim(0)
 
 
+def _release_(tensor: Tensor) -> None:
+    """Free the memory of a tensor that the frames of a waiting pass hold, and that nothing reads again."""
+    tensor.data = tensor.new_empty(0)
+
+
+def _can_release(model: PreTrainedModel, writers: Sequence[Writer], batch: Batch) -> bool:
+    """Return whether a pass runs if it releases tensors, which MobileBERT's bottlenecks would read again."""
+    with _stops_at(model, writers), _forward_passes(model, [probe_batch(batch)], release=True) as passes:
+        try:
+            while _advance(passes) is not None:
+                pass
+        except CalibrationError:
+            return False
+    return True
+
+
 @contextmanager
-def _stops_at(model: PreTrainedModel, writers: Sequence[Writer], inputs: bool = False) -> Iterator[None]:
-    """Make passes of `model` stop where a writer's outputs have been added; keep the writer's inputs if wanted."""
+def _stops_at(model: PreTrainedModel, writers: Sequence[Writer]) -> Iterator[None]:
+    """Make passes of `model` stop where a writer's outputs have been added."""
 
     def on_call(place: int, _: nn.Module, args: Any, output: Tensor) -> None:
         current = _current_pass()
-        if current is not None:
-            current.calls[place] = _Call(output.shape, args[0] if inputs else None)
-            current.pending.add(place)
+        if current is None:
+            return
+        current.calls[place] = _Call(output, args[0] if current.keep_inputs else None)
+        current.pending.add(place)
+        if current.release and not current.keep_inputs and args[0].shape[-1] > output.shape[-1]:  # not the stream
+            _release_(args[0])
 
     def on_stream(at: tuple[str, str], values: Any) -> None:
         current = _current_pass()
@@ -330,9 +389,11 @@ def _stops_at(model: PreTrainedModel, writers: Sequence[Writer], inputs: bool = 
             return
         for place in sorted(current.pending):
             call = current.calls[place]
-            stream = stream_of(values, call.shape)
+            stream = stream_of(values, call.outputs.shape)
             if (writers[place].at, writers[place].shown) == at and stream is not None:
                 call.stream = stream
+                if current.release and call.outputs.data_ptr() != stream.data_ptr():
+                    _release_(call.outputs)
                 current.pending.remove(place)
                 current.stop(place)
                 del current.calls[place]
@@ -362,19 +423,19 @@ class _Fit:
 
     used: ResidualMoments = field(default_factory=ResidualMoments)  # of the sequences to fit to
     held_back: ResidualMoments = field(default_factory=ResidualMoments)
-    unfitted: float = 0.0  # squared error on the held-back sequences if no layer is refitted
+    unfitted: float | None = None  # squared error on the held-back sequences if no layer is refitted
     spread: float = 0.0  # of the dense stream on the held-back sequences, Σ‖x − mean‖²
 
 
-def _vectors(call: _Call, target: _Call, writer: Writer, mask: Tensor | None) -> list[Tensor]:
-    """Return a writer's inputs (n, N), what the stream lacks, and the dense stream (n, D), without padding.
+def _residuals(call: _Call, target: _Call, writer: Writer, mask: Tensor | None) -> list[Tensor]:
+    """Return what the stream lacks, and the dense stream, (n, D), without padding.
 
-    The last two are divided by the gain, so that they are in the units of the layer's outputs.
+    Both are divided by the gain, so that they are in the units of the layer's outputs.
     """
     stream = target.stream.reshape(-1, target.stream.shape[-1]).float()
     converted = call.stream.reshape(-1, call.stream.shape[-1]).float()
     gain = torch.where(writer.gain == 0, torch.inf, writer.gain).to(stream)
-    return [unpadded(value, mask) for value in (call.inputs, (stream - converted) / gain, stream / gain)]
+    return [unpadded(value, mask) for value in ((stream - converted) / gain, stream / gain)]
 
 
 class _Solution(NamedTuple):
@@ -385,7 +446,7 @@ class _Solution(NamedTuple):
     result: Refitted
 
 
-def _solve(gathered: _Fit, writer: Writer, layer: Any, neurons: int | None) -> _Solution:
+def _solve(gathered: _Fit, writer: Writer, layer: Any, neurons: int | None, sequences: int) -> _Solution:
     """Fit a layer with the damping that has the smallest error on held-back sequences.
 
     It reads all its inputs, and then may stay as it is, or keeps as many neurons as given.
@@ -423,12 +484,13 @@ def _solve(gathered: _Fit, writer: Writer, layer: Any, neurons: int | None) -> _
     if kept is not None:
         weight = weight[kept.to(weight.device)]
     weight = (weight if isinstance(layer, Conv1D) else weight.mT).contiguous()
-    without = before * held_back.count if writer.shared else gathered.unfitted
+    unfitted = gathered.unfitted
     report = RefitReport(
         name=writer.name,
-        error_before=(without / held_back.count / scale) ** 0.5,
+        error_before=None if unfitted is None else (unfitted / held_back.count / scale) ** 0.5,
         error_after=(best / scale) ** 0.5,
         vectors=gathered.used.count,
+        sequences=sequences,
     )
     return _Solution(change, shift, Refitted(report, weight, bias, kept))
 

@@ -150,15 +150,18 @@ class RefitReport:
 
     Args:
         name: path of the layer.
-        error_before: ‖converted − dense‖ over the norm of the dense stream less its mean, without any refit.
+        error_before: ‖converted − dense‖ over the norm of the dense stream less its mean, without any refit; None if
+            feed-forward blocks become narrower, which takes one.
         error_after: the same, with this layer and those below it refitted.
         vectors: number of vectors that the layer was fitted to.
+        sequences: number of sequences that they are from.
     """
 
     name: str
-    error_before: float
+    error_before: float | None
     error_after: float
     vectors: int
+    sequences: int
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from collab_compress.factorization.moments import cholesky, float64_device
 
-STRIP = 1024  # columns of a symmetric product that are computed together, from the diagonal on
+STRIP = 512  # columns of a symmetric product that are computed together, from the diagonal on
 BLOCK = 64  # neurons that are eliminated between two rankings
 
 
@@ -73,7 +73,7 @@ class ResidualMoments:
     def moments(self, centred: bool) -> tuple[Tensor, Tensor]:
         """Return E[a aᵀ] (N, N) and E[a eᵀ] (N, D), or covariances if `centred`; in float64."""
         inputs, residuals = self._inputs / self.count, self._residuals / self.count
-        second = self._symmetric_products() / self.count - torch.outer(inputs, inputs)
+        second = (self._symmetric_products() / self.count).sub_(torch.outer(inputs, inputs))
         crossed = self._crossed / self.count - torch.outer(inputs, residuals)
         if not centred:
             mean, _ = self.means()
@@ -81,8 +81,8 @@ class ResidualMoments:
         return second, crossed
 
     def _symmetric_products(self) -> Tensor:
-        upper = self._products.triu()
-        return upper + upper.triu(1).mT
+        """Make the products symmetric, of which those below the diagonal are not all added up, and return them."""
+        return self._products.triu_().add_(self._products.triu(1).mT)
 
     def narrowed(self, weight: Tensor, kept: Tensor) -> Self:
         """Return the moments of `kept` inputs (n,), ascending, with residuals that the others add to by Wᵀ (N, D)."""
@@ -167,7 +167,7 @@ def elimination_order(second: Tensor, crossed: Tensor, least: int = 0, block: in
         ValueError: the moments are singular.
     """
     root = cholesky(second, "the activations' moments are singular; pass a larger damping, or more data")
-    inverse = torch.cholesky_inverse(root)
+    inverse = torch.cholesky_inverse(root, out=root)
     weight = inverse @ crossed
     remaining = torch.ones(len(second), dtype=torch.bool, device=second.device)
     order = []

@@ -1,10 +1,12 @@
 """Refitting what layers write to the residual stream, against least squares on gathered activations."""
 
 import copy
+import gc
 import threading
 
 import pytest
 import torch
+from tiny_families import build, inputs
 from tiny_words import bert_config, word_tokenizer
 from transformers import AutoModel, BertModel
 
@@ -18,6 +20,7 @@ from collab_compress import (
     prune_heads_,
 )
 from collab_compress.conversion import refit as module
+from collab_compress.conversion.feed_forward import find_feed_forward
 from collab_compress.conversion.refit import DAMPINGS, find_writers, install_refits, refit, refit_
 from collab_compress.errors import CalibrationError, HeadError
 
@@ -270,6 +273,37 @@ def test_blocks_in_two_steps_are_those_of_the_second(make_tiny):
     compress(model, Compression(dff=12), batches())
     assert model.config.intermediate_size == 12
     assert model.encoder.layer[0].intermediate.dense.out_features == 12
+
+
+def test_texts_that_are_left_out_are_named(make_tiny, monkeypatch, caplog):
+    room = 4 * (32 + 8 * 24) * 6 * 27  # six of nine batches: seven to fit to, and one held back, with which two run
+    monkeypatch.setattr(module, "ROOM", room)
+    report = compress(make_tiny("distilbert"), Compression(dv=12), batches(8))
+    note = "layers were refitted to 12 of 21 calibration sequences"
+    assert report.sequences == 21
+    assert {(each.sequences, each.vectors) for each in report.refits} == {(12, 84)}
+    assert any(note in warning for warning in report.warnings)
+    refit_(*pair(make_tiny), None, batches(8))
+    assert note in caplog.text
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_waiting_passes_hold_neurons_once(family, monkeypatch):
+    """Those of the converted model, one tensor a batch."""
+    model, data = build(family), [inputs(family, seed) for seed in range(4)]
+    width = find_feed_forward(model, data[0])[0].width
+    held = []
+
+    def solve(*args):
+        tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+        neurons = [tensor for tensor in tensors if tensor.shape[-1:] == (width,) and tensor.dim() == 3]
+        held.append(len(neurons))
+        return solve_(*args)
+
+    solve_ = module._solve
+    monkeypatch.setattr(module, "_solve", solve)
+    compress(model, Compression(dff=16), data)
+    assert held == [0, 5] * 2  # a batch is split to hold a part back
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
