@@ -33,7 +33,7 @@ from collab_compress.attention.projections import width_in
 from collab_compress.attention.values import fill_
 from collab_compress.calibration import Batch, Calibration, calibration_batches, evaluation_mode, run_batch
 from collab_compress.calibration.batches import sequence_count, token_count
-from collab_compress.calibration.gather import batch_masks, masks_of, unpadded
+from collab_compress.calibration.gather import batch_masks, forward_arguments, masks_of, unpadded
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.feed_forward import FeedForward, cut_
 from collab_compress.conversion.plan import Progress
@@ -320,10 +320,11 @@ def _forward_passes(
     model: PreTrainedModel, batches: Sequence[Batch], release: bool, keep_inputs: bool = False
 ) -> Iterator[list[_Pass]]:
     """Yield a forward pass for each batch, not begun yet, and end them all afterwards."""
+    options: Any = {"use_cache": False} if "use_cache" in forward_arguments(model) else {}
 
     def run(batch: Batch) -> None:
         with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
-            run_batch(model, batch)
+            run_batch(model, {**batch, **options})
 
     passes = [_Pass(partial(run, batch), release, keep_inputs) for batch in batches]
     try:

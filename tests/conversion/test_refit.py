@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_families import build, inputs
 from tiny_words import bert_config, word_tokenizer
-from transformers import AutoModel, BertModel
+from transformers import AutoModel, BertModel, Cache
 
 from collab_compress import (
     CalibrationOptions,
@@ -289,7 +289,7 @@ def test_texts_that_are_left_out_are_named(make_tiny, monkeypatch, caplog):
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_waiting_passes_hold_neurons_once(family, monkeypatch):
-    """Those of the converted model, one tensor a batch."""
+    """Those of the converted model, one tensor a batch, and no key-value cache."""
     model, data = build(family), [inputs(family, seed) for seed in range(4)]
     width = find_feed_forward(model, data[0])[0].width
     held = []
@@ -297,13 +297,14 @@ def test_waiting_passes_hold_neurons_once(family, monkeypatch):
     def solve(*args):
         tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
         neurons = [tensor for tensor in tensors if tensor.shape[-1:] == (width,) and tensor.dim() == 3]
-        held.append(len(neurons))
+        caches = [thing for thing in gc.get_objects() if isinstance(thing, Cache)]
+        held.append((len(neurons), len(caches)))
         return solve_(*args)
 
     solve_ = module._solve
     monkeypatch.setattr(module, "_solve", solve)
     compress(model, Compression(dff=16), data)
-    assert held == [0, 5] * 2  # a batch is split to hold a part back
+    assert held == [(0, 0), (5, 0)] * 2  # a batch is split to hold a part back
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
