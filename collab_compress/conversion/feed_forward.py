@@ -94,13 +94,14 @@ def _find_ups(model: PreTrainedModel, down: str, batch: Batch) -> dict[str, Tens
     """Return the layers each of whose outputs changes one neuron that `down` reads, and no other."""
     layer = model.get_submodule(down)
     width = width_in(layer)
-    block = down.split(".")[:2]
+    parts = down.split(".")
+    layer_parts = parts[: next(place for place, part in enumerate(parts) if part.isdecimal()) + 1]
     changed = torch.rand(width, generator=torch.Generator().manual_seed(0), device="cpu") < 0.5
     before = _neurons(model, layer, batch)
     ups = {}
     for name, up in model.named_modules():
         outputs = width_out(up)
-        if outputs not in (width, 2 * width) or name == down or name.split(".")[: len(block)] != block:
+        if outputs not in (width, 2 * width) or name == down or name.split(".")[: len(layer_parts)] != layer_parts:
             continue
         places = torch.arange(outputs)
         for neurons in (places % width, places.div(outputs // width, rounding_mode="floor")):

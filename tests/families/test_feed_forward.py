@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 from tiny_families import build, inputs, run
+from transformers import BertConfig, BertModel
 
 from collab_compress import Compression, Solver, UnsupportedModelError, compress, expand
 from collab_compress.architectures import find_attention
 from collab_compress.conversion.feed_forward import cut_, find_feed_forward, narrower_config
 
-NO_WIDTH = {"bloom", "mobilebert", "mpt", "segformer", "xlm"}  # a multiple of another width, or convolutions between
+NO_WIDTH = {"bloom", "mpt", "segformer", "xlm"}  # a multiple of another width, or convolutions between
 
 
 def test_a_narrower_model_is_a_stock_model_and_its_attention_can_be_converted(kin, tmp_path):
@@ -40,6 +41,15 @@ def test_a_narrower_model_is_a_stock_model_and_its_attention_can_be_converted(ki
     if expand(model).exact:
         torch.testing.assert_close(run(model, batch), expected, atol=1e-4, rtol=1e-3)
     assert model.num_parameters() == report.parameters_after  # neurons do not come back
+
+
+def test_each_block_is_searched_in_its_own_layer():
+    runs = []
+    for count in (1, 2, 3):
+        model = BertModel(BertConfig(**{**build("bert").config.to_dict(), "num_hidden_layers": count}))
+        model.register_forward_pre_hook(lambda *_, count=count: runs.append(count))
+        assert len(find_feed_forward(model, inputs("bert"))) == count
+    assert runs.count(3) - runs.count(2) == runs.count(2) - runs.count(1)
 
 
 def test_neurons_are_cut_where_they_are_silenced(kin):
