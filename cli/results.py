@@ -236,12 +236,10 @@ def _findings(paper: str, verdicts: Sequence[Verdict]) -> str:
     """Return the number of verdicts, and those that were decided."""
     shown = tried(verdicts)
     title = next(table.title for table in read_papers() if table.paper == paper)
-    decided = [verdict for verdict in shown if verdict.outcome in (HOLDS, FAILS, SAME)]
     lines = [f"* **{title}**: {len(shown)} comparisons tried: {counted(shown)}."]
-    lines += [
-        f"{verdict.outcome.capitalize()}: {verdict.compared} on {verdict.where}, {verdict.numbers}."
-        for verdict in decided
-    ]
+    for outcome in (HOLDS, FAILS, SAME):
+        if decided := [verdict.short for verdict in shown if verdict.outcome == outcome]:
+            lines.append(f"{outcome.capitalize()}: {'; '.join(decided)}.")
     return " ".join(lines)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -92,9 +92,14 @@ def comparison_blocks(comparison: Comparison, papers: Sequence[PaperTable]) -> l
 
 
 def scores_blocks(comparison: Comparison) -> list[str | Grid]:
-    """Return scores alone, without the columns that are the same in all rows."""
+    """Return scores alone, without the columns, and the number of seeds, that are the same in all rows."""
     names = [name for name in ("model", "method", "stage") if len({line[name] for line in comparison.lines}) > 1]
-    return [_grid(comparison.lines, names or ["method"], comparison.columns, _score, "lower")]
+    grid = _grid(comparison.lines, names or ["method"], comparison.columns, _score, "lower")
+    counts = {line["n"] for line in comparison.lines}
+    if len(counts) > 1:
+        return [grid]
+    rows = [[cell.removesuffix(f" ({min(counts)})") for cell in row] for row in grid.rows]
+    return [f"{min(counts)} seeds:", replace(grid, rows=rows)]
 
 
 def _grid(

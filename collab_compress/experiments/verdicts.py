@@ -105,6 +105,12 @@ class Verdict:
         return f"{of}{self.claim.method} − {self.claim.than}"
 
     @property
+    def short(self) -> str:
+        """The comparison with its difference."""
+        difference = "no pairs" if self.difference is None else f"{signed(self.difference.mean)} {self.unit}".strip()
+        return f"{self.compared} on {self.where} ({difference})"
+
+    @property
     def numbers(self) -> str:
         """The difference and its interval, p and seeds."""
         if self.difference is None:
