@@ -576,7 +576,8 @@ def transformers_model(model: Any) -> PreTrainedModel:
         inner = getattr(model[0], "auto_model", None)
         if isinstance(inner, nn.Module):
             return transformers_model(inner)
-    if isinstance(model, nn.Module) and isinstance(getattr(model, "config", None), PretrainedConfig):
+    is_module = isinstance(model, nn.Module) and hasattr(model, "base_model_prefix")  # BertEncoder has a config alone
+    if is_module and isinstance(getattr(model, "config", None), PretrainedConfig):
         return model
     hint = "pass a transformers.PreTrainedModel, or a SentenceTransformer that holds one"
     for name in ("module", "_orig_mod"):  # of DistributedDataParallel and of torch.compile

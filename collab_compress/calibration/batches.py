@@ -27,6 +27,7 @@ from collab_compress.calibration.synthetic import (
     usable_length,
 )
 from collab_compress.errors import CalibrationError, one_line
+from collab_compress.options import CalibrationOptions
 
 Calibration: TypeAlias = str | Path | Sequence[Text] | Iterable[Mapping[str, Tensor]] | None
 
@@ -88,6 +89,7 @@ def noted_batches(
     seed: int,
 ) -> tuple[list[Batch], list[str]]:
     """Return the batches of `calibration_batches`, and a sentence for each thing that was left out."""
+    CalibrationOptions(sequences=sequences, length=length)  # checks both
     if is_none(calibration):
         return [], []
     if isinstance(tokenizer, ProcessorMixin):
@@ -283,7 +285,13 @@ def text_file(calibration: Any) -> Path | None:
 
 
 def _source(calibration: Any) -> str:
-    return str(calibration).removeprefix(BESIDE)
+    source = str(calibration).removeprefix(BESIDE)
+    if not source:
+        raise CalibrationError(
+            f"calibration {str(calibration)!r} names no file; expected 'synthetic', 'generated', 'none', or a file "
+            f"of texts, alone or after {BESIDE!r}"
+        )
+    return source
 
 
 def _items(calibration: Any, sequences: int | None) -> list[Any]:

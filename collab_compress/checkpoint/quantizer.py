@@ -200,7 +200,10 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _refuse_lost_weights(self, conversions: list[Any]) -> None:
-        """Refuse a checkpoint that lacks weights of an edited module, or of one like those in `absent`."""
+        """Refuse a checkpoint that lacks weights of an edited module, or of one like those in `absent`.
+
+        Other weights of a module in place of its own are those of an edit that the config does not describe.
+        """
         if not self.stored:
             return
         model = self.model
@@ -213,11 +216,19 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
         edited = {name for edit in self.edits for name in edit.modules}
         like_absent = {_any_layer(".".join(name.split(".")[-2:])) for name in self.absent}
+        unknown = sorted(loaded - expected.keys())
         for name in sorted(expected.keys() - loaded - set(self.stored) - tied):
             if _lies_in(name, edited) or _lies_in(_any_layer(name), like_absent):
                 raise CheckpointError(
                     f"{type(model).__name__}: the checkpoint describes converted attention, but holds no {name}; "
                     f"load it as {' or '.join(model.config.architectures or ['the class that was saved'])}"
+                )
+            module = ".".join(name.removeprefix(f"{prefix}.").split(".")[:-2])  # of a projection's weight
+            other = next((key for key in unknown if module and _lies_in(key, [module])), None)
+            if other is not None:
+                raise CheckpointError(
+                    f"{type(model).__name__}: the checkpoint holds {other} in place of {name}, and its config "
+                    "describes no such edit; restore the config.json that it was saved with"
                 )
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:

@@ -60,7 +60,7 @@ from collab_compress.conversion.report import Drift, ModuleReport, Report, Value
 from collab_compress.distributed import process_state
 from collab_compress.errors import CalibrationError, CompressionError
 from collab_compress.factorization import has_float64
-from collab_compress.heads.sharding import refuse_sharded
+from collab_compress.heads.sharding import refuse_unwritable
 from collab_compress.options import CalibrationOptions, Compression
 
 _logger = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ def find_tasks(
     """
     if is_quantized(model):
         raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
-    refuse_sharded(model, "compress", CompressionError)
+    refuse_unwritable(model, "compress", CompressionError)
     _check_config(model)
     implementation = model.config._attn_implementation
     if implementation not in ("eager", "sdpa"):

@@ -30,7 +30,7 @@ from collab_compress.attention.values import output_dim
 from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Factors
-from collab_compress.heads.sharding import refuse_sharded
+from collab_compress.heads.sharding import refuse_unwritable
 
 
 def describe(model: PreTrainedModel) -> dict[str, str]:
@@ -209,7 +209,7 @@ def _needed_width(site: AttentionSite) -> int:
 def _expand(model: PreTrainedModel, head_width: int | None) -> Expansion:
     """Expand a converted model in place, to heads of the model's own width or of another."""
     edits_of(model)  # refuses a model that was loaded without this package
-    refuse_sharded(model, "expand", CompressionError)
+    refuse_unwritable(model, "expand", CompressionError)
     dense_parts: list[tuple[Any, str, Any]] = []
     errors = {}
     for name, module in model.named_modules():

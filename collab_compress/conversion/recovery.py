@@ -162,9 +162,13 @@ def distil_(
     Raises:
         HeadError: the model is not converted, or has other attention modules or heads than the dense one; they share
             parameters, or values are not finite, before or after training; several GPUs in one process.
+        CompressionError: progress or parameters is no function.
         CalibrationError: there are no batches.
         UnsupportedModelError: the models' family is not known.
     """
+    for name, function in (("progress", progress), ("parameters", parameters)):
+        if function is not None and not callable(function):
+            raise CompressionError(f"{name} is {function!r}; expected a function, or None")
     if not batches:
         raise CalibrationError("no batches to train on; pass 'synthetic', texts or batches")
     model, dense = transformers_model(model), transformers_model(dense)

@@ -120,6 +120,15 @@ def rehearse(workload: Workload, model: PreTrainedModel, tuning: Tuning) -> None
         HeadError: a method that acts on heads does not fit the model.
     """
     heads = workload.recipe.heads
+    dropouts = {
+        name: rate for name, rate in model.config.to_dict().items() if "drop" in name and "att" in name and rate
+    }
+    if dropouts and model.config._attn_implementation == "flex_attention":
+        name, rate = next(iter(dropouts.items()))
+        raise RecipeError(
+            f"attn_implementation is 'flex_attention', which has no dropout in training, and {name} of the model is "
+            f"{rate}; expected 0; pass sdpa, or set {name} to 0 in its config"
+        )
     try:
         with TemporaryDirectory() as folder:
             trainer = _trainer(workload, model, tuning, Path(folder), heads)

@@ -20,7 +20,7 @@ from collab_compress.checkpoint import (
     record_edit_,
 )
 from collab_compress.errors import CheckpointError, HeadError
-from collab_compress.heads.sharding import refuse_sharded
+from collab_compress.heads.sharding import refuse_unwritable
 
 
 class MixedProjection(nn.Module):
@@ -109,7 +109,7 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
             plain `nn.Linear`, or shares its weight with another; heads differ in the width of their values.
     """
     model = transformers_model(model)
-    refuse_sharded(model, "mix_heads_")
+    refuse_unwritable(model, "mix_heads_")
     if any(isinstance(module, MixedProjection) for module in model.modules()):
         raise HeadError(
             f"{type(model).__name__} mixes its heads already; merge_alphas_(model) first, or train the alphas it has"
@@ -176,7 +176,7 @@ def merge_alphas_(model: PreTrainedModel) -> None:
         HeadError: no heads are mixed, something wraps an output projection, or the model is sharded.
     """
     model = transformers_model(model)
-    refuse_sharded(model, "merge_alphas_")
+    refuse_unwritable(model, "merge_alphas_")
     mixed = {site.path(site.family.output): projection for site, projection in mixed_projections(model)}
     if not mixed:
         raise HeadError(f"{type(model).__name__} has no alphas to merge; mix_heads_(model) adds them")

@@ -14,7 +14,7 @@ from collab_compress.architectures import KINDS, AttentionSite, Kind, find_atten
 from collab_compress.attention.install import HeadCall
 from collab_compress.heads.alphas import MixedProjection, output_weight, plain_output
 from collab_compress.heads.hooks import HeadHooks
-from collab_compress.heads.sharding import refuse_sharded
+from collab_compress.heads.sharding import refuse_unwritable
 
 STRETCH = (-0.1, 1.1)  # γ and ζ, so that a gate is 0 or 1 with a probability above 0
 TEMPERATURE = 0.33  # β
@@ -112,7 +112,7 @@ def _gate(logits: Tensor) -> Tensor:
 
 def _check(model: PreTrainedModel, sites: Iterable[AttentionSite]) -> list[tuple[str, Tensor, list[int]]]:
     """Return the path of each module and its `_columns`, or raise if gates cannot be folded into them."""
-    refuse_sharded(model, "head gates")
+    refuse_unwritable(model, "head gates")
     return [(site.name, *_columns(site)) for site in sites]
 
 

@@ -16,7 +16,7 @@ from collab_compress.attention.install import FORMS_AT, STOCK_HEADS, head_hooks,
 from collab_compress.attention.values import JOINT_WIDTH
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
 from collab_compress.errors import CheckpointError, CompressionError, HeadError
-from collab_compress.heads.sharding import refuse_sharded
+from collab_compress.heads.sharding import refuse_unwritable
 
 
 def check_heads(
@@ -189,7 +189,7 @@ def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -
         CheckpointError: the model was loaded before this package was imported.
     """
     model = transformers_model(model)
-    refuse_sharded(model, "prune_heads_")
+    refuse_unwritable(model, "prune_heads_")
     chosen = check_heads(find_attention(model), heads)
     if is_quantized(model):
         raise HeadError(f"{type(model).__name__} is quantized; remove heads from the unquantized checkpoint instead")

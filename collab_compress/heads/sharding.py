@@ -70,10 +70,15 @@ def refuse_split(where: str, parameter: Any) -> None:
         )
 
 
-def refuse_sharded(model: nn.Module, what: str, kind: type[CollabCompressError] = HeadError) -> None:
-    """Raise an error of class `kind` if the model is sharded, before the call named `what` changes its modules."""
+def refuse_unwritable(model: nn.Module, what: str, kind: type[CollabCompressError] = HeadError) -> None:
+    """Raise an error of class `kind`, before the call named `what`, if the model is sharded or made for inference."""
     reshard_(model)
     for name, parameter in model.named_parameters():
+        if parameter.is_inference():
+            raise kind(
+                f"{what}: {name} of {type(model).__name__} was made inside torch.inference_mode(), so it cannot be "
+                "changed; make or load the model outside of it"
+            )
         if is_sharded(parameter) or _holder(parameter) or name.endswith("_flat_param"):
             raise kind(
                 f"{what}: {name} of {type(model).__name__} is sharded, and new parameters would not be; call it "

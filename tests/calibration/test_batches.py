@@ -348,6 +348,8 @@ def test_none(minilm, nothing):
         ([], True, "calibration data is empty"),
         ([], False, "calibration data is empty"),
         (7, True, "calibration is a int; expected"),
+        ("", True, "calibration '' names no file; expected 'synthetic', .* or a file of texts"),
+        ("synthetic+", True, r"calibration 'synthetic\+' names no file; expected"),
         (["text", {"input_ids": torch.ones(1, 1)}], True, "mixes batches and texts"),
         (["text", 3], True, "calibration item 1 is a int; expected a text, a pair of texts, or a batch"),
         ([("one", "two", "three")], True, "calibration item 0 is a tuple; expected a text, a pair of texts"),

@@ -140,6 +140,24 @@ def test_edits_of_another_model_are_refused(change, entries, make_tiny, tmp_path
         AutoModel.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("change", ["shared", "values", "alphas"])
+@pytest.mark.parametrize("path", [None, "elsewhere"])
+def test_weights_of_an_edit_that_the_config_does_not_describe_are_refused(change, path, make_tiny, tmp_path):
+    model = make_tiny("bert")
+    if change == "alphas":
+        mix_heads_(model)
+    else:
+        compress(model, Compression(dk=8) if change == "shared" else Compression(dv=12), calibration=None)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    stored = config["quantization_config"]
+    (edit,) = stored.pop("edits")
+    stored["edits"] = [] if path is None else [{**edit, "modules": {path: next(iter(edit["modules"].values()))}}]
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"BertModel: the checkpoint holds .* in place of .* restore the"):
+        AutoModel.from_pretrained(tmp_path)
+
+
 def test_a_layout_that_the_model_has_not_is_refused(tmp_path):
     model = GPT2Model(GPT2Config(n_embd=24, n_head=3, n_layer=1, n_positions=8, vocab_size=11))
     compress(model, Compression(dk=8), calibration=None)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    BertConfig,
     BertForMaskedLM,
     BertForMultipleChoice,
     BertForSequenceClassification,
@@ -24,6 +25,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
+from transformers.models.bert.modeling_bert import BertEncoder
 
 from collab_compress import (
     CalibrationError,
@@ -388,6 +390,7 @@ def test_a_sentence_transformer_is_converted_by_its_transformers_model(minilm_pa
         (nn.Sequential(nn.Linear(2, 2)), "^Sequential is no Transformers model; pass a"),
         (nn.Sequential(), "^Sequential is no Transformers model; pass a"),
         (None, "^NoneType is no Transformers model; pass a"),
+        (BertEncoder(BertConfig(num_hidden_layers=1)), "^BertEncoder is no Transformers model; pass a"),
         (SimpleNamespace(module=SimpleNamespace(config=1)), "pass the model inside, model.module"),
     ],
 )
@@ -819,3 +822,16 @@ def test_kinds_that_the_model_lacks_are_refused(make_tiny):
 def test_unknown_kinds_and_modules(settings, message):
     with pytest.raises(CompressionError, match=message):
         Compression(dk=1, **settings)
+
+
+def test_models_made_for_inference_are_refused(make_tiny):
+    with torch.inference_mode():
+        model = make_tiny("bert")
+    for function in (
+        lambda: compress(model, Compression(dk=8), calibration=None),
+        lambda: mix_heads_(model),
+        lambda: prune_heads_(model, {"encoder.layer.0.attention.self": [0]}),
+        lambda: expand(model),
+    ):
+        with pytest.raises(CollabCompressError, match=r"of BertModel was made inside torch\.inference_mode\(\)"):
+            function()

@@ -171,6 +171,9 @@ def test_recovery_on_texts(minilm, minilm_tokenizer):
         ({"learning_rate": "fast"}, "learning_rate is .fast.; expected a number above 0"),
         ({"speed": 2}, "recover_ got an unexpected keyword argument 'speed'; expected arguments of Training"),
         ({"dense": None}, "NoneType is no Transformers model"),
+        ({"length": "64"}, "length is '64'; expected a whole number"),
+        ({"progress": 3}, "progress is 3; expected a function, or None"),
+        ({"parameters": 3}, "parameters is 3; expected a function, or None"),
     ],
 )
 def test_what_recovery_refuses(options, message, make_tiny, calibration):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_recipes import mrpc
 from transformers import (
     AutoModelForSequenceClassification,
+    BertConfig,
     BertForSequenceClassification,
     Trainer,
     TrainerCallback,
@@ -162,6 +163,17 @@ def apart(one, other):
     with torch.no_grad():
         rows = [model(tokens, token_type_ids=types, output_attentions=True).attentions for model in (one, other)]
     return sum((first - second).abs().sum().item() for first, second in zip(*rows, strict=True))
+
+
+def test_flex_attention_with_dropout_is_refused_before_the_work(start, data_dir, tmp_path):
+    config = BertConfig.from_pretrained(start)
+    config.attention_probs_dropout_prob = 0.1
+    config.save_pretrained(start)
+    recipe = read_recipe(
+        overrides=settings(start, data_dir, tmp_path / "out", "again=null", "attn_implementation=flex_attention")
+    )
+    with pytest.raises(RecipeError, match="'flex_attention', which has no dropout in training, and attention_probs"):
+        run(recipe)
 
 
 def test_experiments_are_not_mixed(start, data_dir, tmp_path):
