@@ -125,7 +125,7 @@ def quantizers_are_plugged_in() -> bool:
 def quantization_configs_are_merged() -> bool:
     from transformers.quantizers import auto
 
-    call = r"AutoHfQuantizer\.merge_quantization_configs\(\s+quantization_params_from_config, quantization_config\s"
+    call = r"merge_quantization_configs\(\s+\S+, quantization_config\s"
     names = ["quantization_config", "quantization_config_from_args"]
     merge = auto.AutoHfQuantizer.merge_quantization_configs
     return bool(re.search(call, inspect.getsource(auto.get_hf_quantizer))) and takes(merge, *names)()
