@@ -353,7 +353,7 @@ def model_latency(
         converted: its conversion, on the same device.
         length: tokens T of each sequence.
         batch_size: sequences in the batch.
-        seconds: time to measure for; each model runs 4 to 40 times.
+        seconds: time to measure for; each model runs 10 to 40 times, because fewer can agree by chance.
         seed: of the order and the tokens.
 
     Raises:
@@ -366,7 +366,7 @@ def model_latency(
     with evaluation_mode(dense), evaluation_mode(converted):
         calls = [partial(run_batch, model, batch) for model in (dense, converted)]
         once = sum(_seconds(call, dense.device) for call in calls)
-        rounds = min(40, max(4, int(seconds / once)))
+        rounds = min(40, max(10, int(seconds / once)))
         return _timed("", length, calls, device=dense.device, rounds=rounds, draw=random.Random(seed))
 
 

@@ -229,7 +229,7 @@ def test_whole_models_run_in_turns_on_the_same_batch(make_tiny):
             with_kwargs=True,
         )
     timing = model_latency(dense, converted, 6, batch_size=3, seconds=0)
-    assert (timing.name, timing.length, timing.rounds) == ("", 6, 4)
-    # Four rounds, after one call to choose their number and one to warm up.
-    assert lengths[id(dense)] == lengths[id(converted)] == [(3, 6)] * 6
+    assert (timing.name, timing.length, timing.rounds) == ("", 6, 10)
+    # Ten rounds, after one call to choose their number and one to warm up.
+    assert lengths[id(dense)] == lengths[id(converted)] == [(3, 6)] * 12
     assert 0 < timing.low <= timing.ratio <= timing.high
