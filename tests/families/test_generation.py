@@ -137,7 +137,7 @@ def test_the_room_of_opt_is_known_before_any_work(form, centre, biased, calibrat
         )
         if dk in refused:
             with monkeypatch.context() as patched:
-                patched.setattr("collab_compress.conversion.compress.noted_batches", None)  # not reached
+                patched.setattr("collab_compress.conversion.calibrate.noted_batches", None)  # not reached
                 with pytest.raises(CompressionError, match=f"got dk {dk} and 3 content biases .* up to {largest}"):
                     compress(model, options, batches)
         else:
