@@ -3,6 +3,7 @@
     python benchmarks/conversion.py solver [--quick] [--threads 2] [--records FILE]
     python benchmarks/conversion.py whole [--shapes minilm base large] [--rounds 3]
     python benchmarks/conversion.py whole --options '{"effort": "fast"}' [--device cuda]
+    python benchmarks/conversion.py whole --shapes base --widths '{"dff": 1536}' --sequences 1024
 
 solver: `tensorly.decomposition.parafac`, the recipe of the collaborative-attention paper, and ours decompose the same
 unweighted heads in one process with the same threads: parafac from a random start at tolerance 1e-6 for at most 100
@@ -10,16 +11,16 @@ sweeps, in the weights' own float32 (its faster setting); ours at both settings 
 Memory is that of two sweeps in a fresh process that holds the heads (Linux).
 
 whole: each conversion runs in a process of its own: load, `compress`, `save_pretrained`, after imports. All get the
-same model and the same 8,192 calibration tokens. The shapes of BERT-base and BERT-large have random weights except
-for queries and keys, whose heads have the singular values of MiniLM's. Printed are medians over rounds of seconds,
-processor seconds, the peak of the resident size beyond that after imports (Linux), and the mean score error of all
-modules.
+same model and the same 128 sequences of 64 random calibration tokens. The shapes of BERT-base and BERT-large have
+random weights except for queries and keys, whose heads have the singular values of MiniLM's. Printed are medians over
+rounds of seconds, processor seconds, the peak of the resident size beyond that after imports (Linux), and the mean
+score error of all modules.
 """
 
 import argparse
 import json
 import tempfile
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from statistics import mean
 from time import perf_counter, process_time
@@ -155,12 +156,12 @@ SHAPES = {"base": (12, 768, 12), "large": (24, 1024, 16)}  # layers, width, head
 DK = {"minilm": 128, "base": 384, "large": 384}
 
 
-def write_model(shape: str, folder: Path) -> None:
+def write_model(shape: str, sequences: int, folder: Path) -> None:
     """Write a model and its calibration tokens into a folder."""
     torch.manual_seed(0)
     model = AutoModel.from_pretrained(get_model_path()) if shape == "minilm" else random_model(*SHAPES[shape])
     model.save_pretrained(folder)
-    ids = torch.randint(1000, 30000, (128, 64), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1000, 30000, (sequences, 64), generator=torch.Generator().manual_seed(0))
     torch.save(ids, folder / "ids.pt")
 
 
@@ -176,7 +177,7 @@ def random_model(layers: int, width: int, heads: int) -> BertModel:
     return model
 
 
-def print_conversion(folder: Path, dk: int, options: dict[str, Any], device: str) -> None:
+def print_conversion(folder: Path, widths: dict[str, int], options: dict[str, Any], device: str) -> None:
     """Convert once, and print seconds, memory and error as JSON."""
     disable_progress_bar()
     ids = torch.load(folder / "ids.pt", weights_only=True)
@@ -185,12 +186,12 @@ def print_conversion(folder: Path, dk: int, options: dict[str, Any], device: str
     torch.linalg.svd(torch.linalg.qr(warm @ torch.linalg.cholesky(warm)).R)
     before, start, processor_start = reset_peak(), perf_counter(), process_time()
     model = AutoModel.from_pretrained(folder).to(device).eval()
-    report = compress(model, Compression(dk=dk, solver=Solver(**options)), batches)
+    report = compress(model, Compression(**widths, solver=Solver(**options)), batches)
     with tempfile.TemporaryDirectory() as output:
         model.save_pretrained(output)
     seconds, processor = perf_counter() - start, process_time() - processor_start
     peak = torch.cuda.max_memory_allocated() if device.startswith("cuda") else resident_bytes("VmHWM") - before
-    error = mean(module.data_error for module in report.modules)
+    error = mean([module.data_error for module in report.modules] or [nan])
     print(json.dumps({"seconds": seconds, "processor": processor, "MiB": peak / 2**20, "error": error}))
 
 
@@ -212,15 +213,15 @@ def solver(args: argparse.Namespace) -> None:
 
 def whole(args: argparse.Namespace) -> None:
     if args.child:
-        folder, dk, options = args.child
-        print_conversion(Path(folder), int(dk), json.loads(options), args.device)
+        folder, widths, options = args.child
+        print_conversion(Path(folder), json.loads(widths), json.loads(options), args.device)
         return
     for shape in args.shapes:
         rounds = []
         with tempfile.TemporaryDirectory() as folder:
-            write_model(shape, Path(folder))
+            write_model(shape, args.sequences, Path(folder))
             for _ in range(args.rounds):
-                child = "--child", folder, DK[shape], json.dumps(args.options)
+                child = "--child", folder, json.dumps(args.widths or {"dk": DK[shape]}), json.dumps(args.options)
                 done = fresh_process(__file__, "whole", "--device", args.device, *child, HF_HUB_OFFLINE="1")
                 rounds.append(json.loads(done))
                 if args.records:
@@ -238,6 +239,8 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=list(DK), default=["minilm", "base"], help="whole")
     parser.add_argument("--device", default="cpu", help="whole")
     parser.add_argument("--rounds", type=int, default=1, help="whole")
+    parser.add_argument("--widths", type=json.loads, help="whole: of Compression, as JSON; dk by default")
+    parser.add_argument("--sequences", type=int, default=128, help="whole: of 64 calibration tokens each")
     parser.add_argument("--options", type=json.loads, default={}, help="whole: of Solver, as JSON")
     parser.add_argument("--records", type=Path, help="append a JSON line for each layer or conversion to this file")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
