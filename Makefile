@@ -45,8 +45,8 @@ test-extras: $(EXTRAS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal tests/extras
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m slow
 
-# What meets other packages; their warnings count for nothing here. Torch is the exception: its version is that of
-# constraints.txt, because each other one is gigabytes.
+# What meets other packages; their warnings count for nothing here. Torch is the exception: its version is TORCH, or
+# that of constraints.txt, because each other one is gigabytes.
 LOWEST_TESTS := $(addprefix tests/,attention checkpoint cli experiments/test_kinds.py experiments/test_results.py \
 	factorization/test_parafac.py families metrics tasks training/test_trainer.py test_compatibility.py test_private_parts.py)
 test-lowest:

@@ -1,5 +1,6 @@
-"""Print the lowest versions that pyproject.toml allows, as constraints for pip; torch as constraints.txt has it."""
+"""Print the lowest versions that pyproject.toml allows, as constraints for pip; torch as TORCH or in constraints.txt."""
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -17,5 +18,6 @@ def lowest_versions() -> dict[str, str]:
 
 if __name__ == "__main__":
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    for name, version in (lowest_versions() | {"torch": re.findall(r"^torch==(.+)$", pinned, re.M)[0]}).items():
+    torch = os.environ.get("TORCH") or re.findall(r"^torch==(.+)$", pinned, re.M)[0]
+    for name, version in (lowest_versions() | {"torch": torch}).items():
         print(f"{name}=={version}")

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 import transformers
 from packaging.version import Version
 
@@ -50,6 +51,8 @@ def pytest_ignore_collect(collection_path):
 def pytest_collection_modifyitems(items):
     """Skip what a newer version brought."""
     for item in items:
+        if "compile" in item.name and Version(torch.__version__).release < (2, 13):
+            item.add_marker(pytest.mark.skip(reason="torch.compile is tested with torch 2.13 alone"))
         for version, tests, what in BROUGHT:
             if Version(version) > INSTALLED and re.search(tests, item.name):
                 item.add_marker(pytest.mark.skip(reason=f"since Transformers {version}, {what}"))
