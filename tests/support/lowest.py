@@ -1,4 +1,4 @@
-"""Print the lowest versions that pyproject.toml allows, as constraints for pip; torch as TORCH or in constraints.txt."""
+"""Print the lowest versions of pyproject.toml as constraints for pip; torch as TORCH says, or constraints.txt."""
 
 import os
 import re
