@@ -143,19 +143,19 @@ def _plan(arguments: Arguments) -> None:
             calibration_options=arguments.calibration_options,
             form=arguments.compression.form,
         )
-    if saving.json is not None:
-        with atomic_file(saving.json) as file:
-            file.write_text(to_json(asdict(trials)), encoding="utf-8")
-    if arguments.output is not None:
-        write_report(plan_report(trials, source.name, arguments.calibration), arguments.output)
     options = " ".join(f"--{part} {width}" for part, width in trials.knees.items())
     data = "" if arguments.calibration == "synthetic" else f" --calibration {arguments.calibration}"
     saving.say(
         str(trials),
         "\nEach part was tried separately, on a part of the data. --keep SHARE chooses widths of all parts together.",
         *([f"At the knees: collab-compress {arguments.model} {options}{data}"] if options else []),
-        *([] if arguments.output is None else [f"\nPage: {arguments.output / 'index.html'}"]),
-    )
+    )  # before files are written, so that a full disk does not lose it
+    if saving.json is not None:
+        with atomic_file(saving.json) as file:
+            file.write_text(to_json(asdict(trials)), encoding="utf-8")
+    if arguments.output is not None:
+        write_report(plan_report(trials, source.name, arguments.calibration), arguments.output)
+        saving.say(f"\nPage: {arguments.output / 'index.html'}")
 
 
 def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | None]:

@@ -102,5 +102,7 @@ def _load(path: Path) -> Arrays:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return dict(arrays)
-    except (OSError, ValueError, EOFError, KeyError, BadZipFile) as error:
+    except OSError as error:
         raise RecipeError(f"cannot read the outcomes in {path}: {error}") from error
+    except (ValueError, EOFError, KeyError, BadZipFile) as error:  # whose texts are about pickles
+        raise RecipeError(f"cannot read the outcomes in {path}: it is no .npz file as --records writes it") from error

@@ -24,6 +24,7 @@ from transformers import (
 
 from collab_compress import Compression, compress, read_factors
 from collab_compress.checkpoint.pretrained import SHORT_NAMES
+from collab_compress.errors import CollabCompressError
 
 
 @pytest.fixture
@@ -455,6 +456,16 @@ def test_a_plan_has_a_place_before_it_is_made(fails, model_dir, monkeypatch):
     assert "config.json exists" in fails(model_dir, "--plan", "--json", model_dir / "config.json")
     assert "which is read" in fails(model_dir, "--plan", "--json", model_dir / "plan.json")
     assert "which is read" in fails(model_dir, "--plan", "--output", model_dir / "widths")
+
+
+def test_a_plan_that_cannot_be_written_is_printed(run, model_dir, tmp_path, monkeypatch):
+    def full_disk(*_):
+        raise CollabCompressError("No space left on device")
+
+    monkeypatch.setattr(command, "write_report", full_disk)
+    code, printed, error = run(model_dir, "--plan", "--length", 8, "--output", tmp_path / "widths")
+    assert (code, "No space left on device" in error) == (2, True)
+    assert printed.split()[:3] == ["part", "width", "operations"]
 
 
 def test_steps_of_recovery_are_checked_before_conversion(fails, model_dir, monkeypatch):

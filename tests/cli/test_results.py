@@ -210,7 +210,7 @@ def test_outcomes_of_examples_go_with_the_records(capsys, write, tmp_path):
     assert not any(result.examples for result in read_results(tmp_path / "other.jsonl"))
     (tmp_path / "other.examples.npz").write_bytes(b"no archive")
     code, _, error = run(capsys, tmp_path / "other.jsonl")
-    assert (code, "cannot read the outcomes in" in error) == (2, True)
+    assert (code, "cannot read the outcomes in" in error, "it is no .npz file" in error) == (2, True, True)
     code, _, error = run(capsys, folder, "--records", tmp_path / "other.new")
     assert (code, "other.examples.npz exists; choose another output" in error) == (2, True)
 
