@@ -1,10 +1,12 @@
 """A tiny checkpoint with its tokenizer, and a task whose files are a few lines."""
 
+import json
 import math
 import random
 from statistics import fmean
 
 import pytest
+from tiny_recipes import make_record
 from tiny_words import bert_config, sentence, word_tokenizer, write_mrpc
 from tiny_words import sentences as draw_sentences
 from transformers import BertModel
@@ -33,6 +35,21 @@ def start(tmp_path):
     tokenizer.save_pretrained(tmp_path / "start")
     BertModel(config).save_pretrained(tmp_path / "start")
     return tmp_path / "start"
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Append the records of one method, a score for each seed; return the file of all of them."""
+
+    def records(method, scores, task="mrpc", model="minilm", stage="tuned", **more):
+        path = tmp_path / "records.jsonl"
+        with path.open("a") as file:
+            for seed, score in enumerate(scores):
+                record = make_record(task, method, stage, seed, score, **{"recipe": {"model": model}, **more})
+                file.write(json.dumps(record) + "\n")
+        return path
+
+    return records
 
 
 @pytest.fixture

@@ -1,11 +1,9 @@
 """The papers' numbers, checked by what the papers' own texts and other tables say of them; and ours beside them."""
 
-import json
 import math
 from decimal import Decimal
 
 import pytest
-from tiny_recipes import make_record
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.papers import (
@@ -185,21 +183,6 @@ def test_choosing():
         select_tables(TABLES, "bert")
     with pytest.raises(RecipeError, match="no table '9'; expected one of Table 2, Table 3, Table 4, Table 5"):
         select_tables(TABLES, "rotation", "9")
-
-
-@pytest.fixture
-def write(tmp_path):
-    """Append the records of one method, a score for each seed; return the file of all of them."""
-
-    def records(method, scores, task="mrpc", model="minilm", stage="tuned", **more):
-        path = tmp_path / "records.jsonl"
-        with path.open("a") as file:
-            for seed, score in enumerate(scores):
-                record = make_record(task, method, stage, seed, score, recipe={"model": model}, **more)
-                file.write(json.dumps(record) + "\n")
-        return path
-
-    return records
 
 
 @pytest.mark.parametrize(

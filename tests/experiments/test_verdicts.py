@@ -39,21 +39,6 @@ PLAIN = [80.0, 82.0, 81.0, 83.1, 80.2]
 BETTER = [81.0, 83.2, 82.1, 84.4, 81.5]
 
 
-@pytest.fixture
-def write(tmp_path):
-    """Write the records of one method, a score a seed; returns the file of all that were written."""
-
-    def records(method, scores, task="mrpc", model="minilm", stage="tuned", **more):
-        path = tmp_path / "records.jsonl"
-        with path.open("a") as file:
-            for seed, score in enumerate(scores):
-                record = make_record(task, method, stage, seed, score, **{"recipe": {"model": model}, **more})
-                file.write(json.dumps(record) + "\n")
-        return path
-
-    return records
-
-
 def verdict(path, claim=CLAIM):
     (judged,) = judge([claim], read_results(path))
     return judged
