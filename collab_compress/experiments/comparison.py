@@ -17,7 +17,15 @@ from scipy import stats
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.examples import scored_splits
-from collab_compress.experiments.results import FRESH, UNSHAPED, Column, Result, Variant, read_results
+from collab_compress.experiments.results import (
+    FRESH,
+    UNSHAPED,
+    Column,
+    Result,
+    Variant,
+    differing_revisions,
+    read_results,
+)
 from collab_compress.experiments.workload import REFERENCES, target_language
 from collab_compress.tasks import TASKS
 
@@ -274,11 +282,11 @@ def _notes_on_revisions(
     for variant, of_variant in grouped.items():
         if (baseline := references.get(variant.model)) is None:
             continue
-        revisions = {(result.column, result.seed): result.revision for result in grouped[baseline]}
-        pairs = {(one.revision, revisions.get((one.column, one.seed), one.revision)) for one in of_variant}
-        if differing := sorted(f"{a or 'unknown'} and {b or 'unknown'}" for a, b in pairs if a != b):
+        by_seed = {(result.column, result.seed): result for result in grouped[baseline]}
+        pairs = ((result, by_seed.get((result.column, result.seed), result)) for result in of_variant)
+        if revisions := differing_revisions(pairs):
             pair = f"{variant.label} and {baseline.label} of {variant.model}"
-            yield f"{pair} are paired across revisions: {'; '.join(differing)}"
+            yield f"{pair} are paired across revisions: {revisions}"
 
 
 def _alike(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -248,8 +248,8 @@ def readings(results: Sequence[Result], label: str, task: str, of: str = "score"
         task: name of the column.
         of: the quantity, of `QUANTITIES`.
     """
-    found = results_by_seed(results, label, task, of)
-    return {key: float(QUANTITIES[of].read(result) or 0.0) for key, result in found.items()}
+    values = {key: QUANTITIES[of].read(result) for key, result in results_by_seed(results, label, task, of).items()}
+    return {key: float(value) for key, value in values.items() if value is not None}
 
 
 def results_by_seed(results: Sequence[Result], label: str, task: str, of: str) -> dict[tuple[str, int], Result]:

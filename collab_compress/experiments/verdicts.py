@@ -33,7 +33,7 @@ from collab_compress.experiments.papers import (
 )
 from collab_compress.experiments.recipe import parse
 from collab_compress.experiments.resampling import hierarchical_interval
-from collab_compress.experiments.results import Result
+from collab_compress.experiments.results import Result, differing_revisions
 from collab_compress.report.section import short
 
 CLAIMS = Path(__file__).with_name("claims.yaml")
@@ -247,6 +247,7 @@ def _compared(claim: Claim, tasks: Sequence[str], results: Sequence[Result]) -> 
     values = np.array([fmean(_difference(pair, claim.of) for pair in of_seed) for of_seed in pairs])
     interval, of_examples = _interval(pairs, values, claim.of)
     flat = [pair for of_seed in pairs for pair in of_seed]
+    revisions = differing_revisions(flat)
     verdict = replace(
         verdict,
         model=model,
@@ -254,7 +255,7 @@ def _compared(claim: Claim, tasks: Sequence[str], results: Sequence[Result]) -> 
         difference=estimate(values),
         interval=interval,
         of_examples=of_examples,
-        reasons=_revisions(flat),
+        reasons=(f"it pairs different revisions: {revisions}",) if revisions else (),
     )
     undertrained = _undertrained(claim.than, [control for _, control in flat])
     reasons = tuple(undertrained)
@@ -311,13 +312,6 @@ def _undertrained(name: str, controls: Sequence[Result]) -> list[str]:
     if known and fmean(known) > LATE_GAIN:
         return [f"{name} made {fmean(known):.0%} of its validation gain in the last quarter of its training"]
     return []
-
-
-def _revisions(pairs: Sequence[Pair]) -> tuple[str, ...]:
-    """Return a remark on pairs that different revisions of this package made."""
-    differing = {(ours.revision, control.revision) for ours, control in pairs if ours.revision != control.revision}
-    named = sorted(f"{ours or 'unknown'} and {control or 'unknown'}" for ours, control in differing)
-    return (f"it pairs different revisions: {'; '.join(named)}",) if named else ()
 
 
 def _sign(claim: Claim, result: Result) -> int:
