@@ -63,6 +63,17 @@ NEURONS = {"3/4": 3 / 4, "1/2": 1 / 2, "1/3": 1 / 3}
 CALIBRATED, SCORED = 512, 1000  # chunks
 
 
+def load(folder: Path) -> tuple[PreTrainedModel, Any, bool]:
+    """Return a model, its tokenizer, and whether it fills in masked words."""
+    masked = AutoConfig.from_pretrained(folder).model_type == "modernbert"
+    model_class = AutoModelForMaskedLM if masked else AutoModelForCausalLM
+    return (
+        model_class.from_pretrained(folder, dtype=torch.float32).eval(),
+        AutoTokenizer.from_pretrained(folder),
+        masked,
+    )
+
+
 def perplexity(model: PreTrainedModel, rows: Dataset, masked: bool) -> float:
     """Return the perplexity of all labels; the last row may be shorter than the others."""
     total = torch.zeros(2, dtype=torch.double)
@@ -114,11 +125,8 @@ class Bench:
     """
 
     def __init__(self, folder: Path, data: Path, records: Path) -> None:
-        self.name, self.records = AutoConfig.from_pretrained(folder).model_type, records
-        self.masked = self.name == "modernbert"
-        model_class = AutoModelForMaskedLM if self.masked else AutoModelForCausalLM
-        self.dense: PreTrainedModel = model_class.from_pretrained(folder, dtype=torch.float32).eval()
-        self.tokenizer = tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.dense, self.tokenizer, self.masked = load(folder)
+        self.name, self.records, tokenizer = self.dense.config.model_type, records, self.tokenizer
         text = load_task("ptb", data, splits=["train", "validation"])
         self.rows = (
             encode_masked_language_model(text["validation"], tokenizer, length=LENGTH, seed=0)
@@ -254,9 +262,7 @@ def chunk_perplexity(model: PreTrainedModel, batches: list[Batch]) -> float:
 
 def blocks(folder: Path, args: argparse.Namespace) -> None:
     """Measure one model with narrower feed-forward blocks and values."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    masked = AutoConfig.from_pretrained(folder).model_type == "modernbert"
-    dense = (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_pretrained(folder).eval()
+    dense, tokenizer, masked = load(folder)
     if masked:
         texts = load_task("ptb", args.data_dir, splits=["validation"])["validation"]
         rows = encode_masked_language_model(texts, tokenizer, length=LENGTH, seed=0)
