@@ -189,7 +189,7 @@ class CompressArguments(EditArguments):
     """Add head mixing (alphas), to be trained; alone, or after conversion."""
 
     calibration: Annotated[str, tyro.conf.arg(metavar=CALIBRATIONS)] = "synthetic"
-    """Data to calibrate on: random tokens (noise for images and sounds); texts that a decoder with a language-model
+    """Data to calibrate on: random tokens (noise for images and sounds); texts that a model with a language-model
     head writes itself; none; a file with one text a line (or two, with a tab between: text pairs, or source and
     target of an encoder–decoder); FILE:COLUMN or FILE:FIRST,SECOND of a .csv, .tsv or .jsonl file; NAME:COLUMN or
     NAME:CONFIGURATION:COLUMN of the training rows of a data set on the hub; random tokens beside any of these; or a

@@ -222,7 +222,7 @@ def _fit_memory(
     and the sum; the converted model holds the writer's inputs too.
     """
     layers: list[Any] = [model.get_submodule(writer.name) for writer in writers]
-    numbers = max((width_in(layer) + 2 * 4 * width_out(layer) for layer in layers), default=1)  # for each token
+    numbers = max((width_in(layer) + 8 * width_out(layer) for layer in layers), default=1)  # for each token
     tokens = [token_count(batch) for batch in batches]
     most = ROOM / (numbers * model.dtype.itemsize) - sum(map(token_count, others))
     step = -(-sum(tokens) // int(max(most, *tokens)))

@@ -45,9 +45,8 @@ def run(recipe: Recipe, find_model: Callable[..., str | Path] = find_directory) 
 
     Each stage has a folder in `recipe.output` with `result.json` and, if the stage made one, the model: `tuned` (or
     `given`, a model evaluated as it is), the conversion's name, and the same with `-again` (`tuned-again` without a
-    conversion). Finished stages are not
-    repeated, and an interrupted one continues from its last checkpoint; so any number of conversions may share the
-    tuned model of one output.
+    conversion). Finished stages are not repeated, and an interrupted one continues from its last checkpoint; so any
+    number of conversions may share the tuned model of one output.
 
     Args:
         recipe: the experiment.
