@@ -70,7 +70,8 @@ DEFAULT_ROWS = (
     "shared dff=1152",
     *(f"{kind} dff={dff}" for dff in (768, 512) for kind in ("shared", *FEED_FORWARD_RIVALS)),
     *(f"flap dff={dff} refitted" for dff in (768, 512)),
-    "per-head dk=192 dv=192 dff=768",
+    *(f"per-head dk=192 dv=192 dff={dff}" for dff in (1152, 768, 512)),
+    "per-head dk=128 dv=128 dff=512",
     "per-head dk=192 dv=192 dff=768 equal",
 )
 
