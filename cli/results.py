@@ -236,6 +236,8 @@ def _findings(paper: str, verdicts: Sequence[Verdict]) -> str:
     """Return the number of verdicts, and those that were decided."""
     shown = tried(verdicts)
     title = next(table.title for table in read_papers() if table.paper == paper)
+    if not shown:
+        return f"* **{title}**: {NONE}"
     lines = [f"* **{title}**: {len(shown)} comparisons tried: {counted(shown)}."]
     for outcome in (HOLDS, FAILS, SAME):
         if decided := [verdict.short for verdict in shown if verdict.outcome == outcome]:

@@ -60,12 +60,13 @@ def test_generated_parts_are_replaced_and_the_rest_stays(tmp_path, records, caps
         "<!-- findings: drophead -->\n<!-- end -->\n<!-- forest: rotation -->\n<!-- end -->\n"
         "<!-- forest: drophead -->\n<!-- end -->\n<!-- findings: records -->\n<!-- end -->\n"
         '<!-- records: {"tasks": ["mrpc"], "models": ["albert"]} -->\n<!-- end -->\n'
+        "<!-- findings: rotation -->\n<!-- end -->\n"
     )
     (tmp_path / "page.md").write_text(text)
     command.main([str(records), "--markdown", str(tmp_path / "page.md"), "--quiet"])
     assert capsys.readouterr().out == ""
     parts = (tmp_path / "page.md").read_text().split("<!-- end -->")
-    first, second, claims, none, findings, rotation, forest, counts, other = parts[:9]
+    first, second, claims, none, findings, rotation, forest, counts, other, empty = parts[:10]
     assert first.startswith('# Title\n\n<!-- records: {"tasks": ["mrpc"]} -->\n\n5 seeds:\n\n| method ')
     assert re.search(r"\| drophead *\| +83.00 ± 1.58 \|", first)
     assert "rte" not in first
@@ -80,6 +81,7 @@ def test_generated_parts_are_replaced_and_the_rest_stays(tmp_path, records, caps
     assert "**Records**: 25, of 5 methods and stages on a task, 5 of them with 5 seeds or more." in counts
     assert "The revision of 25 is unknown." in counts
     assert "No records yet." in rotation
+    assert empty.endswith("Parameters Rotation and Linear Mixing**: No records yet.\n\n")
     assert "](images/forest-drophead.svg)" in forest
     picture = (tmp_path / "images" / "forest-drophead.svg").read_text(encoding="utf-8")
     assert "drophead − plain (trec)" in picture
