@@ -48,7 +48,7 @@ from collab_compress.analysis.sharing import (
     mixing_matrices,
     skew_symmetry,
 )
-from collab_compress.analysis.similarity import SVCCA, bootstrap_interval, cka, sample_cka, svcca
+from collab_compress.analysis.similarity import SVCCA, cka, jackknife_error, sample_cka, svcca
 from collab_compress.analysis.stream import with_progress
 from collab_compress.heads import average_distance, confidence
 
@@ -73,7 +73,6 @@ __all__ = [
     "attention_maps",
     "average_distance",
     "bhattacharyya",
-    "bootstrap_interval",
     "cka",
     "confidence",
     "content_share",
@@ -88,6 +87,7 @@ __all__ = [
     "head_patterns",
     "head_samples",
     "induction",
+    "jackknife_error",
     "layer_cost",
     "layer_covariance",
     "mean_over_pairs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -237,7 +238,7 @@ class Covariances:
         self, part: Part = "outputs", kinds: Collection[Kind] = KINDS, *, unit: Unit = "head", together: bool = False
     ) -> None:
         self.part, self.kinds, self.unit, self.together = part, kinds, unit, together
-        self._running: dict[str, RunningCovariance] = {}
+        self.running: dict[str, RunningCovariance] = {}
 
     def add(self, readings: Readings) -> None:
         """Add the readings of one batch."""
@@ -248,11 +249,33 @@ class Covariances:
         ]
         groups = {"the layers": vectors} if self.together else {name: [(name, heads)] for name, heads in vectors}
         for name, group in groups.items():
-            self._running.setdefault(name, RunningCovariance(self.unit)).add(group)
+            self.running.setdefault(name, RunningCovariance(self.unit)).add(group)
 
     def result(self) -> dict[str, JointCovariance]:
         """Return the covariance of each module, or of all together; heads are labelled `module:head`."""
-        return {name: running.result(name) for name, running in self._running.items()}
+        return {name: running.result(name) for name, running in self.running.items()}
+
+
+class GroupedCovariances:
+    """The `Observer` of the covariances of heads in several groups of batches, the parts of `jackknife_error`."""
+
+    def __init__(self, groups: int, kinds: Collection[Kind] = KINDS) -> None:
+        self.part: Part = "outputs"
+        self._groups = deque(Covariances(kinds=kinds) for _ in range(groups))
+
+    def add(self, readings: Readings) -> None:
+        """Add the readings of one batch to the group whose turn it is."""
+        self._groups[0].add(readings)
+        self._groups.rotate(-1)
+
+    def result(self) -> dict[str, list[JointCovariance]]:
+        """Return the covariances of each module, one a group that was given two tokens or more."""
+        parts: dict[str, list[JointCovariance]] = {}
+        for group in self._groups:
+            for name, running in group.running.items():
+                if running.count > 1:
+                    parts.setdefault(name, []).append(running.result(name))
+        return parts
 
 
 class Samples:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import sqrt
+from statistics import stdev
 from typing import Literal, get_args
 
 import torch
@@ -184,46 +186,32 @@ def sample_cka(tokens: Tensor | Sequence[Tensor], kernel: Kernel = "rbf", *, unb
     return _ratio(dependence, norms, norms)
 
 
-def bootstrap_interval(
-    measure: Callable[[JointCovariance], float],
-    parts: Sequence[JointCovariance],
-    *,
-    resamples: int = 1000,
-    confidence: float = 0.95,
-    seed: int = 0,
-) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of a similarity over sequences.
+def jackknife_error(measure: Callable[[JointCovariance], float], parts: Sequence[JointCovariance]) -> float:
+    r"""Return the standard error of a similarity over sequences, by the jackknife.
 
-    Tokens of one sequence depend on each other, so whole parts are drawn, with replacement. To judge a similarity
-    between two models, compare it with that of two models trained with different seeds (`model_covariances`).
+    Tokens of one sequence depend on each other, so whole parts are left out, one at a time. With n parts,
+    $\theta_{-i}$ without the i-th and $\bar\theta$ their mean, it is
+
+    $$\sqrt{\tfrac{n-1}{n} \textstyle\sum_i (\theta_{-i} - \bar\theta)^2}$$
+
+    A bootstrap draws some sequences twice, and with fewer different tokens similarities come out higher: its
+    percentiles may all lie above the value. To judge a similarity between two models, compare it with that of two
+    models trained with different seeds (`model_covariances`).
 
         parts = [head_covariances(model, [batch])["encoder.layer.0.attention.self"] for batch in batches]
-        low, high = bootstrap_interval(lambda joint: mean_over_pairs(cka(joint)), parts)
+        error = jackknife_error(lambda joint: mean_over_pairs(cka(joint)), parts)
 
     Args:
         measure: function of a covariance, as the mean of `cka` or of `svcca`.
-        parts: covariances of disjoint groups of sequences, two at least, as of one batch each.
-        resamples: number of bootstrap samples.
-        confidence: share of them inside the interval.
-        seed: of the draws.
-
-    Returns:
-        Lower and upper bound.
+        parts: covariances of disjoint groups of sequences of about the same size, two at least, as of one batch each.
 
     Raises:
-        HeadError: fewer than two parts or different ones, no resamples, or a confidence out of range.
+        HeadError: fewer than two parts, or different ones.
     """
-    if len(parts) < 2 or resamples < 1 or not 0 < confidence < 1:
-        raise HeadError(
-            f"got {len(parts)} parts, {resamples} resamples and confidence {confidence}; expected at least 2 parts, "
-            "1 resample, and a confidence between 0 and 1"
-        )
-    generator = torch.Generator().manual_seed(seed)
-    draws = torch.randint(len(parts), (resamples, len(parts)), generator=generator)
-    values = [measure(JointCovariance.pooled([parts[part] for part in draw])) for draw in draws.tolist()]
-    tail = (1 - confidence) / 2
-    low, high = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([tail, 1 - tail]).double()).tolist()
-    return low, high
+    if len(parts) < 2:
+        raise HeadError(f"got {len(parts)} parts; expected at least 2")
+    without = [measure(JointCovariance.pooled([*parts[:place], *parts[place + 1 :]])) for place in range(len(parts))]
+    return (len(parts) - 1) / sqrt(len(parts)) * stdev(without)
 
 
 def _centre(tokens: Tensor) -> Tensor:

@@ -81,6 +81,8 @@ def fine_tune(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder
     """
     checkpoints, recipe = folder / CHECKPOINTS, workload.recipe
     trainer = _trainer(workload, model, tuning, checkpoints, recipe.heads)
+    if trainer.accelerator.mixed_precision == "bf16" and _is_emulated(trainer.accelerator.device):
+        logger.warning("this CPU only emulates bfloat16, and float32 is faster; pass tuning.arguments.bf16=false")
     keep_whole_checkpoints(trainer)
     keep_logs(trainer, recipe, folder)
     model_class, weights, seconds = type(model), None, None
@@ -109,6 +111,13 @@ def fine_tune(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder
         shutil.rmtree(checkpoints, ignore_errors=True)
 
     on_main_process(save)
+
+
+def _is_emulated(device: torch.device) -> bool:
+    """Return whether a device multiplies in bfloat16 by plain loops, as PyTorch does on x86 without AVX-512."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in PyTorch 2.6
+    is_x86 = device.type == "cpu" and capabilities.get("architecture") == "x86_64"
+    return is_x86 and not capabilities.get("avx512_bw")
 
 
 @sharding(allowed=True)

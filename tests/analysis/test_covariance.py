@@ -331,4 +331,4 @@ def test_measures_in_one_pass_equal_each_alone(either):
     ):
         assert actual.keys() == expected.keys()
         for name in expected:
-            torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-5)

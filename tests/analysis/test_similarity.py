@@ -8,8 +8,8 @@ from sklearn.metrics.pairwise import rbf_kernel
 
 from collab_compress.analysis import (
     JointCovariance,
-    bootstrap_interval,
     cka,
+    jackknife_error,
     mean_over_pairs,
     sample_cka,
     similarity,
@@ -301,22 +301,28 @@ def test_cka_refuses_what_it_cannot_measure(draw):
 
 
 @pytest.mark.parametrize("measure", [lambda joint: svcca(joint).mean, lambda joint: mean_over_pairs(cka(joint))])
-def test_an_interval_is_that_of_measures_on_drawn_sequences(draw, measure):
+def test_an_error_is_that_of_measures_without_each_part(draw, measure):
     sequences = draw(tokens=120).split(15)
-    parts = [JointCovariance.of(list(tokens.unbind(1))) for tokens in sequences]
-    interval = bootstrap_interval(measure, parts, resamples=40, confidence=0.9, seed=3)
-    generator = torch.Generator().manual_seed(3)
+    error = jackknife_error(measure, [JointCovariance.of(list(tokens.unbind(1))) for tokens in sequences])
     values = []
-    for draw_ in torch.randint(8, (40, 8), generator=generator):
-        tokens = torch.cat([sequences[number] for number in draw_])
+    for left_out in range(8):
+        tokens = torch.cat([tokens for place, tokens in enumerate(sequences) if place != left_out])
         values.append(measure(JointCovariance.of(list(tokens.unbind(1)))))
-    assert interval == pytest.approx(tuple(np.quantile(values, [0.05, 0.95])), rel=1e-6)
-    assert interval[0] < measure(JointCovariance.pooled(parts)) < interval[1]
+    assert error == pytest.approx(np.sqrt(7 / 8 * np.sum((values - np.mean(values)) ** 2)), rel=1e-6)
 
 
-@pytest.mark.parametrize("options", [{"count": 1}, {"resamples": 0}, {"confidence": 1.0}])
-def test_an_interval_needs_parts(draw, options):
-    count = options.pop("count", 3)
-    parts = [JointCovariance.of(list(part.unbind(1))) for part in draw(tokens=30).split(10)[:count]]
-    with pytest.raises(HeadError, match="expected at least 2 parts"):
-        bootstrap_interval(lambda joint: svcca(joint).mean, parts, **options)
+def test_an_error_is_the_spread_over_texts(draw):
+    """Over many texts of sequences whose tokens are alike, it is about the standard deviation of the measure."""
+    errors, values, generator = [], [], torch.Generator().manual_seed(0)
+    for _ in range(100):
+        common, rest = (torch.randn(20, 1, 2, 3, generator=generator) for _ in range(2))
+        sequences = common.mean(2, keepdim=True) + rest + 0.3 * torch.randn(20, 10, 2, 3, generator=generator)
+        parts = [JointCovariance.of(list(part.flatten(0, 1).unbind(1))) for part in sequences.split(2)]
+        errors.append(jackknife_error(lambda joint: mean_over_pairs(cka(joint)), parts))
+        values.append(mean_over_pairs(cka(JointCovariance.pooled(parts))))
+    assert np.mean(errors) == pytest.approx(np.std(values), rel=0.25)
+
+
+def test_an_error_needs_parts(draw):
+    with pytest.raises(HeadError, match="expected at least 2"):
+        jackknife_error(lambda joint: svcca(joint).mean, [JointCovariance.of(list(draw(tokens=30).unbind(1)))])

@@ -215,6 +215,15 @@ def test_a_damaged_checkpoint_does_not_count(tmp_path, caplog, name):
     assert f"{damaged} is damaged" in caplog.text
 
 
+@pytest.mark.parametrize("vectors", [False, True], ids=["avx2", "avx512"])
+def test_emulated_bfloat16_is_told(start, data_dir, tmp_path, caplog, monkeypatch, vectors):
+    capabilities = {"architecture": "x86_64", "avx512_bw": vectors}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    arguments = ("again=null", "compression=null", "tuning.max_steps=1", "tuning.arguments.bf16=true")
+    run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", *arguments)))
+    assert ("this CPU only emulates bfloat16" in caplog.text) != vectors
+
+
 def test_what_is_evaluated_keeps_its_order(tmp_path):
     """Translations during training are scored against the references of the same rows."""
     options = {"per_device_eval_batch_size": 1, "train_sampling_strategy": "group_by_length"}

@@ -23,6 +23,7 @@ from collab_compress.analysis import (
     head_patterns,
     head_samples,
     induction,
+    jackknife_error,
     layer_covariance,
     mean_over_pairs,
     mixing_matrices,
@@ -136,6 +137,10 @@ def test_similarity_of_heads_and_layers(context, section):
     for row, (name, joint) in zip(table(similarity, "heads").rows, heads.items(), strict=True):
         unbiased = [sample_cka(samples[name], kernel, unbiased=True) for kernel in ("linear", "rbf")]
         close(row[1:5], [mean_over_pairs(matrix) for matrix in (svcca(joint).similarity, cka(joint), *unbiased)])
+        parts = [head_covariances(context.model, [batch])[name] for batch in context.batches]
+        assert 1 < len(parts) <= 10  # a group each
+        measures = (lambda joint: svcca(joint).mean, lambda joint: mean_over_pairs(cka(joint)))
+        close(row[-2:], [jackknife_error(measure, parts) for measure in measures])
     curve = picture(similarity, "SVCCA coefficients").panels[0].curves[1]
     close(curve.y, svcca(list(heads.values())[1]).curve)
 
@@ -156,6 +161,8 @@ def test_similarity_of_models(context, section):
         [row[3] for row in table(similarity, "models").rows],
         [sample_cka(pair, unbiased=True)[0, 1] for pair in pairs],
     )
+    for row, joint in zip(table(similarity, "models").rows, by_head.values(), strict=True):
+        close(row[5:], [svcca(joint).similarity.mean(), cka(joint).mean()])
 
 
 def test_diversity(context, section):

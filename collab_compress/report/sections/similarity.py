@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 import torch
@@ -81,7 +81,8 @@ def similarity(context: ReportContext) -> Section:
         "so compare models on the same text. Linear CKA of independent heads is not 0 but about √(dᵢdⱼ)/N. The "
         f"unbiased estimates (HSIC₁ on {min(context.options.kernel_tokens, tokens):,} tokens drawn from all "
         "sequences) have no such bias and may be below 0; the RBF kernel is as wide as the median distance of two "
-        "tokens." + note,
+        "tokens. Standard errors are by the jackknife over groups of sequences. As a baseline, compare with the same "
+        "model trained from another seed: two heads of one model may be no more alike than heads of two." + note,
         "Diversity, Tables 2, 3, 5 and Figs. 2–4",
         tables,
         pictures,
@@ -110,6 +111,7 @@ def _heads_table(
     samples: Mapping[str, Tensor],
 ) -> Table:
     records: list[dict[str, Cell]] = []
+    parts = {name: joints for groups in context.heads.groups for name, joints in groups.result().items()}
     for name, result in correlations.items():
         several = len(result.rows) > 1
         records.append(
@@ -121,9 +123,20 @@ def _heads_table(
                 "CKA, RBF, unbiased": _unbiased_cka(samples[name], "rbf"),
                 "most similar heads": _most_similar(result.similarity) if several else None,
                 "directions kept, mean": float(result.directions.diagonal().double().mean()),
+                "SVCCA, error": _error(lambda joint: analysis.svcca(joint).mean, parts.get(name, [])),
+                "CKA, linear, error": _error(
+                    lambda joint: analysis.mean_over_pairs(analysis.cka(joint)), parts.get(name, [])
+                ),
             }
         )
     return Table.of("heads", "Similarity of heads, mean over pairs", records)
+
+
+def _error(measure: Callable[[JointCovariance], float], parts: Sequence[JointCovariance]) -> float | None:
+    """Return the standard error over groups of sequences; None for a single head or a single group."""
+    if len(parts) < 2 or len(parts[0].widths) < 2:
+        return None
+    return analysis.jackknife_error(measure, parts)
 
 
 def _unbiased_cka(sample: Tensor, kernel: Kernel) -> float | None:
@@ -177,6 +190,7 @@ def _compare_models(context: ReportContext, baseline: PreTrainedModel) -> tuple[
     correlations, alignments, records = {}, [], []
     radial = _radial_cka(context)
     for name, joint in joints.items():
+        heads = analysis.svcca(joint)
         layer = joint.merged([len(joint.rows), len(joint.columns)], ["model", "baseline"], leading=1)
         correlations[name] = analysis.svcca(layer)
         alignments.append(float(analysis.cka(layer)))
@@ -185,7 +199,9 @@ def _compare_models(context: ReportContext, baseline: PreTrainedModel) -> tuple[
             "SVCCA": correlations[name].mean,
             "CKA, linear": alignments[-1],
             "CKA, RBF, unbiased": radial.get(name),
-            "SVCCA of nearest heads": float(analysis.svcca(joint).similarity.max(1).values.mean()),
+            "SVCCA of nearest heads": float(heads.similarity.max(1).values.mean()),
+            "SVCCA of two heads": heads.mean,
+            "CKA of two heads, linear": float(analysis.cka(joint).mean()),
         }
         records.append(record)
     maps = Heatmaps(
