@@ -228,7 +228,7 @@ def _counts(results: Sequence[Result]) -> str:
     unknown = sum(result.revision is None for result in results)
     return (
         f"* **Records**: {len(results)}, of {len(seeds)} methods and stages on a task, {repeated} of them with "
-        f"{SEEDS} seeds or more. The revision of {unknown} is unknown."
+        f"{SEEDS} seeds or more." + f" The revision of {unknown} is unknown." * bool(unknown)
     )
 
 
