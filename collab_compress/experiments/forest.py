@@ -59,7 +59,7 @@ def _draw(axis: Any, place: int, verdict: Verdict) -> None:
         ends = [verdict.sign * end for end in verdict.interval]
         axis.plot(ends, [place, place], color=colour, linewidth=2.0 if verdict.of_examples else 1.0)
     axis.plot(verdict.sign * verdict.difference.mean, place, "o", color=colour, markersize=4)
-    if not verdict.claim.two_sided:
+    if not verdict.claim.of_difference:
         bounds = [bound for bound in verdict.claim.bounds if abs(bound) < float("inf")]
         axis.plot(bounds, [place] * len(bounds), "|", color="black", markersize=9)
 

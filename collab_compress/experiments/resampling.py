@@ -1,13 +1,12 @@
-"""Scores on resampled test sets, and intervals that include the chance of seeds and of test examples."""
+"""Scores on resampled test sets, and the error of a mean by chance of seeds and of test examples."""
 
 from collections.abc import Callable
 from functools import lru_cache
-from math import isclose, sqrt
+from math import inf, isclose, sqrt
 from typing import TypeAlias
 from zlib import crc32
 
 import numpy as np
-from scipy import stats
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.examples import Arrays, Examples
@@ -54,23 +53,21 @@ def check_score(metric: str, examples: Examples, score: float, place: str) -> No
         )
 
 
-def hierarchical_interval(values: np.ndarray, resampled: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % interval of a mean over seeds, by a bootstrap over seeds and test examples.
+def error_of_mean(values: np.ndarray, resampled: np.ndarray | None = None) -> tuple[float, float]:
+    """Return the standard error of a mean over seeds, and its degrees of freedom.
 
-    Each draw takes n seeds with replacement, on one resampled test set. Quantiles then move away from the mean by
-    t(n − 1) / z · √(n / (n − 1)), for few seeds make them too narrow (Hesterberg, 2015, "What Teachers Should Know
-    About the Bootstrap"): without chance in the test set the interval is about Student's.
+    The variances by chance of seeds, s² / n, and of the test set add up; the degrees of freedom are Satterthwaite's
+    (1946). What one seed gets right on some examples and another on others counts in both, so the error is rather
+    too large.
 
     Args:
-        values: of the test set itself, (n,), two or more.
-        resampled: the same on each resampled test set, (n, draws).
+        values: on the test set itself, (n,), two or more.
+        resampled: the same on each resampled test set, (n, draws); None to leave its chance out.
     """
-    count, draws = resampled.shape
-    seeds = np.random.default_rng(0).integers(count, size=(draws, count))
-    means = resampled[seeds, np.arange(draws)[:, None]].mean(axis=1)
-    wider = stats.t.ppf(0.975, count - 1) / stats.norm.ppf(0.975) * sqrt(count / (count - 1))
-    low, high = values.mean() + wider * (np.quantile(means, [0.025, 0.975]) - values.mean())
-    return float(low), float(high)
+    of_seeds = values.var(ddof=1) / len(values)
+    of_examples = 0.0 if resampled is None else resampled.mean(axis=0).var(ddof=1)
+    freedom = (len(values) - 1) * (1 + of_examples / of_seeds) ** 2 if of_seeds else inf
+    return sqrt(of_seeds + of_examples), float(freedom)
 
 
 @lru_cache(maxsize=4)

@@ -1,9 +1,9 @@
 """The papers' claims, and the verdicts of our records: tests of differences paired by seed.
 
-A difference is tested by a two-sided paired t-test; a claim that something stays within bounds by one-sided tests of
-each bound (TOST: Schuirmann, 1987). Holm's correction is over all tested claims of a paper. A claim holds if p < 0.05
-and the whole 95 % interval is on its side of the bound; it does not hold if p < 0.05 and the interval is all on the
-other. Where outcomes of single examples are known, the interval includes the chance of the test set; p does not.
+Differences are tested by two-sided t-tests over pairs; a claim that something stays within bounds by two one-sided
+tests (TOST: Schuirmann, 1987), each at 2.5 %, so that p is twice the larger. Where outcomes of single examples are
+known, p and the 95 % interval include the chance of the test set. Holm's correction is over all tested claims of a
+paper. With p < 0.05 a claim holds if the mean is on its side of the bound, and does not if it is on the other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collab_compress.experiments.papers import (
     unit_of,
 )
 from collab_compress.experiments.recipe import parse
-from collab_compress.experiments.resampling import hierarchical_interval
+from collab_compress.experiments.resampling import error_of_mean
 from collab_compress.experiments.results import Result, differing_revisions
 from collab_compress.report.section import short
 
@@ -77,7 +77,7 @@ class Claim:
         return -(self.loses_at_most or 0.0), math.inf
 
     @property
-    def two_sided(self) -> bool:
+    def of_difference(self) -> bool:
         """Whether a difference is claimed, not a bound."""
         return self.within is None and self.loses_at_most is None
 
@@ -192,23 +192,21 @@ def holm(values: Sequence[float]) -> list[float]:
     return [float(value) for value in corrected]
 
 
-def p_value(mean: float, error: float, count: int, bounds: tuple[float, float], two_sided: bool) -> float:
-    """Return the p-value of a mean that is inside bounds, or else of one that is outside.
+def p_value(mean: float, error: float, freedom: float, bounds: tuple[float, float]) -> float:
+    """Return the two-sided p-value of a mean that is inside bounds, or else of one that is outside.
 
-    Inside, it is the larger of two one-sided t-tests, each of a bound.
+    Inside, it is twice the larger of two one-sided t-tests, each of a bound.
 
     Args:
         mean: of the differences.
         error: its standard error.
-        count: number of differences.
+        freedom: degrees of freedom of the error.
         bounds: the lower and the upper; infinite for none.
-        two_sided: whether it is doubled, as for a difference from 0.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         above, below = np.nan_to_num((mean - np.array(bounds)) / np.float64(error))
-    p = max(stats.t.sf(above, count - 1), stats.t.cdf(below, count - 1))
-    p = p if bounds[0] < mean < bounds[1] else 1 - p
-    return float(min(2 * p, 1.0) if two_sided else p)
+    p = max(stats.t.sf(above, freedom), stats.t.cdf(below, freedom))
+    return float(min(2 * (p if bounds[0] < mean < bounds[1] else 1 - p), 1.0))
 
 
 def late_gain(history: Sequence[Mapping[str, Any]]) -> float | None:
@@ -245,45 +243,48 @@ def _compared(claim: Claim, tasks: Sequence[str], results: Sequence[Result]) -> 
         return replace(verdict, reasons=(f"no seed has records of both sides of {verdict.compared} on {where}",))
     pairs = [[(of_task[key], control[key]) for of_task, control in zip(ours, controls, strict=True)] for key in keys]
     values = np.array([fmean(_difference(pair, claim.of) for pair in of_seed) for of_seed in pairs])
-    interval, of_examples = _interval(pairs, values, claim.of)
+    resampled = _resampled(pairs, claim.of)
     flat = [pair for of_seed in pairs for pair in of_seed]
     revisions = differing_revisions(flat)
+    mean = float(values.mean())
+    is_finite = bool(np.isfinite(values).all())
+    if len(keys) > 1 and is_finite:
+        error, freedom = error_of_mean(values, resampled)
+        width = stats.t.ppf(0.975, freedom) * error
+        verdict = replace(verdict, interval=(mean - width, mean + width))
     verdict = replace(
         verdict,
         model=model,
         sign=_sign(claim, flat[0][0]),
         difference=estimate(values),
-        interval=interval,
-        of_examples=of_examples,
+        of_examples=resampled is not None,
         reasons=(f"it pairs different revisions: {revisions}",) if revisions else (),
     )
-    undertrained = _undertrained(claim.than, [control for _, control in flat])
+    undertrained = [
+        reason
+        for name, side in zip((claim.method, claim.than), zip(*flat, strict=True), strict=True)
+        for reason in _undertrained(name, side)
+    ]
     reasons = tuple(undertrained)
     if len(keys) < SEEDS:
         reasons += (f"{len(keys)} seed{'s' * (len(keys) != 1)}, and a verdict takes {SEEDS}",)
-    elif not np.isfinite(values).all():
+    elif not is_finite:
         reasons += ("a number is not finite",)
     if reasons:
         outcome = UNDERTRAINED if undertrained else OPEN
         return replace(verdict, outcome=outcome, reasons=(*reasons, *verdict.reasons))
-    mean, error = verdict.sign * values.mean(), values.std(ddof=1) / math.sqrt(len(values))
-    return replace(verdict, p=p_value(mean, error, len(values), claim.bounds, claim.two_sided))
+    return replace(verdict, p=p_value(verdict.sign * mean, error, freedom, claim.bounds))
 
 
 def _decided(verdict: Verdict) -> Verdict:
-    """Return a verdict with the outcome of its corrected p and its interval."""
-    if verdict.difference is None or verdict.interval is None or verdict.p is None:
+    """Return a verdict with the outcome of its corrected p."""
+    if verdict.difference is None or verdict.p is None:
         return verdict
     (lower, upper), mean = verdict.claim.bounds, verdict.sign * verdict.difference.mean
-    low, high = sorted(verdict.sign * end for end in verdict.interval)
-    if verdict.claim.two_sided and mean == low == high == 0:
+    if verdict.claim.of_difference and verdict.interval == (0, 0):
         return replace(verdict, outcome=SAME)
-    if verdict.p < 0.05 and lower < low and high < upper:
-        return replace(verdict, outcome=HOLDS)
-    if verdict.p < 0.05 and (high < lower or low > upper):
-        return replace(verdict, outcome=FAILS)
     if verdict.p < 0.05:
-        return replace(verdict, reasons=("the interval includes the bound, whatever p is", *verdict.reasons))
+        return replace(verdict, outcome=HOLDS if lower < mean < upper else FAILS)
     return verdict
 
 
@@ -292,20 +293,18 @@ def _difference(pair: Pair, of: str) -> float:
     return math.nan if ours is None or control is None else float(ours) - float(control)
 
 
-def _interval(
-    pairs: Sequence[Sequence[Pair]], values: np.ndarray, of: str
-) -> tuple[tuple[float, float] | None, bool]:
-    """Return the 95 % interval of the mean, and whether it includes the chance of the test set."""
-    has_examples = all(of in result.resampled for of_seed in pairs for pair in of_seed for result in pair)
-    if len(values) < 2 or not has_examples:
-        return estimate(values).ends, False
+def _resampled(pairs: Sequence[Sequence[Pair]], of: str) -> np.ndarray | None:
+    """Return the differences on resampled test sets, (n, draws); None where outcomes of examples are not known."""
+    if not all(of in result.resampled for of_seed in pairs for pair in of_seed for result in pair):
+        return None
     differences = [[ours.resampled[of] - control.resampled[of] for ours, control in of_seed] for of_seed in pairs]
-    return hierarchical_interval(values, np.mean(differences, axis=1)), True
+    mean: np.ndarray = np.mean(differences, axis=1)
+    return mean
 
 
-def _undertrained(name: str, controls: Sequence[Result]) -> list[str]:
-    """Return why controls that were trained from nothing are not known to be trained to the end."""
-    gains = [late_gain(control.history) for control in controls if control.recipe.get("fresh")]
+def _undertrained(name: str, results: Sequence[Result]) -> list[str]:
+    """Return why models that were trained from nothing are not known to be trained to the end."""
+    gains = [late_gain(result.history) for result in results if result.recipe.get("fresh")]
     known = [gain for gain in gains if gain is not None]
     if len(known) < len(gains):
         return [f"{name} has no validation history"]

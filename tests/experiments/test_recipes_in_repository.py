@@ -4,6 +4,7 @@ The first line of one that follows a paper may say `# paper: KEY, Table 1, Table
 give settings with which it makes more of the table; they may go on in lines that are indented.
 """
 
+import itertools
 import re
 import shlex
 from functools import cache
@@ -16,7 +17,8 @@ from transformers import MarianConfig, MarianMTModel
 
 from collab_compress.experiments import read_recipe, read_sweep
 from collab_compress.experiments.outputs import BASE, CONVERTED
-from collab_compress.experiments.papers import read_papers, select_tables
+from collab_compress.experiments.papers import labelled, read_papers, select_tables
+from collab_compress.experiments.verdicts import read_claims
 from collab_compress.experiments.workload import WORKLOADS
 from collab_compress.heads import Rotator
 from collab_compress.tasks import TASKS
@@ -150,6 +152,20 @@ def test_every_table_that_takes_training_has_a_file():
     without = {("collaborate", "Table 1"), ("drophead", "Table 2")}  # sizes and speed, and what the data sets are
     named = {(table.paper, table.name) for path in [*RECIPES, *SWEEPS] for table in tables(path)}
     assert {(table.paper, table.name) for table in PAPERS} - named == without
+
+
+def test_small_scales_run_what_claims_compare():
+    runs = {"minilm-distilbert": set(), None: set()}
+    for path in SWEEPS:
+        for sweep in sweeps(path):
+            for recipe in sweep.recipes() if sweep.scale == "small" or "small-" in str(sweep.scale) else ():
+                model = "minilm-distilbert" if recipe.model == "outputs/minilm-distilbert" else None
+                stages = ("tuned", recipe.conversion_name, recipe.again_name)
+                runs[model] |= {(column(recipe), f"{recipe.method}/{stage}") for stage in stages}
+    for claim in itertools.chain.from_iterable(read_claims().values()):
+        compared = set(itertools.product(claim.tasks, map(labelled, (claim.method, claim.than))))
+        missing = compared - runs[claim.model and claim.model.removeprefix("outputs/")]
+        assert not missing, claim.says
 
 
 def test_a_table_that_does_not_exist_is_noticed(tmp_path):

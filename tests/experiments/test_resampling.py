@@ -11,7 +11,7 @@ from scipy import stats
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import resampling
 from collab_compress.experiments.examples import ngram_counts
-from collab_compress.experiments.resampling import check_score, hierarchical_interval, resampled_scores
+from collab_compress.experiments.resampling import check_score, error_of_mean, resampled_scores
 from collab_compress.metrics import METRICS, load_metric
 
 WORDS = ["the", "a", "dog", "cat", "sat", "on", "mat", "runs", "over", "."]
@@ -91,23 +91,29 @@ def test_outcomes_must_have_the_recorded_score():
         check_score("accuracy", {"test": arrays}, 12.0, "place")
 
 
-def test_the_interval_is_a_bootstrap_over_seeds_and_examples():
+def test_the_error_adds_chance_of_seeds_and_of_examples():
     generator = np.random.default_rng(3)
-    values = np.array([0.4, 1.2, 0.9, 0.1, 0.6])
-    resampled = values[:, None] + generator.normal(size=(5, 400)) / 3
-    low, high = hierarchical_interval(values, resampled)
-    seeds, means = np.random.default_rng(0).integers(5, size=(400, 5)), []
-    for draw in range(400):
-        means.append(statistics.fmean(resampled[seed, draw] for seed in seeds[draw]))
-    center, wider = statistics.fmean(values), stats.t.ppf(0.975, 4) / stats.norm.ppf(0.975) * math.sqrt(5 / 4)
-    ends = [center + wider * (np.quantile(means, share) - center) for share in (0.025, 0.975)]
-    assert (low, high) == pytest.approx(ends)
+    values = [0.4, 1.2, 0.9, 0.1, 0.6]
+    resampled = np.array(values)[:, None] + generator.normal(size=(5, 400)) / 3
+    error, freedom = error_of_mean(np.array(values), resampled)
+    of_seeds = statistics.variance(values) / 5
+    of_examples = statistics.variance([statistics.fmean(draw) for draw in resampled.T])
+    assert error == pytest.approx(math.sqrt(of_seeds + of_examples))
+    assert freedom == pytest.approx((of_seeds + of_examples) ** 2 / (of_seeds**2 / 4))
+    assert error_of_mean(np.array(values)) == pytest.approx((stats.sem(values), 4))
+    assert error_of_mean(np.full(5, 2.0), resampled) == pytest.approx((math.sqrt(of_examples), math.inf))
 
 
-def test_without_chance_in_the_test_set_the_interval_is_about_students():
-    values = np.random.default_rng(1).normal(size=5)
-    low, high = hierarchical_interval(values, np.repeat(values[:, None], 20000, axis=1))
-    student = stats.ttest_1samp(values, 0).confidence_interval(0.95)
-    assert (high - low) / (student.high - student.low) == pytest.approx(1, abs=0.1)
-    wide = values[:, None] + np.random.default_rng(2).normal(size=20000)  # of one test set that all seeds share
-    assert np.ptp(hierarchical_interval(values, wide)) > 1.3 * (high - low)
+@pytest.mark.parametrize(
+    ("seeds", "examples", "both"), [(1, 0, 0), (0, 1, 0), (0.05, 1, 1), (0.1, 1, 1), (0.05, 0.5, 2)]
+)
+def test_intervals_of_the_error_hold_the_mean_as_often_as_they_say(seeds, examples, both):
+    """Outcomes that differ by seed, by example, and by both; the mean of all that there could be is 0."""
+    generator, inside = np.random.default_rng(1), 0
+    for _ in range(300):
+        outcomes = examples * generator.normal(size=200) + both * generator.normal(size=(5, 200))
+        outcomes += seeds * generator.normal(size=(5, 1))
+        counts = generator.multinomial(200, np.full(200, 1 / 200), size=200)
+        error, freedom = error_of_mean(outcomes.mean(1), outcomes @ counts.T / 200)
+        inside += abs(outcomes.mean()) < stats.t.ppf(0.975, freedom) * error
+    assert 0.92 < inside / 300 < 0.995
