@@ -21,7 +21,7 @@ from collab_compress.experiments.examples import ENDING, Arrays, Examples, gathe
 from collab_compress.experiments.forest import forest_plot
 from collab_compress.experiments.outputs import read_records, record_lines
 from collab_compress.experiments.pages import write_pages
-from collab_compress.experiments.papers import read_papers, select_tables
+from collab_compress.experiments.papers import read_papers, select_tables, title_of
 from collab_compress.experiments.recipe import parse as parse_settings
 from collab_compress.experiments.results import Result, read_results
 from collab_compress.experiments.verdicts import FAILS, HOLDS, SAME, SEEDS, Verdict, counted, tried, verdicts_of
@@ -235,7 +235,7 @@ def _counts(results: Sequence[Result]) -> str:
 def _findings(paper: str, verdicts: Sequence[Verdict]) -> str:
     """Return the number of verdicts, and those that were decided."""
     shown = tried(verdicts)
-    title = next(table.title for table in read_papers() if table.paper == paper)
+    title = title_of(paper)
     if not shown:
         return f"* **{title}**: {NONE}"
     lines = [f"* **{title}**: {len(shown)} comparisons tried: {counted(shown)}."]
@@ -250,7 +250,7 @@ def _forest(paper: str, verdicts: Sequence[Verdict], path: Path, plots: Plots) -
     drawn = [verdict for verdict in verdicts if verdict.difference is not None]
     if not drawn:
         return NONE
-    title = next(table.title for table in read_papers() if table.paper == paper)
+    title = title_of(paper)
     plots[path.parent / IMAGE.format(paper)] = partial(forest_plot, title, drawn)
     return f"![Differences and 95 % intervals, {title}]({IMAGE.format(paper)})"
 

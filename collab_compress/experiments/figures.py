@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,7 +15,7 @@ import pandas as pd
 import yaml
 
 from collab_compress.analysis.diversity import Measure, percent_growth
-from collab_compress.experiments.papers import PAPERS, read_yaml
+from collab_compress.experiments.papers import PAPERS
 from collab_compress.experiments.results import Result
 from collab_compress.report.section import Curve, Curves, Heatmap, Heatmaps, Panel, Picture, heatmap
 from collab_compress.training import SCHEDULES
@@ -49,14 +48,10 @@ class Figure:
         return [] if self.draw is None else [replace(one, source=self.source) for one in self.draw(results)]
 
 
-def read_figures(path: Path = PAPERS) -> dict[str, list[Figure]]:
-    """Read the figures of all papers: the paper's key → its figures.
-
-    Raises:
-        RecipeError: the file cannot be read.
-    """
+def read_figures() -> dict[str, list[Figure]]:
+    """Read the figures of all papers: the paper's key → its figures."""
     figures: dict[str, list[Figure]] = {}
-    for key, paper in read_yaml(path, yaml.SafeLoader).items():
+    for key, paper in yaml.safe_load(PAPERS.read_text(encoding="utf-8")).items():
         figures[key] = []
         for name, figure in paper["figures"].items():
             draw = figure.get("draw")

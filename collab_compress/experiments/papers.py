@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -82,17 +82,16 @@ class PaperTable:
         return [row for row in self.rows if any(column in row.scores for column in columns)]
 
 
-def read_papers(path: Path = PAPERS) -> list[PaperTable]:
-    """Read the tables of all papers; numbers keep the digits they are printed with.
+@cache
+def read_papers() -> tuple[PaperTable, ...]:
+    """Read the tables of all papers; numbers keep the digits they are printed with."""
+    papers = yaml.load(PAPERS.read_text(encoding="utf-8"), _DecimalLoader)
+    return tuple(_table(key, paper, name) for key, paper in papers.items() for name in paper["tables"])
 
-    Raises:
-        RecipeError: the file cannot be read, or a table in it is malformed.
-    """
-    papers = read_yaml(path, _DecimalLoader)
-    try:
-        return [_table(key, papers[key], name) for key in papers for name in papers[key]["tables"]]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise RecipeError(f"{path} does not have the layout that its first lines describe: {error}") from error
+
+def title_of(paper: str) -> str:
+    """Return the title of a paper."""
+    return next(table.title for table in read_papers() if table.paper == paper)
 
 
 def select_tables(
@@ -133,31 +132,16 @@ for tag in ("int", "float"):
     _DecimalLoader.add_constructor(f"tag:yaml.org,2002:{tag}", _decimal)
 
 
-def read_yaml(path: Path, loader: type[yaml.SafeLoader]) -> Any:
-    """Read a YAML file of this package.
-
-    Raises:
-        RecipeError: it cannot be read.
-    """
-    try:
-        return yaml.load(path.read_text(encoding="utf-8"), loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"cannot read {path}: {error}") from error
-
-
 def _table(key: str, paper: Mapping[str, Any], name: str) -> PaperTable:
     table = paper["tables"][name]
-    rows = tuple(_row(row, list(table["columns"]), f"{key}, {name}") for row in table["rows"])
+    rows = tuple(_row(row, list(table["columns"])) for row in table["rows"])
     lists = {field: tuple(table[field]) for field in ("beside", "of") if field in table}
     return PaperTable(key, paper["title"], paper["source"], name, **{**table, **lists, "rows": rows})
 
 
-def _row(row: Mapping[str, Any], columns: Sequence[str], place: str) -> PaperRow:
-    scores = row["scores"]
-    if len(scores) != len(columns):
-        raise RecipeError(f"{place}, {row['model']}: {len(scores)} scores; expected {len(columns)}, null for none")
+def _row(row: Mapping[str, Any], columns: Sequence[str]) -> PaperRow:
     printed = {}
-    for column, score in zip(columns, scores, strict=True):
+    for column, score in zip(columns, row["scores"], strict=True):
         if score is not None:
             printed[column] = tuple(score if isinstance(score, list) else [score])
     ours = row.get("ours", ())

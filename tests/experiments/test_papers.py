@@ -223,22 +223,3 @@ def test_what_stands_beside_the_papers_is_known():
         assert set(table.of) <= QUANTITIES.keys()
         assert {task.split()[0] for task in table.beside} <= TASKS.keys()
         assert not table.beside or any(row.ours for row in table.rows)
-
-
-@pytest.mark.parametrize(
-    ("read", "text", "message"),
-    [
-        (read_papers, "a: [", "cannot read .*file.yaml"),
-        (read_papers, "a: {title: A, source: B}", "does not have the layout that its first lines describe: 'tables'"),
-        (
-            read_papers,
-            "a: {tables: {T: {columns: {x: y}, rows: [{model: m, scores: [1, 2]}]}}}",
-            "a, T, m: 2 scores; expected 1",
-        ),
-        (read_papers, "a: {title: A, source: B, tables: {T: {columns: {}, rows: [], nots: x}}}", "'nots'"),
-    ],
-)
-def test_mistakes_are_named(tmp_path, read, text, message):
-    (tmp_path / "file.yaml").write_text(text)
-    with pytest.raises(RecipeError, match=message):
-        read(tmp_path / "file.yaml")

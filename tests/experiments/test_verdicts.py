@@ -13,7 +13,7 @@ from tiny_recipes import make_record
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.forest import forest_plot
-from collab_compress.experiments.papers import read_papers
+from collab_compress.experiments.papers import QUANTITIES, read_papers
 from collab_compress.experiments.resampling import error_of_mean
 from collab_compress.experiments.results import read_results
 from collab_compress.experiments.verdicts import (
@@ -300,23 +300,7 @@ def test_claims_are_of_the_papers_and_of_tasks_that_there_are():
             assert claim.says.endswith(".")
             assert claim.source
             assert {task.split()[0] for task in claim.tasks} <= TASKS.keys()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: 3", "does not have the layout that its first lines describe"),
-        ("a: [{says: b, source: s, tasks: [mrpc], method: c}]", "a claim of a: .*than"),
-        (
-            "a: [{says: b., source: s, tasks: [mrpc], method: c, than: d, of: e}]",
-            "'e' is no quantity; expected one",
-        ),
-    ],
-)
-def test_mistakes_are_named(tmp_path, text, message):
-    (tmp_path / "claims.yaml").write_text(text)
-    with pytest.raises(RecipeError, match=message):
-        read_claims(tmp_path / "claims.yaml")
+            assert claim.of in QUANTITIES
 
 
 def test_without_matplotlib_it_says_what_to_install(write, monkeypatch):
