@@ -29,6 +29,7 @@ from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.distributed import process_state
 from collab_compress.experiments.outputs import lacking, read_record, write_record
+from collab_compress.experiments.recipe import Tuning
 from collab_compress.experiments.workload import Workload
 from collab_compress.heads import alphas_of, confidence, head_importance
 
@@ -136,7 +137,7 @@ class Subject:
         return self._scaled(self.workload.metric.compute(predictions=written, references=references))
 
     def _score_logits(self, model: PreTrainedModel, batches: list[Batch]) -> float:
-        reduce = self.workload.options(self.tokenizer).get("preprocess_logits_for_metrics")
+        reduce = self.workload.options(self.tokenizer, Tuning()).get("preprocess_logits_for_metrics")
         outputs = []
         with evaluation_mode(model):
             for batch in batches:

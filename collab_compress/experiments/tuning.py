@@ -274,7 +274,7 @@ def _trainer(
         processing_class=tokenizer,
         data_collator=workload.collator(model, tokenizer),
         head_training=heads,
-        **workload.options(tokenizer),
+        **workload.options(tokenizer, tuning),
     )
     if not workload.recipe.progress:
         trainer.remove_callback(PrinterCallback)  # it prints the logs where there is no progress bar
