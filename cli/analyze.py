@@ -10,7 +10,7 @@ from collab_compress.report import ReportContext, ReportResult, make_report, to_
 from .arguments import AnalyzeArguments as Arguments
 from .command import main_of
 from .data import load_data
-from .model import check_json, check_outputs, load_source, progress_bar, put_on
+from .model import check_outputs, load_source, progress_bar, put_on
 
 
 def run(arguments: Arguments) -> ReportResult:
@@ -19,7 +19,6 @@ def run(arguments: Arguments) -> ReportResult:
     read = [find_directory(arguments.model, common.revision)]
     if against is not None:
         read.append(find_directory(against))
-    check_json(common.json)
     check_outputs({"--output": arguments.output, "--json": common.json}, *read, *arguments.data.files)
     source = load_source(arguments.model, edited=True, revision=common.revision)
     put_on(source.model, arguments.device)

@@ -82,12 +82,13 @@ def _labelled(name: str, data: Data, model: PreTrainedModel, tokenizer: Any, see
     from collab_compress.metrics import load_metric
     from collab_compress.tasks import TASKS, encode_classification, load_task
 
+    if name in TASKS:  # `load_task` refuses others
+        _check(TASKS[name], model, tokenizer)
     try:
         rows = load_task(name, data.data_dir, train=False)
     except DataError:  # there are only training data
         rows = load_task(name, data.data_dir)
     task = TASKS[name]
-    _check(name, model, tokenizer)
     split = next(split for split in SPLITS if split in rows)
     chosen = rows[split].shuffle(seed=seed).select(range(min(len(rows[split]), data.sentences)))
     encoded = encode_classification(chosen, tokenizer, max_length=min(data.length, tokenizer.model_max_length))
@@ -131,11 +132,10 @@ def _short(texts: Sequence[Text]) -> Text:
     return next((text for text in texts if SHORT[0] <= len(str(text).split()) <= SHORT[1]), texts[0])
 
 
-def _check(name: str, model: PreTrainedModel, tokenizer: Any) -> None:
+def _check(task: Any, model: PreTrainedModel, tokenizer: Any) -> None:
     """Refuse tasks, and models for them, whose score would mean nothing."""
     from collab_compress.tasks import TASKS
 
-    task = TASKS[name]
     if task.num_labels is None:
         names = ", ".join(sorted(other.name for other in TASKS.values() if other.num_labels is not None))
         raise DataError(f"{task.name} is {task.kind}, on which single heads are not scored; expected one of {names}")

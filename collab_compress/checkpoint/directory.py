@@ -157,7 +157,7 @@ def refuse_place(path: Path, *inputs: Path) -> None:
         for read in inputs:
             if final.is_relative_to(_final(read)):
                 raise CheckpointError(f"{path} lies in {read}, which is read; choose an output elsewhere")
-        parent = next(parent for parent in final.parents if parent.exists())
+        parent = next(parent for parent in final.parents if os.path.lexists(parent))
         if not parent.is_dir():
             raise CheckpointError(f"cannot write {path}: {parent} is not a directory")
         if not os.access(parent, os.W_OK | os.X_OK):
