@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,15 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def to_json(value: Any) -> str:
     """Return a value as JSON for a file; values that JSON cannot hold become strings."""
     return json.dumps(value, indent=2, default=str) + "\n"
+
+
+def mapped(leaf: Callable[[Any], Any], value: Any) -> Any:
+    """Return nested mappings and lists with `leaf` of each value in them; tuples become lists."""
+    if isinstance(value, Mapping):
+        return {name: mapped(leaf, inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [mapped(leaf, inner) for inner in value]
+    return leaf(value)
 
 
 def write_json(path: Path, value: Any) -> None:

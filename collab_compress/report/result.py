@@ -19,7 +19,7 @@ import torch
 import transformers
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from collab_compress.checkpoint.directory import atomic_directory
+from collab_compress.checkpoint.directory import atomic_directory, mapped
 from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.report import drawing
 from collab_compress.report.context import ReportContext
@@ -202,7 +202,7 @@ def to_json(result: ReportResult) -> dict[str, Any]:
     """Return the results in JSON types."""
     sections = {}
     for section in result.sections:
-        fields = _rounded(asdict(section))
+        fields = mapped(_rounded, asdict(section))
         fields["tables"] = {table.pop("name"): table for table in fields["tables"]}
         sections[section.name] = {key: fields[key] for key in ("title", "reading", "source", "tables", "pictures")}
     return {
@@ -220,16 +220,10 @@ def to_csv(table: Table) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([f"{column.name} [{column.unit}]" if column.unit else column.name for column in table.columns])
-    writer.writerows(_rounded(table.rows))
+    writer.writerows(mapped(_rounded, table.rows))
     return file.getvalue()
 
 
 def _rounded(value: Any) -> Any:
-    """Return a value with all floats in it rounded."""
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return value
+    """Return a value, rounded if it is a float."""
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
