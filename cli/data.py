@@ -121,8 +121,7 @@ def _scorer(metric: Any, batches: Sequence[Batch]) -> Callable[[PreTrainedModel]
 
     def score(model: PreTrainedModel) -> float:
         predicted = torch.cat([_predicted(model, batch) for batch in inputs])
-        scores = metric.compute(predictions=predicted, references=labels)
-        return float(metric.scale * sum(scores[key] for key in metric.scores) / len(metric.scores))
+        return float(metric.benchmark_score(metric.compute(predictions=predicted, references=labels)))
 
     return score
 
@@ -146,12 +145,7 @@ def _check(task: Any, model: PreTrainedModel, tokenizer: Any) -> None:
             f"{type(model).__name__} does not answer {task.name}, which takes a sequence classifier of "
             f"{task.num_labels} outputs with its tokenizer; fine-tune one, or pass sentences by --data"
         )
-    labels = [str(label).lower() for _, label in sorted(config.id2label.items())]
-    expected = [label.lower() for label in task.labels]
-    if labels != expected and sorted(labels) == sorted(expected):
-        raise DataError(
-            f"the model has its classes in the order {', '.join(labels)}; {task.name} has {', '.join(expected)}"
-        )
+    task.check_label_order([label for _, label in sorted(config.id2label.items())], "the model")
 
 
 def _predicted(model: PreTrainedModel, batch: Batch) -> Tensor:

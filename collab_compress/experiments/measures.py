@@ -136,7 +136,8 @@ class Subject:
                     max_length=self.workload.recipe.translation.max_length,
                 )
                 written += self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        return self._scaled(self.workload.metric.compute(predictions=written, references=references))
+        metric = self.workload.metric
+        return metric.benchmark_score(metric.compute(predictions=written, references=references))
 
     def _score_logits(self, model: PreTrainedModel, batches: list[Batch]) -> float:
         reduce = self.workload.options(self.tokenizer, Tuning()).get("preprocess_logits_for_metrics")
@@ -148,11 +149,7 @@ class Subject:
         # losses of running text hold their labels, which differ in length from batch to batch
         labels = torch.cat([batch["labels"] for batch in batches]).numpy() if reduce is None else None
         prediction = EvalPrediction(torch.cat(outputs).float().numpy(), labels)
-        return self._scaled(self.workload.compute_metrics(prediction))
-
-    def _scaled(self, scores: Mapping[str, float]) -> float:
-        metric = self.workload.metric
-        return float(metric.scale * sum(scores[name] for name in metric.scores) / len(metric.scores))
+        return self.workload.metric.benchmark_score(self.workload.compute_metrics(prediction))
 
 
 def measure_svcca(subject: Subject) -> Any:

@@ -225,7 +225,7 @@ def _record(
     hub: dict[str, str | None],
 ) -> dict[str, Any]:
     recipe, stage = workload.recipe, folder.name
-    scores = [metrics[split][name] for split in scored_splits(metrics) for name in workload.metric.scores]
+    scores = [workload.metric.benchmark_score(metrics[split]) for split in scored_splits(metrics)]
     return {
         "task": recipe.task,
         "method": recipe.method,
@@ -233,7 +233,7 @@ def _record(
         "conversion": None if stage in ("given", "tuned") else recipe.conversion_name,
         "again": stage == recipe.again_name,
         "seed": recipe.seed,
-        "score": workload.metric.scale * sum(scores) / len(scores),
+        "score": sum(scores) / len(scores),
         "metrics": metrics,
         "parameters": parameters,
         "recipe": asdict(recipe),

@@ -206,19 +206,14 @@ class Classification(Workload):
         """Load a model with an output for each class of the task, or one for a score.
 
         Raises:
-            RecipeError: also if a trained model has the classes in another order.
+            RecipeError: as `Workload.load_model`.
+            DataError: a trained model has the classes in another order.
         """
         if self.task.kind == "regression":
             return super().load_model(directory, trained, num_labels=1, problem_type="regression")
         if trained:
             numbers = load_config(directory).label2id
-            order = [label.lower() for label in sorted(numbers, key=numbers.__getitem__)]
-            expected = [label.lower() for label in self.task.labels]
-            if order != expected and sorted(order) == sorted(expected):
-                raise RecipeError(
-                    f"{directory} has its classes in the order {', '.join(order)}; {self.task.name} has "
-                    f"{', '.join(expected)}"
-                )
+            self.task.check_label_order(sorted(numbers, key=numbers.__getitem__), str(directory))
         return super().load_model(
             directory,
             trained,

@@ -410,7 +410,7 @@ def test_classes_in_another_order(questions, tmp_path):
     model.save_pretrained(tmp_path / "other")
     AutoTokenizer.from_pretrained(tmp_path / "out" / "start").save_pretrained(tmp_path / "other")
     changed = ("fresh=null", f"model={tmp_path / 'other'}", "tuning=null", "compression.dk=12", "calibration=none")
-    with pytest.raises(RecipeError, match=r"has its classes in the order .*; trec has"):
+    with pytest.raises(DataError, match=r"has its classes in the order .*; trec has"):
         run(recipe(tmp_path / "again", *settings, *changed))
 
 
