@@ -1,6 +1,5 @@
 """`collab-analyze`: measure the heads of a model, and write numbers and a page of pictures."""
 
-import json
 from contextlib import ExitStack
 
 from collab_compress.checkpoint.directory import atomic_file
@@ -48,7 +47,7 @@ def run(arguments: Arguments) -> ReportResult:
     with ExitStack() as both:
         if common.json is not None:
             numbers = both.enter_context(atomic_file(common.json))
-            numbers.write_text(json.dumps(to_json(result), allow_nan=False, indent=1) + "\n", encoding="utf-8")
+            numbers.write_text(to_json(result), encoding="utf-8")
         write_report(result, arguments.output)
     common.say(*result.actions, *([""] if result.actions else []), *result.highlights)
     common.say(*(f"Not shown: {section}: {reason}." for section, reason in result.omitted.items()))

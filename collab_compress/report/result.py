@@ -20,6 +20,7 @@ import transformers
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from collab_compress.checkpoint.directory import atomic_directory, mapped
+from collab_compress.conversion.report import width_range
 from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.report import drawing
 from collab_compress.report.context import ReportContext
@@ -120,7 +121,7 @@ def make_report(context: ReportContext, sections: Collection[str] = tuple(SECTIO
 
 def _facts(context: ReportContext) -> dict[str, str]:
     model, sites, baseline = context.model, context.sites, context.baseline
-    heads, widths = _range([site.heads for site in sites]), _range([site.head_width for site in sites])
+    heads, widths = width_range(site.heads for site in sites), width_range(site.head_width for site in sites)
     tokens = f", {context.tokens:,} tokens" if context.tokens else ""
     facts = {
         "model": f"{context.name}, {type(model).__name__}, {'converted' if context.converted else 'dense'}",
@@ -139,10 +140,6 @@ def _facts(context: ReportContext) -> dict[str, str]:
     )
     facts["threads"] = str(torch.get_num_threads())
     return facts
-
-
-def _range(values: list[int]) -> str:
-    return f"{min(values)}" if min(values) == max(values) else f"{min(values)} to {max(values)}"
 
 
 def render_page(result: ReportResult) -> str:
@@ -189,16 +186,21 @@ def write_report(result: ReportResult, directory: Path) -> None:
     Raises:
         CheckpointError: the folder exists or cannot be written.
     """
-    page, numbers = render_page(result), json.dumps(to_json(result), allow_nan=False, indent=1)
+    page, numbers = render_page(result), to_json(result)
     with atomic_directory(directory) as partial:
         (partial / "index.html").write_text(page, encoding="utf-8")
-        (partial / "numbers.json").write_text(numbers + "\n", encoding="utf-8")
+        (partial / "numbers.json").write_text(numbers, encoding="utf-8")
         for section in result.sections:
             for table in section.tables:
                 (partial / f"{section.name}-{table.name}.csv").write_text(to_csv(table), encoding="utf-8")
 
 
-def to_json(result: ReportResult) -> dict[str, Any]:
+def to_json(result: ReportResult) -> str:
+    """Return the results as JSON for a file."""
+    return json.dumps(to_dict(result), allow_nan=False, indent=1) + "\n"
+
+
+def to_dict(result: ReportResult) -> dict[str, Any]:
     """Return the results in JSON types."""
     sections = {}
     for section in result.sections:
