@@ -105,19 +105,11 @@ def test_random_tokens_and_chosen_sections(run):
 
 
 def test_for_programs(run, folder, tmp_path):
-    code, printed, error, numbers = run(
-        "dense",
-        "--sections",
-        "content",
-        "--sentences",
-        3,
-        *QUICK,
-        "--quiet",
-        "--json",
-        tmp_path / "new" / "copy.json",
-    )
+    copy = tmp_path / "new" / "copy.json"
+    quiet = ("--quiet", "--json", copy)
+    code, printed, error, numbers = run("dense", "--sections", "content", "--sentences", 3, *QUICK, *quiet)
     assert (code, printed, error) == (0, "", "")
-    assert json.loads((tmp_path / "new" / "copy.json").read_text(encoding="utf-8")) == numbers
+    assert json.loads(copy.read_text(encoding="utf-8")) == numbers
 
 
 def test_a_task_scores_heads(run):
