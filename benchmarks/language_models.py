@@ -31,7 +31,7 @@ import argparse
 import copy
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -74,16 +74,22 @@ def load(folder: Path) -> tuple[PreTrainedModel, Any, bool]:
     )
 
 
-def perplexity(model: PreTrainedModel, rows: Dataset, masked: bool) -> float:
-    """Return the perplexity of all labels; the last row may be shorter than the others."""
+def perplexity(model: PreTrainedModel, batches: Iterable[Batch], masked: bool = False) -> float:
+    """Return the perplexity of all labels; without labels, of all tokens but the first of each row."""
     total = torch.zeros(2, dtype=torch.double)
-    last = len(rows) - 1
-    for start in (*range(0, last, 64), last):
-        batch = rows.with_format("torch")[start : min(start + 64, last) if start < last else None]
+    for batch in batches:
+        tokens = batch["input_ids"]
         with torch.no_grad():
-            logits = model(input_ids=batch["input_ids"]).logits
-        total += token_losses(logits, batch["labels"], shift=not masked).sum(0)
+            logits = model(input_ids=tokens).logits
+        total += token_losses(logits, batch.get("labels", tokens), shift=not masked).sum(0)
     return float((total[0] / total[1]).exp())
+
+
+def batches_of(rows: Dataset) -> Iterator[Batch]:
+    """Yield batches of encoded text; the last row, which may be shorter than the others, has its own."""
+    last, tensors = len(rows) - 1, rows.with_format("torch")
+    for start in (*range(0, last, 64), last):
+        yield tensors[start : min(start + 64, last) if start < last else None]
 
 
 def shared(
@@ -146,7 +152,7 @@ class Bench:
         case = {"model": self.name, **case}
         if any(case.items() <= record.items() for record in self.done):
             return
-        record = {**case, "perplexity": round(perplexity(make(), self.rows, self.masked), 2)}
+        record = {**case, "perplexity": round(perplexity(make(), batches_of(self.rows), self.masked), 2)}
         self.done.append(record)
         print(json.dumps(record), flush=True)
         append_record(self.records, record)
@@ -251,24 +257,16 @@ def chunks(data: Path, split: str, tokenizer: Any, count: int) -> list[Batch]:
     return [{"input_ids": ids} for ids in rows.split(BATCH)]
 
 
-def chunk_perplexity(model: PreTrainedModel, batches: list[Batch]) -> float:
-    """Return the perplexity of all tokens but the first of each chunk."""
-    total = torch.zeros(2, dtype=torch.double)
-    for batch in batches:
-        with torch.no_grad():
-            total += token_losses(model(**batch).logits, batch["input_ids"]).sum(0)
-    return float((total[0] / total[1]).exp())
-
-
 def blocks(folder: Path, args: argparse.Namespace) -> None:
     """Measure one model with narrower feed-forward blocks and values."""
     dense, tokenizer, masked = load(folder)
     if masked:
         texts = load_task("ptb", args.data_dir, splits=["validation"])["validation"]
         rows = encode_masked_language_model(texts, tokenizer, length=LENGTH, seed=0)
-        score = partial(perplexity, rows=rows, masked=True)
+        scored = list(batches_of(rows))
     else:
-        score = partial(chunk_perplexity, batches=chunks(args.data_dir, "validation", tokenizer, SCORED))
+        scored = chunks(args.data_dir, "validation", tokenizer, SCORED)
+    score = partial(perplexity, batches=scored, masked=masked)
     options: dict[str, int] = {"sequences": CALIBRATED, "length": LENGTH}
     data = {
         "texts": chunks(args.data_dir, "train", tokenizer, CALIBRATED),

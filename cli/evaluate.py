@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from collab_compress.checkpoint import pretrained
-from collab_compress.checkpoint.directory import MODULES, atomic_file, to_json
+from collab_compress.checkpoint.directory import MODULES, to_json, write_new
 from collab_compress.errors import CheckpointError
 from collab_compress.external_evaluation import Score, lm_eval_scores, mteb_scores
 
 from .arguments import EvaluateArguments as Arguments
 from .command import main_of, table
-from .model import check_json, check_outputs, device_of, load_source, put_on
+from .model import check_outputs, device_of, load_source, put_on
 
 
 def run(arguments: Arguments) -> list[Score]:
@@ -24,7 +24,6 @@ def run(arguments: Arguments) -> list[Score]:
     common, package = arguments.common, "mteb" if arguments.mteb else "lm_eval"
     importlib.import_module(package)  # before anything takes long
     directory = pretrained.find_directory(arguments.model, common.revision)
-    check_json(common.json)
     check_outputs({"--json": common.json}, directory, arguments.include)
     record: dict[str, Any] = {"model": arguments.model, package: None}
     with suppress(PackageNotFoundError):
@@ -36,8 +35,7 @@ def run(arguments: Arguments) -> list[Score]:
         scores = _mteb(arguments, directory) if arguments.mteb else _lm_eval(arguments)
     record["scores"] = [asdict(score) for score in scores]
     if common.json is not None:
-        with atomic_file(common.json) as file:
-            file.write_text(to_json(record), encoding="utf-8")
+        write_new(common.json, to_json(record))
     rows = []
     for score in scores:
         error = "" if score.error is None else f"{score.error:.4f}"

@@ -77,12 +77,11 @@ def begin(
 
     Raises:
         CheckpointError: there is no such model, or no place for an output.
-        CollabCompressError: the report has no place.
+        CollabCompressError: an output lies in the other.
     """
     saving = arguments.saving
     output = arguments.output or Path(title_of(arguments.model) + suffix)
     directory = find_directory(arguments.model, saving.revision)
-    check_json(saving.json)
     check_outputs({"--output": output, "--json": saving.json}, directory, *inputs)
     if saving.push_to_hub is not None:
         check_upload(saving.push_to_hub)
@@ -90,17 +89,6 @@ def begin(
     source = load_source(arguments.model, edited, saving.revision)
     put_on(source.model, arguments.device)
     return source, output
-
-
-def check_json(path: Path | None) -> None:
-    """Refuse a report that is a directory, or whose directory does not exist.
-
-    Raises:
-        CollabCompressError: it is one, or has none.
-    """
-    final = "" if path is None else os.path.realpath(path)
-    if path is not None and (os.path.isdir(final) or not os.path.isdir(os.path.dirname(final))):
-        raise CollabCompressError(f"--json {path}: expected a file in a directory that exists")
 
 
 def check_outputs(outputs: Mapping[str, Path | None], *inputs: Path | None) -> None:

@@ -194,7 +194,3 @@ def _dense_directory(arguments: Arguments, record: dict[str, Any]) -> Path:
         raise CollabCompressError(
             f"{arguments.model} was converted from {name}: {error}; pass --dense MODEL"
         ) from error
-
-
-if __name__ == "__main__":
-    main()

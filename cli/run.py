@@ -1,13 +1,13 @@
 """`collab-run` and `collab-sweep`, and the scripts in `glue_runs`: a recipe or a sweep from the command line."""
 
 import logging
+import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -21,14 +21,6 @@ from collab_compress.tasks import TASKS
 from .command import errors_in_one_line, silence_libraries
 from .help import RUN, SWEEP
 from .model import refuse_nested
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options besides fields of the recipe."""
-
-    json: Path | None = None
-    quiet: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -51,16 +43,17 @@ def run_script(usage: str, tasks: Collection[str], argv: Sequence[str] | None = 
         name: first word of error messages.
     """
     with errors_in_one_line(name, hold_warnings=False), _bars_closed():
-        path, settings, options = _arguments(usage, argv, "recipes")
+        path, settings, json, quiet = _arguments(usage, argv, "recipes")
         recipe = read_recipe(path, settings)
-        refuse_nested({"--json": options.json, "output": recipe.output})
+        refuse_nested({"--json": json, "output": recipe.output})
         if recipe.task not in tasks:
             raise RecipeError(f"{recipe.task} is {TASKS[recipe.task].kind}; this script is for {', '.join(tasks)}")
         silence_libraries()
-        records = run(replace(recipe, progress=False) if options.quiet else recipe)
+        records = run(replace(recipe, progress=False) if quiet else recipe)
         if process_state().is_main_process:
-            _write(options, records)
-            for record in () if options.quiet else records:
+            if json is not None:
+                write_new(json, to_json(records))
+            for record in () if quiet else records:
                 print(f"{record['task']:10} {record['stage']:14} {summary(record)}  {record['metrics']}")
 
 
@@ -70,20 +63,20 @@ def run_sweep_script(usage: str, argv: Sequence[str] | None = None, name: str = 
     The exit code is 1 if some runs fail, and 2 if the sweep cannot be run at all.
     """
     with errors_in_one_line(name, hold_warnings=False), _bars_closed():
-        path, settings, options = _arguments(usage, argv, "sweeps")
+        path, settings, json, quiet = _arguments(usage, argv, "sweeps")
         if path is None:
             raise RecipeError("give the file of a sweep")
         settings = [f"base.{setting}" if setting.startswith("revision=") else setting for setting in settings]
-        sweep = read_sweep(path, [*settings, *(["base.progress=false"] if options.quiet else [])])
-        refuse_nested({"--json": options.json, "output": sweep.output})
+        sweep = read_sweep(path, [*settings, *(["base.progress=false"] if quiet else [])])
+        refuse_nested({"--json": json, "output": sweep.output})
         silence_libraries()
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         is_main = process_state().is_main_process
-        level = logging.CRITICAL if not is_main else logging.ERROR if options.quiet else logging.INFO
+        level = logging.CRITICAL if not is_main else logging.ERROR if quiet else logging.INFO
         logging.getLogger("collab_compress.experiments.sweep").setLevel(level)
         failed = run_sweep(sweep)
-        if is_main:
-            _write(options, failed)
+        if is_main and json is not None:
+            write_new(json, to_json(failed))
         if failed:
             sys.exit("failed:\n" + "\n".join(failed) if is_main else 1)
 
@@ -104,20 +97,15 @@ def tasks_of(*kinds: str) -> list[str]:
     return [name for name, task in TASKS.items() if task.kind in kinds]
 
 
-def _write(options: Options, result: Any) -> None:
-    if options.json is not None:
-        write_new(options.json, to_json(result))
-
-
-def _arguments(usage: str, argv: Sequence[str] | None, kind: str) -> tuple[Path | None, list[str], Options]:
-    """Return the file, the settings of its fields, and the options."""
+def _arguments(usage: str, argv: Sequence[str] | None, kind: str) -> tuple[Path | None, list[str], Path | None, bool]:
+    """Return the file, the settings of its fields, the path of `--json`, and whether `--quiet` is given."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         sys.exit(usage)
     if {"-h", "--help"} & set(words):
         print(usage)
         sys.exit()
-    path = None if "=" in words[0] or words[0].startswith("--") else _file(words.pop(0), kind)
+    path = None if _is_setting(words[0]) else _file(words.pop(0), kind)
     quiet = "--quiet" in words
     settings, json = [], None
     for setting in _settings([word for word in words if word != "--quiet"]):
@@ -126,7 +114,13 @@ def _arguments(usage: str, argv: Sequence[str] | None, kind: str) -> tuple[Path 
             refuse_place(json)
         else:
             settings.append(setting)
-    return path, settings, Options(json, quiet)
+    return path, settings, json, quiet
+
+
+def _is_setting(word: str) -> bool:
+    """Return whether the first word is a setting; a file may have `=` in its path."""
+    field, equals, _ = word.partition("=")
+    return word.startswith("--") or (bool(equals) and "/" not in field and not os.path.isfile(word))
 
 
 def _file(name: str, kind: str) -> Path:

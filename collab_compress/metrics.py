@@ -8,7 +8,7 @@ import math
 import re
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import datasets
@@ -73,6 +73,10 @@ class Metric(evaluate.Metric):  # type: ignore[misc]
     def __init__(self, *, gather: bool = False) -> None:
         super().__init__(keep_in_memory=True)
         self.gather = gather
+
+    def benchmark_score(self, results: Mapping[str, float]) -> float:
+        """Return the mean of the results that the benchmark averages, in its scale."""
+        return float(self.scale * sum(results[name] for name in self.scores) / len(self.scores))
 
     def _info(self) -> evaluate.MetricInfo:
         formats = [datasets.Features(types) for types in self.formats]

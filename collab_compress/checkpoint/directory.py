@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,15 @@ def to_json(value: Any) -> str:
     return json.dumps(value, indent=2, default=str) + "\n"
 
 
+def mapped(leaf: Callable[[Any], Any], value: Any) -> Any:
+    """Return nested mappings and lists with `leaf` of each value in them; tuples become lists."""
+    if isinstance(value, Mapping):
+        return {name: mapped(leaf, inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [mapped(leaf, inner) for inner in value]
+    return leaf(value)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a value as JSON, by `write_atomically`."""
     write_atomically(path, to_json(value))
@@ -157,7 +166,7 @@ def refuse_place(path: Path, *inputs: Path) -> None:
         for read in inputs:
             if final.is_relative_to(_final(read)):
                 raise CheckpointError(f"{path} lies in {read}, which is read; choose an output elsewhere")
-        parent = next(parent for parent in final.parents if parent.exists())
+        parent = next(parent for parent in final.parents if os.path.lexists(parent))
         if not parent.is_dir():
             raise CheckpointError(f"cannot write {path}: {parent} is not a directory")
         if not os.access(parent, os.W_OK | os.X_OK):

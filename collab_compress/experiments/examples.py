@@ -29,6 +29,8 @@ Examples: TypeAlias = dict[str, Arrays]
 
 ENDING = ".examples.npz"
 
+FOREIGN = "cannot read the outcomes in {}: it is no .npz file as --records writes it"
+
 
 def packed(arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return the content of a compressed `.npz` file."""
@@ -77,6 +79,8 @@ def read_examples(path: Path, records: Mapping[str, Mapping[str, Any]]) -> dict[
         return {}
     by_key: dict[str, Examples] = {}
     for name, array in _load(file).items():
+        if name.count("/") != 2:
+            raise RecipeError(FOREIGN.format(file))
         key, split, kind = name.split("/")
         by_key.setdefault(key, {}).setdefault(split, {})[kind] = array
     keys = {place: str(record.get("examples")) for place, record in records.items()}
@@ -105,4 +109,4 @@ def _load(path: Path) -> Arrays:
     except OSError as error:
         raise RecipeError(f"cannot read the outcomes in {path}: {error}") from error
     except (ValueError, EOFError, KeyError, BadZipFile) as error:  # whose texts are about pickles
-        raise RecipeError(f"cannot read the outcomes in {path}: it is no .npz file as --records writes it") from error
+        raise RecipeError(FOREIGN.format(path)) from error

@@ -1,7 +1,7 @@
 """Measures of the heads of trained models, for records and as in the papers' tables."""
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,10 +27,13 @@ from collab_compress.analysis.diversity import Measure as DiscrepancyMeasure
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
+from collab_compress.checkpoint.directory import mapped
 from collab_compress.distributed import process_state
 from collab_compress.experiments.outputs import lacking, read_record, write_record
+from collab_compress.experiments.recipe import Tuning
 from collab_compress.experiments.workload import Workload
 from collab_compress.heads import alphas_of, confidence, head_importance
+from collab_compress.heads.importance import end_tokens
 
 ROWS = 256
 """Measured rows, drawn with a fixed seed."""
@@ -133,10 +136,11 @@ class Subject:
                     max_length=self.workload.recipe.translation.max_length,
                 )
                 written += self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        return self._scaled(self.workload.metric.compute(predictions=written, references=references))
+        metric = self.workload.metric
+        return metric.benchmark_score(metric.compute(predictions=written, references=references))
 
     def _score_logits(self, model: PreTrainedModel, batches: list[Batch]) -> float:
-        reduce = self.workload.options(self.tokenizer).get("preprocess_logits_for_metrics")
+        reduce = self.workload.options(self.tokenizer, Tuning()).get("preprocess_logits_for_metrics")
         outputs = []
         with evaluation_mode(model):
             for batch in batches:
@@ -145,11 +149,7 @@ class Subject:
         # losses of running text hold their labels, which differ in length from batch to batch
         labels = torch.cat([batch["labels"] for batch in batches]).numpy() if reduce is None else None
         prediction = EvalPrediction(torch.cat(outputs).float().numpy(), labels)
-        return self._scaled(self.workload.compute_metrics(prediction))
-
-    def _scaled(self, scores: Mapping[str, float]) -> float:
-        metric = self.workload.metric
-        return float(metric.scale * sum(scores[name] for name in metric.scores) / len(metric.scores))
+        return self.workload.metric.benchmark_score(self.workload.compute_metrics(prediction))
 
 
 def measure_svcca(subject: Subject) -> Any:
@@ -172,10 +172,8 @@ def measure_cka(subject: Subject) -> Any:
 
 def measure_confidence(subject: Subject) -> Any:
     """Confidence of each head of each layer: "Multi-Head Rotation", Figure 5."""
-    ends = {subject.tokenizer.eos_token_id, subject.tokenizer.sep_token_id}
-    of_config = subject.model.config.eos_token_id
-    ends.update(of_config if isinstance(of_config, list) else [of_config])
-    return subject.by_kind(confidence(subject.model, subject.all_batches, exclude=ends - {None}))
+    ends = end_tokens(subject.model, subject.tokenizer)
+    return subject.by_kind(confidence(subject.model, subject.all_batches, exclude=ends))
 
 
 def measure_discrepancy(subject: Subject) -> Any:
@@ -260,17 +258,13 @@ def add_measures(workload: Workload, directory: str | Path, folder: Path) -> Non
         record = read_record(path)
         record["measured"] = {**record.get("measured", {}), name: how}
         if result:
-            numbers = _rounded(result, DIGITS.get(name, 6))
+            numbers = mapped(partial(_rounded, digits=DIGITS.get(name, 6)), result)
             record["measures"] = {**record.get("measures", {}), name: numbers}
         write_record(path, record)
 
 
 def _rounded(value: Any, digits: int) -> Any:
-    """Return tensors as lists, and numbers with so many significant digits."""
+    """Return a number, or a tensor as lists of numbers, with so many significant digits."""
     if isinstance(value, Tensor):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {name: _rounded(inner, digits) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(inner, digits) for inner in value]
+        return mapped(partial(_rounded, digits=digits), value.tolist())
     return float(f"{value:.{digits}g}")

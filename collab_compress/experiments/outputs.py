@@ -23,7 +23,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from collab_compress.calibration.batches import text_file
 from collab_compress.calibration.files import split_columns
-from collab_compress.checkpoint.directory import TOKENIZER_FILES, write_json
+from collab_compress.checkpoint.directory import TOKENIZER_FILES, mapped, write_json
 from collab_compress.distributed import process_state
 from collab_compress.errors import BusyError, RecipeError
 from collab_compress.experiments.recipe import Recipe, expanded
@@ -376,7 +376,7 @@ def hub_commits(model: str | Path, data: Mapping[str, Dataset]) -> dict[str, str
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record as JSON, with null for numbers that are not finite."""
-    write_json(path, _strict(record))
+    write_json(path, mapped(_finite, record))
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -440,7 +440,7 @@ def read_records(path: Path) -> dict[str, dict[str, Any]]:
 
 def record_lines(records: Iterable[dict[str, Any]]) -> str:
     """Return records as JSON Lines, with null for numbers that are not finite."""
-    return "".join(f"{json.dumps(_strict(record), ensure_ascii=False)}\n" for record in records)
+    return "".join(f"{json.dumps(mapped(_finite, record), ensure_ascii=False)}\n" for record in records)
 
 
 def lacking(record: Mapping[str, Any], measures: Iterable[str]) -> list[str]:
@@ -448,12 +448,8 @@ def lacking(record: Mapping[str, Any], measures: Iterable[str]) -> list[str]:
     return [name for name in measures if name not in record.get("measured", {})]
 
 
-def _strict(value: Any) -> Any:
-    """Return a value with None in place of numbers that are not finite."""
-    if isinstance(value, Mapping):
-        return {name: _strict(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(inner) for inner in value]
+def _finite(value: Any) -> Any:
+    """Return a value, or None for a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,7 +1,7 @@
 """The papers' protocol: fine-tune, convert, evaluate, fine-tune again, evaluate."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -40,7 +40,7 @@ from collab_compress.experiments.workload import WORKLOADS, Workload, load_token
 from collab_compress.tasks import TASKS
 
 
-def run(recipe: Recipe, find_model: Callable[..., str | Path] = find_directory) -> list[dict[str, Any]]:
+def run(recipe: Recipe) -> list[dict[str, Any]]:
     """Run an experiment from where it stopped.
 
     Each stage has a folder in `recipe.output` with `result.json` and, if the stage made one, the model: `tuned` (or
@@ -50,9 +50,6 @@ def run(recipe: Recipe, find_model: Callable[..., str | Path] = find_directory) 
 
     Args:
         recipe: the experiment.
-        find_model: returns the directory, or the name on the hub, of the recipe's model, or of the one whose config a
-            fresh model takes; by default it knows `minilm`, directories, short names and names on the hub. For a
-            recipe with a revision it gets that too, and returns a directory.
 
     Returns:
         The record of each stage: task, method, stage, conversion, whether it was tuned again, seed, metrics of each
@@ -71,7 +68,7 @@ def run(recipe: Recipe, find_model: Callable[..., str | Path] = find_directory) 
     stages = [first, *filter(None, [recipe.conversion_name, recipe.again_name])]
     with failing_together(), ExitStack() as held:
         if not on_main_process(lambda: held.enter_context(reserve_output(recipe, stages))):
-            _run(recipe, find_model, stages)
+            _run(recipe, stages)
         return on_main_process(lambda: [read_result(recipe, stage) for stage in stages])
 
 
@@ -93,13 +90,13 @@ def summary(record: Mapping[str, Any]) -> str:
     return f"{score:.2f} {TASKS[record['task']].metric}"
 
 
-def _run(recipe: Recipe, find_model: Callable[..., str | Path], stages: Sequence[str]) -> None:
+def _run(recipe: Recipe, stages: Sequence[str]) -> None:
     """Run the stages that are not finished."""
     workload = on_every_process(lambda: _load_workload(recipe))
     if recipe.model is None:
-        source: str | Path = on_main_process(lambda: _fresh_model(workload, find_model))
+        source = on_main_process(lambda: _fresh_model(workload))
     else:
-        source = on_every_process(lambda: find_model(str(recipe.model), *filter(None, [recipe.revision])))
+        source = on_every_process(lambda: find_directory(str(recipe.model), recipe.revision))
     workload.tokenizer = on_every_process(lambda: load_tokenizer(source))
     commits = on_every_process(lambda: hub_commits(source, workload.texts))
     on_main_process(lambda: refuse_moved(recipe, commits))
@@ -113,7 +110,7 @@ def _run(recipe: Recipe, find_model: Callable[..., str | Path], stages: Sequence
     if is_unmade:
         on_every_process(lambda: _rehearse(workload, source))
 
-    def run_stage(name: str, start: str | Path, tuning: Tuning | None = None) -> str | Path:
+    def run_stage(name: str, start: Path, tuning: Tuning | None = None) -> Path:
         """Fine-tune and evaluate what is not done yet; return where the model is."""
         folder = recipe.output / name
         if tuning is not None:
@@ -150,14 +147,14 @@ def _load_workload(recipe: Recipe) -> Workload:
     return workload
 
 
-def _fresh_model(workload: Workload, find_model: Callable[[str], str | Path]) -> Path:
+def _fresh_model(workload: Workload) -> Path:
     """Make the untrained model if it is missing, and return its folder."""
     fresh, folder = workload.recipe.fresh, workload.recipe.output / "start"
     if fresh is None or folder.is_dir():
         return folder
     if isinstance(fresh.config, str):
         try:
-            fresh = replace(fresh, config=str(find_model(fresh.config)))
+            fresh = replace(fresh, config=str(find_directory(fresh.config)))
         except CheckpointError as error:
             raise RecipeError(f"the config of {fresh.config} cannot be read: {error}") from error
     with atomic_directory(folder) as directory:
@@ -166,7 +163,7 @@ def _fresh_model(workload: Workload, find_model: Callable[[str], str | Path]) ->
     return folder
 
 
-def _rehearse(workload: Workload, source: str | Path) -> None:
+def _rehearse(workload: Workload, source: Path) -> None:
     """Go through the stages on one model without training or decomposition, to find errors before hours of work."""
     recipe = workload.recipe
     model = workload.load_model(source, trained=recipe.tuning is None)
@@ -180,7 +177,7 @@ def _rehearse(workload: Workload, source: str | Path) -> None:
         rehearse(workload, model, recipe.again)
 
 
-def _convert(workload: Workload, source: str | Path, folder: Path) -> None:
+def _convert(workload: Workload, source: Path, folder: Path) -> None:
     """Convert a model into `folder/model` if that is missing; processes share the work."""
     recipe, processes = workload.recipe, process_state()
     if recipe.compression is None or on_main_process(lambda: (folder / "model").is_dir()):
@@ -228,7 +225,7 @@ def _record(
     hub: dict[str, str | None],
 ) -> dict[str, Any]:
     recipe, stage = workload.recipe, folder.name
-    scores = [metrics[split][name] for split in scored_splits(metrics) for name in workload.metric.scores]
+    scores = [workload.metric.benchmark_score(metrics[split]) for split in scored_splits(metrics)]
     return {
         "task": recipe.task,
         "method": recipe.method,
@@ -236,7 +233,7 @@ def _record(
         "conversion": None if stage in ("given", "tuned") else recipe.conversion_name,
         "again": stage == recipe.again_name,
         "seed": recipe.seed,
-        "score": workload.metric.scale * sum(scores) / len(scores),
+        "score": sum(scores) / len(scores),
         "metrics": metrics,
         "parameters": parameters,
         "recipe": asdict(recipe),

@@ -128,7 +128,7 @@ def expanded(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Recovery:
-    """A short distillation of converted attention, without labels (`collab_compress.training.recover_`)."""
+    """A short distillation of converted attention, without labels (`collab_compress.conversion.recover_`)."""
 
     steps: int = 150
     """Steps of 16 sequences in each process."""

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from collab_compress.checkpoint.directory import mapped
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.examples import Examples, read_examples
 from collab_compress.experiments.outputs import read_records
@@ -198,14 +199,14 @@ def _result(place: str, record: Record, model: str) -> Result:
         variant=Variant(model, record.method, record.stage, record.conversion, record.again),
         column=_column(record),
         seed=record.seed,
-        score=float(_numbers(record.score)),
+        score=float(_number(record.score)),
         parameters=record.parameters,
         recipe={name: _deciding(name, value) for name, value in recipe.items() if name not in free},
         place=place,
-        metrics=_numbers(record.metrics),
+        metrics=mapped(_number, record.metrics),
         seconds=record.seconds,
-        history=_numbers(record.history or []),
-        measures=_numbers(record.measures or {}),
+        history=mapped(_number, record.history or []),
+        measures=mapped(_number, record.measures or {}),
         revision=None if revision == "unknown" else revision,
     )
 
@@ -218,12 +219,8 @@ def _deciding(name: str, setting: Any) -> Any:
     return {**setting, "arguments": {name: value for name, value in arguments.items() if name not in WATCHING}}
 
 
-def _numbers(value: Any) -> Any:
-    """Return recorded numbers with NaN for null, which stands for numbers that are not finite."""
-    if isinstance(value, dict):
-        return {name: _numbers(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_numbers(inner) for inner in value]
+def _number(value: Any) -> Any:
+    """Return a recorded number; NaN for null, which stands for numbers that are not finite."""
     return math.nan if value is None else value
 
 

@@ -3,7 +3,7 @@
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, groupby, product
@@ -12,7 +12,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.distributed import can_meet, on_main_process
 from collab_compress.errors import BusyError, CollabCompressError, RecipeError
 from collab_compress.experiments.protocol import check_environment, run, summary
@@ -152,7 +151,7 @@ def _at_scale(settings: Settings, where: str) -> Settings:
     return _merged({**settings, "scale": chosen}, fields)
 
 
-def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = find_directory) -> list[str]:
+def run_sweep(sweep: Sweep) -> list[str]:
     """Run what is not finished yet. It can be stopped at any point, and started again.
 
     If a run fails, the others go on. An interrupt stops the sweep, and so does an error of one of several processes
@@ -164,7 +163,6 @@ def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = find_direc
 
     Args:
         sweep: the sweep.
-        find_model: returns the directory, or the name on the hub, of a recipe's model; as for `run`.
 
     Returns:
         The errors, each with its folder.
@@ -181,7 +179,7 @@ def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = find_direc
         busy = []
         for runs in waiting:
             try:
-                errors += _run_folder(runs, find_model, shared=sweep.shard is not None)
+                errors += _run_folder(runs, shared=sweep.shard is not None)
             except BusyError:
                 busy.append(runs)
         if len(busy) == len(waiting):
@@ -190,12 +188,12 @@ def run_sweep(sweep: Sweep, find_model: Callable[[str], str | Path] = find_direc
     return errors
 
 
-def _run_folder(runs: Sequence[Recipe], find_model: Callable[[str], str | Path], shared: bool) -> list[str]:
+def _run_folder(runs: Sequence[Recipe], shared: bool) -> list[str]:
     """Run what is not finished of one folder, and return the errors."""
     errors = []
     for recipe in runs:
         try:
-            for record in run(recipe, find_model):
+            for record in run(recipe):
                 logger.info("%s %s: %s", recipe.output, record["stage"], summary(record))
         except Exception as error:
             known = isinstance(error, CollabCompressError)

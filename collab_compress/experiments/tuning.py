@@ -86,7 +86,8 @@ def fine_tune(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder
     keep_whole_checkpoints(trainer)
     keep_logs(trainer, recipe, folder)
     model_class, weights, seconds = type(model), None, None
-    latest = on_main_process(lambda: last_checkpoint(checkpoints))
+    whole = on_main_process(lambda: whole_checkpoints(checkpoints))
+    latest = whole[-1] if whole else None
     best = trainer.args.load_best_model_at_end
     final = None if latest is None else on_main_process(lambda: _final_checkpoint(latest, best))
     if final is not None:  # the run was killed between its last step and saving the model
@@ -170,14 +171,11 @@ def evaluate(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder:
     return results
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """Return the latest whole checkpoint; one that was being written when the process died is not whole."""
-    checkpoints = whole_checkpoints(folder)
-    return checkpoints[-1] if checkpoints else None
-
-
 def whole_checkpoints(folder: Path) -> list[Path]:
-    """Return the whole checkpoints in the order of their steps; log a warning for each damaged one."""
+    """Return the whole checkpoints in the order of their steps; log a warning for each damaged one.
+
+    One that was being written when the process died is not whole.
+    """
     checkpoints = []
     for path in folder.glob("checkpoint-*"):
         number = path.name.rpartition("-")[2]
@@ -274,7 +272,7 @@ def _trainer(
         processing_class=tokenizer,
         data_collator=workload.collator(model, tokenizer),
         head_training=heads,
-        **workload.options(tokenizer),
+        **workload.options(tokenizer, tuning),
     )
     if not workload.recipe.progress:
         trainer.remove_callback(PrinterCallback)  # it prints the logs where there is no progress bar

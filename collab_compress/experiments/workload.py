@@ -34,7 +34,7 @@ from collab_compress.checkpoint.pretrained import load_config
 from collab_compress.distributed import on_every_process, on_main_process, process_state
 from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.experiments.examples import ENDING, Arrays, ngram_counts, packed
-from collab_compress.experiments.recipe import Recipe
+from collab_compress.experiments.recipe import Recipe, Tuning
 from collab_compress.metrics import Metric, load_metric, token_losses
 from collab_compress.tasks import (
     TASKS,
@@ -144,8 +144,8 @@ class Workload(ABC):
         """Return the names of the splits with labels, except the training data."""
         return [name for name, rows in self.texts.items() if name != "train" and _is_labelled(rows)]
 
-    def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Return further options of the trainer, such as `compute_metrics`."""
+    def options(self, tokenizer: PreTrainedTokenizerBase, tuning: Tuning) -> dict[str, Any]:
+        """Return further options of the trainer of a fine-tuning, such as `compute_metrics`."""
         return {"compute_metrics": self.compute_metrics}
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
@@ -206,19 +206,14 @@ class Classification(Workload):
         """Load a model with an output for each class of the task, or one for a score.
 
         Raises:
-            RecipeError: also if a trained model has the classes in another order.
+            RecipeError: as `Workload.load_model`.
+            DataError: a trained model has the classes in another order.
         """
         if self.task.kind == "regression":
             return super().load_model(directory, trained, num_labels=1, problem_type="regression")
         if trained:
             numbers = load_config(directory).label2id
-            order = [label.lower() for label in sorted(numbers, key=numbers.__getitem__)]
-            expected = [label.lower() for label in self.task.labels]
-            if order != expected and sorted(order) == sorted(expected):
-                raise RecipeError(
-                    f"{directory} has its classes in the order {', '.join(order)}; {self.task.name} has "
-                    f"{', '.join(expected)}"
-                )
+            self.task.check_label_order(sorted(numbers, key=numbers.__getitem__), str(directory))
         return super().load_model(
             directory,
             trained,
@@ -266,9 +261,12 @@ class TokenModel(Workload):
     shift: ClassVar[bool]
     """Whether a position predicts the label of the next one."""
 
-    def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    def options(self, tokenizer: PreTrainedTokenizerBase, tuning: Tuning) -> dict[str, Any]:
         """Reduce the logits of each row to its loss and number of labels before they are gathered."""
-        return {**super().options(tokenizer), "preprocess_logits_for_metrics": partial(_losses, shift=self.shift)}
+        return {
+            **super().options(tokenizer, tuning),
+            "preprocess_logits_for_metrics": partial(_losses, shift=self.shift),
+        }
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Return the perplexity."""
@@ -392,11 +390,12 @@ class Translation(Workload):
         """Return a collator that pads, and shifts labels for the decoder."""
         return DataCollatorForSeq2Seq(tokenizer, model)
 
-    def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    def options(self, tokenizer: PreTrainedTokenizerBase, tuning: Tuning) -> dict[str, Any]:
         """Compute BLEU during training only if `predict_with_generate` asks for it: generation is slow."""
-        if self.recipe.tuning is None or not self.recipe.tuning.arguments.get("predict_with_generate"):
+        splits = [name for name in self.texts if name.startswith("validation")]
+        if not splits or not tuning.arguments.get("predict_with_generate"):
             return {}
-        split = next(name for name in self.texts if name.startswith("validation"))  # the trainer's eval_dataset
+        split = splits[0]  # the trainer's eval_dataset
 
         def bleu(prediction: EvalPrediction) -> dict[str, float]:
             written = self._read(prediction.predictions, tokenizer, split)

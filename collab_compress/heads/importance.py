@@ -118,7 +118,7 @@ def _mean_over_queries(
 ) -> dict[str, Tensor]:
     """Average a measure over the queries that count, of all processes if `together`."""
     model = transformers_model(model)
-    excluded = _end_tokens(model) if exclude is None else sorted(exclude)
+    excluded = sorted(end_tokens(model) if exclude is None else exclude)
     together = together and in_process_group()
     results: list[Any] = [None] * distributed.get_world_size() if together else [None]
     try:
@@ -184,9 +184,13 @@ def _sums(
     return sums
 
 
-def _end_tokens(model: PreTrainedModel) -> list[int]:
-    end = getattr(model.config, "eos_token_id", None)
-    return [] if end is None else [end] if isinstance(end, int) else list(end)
+def end_tokens(model: PreTrainedModel, tokenizer: Any = None) -> set[int]:
+    """Return the ids of the tokens that end a sequence: those of the model's config, and of a tokenizer, if any."""
+    of_config = getattr(model.config, "eos_token_id", None)  # some configs, as MobileBERT's, name none
+    ends = {of_config} if isinstance(of_config, int | None) else set(of_config)
+    if tokenizer is not None:
+        ends |= {tokenizer.eos_token_id, tokenizer.sep_token_id}
+    return {token for token in ends if token is not None}
 
 
 def _token_ids(model: Any, batch: Mapping[str, Tensor]) -> dict[Kind, tuple[Tensor | None, Tensor | None]]:

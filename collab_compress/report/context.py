@@ -24,6 +24,7 @@ from collab_compress.calibration.batches import sequence_count, slice_batch
 from collab_compress.calibration.gather import attention_masks
 from collab_compress.conversion.feed_forward import FeedForward, find_feed_forward
 from collab_compress.errors import HeadError
+from collab_compress.heads.importance import end_tokens
 from collab_compress.options import ReportOptions
 from collab_compress.report.section import Heatmap, heatmap
 
@@ -59,7 +60,7 @@ class HeadMeasures:
         observers += [*self.covariances, *self.groups]
         with closing(observed(model, context.batches, observers)) as watched:
             batches = with_progress(watched, context.progress(f"heads of {name}"), "heads")
-            self.confidence = confidence(model, batches, exclude=_end_tokens(context.tokenizer, model))
+            self.confidence = confidence(model, batches, exclude=end_tokens(model, context.tokenizer))
         self.discrepancy: dict[str, Discrepancy] = distances.result()
         self.overlap: dict[str, Tensor] = overlaps.result()
 
@@ -72,19 +73,6 @@ class HeadMeasures:
     def mean_overlaps(self) -> list[float | None]:
         """Overlap of each module, mean over pairs; None for a single head."""
         return [mean_over_pairs(matrix) if len(matrix) > 1 else None for matrix in self.overlap.values()]
-
-
-def _end_tokens(tokenizer: Any, model: Any) -> set[int] | None:
-    """Return the tokens that end a sequence, of config and tokenizer, or None without a tokenizer."""
-    if tokenizer is None:
-        return None
-    of_config = getattr(model.config, "eos_token_id", None)
-    ends = [
-        *(of_config if isinstance(of_config, list) else [of_config]),
-        tokenizer.eos_token_id,
-        tokenizer.sep_token_id,
-    ]
-    return {token for token in ends if token is not None}
 
 
 @dataclass(frozen=True)

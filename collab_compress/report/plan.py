@@ -1,6 +1,6 @@
 """A plan of widths as a page: how far the outputs move, and what each width costs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from collab_compress.analysis import Plan, Trial
 from collab_compress.report.result import ReportResult
@@ -79,10 +79,10 @@ def _drift_curves(trials: Sequence[Trial]) -> list[Curve]:
 
 
 def _cost_curves(trials: Sequence[Trial]) -> list[Curve]:
-    costs: dict[str, Callable[[Trial], float | None]] = {
-        "operations": lambda trial: trial.operations,
-        "parameters": lambda trial: trial.parameters,
-        "time": lambda trial: trial.time,
-    }
-    widths = [trial.width for trial in reversed(trials)]
-    return [Curve(name, widths, [cost(trial) for trial in reversed(trials)]) for name, cost in costs.items()]
+    narrowest_first = trials[::-1]
+    widths = [trial.width for trial in narrowest_first]
+    return [
+        Curve("operations", widths, [trial.operations for trial in narrowest_first]),
+        Curve("parameters", widths, [trial.parameters for trial in narrowest_first]),
+        Curve("time", widths, [trial.time for trial in narrowest_first]),
+    ]

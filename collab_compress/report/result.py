@@ -19,7 +19,8 @@ import torch
 import transformers
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from collab_compress.checkpoint.directory import atomic_directory
+from collab_compress.checkpoint.directory import atomic_directory, mapped
+from collab_compress.conversion.report import width_range
 from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.report import drawing
 from collab_compress.report.context import ReportContext
@@ -120,7 +121,7 @@ def make_report(context: ReportContext, sections: Collection[str] = tuple(SECTIO
 
 def _facts(context: ReportContext) -> dict[str, str]:
     model, sites, baseline = context.model, context.sites, context.baseline
-    heads, widths = _range([site.heads for site in sites]), _range([site.head_width for site in sites])
+    heads, widths = width_range(site.heads for site in sites), width_range(site.head_width for site in sites)
     tokens = f", {context.tokens:,} tokens" if context.tokens else ""
     facts = {
         "model": f"{context.name}, {type(model).__name__}, {'converted' if context.converted else 'dense'}",
@@ -139,10 +140,6 @@ def _facts(context: ReportContext) -> dict[str, str]:
     )
     facts["threads"] = str(torch.get_num_threads())
     return facts
-
-
-def _range(values: list[int]) -> str:
-    return f"{min(values)}" if min(values) == max(values) else f"{min(values)} to {max(values)}"
 
 
 def render_page(result: ReportResult) -> str:
@@ -189,20 +186,25 @@ def write_report(result: ReportResult, directory: Path) -> None:
     Raises:
         CheckpointError: the folder exists or cannot be written.
     """
-    page, numbers = render_page(result), json.dumps(to_json(result), allow_nan=False, indent=1)
+    page, numbers = render_page(result), to_json(result)
     with atomic_directory(directory) as partial:
         (partial / "index.html").write_text(page, encoding="utf-8")
-        (partial / "numbers.json").write_text(numbers + "\n", encoding="utf-8")
+        (partial / "numbers.json").write_text(numbers, encoding="utf-8")
         for section in result.sections:
             for table in section.tables:
                 (partial / f"{section.name}-{table.name}.csv").write_text(to_csv(table), encoding="utf-8")
 
 
-def to_json(result: ReportResult) -> dict[str, Any]:
+def to_json(result: ReportResult) -> str:
+    """Return the results as JSON for a file."""
+    return json.dumps(to_dict(result), allow_nan=False, indent=1) + "\n"
+
+
+def to_dict(result: ReportResult) -> dict[str, Any]:
     """Return the results in JSON types."""
     sections = {}
     for section in result.sections:
-        fields = _rounded(asdict(section))
+        fields = mapped(_rounded, asdict(section))
         fields["tables"] = {table.pop("name"): table for table in fields["tables"]}
         sections[section.name] = {key: fields[key] for key in ("title", "reading", "source", "tables", "pictures")}
     return {
@@ -220,16 +222,10 @@ def to_csv(table: Table) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([f"{column.name} [{column.unit}]" if column.unit else column.name for column in table.columns])
-    writer.writerows(_rounded(table.rows))
+    writer.writerows(mapped(_rounded, table.rows))
     return file.getvalue()
 
 
 def _rounded(value: Any) -> Any:
-    """Return a value with all floats in it rounded."""
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return value
+    """Return a value, rounded if it is a float."""
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

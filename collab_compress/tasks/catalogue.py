@@ -113,6 +113,22 @@ class Task:
             raise DataError(f"{self.name}: {self._unknown(label)}")
         return label
 
+    def check_label_order(self, labels: Sequence[Any], of: str) -> None:
+        """Refuse the classes of a model if they are the task's in another order; case does not count.
+
+        Args:
+            labels: in the order of the model's outputs.
+            of: the model, in words.
+
+        Raises:
+            DataError: naming both orders.
+        """
+        order, expected = [str(label).lower() for label in labels], [label.lower() for label in self.labels]
+        if order != expected and sorted(order) == sorted(expected):
+            raise DataError(
+                f"{of} has its classes in the order {', '.join(order)}; {self.name} has {', '.join(expected)}"
+            )
+
     def label(self, written: Any, layout: Layout, place: Place) -> int | float:
         """Return the number of a class, or the score, from its text in a file; −1 for None."""
         if written is None:

@@ -142,6 +142,7 @@ def test_places_that_are_refused_before_the_work(tmp_path):
         ("folder/out", "lies in .*folder, which is read"),
         ("folder/deep/er/out", "lies in .*folder, which is read"),
         ("file/out", "file is not a directory"),
+        ("circle/out", "circle is not a directory"),
         ("x" * 300, "File name too long"),
         ("x" * 250, "File name too long"),  # with what is put before and after it while it is written
         ("a\0b", "null byte"),

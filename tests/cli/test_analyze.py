@@ -105,11 +105,11 @@ def test_random_tokens_and_chosen_sections(run):
 
 
 def test_for_programs(run, folder, tmp_path):
-    code, printed, error, numbers = run(
-        "dense", "--sections", "content", "--sentences", 3, *QUICK, "--quiet", "--json", tmp_path / "copy.json"
-    )
+    copy = tmp_path / "new" / "copy.json"
+    quiet = ("--quiet", "--json", copy)
+    code, printed, error, numbers = run("dense", "--sections", "content", "--sentences", 3, *QUICK, *quiet)
     assert (code, printed, error) == (0, "", "")
-    assert json.loads((tmp_path / "copy.json").read_text(encoding="utf-8")) == numbers
+    assert json.loads(copy.read_text(encoding="utf-8")) == numbers
 
 
 def test_a_task_scores_heads(run):
@@ -149,10 +149,11 @@ def test_a_translator_reads_pairs(run):
         (["dense", "--task", "mrpd"], "unknown task 'mrpd'"),
         (["dense", "--task", "mrpc", "--data-dir", "data/nothing"], "data/nothing"),
         (["translator", "--task", "mrpc", "--data-dir", "data"], "MarianModel does not answer mrpc"),
+        (["dense", "--task", "multi30k", "--data-dir", "data/nothing"], "multi30k is translation, on which single"),
         (["dense", "--sentences", "0"], "expected at least 1"),
         (["dense", "--seed", str(2**64)], "expected a whole number from 0 to 2³² − 1"),
         (["dense", "--revision", "main"], "is a local model without revisions"),
-        (["dense", "--json", "nothing/numbers.json"], "expected a file in a directory that exists"),
+        (["dense", "--json", "sentences.txt/numbers.json"], "sentences.txt is not a directory"),
         (["dense", "--json", "dense/numbers.json"], "lies in"),
         (["dense", "--device", "abacus"], "device 'abacus' cannot be used"),
         (["dense", "--against", "converted", "--device", "cuda:99"], "device 'cuda:99' cannot be used"),

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from collab_compress import Compression, compress, read_factors
+from collab_compress.analysis import Plan, Trial
 from collab_compress.checkpoint.pretrained import SHORT_NAMES
 from collab_compress.errors import CollabCompressError
 
@@ -339,11 +340,7 @@ def test_sentence_transformers_files_travel_along_and_the_model_is_named_as_on_t
 
 
 def test_a_report_without_a_place(fails, model_dir, tmp_path):
-    for place, message in (
-        (tmp_path, "expected a file"),
-        (tmp_path / "nowhere" / "report.json", "in a directory that exists"),
-        (tmp_path / "out" / "report.json", "in a directory that exists"),
-    ):
+    for place, message in ((model_dir, "exists"), (tmp_path / "out" / "report.json", "lies in --output")):
         line = fails(model_dir, "--dk", 8, "--output", tmp_path / "out", "--json", place)
         assert message in line
 
@@ -432,12 +429,23 @@ def test_a_plan_is_printed_and_nothing_is_converted(run, model_dir, tmp_path, mo
     trials = json.loads((empty / "plan.json").read_text(encoding="utf-8"))["trials"]
     assert {trial["part"] for trial in trials} == {"dk", "dv", "dff"}
     knees = " ".join(f"--{trial['part']} {trial['width']}" for trial in trials if trial["knee"])
-    assert (f"At the knees: collab-compress {model_dir} {knees}" in printed) == bool(knees)
+    assert (f"At the knees: collab-compress {model_dir} {knees} --length 8\n" in printed) == bool(knees)
     assert sorted(path.name for path in empty.iterdir()) == ["plan.json", "widths"]
     assert printed.endswith("Page: widths/index.html\n")
     written = json.loads((empty / "widths" / "numbers.json").read_text(encoding="utf-8"))
     rows = written["sections"]["plan"]["tables"]["trials"]["rows"]
     assert [row[:2] for row in rows] == [[trial["part"], trial["width"]] for trial in trials]
+
+
+@pytest.mark.parametrize(("knees", "form"), [({"dk": 8, "dff": 16}, " --form per-head"), ({"dv": 12}, "")])
+def test_the_command_for_the_knees_converts_as_the_plan_tried(knees, form, run, model_dir, monkeypatch):
+    trials = [Trial(part, width, 0.5, 0.1, 0.9, 0.5, None, knee=True) for part, width in knees.items()]
+    monkeypatch.setattr(command, "plan", lambda *_, **__: Plan(tuple(trials), 8, {}))
+    data = " --calibration generated --sequences 6"
+    code, printed, error = run(model_dir, "--plan", "--form", "per-head", *data.split())
+    assert code == 0, error
+    widths = " ".join(f"--{part} {width}" for part, width in knees.items())
+    assert f"At the knees: collab-compress {model_dir} {widths}{form}{data}\n" in printed
 
 
 @pytest.mark.parametrize(

@@ -208,9 +208,13 @@ def test_outcomes_of_examples_go_with_the_records(capsys, write, tmp_path):
                 assert examples["validation"][name].tolist() == array.tolist()
     (tmp_path / "other.jsonl").write_text(file.read_text())  # without the outcomes
     assert not any(result.examples for result in read_results(tmp_path / "other.jsonl"))
-    (tmp_path / "other.examples.npz").write_bytes(b"no archive")
-    code, _, error = run(capsys, tmp_path / "other.jsonl")
-    assert (code, "cannot read the outcomes in" in error, "it is no .npz file" in error) == (2, True, True)
+    for write_foreign in (
+        lambda path: path.write_bytes(b"no archive"),
+        lambda path: np.savez(path, losses=np.ones(3)),  # without keys of records
+    ):
+        write_foreign(tmp_path / "other.examples.npz")
+        code, _, error = run(capsys, tmp_path / "other.jsonl")
+        assert (code, "cannot read the outcomes in" in error, "it is no .npz file" in error) == (2, True, True)
     code, _, error = run(capsys, folder, "--records", tmp_path / "other.new")
     assert (code, "other.examples.npz exists; choose another output" in error) == (2, True)
 

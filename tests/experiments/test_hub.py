@@ -9,7 +9,7 @@ from collab_compress_cli.run import main, sweep_main
 from datasets import Dataset, DatasetDict
 
 from collab_compress.errors import RecipeError
-from collab_compress.experiments import Recipe, Tuning, run
+from collab_compress.experiments import Recipe, Tuning, protocol, run
 from collab_compress.experiments.outputs import hub_commits
 from collab_compress.options import Compression
 
@@ -25,7 +25,7 @@ def hub(start, tmp_path, monkeypatch):
     for commit in COMMITS.values():
         shutil.copytree(start, tmp_path / "models--someone--tiny" / "snapshots" / commit)
 
-    def find_model(name, revision=None):
+    def find_directory(name, revision=None):
         assert name == "someone/tiny"
         commit = COMMITS.get(revision, revision or at["model"])
         return tmp_path / "models--someone--tiny" / "snapshots" / commit
@@ -37,7 +37,7 @@ def hub(start, tmp_path, monkeypatch):
         return DatasetDict(train=rows, validation=rows)
 
     monkeypatch.setattr("collab_compress.tasks.load.load_dataset", load_dataset)
-    at["find"] = find_model
+    monkeypatch.setattr(protocol, "find_directory", find_directory)
     return at
 
 
@@ -48,12 +48,12 @@ def recipe(tmp_path):
 
 
 def test_commits_are_recorded(hub, recipe):
-    (record,) = run(replace(recipe, revision="v2"), hub["find"])
+    (record,) = run(replace(recipe, revision="v2"))
     assert record["hub"] == {"model": COMMITS["v2"], "data": COMMITS["v1"]}
     assert record["recipe"]["revision"] == "v2"
     assert json.loads((recipe.output / "tuned" / "result.json").read_text()) == record
     with pytest.raises(RecipeError, match=r"out was made with another revision; choose another output"):
-        run(replace(recipe, revision="v1"), hub["find"])
+        run(replace(recipe, revision="v1"))
 
 
 def test_files_of_this_machine_have_no_commits(recipe, start, data_dir):
@@ -62,26 +62,26 @@ def test_files_of_this_machine_have_no_commits(recipe, start, data_dir):
 
 
 def test_a_model_that_has_moved(hub, recipe):
-    run(recipe, hub["find"])
+    run(recipe)
     hub["model"] = COMMITS["v2"]
-    assert run(recipe, hub["find"])[0]["hub"]["model"] == COMMITS["v1"]  # finished, so nothing is read
+    assert run(recipe)[0]["hub"]["model"] == COMMITS["v1"]  # finished, so nothing is read
     converting = replace(recipe, compression=Compression(dk=12))
     with pytest.raises(
         RecipeError, match=r"tuned was made with commit 1+ of the model .* at 2+ now; pass revision=1+"
     ):
-        run(converting, hub["find"])
+        run(converting)
     assert not (recipe.output / "dk12" / "model").exists()
-    _, record = run(replace(converting, revision=COMMITS["v1"]), hub["find"])
+    _, record = run(replace(converting, revision=COMMITS["v1"]))
     assert record["hub"]["model"] == COMMITS["v1"]
     with pytest.raises(RecipeError, match="another revision"):
-        run(replace(converting, revision=COMMITS["v2"]), hub["find"])
+        run(replace(converting, revision=COMMITS["v2"]))
 
 
 def test_data_that_have_moved(hub, recipe):
-    run(recipe, hub["find"])
+    run(recipe)
     hub["data"] = COMMITS["v2"]
     with pytest.raises(RecipeError, match=r"commit 1+ of the data on the hub, which is at 2+ now; choose another"):
-        run(replace(recipe, compression=Compression(dk=12)), hub["find"])
+        run(replace(recipe, compression=Compression(dk=12)))
 
 
 def test_a_revision_without_a_model(recipe):

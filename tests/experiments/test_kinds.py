@@ -93,6 +93,26 @@ def test_what_training_logs_is_recorded(sentences, tmp_path):
     assert record["seconds"] > 0
 
 
+EVALUATED = "{disable_tqdm: true, eval_strategy: epoch}"
+TRANSLATED = "{disable_tqdm: true, eval_strategy: epoch, predict_with_generate: true}"
+
+
+@pytest.mark.parametrize(("first", "second"), [(TRANSLATED, EVALUATED), (EVALUATED, TRANSLATED)])
+def test_each_fine_tuning_chooses_whether_bleu_is_logged(first, second, sentences, tmp_path):
+    again = f"again={{epochs: 1, batch_size: 8, arguments: {second}}}"
+    records = run(translation(sentences, tmp_path / "out", f"tuning.arguments={first}", again))
+    logged = [any("eval_bleu" in line for line in record["history"]) for record in records]
+    assert logged == [first == TRANSLATED, second == TRANSLATED]
+
+
+def test_bleu_is_not_logged_without_validation_data(sentences, tmp_path):
+    for file in (sentences / "parallel").glob("val*"):
+        file.unlink()
+    [record] = run(translation(sentences, tmp_path / "out", "tuning.arguments={predict_with_generate: true}"))
+    assert not any("eval_bleu" in line for line in record["history"])
+    assert "validation" not in record["metrics"]
+
+
 def test_without_progress_nothing_is_printed(text, tmp_path, capfd):
     arguments = "{logging_steps: 1, eval_strategy: epoch}"
     silent = recipe(
@@ -390,7 +410,7 @@ def test_classes_in_another_order(questions, tmp_path):
     model.save_pretrained(tmp_path / "other")
     AutoTokenizer.from_pretrained(tmp_path / "out" / "start").save_pretrained(tmp_path / "other")
     changed = ("fresh=null", f"model={tmp_path / 'other'}", "tuning=null", "compression.dk=12", "calibration=none")
-    with pytest.raises(RecipeError, match=r"has its classes in the order .*; trec has"):
+    with pytest.raises(DataError, match=r"has its classes in the order .*; trec has"):
         run(recipe(tmp_path / "again", *settings, *changed))
 
 

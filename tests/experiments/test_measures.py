@@ -2,12 +2,20 @@
 
 import json
 from statistics import mean
+from types import SimpleNamespace
 
 import pytest
 import sacrebleu
 import torch
 from tiny_recipes import mrpc
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from tiny_words import sentences, word_tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    MobileBertConfig,
+    MobileBertModel,
+)
 
 import collab_compress  # noqa: F401  (lets from_pretrained rebuild converted models)
 from collab_compress.analysis import (
@@ -51,6 +59,19 @@ def without_each_head(model, score):
                 mask.set({site.name: ones})
                 scores.setdefault(site.name, []).append(score())
         return scores
+
+
+def test_confidence_of_a_model_whose_config_names_no_end():
+    tokenizer = word_tokenizer()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 32}
+    bottleneck = {"embedding_size": 12, "intra_bottleneck_size": 24, "num_feedforward_networks": 1}
+    model = MobileBertModel(MobileBertConfig(vocab_size=len(tokenizer), **sizes, **bottleneck)).eval()
+    assert not hasattr(model.config, "eos_token_id")
+    batches = [dict(tokenizer(sentences(4), padding=True, return_tensors="pt", return_token_type_ids=False))]
+    subject = SimpleNamespace(model=model, tokenizer=tokenizer, all_batches=batches, by_kind=dict)
+    torch.testing.assert_close(
+        measures.measure_confidence(subject), confidence(model, batches, exclude={tokenizer.eos_token_id})
+    )
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from collab_compress.experiments import read_recipe, run
 from collab_compress.experiments import tuning as tuning_module
 from collab_compress.experiments.batches import grouping
 from collab_compress.experiments.outputs import MARK
-from collab_compress.experiments.tuning import last_checkpoint
+from collab_compress.experiments.tuning import whole_checkpoints
 from collab_compress.training import HeadTrainer
 
 SCRIPT = Path(__file__).parents[2] / "glue_runs" / "run_glue.py"
@@ -208,10 +208,10 @@ def test_a_damaged_checkpoint_does_not_count(tmp_path, caplog, name):
             torch.save({"weight": torch.ones(9)}, folder / saved)
         save_file({"weight": torch.ones(9)}, folder / "model.safetensors")
         (folder / "trainer_state.json").write_text(json.dumps(state))
-    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+    assert whole_checkpoints(tmp_path)[-1] == tmp_path / "checkpoint-10"
     damaged = tmp_path / "checkpoint-10" / name
     damaged.write_bytes(damaged.read_bytes()[:-9])
-    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+    assert whole_checkpoints(tmp_path)[-1] == tmp_path / "checkpoint-2"
     assert f"{damaged} is damaged" in caplog.text
 
 
@@ -317,12 +317,12 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(python, start, data_dir, tmp_
     process = python.start(SCRIPT, *killed)
     checkpoints = tmp_path / "killed" / "tuned" / "checkpoints"
     deadline = time.monotonic() + 120
-    while last_checkpoint(checkpoints) is None and process.poll() is None and time.monotonic() < deadline:
+    while not whole_checkpoints(checkpoints) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
     process.kill()
     process.ended()
     if not (tmp_path / "killed" / "tuned" / "model").is_dir():  # unless it was faster than the signal
-        assert last_checkpoint(checkpoints) is not None
+        assert whole_checkpoints(checkpoints)
     done = python(SCRIPT, *killed)
     assert done.returncode == 0, done.stderr
     assert "mrpc       tuned" in done.stdout
@@ -339,7 +339,7 @@ def test_an_interrupt_is_one_line_and_leaves_nothing_half_made(python, start, da
     process = python.start(SCRIPT, *overrides)
     checkpoints = tmp_path / "out" / "tuned" / "checkpoints"
     deadline = time.monotonic() + 120
-    while last_checkpoint(checkpoints) is None and process.poll() is None and time.monotonic() < deadline:
+    while not whole_checkpoints(checkpoints) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
     printed = process.ended(seconds=60).stderr

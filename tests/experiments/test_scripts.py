@@ -112,6 +112,20 @@ def test_settings_may_be_written_as_flags(monkeypatch, capsys):
         assert capsys.readouterr().err == "error: --task sets nothing; expected a value after it\n"
 
 
+@pytest.mark.parametrize("place", ["runs/lr=0.1/recipe.yaml", "lr=0.1.yaml"])
+def test_paths_of_recipes_may_have_equals_signs(place, monkeypatch, capsys, tmp_path):
+    recipes = []
+    monkeypatch.setattr("collab_compress_cli.run.run", lambda recipe: recipes.append(recipe) or [])
+    monkeypatch.chdir(tmp_path)
+    Path(place).parent.mkdir(parents=True, exist_ok=True)
+    Path(place).write_text("{task: mrpc, model: minilm, output: out}")
+    run_script("usage", ["mrpc"], [place, "seed=3"])
+    assert recipes[0].seed == 3
+    with pytest.raises(SystemExit, match="2"):
+        run_script("usage", ["mrpc"], ["runs/lr=0.2/recipe.yaml"])
+    assert "cannot read the recipe runs/lr=0.2/recipe.yaml" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("script", ["run_glue.py", "run_translation.py", "sweep.py"])
 def test_usage(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script])

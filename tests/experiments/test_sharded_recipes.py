@@ -32,7 +32,7 @@ from collab_compress import Compression, compress
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_recipe, run
 from collab_compress.experiments.sharding import keep_whole_checkpoints, sharding
-from collab_compress.experiments.tuning import last_checkpoint
+from collab_compress.experiments.tuning import whole_checkpoints
 from collab_compress.training import HeadTrainer
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -162,7 +162,7 @@ def test_sharded_processes_give_the_models_of_one(start, data_dir, tmp_path):
         assert done.returncode == 0, done.stderr[-9000:]
     done = launch(tmp_path, overrides["killed"], kill="converted/tuned/checkpoints", **ENVIRONMENT)
     assert done.returncode != 0
-    checkpoint = last_checkpoint(tmp_path / "killed" / "converted" / "tuned" / "checkpoints")
+    checkpoint = whole_checkpoints(tmp_path / "killed" / "converted" / "tuned" / "checkpoints")[-1]
     assert checkpoint.name == "checkpoint-8", done.stderr[-9000:]
     assert (checkpoint / "optimizer.bin").is_file()  # as FSDP alone writes it
     done = launch(tmp_path, overrides["killed"], **ENVIRONMENT)
@@ -273,7 +273,7 @@ def test_a_checkpoint_of_the_other_kind_is_refused(start, data_dir, tmp_path, mo
         patch.setattr(HeadTrainer, "train", lambda self, **options: [self.add_callback(Stopping), train(self)])
         with pytest.raises(KeyboardInterrupt):
             run(recipe)
-    checkpoint = last_checkpoint(tmp_path / "out" / "tuned" / "checkpoints")
+    checkpoint = whole_checkpoints(tmp_path / "out" / "tuned" / "checkpoints")[-1]
     (checkpoint / "optimizer.pt").rename(checkpoint / "optimizer.bin")
     with pytest.raises(RecipeError, match="written with FSDP, and training cannot go on without it; start it with"):
         run(recipe)

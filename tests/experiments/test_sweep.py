@@ -137,7 +137,7 @@ def test_mistakes_are_named(path, override, message):
 def test_a_run_that_fails_for_any_reason_does_not_stop_the_others(path, tmp_path, monkeypatch):
     attempts = []
 
-    def broken(recipe, find_model):
+    def broken(recipe):
         attempts.append(recipe.conversion_name)
         raise {"dk12": MemoryError, "rough": ZeroDivisionError}[recipe.conversion_name]("so")
 
@@ -263,7 +263,7 @@ def test_a_part_that_there_is_not(path, shard):
 def test_what_another_worker_has_is_looked_at_again_in_the_end(path, monkeypatch):
     taken, done = {"drophead": 2}, []
 
-    def fake(recipe, find_model):
+    def fake(recipe):
         if taken.get(recipe.method, 0):
             taken[recipe.method] -= 1
             raise BusyError("at work")

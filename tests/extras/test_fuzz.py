@@ -122,47 +122,29 @@ def pickled(path: str) -> Callable[[], object]:
 for line, words in {
     "": "missing MODEL",
     "model": "nothing to do: pass --dk, --dv or --dff N",
-    "--dk 8": "missing MODEL",
     "model --dk": "Missing value for argument '--dk'",
-    "model --dk abc": "--dk: expected INT, got 'abc'",
     "model --dk 1.5": "--dk: expected INT, got '1.5'",
-    "model --dk 0": "dk is 0; expected at least 1",
-    "model --dk=-4": "dk is -4; expected at least 1",
-    "model --dk 25": "pass dk between 1 and 24",
     f"model --dk {10**30}": "got a number of 31 digits; expected at most 30",
-    "model --dk 8 --colour 3": "Unrecognized options: --colour, 3",
     "model extra --dk 8": "Unrecognized options: extra",
     "model --dk 8 --form odd": "invalid choice 'odd' for argument '--form'",
-    "model --dk 8 --form per-head --sweeps 5": "leave out solver, sweeps, tolerance",
-    "model --dk 8 --solver magic": "invalid choice 'magic' for argument '--solver'",
     "model --dk 8 --sweeps 0": "sweeps is 0",
     "model --dk 8 --sweeps many": "--sweeps: expected INT, got 'many'",
-    "model --dk 8 --tolerance nan": "tolerance is nan",
-    "model --dk 8 --tolerance=-1": "tolerance is -1",
     "model --dk 8 --tolerance little": "--tolerance: expected FLOAT, got 'little'",
     "model --dk 8 --damping=-1": "damping is -1",
     "model --dk 8 --damping nan": "damping is nan",
-    "model --dk 8 --damping inf": "damping is inf",
-    "model --dk 8 --damping 1e308": "damping is 1e+308",
     "model --dk 8 --damping some": "--damping",
-    f"model --dk 8 --seed {2**64}": f"seed is {2**64}",
     "model --dk 8 --seed 1.5": "--seed",
-    "model --dk 8 --device abacus": "device 'abacus' cannot be used",
     "model --dk 8 --device cuda:99": "device 'cuda:99' cannot be used",
     "model --dk 8 --device meta": "device 'meta' cannot be used",
     "model --dk 8 --kinds purple": "invalid choice 'purple' for argument '--kinds'",
     "model --dk 8 --kinds": "kinds are none",
     "model --dk 8 --kinds cross": "with kind cross",
-    "model --dk 8 --modules nothing": "matches 'nothing'",
-    "model --dk 8 --calibration nowhere.txt": "cannot read calibration texts from nowhere.txt",
     "model --dk 8 --calibration model": "cannot read calibration texts from model",
     "model --dk 8 --calibration /dev/null": "cannot read calibration texts from /dev/null: expected a file",
     "model --mix --solver parafac": "--solver belongs to a conversion",
     "model --mix --calibration none": "--calibration belongs to a conversion",
     "model --mix --dk 0": "dk is 0",
     "nothing --dk 8": "nothing is no local directory, the hub cannot be reached",
-    "a/b/c --dk 8": "a/b/c is neither a directory nor a model on the hub",
-    "./nowhere --dk 8": "./nowhere is not a directory",
     "~nouser/x --dk 8": "~nouser/x is not a directory",
     f"{LONG} --dk 8": f"{LONG} is neither a directory nor a model on the hub",
     f"./{LONG} --dk 8": "is not a directory",
@@ -193,15 +175,15 @@ LINKS = (
     lambda: os.mkfifo("pipe"),
 )
 for place in ("texts.txt", "link", "dangling", "circle", "pipe", "/dev/null", "/dev/full", "model/config.json"):
-    add("collab-compress", f"model --dk 8 --json {place}", f"{place} exists; choose another output", *LINKS)
     add("collab-compress", f"model --dk 8 --output {place}", f"{place} exists; choose another output", *LINKS)
+for place in ("dangling", "circle", "/dev/full"):
+    add("collab-compress", f"model --dk 8 --json {place}", f"{place} exists; choose another output", *LINKS)
 for place, words in {
-    "model": "expected a file in a directory that exists",
-    "nowhere/report.json": "expected a file in a directory that exists",
-    "circle/report.json": "expected a file",
+    "model": "model exists",
+    "circle/report.json": "circle is not a directory",
     "model/report.json": "model/report.json lies in model",
     "model/1_Pooling/report.json": "lies in model",
-    "out/report.json": "expected a file in a directory that exists",
+    "out/report.json": "lies in --output out",
     LONG: "File name too long",
 }.items():
     add("collab-compress", f"model --dk 8 --output out --json {place}", words, *LINKS)
@@ -258,7 +240,6 @@ for name, words in {
     "Trainer": "needs the class Trainer, which is no model",
     "utils": "needs the class utils, which is no model",
     "": "which is no model",
-    "SomeoneElses": "needs the class SomeoneElses, which is no model",
     "T5Model": "names T5Model, which takes a T5Config, but describes a bert",
     "PreTrainedModel": "PreTrainedModel",
 }.items():
@@ -274,7 +255,6 @@ for words, entries in (
     ("", {"dtype": [1]}),
     (WRONG_KIND, {"id2label": ["a"]}),
     ("config.json", {"id2label": {"a": "b"}}),
-    ("is quantized (gptq)", {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
     ("already converted", {"quantization_config": {**OURS, "version": 1, "edits": []}}),
     ("already converted", {"quantization_config": {**OURS, "version": 99}}),
     ("already converted", {"quantization_config": {**OURS, "edits": [3]}}),
@@ -313,9 +293,6 @@ for spoil in (
     spoilt("cannot load weights from model", spoil)
 spoilt("cannot load weights", remove(STORED), pickled("model/pytorch_model.bin"))
 QUERY = "bert.encoder.layer.0.attention.self.query.weight"
-spoilt(f"{QUERY} holds NaN", weights(lambda w: w[QUERY].fill_(float("nan"))))
-spoilt(f"{QUERY} holds NaN", weights(lambda w: w[QUERY].fill_(float("inf"))))
-spoilt(f"such as {QUERY}", weights(lambda w: w.pop(QUERY)))
 SHAPES = f"{QUERY} has shape (24, 23), the config makes it (24, 24)"
 spoilt(SHAPES, weights(lambda w: w.update({QUERY: torch.zeros(24, 23)})))
 spoilt("adapter", write("model/adapter_config.json", {"base_model_name_or_path": "x"}))
@@ -339,7 +316,6 @@ spoilt("calibration 'none'", lambda: [path.unlink() for path in Path("model").gl
 # Folders of sentence-transformers.
 for value in ("{", 3, None, ["x"], "[" * DEEP):
     spoilt("modules.json", write("model/modules.json", value))
-spoilt("KeyError", write("model/modules.json", [{"idx": 0}]))
 for path in (5, None, ["1_Pooling"], "a\0b", ".", "..", "/etc", "1_Pooling/../.."):
     spoilt(f"names {path!r}", write("model/modules.json", [{"path": path}]))
 DENSE = (pickled("model/2_Dense/pytorch_model.bin"), write("model/modules.json", [{"path": "2_Dense"}]))
@@ -358,15 +334,9 @@ for line, words in {
     "nowhere/at/all --output out": "nowhere/at/all",
     "model --output out --rounds 1.5": "--rounds",
     "model --output out --sections": "unknown section none",
-    "model --output out --lengths 0": "lengths are 0",
-    "model --output out --dk 0": "dk is 0",
     "model --output out --length=-1": "expected at least 1",
-    "model --output out --kernel-tokens 3": "kernel_tokens is 3",
-    "model --output out --head-sequences 0": "head_sequences is 0",
-    "model --output out --input-sequences 0": "input_sequences is 0",
     "model --output out --seed abc": "--seed",
     "model --output out --device cuda:99": "device 'cuda:99' cannot be used",
-    "model --output out --data nowhere.txt": "cannot read",
     "model --output out --colour red": "Unrecognized options: --colour",
 }.items():
     add("collab-analyze", line, words)
@@ -377,10 +347,7 @@ for line, words in {
     "nowhere": "nowhere",
     "data": "data",
     "records other": "other is no folder",
-    "records --against odd": "odd",
     "records --format odd": "invalid choice 'odd'",
-    "--paper odd": "odd",
-    "--paper collaborate --table 99": "99",
     "--papers --output texts.txt": "texts.txt exists",
     "--papers --output data": "data exists",
     "--papers --output link": "link exists",
@@ -413,16 +380,10 @@ for line, words in {
     f"{GIVEN} task=odd": "odd",
     f"{GIVEN} model=./nowhere": "nowhere",
     f"{GIVEN} data_dir=nowhere": "nowhere",
-    f"{GIVEN} seed=-1": "seed",
-    f"{GIVEN} seed={2**70}": "seed",
-    f"{GIVEN} seed=abc": "seed",
     f"{GIVEN} max_length=0": "max_length is 0",
-    f"{GIVEN} tuning.learning_rate=.nan": "nan",
-    f"{GIVEN} tuning.epochs=-1": "epochs",
     f"{GIVEN} tuning.arguments.weight_decay=abc": "weight_decay",
     f"{GIVEN} tuning.arguments.colour=red": "colour",
     f"{GIVEN} tuning.arguments.per_device_eval_batch_size=0": "batch_size",
-    f"{GIVEN} files={{validation:3}}": "files",
     f"{GIVEN} trackers=odd": "odd",
     f"{GIVEN} output=texts.txt": "texts.txt",
     f"{GIVEN} output=mine": "mine",

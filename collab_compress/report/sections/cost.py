@@ -13,6 +13,7 @@ from collab_compress.analysis import Latency, MapCost, ModuleCost
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.conversion.compress import compress
 from collab_compress.conversion.expand import expand
+from collab_compress.conversion.report import width_range
 from collab_compress.errors import CollabCompressError, UnsupportedModelError
 from collab_compress.heads import Tap
 from collab_compress.options import Compression, Solver
@@ -277,15 +278,13 @@ def _highlights(parts: Mapping[str, list[MapCost]], ratios: Mapping[int, float])
         widths = [cost.width for cost in costs if cost.width is not None]
         if not widths:
             continue
-        narrowest, widest = min(widths), max(widths)
-        width = f"{narrowest}" if narrowest == widest else f"{narrowest} to {widest}"
         before = sum(cost.dense.parameters for cost in costs)
         after = sum(cost.converted.parameters for cost in costs)
         shortest = min(cost.break_even_length for cost in costs if cost.break_even_length is not None)
         until = "at any length" if shortest == inf else f"up to T* = {shortest:.0f} tokens"
         lines.append(
-            f"{part.capitalize()}: {before:,} parameters dense, {after:,} at {WIDTHS[part]} = {width}; fewer "
-            f"operations {until}."
+            f"{part.capitalize()}: {before:,} parameters dense, {after:,} at {WIDTHS[part]} = "
+            f"{width_range(widths)}; fewer operations {until}."
         )
     if ratios:
         longest = max(ratios)
