@@ -30,7 +30,7 @@ try:
 finally:
     sys.path.pop(0)
 
-HEADS, HEAD_WIDTH, TIGHT = 3, 8, 1e-9
+HEADS, HEAD_WIDTH, TIGHT = 3, 8, 1e-7
 
 
 @pytest.fixture
