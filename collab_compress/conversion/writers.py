@@ -15,6 +15,7 @@ from collab_compress.architectures import AttentionSite, find_attention
 from collab_compress.attention.values import output_dim
 from collab_compress.calibration import Batch, run_batch
 from collab_compress.calibration.batches import sequence_count, slice_batch
+from collab_compress.errors import UnsupportedModelError
 
 PROBED = 2  # sequences that show where a layer writes to
 EXACT, ROUNDED = 1e-3, 5e-2  # relative error of a sum that counts as linear, in float32 and in half precision
@@ -53,6 +54,9 @@ def find_writers(model: PreTrainedModel, batch: Batch) -> list[Writer]:
     Args:
         model: in evaluation mode.
         batch: to run it on.
+
+    Raises:
+        UnsupportedModelError: a candidate's weight is no parameter of it, so that it could not be refitted.
     """
     batch = probe_batch(batch)
     writers = []
@@ -93,6 +97,11 @@ def _candidates(model: PreTrainedModel, batch: Batch) -> list[tuple[str, Attenti
             is_numbered = any(part.isdecimal() for part in name.split("."))
             may_write = name in outputs or (is_numbered and not name.startswith(inside_attention))
             if may_write and width_out(module) in widths:
+                if "weight" not in module._parameters:
+                    raise UnsupportedModelError(
+                        f"the weight of {name} is computed from others by a hook; make it plain first, by torch.nn."
+                        "utils.prune.remove or torch.nn.utils.remove_weight_norm"
+                    )
                 hooks.enter_context(module.register_forward_hook(partial(count, name)))
         run_batch(model, batch)
     return [(name, nearest[name], number) for name, number in calls.items()]

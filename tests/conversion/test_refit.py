@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_families import build, inputs
 from tiny_words import bert_config, word_tokenizer
+from torch.nn.utils.prune import l1_unstructured
 from transformers import AutoModel, BertModel, Cache
 
 from collab_compress import (
@@ -22,7 +23,7 @@ from collab_compress import (
 from collab_compress.conversion import refit as module
 from collab_compress.conversion.feed_forward import find_feed_forward
 from collab_compress.conversion.refit import DAMPINGS, find_writers, install_refits, refit, refit_
-from collab_compress.errors import CalibrationError, HeadError
+from collab_compress.errors import CalibrationError, HeadError, UnsupportedModelError
 
 WRITERS = {
     "bert": ["attention.output.dense", "output.dense"],
@@ -339,6 +340,19 @@ def test_writers_are_layers_whose_outputs_are_added(make_tiny, batch):
     ]
     for writer in writers:
         torch.testing.assert_close(writer.gain, torch.ones(24), atol=1e-3, rtol=0)
+
+
+def test_pruned_weights_are_refused_and_stay(make_tiny):
+    model, dense = pair(make_tiny)
+    l1_unstructured(model.encoder.layer[0].output.dense, "weight", 0.5)
+    before = model(**batches()[0])[0]
+    with pytest.raises(
+        UnsupportedModelError, match=r"encoder.layer.0.output.dense is computed from others by a hook"
+    ):
+        refit_(model, dense, None, batches())
+    assert torch.equal(model(**batches()[0])[0], before)
+    with pytest.raises(UnsupportedModelError, match="make it plain first"):
+        compress(model, Compression(dff=8), batches())
 
 
 def test_models_that_are_not_finite_are_refused(make_tiny):
