@@ -152,6 +152,7 @@ def refit(
     return [results[place] for place in sorted(results)]
 
 
+@torch.inference_mode(False)
 def refit_(
     model: PreTrainedModel,
     dense: PreTrainedModel,

@@ -346,3 +346,11 @@ def test_models_that_are_not_finite_are_refused(make_tiny):
     dense.encoder.layer[0].output.dense.weight.data[0, 0] = torch.nan
     with pytest.raises(HeadError, match="of the dense model holds NaN"):
         refit_(model, dense, None, batches())
+
+
+def test_inference_mode_leaves_parameters_that_train(make_tiny):
+    model, dense = pair(make_tiny)
+    with torch.inference_mode():
+        refit_(model, dense, None, batches())
+    model(**batches()[0])[0].sum().backward()
+    assert not any(parameter.is_inference() for parameter in model.parameters())
