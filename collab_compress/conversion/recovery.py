@@ -63,7 +63,7 @@ def recover_(
     steps, 16 sequences a step. Random tokens are repeated within a sequence (`with_copies`).
 
     Args:
-        model: converted, in any form. A float16 model is trained in float32, then cast back.
+        model: converted, in any form. A model in half precision is trained in float32, then cast back.
         dense: the model it was converted from; another object.
         tokenizer: of both; as for `compress`.
         calibration: as for `compress`; fewer than 16 texts a step mean fewer steps.
@@ -256,16 +256,19 @@ def _restored(model: PreTrainedModel, dense: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _in_float32(*models: PreTrainedModel) -> Iterator[None]:
-    """Hold float16 weights in float32, in which gradients don't overflow, and cast them back afterwards."""
+    """Hold weights in half precision in float32, and cast them back afterwards.
+
+    Gradients overflow in float16, and small steps are rounded away in bfloat16.
+    """
     tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-    half = [tensor for tensor in tensors if tensor.dtype == torch.float16]
+    half = [(tensor, tensor.dtype) for tensor in tensors if tensor.dtype in (torch.float16, torch.bfloat16)]
     try:
-        for tensor in half:
+        for tensor, _ in half:
             tensor.data = tensor.data.float()
         yield
     finally:
-        for tensor in half:
-            tensor.data = tensor.data.half()
+        for tensor, dtype in half:
+            tensor.data = tensor.data.to(dtype)
             tensor.grad = None
 
 
