@@ -354,3 +354,11 @@ def test_inference_mode_leaves_parameters_that_train(make_tiny):
         refit_(model, dense, None, batches())
     model(**batches()[0])[0].sum().backward()
     assert not any(parameter.is_inference() for parameter in model.parameters())
+
+
+def test_padding_alone_cannot_be_held_back(make_tiny):
+    model, dense = pair(make_tiny)
+    *used, held_back = batches()
+    held_back["attention_mask"] = torch.zeros_like(held_back["attention_mask"])
+    with pytest.raises(CalibrationError, match="saw no token of the sequences held back.*; pass more data"):
+        refit(model, dense, used, [held_back])
