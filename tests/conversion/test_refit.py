@@ -360,5 +360,5 @@ def test_padding_alone_cannot_be_held_back(make_tiny):
     model, dense = pair(make_tiny)
     *used, held_back = batches()
     held_back["attention_mask"] = torch.zeros_like(held_back["attention_mask"])
-    with pytest.raises(CalibrationError, match="saw no token of the sequences held back.*; pass more data"):
+    with pytest.raises(CalibrationError, match=r"saw no token of the sequences held back.*; pass more data"):
         refit(model, dense, used, [held_back])
