@@ -279,7 +279,7 @@ def with_copies(batches: Sequence[Batch], separator: int | None, types: bool, se
     share of tokens that are repeated is drawn for each sequence, from none to all.
 
     Args:
-        batches: random tokens without padding, `input_ids` (B, T); all else but masks is dropped.
+        batches: random tokens without padding, `input_ids` (B, T), and other inputs, such as images, which stay.
         separator: token to put between the halves, or None.
         types: whether `token_type_ids` mark the second half as the second text of a pair.
         seed: of the draws.
@@ -289,13 +289,13 @@ def with_copies(batches: Sequence[Batch], separator: int | None, types: bool, se
     """
     generator = torch.Generator().manual_seed(seed)
     return [
-        batch if "decoder_input_ids" in batch else _with_copies(batch["input_ids"], separator, types, generator)
+        batch if "decoder_input_ids" in batch else _with_copies(batch, separator, types, generator)
         for batch in batches
     ]
 
 
-def _with_copies(tokens: Tensor, separator: int | None, types: bool, generator: torch.Generator) -> Batch:
-    ids, (sequences, length) = tokens.clone(), tokens.shape
+def _with_copies(original: Batch, separator: int | None, types: bool, generator: torch.Generator) -> Batch:
+    ids, (sequences, length) = original["input_ids"].clone(), original["input_ids"].shape
     middle = length // 2
     first, second = ids[:, 1:middle], ids[:, middle + 1 : length - 1]  # without the special tokens at the ends
     count = min(first.shape[1], second.shape[1])
@@ -304,7 +304,8 @@ def _with_copies(tokens: Tensor, separator: int | None, types: bool, generator: 
     second[:, :count] = torch.where(repeated, first.gather(1, order), second[:, :count])
     if separator is not None:
         ids[:, middle] = separator
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch = {**original, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch.pop("token_type_ids", None)
     if types:
         batch["token_type_ids"] = (torch.arange(length) > middle).long().expand_as(ids)
     return batch

@@ -2,6 +2,8 @@ import copy
 
 import pytest
 import torch
+from tiny_families import build
+from tiny_words import word_tokenizer
 from transformers import TrainingArguments
 
 from collab_compress import Compression, compress, prune_heads_
@@ -252,3 +254,9 @@ def test_weights_in_half_precision_are_trained_in_float32(dtype, make_tiny, cali
     recover_(model, dense, None, calibration, steps=2, use_cpu=True, disable_tqdm=True)
     assert seen == {torch.float32}
     assert {parameter.dtype for part in (model, dense) for parameter in part.parameters()} == {dtype}
+
+
+def test_images_stay_beside_repeated_tokens():
+    dense, model = build("clip"), build("clip")
+    compress(model, Compression(dk=8), calibration=None)
+    assert recover_(model, dense, word_tokenizer(), steps=2, use_cpu=True, disable_tqdm=True).global_step == 2
