@@ -59,9 +59,9 @@ def calibration_batches(
         model: the model they are for; limits the vocabulary and the length.
         tokenizer: needed unless data are ready batches or none, or the model reads no tokens; or the processor that
             holds it.
-        sequences: number of random sequences, 384 by default, or 128 of one length; of generated texts, 256 by
-            default; of texts, drawn at random, all by default; of ready batches or a stream of texts, the first, all
-            by default.
+        sequences: number of random sequences, 384 by default, or 128 of one length, and of images and sounds; of
+            generated texts, 256 by default; of texts, drawn at random, all by default; of ready batches or a stream
+            of texts, the first, all by default.
         length: tokens of a random sequence, 8 to 128 by default (`synthetic_batches`); of a generated text, 128 by
             default; where texts are cut, at the model's limit by default; positions of a sound, 64 by default. Ready
             batches are not cut.
