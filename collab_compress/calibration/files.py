@@ -112,6 +112,7 @@ def _parse_table(path: Path, content: str, separator: str) -> list[Mapping[str, 
     lines = io.StringIO(content, newline="")
     table = csv.DictReader(lines, delimiter=separator, quoting=quoting, strict=True)
     rows: list[Mapping[str, Any]] = []
+    limit = csv.field_size_limit(max(len(content), csv.field_size_limit()))
     try:
         repeated = [name for name, count in Counter(table.fieldnames or ()).items() if count > 1]
         if repeated:
@@ -126,6 +127,8 @@ def _parse_table(path: Path, content: str, separator: str) -> list[Mapping[str, 
         return rows
     except csv.Error as error:
         raise CalibrationError(f"cannot read calibration texts from {path}: {error}") from error
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _parse_json_lines(path: Path, content: str) -> list[Mapping[str, Any]]:
