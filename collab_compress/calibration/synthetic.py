@@ -108,7 +108,13 @@ def generated_batches(
         length: tokens of each, 128 by default; fewer if the model takes no more.
         seed: of all draws.
     """
-    fills = type(model).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() and tokenizer.mask_token_id is not None
+    fills = type(model).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+    if fills and tokenizer.mask_token_id is None and not model.can_generate():
+        raise CalibrationError(
+            f"{type(model).__name__} writes texts by filling masks, and its tokenizer has no mask token; set "
+            "tokenizer.mask_token, or pass texts"
+        )
+    fills = fills and tokenizer.mask_token_id is not None
     if model.config.is_encoder_decoder or not (fills or model.can_generate()):
         raise CalibrationError(
             f"{type(model).__name__} writes no texts by itself, which calibration 'generated' takes; pass texts, or "
