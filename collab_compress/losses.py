@@ -294,6 +294,8 @@ def _radial_hsic(centred: Tensor, weights: Tensor, bandwidth: float | None) -> T
 
 def _median_distance(distances: Tensor, both: Tensor) -> Tensor:
     """Median squared distance of two unpadded tokens of each head, 1 where it is 0 or there are none, (H, 1, 1)."""
+    if not distances.numel():
+        return distances.new_ones(len(distances), 1, 1)
     pairs = torch.where(both.triu(1) > 0, distances, torch.nan)
     median = pairs.flatten(1).nanmedian(1).values
     return torch.where(median > 0, median, 1.0)[:, None, None]

@@ -30,7 +30,7 @@ class AttentionFamily:
         key_value_heads: integer attribute, number of heads Hkv of keys and values; empty where it is H.
         cross: child name in the paths of cross-attention modules; empty where there are none.
         causal: whether self-attention is causal although its modules have no such `is_decoder` or `is_causal`.
-        fused: the `nn.Linear` or `Conv1D` (D → 3·H·d) that holds query, key and value in a stock model; in a
+        fused: the `nn.Linear` or `Conv1D` (D → (H + 2·Hkv)·d) that holds query, key and value of a stock model; in a
             converted one they are its children `query`, `key` and `value`. Empty where there are three layers.
         interleaved: whether that layer holds each head's query, key and value together, instead of three blocks side
             by side.

@@ -29,7 +29,7 @@ class FusedSlice:
     """One of the projections in a fused layer, viewed as an `nn.Linear` of its own.
 
     Args:
-        layer: the layer, with weight (3·H·d, D), or (D, 3·H·d) if transposed, and bias (3·H·d,) or None.
+        layer: the layer, with weight ((H + 2·Hkv)·d, D), transposed in a `Conv1D`, and bias ((H + 2·Hkv)·d,) or None.
         first: first channel of the projection's first head.
         step: distance between the first channels of two heads.
         heads: number of heads H.

@@ -25,6 +25,7 @@ from collab_compress.calibration.synthetic import (
     start_token,
     synthetic_batches,
     usable_length,
+    vocabulary_size,
 )
 from collab_compress.errors import CalibrationError, one_line
 from collab_compress.options import CalibrationOptions
@@ -58,9 +59,9 @@ def calibration_batches(
         model: the model they are for; limits the vocabulary and the length.
         tokenizer: needed unless data are ready batches or none, or the model reads no tokens; or the processor that
             holds it.
-        sequences: number of random sequences, 384 by default, or 128 of one length; of generated texts, 256 by
-            default; of texts, drawn at random, all by default; of ready batches or a stream of texts, the first, all
-            by default.
+        sequences: number of random sequences, 384 by default, or 128 of one length, and of images and sounds; of
+            generated texts, 256 by default; of texts, drawn at random, all by default; of ready batches or a stream
+            of texts, the first, all by default.
         length: tokens of a random sequence, 8 to 128 by default (`synthetic_batches`); of a generated text, 128 by
             default; where texts are cut, at the model's limit by default; positions of a sound, 64 by default. Ready
             batches are not cut.
@@ -145,13 +146,15 @@ def noted_batches(
 
 
 def _check_vocabulary(model: PreTrainedModel, batches: Sequence[Batch]) -> None:
-    size = getattr(model.config.get_text_config(), "vocab_size", None)
-    largest = max((int(batch["input_ids"].max()) for batch in batches if "input_ids" in batch), default=0)
-    if size is not None and largest >= size:
-        raise CalibrationError(
-            f"the calibration data holds token {largest}, but the model's vocabulary ends at {size - 1}; "
-            "the tokenizer is not this model's"
-        )
+    for name, target in (("input_ids", False), ("decoder_input_ids", True)):
+        size = vocabulary_size(model, target)
+        ids = [batch[name] for batch in batches if isinstance(batch.get(name), Tensor)]
+        largest = max((int(tokens.max()) for tokens in ids if tokens.numel()), default=0)
+        if size is not None and largest >= size:
+            raise CalibrationError(
+                f"the calibration data holds token {largest}, but the model's vocabulary ends at {size - 1}; "
+                "the tokenizer is not this model's"
+            )
 
 
 def _media_batches(

@@ -24,6 +24,7 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 JSON_LINES = (".jsonl", ".ndjson")
 IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 SOUNDS = (".wav",)
+LONGEST_NAME = 255  # characters of a path that messages show in full
 
 
 def split_columns(source: str | Path) -> tuple[str, list[str]]:
@@ -32,7 +33,7 @@ def split_columns(source: str | Path) -> tuple[str, list[str]]:
     A source that exists under its full name, or has no colon, has no columns.
     """
     name, _, columns = str(source).rpartition(":")
-    if not name or Path(source).exists() or any(separator in columns for separator in "/\\"):
+    if not name or _exists(Path(source)) or any(separator in columns for separator in "/\\"):
         return str(source), []
     return name, [column.strip() for column in columns.split(",")]
 
@@ -53,7 +54,7 @@ def read_texts(source: str | Path) -> list[Text]:
     suffix = path.suffix.lower()
     if len(columns) > 2:
         raise CalibrationError(f"{source} names {len(columns)} columns; expected one of texts, or two of pairs")
-    if columns and not path.is_file() and suffix not in (*SEPARATORS, *JSON_LINES, ".txt"):
+    if columns and not (_exists(path) and path.is_file()) and suffix not in (*SEPARATORS, *JSON_LINES, ".txt"):
         return _select(_load_data_set(name, columns), name, columns)
     content = _read(path)
     if suffix in JSON_LINES:
@@ -65,13 +66,24 @@ def read_texts(source: str | Path) -> list[Text]:
     return _parse_lines(path, content)
 
 
+def _exists(path: Path) -> bool:
+    """Return whether a path exists; False for what can be no path, such as a long text."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
 def _read(path: Path) -> str:
-    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+    if _exists(path) and not path.is_file():  # reading a pipe would wait for ever
         raise CalibrationError(f"cannot read calibration texts from {path}: expected a file")
     try:
         content = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CalibrationError(f"cannot read calibration texts from {path}: {error}") from error
+    except (OSError, ValueError) as error:
+        name = str(path) if len(str(path)) <= LONGEST_NAME else f"{str(path)[:60]}…"
+        reason = getattr(error, "strerror", None) or error
+        advice = "" if _exists(path) else "; if it is a text, pass a list of texts"
+        raise CalibrationError(f"cannot read calibration texts from {name}: {reason}{advice}") from error
     if "\0" in content:
         raise CalibrationError(f"{path} holds NUL characters, as UTF-16 does; expected texts in UTF-8")
     return content
@@ -100,6 +112,7 @@ def _parse_table(path: Path, content: str, separator: str) -> list[Mapping[str, 
     lines = io.StringIO(content, newline="")
     table = csv.DictReader(lines, delimiter=separator, quoting=quoting, strict=True)
     rows: list[Mapping[str, Any]] = []
+    limit = csv.field_size_limit(max(len(content), csv.field_size_limit()))
     try:
         repeated = [name for name, count in Counter(table.fieldnames or ()).items() if count > 1]
         if repeated:
@@ -114,6 +127,8 @@ def _parse_table(path: Path, content: str, separator: str) -> list[Mapping[str, 
         return rows
     except csv.Error as error:
         raise CalibrationError(f"cannot read calibration texts from {path}: {error}") from error
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _parse_json_lines(path: Path, content: str) -> list[Mapping[str, Any]]:

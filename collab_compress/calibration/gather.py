@@ -246,7 +246,7 @@ def gather_moments(
                 masks = batch_masks(model, batch)
                 for watcher in watchers:
                     watcher.masks = masks_of(watcher.site, masks)
-                names = frozenset(batch)
+                names = frozenset(name for name, value in batch.items() if value is not None)
                 calls.count, calls.last = 0, call_counts.get(names)
                 with suppress(_AllSeen):
                     run_batch(model, batch)

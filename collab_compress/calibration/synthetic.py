@@ -60,13 +60,14 @@ def synthetic_batches(
     lengths = _draw_lengths(count, max(shortest, len(prefix) + len(suffix) + 1), longest, generator)
     pairs = length is None and not model.config.is_encoder_decoder and not _is_causal(model)
     between = _separator(tokenizer, ids, (prefix, suffix)) if pairs else None
-    tokens, probabilities = torch.tensor(ids), likelihoods(tokenizer, ids)
 
-    def draw() -> list[Tensor]:
+    def draw(ids: list[int]) -> list[Tensor]:
+        tokens, probabilities = torch.tensor(ids), likelihoods(tokenizer, ids)
         places = torch.multinomial(probabilities, int(lengths.sum()), replacement=True, generator=generator)
         return list(torch.split(tokens[places], lengths.tolist()))
 
-    drawn = [_with_special(row, prefix, between if place % 2 else None, suffix) for place, row in enumerate(draw())]
+    rows = enumerate(draw(ids))
+    drawn = [_with_special(row, prefix, between if place % 2 else None, suffix) for place, row in rows]
     columns = {"input_ids": [row for row, _ in drawn]}
     if between is not None and "token_type_ids" in tokenizer.model_input_names:
         columns["token_type_ids"] = [types for _, types in drawn]
@@ -74,9 +75,10 @@ def synthetic_batches(
     if not source:
         batches = [{} for _ in batches]
     if model.config.is_encoder_decoder:
+        ids = ordinary_tokens(model, tokenizer, target=True)
         prefix, suffix = _special_tokens(tokenizer, ids, target=True)
         start = torch.tensor([start_token(model.config, suffix), *prefix])[:longest]
-        targets = draw()
+        targets = draw(ids)
         for target in targets:
             target[: len(start)] = start[: len(target)]
         decoder_batches = _pad({"decoder_input_ids": targets}, "decoder_attention_mask", tokenizer)
@@ -106,7 +108,13 @@ def generated_batches(
         length: tokens of each, 128 by default; fewer if the model takes no more.
         seed: of all draws.
     """
-    fills = type(model).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values() and tokenizer.mask_token_id is not None
+    fills = type(model).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
+    if fills and tokenizer.mask_token_id is None and not model.can_generate():
+        raise CalibrationError(
+            f"{type(model).__name__} writes texts by filling masks, and its tokenizer has no mask token; set "
+            "tokenizer.mask_token, or pass texts"
+        )
+    fills = fills and tokenizer.mask_token_id is not None
     if model.config.is_encoder_decoder or not (fills or model.can_generate()):
         raise CalibrationError(
             f"{type(model).__name__} writes no texts by itself, which calibration 'generated' takes; pass texts, or "
@@ -197,13 +205,28 @@ def _position_limit(model: PreTrainedModel) -> float:
     return next(filter(None, limits), inf)
 
 
-def ordinary_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids, ascending, that both tokenizer and model know and that are not special.
+def vocabulary_size(model: PreTrainedModel, target: bool = False) -> int | None:
+    """Return how many tokens a model knows, or its decoder for a `target`; None if it does not say."""
+    config = model.config
+    if target and getattr(config, "decoder_vocab_size", None):
+        return int(config.decoder_vocab_size)
+    try:
+        embeddings = None if target else model.get_input_embeddings()
+    except NotImplementedError:
+        embeddings = None
+    if isinstance(embeddings, nn.Embedding):
+        return embeddings.num_embeddings
+    size: int | None = getattr(config.get_text_config(), "vocab_size", None)
+    return size
+
+
+def ordinary_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: bool = False) -> list[int]:
+    """Return the ids, ascending, that both tokenizer and model (or its decoder) know and that are not special.
 
     Raises:
         CalibrationError: there are none.
     """
-    size = min(len(tokenizer), getattr(model.config.get_text_config(), "vocab_size", len(tokenizer)))
+    size = min(len(tokenizer), vocabulary_size(model, target) or len(tokenizer))
     special = set(tokenizer.all_special_ids)
     ids = [token for token in range(size) if token not in special]
     if not ids:

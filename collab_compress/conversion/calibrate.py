@@ -100,7 +100,7 @@ def read(
         *split_held_back(batches),
         notes=notes,
         refit=bool(batches) and not synthetic,
-        length=typical_length(options, () if synthetic else batches),
+        length=typical_length(options, model, () if synthetic else batches),
         options=options,
         seed=seed,
         moments={},

@@ -125,6 +125,7 @@ def expand(model: PreTrainedModel) -> Expansion:
         return _expand(model, None)
 
 
+@torch.inference_mode(False)
 def to_stock(model: PreTrainedModel) -> PreTrainedModel:
     """Make a stock model with narrower heads that computes what a converted one does, and loads without this package.
 
@@ -153,13 +154,14 @@ def to_stock(model: PreTrainedModel) -> PreTrainedModel:
         )
     expanded = copy.deepcopy(model)
     scaling = [site.scaling for site in sites]
-    _expand(expanded, width)
-    if edits_of(expanded):
-        kinds = " and ".join(edit.kind for edit in edits_of(expanded))
-        raise CompressionError(f"a stock model has no room for {kinds}; merge the alphas, or leave all heads in")
-    config = copy.deepcopy(expanded.config)
-    setattr(config, sites[0].family.free_width, width)
-    stock: PreTrainedModel = type(model)(config).to(model.device, model.dtype)
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):  # new layers draw weights
+        _expand(expanded, width)
+        if edits_of(expanded):
+            kinds = " and ".join(edit.kind for edit in edits_of(expanded))
+            raise CompressionError(f"a stock model has no room for {kinds}; merge the alphas, or leave all heads in")
+        config = copy.deepcopy(expanded.config)
+        setattr(config, sites[0].family.free_width, width)
+        stock: PreTrainedModel = type(model)(config).to(model.device, model.dtype)
     stock.load_state_dict(expanded.state_dict())
     with torch.no_grad():
         for site, old in zip(find_attention(stock), scaling, strict=True):

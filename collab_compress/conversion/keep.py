@@ -17,6 +17,7 @@ from collab_compress.architectures import (
 )
 from collab_compress.attention import FORMS, NarrowValues
 from collab_compress.calibration import Batch
+from collab_compress.calibration.gather import batch_masks
 from collab_compress.conversion.expand import refuse_stock
 from collab_compress.conversion.feed_forward import FeedForward, block_report, find_feed_forward, narrower_config
 from collab_compress.conversion.report import dense_macs, width_range
@@ -255,14 +256,15 @@ def choose(layers: Layers, drift: Callable[[Candidate], float]) -> tuple[Candida
     return best, reason
 
 
-def typical_length(options: CalibrationOptions, batches: Sequence[Batch] = ()) -> int:
-    """Return the number of tokens for which costs count.
+def typical_length(options: CalibrationOptions, model: PreTrainedModel, batches: Sequence[Batch] = ()) -> int:
+    """Return the number of tokens, or positions of a sound, for which costs count.
 
     That is `length` if given, else the length that nine in ten calibration sequences do not exceed, else 128. Batches
     are calibration data other than random tokens.
     """
-    masks = [batch["attention_mask"] for batch in batches if isinstance(batch.get("attention_mask"), Tensor)]
-    lengths = [mask.sum(1).float().cpu() for mask in masks if mask.dim() == 2]
+    given = [batch for batch in batches if isinstance(batch.get("attention_mask"), Tensor)]
+    masks = [batch_masks(model, batch)["encoder"].query for batch in given if batch["attention_mask"].dim() == 2]
+    lengths = [mask.sum(1).float().cpu() for mask in masks if mask is not None]
     if options.length is not None or not lengths:
         return options.length or TYPICAL
     return max(1, int(torch.cat(lengths).quantile(COMMON, interpolation="lower")))

@@ -63,7 +63,7 @@ def recover_(
     steps, 16 sequences a step. Random tokens are repeated within a sequence (`with_copies`).
 
     Args:
-        model: converted, in any form. A float16 model is trained in float32, then cast back.
+        model: converted, in any form. A model in half precision is trained in float32, then cast back.
         dense: the model it was converted from; another object.
         tokenizer: of both; as for `compress`.
         calibration: as for `compress`; fewer than 16 texts a step mean fewer steps.
@@ -256,16 +256,19 @@ def _restored(model: PreTrainedModel, dense: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _in_float32(*models: PreTrainedModel) -> Iterator[None]:
-    """Hold float16 weights in float32, in which gradients don't overflow, and cast them back afterwards."""
+    """Hold weights in half precision in float32, and cast them back afterwards.
+
+    Gradients overflow in float16, and small steps are rounded away in bfloat16.
+    """
     tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-    half = [tensor for tensor in tensors if tensor.dtype == torch.float16]
+    half = [(tensor, tensor.dtype) for tensor in tensors if tensor.dtype in (torch.float16, torch.bfloat16)]
     try:
-        for tensor in half:
+        for tensor, _ in half:
             tensor.data = tensor.data.float()
         yield
     finally:
-        for tensor in half:
-            tensor.data = tensor.data.half()
+        for tensor, dtype in half:
+            tensor.data = tensor.data.to(dtype)
             tensor.grad = None
 
 
@@ -276,7 +279,7 @@ def with_copies(batches: Sequence[Batch], separator: int | None, types: bool, se
     share of tokens that are repeated is drawn for each sequence, from none to all.
 
     Args:
-        batches: random tokens without padding, `input_ids` (B, T); all else but masks is dropped.
+        batches: random tokens without padding, `input_ids` (B, T), and other inputs, such as images, which stay.
         separator: token to put between the halves, or None.
         types: whether `token_type_ids` mark the second half as the second text of a pair.
         seed: of the draws.
@@ -286,13 +289,13 @@ def with_copies(batches: Sequence[Batch], separator: int | None, types: bool, se
     """
     generator = torch.Generator().manual_seed(seed)
     return [
-        batch if "decoder_input_ids" in batch else _with_copies(batch["input_ids"], separator, types, generator)
+        batch if "decoder_input_ids" in batch else _with_copies(batch, separator, types, generator)
         for batch in batches
     ]
 
 
-def _with_copies(tokens: Tensor, separator: int | None, types: bool, generator: torch.Generator) -> Batch:
-    ids, (sequences, length) = tokens.clone(), tokens.shape
+def _with_copies(original: Batch, separator: int | None, types: bool, generator: torch.Generator) -> Batch:
+    ids, (sequences, length) = original["input_ids"].clone(), original["input_ids"].shape
     middle = length // 2
     first, second = ids[:, 1:middle], ids[:, middle + 1 : length - 1]  # without the special tokens at the ends
     count = min(first.shape[1], second.shape[1])
@@ -301,7 +304,8 @@ def _with_copies(tokens: Tensor, separator: int | None, types: bool, generator: 
     second[:, :count] = torch.where(repeated, first.gather(1, order), second[:, :count])
     if separator is not None:
         ids[:, middle] = separator
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch = {**original, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch.pop("token_type_ids", None)
     if types:
         batch["token_type_ids"] = (torch.arange(length) > middle).long().expand_as(ids)
     return batch

@@ -152,6 +152,7 @@ def refit(
     return [results[place] for place in sorted(results)]
 
 
+@torch.inference_mode(False)
 def refit_(
     model: PreTrainedModel,
     dense: PreTrainedModel,
@@ -453,6 +454,10 @@ def _solve(gathered: _Fit, writer: Writer, layer: Any, neurons: int | None, sequ
     It reads all its inputs, and then may stay as it is, or keeps as many neurons as given.
     """
     used, held_back, biased = gathered.used, gathered.held_back, layer.bias is not None
+    if not held_back.count:
+        raise CalibrationError(
+            f"{writer.name} saw no token of the sequences held back, which are padding alone; pass more data"
+        )
     weight = layer.weight.detach() if isinstance(layer, Conv1D) else layer.weight.detach().mT  # (N, D)
     exact = weight.to(used.place, torch.float64)
     before, scale = held_back.squared / held_back.count, max(gathered.spread / held_back.count, 1e-30)

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress.architectures import AttentionSite, find_attention
 from collab_compress.attention.values import output_dim
 from collab_compress.calibration import Batch, run_batch
-from collab_compress.calibration.batches import sequence_count, slice_batch
+from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
 from collab_compress.errors import UnsupportedModelError
 
 PROBED = 2  # sequences that show where a layer writes to
@@ -108,8 +108,8 @@ def _candidates(model: PreTrainedModel, batch: Batch) -> list[tuple[str, Attenti
 
 
 def probe_batch(batch: Batch) -> Batch:
-    """Return the first sequences of a batch, enough to see how a model is built."""
-    return slice_batch(batch, slice(PROBED)) if sequence_count(batch) > PROBED else batch
+    """Return the first sequences of a batch, enough to see how a model is built; all if it cannot be divided."""
+    return slice_batch(batch, slice(PROBED)) if sequence_count(batch) > PROBED and is_divisible(batch) else batch
 
 
 def width_out(layer: Any) -> int:

@@ -10,8 +10,12 @@ import transformers
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    BertConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
     GPT2Config,
     GPT2Model,
+    MarianModel,
     MBart50Tokenizer,
     MBartTokenizer,
     NllbTokenizer,
@@ -462,3 +466,23 @@ def test_a_tokenizer_that_cannot_read_the_texts(minilm):
     )
     with pytest.raises(CalibrationError, match=r"cannot be encoded: WordPiece error: Missing \[UNK\] token"):
         calibration_batches(["a cat"], minilm, tokenizer)
+
+
+def test_encoder_and_decoder_may_know_different_tokens(make_tiny, batch):
+    config = make_tiny("bert").config
+    decoder = {**config.to_dict(), "vocab_size": 20, "is_decoder": True, "add_cross_attention": True}
+    both = EncoderDecoderConfig.from_encoder_decoder_configs(config, BertConfig(**decoder))
+    model = EncoderDecoderModel(both)
+    ready = {**batch, "decoder_input_ids": batch["input_ids"] % 20}
+    assert calibration_batches([ready], model) == [ready]
+    with pytest.raises(CalibrationError, match="but the model's vocabulary ends at 19"):
+        calibration_batches([{**ready, "decoder_input_ids": ready["input_ids"]}], model)
+
+
+def test_random_targets_are_of_the_decoders_vocabulary(make_tiny, words):
+    tokenizer, config = words, make_tiny("marian").config
+    config.vocab_size, config.decoder_vocab_size = len(tokenizer), 8
+    config.share_encoder_decoder_embeddings = False
+    made = calibration_batches("synthetic", MarianModel(config), tokenizer)
+    assert max(int(batch["decoder_input_ids"].max()) for batch in made) < 8
+    assert max(int(batch["input_ids"].max()) for batch in made) >= 8

@@ -1,5 +1,6 @@
 """Columns of files and data sets as calibration texts."""
 
+import csv
 import json
 
 import pandas as pd
@@ -79,7 +80,6 @@ def test_a_table_needs_a_column(name, tmp_path):
         ("rows.csv", "text,id\na, b,1\n", "text", "rows.csv, line 2: more columns than the first line names; quote"),
         ("rows.csv", 'text\na\n"b\nc\n', "text", "cannot read .*unexpected end of data"),
         ("rows.csv", "", "text", "has no texts in text"),
-        ("rows.csv", "text\n" + "a" * 200_000, "text", "cannot read .*field larger than field limit"),
         ("rows.txt", "a dog\n", "text", "rows.txt has no columns to choose from"),
     ],
 )
@@ -112,3 +112,18 @@ def test_a_stream_of_texts_is_read_up_to_the_limit(minilm, minilm_tokenizer):
 
     batches = calibration_batches(endless(), minilm, minilm_tokenizer, sequences=5)
     assert sum(len(batch["input_ids"]) for batch in batches) == 5
+
+
+@pytest.mark.parametrize("text", ["a dog ran", "a dog ran " * 30, "a dog: it ran " * 30, "a\0dog"])
+def test_a_text_that_is_no_file(text, minilm, minilm_tokenizer, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(CalibrationError, match=r"pass a list of texts|as a data set it cannot be loaded"):
+        calibration_batches(text, minilm, minilm_tokenizer)
+
+
+def test_long_texts_of_a_table(tmp_path):
+    """Longer than the csv module reads by default; its limit, which is everyone's, stays."""
+    limit, text = csv.field_size_limit(), "a dog " * 30_000
+    (tmp_path / "rows.csv").write_text(f"text\n{text}\n", encoding="utf-8")
+    assert read_texts(f"{tmp_path / 'rows.csv'}:text") == [text.strip()]
+    assert csv.field_size_limit() == limit

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from transformers import BertModel
 
 from collab_compress.architectures import find_dense_attention
 from collab_compress.calibration import gather_moments
@@ -117,3 +118,17 @@ def test_half_precision_inputs_are_summed_wider():
     sums.add(vectors)
     exact = vectors.double()
     torch.testing.assert_close(sums.moments().second, exact.T @ exact / 512, rtol=1e-5, atol=1e-6)
+
+
+def test_an_argument_that_is_none_is_left_out(make_tiny, batch):
+    """Without encoder states, cross-attention is not called, which says nothing of batches that have them."""
+    config = make_tiny("bert").config
+    config.is_decoder = config.add_cross_attention = True
+    model = BertModel(config).eval()
+    states = torch.randn(*batch["input_ids"].shape, 24, generator=torch.Generator().manual_seed(0))
+    batches = [{**batch, "encoder_hidden_states": value} for value in (None, states)]
+    sites = find_dense_attention(model)
+    for moments, expected in zip(
+        gather_moments(model, sites, batches), gather_moments(model, sites, batches[::-1]), strict=True
+    ):
+        assert [moment.count for moment in moments] == [moment.count for moment in expected]

@@ -195,3 +195,11 @@ def test_layers_are_refitted_to_them(tokenizer):
         "model.layers.0.mlp.down_proj",
     ]
     assert report.length == 40
+
+
+def test_a_tokenizer_without_a_mask_token_is_named():
+    tokenizer = word_tokenizer()
+    model = BertForMaskedLM(bert_config(tokenizer))
+    tokenizer.mask_token = None
+    with pytest.raises(CalibrationError, match=r"its tokenizer has no mask token; set tokenizer\.mask_token"):
+        calibration_batches("generated", model, tokenizer)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tiny_families import build, inputs
+from tiny_families import build, inputs, run
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPConfig, CLIPModel, LlamaConfig, LlamaModel
 
@@ -150,14 +150,21 @@ def test_blocks_whose_neurons_depend_on_each_other_stay_as_they_are(make_tiny):
     assert "(feed-forward blocks stay as they are: BertModel has no feed-forward block" in reason
 
 
-def test_the_length_is_one_that_nine_in_ten_texts_do_not_exceed():
+def test_the_length_is_one_that_nine_in_ten_texts_do_not_exceed(make_tiny):
+    model = make_tiny("bert")
     mask = torch.zeros(10, 30)
     for row, tokens in enumerate((3, 4, 5, 5, 6, 7, 7, 8, 9, 30)):
         mask[row, :tokens] = 1
     batches = [{"attention_mask": mask[:6]}, {"attention_mask": mask[6:]}]
-    assert typical_length(CalibrationOptions(), batches) == 9
-    assert typical_length(CalibrationOptions(length=12), batches) == 12
-    assert typical_length(CalibrationOptions()) == 128
+    assert typical_length(CalibrationOptions(), model, batches) == 9
+    assert typical_length(CalibrationOptions(length=12), model, batches) == 12
+    assert typical_length(CalibrationOptions(), model) == 128
+
+
+def test_the_length_of_a_sound_is_in_positions_that_attention_reads():
+    model, batch = build("wav2vec2"), inputs("wav2vec2")
+    positions = run(model, batch).shape[1]
+    assert typical_length(CalibrationOptions(), model, [batch]) <= positions < batch["attention_mask"].shape[1]
 
 
 @pytest.mark.parametrize(

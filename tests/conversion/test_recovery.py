@@ -2,12 +2,14 @@ import copy
 
 import pytest
 import torch
+from tiny_families import build
+from tiny_words import word_tokenizer
 from transformers import TrainingArguments
 
 from collab_compress import Compression, compress, prune_heads_
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import calibration_batches
-from collab_compress.conversion import distil_, recover_, with_copies
+from collab_compress.conversion import distil_, recover_, recovery, with_copies
 from collab_compress.errors import CalibrationError, CollabCompressError, HeadError
 from collab_compress.heads import Tap
 from collab_compress.losses import kl_divergence
@@ -236,3 +238,25 @@ def test_only_the_batches_of_the_steps_are_read(make_tiny, calibration):
     batches = iter(calibration * 2)
     assert recover_(model, dense, None, batches, steps=2, use_cpu=True, disable_tqdm=True).global_step == 2
     assert len(list(batches)) == 2 * len(calibration) - 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_in_half_precision_are_trained_in_float32(dtype, make_tiny, calibration, monkeypatch):
+    dense, model = make_tiny("bert").to(dtype), make_tiny("bert").to(dtype)
+    compress(model, Compression(dk=6), calibration=None)
+    seen, loss = set(), recovery._loss
+
+    def watched(model, *arguments):
+        seen.add(model.dtype)
+        return loss(model, *arguments)
+
+    monkeypatch.setattr(recovery, "_loss", watched)
+    recover_(model, dense, None, calibration, steps=2, use_cpu=True, disable_tqdm=True)
+    assert seen == {torch.float32}
+    assert {parameter.dtype for part in (model, dense) for parameter in part.parameters()} == {dtype}
+
+
+def test_images_stay_beside_repeated_tokens():
+    dense, model = build("clip"), build("clip")
+    compress(model, Compression(dk=8), calibration=None)
+    assert recover_(model, dense, word_tokenizer(), steps=2, use_cpu=True, disable_tqdm=True).global_step == 2

@@ -360,3 +360,19 @@ def test_models_that_are_not_finite_are_refused(make_tiny):
     dense.encoder.layer[0].output.dense.weight.data[0, 0] = torch.nan
     with pytest.raises(HeadError, match="of the dense model holds NaN"):
         refit_(model, dense, None, batches())
+
+
+def test_inference_mode_leaves_parameters_that_train(make_tiny):
+    model, dense = pair(make_tiny)
+    with torch.inference_mode():
+        refit_(model, dense, None, batches())
+    model(**batches()[0])[0].sum().backward()
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+
+
+def test_padding_alone_cannot_be_held_back(make_tiny):
+    model, dense = pair(make_tiny)
+    *used, held_back = batches()
+    held_back["attention_mask"] = torch.zeros_like(held_back["attention_mask"])
+    with pytest.raises(CalibrationError, match=r"saw no token of the sequences held back.*; pass more data"):
+        refit(model, dense, used, [held_back])

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tiny_families import build, inputs, run
+from tiny_families import build, inputs, make_rotary, run
 from transformers import BertConfig, BertModel
 
 from collab_compress import Compression, Solver, UnsupportedModelError, compress, expand
@@ -72,3 +72,14 @@ def test_neurons_are_cut_where_they_are_silenced(kin):
     for block in blocks:
         cut_(model, block, kept)
     torch.testing.assert_close(run(model, batch), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_batches_that_cannot_be_divided_are_run_whole():
+    """Such as positions (3, sequences, tokens) of models of images and texts."""
+    model = make_rotary("qwen3_vl_text")
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.arange(9).expand(3, 6, 9)
+    batches = [
+        {"input_ids": torch.randint(5, 20, (6, 9), generator=generator), "position_ids": positions} for _ in range(4)
+    ]
+    assert compress(model, Compression(dff=16), batches).refits

@@ -74,3 +74,14 @@ def test_what_has_no_stock_form_says_what_could_be_done_instead():
     mix_heads_(model)
     with pytest.raises(CompressionError, match="no room for alphas"):
         to_stock(model)
+
+
+def test_inference_mode_leaves_parameters_that_train():
+    """The caller's random number generator does not advance."""
+    model = build("t5")
+    compress(model, Compression(dk=9, dv=9, form="per-head", equal_heads=True), calibration=None)
+    state = torch.get_rng_state()
+    with torch.inference_mode():
+        stock = to_stock(model)
+    assert not any(parameter.is_inference() for parameter in stock.parameters())
+    assert torch.equal(torch.get_rng_state(), state)

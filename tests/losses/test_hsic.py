@@ -101,3 +101,9 @@ def test_wrong_options_are_refused():
         hsic(x, None, "cubic")
     with pytest.raises(ValueError, match="the bandwidth is not positive: got 0; None takes the median distance"):
         hsic(x, None, "rbf", 0)
+
+
+@pytest.mark.parametrize("kernel", ["linear", "rbf"])
+@pytest.mark.parametrize("shape", [(0, 5, 3, 4), (2, 0, 3, 4)])
+def test_no_tokens_are_independent(kernel, shape):
+    assert hsic(torch.zeros(shape), None, kernel).item() == 0
