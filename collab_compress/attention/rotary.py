@@ -23,6 +23,7 @@ from collab_compress.attention.form import HeadRows, ScoreForm, ScoreParts, plai
 from collab_compress.attention.kernels import Inputs, in_float32_on_cpu, masked_softmax
 from collab_compress.attention.projections import PaddedProjection, add_pre_hook_, remove_pre_hook_
 from collab_compress.errors import CompressionError, UnsupportedModelError
+from collab_compress.factorization.moments import float64_device
 
 PAIRS = ("halves", "neighbours", "neighbours, tables too")
 TABLES = "collab_tables"  # attribute of hidden states: cosines and sines of their positions
@@ -317,9 +318,11 @@ class RotaryScores(ScoreForm):
             rows = plain_weight(f"{name}.{path}.proj", projection).mT  # (D, R)
             if projection.bias is not None:
                 rows = torch.cat([rows, projection.bias.detach()[None]])
-            real, imaginary = self.pairing.split(rows.double().unflatten(-1, (-1, self.head_width)))
+            rows = rows.to(float64_device(rows.device)).double()
+            real, imaginary = self.pairing.split(rows.unflatten(-1, (-1, self.head_width)))
             sides.append(torch.complex(real.flatten(-2), imaginary.flatten(-2)))
-        mixing = torch.complex(*module.mixing.detach().double().chunk(2, -1))
+        mixing = module.mixing.detach().to(sides[0].device).double()
+        mixing = torch.complex(*mixing.chunk(2, -1))
         return sides[0], mixing, sides[1]
 
     def read(self, name: str, module: Any) -> Any:

@@ -30,6 +30,7 @@ from collab_compress.attention.values import output_dim
 from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Factors
+from collab_compress.factorization.moments import float64_device
 from collab_compress.heads.sharding import refuse_unwritable
 
 
@@ -288,8 +289,9 @@ def _dense_projections(
     form: ScoreForm = module.score_form
     width = form.head_width if head_width is None else head_width
     *factors, bias = form.read(name, module)
-    query, mixing, key = (factor.double() for factor in factors)
-    content = None if bias is None else bias.double()
+    place = float64_device(factors[0].device)
+    query, mixing, key = (factor.to(place).double() for factor in factors)
+    content = None if bias is None else bias.to(place).double()
     if form.scale is not None:
         mixing = mixing * (form.scale / module.stock_scaling)
         content = None if content is None else content * (form.scale / module.stock_scaling)

@@ -79,7 +79,7 @@ class _Watcher:
             mask = resize_mask(mask, squares.shape[dim])
             if mask is not None and mask.shape == (squares.shape[0], squares.shape[dim]):
                 squares = squares * mask.to(squares.device).unsqueeze(1).unsqueeze(5 - dim)
-        self.squares += squares.sum((0, 2, 3)).double().cpu()
+        self.squares += squares.sum((0, 2, 3)).cpu().double()
         return outputs
 
     def _gram(self, width: int) -> Tensor | None:

@@ -109,3 +109,19 @@ def test_without_values_all_heads_count_alike(make_tiny, batch):
         site.part(site.family.value).weight.zero_()
     assert head_weights(model, [site], [batch]) == {site.name: None}
     assert head_weights(model, [site], []) == {}
+
+
+def test_no_float64_is_asked_of_a_device_that_has_none(make_tiny, batch, monkeypatch):
+    """Such as Apple's MPS: sums go to the CPU first."""
+    asked = []
+    cpu = torch.Tensor.cpu
+
+    def watched(tensor):
+        asked.append(tensor.dtype)
+        return cpu(tensor)
+
+    model = make_tiny("bert")
+    monkeypatch.setattr(torch.Tensor, "cpu", watched)
+    head_weights(model, find_attention(model), [batch])
+    assert torch.float32 in asked
+    assert torch.float64 not in asked
