@@ -200,11 +200,12 @@ def output_weight(projection: nn.Linear | Conv1D) -> Tensor:
 
 def plain_output(path: str, projection: Any) -> nn.Linear | Conv1D:
     """Return the output projection at `path`, or raise if mixing or gates cannot be folded into it."""
-    if type(projection) not in (nn.Linear, Conv1D) or not projection.weight.is_floating_point():
+    is_plain = type(projection) in (nn.Linear, Conv1D) and "weight" in projection._parameters
+    if not is_plain or not projection.weight.is_floating_point():
         kind = type(projection)
         raise HeadError(
             f"{path}: got {kind.__module__}.{kind.__qualname__}, expected a plain torch.nn.Linear of floats; merge "
-            "adapters and undo quantization first"
+            "adapters and undo quantization first, and make pruned weights plain (torch.nn.utils.prune.remove)"
         )
     if projection.weight.is_meta:
         raise HeadError(f"{path} is offloaded; load the model into memory")

@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from torch.nn.utils.prune import l1_unstructured
 
 from collab_compress import Compression, HeadMask, compress, mix_heads_, prune_heads_
+from collab_compress.errors import HeadError
 from collab_compress.heads import HeadGates
 from collab_compress.heads.alphas import alphas_of
 from collab_compress.heads.gates import STRETCH, TEMPERATURE
@@ -89,6 +91,15 @@ def test_folded_gates_compute_the_same_and_closed_heads_can_be_pruned(edit, fami
     if edit != "mixed":
         prune_heads_(model, {name: heads for name, heads in closed.items() if len(heads) < 3})
         torch.testing.assert_close(outputs_of(model, batch), actual, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("edit", [HeadGates, mix_heads_])
+def test_what_would_be_folded_into_pruned_weights_is_refused(edit, make_tiny):
+    """Their weights are computed anew before each forward pass, which would lose what is folded in."""
+    model = make_tiny("bert")
+    l1_unstructured(model.encoder.layer[1].attention.output.dense, "weight", 0.5)
+    with pytest.raises(HeadError, match=r"encoder.layer.1.attention.output.dense: .* make pruned weights plain"):
+        edit(model)
 
 
 def test_gates_close_heads_that_the_task_does_not_need(make_tiny, batch):
