@@ -81,8 +81,9 @@ def similarity(context: ReportContext) -> Section:
         "so compare models on the same text. Linear CKA of independent heads is not 0 but about √(dᵢdⱼ)/N. The "
         f"unbiased estimates (HSIC₁ on {min(context.options.kernel_tokens, tokens):,} tokens drawn from all "
         "sequences) have no such bias and may be below 0; the RBF kernel is as wide as the median distance of two "
-        "tokens. Standard errors are by the jackknife over groups of sequences. As a baseline, compare with the same "
-        "model trained from another seed: two heads of one model may be no more alike than heads of two." + note,
+        "tokens. Standard errors are by the jackknife over groups of sequences. To see how similar unrelated heads "
+        "are, compare with the same model trained from another seed: the table of models then has the mean over all "
+        "pairs of a head of one and a head of the other." + note,
         "Diversity, Tables 2, 3, 5 and Figs. 2–4",
         tables,
         pictures,
@@ -188,7 +189,7 @@ def _compare_models(context: ReportContext, baseline: PreTrainedModel) -> tuple[
     progress = context.progress("similarity of models")
     joints = analysis.model_covariances(context.model, baseline, context.batches, unit="head", progress=progress)
     correlations, alignments, records = {}, [], []
-    radial = _radial_cka(context)
+    radial, aligned = _radial_cka(context), {name: analysis.cka(joint) for name, joint in joints.items()}
     for name, joint in joints.items():
         heads = analysis.svcca(joint)
         layer = joint.merged([len(joint.rows), len(joint.columns)], ["model", "baseline"], leading=1)
@@ -201,14 +202,14 @@ def _compare_models(context: ReportContext, baseline: PreTrainedModel) -> tuple[
             "CKA, RBF, unbiased": radial.get(name),
             "SVCCA of nearest heads": float(heads.similarity.max(1).values.mean()),
             "SVCCA of two heads": heads.mean,
-            "CKA of two heads, linear": float(analysis.cka(joint).mean()),
+            "CKA of two heads, linear": float(aligned[name].mean()),
         }
         records.append(record)
     maps = Heatmaps(
         f"CKA of heads, {context.name} against {context.baseline_name}",
         "A strong diagonal means that each head still does what its counterpart does.",
         SOURCE,
-        context.head_maps({name: analysis.cka(joint) for name, joint in joints.items()}),
+        context.head_maps(aligned),
         row_label=f"head of {context.name}",
         column_label=f"head of {context.baseline_name}",
     )
