@@ -22,8 +22,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from collab_compress.attention.form import HeadRows, ScoreForm, ScoreParts, plain_weight
 from collab_compress.attention.kernels import Inputs, in_float32_on_cpu, masked_softmax
 from collab_compress.attention.projections import PaddedProjection, add_pre_hook_, remove_pre_hook_
+from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError, UnsupportedModelError
-from collab_compress.factorization.moments import float64_device
 
 PAIRS = ("halves", "neighbours", "neighbours, tables too")
 TABLES = "collab_tables"  # attribute of hidden states: cosines and sines of their positions

@@ -12,9 +12,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import AttentionSite, DenseSite, Kind, ValueSite
+from collab_compress.devices import float64_device
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization import Moments
-from collab_compress.factorization.moments import float64_device
 
 Batch: TypeAlias = dict[str, Tensor]
 """Keyword arguments of a model."""

@@ -57,9 +57,9 @@ from collab_compress.conversion.plan import (
 )
 from collab_compress.conversion.refit import Refitted, install_refits, notes_on, of_first_process, refit
 from collab_compress.conversion.report import Drift, ModuleReport, Report, ValueReport
+from collab_compress.devices import has_float64
 from collab_compress.distributed import process_state
 from collab_compress.errors import CalibrationError, CompressionError
-from collab_compress.factorization import has_float64
 from collab_compress.heads.sharding import refuse_unwritable
 from collab_compress.options import CalibrationOptions, Compression
 

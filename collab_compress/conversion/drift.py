@@ -10,8 +10,8 @@ from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
 from collab_compress.calibration.gather import batch_masks
 from collab_compress.conversion.report import Drift
+from collab_compress.devices import has_float64
 from collab_compress.errors import CalibrationError
-from collab_compress.factorization import has_float64
 
 HELD_BACK = 8  # one sequence in this many
 

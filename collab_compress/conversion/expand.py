@@ -28,9 +28,9 @@ from collab_compress.attention import (
 from collab_compress.attention.install import FORMS_AT
 from collab_compress.attention.values import output_dim
 from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_
+from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Factors
-from collab_compress.factorization.moments import float64_device
 from collab_compress.heads.sharding import refuse_unwritable
 
 

@@ -2,7 +2,7 @@
 
 from collab_compress.factorization.decompose import SOLVERS, centres_queries, factorize
 from collab_compress.factorization.factors import Factorization, Factors, HeadTensor, Solution, SolverOptions
-from collab_compress.factorization.moments import Moments, has_float64
+from collab_compress.factorization.moments import Moments
 from collab_compress.factorization.narrowing import Narrowing, narrow_values
 from collab_compress.factorization.rotary import RotaryFactorization, RotaryFactors, factorize_rotary
 
@@ -20,6 +20,5 @@ __all__ = [
     "centres_queries",
     "factorize",
     "factorize_rotary",
-    "has_float64",
     "narrow_values",
 ]

@@ -9,9 +9,10 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from collab_compress.devices import float64_device
 from collab_compress.factorization.als import als
 from collab_compress.factorization.factors import Factorization, HeadTensor, Progress, Solution, SolverOptions
-from collab_compress.factorization.moments import Moments, Weighting, float64_device
+from collab_compress.factorization.moments import Moments, Weighting
 from collab_compress.factorization.parafac import parafac
 from collab_compress.factorization.truncation import concatenation, per_head, per_head_error
 

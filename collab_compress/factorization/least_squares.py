@@ -20,7 +20,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from collab_compress.factorization.moments import cholesky, float64_device
+from collab_compress.devices import float64_device
+from collab_compress.factorization.moments import cholesky
 
 STRIP = 512  # columns of a symmetric product that are computed together, from the diagonal on
 BLOCK = 64  # neurons that are eliminated between two rankings

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collab_compress.devices import float64_device
 from collab_compress.factorization.factors import Factors, HeadTensor, by_head
-
-WITHOUT_FLOAT64 = ("mps",)
 
 
 @dataclass(frozen=True)
@@ -61,16 +60,6 @@ class Moments:
     def to(self, *args: Any, **kwargs: Any) -> Moments:
         """Return the moments on another device or in another dtype; arguments as for `Tensor.to`."""
         return Moments(self.mean.to(*args, **kwargs), self.second.to(*args, **kwargs), self.count)
-
-
-def float64_device(device: torch.device) -> torch.device:
-    """Return the device itself, or the CPU if the device has no float64 (Apple's MPS)."""
-    return device if has_float64(device) else torch.device("cpu")
-
-
-def has_float64(device: torch.device) -> bool:
-    """Return whether a device supports float64."""
-    return device.type not in WITHOUT_FLOAT64
 
 
 def cholesky(matrix: Tensor, message: str, upper: bool = False) -> Tensor:

@@ -9,7 +9,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from collab_compress.factorization.moments import Moments, cholesky, damp, float64_device
+from collab_compress.devices import float64_device
+from collab_compress.factorization.moments import Moments, cholesky, damp
 
 CONSTANT = 1e-10  # share of the variance in the second moments below which there is only rounding
 

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from collab_compress.devices import float64_device
 from collab_compress.factorization.als import als
 from collab_compress.factorization.factors import Factors, HeadTensor, SolverOptions, relative
-from collab_compress.factorization.moments import Moments, cholesky, float64_device
+from collab_compress.factorization.moments import Moments, cholesky
 
 Check: TypeAlias = Callable[[], None]
 SWEEPS = 100

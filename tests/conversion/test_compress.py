@@ -38,6 +38,7 @@ from collab_compress import (
     UnsupportedModelError,
     alphas_of,
     compress,
+    devices,
     expand,
     head_importance,
     make_standalone_,
@@ -51,7 +52,7 @@ from collab_compress.attention import install_, is_converted
 from collab_compress.checkpoint import edits_of
 from collab_compress.conversion.compress import working_device
 from collab_compress.conversion.drift import drift_of, split_held_back
-from collab_compress.factorization import factorize, moments
+from collab_compress.factorization import factorize
 from collab_compress.heads import DropHead, Tap
 
 
@@ -523,7 +524,7 @@ def test_padding_alone_has_no_drift(make_tiny, calibration):
 def test_a_device_without_float64_leaves_the_decomposition_to_the_cpu(make_tiny, calibration, monkeypatch, caplog):
     expected = copy.deepcopy(make_tiny("bert"))
     compress(expected, Compression(dk=8), calibration)
-    monkeypatch.setattr(moments, "WITHOUT_FLOAT64", ("cpu",))  # imitate a model on such a device
+    monkeypatch.setattr(devices, "WITHOUT_FLOAT64", ("cpu",))  # imitate a model on such a device
     model = make_tiny("bert")
     with caplog.at_level(logging.INFO, logger="collab_compress"):
         compress(model, Compression(dk=8), calibration)
