@@ -82,7 +82,7 @@ def _read(path: Path) -> str:
     except (OSError, ValueError) as error:
         name = str(path) if len(str(path)) <= LONGEST_NAME else f"{str(path)[:60]}…"
         reason = getattr(error, "strerror", None) or error
-        advice = "" if _exists(path) else "; if it is a text, pass a list of texts"
+        advice = "; if it is a text, pass a list of texts" if " " in str(path) and not _exists(path) else ""
         raise CalibrationError(f"cannot read calibration texts from {name}: {reason}{advice}") from error
     if "\0" in content:
         raise CalibrationError(f"{path} holds NUL characters, as UTF-16 does; expected texts in UTF-8")
