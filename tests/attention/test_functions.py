@@ -7,8 +7,10 @@ import torch
 from transformers import ContinuousBatchingConfig, GPT2Config, GPT2LMHeadModel
 
 from collab_compress import Compression, UnsupportedModelError, compress
+from collab_compress.attention import functions
 from collab_compress.attention.functions import collab_eager, collab_sdpa
 from collab_compress.heads import HeadMask
+from collab_compress.transformers_parts import sdpa_attention_forward
 
 ATTENTION = "encoder.layer.0.attention.self"
 
@@ -63,3 +65,19 @@ def test_a_paged_cache_is_refused(implementation):
     for output in outputs.values():
         assert "paged cache" in output.error
         assert "use generate" in output.error
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_position_bias_acts_where_the_stock_function_ignores_it(causal, make_tiny, monkeypatch):
+    def of_older_versions(*args, position_bias=None, **options):
+        return sdpa_attention_forward(*args, **options)
+
+    module = make_tiny("bert").get_submodule(ATTENTION)
+    query, key, value = torch.randn(3, 1, 3, 4, 8)
+    bias = torch.randn(1, 3, 4, 4)
+    monkeypatch.setattr(functions, "sdpa_attention_forward", of_older_versions)
+    outputs, _ = collab_sdpa(module, query, key, value, None, scaling=1.0, position_bias=bias, is_causal=causal)
+    scores = query @ key.mT + bias
+    if causal:
+        scores = scores.masked_fill(torch.ones(4, 4, dtype=torch.bool).triu(1), -torch.inf)
+    torch.testing.assert_close(outputs, (scores.softmax(-1) @ value).transpose(1, 2))
