@@ -58,9 +58,7 @@ def collab_sdpa(
     if form is None:
         padding = max(0, query.shape[-1] - value.shape[-1])  # fused kernels want one width
         padded = pad(value, (0, padding)) if padding else value
-        options.update(
-            is_causal=inputs.causal, position_bias=None
-        )  # older versions ignore it: it is in the mask
+        options.update(is_causal=inputs.causal, position_bias=None)  # older versions ignore it: it is in the mask
         outputs, _ = sdpa_attention_forward(module, query, key, padded, inputs.mask, **options)
         outputs = outputs[..., : value.shape[-1]]
     else:

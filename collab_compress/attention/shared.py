@@ -205,12 +205,14 @@ class _Dropout:
     def __init__(self, p: float, seed: int | None) -> None:
         self.generator = None if seed is None else torch.Generator().manual_seed(seed)
         self.lowest = round(p * 2**16) - 2**15
-        self.factor = 1.0 if seed is None else 2**16 / (2**15 - self.lowest)
+        self.factor = 1.0 if seed is None else 2**16 / max(1, 2**15 - self.lowest)
 
     def mask(self, probs: Tensor) -> Tensor | None:
         """Draw a one for each probability to keep, a zero for each other; results are to be scaled by `factor`."""
         if self.generator is None:
             return None
+        if self.lowest == 2**15:  # no 16 bits
+            return torch.zeros_like(probs)
         bits = torch.empty(-(-probs.numel() // 4), dtype=torch.int64)
         bits.random_(-(2**63), 2**63 - 1, generator=self.generator)
         return (bits.view(torch.int16)[: probs.numel()].view(probs.shape) >= self.lowest).to(probs.dtype)

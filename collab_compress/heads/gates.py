@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention.install import HeadCall
+from collab_compress.errors import HeadError
 from collab_compress.heads.alphas import MixedProjection, output_weight, plain_output
 from collab_compress.heads.hooks import HeadHooks
 from collab_compress.heads.sharding import refuse_unwritable
@@ -47,8 +48,8 @@ class HeadGates(HeadHooks):
 
     Raises:
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
-        HeadError: an output projection is wrapped or quantized, or the model is sharded, so that gates could not be
-            folded into it.
+        HeadError: an output projection is wrapped or quantized, or shares its weight with another, or the model is
+            sharded, so that gates could not be folded into it.
     """
 
     def __init__(self, model: PreTrainedModel, kinds: Collection[Kind] = KINDS, start: float = 2.0) -> None:
@@ -113,7 +114,13 @@ def _gate(logits: Tensor) -> Tensor:
 def _check(model: PreTrainedModel, sites: Iterable[AttentionSite]) -> list[tuple[str, Tensor, list[int]]]:
     """Return the path of each module and its `_columns`, or raise if gates cannot be folded into them."""
     refuse_unwritable(model, "head gates")
-    return [(site.name, *_columns(site)) for site in sites]
+    columns = [(site.name, *_columns(site)) for site in sites]
+    if len({weight.data_ptr() for _, weight, _ in columns}) < len(columns):
+        raise HeadError(
+            f"{type(model).__name__}: output projections share weights, into which the gates of one module alone can "
+            "be folded; untie them"
+        )
+    return columns
 
 
 def _columns(site: AttentionSite) -> tuple[Tensor, list[int]]:

@@ -38,8 +38,12 @@ class HeadHooks:
         self.rank, self.processes = 0, 1
         if in_process_group():
             self.rank, self.processes = distributed.get_rank(), distributed.get_world_size()
-        for hook in self._hooks:
-            add_head_hook_(hook.site.module, hook, first=first)
+        try:
+            for hook in self._hooks:
+                add_head_hook_(hook.site.module, hook, first=first)
+        except BaseException:
+            self.remove()
+            raise
 
     def _draw(self, outputs: Tensor) -> Tensor:
         """Return uniform draws (B, H) of torch's global generator for head outputs (B, T, H, dv).

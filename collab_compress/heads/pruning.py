@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -30,9 +31,9 @@ def check_heads(
         if name not in known:
             raise HeadError(f"no attention module {name!r}; there are {', '.join(known)}")
         for head in chosen:
-            if not isinstance(head, int) or not 0 <= head < known[name].heads:
+            if not isinstance(head, Integral) or not 0 <= head < known[name].heads:
                 raise HeadError(f"{name} has no head {head!r}; its heads are 0 to {known[name].heads - 1}")
-    return [(site, sorted(set(heads[site.name]))) for site in sites if heads.get(site.name)]
+    return [(site, sorted(set(map(int, heads[site.name])))) for site in sites if len(heads.get(site.name, ()))]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import (
     PreTrainedModel,
@@ -117,8 +118,8 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
             for factor in (1, 2):
                 batch, count = dict(self._prepare_inputs(inputs)), factor * torch.as_tensor(items)
                 losses.append(super().compute_loss(model, batch, num_items_in_batch=count))
-        informative = losses[0].isfinite() & (losses[0] != 0)
-        return torch.equal(*losses) if informative else None
+        informative = bool(losses[0].isfinite() & (losses[0] != 0))
+        return torch.equal(*losses) if all(gather_object([informative])) else None  # alike in all processes
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any

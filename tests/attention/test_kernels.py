@@ -164,6 +164,7 @@ def test_dropout_drops_with_its_probability_and_keeps_the_mean(kernel, sizes, gr
     undropped = kernel(problem)
     assert (dropped == 0).double().mean().item() == pytest.approx(0.25, abs=0.01)
     torch.testing.assert_close(dropped[dropped != 0], undropped[dropped != 0] / 0.75)
+    assert not kernel(problem._replace(dropout=1.0)).any()
 
 
 @pytest.fixture

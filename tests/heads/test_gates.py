@@ -7,8 +7,9 @@ import torch
 from torch.nn.utils.prune import l1_unstructured
 
 from collab_compress import Compression, HeadMask, compress, mix_heads_, prune_heads_
+from collab_compress.attention.install import add_head_hook_, head_hooks
 from collab_compress.errors import HeadError
-from collab_compress.heads import HeadGates
+from collab_compress.heads import HeadGates, hooks
 from collab_compress.heads.alphas import alphas_of
 from collab_compress.heads.gates import STRETCH, TEMPERATURE
 
@@ -123,3 +124,26 @@ def test_gates_close_heads_that_the_task_does_not_need(make_tiny, batch):
         optimizer.step()
     assert gates.closed() == {name: [0, 2] for name in names}
     assert all(values[1] > 0.9 for values in gates.values().values())
+
+
+def test_projections_that_share_weights_are_refused(make_tiny):
+    model = make_tiny("bert")
+    model.encoder.layer[1].attention.output.dense = model.encoder.layer[0].attention.output.dense
+    with pytest.raises(HeadError, match="output projections share weights"):
+        HeadGates(model)
+
+
+def test_an_error_leaves_no_hook_behind(make_tiny, monkeypatch):
+    model = make_tiny("bert")
+    last = model.encoder.layer[1].attention.self
+
+    def fail(module, hook, *, first=False):
+        if module is last:
+            raise HeadError("no")
+        add_head_hook_(module, hook, first=first)
+
+    monkeypatch.setattr(hooks, "add_head_hook_", fail)
+    with pytest.raises(HeadError, match="no"):
+        HeadGates(model)
+    assert not any(head_hooks(layer.attention.self) for layer in model.encoder.layer)
+    assert model.encoder.layer[0].attention.self.config is model.config

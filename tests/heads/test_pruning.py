@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from forms import mostly_slow
@@ -274,6 +275,13 @@ def test_refusals_change_nothing(spoil, heads, message, make_tiny):
     assert {name: (id(parameter), parameter.shape) for name, parameter in model.named_parameters()} == before
     assert edits_of(model) == edits
     assert {site.heads for site in find_attention(model)} == {3}
+
+
+def test_heads_may_be_numbers_of_numpy(make_tiny):
+    model, expected = make_tiny("bert"), make_tiny("bert")
+    prune_heads_(expected, {FIRST: [2]})
+    prune_heads_(model, {FIRST: list(np.array([2]))})
+    assert model.config.to_json_string() == expected.config.to_json_string()
 
 
 def test_quantized_models_and_unknown_families_are_refused(make_tiny):

@@ -198,6 +198,7 @@ def step_alphas(training, progress, seed=0, weight_decay=0.1):
     norm = nn.utils.clip_grad_norm_(list(alphas_of(model).values()), 1e9)
     optimizer.step()
     session.close()
+    assert session.logs()["task_loss"] == pytest.approx(loss.item())
     alphas = list(alphas_of(model).values())
     assert alphas
     return alphas, norm, optimizer
