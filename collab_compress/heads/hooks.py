@@ -132,6 +132,8 @@ class Tap(HeadHooks):
         HeadError: "keys" of a converted module, whose heads share keys or differ in width.
     """
 
+    _handles: Sequence[Any] = ()
+
     def __init__(
         self,
         model: PreTrainedModel,
