@@ -48,7 +48,6 @@ from collab_compress.conversion.keep import Candidate, Layers, choose
 from collab_compress.conversion.plan import (
     Planned,
     Progress,
-    Site,
     Task,
     empty_plan,
     plan,
@@ -191,12 +190,14 @@ def find_tasks(
             "call model.set_attn_implementation('sdpa') first"
         )
     where = (model, compression.modules, compression.kinds)
-    for attention in find_attention(*where):
-        _refuse_converted(attention, compression)
-    scores = find_dense_attention(*where) if compression.dk is not None else []
+    attention = find_attention(*where)
+    own = {site.name: (by_module or {}).get(site.name, compression) for site in attention}
+    for site in attention:
+        _refuse_converted(site, own[site.name])
+    dense = [name for name, chosen in own.items() if chosen.dk is None]  # as the scores of rotary modules by keep
+    scores = find_dense_attention(*where, dense) if len(dense) < len(own) else []
     values = find_dense_values(*where) if compression.dv is not None else []
-    sites: list[Site] = [*scores, *values]
-    tasks = [Task(site, (by_module or {}).get(site.name, compression)) for site in sites]
+    tasks = [Task(site, own[site.name]) for site in (*scores, *values)]
     for task in tasks:
         site = task.site
         if isinstance(site, DenseSite):
