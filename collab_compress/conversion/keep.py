@@ -131,6 +131,8 @@ class Layers:
         ]
         rotary = [module.site for module in self.attention if module.site.family.rotary]
         self.rotary = len(rotary) == len(self.attention)
+        narrowable = any(not site.family.keeps_scores for site in rotary)
+        self.why_no_rotary = "only dk makes them narrower" if narrowable else ""
         self.why_no_heads = _why_no_heads(model, len(self.attention)) if compression.equal_heads else ""
         if not self.rotary and not self.why_no_heads:
             find_dense_attention(*where, [site.name for site in rotary])  # raises if queries and keys cannot be converted
@@ -221,6 +223,7 @@ class Layers:
         """Why attention or feed-forward blocks stay as they are, if they do."""
         reasons = {
             "attention stays as it is": self.why_no_heads,
+            "queries and keys with a rotary embedding stay dense": self.why_no_rotary,
             "feed-forward blocks stay as they are": self.why_no_blocks,
         }
         words = [f"{what}: {why}" for what, why in reasons.items() if why]
