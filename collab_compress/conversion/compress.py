@@ -54,7 +54,14 @@ from collab_compress.conversion.plan import (
     plan_distributed,
     warnings_of,
 )
-from collab_compress.conversion.refit import Refitted, install_refits, notes_on, of_first_process, refit
+from collab_compress.conversion.refit import (
+    Refitted,
+    check_weights,
+    install_refits,
+    notes_on,
+    of_first_process,
+    refit,
+)
 from collab_compress.conversion.report import Drift, ModuleReport, Report, ValueReport
 from collab_compress.devices import has_float64
 from collab_compress.distributed import process_state
@@ -261,13 +268,7 @@ def _check_weights(site: AttentionSite, projections: Iterable[tuple[str, Any]]) 
     for path, projection in projections:
         layer = getattr(projection, "layer", projection)  # of a fused layer
         refuse_hooks(site.path(path), layer, stays=path == site.family.output)
-        for name, parameter in projection.named_parameters():
-            if parameter.is_meta:
-                raise CompressionError(f"{site.path(path)}.{name} is offloaded; load the model into memory")
-            if not bool(torch.isfinite(parameter).all()):
-                raise CompressionError(
-                    f"{site.path(path)}.{name} holds NaN or infinite values; the checkpoint is damaged"
-                )
+        check_weights((f"{site.path(path)}.{name}", weight) for name, weight in projection.named_parameters())
 
 
 def working_device(device: str | None, tasks: Sequence[Task], distributed: bool = False) -> str | None:
@@ -376,9 +377,7 @@ def _narrower_blocks(job: _Job, compression: Compression) -> tuple[list[FeedForw
         return [], None
     if not (job.data.used and job.data.held_back):
         raise CompressionError("dff takes calibration data of at least two sequences; pass texts")
-    for name, parameter in job.model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise CompressionError(f"{name} holds NaN or infinite values; the checkpoint is damaged")
+    check_weights(job.model.named_parameters())
     blocks = find_feed_forward(job.model, job.data.used[0])
     for block in blocks:
         if compression.dff > block.width:
@@ -392,7 +391,10 @@ def _wants_refit(job: _Job, compression: Compression) -> bool:
     has_data = bool(job.data.used) and bool(job.data.held_back)
     if compression.solver.refit and not has_data:
         raise CompressionError("refit takes calibration data of at least two sequences; pass more, or leave it out")
-    return has_data and (job.data.refit if compression.solver.refit is None else compression.solver.refit)
+    wanted = has_data and (job.data.refit if compression.solver.refit is None else compression.solver.refit)
+    if wanted:
+        check_weights(job.model.named_parameters())
+    return wanted
 
 
 def _refit(

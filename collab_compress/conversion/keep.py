@@ -135,7 +135,7 @@ class Layers:
         self.why_no_rotary = "only dk makes them narrower" if narrowable else ""
         self.why_no_heads = _why_no_heads(model, len(self.attention)) if compression.equal_heads else ""
         if not self.rotary and not self.why_no_heads:
-            find_dense_attention(*where, [site.name for site in rotary])  # raises if queries and keys cannot be converted
+            find_dense_attention(*where, [site.name for site in rotary])  # raises if others cannot be converted
         self.blocks, self.why_no_blocks = _narrowable(model, batch)
         reports = [block_report(model, block, 1, length) for block in self.blocks]
         self.neurons = min((block.width for block in self.blocks), default=0)
