@@ -31,6 +31,7 @@ from collab_compress.architectures import (
     transformers_model,
 )
 from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm, form_for, install_, uninstall_
+from collab_compress.attention.projections import width_in
 from collab_compress.calibration import Calibration
 from collab_compress.calibration.batches import is_none, sequence_count
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
@@ -208,14 +209,14 @@ def find_tasks(
     for task in tasks:
         site = task.site
         if isinstance(site, DenseSite):
-            _check_width(site, "dk", task.compression.dk, site.key_value_heads)
+            _check_width(site, "dk", task.compression.dk, () if site.family.rotary else (site.query, site.key))
             _check_solver(site, task.compression)
             form = task.form(calibrated)
             if isinstance(form, ScoreForm):
                 form.check_room()
             _check_weights(site, ((site.family.query, site.query), (site.family.key, site.key)))
         else:
-            _check_width(site, "dv", task.compression.dv, site.key_value_heads)
+            _check_width(site, "dv", task.compression.dv, (site.value,))
             _check_weights(site, ((site.family.value, site.value), (site.family.output, site.output)))
     return tasks
 
@@ -243,12 +244,14 @@ def _refuse_converted(site: AttentionSite, compression: Compression) -> None:
             )
 
 
-def _check_width(site: AttentionSite, name: str, width: int | None, heads: int) -> None:
-    full = heads * site.head_width
-    if width is not None and width > full:
+def _check_width(site: AttentionSite, name: str, width: int | None, projections: Iterable[Any]) -> None:
+    """Refuse a width beyond the channels of all heads, of which each has no more than its projections read."""
+    heads, channels = site.key_value_heads, min([site.head_width, *map(width_in, projections)])
+    full = heads * channels
+    if width is not None and width > full and width != site.key_value_width:
         raise CompressionError(
-            f"{site.name}: {name} is {width}, but {heads} heads × {site.head_width} = {full} is exact already; pass "
-            f"{name} between 1 and {full}"
+            f"{site.name}: {name} is {width}, but {heads} heads × {channels} = {full} is exact already; pass {name} "
+            f"between 1 and {full}"
         )
 
 

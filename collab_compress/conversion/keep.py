@@ -98,7 +98,7 @@ class _Attention:
         """
         site, heads = self.site, self.values.key_value_heads
         scores_share, values_share = SPLIT[form]
-        for channels in range(self.values.head_width, 0, -1):
+        for channels in range(min(self.values.head_width, self.values.value.in_features), 0, -1):
             dk, scores_macs = None, self.scores_macs
             if not site.family.rotary:
                 score_channels = min(site.head_width, max(1, round(channels * scores_share / values_share)))
