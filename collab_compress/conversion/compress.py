@@ -256,14 +256,14 @@ def _check_width(site: AttentionSite, name: str, width: int | None, projections:
 
 
 def _check_solver(site: AttentionSite, compression: Compression) -> None:
-    """Refuse centred queries and other solvers for a rotary module."""
+    """Refuse centred queries, a tolerance and other solvers for a rotary module."""
     if not site.family.rotary:
         return
-    solvers = form_for(compression.form, site).solvers
-    if compression.solver.centre is not None or compression.solver.method not in solvers:
+    solvers, solver = form_for(compression.form, site).solvers, compression.solver
+    if (solver.centre, solver.tolerance) != (None, None) or solver.method not in solvers:
         raise CompressionError(
             f"{site.name}: a rotary embedding rotates queries and keys, so neither is centred, and solver "
-            f"{' or '.join(solvers)} decomposes them; leave out centre and other solvers"
+            f"{' or '.join(solvers)} decomposes them in all its sweeps; leave out centre, tolerance and other solvers"
         )
 
 

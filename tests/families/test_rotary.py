@@ -238,6 +238,7 @@ def test_widths_are_whole_heads(model):
         ),
         (Compression(dk=8, solver=Solver(centre=True)), "neither is centred"),
         (Compression(dk=8, solver=Solver(method="parafac")), "solver als decomposes them"),
+        (Compression(dk=8, solver=Solver(tolerance=0.5)), "leave out centre, tolerance and other solvers"),
     ],
 )
 def test_what_rotary_models_lack_is_refused_at_once(compression, message, model):
