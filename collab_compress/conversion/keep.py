@@ -38,7 +38,7 @@ class Candidate:
     """Widths that keep the share of the layers' operations that was asked for.
 
     Args:
-        compression: of the whole model; its dk, dv and form are those of the first attention module.
+        compression: of the whole model; dk, dv and form are those of the first attention module, with a dk if any.
         modules: path of each attention module → its compression; empty if attention stays dense.
         attention: share of attention's operations that attention keeps.
         kept: share of the layers' operations that the model keeps.
@@ -98,7 +98,7 @@ class _Attention:
         """
         site, heads = self.site, self.values.key_value_heads
         scores_share, values_share = SPLIT[form]
-        for channels in range(self.values.head_width, 0, -1):
+        for channels in range(min(self.values.head_width, self.values.value.in_features), 0, -1):
             dk, scores_macs = None, self.scores_macs
             if not site.family.rotary:
                 score_channels = min(site.head_width, max(1, round(channels * scores_share / values_share)))
@@ -129,10 +129,13 @@ class Layers:
             _Attention(site, values, length)
             for site, values in zip(find_attention(*where), find_dense_values(*where), strict=True)
         ]
-        self.rotary = any(module.site.family.rotary for module in self.attention)
+        rotary = [module.site for module in self.attention if module.site.family.rotary]
+        self.rotary = len(rotary) == len(self.attention)
+        narrowable = any(not site.family.keeps_scores for site in rotary)
+        self.why_no_rotary = "only dk makes them narrower" if narrowable else ""
         self.why_no_heads = _why_no_heads(model, len(self.attention)) if compression.equal_heads else ""
         if not self.rotary and not self.why_no_heads:
-            find_dense_attention(*where)  # raises if queries and keys cannot be converted
+            find_dense_attention(*where, [site.name for site in rotary])  # raises if others cannot be converted
         self.blocks, self.why_no_blocks = _narrowable(model, batch)
         reports = [block_report(model, block, 1, length) for block in self.blocks]
         self.neurons = min((block.width for block in self.blocks), default=0)
@@ -165,7 +168,8 @@ class Layers:
         for module, chosen in zip(self.attention, widths, strict=True):
             if attention < 1:
                 modules[module.site.name] = self._compression(form, chosen.dk, chosen.dv, dff)
-        compression = next(iter(modules.values())) if modules else self._compression(form, None, None, dff)
+        own = list(modules.values()) or [self._compression(form, None, None, dff)]
+        compression = max(own, key=lambda chosen: chosen.dk is not None)  # the first of them
         return Candidate(compression, modules, attention, (spent + (dff or 0) * self.macs_per_neuron) / self.macs)
 
     def _plain(self, share: float) -> list[_Widths]:
@@ -219,6 +223,7 @@ class Layers:
         """Why attention or feed-forward blocks stay as they are, if they do."""
         reasons = {
             "attention stays as it is": self.why_no_heads,
+            "queries and keys with a rotary embedding stay dense": self.why_no_rotary,
             "feed-forward blocks stay as they are": self.why_no_blocks,
         }
         words = [f"{what}: {why}" for what, why in reasons.items() if why]

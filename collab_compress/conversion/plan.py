@@ -1,6 +1,6 @@
 """Compute the replacement of each attention map, in threads or processes, without touching the model."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -361,16 +361,18 @@ def _narrow(site: ValueSite, compression: Compression, moments: SiteMoments) -> 
     return form, parts, result
 
 
+def rounding(forms: Iterable[MapForm], dk: int | None) -> list[str]:
+    """Return a warning of a dk that rotary forms round up, or none."""
+    rounded = [form for form in forms if isinstance(form, RotaryScores) and form.rank != dk]
+    return [
+        f"dk {dk} was rounded up to {form.rank}: a rotary embedding rotates whole heads of {form.head_width} channels"
+        for form in rounded[:1]
+    ]
+
+
 def warnings_of(planned: Sequence[Planned], compression: Compression) -> list[str]:
     """Return warnings of a rounded dk, few vectors, solvers that broke down, and heads that lost their scores."""
-    warnings = []
-    rotary = [item.form for item in planned if isinstance(item.form, RotaryScores)]
-    rounded = [form for form in rotary if form.rank != compression.dk]
-    if rounded:
-        warnings.append(
-            f"dk {compression.dk} was rounded up to {rounded[0].rank}: a rotary embedding rotates whole heads of "
-            f"{rounded[0].head_width} channels"
-        )
+    warnings = rounding((item.form for item in planned), compression.dk)
     few = []
     starved = []
     for item in planned:

@@ -16,7 +16,7 @@ import ctypes
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,7 +40,7 @@ from collab_compress.conversion.plan import Progress
 from collab_compress.conversion.report import RefitReport
 from collab_compress.conversion.writers import Writer, find_writers, probe_batch, stream_of, width_out
 from collab_compress.distributed import process_state
-from collab_compress.errors import CalibrationError, HeadError
+from collab_compress.errors import CalibrationError, CollabCompressError, CompressionError, HeadError
 from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, choose_neurons, fit
 
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # shares of the inputs' mean variance, chosen by held-back data
@@ -181,11 +181,10 @@ def refit_(
 
     Raises:
         CalibrationError: the data are missing or unusable, or fewer than two sequences.
-        HeadError: a model holds values that are not finite, or the two have different layers.
+        HeadError: a model holds weights that are offloaded or not finite, or the two have different layers.
     """
     model, dense = transformers_model(model), transformers_model(dense)
-    check_finite(model, "converted")
-    check_finite(dense, "dense")
+    check_models(model, dense)
     batches = calibration_batches(calibration, dense, tokenizer, sequences=sequences, length=length, seed=seed)
     used, held_back = split_held_back(batches)
     results = refit(model, dense, used, held_back, progress)
@@ -207,11 +206,20 @@ def notes_on(results: Sequence[Refitted], used: Sequence[Batch]) -> tuple[str, .
     )
 
 
-def check_finite(model: PreTrainedModel, role: str) -> None:
-    """Raise HeadError if the converted or the dense model (its `role`) has weights that are not finite."""
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise HeadError(f"{name} of the {role} model holds NaN or infinite values; load it again")
+def check_weights(weights: Iterable[tuple[str, Tensor]], error: type[CollabCompressError] = CompressionError) -> None:
+    """Raise `error` for the first of the weights, given by their names, that is offloaded or not finite."""
+    for name, weight in weights:
+        if weight.is_meta:
+            raise error(f"{name} is offloaded; load the model into memory")
+        if not bool(torch.isfinite(weight).all()):
+            raise error(f"{name} holds NaN or infinite values; the checkpoint is damaged")
+
+
+def check_models(model: PreTrainedModel, dense: PreTrainedModel) -> None:
+    """Raise HeadError if the converted or the dense model has weights that are offloaded or not finite."""
+    for role, part in (("converted", model), ("dense", dense)):
+        weights = ((f"{name} of the {role} model", weight) for name, weight in part.named_parameters())
+        check_weights(weights, HeadError)
 
 
 def _fit_memory(

@@ -151,6 +151,11 @@ def test_options_that_make_no_sense_are_refused():
         ReportOptions(rounds=1)
     with pytest.raises(HeadError, match="lengths are 0; expected at least 1 token"):
         ReportOptions(lengths=(0,))
+    for lengths in (5, "12", ("12",)):
+        with pytest.raises(HeadError, match=r"lengths is .*; expected numbers of tokens, such as"):
+            ReportOptions(lengths=lengths)
+    with pytest.raises(HeadError, match="rounds is '3'; expected a whole number"):
+        ReportOptions(rounds="3")
 
 
 def test_progress_is_reported(context):
