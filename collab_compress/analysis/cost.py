@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from collab_compress.analysis.stream import Progress, with_progress
 from collab_compress.architectures import KINDS, AttentionSite, DenseSite, Kind, ValueSite, find_attention
@@ -393,14 +393,16 @@ def _random_tokens(model: Any, batch_size: int, length: int, seed: int) -> dict[
 def _first_calls(
     model: PreTrainedModel, sites: Sequence[AttentionSite], batch: dict[str, Any]
 ) -> list[tuple[AttentionSite, tuple[Any, ...], dict[str, Any]]]:
-    """Return each module with the arguments of its first call while the model runs."""
+    """Return each module with the arguments of its first call while the model runs, without a cache.
+
+    A cache would grow with every further call.
+    """
     calls: dict[nn.Module, Any] = {}
 
     def keep_first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.setdefault(module, (args, kwargs))
+        plain = [None if isinstance(value, Cache) else value for value in (*args, *kwargs.values())]
+        calls.setdefault(module, (plain[: len(args)], dict(zip(kwargs, plain[len(args) :], strict=True))))
 
-    if "use_cache" in forward_arguments(model):
-        batch = {**batch, "use_cache": False}  # a cache would grow with every call
     with ExitStack() as hooks:
         for site in sites:
             hooks.enter_context(site.module.register_forward_pre_hook(keep_first, with_kwargs=True))

@@ -24,6 +24,7 @@ from collab_compress.attention.install import add_head_hook_
 from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.refit import install_refits, refit
 from collab_compress.errors import CalibrationError, CompressionError, UnsupportedModelError
+from collab_compress.report import ReportContext, ReportOptions, make_report
 
 
 @pytest.mark.every_family
@@ -181,6 +182,14 @@ def test_cross_attention_counts_the_width_of_each_side():
     assert cross.parameters_before == 24 * (24 + 1) + 24 * (32 + 1)
     assert cross.macs_before == 128 * 24 * (24 + 32) + 128**2 * 24
     assert cross.macs_after == 7 * 128 * (24 + 32 + 3 + 128 * 3) + 128 * 32 * 3
+
+
+def test_patterns_and_cost_of_a_report_are_measured_or_left_out(kin):
+    """A module is timed on the inputs of its first call; a cache among them would grow with every further call."""
+    batches = [inputs(kin, seed) for seed in (0, 1)]
+    options = ReportOptions(dk=6, lengths=(4, 8), rounds=2)
+    report = make_report(ReportContext(build(kin), batches, options=options), ["patterns", "cost"])
+    assert {section.name for section in report.sections} | report.omitted.keys() == {"patterns", "cost"}
 
 
 @pytest.mark.every_family
