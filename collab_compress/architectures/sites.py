@@ -185,6 +185,11 @@ class DenseSite(AttentionSite):
         """Pairs of (projection, side of the attention mask) whose input moments weight the errors of a conversion."""
         return (self.query, "query"), (self.key, "key")
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Input widths of queries and keys."""
+        return self.query.in_features, self.key.in_features
+
     def query_heads(self) -> Tensor:
         """Return Wq of each head in mathematical layout, (H, D, d)."""
         return split_heads(self.query.weight, self.heads)
@@ -220,6 +225,11 @@ class ValueSite(AttentionSite):
     def inputs(self) -> tuple[tuple[Any, str], ...]:
         """Pair of (projection, side of the attention mask) whose input moments weight the errors of a conversion."""
         return ((self.output, "query"),)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Input width of values, output width of the output projection."""
+        return self.value.in_features, self.output.weight.shape[isinstance(self.output, Conv1D)]
 
     def value_heads(self) -> Tensor:
         """Return Wv of each head of values in mathematical layout, (Hkv, D, d)."""

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import (
     AttentionSite,
+    DenseSite,
     ValueSite,
     find_attention,
     find_dense_attention,
@@ -73,20 +74,20 @@ class _Attention:
     """The costs of one attention module for inputs of a length."""
 
     def __init__(self, site: AttentionSite, values: ValueSite, length: int) -> None:
-        self.site, self.values, self.length = site, values, length
-        self.scores_macs = dense_macs(values.value.in_features, site.width, site.key_value_width, length)
+        query, key = site.part(site.family.query), site.part(site.family.key)
+        self.site, self.values, self.length = DenseSite(**vars(site), query=query, key=key), values, length
+        self.scores_macs = dense_macs(self.site.widths, (site.width, site.key_value_width), length)
         self.dense = _Widths(None, values.width, self.scores_macs + self._values_macs(values.width))
 
     def _values_macs(self, dv: int) -> int:
         form = NarrowValues.of(self.values, dv, self.values.value.bias is not None)
-        return form.macs(self.values.value.weight.shape[1], self.length)
+        return form.macs(self.values.widths, self.length)
 
     def plain(self, channels: int) -> _Widths:
         """Return the widths that heads of a stock model hold, of which a content bias takes one channel."""
         site, heads = self.site, self.values.key_value_heads
-        content_bias = site.part(site.family.query).bias is not None
-        hidden = self.values.value.in_features
-        macs = dense_macs(hidden, site.heads * channels, heads * channels, self.length)
+        content_bias = site.query.bias is not None
+        macs = dense_macs(site.widths, (site.heads * channels, heads * channels), self.length)
         dk = site.heads * (channels - content_bias)
         return _Widths(dk, heads * channels, macs + self._values_macs(heads * channels))
 
@@ -102,9 +103,9 @@ class _Attention:
             dk, scores_macs = None, self.scores_macs
             if not site.family.rotary:
                 score_channels = min(site.head_width, max(1, round(channels * scores_share / values_share)))
-                content_bias = site.part(site.family.query).bias is not None
+                content_bias = site.query.bias is not None
                 scores = FORMS[form].of(site, site.heads * score_channels, content_bias=content_bias)
-                dk, scores_macs = scores.rank, scores.macs(self.values.value.in_features, self.length)
+                dk, scores_macs = scores.rank, scores.macs(site.widths, self.length)
             macs = scores_macs + self._values_macs(heads * channels)
             if macs <= share * self.dense.macs:
                 if scores_macs <= self.scores_macs and macs <= self.dense.macs:

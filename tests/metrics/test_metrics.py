@@ -1,6 +1,5 @@
 """Every metric against the library that defines it, on the whole set, however the set came in."""
 
-import json
 import math
 import warnings
 
@@ -117,45 +116,6 @@ def test_arrays_tensors_and_lists_are_the_same(name):
     assert one_by_one.compute() == result
 
 
-PROGRAM = """
-import json, warnings
-warnings.simplefilter("error")
-import torch.distributed as dist
-from collab_compress.metrics import load_metric
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-for name, rounds in json.load(sys.stdin).items():
-    metric = load_metric(name, gather=True)
-    for batches in rounds:
-        for predictions, references in batches:
-            metric.add_batch(predictions=predictions, references=references)
-        print(json.dumps([name, metric.compute()]))
-dist.destroy_process_group()
-"""
-
-
-def in_two_processes(python, rounds, folder):
-    """Let each process add its batches to each metric, round by round; return what each printed."""
-    processes = [
-        python.start(PROGRAM, rank, folder / "store", stdin=json.dumps(work)) for rank, work in enumerate(rounds)
-    ]
-    done = [process.ended(seconds=100) for process in processes]
-    assert [finished.returncode for finished in done] == [0, 0], done
-    return [[json.loads(line) for line in finished.stdout.splitlines()] for finished in done]
-
-
-def test_two_processes_score_what_both_have(python, tmp_path):
-    """Two rounds, like two evaluations of a run; in the second, one process has no data."""
-    rounds, wanted = ({}, {}), []
-    for name in ("accuracy+f1", "correlation", "bleu", "bleu-compounds-split", "perplexity"):
-        predictions, references = (np.asarray(column).tolist() for column in inputs(name))
-        batches = [[predictions[i : i + 8], references[i : i + 8]] for i in range(0, len(predictions), 8)]
-        rounds[0][name], rounds[1][name] = [batches[:2], []], [batches[2:], batches]
-        wanted += [(name, expected(name, predictions, references))] * 2
-    for printed in in_two_processes(python, rounds, tmp_path):
-        assert [(name, {key: actual[key] for key in dict(wanted)[name]}) for name, actual in printed] == wanted
-
-
 def test_one_class_predicted():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -180,7 +140,7 @@ def test_a_model_that_diverged():
     for value in (math.nan, math.inf):
         result = score("correlation", [value, 1.0, 2.0], [1.0, 2.0, 3.0])
         assert all(math.isnan(number) for number in result.values())
-        assert not score("perplexity", [value, 1.0], [1, 1])["perplexity"] < math.inf
+        assert str(score("perplexity", [value, 1.0], [1, 1])["perplexity"]) == str(value)
     assert score("perplexity", [1e6], [1])["perplexity"] == math.inf
 
 
@@ -260,10 +220,6 @@ def test_nothing_is_written(tmp_path, monkeypatch):
     for name in METRICS:
         score(name, *inputs(name))
     assert not list(tmp_path.iterdir())
-
-
-def test_alone_there_is_nothing_to_gather():
-    assert score("accuracy", [1, 0], [1, 1], gather=True) == {"accuracy": 0.5}
 
 
 def test_every_metric_is_one_of_evaluate_and_says_what_is_better():
