@@ -267,7 +267,7 @@ def _share(
     parts = form.build(site.module, site.parent)
     factors = result.factors.to(dtype=parts.mixing.dtype)  # before they move: not every device has float64
     form.load_(parts, factors.query, factors.mixing, factors.key, factors.content_bias)
-    energy = None if result.sizes is None else _head_energy(site, result.factors, moments)
+    energy = _head_energy(site, result.factors, moments) if compression.form == "per-head" else None
     return form, parts, result, energy
 
 
