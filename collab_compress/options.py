@@ -163,10 +163,11 @@ class Compression:
     can have."""
 
     modules: Annotated[str, tyro.conf.arg(metavar="GLOB")] = "*"
-    """Convert only attention modules whose path matches."""
+    """Convert only attention modules whose path matches. `dff`, `keep` and refitting still change feed-forward blocks
+    everywhere."""
 
     kinds: tuple[Kind, ...] = KINDS
-    """Convert only attention of these kinds: encoder and decoder (self-attention), cross."""
+    """Convert only attention of these kinds, as with `modules`: encoder and decoder (self-attention), cross."""
 
     solver: Solver = Solver()
     """How the conversion is computed."""

@@ -353,7 +353,7 @@ def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, C
     refits = bool(blocks) or _wants_refit(job, compression)
     seconds: list[float] = []
     with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
-        sites = [task.site for task in tasks if isinstance(task.site, DenseSite)]
+        sites = [task.site for task in tasks if isinstance(task.site, DenseSite) and not task.is_exact]
         decompose = partial(
             plan,
             model,

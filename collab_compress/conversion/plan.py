@@ -19,7 +19,7 @@ from collab_compress.attention.projections import width_in
 from collab_compress.attention.rotary import arranged
 from collab_compress.calibration import Batch, gather_moments
 from collab_compress.conversion.report import ModuleReport, ValueReport, module_report, value_report
-from collab_compress.distributed import process_state
+from collab_compress.distributed import on_every_process, process_state
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import (
     Factorization,
@@ -267,7 +267,7 @@ def _share(
     parts = form.build(site.module, site.parent)
     factors = result.factors.to(dtype=parts.mixing.dtype)  # before they move: not every device has float64
     form.load_(parts, factors.query, factors.mixing, factors.key, factors.content_bias)
-    energy = None if result.sizes is None else _head_energy(site, result.factors, moments)
+    energy = _head_energy(site, result.factors, moments) if compression.form == "per-head" else None
     return form, parts, result, energy
 
 
@@ -412,21 +412,11 @@ def plan_distributed(tasks: Sequence[Task], plan: Callable[[Sequence[Task]], lis
     """Plan a part of the tasks in each process, and return the plans of all, in order.
 
     Raises:
-        CompressionError: the plan of another process failed; the error itself in the process that failed.
+        RecipeError: the plan of another process failed; the error itself in the process that failed.
     """
     state = process_state()
     rank, count = state.process_index, state.num_processes
-    mine: list[Planned] = []
-    error: Exception | None = None
-    try:
-        mine = plan(tasks[rank::count]) if tasks[rank::count] else []
-    except Exception as failure:  # of any kind: the others wait for this process
-        error = failure
-    failed = [message for message in gather_object([None if error is None else str(error)]) if message is not None]
-    if error is not None:
-        raise error
-    if failed:
-        raise CompressionError(failed[0])
+    mine = on_every_process(lambda: plan(tasks[rank::count]) if tasks[rank::count] else [])
     described = gather_object([(rank + place * count, item.form, item.report) for place, item in enumerate(mine)])
     planned = []
     for number, form, report in sorted(described, key=lambda entry: int(entry[0])):

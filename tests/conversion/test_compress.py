@@ -318,6 +318,19 @@ def test_bad_options_say_what_to_do(make_tiny, options, message):
         compress(make_tiny("bert"), options(), calibration=None)
 
 
+def test_a_full_width_is_exact_without_a_run_for_the_weights_of_heads(make_tiny, calibration, monkeypatch):
+    runs, forward = [], BertModel.forward
+
+    def counted(*args, **inputs):
+        runs.append(inputs)
+        return forward(*args, **inputs)
+
+    monkeypatch.setattr(BertModel, "forward", counted)
+    report = compress(make_tiny("bert"), Compression(dk=24, solver=Solver(refit=False)), calibration)
+    assert len(runs) == 2  # of both models, to measure drift
+    assert {module.head_energy for module in report.modules} == {None}
+
+
 def test_widths_may_be_numbers_of_numpy(make_tiny, tmp_path):
     model = make_tiny("bert")
     compress(model, Compression(dk=np.int64(8), dv=np.int32(12)), calibration=None)
