@@ -23,7 +23,7 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from collab_compress.errors import DataError
+from collab_compress.errors import DataError, one_line
 
 __all__ = [
     "METRICS",
@@ -190,8 +190,12 @@ class Bleu(Metric):
     )
 
     def __init__(self, tokenize: str = "13a", lowercase: bool = False) -> None:
-        if tokenize not in BLEU.TOKENIZERS:
+        if tokenize not in list(BLEU.TOKENIZERS):
             raise DataError(f"unknown tokenizer {tokenize!r}; expected one of {', '.join(sorted(BLEU.TOKENIZERS))}")
+        try:
+            BLEU(tokenize=tokenize)
+        except (ImportError, RuntimeError) as error:  # what it needs is not installed
+            raise DataError(f"tokenizer {tokenize!r} cannot be used: {one_line(error)}") from error
         super().__init__()
         self.tokenize, self.lowercase = tokenize, lowercase
         self.signature: str | None = None
@@ -302,8 +306,11 @@ def load_metric(name: str, **options: Any) -> Metric:
         options: tokenize and lowercase, for BLEU.
 
     Raises:
-        DataError: the metric is unknown.
+        DataError: the metric is unknown, or has no such option.
     """
     if name not in METRICS:
         raise DataError(f"unknown metric {name!r}; expected one of {', '.join(METRICS)}")
-    return METRICS[name](**options)
+    try:
+        return METRICS[name](**options)
+    except TypeError as error:
+        raise DataError(f"metric {name} does not take {', '.join(options)}; leave out what it lacks") from error

@@ -1,6 +1,7 @@
 """Every metric against the library that defines it, on the whole set, however the set came in."""
 
 import math
+import sys
 import warnings
 
 import evaluate
@@ -252,8 +253,15 @@ def test_nothing_added():
             load_metric(name).compute()
 
 
-def test_what_cannot_be_loaded():
+def test_what_cannot_be_loaded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "MeCab", None)  # not installed
     with pytest.raises(DataError, match="unknown metric 'rouge'; expected one of accuracy, accuracy"):
         load_metric("rouge")
     with pytest.raises(DataError, match="unknown tokenizer 'moses'; expected one of 13a, char"):
         load_metric("bleu", tokenize="moses")
+    with pytest.raises(DataError, match=r"unknown tokenizer \['13a'\]; expected one of 13a, char"):
+        load_metric("bleu", tokenize=["13a"])
+    with pytest.raises(DataError, match="metric accuracy does not take tokenize; leave out"):
+        load_metric("accuracy", tokenize="13a")
+    with pytest.raises(DataError, match="tokenizer 'ja-mecab' cannot be used: Japanese tokenization requires"):
+        load_metric("bleu", tokenize="ja-mecab")
