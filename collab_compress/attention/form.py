@@ -21,7 +21,7 @@ from collab_compress.attention.projections import (
     put_back_,
     replace_,
 )
-from collab_compress.errors import CheckpointError, CompressionError, UnsupportedModelError
+from collab_compress.errors import CheckpointError, CollabCompressError, CompressionError, UnsupportedModelError
 
 
 class Cut(NamedTuple):
@@ -472,21 +472,23 @@ def padding_of(width: int, multiple: int) -> int:
     return -width % multiple if width else multiple
 
 
-def plain_weight(path: str, projection: Any) -> Tensor:
-    """Return the detached weight of a projection without adapter or quantization.
+def plain_weight(path: str, projection: Any, error: type[CollabCompressError] = UnsupportedModelError) -> Tensor:
+    """Return the detached weight of the projection at `path`, which must be a parameter of it.
 
     Raises:
-        UnsupportedModelError: the projection has one, or is offloaded.
+        CollabCompressError: of class `error`: an adapter, quantization, pruning or a parametrization changes the
+            weight, or it is offloaded.
     """
     stock = next((kind for kind in (nn.Linear, Conv1D) if isinstance(projection, kind)), None)
     is_plain = stock is not None and type(projection).forward is stock.forward
-    weight: Tensor = projection.weight
-    if not is_plain or type(weight) not in (Tensor, nn.Parameter):
-        kind = type(weight if is_plain else projection)
-        raise UnsupportedModelError(
+    weight = projection._parameters.get("weight") if is_plain else None
+    if type(weight) is not nn.Parameter or not weight.is_floating_point():
+        kind = type(projection if type(weight) in (nn.Parameter, type(None)) else weight)
+        raise error(
             f"{path}: got {kind.__module__}.{kind.__qualname__}, expected a plain torch.nn.Linear of floats; merge "
-            "adapters and undo quantization first"
+            "adapters and undo quantization first, and make computed weights plain (torch.nn.utils.prune.remove, "
+            "parametrize.remove_parametrizations)"
         )
     if weight.is_meta:
-        raise UnsupportedModelError(f"{path} is offloaded; load the model into memory")
+        raise error(f"{path} is offloaded; load the model into memory")
     return weight.detach()

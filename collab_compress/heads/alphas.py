@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention, transformers_model
+from collab_compress.attention.form import plain_weight
 from collab_compress.attention.forms import LARGEST, refusing_other_models, stored_modules
 from collab_compress.checkpoint import (
     edits_of,
@@ -126,7 +127,8 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
                 f"{site.name}: its heads have {min(form.sizes)} to {max(form.sizes)} channels of values, and only "
                 f"heads of one width can be mixed; pass a dv that {site.heads} divides, or expand the model first"
             )
-        output = plain_output(site.path(site.family.output), site.part(site.family.output))
+        output: Any = site.part(site.family.output)
+        plain_weight(site.path(site.family.output), output, HeadError)
         weights.add(id(output.weight))
         heads_by_path[path_in_base(model, output)] = site.heads
     if len(weights) < len(sites):
@@ -182,31 +184,18 @@ def merge_alphas_(model: PreTrainedModel) -> None:
         raise HeadError(f"{type(model).__name__} has no alphas to merge; mix_heads_(model) adds them")
     folded = []
     for path, module in mixed.items():
-        weight = output_weight(plain_output(f"{path}.proj", module.proj)).detach().double()
-        heads = weight.unflatten(1, (module.heads, -1))  # (D, H, d)
-        folded.append(torch.einsum("ij,xic->xjc", module.alphas.detach().double(), heads).flatten(1))
-    for (path, module), weight in zip(mixed.items(), folded, strict=True):
-        output_weight(module.proj).detach().copy_(weight)
+        weight = output_weight(f"{path}.proj", module.proj)
+        heads = weight.double().unflatten(1, (module.heads, -1))  # (D, H, d)
+        folded.append((weight, torch.einsum("ij,xic->xjc", module.alphas.detach().double(), heads).flatten(1)))
+    for (path, module), (weight, merged) in zip(mixed.items(), folded, strict=True):
+        weight.copy_(merged)
         model.set_submodule(path, module.proj)
     forget_edits_(model, AlphasEdit.kind)
     if not edits_of(model):
         forget_standalone_(model)
 
 
-def output_weight(projection: nn.Linear | Conv1D) -> Tensor:
-    """View the weight of an output projection in the layout of `nn.Linear`, (D, H·d)."""
-    return projection.weight.T if isinstance(projection, Conv1D) else projection.weight
-
-
-def plain_output(path: str, projection: Any) -> nn.Linear | Conv1D:
-    """Return the output projection at `path`, or raise if mixing or gates cannot be folded into it."""
-    is_plain = type(projection) in (nn.Linear, Conv1D) and "weight" in projection._parameters
-    if not is_plain or not projection.weight.is_floating_point():
-        kind = type(projection)
-        raise HeadError(
-            f"{path}: got {kind.__module__}.{kind.__qualname__}, expected a plain torch.nn.Linear of floats; merge "
-            "adapters and undo quantization first, and make pruned weights plain (torch.nn.utils.prune.remove)"
-        )
-    if projection.weight.is_meta:
-        raise HeadError(f"{path} is offloaded; load the model into memory")
-    return projection
+def output_weight(path: str, projection: Any) -> Tensor:
+    """View the weight of a plain output projection in the layout of `nn.Linear`, (D, H·d), or raise HeadError."""
+    weight = plain_weight(path, projection, HeadError)
+    return weight.T if isinstance(projection, Conv1D) else weight

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention.install import HeadCall
 from collab_compress.errors import HeadError
-from collab_compress.heads.alphas import MixedProjection, output_weight, plain_output
+from collab_compress.heads.alphas import MixedProjection, output_weight
 from collab_compress.heads.hooks import HeadHooks
 from collab_compress.heads.sharding import refuse_unwritable
 
@@ -128,6 +128,6 @@ def _columns(site: AttentionSite) -> tuple[Tensor, list[int]]:
     projection: Any = site.part(site.family.output)
     if isinstance(projection, MixedProjection):
         return projection.alphas, [1] * site.heads
-    weight = output_weight(plain_output(site.path(site.family.output), projection))
+    weight = output_weight(site.path(site.family.output), projection)
     form = getattr(site.module, "value_form", None)
     return weight, [weight.shape[1] // site.heads] * site.heads if form is None else list(form.output_sizes)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import AttentionSite, find_attention, transformers_model
-from collab_compress.attention.form import Cut, remaining
+from collab_compress.attention.form import Cut, plain_weight, remaining
 from collab_compress.attention.forms import from_stored, refusing_other_models, stored_modules
 from collab_compress.attention.install import FORMS_AT, STOCK_HEADS, head_hooks, lay_out_
 from collab_compress.attention.values import JOINT_WIDTH
@@ -274,19 +274,9 @@ def _check_query_and_key(site: AttentionSite, kept: Sequence[int], shared: Colle
 def _linear(site: AttentionSite, path: str, shared: Collection[int]) -> nn.Linear:
     """Return a projection, or raise unless it is a plain one, in memory, and not shared with another module."""
     projection, where = site.part(path), site.path(path)
-    plain = isinstance(projection, nn.Linear) and type(projection).forward is nn.Linear.forward
-    weight = projection.weight if plain and "weight" in projection._parameters else None
-    if type(weight) is not nn.Parameter or not weight.is_floating_point():
-        kind = type(projection) if weight is None or type(weight) is nn.Parameter else type(weight)
-        raise HeadError(
-            f"{where}: got {kind.__name__}, expected a plain nn.Linear; merge adapters, remove "
-            "parametrizations and undo quantization before removing heads"
-        )
-    for part in (projection, *projection.parameters(recurse=False)):
-        if id(part) in shared:
-            raise HeadError(f"{where} is shared with another module, which would lose channels too; untie them first")
-        if isinstance(part, nn.Parameter) and part.is_meta:
-            raise HeadError(f"{where} is offloaded; load the model into memory")
+    plain_weight(where, projection, HeadError)
+    if any(id(part) in shared for part in (projection, *projection.parameters(recurse=False))):
+        raise HeadError(f"{where} is shared with another module, which would lose channels too; untie them first")
     return projection  # type: ignore[no-any-return]
 
 

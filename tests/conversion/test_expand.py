@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from torch.nn.utils.parametrizations import weight_norm
 from transformers import AutoModel, BertForSequenceClassification, BertModel
 
 from collab_compress import (
@@ -149,3 +150,11 @@ def test_hooks_on_what_goes_are_refused(path, make_tiny):
     with pytest.raises(UnsupportedModelError, match=rf"layer\.1\.attention\.{path} .* has a forward hook"):
         expand(model)
     assert len(read_factors(model)) == 2
+
+
+def test_computed_weights_are_refused(make_tiny):
+    model = make_tiny("bert")
+    compress(model, Compression(dk=8), calibration=None)
+    weight_norm(model.encoder.layer[1].attention.self.key.proj)
+    with pytest.raises(UnsupportedModelError, match=r"key\.proj: got .*Parametrized.* make computed weights plain"):
+        expand(model)

@@ -99,7 +99,7 @@ def test_what_would_be_folded_into_pruned_weights_is_refused(edit, make_tiny):
     """Their weights are computed anew before each forward pass, which would lose what is folded in."""
     model = make_tiny("bert")
     l1_unstructured(model.encoder.layer[1].attention.output.dense, "weight", 0.5)
-    with pytest.raises(HeadError, match=r"encoder.layer.1.attention.output.dense: .* make pruned weights plain"):
+    with pytest.raises(HeadError, match=r"encoder.layer.1.attention.output.dense: .* make computed weights plain"):
         edit(model)
 
 
