@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ from collab_compress.factorization.least_squares import ResidualMoments, choice_
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # shares of the inputs' mean variance, chosen by held-back data
 ROUNDING = 1e-5  # relative error of the stream that is rounding alone
 ROOM = 2 * 2**30  # bytes of hidden states, of both models together
+MOST = 512  # batches to fit to, and as many held back: each has two or three threads
 PASSES_PER_TRIM = 8  # forward passes that run between two calls of malloc_trim, which takes milliseconds
 
 _logger = logging.getLogger(__name__)
@@ -89,6 +91,7 @@ def refit(
     """
     if not used or not held_back:
         raise CalibrationError("refitting takes at least two sequences, one of them held back; pass more data")
+    used, held_back = (batches[:: ceil(len(batches) / MOST)] for batches in (used, held_back))
     with evaluation_mode(model), evaluation_mode(dense):
         writers = find_writers(model, used[0])
         _check_same(writers, model, dense)
@@ -201,8 +204,8 @@ def notes_on(results: Sequence[Refitted], used: Sequence[Batch]) -> tuple[str, .
     if fitted == count:
         return ()
     return (
-        f"layers were refitted to {fitted} of {count} calibration sequences, in batches evenly spaced: the hidden "
-        f"states of all would take more than {ROOM / 2**30:g} GiB",
+        f"layers were refitted to {fitted} of {count} calibration sequences, in batches evenly spaced: in at most "
+        f"{MOST}, whose hidden states take at most {ROOM / 2**30:g} GiB",
     )
 
 

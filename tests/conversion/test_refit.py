@@ -289,6 +289,21 @@ def test_texts_that_are_left_out_are_named(make_tiny, monkeypatch, caplog):
     assert note in caplog.text
 
 
+def test_threads_are_few_however_many_the_batches(make_tiny, monkeypatch):
+    monkeypatch.setattr(module, "MOST", 3)
+    started, start = [], threading.Thread.start
+
+    def watched(thread):
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", watched)
+    model, dense = pair(make_tiny)
+    results = refit(model, dense, batches(7), batches(4))
+    assert {result.report.sequences for result in results} == {3 * 3}  # every third
+    assert len(started) <= 1 + 2 * 3 + 3 * 2
+
+
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_waiting_passes_hold_neurons_once(family, monkeypatch):
     """Those of the converted model, one tensor a batch, and no key-value cache."""
