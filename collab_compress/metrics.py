@@ -1,4 +1,4 @@
-"""Metrics of whole data sets, added batch by batch in one process or several.
+"""Metrics of whole data sets, added batch by batch.
 
 Values are as the libraries return them: accuracy and F1 up to 1, correlations from −1 to 1 (papers print those of
 GLUE times 100), BLEU by sacreBLEU up to 100, perplexity from 1.
@@ -15,7 +15,6 @@ import datasets
 import evaluate
 import numpy as np
 import torch
-import torch.distributed as dist
 from datasets import Value
 from sacrebleu.metrics import BLEU
 from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
@@ -24,7 +23,7 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from collab_compress.errors import DataError
+from collab_compress.errors import DataError, one_line
 
 __all__ = [
     "METRICS",
@@ -53,11 +52,6 @@ class Metric(evaluate.Metric):  # type: ignore[misc]
     All predictions are kept in memory until `compute`, so results are those of the whole set, not means over batches.
     The metric is empty afterwards. Rows that a sampler repeats to fill its last batch count twice: remove them first,
     as the Trainer and `gather_for_metrics` of Accelerate do.
-
-    Args:
-        gather: whether `compute` scores the rows that all processes of `torch.distributed` added, in the order of
-            their ranks; every process must call it. Not for `compute_metrics` of a Trainer, which passes the
-            predictions of all processes to each.
     """
 
     scores: ClassVar[tuple[str, ...]]
@@ -70,9 +64,8 @@ class Metric(evaluate.Metric):  # type: ignore[misc]
     formats: ClassVar[tuple[dict[str, Any], ...]]
     """Possible types of a prediction and a reference; the first that fits is used."""
 
-    def __init__(self, *, gather: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__(keep_in_memory=True)
-        self.gather = gather
 
     def benchmark_score(self, results: Mapping[str, float]) -> float:
         """Return the mean of the results that the benchmark averages, in its scale."""
@@ -99,12 +92,7 @@ class Metric(evaluate.Metric):  # type: ignore[misc]
         return result
 
     def _compute(self, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
-        """Score the rows of all processes, in the order of their ranks."""
-        if self.gather and dist.is_initialized() and dist.get_world_size() > 1:
-            shares: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(shares, (predictions, references))
-            predictions = [row for rows, _ in shares for row in rows]
-            references = [row for _, rows in shares for row in rows]
+        """Score all rows."""
         if not len(predictions):
             raise DataError("nothing to score; add predictions and references before compute()")
         return self._score(predictions, references)
@@ -193,7 +181,6 @@ class Bleu(Metric):
     Args:
         tokenize: sacreBLEU's tokenizer: 13a, intl, zh, char, none, …
         lowercase: whether case is ignored.
-        gather: as in `Metric`.
     """
 
     scores = ("bleu",)
@@ -202,10 +189,14 @@ class Bleu(Metric):
         {"predictions": datasets.Value("string"), "references": datasets.Sequence(datasets.Value("string"))},
     )
 
-    def __init__(self, tokenize: str = "13a", lowercase: bool = False, *, gather: bool = False) -> None:
-        if tokenize not in BLEU.TOKENIZERS:
+    def __init__(self, tokenize: str = "13a", lowercase: bool = False) -> None:
+        if tokenize not in list(BLEU.TOKENIZERS):
             raise DataError(f"unknown tokenizer {tokenize!r}; expected one of {', '.join(sorted(BLEU.TOKENIZERS))}")
-        super().__init__(gather=gather)
+        try:
+            BLEU(tokenize=tokenize)
+        except (ImportError, RuntimeError) as error:  # what it needs is not installed
+            raise DataError(f"tokenizer {tokenize!r} cannot be used: {one_line(error)}") from error
+        super().__init__()
         self.tokenize, self.lowercase = tokenize, lowercase
         self.signature: str | None = None
         """sacreBLEU's signature of the last score, to be reported with it."""
@@ -238,13 +229,12 @@ class BleuCompoundsSplit(Bleu):
 
     Args:
         lowercase: whether case is ignored.
-        gather: as in `Metric`.
     """
 
     scores = ("bleu_compounds_split",)
 
-    def __init__(self, lowercase: bool = False, *, gather: bool = False) -> None:
-        super().__init__("none", lowercase, gather=gather)
+    def __init__(self, lowercase: bool = False) -> None:
+        super().__init__("none", lowercase)
 
     def _score(
         self, predictions: Sequence[str], references: Sequence[str] | Sequence[Sequence[str]]
@@ -279,7 +269,7 @@ class Perplexity(Metric):
         if tokens <= 0 or min(references) < 0:
             raise DataError(f"the token counts sum to {tokens}; expected more than 0, and no negative counts")
         nll = math.fsum(predictions) / tokens
-        return {"perplexity": math.exp(nll) if nll < math.log(1e308) else math.inf, "nll": nll}
+        return {"perplexity": math.inf if nll >= math.log(1e308) else math.exp(nll), "nll": nll}
 
 
 def token_losses(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tensor:
@@ -308,17 +298,19 @@ METRICS: dict[str, type[Metric]] = {
 }
 
 
-def load_metric(name: str, *, gather: bool = False, **options: Any) -> Metric:
+def load_metric(name: str, **options: Any) -> Metric:
     """Return a metric of `METRICS`, without network access.
 
     Args:
         name: of the metric.
-        gather: as in `Metric`.
         options: tokenize and lowercase, for BLEU.
 
     Raises:
-        DataError: the metric is unknown.
+        DataError: the metric is unknown, or has no such option.
     """
     if name not in METRICS:
         raise DataError(f"unknown metric {name!r}; expected one of {', '.join(METRICS)}")
-    return METRICS[name](gather=gather, **options)
+    try:
+        return METRICS[name](**options)
+    except TypeError as error:
+        raise DataError(f"metric {name} does not take {', '.join(options)}; leave out what it lacks") from error

@@ -5,6 +5,7 @@ Nothing large is imported here, so that a command can print its help at once.
 
 from dataclasses import dataclass, field, replace
 from math import inf
+from numbers import Integral, Real
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import tyro
@@ -35,19 +36,26 @@ LARGEST_DAMPING = 1e6
 MOST_SWEEPS = 1_000_000
 
 
-def _check_count(error: type[Exception], **counts: Any) -> None:
-    """Raise `error` for the first option that is neither None nor a whole number of at least 1."""
-    for name, value in counts.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+def check_counts(options: Any, error: type[Exception], *names: str, least: int = 1) -> None:
+    """Make some fields of `options` ints; raise `error` for one that is no whole number of at least `least`.
+
+    A field that is None by default may be None.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if value is None and getattr(type(options), name, least) is None:
+            continue
+        if not isinstance(value, Integral) or isinstance(value, bool):
             raise error(f"{name} is {value!r}; expected a whole number")
-        if value is not None and value < 1:
-            raise error(f"{name} is {value}; expected at least 1")
+        if value < least:
+            raise error(f"{name} is {value}; expected at least {least}")
+        object.__setattr__(options, name, int(value))  # NumPy's are not written as JSON
 
 
 def check_seed(seed: Any, error: type[CollabCompressError] = CompressionError) -> None:
     """Refuse what is no seed of NumPy's generators, which are the most particular."""
     if not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise error(f"seed is {seed}; expected a whole number from 0 to 2³² − 1")
+        raise error(f"seed is {seed!r}; expected a whole number from 0 to 2³² − 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +67,11 @@ class Solver:
 
     effort: Effort = "best"
     """How long the solver of queries and keys runs: best is its default, fast two fifths of those sweeps, for errors
-    about 2 % higher."""
+    about 2 % higher; a quarter with a rotary embedding."""
 
     sweeps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Most passes over the factors; the solver's own default if not given."""
+    """Most passes over the factors; the solver's own default if not given. Rotary models with grouped queries are
+    solved in closed form, without any."""
 
     tolerance: Annotated[float | None, tyro.conf.arg(metavar="X")] = None
     """Stop once a sweep lowers the error by less than this share of it (parafac: of the heads' norm); the
@@ -96,16 +105,19 @@ class Solver:
                 raise CompressionError(f"unknown {name} {value!r}; expected one of {', '.join(choices)}")
         if self.effort == "fast" and (self.sweeps is not None or self.method != "als"):
             raise CompressionError("effort 'fast' says how many sweeps als makes; leave out sweeps and other solvers")
-        _check_count(CompressionError, sweeps=self.sweeps)
+        check_counts(self, CompressionError, "sweeps")
         if self.sweeps is not None and self.sweeps > MOST_SWEEPS:
             raise CompressionError(f"sweeps is {self.sweeps:.3g}; expected at most {MOST_SWEEPS:,}")
-        if not 0 <= self.damping <= LARGEST_DAMPING:
+        if not isinstance(self.damping, Real) or not 0 <= self.damping <= LARGEST_DAMPING:
             raise CompressionError(
-                f"damping is {self.damping}; expected 0 or more, up to {LARGEST_DAMPING:g} (calibration 'none' "
+                f"damping is {self.damping!r}; expected 0 or more, up to {LARGEST_DAMPING:g} (calibration 'none' "
                 "weighs all directions alike)"
             )
-        if self.tolerance is not None and not 0 <= self.tolerance < inf:
-            raise CompressionError(f"tolerance is {self.tolerance}; expected a finite number, 0 or more")
+        if self.tolerance is not None and not (isinstance(self.tolerance, Real) and 0 <= self.tolerance < inf):
+            raise CompressionError(f"tolerance is {self.tolerance!r}; expected a finite number, 0 or more")
+        for name, switch in (("centre", self.centre), ("refit", self.refit)):
+            if switch not in (None, True, False):
+                raise CompressionError(f"{name} is {switch!r}; expected True, False or None")
         check_seed(self.seed)
 
     @property
@@ -151,10 +163,11 @@ class Compression:
     can have."""
 
     modules: Annotated[str, tyro.conf.arg(metavar="GLOB")] = "*"
-    """Convert only attention modules whose path matches."""
+    """Convert only attention modules whose path matches. `dff`, `keep` and refitting still change feed-forward blocks
+    everywhere."""
 
     kinds: tuple[Kind, ...] = KINDS
-    """Convert only attention of these kinds: encoder and decoder (self-attention), cross."""
+    """Convert only attention of these kinds, as with `modules`: encoder and decoder (self-attention), cross."""
 
     solver: Solver = Solver()
     """How the conversion is computed."""
@@ -167,7 +180,7 @@ class Compression:
                 "none of dk, dv, dff and keep is given; pass the width of queries and keys, of values, of "
                 "feed-forward blocks, or a share to keep"
             )
-        _check_count(CompressionError, dk=self.dk, dv=self.dv, dff=self.dff)
+        check_counts(self, CompressionError, "dk", "dv", "dff")
         if self.keep is not None:
             self._check_keep()
         if self.equal_heads and self.form != "per-head" and self.keep is None:
@@ -225,7 +238,7 @@ class CalibrationOptions:
     given)."""
 
     def __post_init__(self) -> None:
-        _check_count(CalibrationError, sequences=self.sequences, length=self.length)
+        check_counts(self, CalibrationError, "sequences", "length")
 
 
 @dataclass(frozen=True)
@@ -262,13 +275,12 @@ class ReportOptions:
     """Seed of random tokens, sentences, samples and the order of timing."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", tuple(self.lengths))  # lists come from JSON and YAML
-        for name, least in (("head_sequences", 1), ("input_sequences", 1), ("kernel_tokens", 4), ("rounds", 2)):
-            if getattr(self, name) < least:
-                raise HeadError(f"{name} is {getattr(self, name)}; expected at least {least}")
-        for name, width in (("dk", self.dk), ("dv", self.dv), ("dff", self.dff)):
-            if width is not None and width < 1:
-                raise HeadError(f"{name} is {width}; expected at least 1")
+        check_counts(self, HeadError, "head_sequences", "input_sequences", "dk", "dv", "dff")
+        check_counts(self, HeadError, "kernel_tokens", least=4)
+        check_counts(self, HeadError, "rounds", least=2)
         check_seed(self.seed, HeadError)
+        if not isinstance(self.lengths, tuple | list) or not all(isinstance(length, int) for length in self.lengths):
+            raise HeadError(f"lengths is {self.lengths!r}; expected numbers of tokens, such as (32, 128)")
+        object.__setattr__(self, "lengths", tuple(self.lengths))  # lists come from JSON and YAML
         if min(self.lengths, default=1) < 1:
             raise HeadError(f"lengths are {', '.join(map(str, self.lengths))}; expected at least 1 token")

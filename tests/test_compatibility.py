@@ -37,7 +37,9 @@ from collab_compress import (
     prune_heads_,
     read_factors,
 )
-from collab_compress.errors import HeadError
+from collab_compress.conversion.recovery import recover_
+from collab_compress.conversion.refit import refit_
+from collab_compress.errors import CompressionError, HeadError
 
 ROOT = Path(__file__).parents[1]
 TEXTS = ["A man is playing a guitar.", "Someone makes music.", "The market fell."]
@@ -202,6 +204,23 @@ def test_offloaded_factors_are_refused(family, make_tiny, batch):
         with pytest.raises(UnsupportedModelError, match=r"proj is offloaded; load the model into memory"):
             read(model)
     assert torch.equal(outputs(model, batch), expected)
+
+
+@pytest.mark.parametrize("options", [{"dff": 8}, {"dk": 8}])
+def test_offloaded_feed_forward_blocks_are_refused(options, make_tiny, calibration):
+    model = make_tiny("bert")
+    cpu_offload(model.encoder.layer[1].output, torch.device("cpu"))
+    with pytest.raises(CompressionError, match=r"^encoder\.layer\.1\.output.* is offloaded; load the model into"):
+        compress(model, Compression(**options), calibration)
+
+
+def test_an_offloaded_dense_model_is_refused(make_tiny, calibration):
+    model, dense = make_tiny("bert"), make_tiny("bert")
+    compress(model, Compression(dk=8), calibration=None)
+    cpu_offload(dense, torch.device("cpu"))
+    for change in (refit_, recover_):
+        with pytest.raises(HeadError, match="of the dense model is offloaded; load the model into memory"):
+            change(model, dense, None, calibration)
 
 
 def test_weights_of_a_class_of_their_own_are_refused(make_tiny):

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from collab_compress.analysis.stream import Progress, with_progress
-from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
+from collab_compress.architectures import KINDS, AttentionSite, DenseSite, Kind, ValueSite, find_attention
 from collab_compress.attention import FORMS, NarrowValues, ScoreForm, SharedScores, form_for
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
@@ -101,7 +101,8 @@ def module_costs(
     Args:
         model: stock or converted.
         length: tokens T.
-        dk: channels R at which dense scores are counted, plus content biases; converted scores keep their width.
+        dk: channels R at which dense scores are counted, plus content biases where queries have a bias; converted
+            scores keep their width.
         dv: channels at which dense values are counted; narrow values keep their width.
         form: form at which dense scores are counted; converted scores keep theirs.
         kinds: attention types.
@@ -125,31 +126,37 @@ def module_costs(
 def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | None, option: Form) -> ModuleCost:
     module: Any = site.module
     family = site.family
-    query, key, value = (_unpadded(site.part(path)) for path in (family.query, family.key, family.value))
-    width, bias, value_bias = key.in_features, query.bias is not None, value.bias is not None
-    scores: ScoreForm | None = None if dk is None else form_for(option, site).of(site, dk, content_bias=True)
+    paths = (family.query, family.key, family.value, family.output)
+    query, key, value, output = (_unpadded(site.part(path)) for path in paths)
+    widths = DenseSite(**vars(site), query=query, key=key).widths
+    biases, value_bias = (query.bias is not None, key.bias is not None), value.bias is not None
+    scores: ScoreForm | None = None if dk is None else form_for(option, site).of(site, dk, content_bias=biases[0])
     if hasattr(module, "score_form"):
         scores = module.score_form
-        bias = value_bias  # dense queries have a bias where values have one
+        biases = value_bias, value_bias and family.key_bias  # dense queries have a bias where values have one
     values = None if dv is None else NarrowValues.of(site, dv, value_bias)
     values = getattr(module, "value_form", values)
     cached_keys, cached_values = _cached_channels(site, scores, values)
     caches = site.kind != "encoder" and not (family.causal and not hasattr(module, "layer_idx"))
     number_bytes = query.weight.element_size() if caches else 0
 
-    def cost_of(form: ScoreForm | NarrowValues, cached: int) -> FormCost:
-        return FormCost(form.parameters(width), form.macs(width, length), cached * number_bytes)
+    value_widths = ValueSite(**vars(site), value=value, output=output).widths
 
+    def cost_of(form: ScoreForm | NarrowValues, cached: int) -> FormCost:
+        read = widths if isinstance(form, ScoreForm) else value_widths
+        return FormCost(form.parameters(read), form.macs(read, length), cached * number_bytes)
+
+    channels = site.width, site.key_value_width
     dense = FormCost(
-        dense_parameters(width, site.width, site.key_value_width, bias),
-        dense_macs(width, site.width, site.key_value_width, length),
+        dense_parameters(widths, channels, biases),
+        dense_macs(widths, channels, length),
         site.key_value_width * number_bytes,
     )
     all_values = NarrowValues.of(site, site.key_value_width, value_bias)
     dense_values = cost_of(all_values, all_values.value_width)
     score_cost = MapCost(None, dense, dense, None)
     if scores is not None:
-        score_cost = MapCost(scores.rank, dense, cost_of(scores, cached_keys), scores.break_even(width))
+        score_cost = MapCost(scores.rank, dense, cost_of(scores, cached_keys), scores.break_even(widths))
     value_cost = MapCost(None, dense_values, dense_values, None)
     if values is not None:
         value_cost = MapCost(values.dv, dense_values, cost_of(values, cached_values), inf)
@@ -218,12 +225,13 @@ def layer_cost(width: int, heads: int, dk: int | None = None, length: int = 128)
     """
     if width % heads:
         raise HeadError(f"width {width} is no multiple of {heads} heads")
+    widths = width, width
     parameters, macs = 2 * width**2, (2 * length * width + length**2) * width
     if dk is None:
-        scores = FormCost(dense_parameters(width, width, width, False), dense_macs(width, width, width, length))
+        scores = FormCost(dense_parameters(widths, widths, (False, False)), dense_macs(widths, widths, length))
     else:
         form = SharedScores(heads, width // heads, "", "", dk, content_bias=False)
-        scores = FormCost(form.parameters(width), form.macs(width, length))
+        scores = FormCost(form.parameters(widths), form.macs(widths, length))
     return FormCost(scores.parameters + parameters, scores.macs + macs)
 
 
@@ -385,14 +393,16 @@ def _random_tokens(model: Any, batch_size: int, length: int, seed: int) -> dict[
 def _first_calls(
     model: PreTrainedModel, sites: Sequence[AttentionSite], batch: dict[str, Any]
 ) -> list[tuple[AttentionSite, tuple[Any, ...], dict[str, Any]]]:
-    """Return each module with the arguments of its first call while the model runs."""
+    """Return each module with the arguments of its first call while the model runs, without a cache.
+
+    A cache would grow with every further call.
+    """
     calls: dict[nn.Module, Any] = {}
 
     def keep_first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.setdefault(module, (args, kwargs))
+        plain = [None if isinstance(value, Cache) else value for value in (*args, *kwargs.values())]
+        calls.setdefault(module, (plain[: len(args)], dict(zip(kwargs, plain[len(args) :], strict=True))))
 
-    if "use_cache" in forward_arguments(model):
-        batch = {**batch, "use_cache": False}  # a cache would grow with every call
     with ExitStack() as hooks:
         for site in sites:
             hooks.enter_context(site.module.register_forward_pre_hook(keep_first, with_kwargs=True))

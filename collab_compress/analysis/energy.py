@@ -27,10 +27,11 @@ from collab_compress.calibration.gather import batch_masks, masks_of, unpadded
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.expand import read_factors
 from collab_compress.conversion.feed_forward import FeedForward, find_feed_forward
+from collab_compress.conversion.head_weights import head_weights
 from collab_compress.conversion.refit import DAMPINGS, ROOM, ROUNDING
 from collab_compress.conversion.writers import width_out
 from collab_compress.errors import HeadError, UnsupportedModelError
-from collab_compress.factorization import HeadTensor
+from collab_compress.factorization import HeadTensor, centres_queries
 from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, elimination_order, fit
 from collab_compress.factorization.moments import Moments, Weighting, damp
 from collab_compress.factorization.narrowing import captured
@@ -203,7 +204,7 @@ def head_energy(
     model: PreTrainedModel,
     batches: Batches | None = None,
     *,
-    centre: bool = True,
+    centre: bool | None = None,
     damping: float = 1e-3,
     kinds: Collection[Kind] = KINDS,
     progress: Progress = False,
@@ -212,15 +213,15 @@ def head_energy(
 
     Figure 1 of "Multi-Head Attention: Collaborate Instead of Concatenate". With batches it is the energy of the
     weights' outputs on their inputs, weighted as in a conversion: $S_Q W_Q$, $S_K W_K$ and
-    $S_Q W_Q W_K^\top S_K^\top$, where $S^\top S$ is the inputs' covariance plus damping. Most directions of the
-    weights never meet an input, so these curves rise faster. Other arguments and errors are those of
-    `head_covariances`.
+    $S_Q W_Q W_K^\top S_K^\top$, where $S^\top S$ is the inputs' covariance plus damping, and queries are multiplied
+    by the weight of their head (`conversion.head_weights`). Most directions of the weights never meet an input. Other
+    arguments and errors are those of `head_covariances`.
 
     Args:
         model: stock or converted; in a converted one heads are $\tilde W_Q \operatorname{diag}(m_i)$ and
             $\tilde W_K$, and per-head curves have up to R+1 entries.
         batches: keyword arguments for the model, to weigh by; None for bare weights. Padding does not count.
-        centre: weigh by covariances, else by second moments.
+        centre: weigh by covariances, else by second moments; as `Solver.centre`.
         damping: share of the mean variance that is added to every direction.
 
     Returns:
@@ -230,15 +231,23 @@ def head_energy(
         HeadError: weights or inputs allow no such weighting.
     """
     modules = score_parts(model, kinds)
-    moments = _moments_of(model, [parts.site for parts in modules], batches, progress)
+    sites = [parts.site for parts in modules]
+    listed = None if batches is None else [dict(batch) for batch in batches]  # the model runs on them twice
+    moments = _moments_of(model, sites, listed, progress)
+    weights = head_weights(model, sites, listed or [])
     energies = {}
     for parts, inputs in zip(modules, moments, strict=True):
-        tensor = parts.tensor
+        tensor, heads = parts.tensor, weights.get(parts.site.name)
         if inputs:
+            centred = centres_queries(parts.content is not None, centre)
             try:
-                tensor = Weighting.of(*inputs, damping=damping, centre=centre).apply(tensor)
+                tensor = Weighting.of(
+                    *inputs, damping=damping, centre=centre is not False, centre_query=centred
+                ).apply(tensor)
             except ValueError as error:
                 raise HeadError(f"{parts.site.name}: {error}") from error
+        if heads is not None:
+            tensor = HeadTensor(tensor.query * heads[:, None, None], tensor.key)
         _check_finite(parts.site.name, tensor.query, tensor.key)
         energies[parts.site.name] = tensor_energy(tensor)
     return energies

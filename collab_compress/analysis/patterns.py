@@ -65,7 +65,7 @@ PATTERNS: dict[str, Pattern] = {
     "previous token": previous_token,
     "first token": first_token,
 }
-"""Name → function; all but the entropy are of self-attention."""
+"""Name → function; all but the entropy are of self-attention with as many keys as queries."""
 
 
 def head_patterns(
@@ -76,7 +76,8 @@ def head_patterns(
     Arguments and errors are those of `head_covariances`.
 
     Returns:
-        Name in `PATTERNS` → module path → (H,) in float64. Cross-attention has an entropy only.
+        Name in `PATTERNS` → module path → (H,) in float64. Cross-attention, and attention to pooled keys
+        (SegFormer), have an entropy only.
     """
     return observe(model, batches, PatternMeans(), kinds, progress=progress).result()
 
@@ -104,7 +105,7 @@ class PatternMeans:
             query_mask = _mask(reading.real.query, (batch, queries), probs.device)
             key_mask = _mask(reading.real.key, (batch, keys), probs.device)
             for name, pattern in self._patterns.items():
-                if reading.site.kind == "cross" and pattern is not entropy:
+                if (reading.site.kind == "cross" or queries != keys) and pattern is not entropy:
                     continue
                 values, counted = pattern(probs, query_mask, key_mask)
                 total = values.transpose(1, 2)[counted].sum(0).cpu()  # (H,)
@@ -156,20 +157,19 @@ def induction(
 
     Raises:
         HeadError: the model reads no tokens or is an encoder–decoder, or length or sequences are too small.
-        CalibrationError: the model does not take sequences of 2T tokens.
+        CalibrationError: the model does not take sequences of 2T tokens, or needs images beside them.
         UnsupportedModelError: the model's family is not known.
     """
     config: Any = model.config
     vocabulary = getattr(config.get_text_config(), "vocab_size", 0)
-    if not vocabulary or config.is_encoder_decoder:
+    if not vocabulary or config.is_encoder_decoder or "input_ids" not in forward_arguments(model):
         raise HeadError(
             f"{type(model).__name__} does not read one sequence of tokens; induction needs a repeated one"
         )
     if length < 2 or sequences < 1:
         raise HeadError(f"got length {length} and {sequences} sequences; expected at least 2 tokens and 1 sequence")
     generator = torch.Generator().manual_seed(seed)
-    device = model.get_input_embeddings().weight.device
-    tokens = torch.randint(vocabulary, (sequences, length), generator=generator).repeat(1, 2).to(device)
+    tokens = torch.randint(vocabulary, (sequences, length), generator=generator).repeat(1, 2)
     batches = [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in tokens]
 
     def repeats(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -112,7 +112,7 @@ def plan(
         progress: called with the trial, the number of finished trials and their total.
         calibration_options: as for `compress`.
         form: of queries and keys.
-        shares: of the dense widths; widths are rounded up.
+        shares: of the dense widths; widths are rounded up, and dense ones left out.
         timed: whether to measure the latency of each trial and of the dense model, with 8 sequences in a batch.
 
     Raises:
@@ -135,7 +135,10 @@ def plan(
     trials: list[Trial] = []
     for number, (part, dense_width) in enumerate(dense_widths.items()):
         rounding = step if part == "dk" else 1
-        widths = {rounding * math.ceil(share * dense_width / rounding) for share in shares}
+        rounded = {rounding * math.ceil(share * dense_width / rounding) for share in shares}
+        widths = {width for width in rounded if width < dense_width}
+        if not widths:
+            left_out[part] = f"its shares of {dense_width} channels are rounded up to all of them; pass smaller ones"
         trials_of_part: list[Trial] = []
         for place, width in enumerate(sorted(widths, reverse=True)):
             if progress is not None:

@@ -1,6 +1,6 @@
 """Find the attention modules of a live model, read their projections, separate or fused, and refuse all others."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from operator import attrgetter
@@ -185,6 +185,11 @@ class DenseSite(AttentionSite):
         """Pairs of (projection, side of the attention mask) whose input moments weight the errors of a conversion."""
         return (self.query, "query"), (self.key, "key")
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Input widths of queries and keys."""
+        return self.query.in_features, self.key.in_features
+
     def query_heads(self) -> Tensor:
         """Return Wq of each head in mathematical layout, (H, D, d)."""
         return split_heads(self.query.weight, self.heads)
@@ -220,6 +225,11 @@ class ValueSite(AttentionSite):
     def inputs(self) -> tuple[tuple[Any, str], ...]:
         """Pair of (projection, side of the attention mask) whose input moments weight the errors of a conversion."""
         return ((self.output, "query"),)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Input width of values, output width of the output projection."""
+        return self.value.in_features, self.output.weight.shape[isinstance(self.output, Conv1D)]
 
     def value_heads(self) -> Tensor:
         """Return Wv of each head of values in mathematical layout, (Hkv, D, d)."""
@@ -391,8 +401,12 @@ def _attribute(name: str, module: nn.Module, family: AttentionFamily, path: str)
     )
 
 
-def find_dense_attention(model: nn.Module, modules: str = "*", kinds: Collection[Kind] = KINDS) -> list[DenseSite]:
+def find_dense_attention(
+    model: nn.Module, modules: str = "*", kinds: Collection[Kind] = KINDS, without: Collection[str] = ()
+) -> list[DenseSite]:
     """List every attention module of `model` that can be converted; as `find_attention`, and checks the projections.
+
+    Modules at the paths `without` are left out.
 
     Raises:
         UnsupportedModelError: as `find_attention`; an operation between projection and dot product (rotary
@@ -400,8 +414,8 @@ def find_dense_attention(model: nn.Module, modules: str = "*", kinds: Collection
             plain `nn.Linear`, is quantized, or is not H·d wide; the family's description leaves this kind of
             attention out.
     """
-    sites = [_dense_scores(site) for site in find_attention(model, modules, kinds)]
-    _refuse_interposed(transformers_model(model))
+    sites = [_dense_scores(site) for site in find_attention(model, modules, kinds) if site.name not in without]
+    _refuse_interposed(transformers_model(model), sites)
     _refuse_unknown_parts(transformers_model(model), modules)
     return sites
 
@@ -487,32 +501,34 @@ def _refuse_scores(name: str, module: nn.Module, reason: str) -> NoReturn:
     )
 
 
-def _refuse_interposed(model: nn.Module) -> None:
+def _refuse_interposed(model: nn.Module, sites: Iterable[AttentionSite]) -> None:
     """Refuse operations between projection and dot product, other than a rotary embedding that the family describes.
 
-    The collaborative form factors Wq·Wkᵀ, so nothing else may stand between the two.
+    The collaborative form factors Wq·Wkᵀ, so nothing else may stand between the two. Only the models that `sites`
+    belong to are searched.
 
     Raises:
         UnsupportedModelError: naming the first such module and the reason.
     """
-    described = _described(_owners(model))
-    has_rotary = False
+    owners = _owners(model)
+    families = {owners[site.name]: site.family for site in sites}
+    lacking = {owner: family for owner, family in families.items() if family.rotary}
     for name, module in model.named_modules():
-        if name not in described:
+        if owners[name] not in families:
             continue
         child, is_rotary = name.rpartition(".")[2].lower(), "rotaryembedding" in _class(module).lower()
         if child in NORMS:
             _refuse_scores(name, module, NORMALISED)
-        if described[name].rotary:
-            has_rotary |= is_rotary
+        if families[owners[name]].rotary:
+            if is_rotary:
+                lacking.pop(owners[name], None)
         elif is_rotary or child == "rotary_emb":
             _refuse_scores(
                 name, module, "a rotary position embedding rotates queries and keys after their projection"
             )
-    promised = [family.name for family in described.values() if family.rotary]
-    if promised and not has_rotary:
+    for owner, family in lacking.items():
         raise UnsupportedModelError(
-            f"{_class(model)} has no rotary embedding, which the {promised[0]} description promises; models of this "
+            f"{_class(owner)} has no rotary embedding, which the {family.name} description promises; models of this "
             "family with other positions cannot be converted"
         )
 

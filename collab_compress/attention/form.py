@@ -172,12 +172,12 @@ class MapForm(ABC):
         """Return the form of the kept heads, in ascending order."""
 
     @abstractmethod
-    def parameters(self, width: int) -> int:
-        """Count the parameters of the map in a model of width D."""
+    def parameters(self, widths: tuple[int, int]) -> int:
+        """Count the parameters of the map, for the widths of its two projections as a site has them."""
 
     @abstractmethod
-    def macs(self, width: int, length: int) -> int:
-        """Count the multiply-accumulates of the map for T = `length` tokens of width D."""
+    def macs(self, widths: tuple[int, int], length: int) -> int:
+        """Count the multiply-accumulates of the map for T = `length` tokens; widths as for `parameters`."""
 
     def row_cuts(self, module: Any, kept: Sequence[int]) -> list[Cut]:
         """Return the cuts of the parameters in `head_rows`."""
@@ -442,11 +442,11 @@ class ScoreForm(MapForm):
             cuts.append(Cut(module.get_submodule(path), "padding", padding_of(width, smaller.multiple)))
         return cuts
 
-    # Costs: D input width, H heads, d head width, R channels, T tokens.
+    # Costs: Dq and Dk input widths of queries and keys, H heads, d head width, R channels, T tokens.
 
     @abstractmethod
-    def break_even(self, width: int) -> float:
-        """Return T* for input width D: up to T* tokens the scores take fewer multiply-accumulates than dense ones.
+    def break_even(self, widths: tuple[int, int]) -> float:
+        """Return T* for input widths Dq and Dk: up to it the scores take fewer multiply-accumulates than dense ones.
 
         It is infinite where they always do, 0 where they never do.
         """

@@ -103,18 +103,18 @@ class PerHeadScores(ScoreForm):
         mixing = self.without(kept).build_mixing(False, module.mixing.device, module.mixing.dtype)
         return [*super().keep_heads(module, kept), Cut(module, "mixing", mixing)]
 
-    def parameters(self, width: int) -> int:
-        """2D·R, and H·D for content biases."""
-        return 2 * width * self.rank + width * self.content_channels
+    def parameters(self, widths: tuple[int, int]) -> int:
+        """(Dq + Dk)·R, and H·Dk for content biases."""
+        return sum(widths) * self.rank + widths[1] * self.content_channels
 
-    def macs(self, width: int, length: int) -> int:
-        """2·T·D·R + T²·R, and T·D·H for v·y."""
-        return (2 * length * width + length**2) * self.rank + length * width * self.content_channels
+    def macs(self, widths: tuple[int, int], length: int) -> int:
+        """T·(Dq + Dk)·R + T²·R, and T·Dk·H for v·y."""
+        return (length * sum(widths) + length**2) * self.rank + length * widths[1] * self.content_channels
 
-    def break_even(self, width: int) -> float:
+    def break_even(self, widths: tuple[int, int]) -> float:
         """Infinite, for there are fewer channels than dense ones; 0 where content biases outweigh what that saves."""
-        saved = 2 * width * (self.heads * self.head_width - self.rank)
-        return inf if saved >= width * self.content_channels else 0.0
+        saved = sum(widths) * (self.heads * self.head_width - self.rank)
+        return inf if saved >= widths[1] * self.content_channels else 0.0
 
 
 @in_float32_on_cpu

@@ -380,21 +380,21 @@ class RotaryScores(ScoreForm):
 
     # Costs.
 
-    def parameters(self, width: int) -> int:
-        """D·(R or H·d) for queries, D·R for keys, G·R, and biases."""
-        biases = self.query_width * self.query_bias + self.rank * self.key_bias
-        return width * (self.query_width + self.rank) + self.key_heads * self.rank + biases
+    def parameters(self, widths: tuple[int, int]) -> int:
+        """Dq·(R or H·d) for queries, Dk·R for keys, G·R, and biases."""
+        query, key = widths[0] + self.query_bias, widths[1] + self.key_bias
+        return query * self.query_width + (key + self.key_heads) * self.rank
 
-    def macs(self, width: int, length: int) -> int:
-        """T·D·(R or H·d) + T·D·R + 2·T·H·R + T²·H·R: a complex product is four real ones for each two channels."""
-        projected = length * width * (self.query_width + self.rank)
+    def macs(self, widths: tuple[int, int], length: int) -> int:
+        """T·Dq·(R or H·d) + T·Dk·R + 2·T·H·R + T²·H·R: a complex product is four real ones for each two channels."""
+        projected = length * (widths[0] * self.query_width + widths[1] * self.rank)
         return projected + (2 * length + length**2) * self.heads * self.rank
 
-    def break_even(self, width: int) -> float:
-        """T* = [D·((H + G)·d − (R or H·d) − R) − 2·H·R] / (H·R − H·d); infinite for R ≤ d."""
+    def break_even(self, widths: tuple[int, int]) -> float:
+        """T* = [Dq·(H·d − (R or H·d)) + Dk·(G·d − R) − 2·H·R] / (H·R − H·d); infinite for R ≤ d."""
         heads, head_width = self.heads, self.head_width
-        before = (heads + self.key_heads) * head_width
-        saved = width * (before - self.query_width - self.rank) - 2 * heads * self.rank
+        saved = widths[0] * (heads * head_width - self.query_width) + widths[1] * (self.dense_key_width - self.rank)
+        saved -= 2 * heads * self.rank
         growth = heads * (self.rank - head_width)
         if growth <= 0:
             return inf if saved >= 0 else 0.0

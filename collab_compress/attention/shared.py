@@ -57,19 +57,19 @@ class SharedScores(ScoreForm):
         """Return the form of the kept heads, with all shared channels."""
         return replace(self, heads=len(kept))
 
-    def parameters(self, width: int) -> int:
-        """(2D + H)·R, and H·D for content biases."""
-        return (2 * width + self.heads) * self.rank + width * self.content_channels
+    def parameters(self, widths: tuple[int, int]) -> int:
+        """(Dq + Dk + H)·R, and H·Dk for content biases."""
+        return (sum(widths) + self.heads) * self.rank + widths[1] * self.content_channels
 
-    def macs(self, width: int, length: int) -> int:
-        """2·T·D·R + T·H·R + T²·H·R, and T·D·H for v·y."""
-        work = (2 * length * width + length * self.heads + length**2 * self.heads) * self.rank
-        return work + length * width * self.content_channels
+    def macs(self, widths: tuple[int, int], length: int) -> int:
+        """T·(Dq + Dk)·R + T·H·R + T²·H·R, and T·Dk·H for v·y."""
+        work = (length * sum(widths) + length * self.heads + length**2 * self.heads) * self.rank
+        return work + length * widths[1] * self.content_channels
 
-    def break_even(self, width: int) -> float:
-        """T* = [2D(H·d − R) − H·R − (H·D if content biases)] / (H·R − H·d); infinite for R ≤ d."""
+    def break_even(self, widths: tuple[int, int]) -> float:
+        """T* = [(Dq + Dk)(H·d − R) − H·R − (H·Dk if content biases)] / (H·R − H·d); infinite for R ≤ d."""
         dense, heads = self.heads * self.head_width, self.heads
-        saved = 2 * width * (dense - self.rank) - heads * self.rank - width * self.content_channels
+        saved = sum(widths) * (dense - self.rank) - heads * self.rank - widths[1] * self.content_channels
         growth = heads * self.rank - dense
         if growth <= 0:
             return inf if saved >= 0 else 0.0

@@ -268,15 +268,15 @@ class NarrowValues(MapForm):
             cuts.append(Cut(module, JOINT_WIDTH, smaller.dv))
         return cuts
 
-    # Costs: D input and output width, T tokens.
+    # Costs: Dv input width of values, Do output width, T tokens.
 
-    def parameters(self, width: int) -> int:
-        """D·dv for values, as much for the outputs of each head that shares them, and dv for the values' bias."""
-        return ((1 + self.group) * width + self.value_bias) * self.dv
+    def parameters(self, widths: tuple[int, int]) -> int:
+        """Dv·dv for values, Do·dv for the outputs of each head that shares them, and dv for the values' bias."""
+        return (widths[0] + self.group * widths[1] + self.value_bias) * self.dv
 
-    def macs(self, width: int, length: int) -> int:
-        """T·D·dv for values; T²·dv and T·D·dv for each head that shares them."""
-        return (length * width + self.group * (length**2 + length * width)) * self.dv
+    def macs(self, widths: tuple[int, int], length: int) -> int:
+        """T·Dv·dv for values; T²·dv and T·Do·dv for each head that shares them."""
+        return (length * widths[0] + self.group * (length**2 + length * widths[1])) * self.dv
 
 
 def output_dim(output: nn.Linear | Conv1D) -> int:

@@ -74,7 +74,7 @@ def calibration_batches(
         CalibrationError: no tokenizer, no data, a file that cannot be read, something else than data, or texts for a
             model that does not read any.
     """
-    batches, notes = noted_batches(calibration, model, tokenizer, sequences=sequences, length=length, seed=seed)
+    batches, notes, _ = noted_batches(calibration, model, tokenizer, sequences=sequences, length=length, seed=seed)
     for note in notes:
         _logger.warning(note)
     return batches
@@ -88,11 +88,11 @@ def noted_batches(
     sequences: int | None,
     length: int | None,
     seed: int,
-) -> tuple[list[Batch], list[str]]:
-    """Return the batches of `calibration_batches`, and a sentence for each thing that was left out."""
+) -> tuple[list[Batch], list[str], list[Batch]]:
+    """Return the batches of `calibration_batches`, a sentence for each thing left out, and the batches not drawn."""
     CalibrationOptions(sequences=sequences, length=length)  # checks both
     if is_none(calibration):
-        return [], []
+        return [], [], []
     if isinstance(tokenizer, ProcessorMixin):
         tokenizer = getattr(tokenizer, "tokenizer", None)
     columns = getattr(calibration, "column_names", getattr(calibration, "columns", None))
@@ -105,6 +105,7 @@ def noted_batches(
     if items is not None and not items:
         raise CalibrationError("calibration data is empty; pass at least one batch or text, or None")
     notes: list[str] = []
+    given: list[Batch] | None = None
     if items is not None and isinstance(items[0], Mapping):
         batches = items
         ids = [batch["input_ids"] for batch in batches if "input_ids" in batch]
@@ -139,10 +140,13 @@ def noted_batches(
         if cut:
             notes.append(f"{cut} of {len(sample)} texts are longer than {limit} tokens and are cut there")
         if items is None and str(calibration).startswith(BESIDE):
-            batches += synthetic_batches(model, tokenizer, sequences, length, seed)
+            given = batches
+            batches = given + synthetic_batches(model, tokenizer, sequences, length, seed)
             batches = sampled(batches, len(batches), seed)
     _check_vocabulary(model, batches)
-    return batches, notes
+    if given is None:
+        given = [] if is_synthetic(calibration) else batches
+    return batches, notes, given
 
 
 def _check_vocabulary(model: PreTrainedModel, batches: Sequence[Batch]) -> None:

@@ -197,8 +197,7 @@ def run_batch(model: PreTrainedModel, batch: Batch) -> Any:
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise CalibrationError(
-            f"{type(model).__name__} cannot run on the given batches ({reason}); pass batches made for it, or "
-            "calibration 'none'"
+            f"{type(model).__name__} cannot run on the given batches ({reason}); pass batches made for it"
         ) from error
 
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
+    GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
@@ -93,6 +94,10 @@ def find_directory(name: str, revision: str | None = None) -> Path:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=FETCHED, ignore_patterns=ignored))
     except RevisionNotFoundError as error:
         raise CheckpointError(f"{repository} has no revision {revision!r} on the hub") from error
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"{repository} is given to those who ask for it; ask on its page, then run hf auth login, or set HF_TOKEN"
+        ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise CheckpointError(f"{name} is neither a directory nor a model on the hub: {one_line(error)}") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:

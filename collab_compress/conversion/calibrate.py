@@ -19,7 +19,7 @@ from collab_compress.architectures import (
     transformers_model,
 )
 from collab_compress.calibration import Batch, Calibration, gather_moments
-from collab_compress.calibration.batches import is_synthetic, noted_batches, sequence_count
+from collab_compress.calibration.batches import noted_batches, sequence_count
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.keep import typical_length
 from collab_compress.errors import CalibrationError, UnsupportedModelError
@@ -92,15 +92,14 @@ def read(
         calibration.check(model, options, seed)
         return calibration
     options = options or CalibrationOptions()
-    batches, notes = noted_batches(
+    batches, notes, given = noted_batches(
         calibration, model, tokenizer, sequences=options.sequences, length=options.length, seed=seed
     )
-    synthetic = is_synthetic(calibration)
     return Calibrated(
         *split_held_back(batches),
         notes=notes,
-        refit=bool(batches) and not synthetic,
-        length=typical_length(options, model, () if synthetic else batches),
+        refit=bool(given),
+        length=typical_length(options, model, given),
         options=options,
         seed=seed,
         moments={},

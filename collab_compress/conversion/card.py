@@ -140,7 +140,7 @@ def _conversion(
             f"output projections fitted to them ({how}), without retraining."
         )
     else:
-        yield "Values and outputs are the source's own."
+        yield f"Values{'' if report and report.refits else ' and outputs'} are the source's own."
     if report and report.feed_forward:
         yield (
             f"{len(report.feed_forward)} feed-forward blocks keep {compression.dff} neurons each, chosen by what "

@@ -31,6 +31,7 @@ from collab_compress.architectures import (
     transformers_model,
 )
 from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm, form_for, install_, uninstall_
+from collab_compress.attention.projections import width_in
 from collab_compress.calibration import Calibration
 from collab_compress.calibration.batches import is_none, sequence_count
 from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
@@ -55,7 +56,14 @@ from collab_compress.conversion.plan import (
     plan_distributed,
     warnings_of,
 )
-from collab_compress.conversion.refit import Refitted, install_refits, notes_on, of_first_process, refit
+from collab_compress.conversion.refit import (
+    Refitted,
+    check_weights,
+    install_refits,
+    notes_on,
+    of_first_process,
+    refit,
+)
 from collab_compress.conversion.report import Drift, ModuleReport, Report, ValueReport
 from collab_compress.devices import has_float64
 from collab_compress.distributed import process_state
@@ -191,23 +199,26 @@ def find_tasks(
             "call model.set_attn_implementation('sdpa') first"
         )
     where = (model, compression.modules, compression.kinds)
-    for attention in find_attention(*where):
-        _refuse_converted(attention, compression)
-    scores = find_dense_attention(*where) if compression.dk is not None else []
+    attention = find_attention(*where)
+    own = {site.name: (by_module or {}).get(site.name, compression) for site in attention}
+    for site in attention:
+        _refuse_converted(site, own[site.name])
+    dense = [name for name, chosen in own.items() if chosen.dk is None]  # as the scores of rotary modules by keep
+    scores = find_dense_attention(*where, dense) if len(dense) < len(own) else []
     values = find_dense_values(*where) if compression.dv is not None else []
     sites: list[Site] = [*scores, *values]
-    tasks = [Task(site, (by_module or {}).get(site.name, compression)) for site in sites]
+    tasks = [Task(site, own[site.name]) for site in sites]
     for task in tasks:
         site = task.site
         if isinstance(site, DenseSite):
-            _check_width(site, "dk", task.compression.dk, site.key_value_heads)
+            _check_width(site, "dk", task.compression.dk, () if site.family.rotary else (site.query, site.key))
             _check_solver(site, task.compression)
             form = task.form(calibrated)
             if isinstance(form, ScoreForm):
                 form.check_room()
             _check_weights(site, ((site.family.query, site.query), (site.family.key, site.key)))
         else:
-            _check_width(site, "dv", task.compression.dv, site.key_value_heads)
+            _check_width(site, "dv", task.compression.dv, (site.value,))
             _check_weights(site, ((site.family.value, site.value), (site.family.output, site.output)))
     return tasks
 
@@ -235,24 +246,26 @@ def _refuse_converted(site: AttentionSite, compression: Compression) -> None:
             )
 
 
-def _check_width(site: AttentionSite, name: str, width: int | None, heads: int) -> None:
-    full = heads * site.head_width
-    if width is not None and width > full:
+def _check_width(site: AttentionSite, name: str, width: int | None, projections: Iterable[Any]) -> None:
+    """Refuse a width beyond the channels of all heads, of which each has no more than its projections read."""
+    heads, channels = site.key_value_heads, min([site.head_width, *map(width_in, projections)])
+    full = heads * channels
+    if width is not None and width > full and width != site.key_value_width:
         raise CompressionError(
-            f"{site.name}: {name} is {width}, but {heads} heads × {site.head_width} = {full} is exact already; pass "
-            f"{name} between 1 and {full}"
+            f"{site.name}: {name} is {width}, but {heads} heads × {channels} = {full} is exact already; pass {name} "
+            f"between 1 and {full}"
         )
 
 
 def _check_solver(site: AttentionSite, compression: Compression) -> None:
-    """Refuse centred queries and other solvers for a rotary module."""
+    """Refuse centred queries, a tolerance and other solvers for a rotary module."""
     if not site.family.rotary:
         return
-    solvers = form_for(compression.form, site).solvers
-    if compression.solver.centre is not None or compression.solver.method not in solvers:
+    solvers, solver = form_for(compression.form, site).solvers, compression.solver
+    if (solver.centre, solver.tolerance) != (None, None) or solver.method not in solvers:
         raise CompressionError(
             f"{site.name}: a rotary embedding rotates queries and keys, so neither is centred, and solver "
-            f"{' or '.join(solvers)} decomposes them; leave out centre and other solvers"
+            f"{' or '.join(solvers)} decomposes them in all its sweeps; leave out centre, tolerance and other solvers"
         )
 
 
@@ -260,13 +273,7 @@ def _check_weights(site: AttentionSite, projections: Iterable[tuple[str, Any]]) 
     for path, projection in projections:
         layer = getattr(projection, "layer", projection)  # of a fused layer
         refuse_hooks(site.path(path), layer, stays=path == site.family.output)
-        for name, parameter in projection.named_parameters():
-            if parameter.is_meta:
-                raise CompressionError(f"{site.path(path)}.{name} is offloaded; load the model into memory")
-            if not bool(torch.isfinite(parameter).all()):
-                raise CompressionError(
-                    f"{site.path(path)}.{name} holds NaN or infinite values; the checkpoint is damaged"
-                )
+        check_weights((f"{site.path(path)}.{name}", weight) for name, weight in projection.named_parameters())
 
 
 def working_device(device: str | None, tasks: Sequence[Task], distributed: bool = False) -> str | None:
@@ -346,7 +353,7 @@ def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, C
     refits = bool(blocks) or _wants_refit(job, compression)
     seconds: list[float] = []
     with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
-        sites = [task.site for task in tasks if isinstance(task.site, DenseSite)]
+        sites = [task.site for task in tasks if isinstance(task.site, DenseSite) and not task.is_exact]
         decompose = partial(
             plan,
             model,
@@ -375,9 +382,7 @@ def _narrower_blocks(job: _Job, compression: Compression) -> tuple[list[FeedForw
         return [], None
     if not (job.data.used and job.data.held_back):
         raise CompressionError("dff takes calibration data of at least two sequences; pass texts")
-    for name, parameter in job.model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise CompressionError(f"{name} holds NaN or infinite values; the checkpoint is damaged")
+    check_weights(job.model.named_parameters())
     blocks = find_feed_forward(job.model, job.data.used[0])
     for block in blocks:
         if compression.dff > block.width:
@@ -391,7 +396,10 @@ def _wants_refit(job: _Job, compression: Compression) -> bool:
     has_data = bool(job.data.used) and bool(job.data.held_back)
     if compression.solver.refit and not has_data:
         raise CompressionError("refit takes calibration data of at least two sequences; pass more, or leave it out")
-    return has_data and (job.data.refit if compression.solver.refit is None else compression.solver.refit)
+    wanted = has_data and (job.data.refit if compression.solver.refit is None else compression.solver.refit)
+    if wanted:
+        check_weights(job.model.named_parameters())
+    return wanted
 
 
 def _refit(

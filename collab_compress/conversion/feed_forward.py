@@ -21,7 +21,7 @@ from collab_compress.attention.projections import width_in
 from collab_compress.attention.values import fill_, output_dim
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.conversion.report import FeedForwardReport
-from collab_compress.conversion.writers import Writer, find_writers, probe_batch, width_out
+from collab_compress.conversion.writers import Writer, find_writers, probe_batch, refuse_computed, width_out
 from collab_compress.errors import UnsupportedModelError
 
 WIDTHS = (
@@ -140,11 +140,13 @@ def narrower_config(model: PreTrainedModel, blocks: Sequence[FeedForward], width
     """Return a copy of the dense model's config in which all feed-forward blocks have this width.
 
     Raises:
-        UnsupportedModelError: no attribute of the config sets the width of all blocks, and of nothing else.
+        UnsupportedModelError: no attribute of the config sets the width of all blocks, and of nothing else; the
+            weight of a layer is computed from others.
     """
     wanted = _shapes(model)
     for block in blocks:
         for name in (*block.ups, block.down):
+            refuse_computed(name, model.get_submodule(name))
             for part, shape in _cut_shapes(model, block, name, width).items():
                 wanted[f"{name}.{part}"] = shape
     to_change = {name for name, shape in _shapes(model).items() if wanted[name] != shape}

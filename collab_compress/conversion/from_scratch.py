@@ -1,6 +1,7 @@
 """Collaborative attention from scratch: fresh models whose heads share queries and keys from the first step."""
 
 import copy
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -13,8 +14,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from collab_compress.architectures import DenseSite, find_dense_attention
 from collab_compress.attention import FormEdit, RotaryScores, ScoreForm, SharedScores, install_
 from collab_compress.checkpoint import path_in_base, record_edit_
+from collab_compress.conversion.plan import rounding
 from collab_compress.errors import CompressionError
+from collab_compress.options import check_counts
 
+_logger = logging.getLogger(__name__)
 MixingStart = Literal["concatenation", "ones", "uniform"]
 
 
@@ -37,10 +41,10 @@ class FromScratch:
     concatenation, whose heads are R/H wide."""
 
     def __post_init__(self) -> None:
-        if self.dk < 1:
-            raise CompressionError(f"dk is {self.dk}; expected at least 1")
-        if self.mixing not in MIXING_STARTS:
-            raise CompressionError(f"mixing is {self.mixing!r}; expected one of {', '.join(MIXING_STARTS)}")
+        check_counts(self, CompressionError, "dk")
+        for name, choices in (("mixing", [*MIXING_STARTS]), ("scale", ["model", "narrow"])):
+            if getattr(self, name) not in choices:
+                raise CompressionError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
         if self.scale == "narrow" and (self.mixing != "concatenation" or self.train_mixing):
             raise CompressionError(
                 "the narrow scale √(H/R) is for mixing='concatenation' with train_mixing=False; "
@@ -76,6 +80,8 @@ def from_config(
         forms.setdefault(form.kind, {})[path_in_base(model, site.module)] = form
     for kind, modules in forms.items():
         record_edit_(model, FormEdit(kind, modules))
+        for warning in rounding(modules.values(), attention.dk):
+            _logger.warning(warning)
     return model
 
 

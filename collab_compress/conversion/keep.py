@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import (
     AttentionSite,
+    DenseSite,
     ValueSite,
     find_attention,
     find_dense_attention,
@@ -38,7 +39,7 @@ class Candidate:
     """Widths that keep the share of the layers' operations that was asked for.
 
     Args:
-        compression: of the whole model; its dk, dv and form are those of the first attention module.
+        compression: of the whole model; dk, dv and form are those of the first attention module, with a dk if any.
         modules: path of each attention module → its compression; empty if attention stays dense.
         attention: share of attention's operations that attention keeps.
         kept: share of the layers' operations that the model keeps.
@@ -73,20 +74,20 @@ class _Attention:
     """The costs of one attention module for inputs of a length."""
 
     def __init__(self, site: AttentionSite, values: ValueSite, length: int) -> None:
-        self.site, self.values, self.length = site, values, length
-        self.scores_macs = dense_macs(values.value.in_features, site.width, site.key_value_width, length)
+        query, key = site.part(site.family.query), site.part(site.family.key)
+        self.site, self.values, self.length = DenseSite(**vars(site), query=query, key=key), values, length
+        self.scores_macs = dense_macs(self.site.widths, (site.width, site.key_value_width), length)
         self.dense = _Widths(None, values.width, self.scores_macs + self._values_macs(values.width))
 
     def _values_macs(self, dv: int) -> int:
         form = NarrowValues.of(self.values, dv, self.values.value.bias is not None)
-        return form.macs(self.values.value.weight.shape[1], self.length)
+        return form.macs(self.values.widths, self.length)
 
     def plain(self, channels: int) -> _Widths:
         """Return the widths that heads of a stock model hold, of which a content bias takes one channel."""
         site, heads = self.site, self.values.key_value_heads
-        content_bias = site.part(site.family.query).bias is not None
-        hidden = self.values.value.in_features
-        macs = dense_macs(hidden, site.heads * channels, heads * channels, self.length)
+        content_bias = site.query.bias is not None
+        macs = dense_macs(site.widths, (site.heads * channels, heads * channels), self.length)
         dk = site.heads * (channels - content_bias)
         return _Widths(dk, heads * channels, macs + self._values_macs(heads * channels))
 
@@ -98,13 +99,13 @@ class _Attention:
         """
         site, heads = self.site, self.values.key_value_heads
         scores_share, values_share = SPLIT[form]
-        for channels in range(self.values.head_width, 0, -1):
+        for channels in range(min(self.values.head_width, self.values.value.in_features), 0, -1):
             dk, scores_macs = None, self.scores_macs
             if not site.family.rotary:
                 score_channels = min(site.head_width, max(1, round(channels * scores_share / values_share)))
-                content_bias = site.part(site.family.query).bias is not None
+                content_bias = site.query.bias is not None
                 scores = FORMS[form].of(site, site.heads * score_channels, content_bias=content_bias)
-                dk, scores_macs = scores.rank, scores.macs(self.values.value.in_features, self.length)
+                dk, scores_macs = scores.rank, scores.macs(site.widths, self.length)
             macs = scores_macs + self._values_macs(heads * channels)
             if macs <= share * self.dense.macs:
                 if scores_macs <= self.scores_macs and macs <= self.dense.macs:
@@ -129,10 +130,13 @@ class Layers:
             _Attention(site, values, length)
             for site, values in zip(find_attention(*where), find_dense_values(*where), strict=True)
         ]
-        self.rotary = any(module.site.family.rotary for module in self.attention)
+        rotary = [module.site for module in self.attention if module.site.family.rotary]
+        self.rotary = len(rotary) == len(self.attention)
+        narrowable = any(not site.family.keeps_scores for site in rotary)
+        self.why_no_rotary = "only dk makes them narrower" if narrowable else ""
         self.why_no_heads = _why_no_heads(model, len(self.attention)) if compression.equal_heads else ""
         if not self.rotary and not self.why_no_heads:
-            find_dense_attention(*where)  # raises if queries and keys cannot be converted
+            find_dense_attention(*where, [site.name for site in rotary])  # raises if others cannot be converted
         self.blocks, self.why_no_blocks = _narrowable(model, batch)
         reports = [block_report(model, block, 1, length) for block in self.blocks]
         self.neurons = min((block.width for block in self.blocks), default=0)
@@ -165,7 +169,8 @@ class Layers:
         for module, chosen in zip(self.attention, widths, strict=True):
             if attention < 1:
                 modules[module.site.name] = self._compression(form, chosen.dk, chosen.dv, dff)
-        compression = next(iter(modules.values())) if modules else self._compression(form, None, None, dff)
+        own = list(modules.values()) or [self._compression(form, None, None, dff)]
+        compression = max(own, key=lambda chosen: chosen.dk is not None)  # the first of them
         return Candidate(compression, modules, attention, (spent + (dff or 0) * self.macs_per_neuron) / self.macs)
 
     def _plain(self, share: float) -> list[_Widths]:
@@ -219,6 +224,7 @@ class Layers:
         """Why attention or feed-forward blocks stay as they are, if they do."""
         reasons = {
             "attention stays as it is": self.why_no_heads,
+            "queries and keys with a rotary embedding stay dense": self.why_no_rotary,
             "feed-forward blocks stay as they are": self.why_no_blocks,
         }
         words = [f"{what}: {why}" for what, why in reasons.items() if why]

@@ -1,6 +1,6 @@
 """Compute the replacement of each attention map, in threads or processes, without touching the model."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from collab_compress.attention.projections import width_in
 from collab_compress.attention.rotary import arranged
 from collab_compress.calibration import Batch, gather_moments
 from collab_compress.conversion.report import ModuleReport, ValueReport, module_report, value_report
-from collab_compress.distributed import process_state
+from collab_compress.distributed import on_every_process, process_state
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import (
     Factorization,
@@ -267,7 +267,7 @@ def _share(
     parts = form.build(site.module, site.parent)
     factors = result.factors.to(dtype=parts.mixing.dtype)  # before they move: not every device has float64
     form.load_(parts, factors.query, factors.mixing, factors.key, factors.content_bias)
-    energy = None if result.sizes is None else _head_energy(site, result.factors, moments)
+    energy = _head_energy(site, result.factors, moments) if compression.form == "per-head" else None
     return form, parts, result, energy
 
 
@@ -361,16 +361,18 @@ def _narrow(site: ValueSite, compression: Compression, moments: SiteMoments) -> 
     return form, parts, result
 
 
+def rounding(forms: Iterable[MapForm], dk: int | None) -> list[str]:
+    """Return a warning of a dk that rotary forms round up, or none."""
+    rounded = [form for form in forms if isinstance(form, RotaryScores) and form.rank != dk]
+    return [
+        f"dk {dk} was rounded up to {form.rank}: a rotary embedding rotates whole heads of {form.head_width} channels"
+        for form in rounded[:1]
+    ]
+
+
 def warnings_of(planned: Sequence[Planned], compression: Compression) -> list[str]:
     """Return warnings of a rounded dk, few vectors, solvers that broke down, and heads that lost their scores."""
-    warnings = []
-    rotary = [item.form for item in planned if isinstance(item.form, RotaryScores)]
-    rounded = [form for form in rotary if form.rank != compression.dk]
-    if rounded:
-        warnings.append(
-            f"dk {compression.dk} was rounded up to {rounded[0].rank}: a rotary embedding rotates whole heads of "
-            f"{rounded[0].head_width} channels"
-        )
+    warnings = rounding((item.form for item in planned), compression.dk)
     few = []
     starved = []
     for item in planned:
@@ -410,21 +412,11 @@ def plan_distributed(tasks: Sequence[Task], plan: Callable[[Sequence[Task]], lis
     """Plan a part of the tasks in each process, and return the plans of all, in order.
 
     Raises:
-        CompressionError: the plan of another process failed; the error itself in the process that failed.
+        RecipeError: the plan of another process failed; the error itself in the process that failed.
     """
     state = process_state()
     rank, count = state.process_index, state.num_processes
-    mine: list[Planned] = []
-    error: Exception | None = None
-    try:
-        mine = plan(tasks[rank::count]) if tasks[rank::count] else []
-    except Exception as failure:  # of any kind: the others wait for this process
-        error = failure
-    failed = [message for message in gather_object([None if error is None else str(error)]) if message is not None]
-    if error is not None:
-        raise error
-    if failed:
-        raise CompressionError(failed[0])
+    mine = on_every_process(lambda: plan(tasks[rank::count]) if tasks[rank::count] else [])
     described = gather_object([(rank + place * count, item.form, item.report) for place, item in enumerate(mine)])
     planned = []
     for number, form, report in sorted(described, key=lambda entry: int(entry[0])):

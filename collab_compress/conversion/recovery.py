@@ -26,7 +26,7 @@ from collab_compress.attention import ScoreForm
 from collab_compress.attention.install import FORMS_AT
 from collab_compress.calibration import Batch, Calibration, calibration_batches
 from collab_compress.calibration.batches import first_batches, is_synthetic
-from collab_compress.conversion.refit import check_finite
+from collab_compress.conversion.refit import check_models
 from collab_compress.errors import CalibrationError, CompressionError, HeadError
 from collab_compress.heads import Tap
 from collab_compress.losses import kl_divergence
@@ -161,7 +161,7 @@ def distil_(
 
     Raises:
         HeadError: the model is not converted, or has other attention modules or heads than the dense one; they share
-            parameters, or values are not finite, before or after training; several GPUs in one process.
+            parameters, or weights are offloaded or not finite, before or after training; several GPUs in one process.
         CompressionError: progress or parameters is no function.
         CalibrationError: there are no batches.
         UnsupportedModelError: the models' family is not known.
@@ -213,8 +213,7 @@ def _check_models(model: PreTrainedModel, dense: PreTrainedModel) -> None:
             "the converted and the dense model share parameters; pass the dense model loaded again, or a copy made "
             "before the conversion"
         )
-    check_finite(model, "converted")
-    check_finite(dense, "dense")
+    check_models(model, dense)
 
 
 def _check_sites(

@@ -16,10 +16,11 @@ import ctypes
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -40,12 +41,13 @@ from collab_compress.conversion.plan import Progress
 from collab_compress.conversion.report import RefitReport
 from collab_compress.conversion.writers import Writer, find_writers, probe_batch, stream_of, width_out
 from collab_compress.distributed import process_state
-from collab_compress.errors import CalibrationError, HeadError
+from collab_compress.errors import CalibrationError, CollabCompressError, CompressionError, HeadError
 from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, choose_neurons, fit
 
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # shares of the inputs' mean variance, chosen by held-back data
 ROUNDING = 1e-5  # relative error of the stream that is rounding alone
 ROOM = 2 * 2**30  # bytes of hidden states, of both models together
+MOST = 512  # batches to fit to, and as many held back: each has two or three threads
 PASSES_PER_TRIM = 8  # forward passes that run between two calls of malloc_trim, which takes milliseconds
 
 _logger = logging.getLogger(__name__)
@@ -89,6 +91,7 @@ def refit(
     """
     if not used or not held_back:
         raise CalibrationError("refitting takes at least two sequences, one of them held back; pass more data")
+    used, held_back = (batches[:: ceil(len(batches) / MOST)] for batches in (used, held_back))
     with evaluation_mode(model), evaluation_mode(dense):
         writers = find_writers(model, used[0])
         _check_same(writers, model, dense)
@@ -181,11 +184,10 @@ def refit_(
 
     Raises:
         CalibrationError: the data are missing or unusable, or fewer than two sequences.
-        HeadError: a model holds values that are not finite, or the two have different layers.
+        HeadError: a model holds weights that are offloaded or not finite, or the two have different layers.
     """
     model, dense = transformers_model(model), transformers_model(dense)
-    check_finite(model, "converted")
-    check_finite(dense, "dense")
+    check_models(model, dense)
     batches = calibration_batches(calibration, dense, tokenizer, sequences=sequences, length=length, seed=seed)
     used, held_back = split_held_back(batches)
     results = refit(model, dense, used, held_back, progress)
@@ -202,16 +204,25 @@ def notes_on(results: Sequence[Refitted], used: Sequence[Batch]) -> tuple[str, .
     if fitted == count:
         return ()
     return (
-        f"layers were refitted to {fitted} of {count} calibration sequences, in batches evenly spaced: the hidden "
-        f"states of all would take more than {ROOM / 2**30:g} GiB",
+        f"layers were refitted to {fitted} of {count} calibration sequences, in batches evenly spaced: at most {MOST}, "
+        f"whose hidden states take at most {ROOM / 2**30:g} GiB",
     )
 
 
-def check_finite(model: PreTrainedModel, role: str) -> None:
-    """Raise HeadError if the converted or the dense model (its `role`) has weights that are not finite."""
-    for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise HeadError(f"{name} of the {role} model holds NaN or infinite values; load it again")
+def check_weights(weights: Iterable[tuple[str, Tensor]], error: type[CollabCompressError] = CompressionError) -> None:
+    """Raise `error` for the first of the weights, given by their names, that is offloaded or not finite."""
+    for name, weight in weights:
+        if weight.is_meta:
+            raise error(f"{name} is offloaded; load the model into memory")
+        if not bool(torch.isfinite(weight).all()):
+            raise error(f"{name} holds NaN or infinite values; the checkpoint is damaged")
+
+
+def check_models(model: PreTrainedModel, dense: PreTrainedModel) -> None:
+    """Raise HeadError if the converted or the dense model has weights that are offloaded or not finite."""
+    for role, part in (("converted", model), ("dense", dense)):
+        weights = ((f"{name} of the {role} model", weight) for name, weight in part.named_parameters())
+        check_weights(weights, HeadError)
 
 
 def _fit_memory(

@@ -1,7 +1,7 @@
 """Reports of conversions: errors, parameters, multiply-accumulates, break-even length.
 
 Queries and keys are counted as in "Multi-Head Attention: Collaborate Instead of Concatenate", section 3.4; values and
-the output projection separately. D input width, H heads, d head width, R shared width, T tokens.
+the output projection separately. H heads, d head width, R shared width, T tokens. Pairs are of queries and keys.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,14 +16,14 @@ from collab_compress.factorization import Factorization, Narrowing, RotaryFactor
 from collab_compress.options import Compression
 
 
-def dense_parameters(width: int, queries: int, keys: int, bias: bool) -> int:
-    """Return the parameters of dense projections from width D to `queries` and `keys` channels."""
-    return (queries + keys) * (width + bias)
+def dense_parameters(widths: tuple[int, int], channels: tuple[int, int], biases: tuple[bool, bool]) -> int:
+    """Return the parameters of dense projections from input widths to channels, with a bias or without."""
+    return sum((width + bias) * count for width, count, bias in zip(widths, channels, biases, strict=True))
 
 
-def dense_macs(width: int, queries: int, keys: int, length: int) -> int:
+def dense_macs(widths: tuple[int, int], channels: tuple[int, int], length: int) -> int:
     """Return the multiply-accumulates of dense scores over T tokens: T·D a channel, and T² a query channel."""
-    return length * width * (queries + keys) + length**2 * queries
+    return length * (widths[0] * channels[0] + widths[1] * channels[1]) + length**2 * channels[0]
 
 
 def width_range(widths: Iterable[int]) -> str:
@@ -261,19 +261,20 @@ def module_report(
     head_energy: tuple[float, ...] | None = None,
 ) -> ModuleReport:
     """Return the report of one module's queries and keys; `vectors` counts the inputs of both in the moments."""
-    width = site.key.in_features
-    before = dense_macs(width, site.width, site.key_value_width, length)
-    per_head = PerHeadScores.of(site, form.rank, form.content_bias).macs(width, length)
+    widths, channels = site.widths, (site.width, site.key_value_width)
+    before = dense_macs(widths, channels, length)
+    per_head = PerHeadScores.of(site, form.rank, form.content_bias).macs(widths, length)
+    biases = site.query.bias is not None, site.key.bias is not None
     return ModuleReport(
         name=site.name,
         dk=form.rank,
         weight_error=result.weight_error,
         data_error=result.data_error,
-        parameters_before=dense_parameters(width, site.width, site.key_value_width, site.query.bias is not None),
-        parameters_after=form.parameters(width),
+        parameters_before=dense_parameters(widths, channels, biases),
+        parameters_after=form.parameters(widths),
         macs_before=before,
-        macs_after=form.macs(width, length),
-        break_even_length=form.break_even(width),
+        macs_after=form.macs(widths, length),
+        break_even_length=form.break_even(widths),
         sweeps=result.sweeps,
         converged=result.converged,
         seconds=seconds,
@@ -291,17 +292,17 @@ def value_report(
     site: ValueSite, form: NarrowValues, result: Narrowing, length: int, seconds: float, vectors: float
 ) -> ValueReport:
     """Return the report of one module's values; `vectors` counts the output projection's inputs in the moments."""
-    width = site.value.weight.shape[1]
+    widths = site.widths
     dense = replace(form, sizes=(site.head_width,) * site.key_value_heads)
     return ValueReport(
         name=site.name,
         dv=form.dv,
         weight_error=result.weight_error,
         data_error=result.data_error,
-        parameters_before=dense.parameters(width),
-        parameters_after=form.parameters(width),
-        macs_before=dense.macs(width, length),
-        macs_after=form.macs(width, length),
+        parameters_before=dense.parameters(widths),
+        parameters_after=form.parameters(widths),
+        macs_before=dense.macs(widths, length),
+        macs_after=form.macs(widths, length),
         seconds=seconds,
         sizes=form.sizes,
         output_vectors=int(vectors),

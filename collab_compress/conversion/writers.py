@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -97,11 +98,7 @@ def _candidates(model: PreTrainedModel, batch: Batch) -> list[tuple[str, Attenti
             is_numbered = any(part.isdecimal() for part in name.split("."))
             may_write = name in outputs or (is_numbered and not name.startswith(inside_attention))
             if may_write and width_out(module) in widths:
-                if "weight" not in module._parameters:
-                    raise UnsupportedModelError(
-                        f"the weight of {name} is computed from others by a hook; make it plain first, by torch.nn."
-                        "utils.prune.remove or torch.nn.utils.remove_weight_norm"
-                    )
+                refuse_computed(name, module)
                 hooks.enter_context(module.register_forward_hook(partial(count, name)))
         run_batch(model, batch)
     return [(name, nearest[name], number) for name, number in calls.items()]
@@ -113,8 +110,18 @@ def probe_batch(batch: Batch) -> Batch:
 
 
 def width_out(layer: Any) -> int:
-    """Return the number of outputs of a plain linear layer; 0 for any other module."""
-    return int(layer.weight.shape[1 - output_dim(layer)]) if type(layer) in (nn.Linear, Conv1D) else 0
+    """Return the number of outputs of a linear layer, parametrized or plain; 0 for any other module."""
+    kind = type_before_parametrizations(layer)
+    return int(layer.weight.shape[1 - output_dim(layer)]) if kind in (nn.Linear, Conv1D) else 0
+
+
+def refuse_computed(name: str, layer: nn.Module) -> None:
+    """Raise UnsupportedModelError if the weight of the layer at path `name` is no parameter of it."""
+    if "weight" not in layer._parameters:
+        raise UnsupportedModelError(
+            f"the weight of {name} is computed from others; make it plain first, by torch.nn.utils.prune.remove, "
+            "remove_weight_norm or parametrize.remove_parametrizations"
+        )
 
 
 class _Seen(NamedTuple):

@@ -251,6 +251,8 @@ class Parallel(Layout):
                         f"file name {name!r} has an unknown placeholder; expected {{lang}}, {{side}}, {{pair}} or "
                         "{tight}"
                     ) from error
+                if source_file == target_file:
+                    raise DataError(f"file name {name!r} is that of both languages; put {{lang}} where they differ")
                 candidates[source_file, target_file] = None
         return list(candidates)
 

@@ -234,7 +234,7 @@ def load_task(
         source: source language, as in the names of the files.
         target: target language.
         files: split → path, or paths to read one after another, instead of the usual ones; `{lang}` stands for the
-            language.
+            language. They are laid out as those of the usual ones that end alike.
         train: whether training data are needed; without, they may be missing.
         num_proc: number of processes that work on data on disk; files are read into memory if not given.
 
@@ -295,7 +295,10 @@ def _resolve(
     layouts = task.layouts
     if files:
         parts = {split: (paths,) if isinstance(paths, str) else tuple(paths) for split, paths in files.items()}
-        layouts = (replace(layouts[0], files=parts, optional=()),)
+        if empty := [split for split, paths in parts.items() if not all(paths) or not paths]:
+            raise DataError(f"{name}: files of {empty[0]} name no path; pass one, or leave the split out")
+        fitting = (layout for layout in layouts if _endings(parts) <= _endings(layout.files))
+        layouts = (replace(next(fitting, layouts[0]), files=parts, optional=()),)
     if not train:
         for_evaluation = []
         for layout in layouts:
@@ -312,6 +315,11 @@ def _resolve(
     if not source or not target or source == target:
         raise DataError(f"{name} needs two languages, got source {source!r} and target {target!r}")
     return task, (source, target)
+
+
+def _endings(files: Mapping[str, Sequence[str]]) -> set[str]:
+    names = [name for parts in files.values() for part in parts for name in part.split("|")]
+    return {Path(name.removesuffix(".gz")).suffix for name in names}
 
 
 def _rows(task: Task, layout: Layout, parts: Sequence[tuple[Path, ...]], split: str) -> Iterator[Row]:

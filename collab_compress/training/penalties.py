@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, Kind, find_attention
 from collab_compress.calibration import evaluation_mode, run_batch
-from collab_compress.errors import CalibrationError
+from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import Part, Tap
 from collab_compress.losses import agreement, agreement_probs, bhattacharyya, hsic, orthogonality
 
@@ -95,9 +95,12 @@ def measure(
         losses: names from `LOSSES`, each on the kinds of attention of its paper.
 
     Raises:
+        HeadError: a loss is unknown.
         CalibrationError: there is no batch, or the model does not take it.
         UnsupportedModelError: the model's family is not known, or it has no attention of a loss's kinds.
     """
+    if unknown := [name for name in losses if name not in LOSSES]:
+        raise HeadError(f"unknown loss {unknown[0]!r}; expected one of {', '.join(sorted(LOSSES))}")
     values: list[dict[str, Tensor]] = []
     by_name = {name: (name, LOSSES[name].kinds) for name in losses}
     with HeadLosses(model, by_name, training=False) as head_losses, evaluation_mode(model):

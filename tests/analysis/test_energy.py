@@ -9,6 +9,7 @@ from collab_compress import Compression, Solver, compress, merge_alphas_, mix_he
 from collab_compress.analysis import head_energy, tensor_energy, value_energy
 from collab_compress.architectures import find_dense_attention, find_dense_values
 from collab_compress.conversion.drift import split_held_back
+from collab_compress.conversion.head_weights import head_weights
 from collab_compress.errors import HeadError
 from collab_compress.factorization import HeadTensor
 
@@ -78,11 +79,13 @@ def test_bare_weights_have_the_energy_of_their_matrices(family, make_tiny):
 def test_with_batches_it_is_the_energy_of_what_inputs_meet(family, make_tiny, calibration, centre):
     model = make_tiny(family)
     energies = head_energy(model, calibration[:2], centre=centre, damping=0.01)
+    weights = head_weights(model, find_dense_attention(model), calibration[:2])
     for site in find_dense_attention(model):
         inputs = real_inputs(model, site, calibration[:2])
         moments = [np.cov(x.T, bias=True) if centre else x.T @ x / len(x) for x in inputs]
         s_query, s_key = (root(moment, 0.01) for moment in moments)
         queries, keys = (w.double().numpy() for w in (site.query_heads(), site.key_heads()))
+        queries = queries * weights[site.name].numpy()[:, None, None]
         assert_energy(energies[site.name], s_query @ queries, s_key @ keys, atol=1e-6)
 
 
@@ -131,6 +134,21 @@ def test_a_conversion_lies_between_the_bounds(bert, calibration):
         assert module.weight_error <= (1 - float(energy.unshared[rank])) ** 0.5 + 1e-6
         assert module.weight_error >= (1 - float(energy.shared[rank])) ** 0.5 - 1e-6
         assert energy.rank(0.9, "shared") <= energy.rank(0.9)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_with_batches_it_is_weighed_as_in_a_conversion_with_the_same(family, bias, make_tiny, calibration):
+    model, rank = make_tiny(family), 12
+    if not bias:
+        for site in find_dense_attention(model):
+            site.query.register_parameter("bias", None)
+    used, _ = split_held_back(calibration)
+    energies = head_energy(model, iter(used))
+    report = compress(model, Compression(dk=rank, solver=Solver(refit=False)), calibration)
+    for module in report.modules:
+        energy = energies[module.name]
+        assert module.per_head_error**2 == pytest.approx(1 - float(energy.unshared[rank]), abs=1e-6)
+        assert module.data_error >= (1 - float(energy.shared[rank])) ** 0.5 - 1e-6
 
 
 def test_zero_weights_need_no_component():

@@ -150,9 +150,10 @@ def test_kept_heads_do_not_change(module, kept):
 
 def test_counts_parameters_and_operations(module):
     form = module.score_form
-    assert form.parameters(WIDTH) == sum(parameter.numel() for parameter in form.trained(module))
+    widths, channels = (WIDTH, WIDTH), (HEADS * HEAD_WIDTH, HEADS * HEAD_WIDTH)
+    assert form.parameters(widths) == sum(parameter.numel() for parameter in form.trained(module))
     assert form.key_width == module.key.width
-    limit = form.break_even(WIDTH)
+    limit = form.break_even(widths)
     for length in (1, 7, 50, 1000):
-        pays = form.macs(WIDTH, length) <= dense_macs(WIDTH, HEADS * HEAD_WIDTH, HEADS * HEAD_WIDTH, length)
+        pays = form.macs(widths, length) <= dense_macs(widths, channels, length)
         assert pays == (length <= limit)

@@ -412,7 +412,7 @@ def test_sequences_limits_ready_batches(make_tiny, make_batch):
 
 
 def test_batches_longer_than_length_are_warned_of(make_tiny, calibration):
-    batches, notes = noted_batches(calibration, make_tiny("bert"), None, sequences=None, length=5, seed=0)
+    batches, notes, _ = noted_batches(calibration, make_tiny("bert"), None, sequences=None, length=5, seed=0)
     assert notes == ["calibration batches have up to 12 tokens a sequence; length 5 cuts texts only"]
     assert batches[0]["input_ids"].shape == calibration[0]["input_ids"].shape
 

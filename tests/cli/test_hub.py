@@ -24,7 +24,7 @@ class Hub(BaseHTTPRequestHandler):
     """Lists and serves the files of a few models, of which each has the same."""
 
     protocol_version = "HTTP/1.1"
-    broken = False
+    broken = gated = False
 
     def do_HEAD(self):
         self.do_GET()
@@ -34,6 +34,8 @@ class Hub(BaseHTTPRequestHandler):
         model = next((name for name in MODELS if name in path), None)
         if self.broken:
             return self.answer(500, b"")
+        if self.gated and "/resolve/" in path:  # what files there are, anyone may know
+            return self.answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
         if model is None:
             return self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         if path.endswith("/revision/v9"):
@@ -101,6 +103,12 @@ def test_a_short_name(hub):
 def test_a_name_that_the_hub_does_not_have(hub):
     with pytest.raises(CheckpointError, match="someone/other is neither a directory nor a model on the hub"):
         find_directory("someone/other")
+
+
+def test_a_model_that_is_given_to_some(hub):
+    hub.gated = True
+    with pytest.raises(CheckpointError, match="someone/tiny is given to those who ask for it; ask on its page"):
+        find_directory("someone/tiny")
 
 
 def test_a_revision_is_of_the_hub(hub, tmp_path):

@@ -77,6 +77,16 @@ def test_random_tokens_are_not_refitted_to():
     assert report.length == 8
 
 
+def test_random_tokens_beside_texts_do_not_count_in_their_length(tmp_path):
+    tokenizer = word_tokenizer()
+    model = BertModel(bert_config(tokenizer)).eval()
+    file = tmp_path / "texts.txt"
+    file.write_text("red cat runs\n" * 20, encoding="utf-8")
+    alone, both = (calibrate(model, f"{beside}{file}", tokenizer) for beside in ("", "synthetic+"))
+    assert alone.length == both.length <= 5
+    assert both.refit
+
+
 def test_another_model_is_refused(make_tiny, calibration):
     calibrated = calibrate(make_tiny("bert"), calibration)
     message = "BertModel is not the model that was calibrated, or has changed since; calibrate it"

@@ -51,7 +51,9 @@ def test_card_names_model_and_source(converted, source):
         "tags": ["sentence-transformers", "bert", "collab_compress", "collaborative-attention"],
     }
     before, after = report.parameters_before, report.parameters_after
+    assert report.refits
     for part in (
+        "Values are the source's own.",
         "# small-dk8",
         "`BertForSequenceClassification` with shared attention, made from `org/small`",
         "\n".join(loading_lines(model, "small-dk8")),

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    AutoModel,
     BertConfig,
     BertForMaskedLM,
     BertForMultipleChoice,
@@ -304,11 +305,37 @@ def test_nothing_changes_when_interrupted_in_the_swap(family, make_tiny, batch, 
             "seed is 18446744073709551616; expected a whole number from 0 to",
         ),
         (lambda: Compression(dk=8, solver=Solver(seed=-1)), "seed is -1; expected a whole number from 0 to"),
+        (lambda: Compression(dk=8, solver=Solver(seed="0")), "seed is '0'; expected a whole number from 0 to"),
+        (lambda: Compression(dk=8, solver=Solver(damping="0.1")), "damping is '0.1'; expected 0 or more"),
+        (lambda: Compression(dk=8, solver=Solver(damping=None)), "damping is None; expected 0 or more"),
+        (lambda: Compression(dk=8, solver=Solver(tolerance="0.1")), "tolerance is '0.1'; expected a finite number"),
+        (lambda: Compression(dk=8, solver=Solver(refit="no")), "refit is 'no'; expected True, False or None"),
+        (lambda: Compression(dk=8, solver=Solver(centre="no")), "centre is 'no'; expected True, False or None"),
     ],
 )
 def test_bad_options_say_what_to_do(make_tiny, options, message):
     with pytest.raises((CalibrationError, CompressionError), match=message):
         compress(make_tiny("bert"), options(), calibration=None)
+
+
+def test_a_full_width_is_exact_without_a_run_for_the_weights_of_heads(make_tiny, calibration, monkeypatch):
+    runs, forward = [], BertModel.forward
+
+    def counted(*args, **inputs):
+        runs.append(inputs)
+        return forward(*args, **inputs)
+
+    monkeypatch.setattr(BertModel, "forward", counted)
+    report = compress(make_tiny("bert"), Compression(dk=24, solver=Solver(refit=False)), calibration)
+    assert len(runs) == 2  # of both models, to measure drift
+    assert {module.head_energy for module in report.modules} == {None}
+
+
+def test_widths_may_be_numbers_of_numpy(make_tiny, tmp_path):
+    model = make_tiny("bert")
+    compress(model, Compression(dk=np.int64(8), dv=np.int32(12)), calibration=None)
+    model.save_pretrained(tmp_path)
+    assert {factors.rank for factors in read_factors(AutoModel.from_pretrained(tmp_path)).values()} == {8}
 
 
 def test_converting_a_module_twice_is_refused(make_tiny):

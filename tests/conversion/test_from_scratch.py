@@ -89,6 +89,10 @@ def test_frozen_mixing_and_scale_survive_saving(make_tiny, tmp_path):
     ("options", "message"),
     [
         ({"dk": 0}, "dk is 0; expected at least 1"),
+        ({"dk": None}, "dk is None; expected a whole number"),
+        ({"dk": "8"}, "dk is '8'; expected a whole number"),
+        ({"dk": 8.5}, "dk is 8.5; expected a whole number"),
+        ({"dk": 4, "scale": "Narrow"}, "scale is 'Narrow'; expected one of model, narrow"),
         ({"dk": 4, "mixing": "zeros"}, "expected one of concatenation, ones, uniform"),
         ({"dk": 4, "scale": "narrow"}, "narrow scale .* train_mixing=False"),
     ],

@@ -1,6 +1,7 @@
 """The share of the layers' operations to keep, turned into widths and a form."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -132,9 +133,15 @@ def test_queries_and_keys_of_rotary_models_stay_dense():
     torch.manual_seed(0)
     sizes = {"vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = LlamaModel(LlamaConfig(**sizes, num_hidden_layers=1, intermediate_size=64, initializer_range=0.4)).eval()
+    stay = r"\(queries and keys with a rotary embedding stay dense: only dk makes them narrower\)"
+    with pytest.raises(
+        CompressionError, match=rf"no widths of .* at 128 tokens {stay}; pass more, or dk, dv and dff"
+    ):
+        compress(model, Compression(keep=0.05, solver=FAST), batches())
     report = compress(model, Compression(keep=0.6, solver=FAST), batches())
     assert report.compression.dk is None
     assert not report.modules
+    assert re.search(stay, report.choice)
     parts = (*report.values, *report.feed_forward)
     assert all(part.macs_after < part.macs_before for part in parts)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_families import build, inputs
 from tiny_words import bert_config, word_tokenizer
+from torch.nn.utils.parametrize import register_parametrization
 from torch.nn.utils.prune import l1_unstructured
 from transformers import AutoModel, BertModel, Cache
 
@@ -288,6 +289,21 @@ def test_texts_that_are_left_out_are_named(make_tiny, monkeypatch, caplog):
     assert note in caplog.text
 
 
+def test_threads_are_few_however_many_the_batches(make_tiny, monkeypatch):
+    monkeypatch.setattr(module, "MOST", 3)
+    started, start = [], threading.Thread.start
+
+    def watched(thread):
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", watched)
+    model, dense = pair(make_tiny)
+    results = refit(model, dense, batches(7), batches(4))
+    assert {result.report.sequences for result in results} == {3 * 3}  # every third
+    assert len(started) <= 1 + 2 * 3 + 3 * 2
+
+
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_waiting_passes_hold_neurons_once(family, monkeypatch):
     """Those of the converted model, one tensor a batch, and no key-value cache."""
@@ -342,16 +358,31 @@ def test_writers_are_layers_whose_outputs_are_added(make_tiny, batch):
         torch.testing.assert_close(writer.gain, torch.ones(24), atol=1e-3, rtol=0)
 
 
-def test_pruned_weights_are_refused_and_stay(make_tiny):
+def prune_(layer):
+    l1_unstructured(layer, "weight", 0.5)
+
+
+def parametrize_(layer):
+    register_parametrization(layer, "weight", torch.nn.Tanh())
+
+
+@pytest.mark.parametrize("compute_", [prune_, parametrize_])
+def test_computed_weights_are_refused_and_stay(compute_, make_tiny):
     model, dense = pair(make_tiny)
-    l1_unstructured(model.encoder.layer[0].output.dense, "weight", 0.5)
+    compute_(model.encoder.layer[0].output.dense)
     before = model(**batches()[0])[0]
-    with pytest.raises(
-        UnsupportedModelError, match=r"encoder.layer.0.output.dense is computed from others by a hook"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"encoder.layer.0.output.dense is computed from others"):
         refit_(model, dense, None, batches())
     assert torch.equal(model(**batches()[0])[0], before)
     with pytest.raises(UnsupportedModelError, match="make it plain first"):
+        compress(model, Compression(dff=8), batches())
+
+
+@pytest.mark.parametrize("compute_", [prune_, parametrize_])
+def test_computed_weights_that_make_neurons_are_refused(compute_, make_tiny):
+    model = make_tiny("bert")
+    compute_(model.encoder.layer[0].intermediate.dense)
+    with pytest.raises(UnsupportedModelError, match=r"encoder.layer.0.intermediate.dense is computed from others"):
         compress(model, Compression(dff=8), batches())
 
 

@@ -166,7 +166,7 @@ def saved_with(processor, model, path):
 def test_a_folder_of_images(pictures, tokenizer, tmp_path):
     processor = ViTImageProcessorPil(size={"height": 8, "width": 8})
     model = saved_with(processor, build("vit"), tmp_path / "vit")
-    batches, notes = noted_batches(pictures, model, None, sequences=3, length=None, seed=0)
+    batches, notes, _ = noted_batches(pictures, model, None, sequences=3, length=None, seed=0)
     assert [batch["pixel_values"].shape for batch in batches] == [(3, 3, 8, 8)]
     assert notes == ["calibration uses 3 of 5 files, drawn at random"]
     assert compress(model, Compression(dk=7, solver=Solver(sweeps=1)), str(pictures)).drift.relative_error > 0

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from tiny_families import TINIES, attend_by_, build, build_low, inputs, run
-from transformers import AutoModel, GPT2Model, MptModel
+from transformers import AutoModel, GPT2Model, MptModel, TrOCRConfig, TrOCRForCausalLM
 
 from collab_compress import (
     Compression,
@@ -17,12 +17,14 @@ from collab_compress import (
     make_standalone_,
     read_factors,
 )
+from collab_compress.analysis import module_costs
 from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention
 from collab_compress.attention.form import scaling_of
 from collab_compress.attention.install import add_head_hook_
 from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.refit import install_refits, refit
 from collab_compress.errors import CalibrationError, CompressionError, UnsupportedModelError
+from collab_compress.report import ReportContext, ReportOptions, make_report
 
 
 @pytest.mark.every_family
@@ -151,6 +153,43 @@ BIASES = dict.fromkeys(T5_BIAS, t5_bias) | {
     "mpt": mpt_bias,
     "mpnet": mpnet_bias,
 }
+
+
+def check_costs(model):
+    widths = {"dk": 7, "dv": 10}
+    before, planned = model.num_parameters(), module_costs(model, **widths)
+    report = compress(model, Compression(**widths, solver=Solver(sweeps=1)), calibration=None)
+    parts = [*report.modules, *report.values]
+    assert before - model.num_parameters() == sum(part.parameters_before - part.parameters_after for part in parts)
+    assert module_costs(model) == planned
+    for part, cost in zip(
+        parts, [*(cost.scores for cost in planned), *(cost.values for cost in planned)], strict=True
+    ):
+        assert (part.parameters_before, part.macs_before) == (cost.dense.parameters, cost.dense.macs)
+        assert (part.parameters_after, part.macs_after) == (cost.converted.parameters, cost.converted.macs)
+    return report
+
+
+@pytest.mark.every_family
+def test_costs_are_those_of_the_model(kin):
+    check_costs(build(kin))
+
+
+def test_cross_attention_counts_the_width_of_each_side():
+    config = TrOCRConfig(**TINIES["trocr"].settings | {"cross_attention_hidden_size": 32})
+    cross = check_costs(TrOCRForCausalLM(config)).modules[1]
+    assert cross.name.endswith("encoder_attn")
+    assert cross.parameters_before == 24 * (24 + 1) + 24 * (32 + 1)
+    assert cross.macs_before == 128 * 24 * (24 + 32) + 128**2 * 24
+    assert cross.macs_after == 7 * 128 * (24 + 32 + 3 + 128 * 3) + 128 * 32 * 3
+
+
+def test_patterns_and_cost_of_a_report_are_measured_or_left_out(kin):
+    """A module is timed on the inputs of its first call; a cache among them would grow with every further call."""
+    batches = [inputs(kin, seed) for seed in (0, 1)]
+    options = ReportOptions(dk=6, lengths=(4, 8), rounds=2)
+    report = make_report(ReportContext(build(kin), batches, options=options), ["patterns", "cost"])
+    assert {section.name for section in report.sections} | report.omitted.keys() == {"patterns", "cost"}
 
 
 @pytest.mark.every_family

@@ -6,7 +6,22 @@ import pytest
 import torch
 import transformers
 from tiny_families import TINIES, build, inputs, run
-from transformers import BertConfig, CLIPConfig, CLIPModel, ViTConfig, Wav2Vec2Config
+from transformers import (
+    BertConfig,
+    CLIPConfig,
+    CLIPModel,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    EsmConfig,
+    EsmModel,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    ViTConfig,
+    Wav2Vec2Config,
+)
 
 from collab_compress import Compression, Solver, compress, expand, read_factors
 from collab_compress.architectures import find_attention, find_dense_attention
@@ -65,6 +80,66 @@ def test_one_part_is_converted_and_the_heads_of_all_are_read(joined):
     with Tap(model) as tap:
         run(model, batch)
         assert len(tap.take()) == len(KINDS)
+
+
+def llava():
+    """Return a model whose images are read without a rotary embedding and whose text with one, and batches for it."""
+    config = LlavaConfig(
+        vision_config={"model_type": "clip_vision_model", **TINIES["clip"].settings["vision_config"]},
+        text_config=LlamaConfig(**TINIES["llama"].settings),
+        image_token_index=60,
+        vision_feature_layer=-1,
+    )
+    batches = [images_and_texts(seed) for seed in range(4)]
+    torch.manual_seed(0)
+    return LlavaForConditionalGeneration(config).eval(), batches
+
+
+def images_and_texts(seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, 50, (2, 12), generator=generator)
+    ids[:, 1:5] = 60  # one for each patch
+    return {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8, generator=generator)}
+
+
+def rotary_encoder():
+    """Return an encoder with a rotary embedding and a decoder without, put together, and batches for them."""
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(
+        EsmConfig(**TINIES["esm"].settings), BertConfig(**TINIES["bert-cross"].settings)
+    )
+    config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 2, 0, 1
+    torch.manual_seed(0)
+    return EncoderDecoderModel(config=config).eval(), [inputs("marian", seed) for seed in range(4)]
+
+
+@pytest.mark.parametrize("make", [llava, rotary_encoder])
+def test_keep_narrows_scores_except_those_of_rotary_parts(make):
+    model, batches = make()
+    rotary = {site.name for site in find_attention(model) if site.family.rotary}
+    report = compress(model, Compression(keep=0.6, solver=Solver(sweeps=2)), batches)
+    names = {values.name for values in report.values}
+    assert rotary < names
+    assert {module.name for module in report.modules} == names - rotary
+    assert f"dk {min(module.dk for module in report.modules)}" in report.choice
+
+
+@pytest.mark.parametrize("chosen", [{"modules": "*vision*"}, {"kinds": ["encoder"]}])
+def test_a_part_is_converted_whatever_the_other_does_to_queries(chosen):
+    text = {"model_type": "gemma3_text", "head_dim": 8, **TINIES["llama"].settings}
+    image = {"model_type": "siglip_vision_model", **TINIES["clip"].settings["vision_config"]}
+    model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=image, mm_tokens_per_image=4))
+    with pytest.raises(UnsupportedModelError, match=r"language_model.*normalised"):
+        compress(model, Compression(dk=9), calibration=None)
+    compress(model, Compression(dk=9, **chosen), calibration=None)
+    assert all("vision" in name for name in read_factors(model))
+
+
+def test_a_part_without_the_rotary_embedding_of_its_family_is_refused_beside_one_with_it():
+    model, _ = rotary_encoder()
+    model.decoder = EsmModel(EsmConfig(**TINIES["esm"].settings | {"position_embedding_type": "absolute"}))
+    with pytest.raises(UnsupportedModelError, match="EsmModel has no rotary embedding"):
+        compress(model, Compression(dk=24), calibration=None)
+    compress(model, Compression(dk=24, modules="encoder.*"), calibration=None)
 
 
 def test_towers_may_differ_in_width(tmp_path):

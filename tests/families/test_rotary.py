@@ -238,6 +238,7 @@ def test_widths_are_whole_heads(model):
         ),
         (Compression(dk=8, solver=Solver(centre=True)), "neither is centred"),
         (Compression(dk=8, solver=Solver(method="parafac")), "solver als decomposes them"),
+        (Compression(dk=8, solver=Solver(tolerance=0.5)), "leave out centre, tolerance and other solvers"),
     ],
 )
 def test_what_rotary_models_lack_is_refused_at_once(compression, message, model):
@@ -302,7 +303,7 @@ def test_every_rotary_family_keeps_the_contracts(name, tmp_path, load_cleanly):
 
 
 @pytest.mark.parametrize("mixing", ["concatenation", "ones", "uniform"])
-def test_untrained_models_start_with_shared_heads(mixing, tmp_path, load_cleanly):
+def test_untrained_models_start_with_shared_heads(mixing, tmp_path, load_cleanly, caplog):
     config = MODELS["llama-grouped"]().config
     made = from_config(config, FromScratch(dk=8, mixing=mixing), LlamaForCausalLM).eval()
     assert {module.score_form.kind for module in made.modules() if hasattr(module, "score_form")} == {"rotary"}
@@ -312,6 +313,8 @@ def test_untrained_models_start_with_shared_heads(mixing, tmp_path, load_cleanly
     with torch.no_grad():
         made(**batch())
     assert slow.checked == 2
+    from_config(config, FromScratch(dk=9), LlamaForCausalLM)
+    assert "dk 9 was rounded up to 16" in caplog.text
     with pytest.raises(CompressionError, match="dk is at most 16 there; got scale 'model' and dk 17"):
         from_config(config, FromScratch(dk=17), LlamaForCausalLM)
 

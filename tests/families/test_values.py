@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from tiny_families import TINIES, attend_by_, build, build_low, inputs, run
+from transformers import T5Config, T5Model
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress import Compression, HeadMask, Solver, compress, expand, prune_heads_
@@ -111,3 +112,23 @@ def test_value_cache_bytes(name, values):
 def test_a_bad_width_is_one_clear_line(name):
     with pytest.raises(CompressionError, match="dv is 25, but 3 heads × 8 = 24 is exact already"):
         compress(build(name), Compression(dv=25), calibration=None)
+
+
+@pytest.mark.parametrize(("name", "form"), [("dk", "per-head"), ("dk", "shared"), ("dv", "shared")])
+def test_heads_wider_than_what_they_read_have_no_more_channels_than_that(name, form):
+    torch.manual_seed(0)
+    dense = T5Model(T5Config(**{**TINIES["t5"].settings, "d_model": 8, "d_kv": 16})).eval()
+    batch = inputs("t5")
+    with pytest.raises(CompressionError, match=rf"{name} is 28, but 3 heads × 8 = 24 is exact already"):
+        compress(dense, Compression(**{name: 28}, form=form), calibration=None)
+    for width in (24, 48):  # 48 as before
+        model = copy.deepcopy(dense)
+        compress(model, Compression(**{name: width}, form=form), calibration=None)
+        torch.testing.assert_close(run(model, batch), run(dense, batch), atol=5e-5, rtol=1e-4)
+
+
+def test_keep_gives_heads_no_more_channels_than_they_read():
+    torch.manual_seed(0)
+    dense = T5Model(T5Config(**{**TINIES["t5"].settings, "d_model": 8, "d_kv": 16})).eval()
+    report = compress(dense, Compression(keep=0.9, solver=Solver(sweeps=2)), [inputs("t5")] * 4)
+    assert max(values.dv for values in report.values) <= 24

@@ -138,7 +138,7 @@ def test_what_cannot_be_looked_at_is_refused(context, bert, make_tiny):
         make_report(context, ["colour"])
     with pytest.raises(HeadError, match="nothing to show: mixing: heads of a dense model"):
         make_report(context, ["mixing"])
-    with pytest.raises(CalibrationError, match="cannot run on the given batches"):
+    with pytest.raises(CalibrationError, match=r"cannot run on the given batches .*; pass batches made for it$"):
         make_report(ReportContext(context.model, [{"pixel_values": torch.zeros(1, 3, 8, 8)}]), ["similarity"])
 
 
@@ -151,6 +151,11 @@ def test_options_that_make_no_sense_are_refused():
         ReportOptions(rounds=1)
     with pytest.raises(HeadError, match="lengths are 0; expected at least 1 token"):
         ReportOptions(lengths=(0,))
+    for lengths in (5, "12", ("12",)):
+        with pytest.raises(HeadError, match=r"lengths is .*; expected numbers of tokens, such as"):
+            ReportOptions(lengths=lengths)
+    with pytest.raises(HeadError, match="rounds is '3'; expected a whole number"):
+        ReportOptions(rounds="3")
 
 
 def test_progress_is_reported(context):

@@ -114,6 +114,13 @@ def test_files_of_any_name_read_one_after_another(write, tmp_path):
     assert load_task("text", tmp_path, files={"test": "two.x"})["test"]["text"][:] == ["two x"]
 
 
+def test_files_of_any_name_are_laid_out_as_those_that_end_alike(write, tmp_path):
+    columns = "gold_label\tsentence1\tsentence2\n"
+    write(tmp_path, {"my.csv": "text,label\nfine,1\n", "my.tsv": columns + "neutral\ta dog\ta cat\n"})
+    assert load_task("imdb", tmp_path, files={"train": "my.csv"})["train"][:] == {"text": ["fine"], "label": [1]}
+    assert load_task("snli", tmp_path, files={"train": "my.tsv"})["train"]["text"][:] == ["a dog"]
+
+
 def test_only_the_splits_asked_for(samples, write, tmp_path):
     files = {name: text for name, text in samples["stsb"][0].items() if "dev" in name}
     data = load_task("stsb", write(tmp_path, files), splits=["validation"])
@@ -167,6 +174,8 @@ def test_unknown_task_and_languages(tmp_path):
     fails(tmp_path, "multi30k", "two languages, got source 'en'", source="en")
     fails(tmp_path, "mrpc", "mrpc is classification and has no source or target language", source="en")
     fails(None, "ptb", "pass data_dir too", files={"train": "x"})
+    fails(tmp_path, "ptb", "files of train name no path; pass one", files={"train": []})
+    fails(tmp_path, "multi30k", "'x.txt' is that of both languages; put {lang}", files={"train": "x.txt"})
     fails(
         tmp_path, "multi30k", r"file name 'x.\{l\}' has an unknown placeholder; .* \{lang\}", files={"train": "x.{l}"}
     )

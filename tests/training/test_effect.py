@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import BertForSequenceClassification, TrainingArguments
 
+from collab_compress.errors import HeadError
 from collab_compress.heads import alphas_of
 from collab_compress.losses import nuclear_norm
 from collab_compress.training import AlphasOptions, HeadTrainer, HeadTraining, PenaltyOptions, measure
@@ -58,3 +59,8 @@ def test_nuclear_growth_grows_the_norms(make_tiny, tmp_path):
         norms.append(sum(float(nuclear_norm(matrix.detach())) for matrix in alphas_of(model).values()))
     assert norms[1] > norms[0]
     assert norms[1] > 6 + 1e-3
+
+
+def test_an_unknown_loss_is_refused(make_tiny):
+    with pytest.raises(HeadError, match="unknown loss 'nope'; expected one of agreement, "):
+        measure(make_tiny("bert"), [], ["nope"])
