@@ -29,7 +29,9 @@ class AttentionFamily:
         scaling: float attribute multiplying the scores; empty where there is none and the factor is 1/√d.
         key_value_heads: integer attribute, number of heads Hkv of keys and values; empty where it is H.
         cross: child name in the paths of cross-attention modules; empty where there are none.
-        causal: whether self-attention is causal although its modules have no such `is_decoder` or `is_causal`.
+        causal: whether self-attention is causal although neither its modules (`is_decoder` or `is_causal`) nor their
+            model (`causal`) say so.
+        causal_in: class of a model in which it is causal although elsewhere it is not; empty where there is none.
         fused: the `nn.Linear` or `Conv1D` (D → (H + 2·Hkv)·d) that holds query, key and value of a stock model; in a
             converted one they are its children `query`, `key` and `value`. Empty where there are three layers.
         interleaved: whether that layer holds each head's query, key and value together, instead of three blocks side
@@ -70,6 +72,7 @@ class AttentionFamily:
     key_value_heads: str = ""
     cross: str = ""
     causal: bool = False
+    causal_in: str = ""
     fused: str = ""
     interleaved: bool = False
     even: bool = False
@@ -316,7 +319,7 @@ _ROWS = (
     _row("SmolVLM vision", "smolvlm_vision", "SmolVLMVisionAttention", _CLIP, since="5.10"),
     _row("X-CLIP text", "xclip_text_model", "XCLIPAttention", _CLIP, causal=True, since="5.10"),
     # Modules that compute scores themselves: once edited, with the forward passes of `attention.forwards`.
-    _row("BLIP text", "blip_text_model", "BlipTextSelfAttention", _OWN_BERT),
+    _row("BLIP text", "blip_text_model", "BlipTextSelfAttention", _OWN_BERT, causal_in="BlipTextLMHeadModel"),
     _row("BLIP vision", "blip_vision_model", "BlipAttention", _BLIP_VISION),
     _row("BLOOM", "bloom", "BloomAttention", _BLOOM, since="5.10"),
     _row("Megatron-BERT", "megatron-bert", "MegatronBertSelfAttention", _OWN_BERT),

@@ -1,6 +1,6 @@
 """Find the attention modules of a live model, read their projections, separate or fused, and refuse all others."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from operator import attrgetter
@@ -280,8 +280,9 @@ def find_attention(model: nn.Module, modules: str = "*", kinds: Collection[Kind]
     for name, module in model.named_modules():
         family = described.get(name)
         if family is not None and _class(module) in family.attention_classes:
-            parent = model.get_submodule(name.rpartition(".")[0])
-            site = _site(name, module, family, parent, owners[name])
+            path = name.split(".")
+            holders = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
+            site = _site(name, module, family, holders, owners[name])
             sites.append(replace(site, layer=[other.kind for other in sites].count(site.kind)))
     chosen = [site for site in sites if fnmatch(site.name, modules) and site.kind in kinds]
     if not chosen:
@@ -333,10 +334,11 @@ def _described(owners: dict[str, nn.Module]) -> dict[str, AttentionFamily]:
 
 
 def _site(
-    name: str, module: nn.Module, family: AttentionFamily, parent: nn.Module, owner: nn.Module
+    name: str, module: nn.Module, family: AttentionFamily, holders: Sequence[nn.Module], owner: nn.Module
 ) -> AttentionSite:
-    """Return the first site of its kind."""
+    """Return the first site of its kind, of a module inside `holders`, the innermost last."""
     causal = family.causal or getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
+    causal = causal or getattr(owner, "causal", False) or family.causal_in in map(_class, holders)
     kind: Kind = "decoder" if causal else "encoder"
     if family.cross and family.cross in name.split("."):
         kind = "cross"
@@ -359,7 +361,7 @@ def _site(
         heads=heads,
         head_width=head_width,
         scaling=scaling,
-        parent=parent,
+        parent=holders[-1],
         key_value_heads=groups,
         reads_tokens=hasattr(getattr(owner, "config", None), "vocab_size"),
     )

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
+from numbers import Integral, Real
 from random import Random
 from typing import Any, Literal, get_args
 
@@ -23,6 +24,7 @@ from collab_compress.heads.swap import (
     matched_blocks,
     swap_heads_,
 )
+from collab_compress.options import check_counts
 
 Strategy = Literal["manual", "hard", "in-layer", "soft", "random"]
 Importance = Literal["distance", "confidence"]
@@ -85,26 +87,32 @@ class RotationOptions:
     """Seed of `random`, whose pairs depend only on it and on the epoch."""
 
     def __post_init__(self) -> None:
-        normalised: dict[str, Any] = {  # lists come from JSON and YAML
-            "epochs": tuple(_as_int(epoch) for epoch in self.epochs),
-            "rest": _as_int(self.rest),
-            "swap_back_after": None if self.swap_back_after is None else _as_int(self.swap_back_after),
-            "kinds": tuple(self.kinds),
-            "pairs": _as_pairs(self.pairs),
-            "exclude": None if self.exclude is None else tuple(self.exclude),
-        }
+        try:
+            normalised: dict[str, Any] = {  # lists come from JSON and YAML
+                "epochs": tuple(_as_int(epoch) for epoch in self.epochs),
+                "rest": _as_int(self.rest),
+                "swap_back_after": None if self.swap_back_after is None else _as_int(self.swap_back_after),
+                "kinds": tuple(self.kinds),
+                "pairs": _as_pairs(self.pairs),
+                "exclude": None if self.exclude is None else tuple(map(int, self.exclude)),
+            }
+        except (TypeError, ValueError) as error:
+            raise HeadError(
+                f"an option has a wrong type ({error}); expected tuples of numbers as epochs and exclude, "
+                "of names as kinds, and numbers as rest and swap_back_after"
+            ) from error
         for name, value in normalised.items():
             object.__setattr__(self, name, value)
-        if self.strategy not in STRATEGIES:
+        if self.strategy not in [*STRATEGIES]:
             raise HeadError(f"strategy is {self.strategy!r}; expected one of {', '.join(STRATEGIES)}")
         if self.importance not in get_args(Importance):
             raise HeadError(f"importance is {self.importance!r}; expected distance or confidence")
         valid = all(0 <= epoch < inf for epoch in self.epochs) and len(set(self.epochs)) == len(self.epochs)
         if not self.epochs or not valid:
             raise HeadError(f"epochs are {self.epochs}; expected at least one, each once, counted from 0")
-        for name, least in (("k", 1), ("t_max", 1), ("rest", 0)):
-            if not least <= getattr(self, name) < inf:
-                raise HeadError(f"{name} is {getattr(self, name)}; expected at least {least}")
+        check_counts(self, HeadError, "k", "t_max")
+        if not 0 <= self.rest < inf:
+            raise HeadError(f"rest is {self.rest}; expected at least 0")
         if self.swap_back_after is not None and not 0 < self.swap_back_after < inf:
             raise HeadError(f"swap_back_after is {self.swap_back_after}; expected more than 0 epochs")
         if self.of_training and max(self.epochs) >= 1:
@@ -137,6 +145,8 @@ class RotationOptions:
 
 def _as_int(epochs: float) -> float:
     """Return whole numbers as integers, so that 1.0 and 1 are one setting everywhere."""
+    if not isinstance(epochs, Real):
+        raise TypeError(f"{epochs!r} is no number")
     return int(epochs) if float(epochs).is_integer() else float(epochs)
 
 
@@ -150,9 +160,9 @@ def _as_pairs(pairs: Any) -> tuple[Pair, ...]:
 
 def _as_head(head: Any) -> Head:
     name, number = head
-    if not isinstance(name, str) or not isinstance(number, int) or isinstance(number, bool):
+    if not isinstance(name, str) or not isinstance(number, Integral) or isinstance(number, bool):
         raise TypeError(head)
-    return name, number
+    return name, int(number)
 
 
 Scores = Mapping[str, Tensor]

@@ -366,6 +366,16 @@ def test_settings_survive_json():
         ({"pairs": (PAIR,)}, "'hard' got 1 pairs; the manual strategy needs pairs, and others take none"),
         ({"strategy": "manual", "pairs": ((FIRST, 0),)}, "pairs are .* expected .*module, head"),
         ({"strategy": "manual", "pairs": (((FIRST, "0"), (SECOND, 1)),)}, "pairs are "),
+        ({"strategy": ["hard"]}, r"strategy is \['hard'\]"),
+        ({"epochs": 1}, r"a wrong type \(.*; expected tuples of numbers as epochs"),
+        ({"epochs": "12"}, "'1' is no number"),
+        ({"rest": None}, "None is no number"),
+        ({"swap_back_after": "soon"}, "'soon' is no number"),
+        ({"kinds": None}, "expected .* of names as kinds"),
+        ({"exclude": 3}, "a wrong type"),
+        ({"exclude": "ab"}, "a wrong type"),
+        ({"k": "two"}, "k is 'two'; expected a whole number"),
+        ({"t_max": 1.5}, "t_max is 1.5; expected a whole number"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):
