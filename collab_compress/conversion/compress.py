@@ -49,6 +49,7 @@ from collab_compress.conversion.keep import Candidate, Layers, choose
 from collab_compress.conversion.plan import (
     Planned,
     Progress,
+    Site,
     Task,
     empty_plan,
     plan,
@@ -205,7 +206,8 @@ def find_tasks(
     dense = [name for name, chosen in own.items() if chosen.dk is None]  # as the scores of rotary modules by keep
     scores = find_dense_attention(*where, dense) if len(dense) < len(own) else []
     values = find_dense_values(*where) if compression.dv is not None else []
-    tasks = [Task(site, own[site.name]) for site in (*scores, *values)]
+    sites: list[Site] = [*scores, *values]
+    tasks = [Task(site, own[site.name]) for site in sites]
     for task in tasks:
         site = task.site
         if isinstance(site, DenseSite):
