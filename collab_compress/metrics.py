@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from collab_compress.errors import DataError, one_line
+from collab_compress.transformers_parts import UNLABELLED
 
 __all__ = [
     "METRICS",
@@ -282,8 +283,8 @@ def token_losses(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tenso
     """
     if shift:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    losses = cross_entropy(logits.transpose(1, 2).float(), labels, ignore_index=-100, reduction="none")
-    return torch.stack([losses.double().sum(1), (labels != -100).double().sum(1)], dim=1)
+    losses = cross_entropy(logits.transpose(1, 2).float(), labels, ignore_index=UNLABELLED, reduction="none")
+    return torch.stack([losses.double().sum(1), (labels != UNLABELLED).double().sum(1)], dim=1)
 
 
 # name → metric

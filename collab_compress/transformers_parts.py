@@ -11,6 +11,7 @@ from typing import Any
 import transformers
 
 VERSIONS = ">=5.0,<5.24"  # tested by `make test-versions`
+UNLABELLED = -100  # label of what a loss leaves out
 
 
 def _part(module: str, name: str) -> Any:

@@ -15,6 +15,7 @@ from collab_compress.architectures import AttentionSite, DenseSite, Kind, ValueS
 from collab_compress.devices import float64_device
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization import Moments
+from collab_compress.transformers_parts import UNLABELLED
 
 Batch: TypeAlias = dict[str, Tensor]
 """Keyword arguments of a model."""
@@ -111,7 +112,7 @@ def _target_mask(model: Any, inputs: Mapping[str, Any]) -> Tensor | None:
     if ids is not None and model.config.pad_token_id is not None:
         mask: Tensor = ids != model.config.pad_token_id
     elif ids is None and isinstance(labels, Tensor) and labels.dim() == 2:
-        mask = (labels != -100).roll(1, dims=1)
+        mask = (labels != UNLABELLED).roll(1, dims=1)
     else:
         return None
     mask[:, 0] = True

@@ -34,6 +34,7 @@ from collab_compress.experiments.recipe import Tuning
 from collab_compress.experiments.workload import Workload
 from collab_compress.heads import alphas_of, confidence, head_importance
 from collab_compress.heads.importance import end_tokens
+from collab_compress.transformers_parts import UNLABELLED
 
 ROWS = 256
 """Measured rows, drawn with a fixed seed."""
@@ -80,7 +81,7 @@ class Subject:
         for start in range(0, len(places), BATCH):
             batch = dict(self._collate([self._rows[place] for place in places[start : start + BATCH]]))
             if "decoder_input_ids" in batch:  # padding predicts nothing, and neither does the token before it
-                batch["decoder_attention_mask"] = (batch["labels"] != -100).long()
+                batch["decoder_attention_mask"] = (batch["labels"] != UNLABELLED).long()
             batches.append(batch)
         return batches
 

@@ -17,12 +17,12 @@ from collab_compress.heads.sharding import full_tensor, in_process_group, is_sha
 from collab_compress.losses import nuclear_growth, nuclear_norm
 from collab_compress.training.head_training import SCHEDULES, AlphasOptions, HeadTraining, of_kinds
 from collab_compress.training.penalties import LOSSES, HeadLosses
+from collab_compress.transformers_parts import UNLABELLED
 
 logger = logging.getLogger(__name__)
 TASK = "task_loss"
 GROWTH = "nuclear-growth"
 FAINT = 1e-4  # a penalty below this share of the loss hardly acts
-UNLABELLED = -100
 TINY = 1e-12  # keeps the weight of a penalty of 0 finite
 
 
