@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
-from numbers import Integral, Real
+from numbers import Real
 from random import Random
 from typing import Any, Literal, get_args
 
@@ -18,6 +18,7 @@ from collab_compress.heads.swap import (
     Head,
     HeadBlock,
     Pair,
+    as_pairs,
     check_optimizer,
     head_blocks,
     match_heads,
@@ -93,7 +94,7 @@ class RotationOptions:
                 "rest": _as_int(self.rest),
                 "swap_back_after": None if self.swap_back_after is None else _as_int(self.swap_back_after),
                 "kinds": tuple(self.kinds),
-                "pairs": _as_pairs(self.pairs),
+                "pairs": as_pairs(self.pairs),
                 "exclude": None if self.exclude is None else tuple(map(int, self.exclude)),
             }
         except (TypeError, ValueError) as error:
@@ -148,21 +149,6 @@ def _as_int(epochs: float) -> float:
     if not isinstance(epochs, Real):
         raise TypeError(f"{epochs!r} is no number")
     return int(epochs) if float(epochs).is_integer() else float(epochs)
-
-
-def _as_pairs(pairs: Any) -> tuple[Pair, ...]:
-    """Read pairs of heads that may be lists, as from JSON."""
-    try:
-        return tuple((_as_head(one), _as_head(other)) for one, other in pairs)
-    except (TypeError, ValueError) as error:
-        raise HeadError(f"pairs are {pairs!r}; expected ((module, head), (module, head)) for each") from error
-
-
-def _as_head(head: Any) -> Head:
-    name, number = head
-    if not isinstance(name, str) or not isinstance(number, Integral) or isinstance(number, bool):
-        raise TypeError(head)
-    return name, int(number)
 
 
 Scores = Mapping[str, Tensor]
@@ -364,8 +350,8 @@ class Rotator:
         """Restore a state, or raise a HeadError; swaps nothing, for the weights saved with it are swapped already."""
         try:
             latest, due, awake = state["latest"], _as_int(state["due"]), _as_int(state["awake"])
-            swapped = _as_pairs(state["swapped"])
-            history = [RotationEvent(e["epoch"], e["reason"], _as_pairs(e["pairs"])) for e in state["history"]]
+            swapped = as_pairs(state["swapped"])
+            history = [RotationEvent(e["epoch"], e["reason"], as_pairs(e["pairs"])) for e in state["history"]]
         except (KeyError, TypeError, ValueError) as error:
             raise HeadError(
                 f"cannot read the state of a Rotator ({error!r}); pass what its state_dict() gave"

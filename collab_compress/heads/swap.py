@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
@@ -141,13 +142,28 @@ def swap_heads_(model: nn.Module, pairs: Sequence[Pair], optimizer: Any = None) 
             target.copy_(source)
 
 
+def as_pairs(pairs: Any) -> tuple[Pair, ...]:
+    """Read pairs of heads that may be lists, as from JSON."""
+    try:
+        return tuple((_as_head(one), _as_head(other)) for one, other in pairs)
+    except (TypeError, ValueError) as error:
+        raise HeadError(f"pairs are {pairs!r}; expected ((module, head), (module, head)) for each") from error
+
+
+def _as_head(head: Any) -> Head:
+    name, number = head
+    if not isinstance(name, str) or not isinstance(number, Integral) or isinstance(number, bool):
+        raise TypeError(head)
+    return name, int(number)
+
+
 def matched_blocks(model: nn.Module, pairs: Sequence[Pair]) -> list[Matched]:
     """Return the matched parameter slices of paired heads, or raise a HeadError if they cannot be swapped."""
     reshard_(model)
     sites = {site.name: site for site in find_attention(model)}
     seen: set[Head] = set()
     matched = []
-    for one, other in pairs:
+    for one, other in as_pairs(pairs):
         for name, number in (one, other):
             if name not in sites:
                 known = ", ".join(list(sites)[:3]) + (", …" if len(sites) > 3 else "")

@@ -143,11 +143,14 @@ class HeadTraining:
     a plain Trainer sums, so that the weight of penalties does not depend on their number; else `stock`."""
 
     def __post_init__(self) -> None:
-        for name in ("drophead", "penalties"):
+        for name, member in (("drophead", DropHeadOptions), ("penalties", PenaltyOptions)):
             methods = getattr(self, name)
-            if not isinstance(methods, tuple | list):
-                raise HeadError(f"{name} is a {type(methods).__name__}; expected a tuple, as in {name}=(…,)")
+            if not isinstance(methods, tuple | list) or not all(isinstance(method, member) for method in methods):
+                raise HeadError(f"{name} is {methods!r}; expected a tuple, as in {name}=({member.__name__}(…),)")
             object.__setattr__(self, name, tuple(methods))  # lists come from JSON and YAML
+        for name, options in (("alphas", AlphasOptions), ("rotation", RotationOptions)):
+            if not isinstance(getattr(self, name), options | None):
+                raise HeadError(f"{name} is {getattr(self, name)!r}; expected {options.__name__}(…), or None")
         kinds = [kind for options in self.drophead for kind in options.kinds]
         if len(set(kinds)) < len(kinds):
             raise HeadError(f"DropHead acts on {', '.join(kinds)} attention; give each kind once")

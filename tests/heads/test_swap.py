@@ -205,6 +205,8 @@ REFUSED = {
     "no head": ([((FIRST, 0), (SECOND, 3))], r"layer\.1\.attention\.self has no head 3; its 3 heads are 0 to 2"),
     "negative": ([((FIRST, -1), (SECOND, 0))], "has no head -1"),
     "itself": ([((FIRST, 1), (FIRST, 1))], "head 1 of .* is named twice; name each head in one pair only"),
+    "no pair": ([((FIRST, 0),)], r"expected \(\(module, head\), \(module, head\)\) for each"),
+    "no whole number": ([((FIRST, 0), (FIRST, 0.5))], "pairs are "),
     "two pairs": ([((FIRST, 0), (FIRST, 1)), ((SECOND, 0), (FIRST, 1))], "head 1 of .* is named twice"),
 }
 

@@ -403,8 +403,10 @@ def test_a_closed_session_leaves_the_model_as_it_was(make_undropped, batch):
         (lambda: AlphasOptions(growth_form="square"), "unknown growth form 'square'"),
         (
             lambda: HeadTraining(drophead=DropHeadOptions()),
-            r"drophead is a DropHeadOptions; expected a tuple, as in drophead=\(…,\)",
+            r"drophead is DropHeadOptions\(.*; expected a tuple, as in drophead=\(DropHeadOptions\(…\),\)",
         ),
+        (lambda: HeadTraining(penalties=("hsic",)), r"penalties is \('hsic',\); expected a tuple, as in pen"),
+        (lambda: HeadTraining(alphas=True), r"alphas is True; expected AlphasOptions\(…\), or None"),
         (lambda: HeadTraining(drophead=(DropHeadOptions(), DropHeadOptions())), "give each kind once"),
         (
             lambda: HeadTraining(penalties=(PenaltyOptions("hsic"), PenaltyOptions("hsic", kinds=("cross",)))),
