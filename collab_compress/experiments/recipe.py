@@ -215,8 +215,9 @@ class Recipe:
     """The conversion."""
 
     conversion: str | None = None
-    """Name of the conversion, in tables and as a folder; dkN if not given. Without compression it names the second
-    fine-tuning of the dense model, the control of a converted one's: NAME-again, or tuned-again if not given."""
+    """Name of the conversion, in tables and as a folder; its widths, such as dk128-dv192, if not given. Without
+    compression it names the second fine-tuning of the dense model, the control of a converted one's: NAME-again, or
+    tuned-again if not given."""
 
     calibration: str = "synthetic"
     """Calibration data of the conversion: synthetic, generated, none, or a file with one text a line."""
@@ -304,7 +305,10 @@ class Recipe:
     @property
     def conversion_name(self) -> str | None:
         """Name of the conversion; None without one."""
-        return None if self.compression is None else self.conversion or f"dk{self.compression.dk}"
+        if self.compression is None:
+            return None
+        widths = {name: getattr(self.compression, name) for name in ("dk", "dv", "dff", "keep")}
+        return self.conversion or "-".join(f"{name}{width}" for name, width in widths.items() if width is not None)
 
     @property
     def again_name(self) -> str | None:

@@ -203,6 +203,15 @@ def test_an_integer_too_large_for_a_float_is_refused(path):
         replace(read_recipe(path), seed=10**400)
 
 
+@pytest.mark.parametrize(
+    ("widths", "name"),
+    [("{dk: 64}", "dk64"), ("{dff: 512}", "dff512"), ("{dk: 64, dv: 192}", "dk64-dv192"), ("{keep: 0.5}", "keep0.5")],
+)
+def test_a_conversion_is_named_by_its_widths(path, widths, name):
+    recipe = read_recipe(path, [f"compression={widths}", "again={}"])
+    assert (recipe.conversion_name, recipe.again_name) == (name, f"{name}-again")
+
+
 @pytest.mark.parametrize("stage", ["tuning", "again"])
 def test_checkpoints_are_not_averaged_across_head_swaps(stage, tmp_path):
     settings = ["task=mrpc", f"output={tmp_path}", "model=minilm", "heads.rotation={strategy: soft, epochs: [1]}"]
