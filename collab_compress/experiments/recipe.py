@@ -159,7 +159,11 @@ class TranslationOptions:
     """Power of the length by which a hypothesis's score is divided."""
 
     max_length: int = 128
-    """Most tokens of a translation."""
+    """Most tokens of a translation, with the decoder's first."""
+
+    def __post_init__(self) -> None:
+        _check_range(self, "beams", 1, MOST_STEPS)
+        _check_range(self, "max_length", 2, MOST_STEPS)
 
 
 @dataclass(frozen=True)
