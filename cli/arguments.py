@@ -212,8 +212,6 @@ class CompressArguments(EditArguments):
         if self.stock:
             self._check_stock()
         if self.compression.converts:
-            if self.recover is not None and self.calibration == "none":
-                raise CollabCompressError("--recover trains on calibration data; leave --calibration none out")
             if self.recover is not None and self.compression.keeps_attention:
                 raise CollabCompressError("--recover trains converted attention; pass --dk or --dv too")
         elif not self.mix:

@@ -1,5 +1,6 @@
 """`collab-compress`: make layers of a pretrained model smaller, or let its heads mix."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import isinf
@@ -154,7 +155,7 @@ def _plan(arguments: Arguments) -> None:
 
 
 def _command_at(knees: Mapping[str, int], arguments: Arguments) -> str:
-    """Return the command that converts as a plan tried it, given part → width."""
+    """Return the command that converts as a plan tried it, given part → width, quoted for a shell."""
     form, calibration = arguments.compression.form, arguments.calibration
     options = {
         **knees,
@@ -163,8 +164,8 @@ def _command_at(knees: Mapping[str, int], arguments: Arguments) -> str:
         **asdict(arguments.calibration_options),
         "revision": arguments.saving.revision,
     }
-    words = [f"--{name} {value}" for name, value in options.items() if value is not None]
-    return " ".join(["collab-compress", arguments.model, *words])
+    words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+    return shlex.join(["collab-compress", arguments.model, *words])
 
 
 def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | None]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from collab_compress import CollabCompressError
 from collab_compress.calibration import calibration_batches
-from collab_compress.calibration.batches import is_synthetic, text_file
+from collab_compress.calibration.batches import is_none, is_synthetic, text_file
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.recovery import attention_digest, recover_
@@ -124,11 +124,13 @@ def recover(
 
 
 def check_steps(steps: int, calibration: str) -> None:
-    """Refuse a recovery without steps, unless layers are refitted to texts.
+    """Refuse a recovery without data, or without steps, unless layers are refitted to texts.
 
     Raises:
         CollabCompressError: there is nothing to do, or less.
     """
+    if is_none(calibration):
+        raise CollabCompressError("recovery trains on calibration data; leave --calibration none out")
     if steps < 0 or (steps == 0 and is_synthetic(calibration)):
         raise CollabCompressError(
             f"recovery takes {steps} steps; expected at least 1, or 0 with texts, to which layers are refitted"

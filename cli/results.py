@@ -56,8 +56,9 @@ def run(arguments: Arguments) -> None:
         raise RecipeError(
             "--significance compares the translations of one folder; give one PATH, and not --format csv"
         )
-    outcomes = None if arguments.records is None else arguments.records.with_suffix(ENDING)
     outputs = {f"--{name}": getattr(arguments, name) for name in ("output", "json", "records", "pages")}
+    check_outputs(outputs)
+    outcomes = None if arguments.records is None else arguments.records.with_suffix(ENDING)
     check_outputs({**outputs, "outcomes of --records": outcomes})
     if arguments.markdown is not None:
         check_editable(arguments.markdown)

@@ -98,8 +98,9 @@ def scores_blocks(comparison: Comparison) -> list[str | Grid]:
     counts = {line["n"] for line in comparison.lines}
     if len(counts) > 1:
         return [grid]
-    rows = [[cell.removesuffix(f" ({min(counts)})") for cell in row] for row in grid.rows]
-    return [f"{min(counts)} seeds:", replace(grid, rows=rows)]
+    (count,) = counts
+    rows = [[cell.removesuffix(f" ({count})") for cell in row] for row in grid.rows]
+    return [f"{count} seed{'s' * (count > 1)}:", replace(grid, rows=rows)]
 
 
 def _grid(

@@ -32,7 +32,7 @@ from collab_compress.training import HeadSession
 
 def train(recipe: Recipe) -> None:
     task, tuning = TASKS[recipe.task], recipe.tuning
-    if task.kind != "classification" or recipe.fresh is not None or recipe.compression is not None:
+    if task.kind != "classification" or tuning is None or recipe.fresh is not None or recipe.compression is not None:
         raise RecipeError("this loop fine-tunes a given model on a classification task; run_glue.py does the rest")
     check_trackers(recipe.trackers)
     accelerator = Accelerator(

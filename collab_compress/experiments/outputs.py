@@ -21,7 +21,7 @@ from datasets import Dataset
 from filelock import FileLock, Timeout
 from huggingface_hub import try_to_load_from_cache
 
-from collab_compress.calibration.batches import text_file
+from collab_compress.calibration.batches import BESIDE, text_file
 from collab_compress.calibration.files import split_columns
 from collab_compress.checkpoint.directory import TOKENIZER_FILES, mapped, write_json
 from collab_compress.distributed import process_state
@@ -277,6 +277,8 @@ def settings_of(recipe: Recipe, train: bool) -> dict[str, Any]:
         if texts is not None and expanded(texts).is_file():
             columns = split_columns(recipe.calibration)[1]
             settings["calibration"] = {"columns": columns, "file": _digests([expanded(texts)])}
+            if recipe.calibration.startswith(BESIDE):
+                settings["calibration"]["beside"] = "random tokens"
     except OSError as error:
         raise RecipeError(f"cannot read what {recipe.task} starts from: {error}") from error
     return settings

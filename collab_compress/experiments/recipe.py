@@ -159,7 +159,11 @@ class TranslationOptions:
     """Power of the length by which a hypothesis's score is divided."""
 
     max_length: int = 128
-    """Most tokens of a translation."""
+    """Most tokens of a translation, with the decoder's first."""
+
+    def __post_init__(self) -> None:
+        _check_range(self, "beams", 1, MOST_STEPS)
+        _check_range(self, "max_length", 2, MOST_STEPS)
 
 
 @dataclass(frozen=True)
@@ -215,8 +219,9 @@ class Recipe:
     """The conversion."""
 
     conversion: str | None = None
-    """Name of the conversion, in tables and as a folder; dkN if not given. Without compression it names the second
-    fine-tuning of the dense model, the control of a converted one's: NAME-again, or tuned-again if not given."""
+    """Name of the conversion, in tables and as a folder; its widths, such as dk128-dv192, if not given. Without
+    compression it names the second fine-tuning of the dense model, the control of a converted one's: NAME-again, or
+    tuned-again if not given."""
 
     calibration: str = "synthetic"
     """Calibration data of the conversion: synthetic, generated, none, or a file with one text a line."""
@@ -304,7 +309,10 @@ class Recipe:
     @property
     def conversion_name(self) -> str | None:
         """Name of the conversion; None without one."""
-        return None if self.compression is None else self.conversion or f"dk{self.compression.dk}"
+        if self.compression is None:
+            return None
+        widths = {name: getattr(self.compression, name) for name in ("dk", "dv", "dff", "keep")}
+        return self.conversion or "-".join(f"{name}{width}" for name, width in widths.items() if width is not None)
 
     @property
     def again_name(self) -> str | None:

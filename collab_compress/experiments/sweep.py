@@ -141,7 +141,7 @@ def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
 def _at_scale(settings: Settings, where: str) -> Settings:
     """Return the fields of a sweep, replaced by those of its scale."""
     scales = settings.get("scales") or {}
-    chosen = settings.get("scale", next(iter(scales), None) if isinstance(scales, Mapping) else None)
+    chosen = settings.get("scale", next(iter(scales), None)) if isinstance(scales, Mapping) else None
     if chosen is None:
         return settings
     fields = scales.get(chosen) if isinstance(chosen, str) else None

@@ -88,9 +88,12 @@ class Fresh:
     """Collaborative attention from the start; dense if not given."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "max_length"):
-            if getattr(self, name) < 1:
-                raise RecipeError(f"{name} is {getattr(self, name)}; expected at least 1")
+        for name in ("layers", "width", "heads", "feed_forward", "max_length"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise RecipeError(f"{name} is {value}; expected at least 1")
+        for name in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise RecipeError(f"{name} is {getattr(self, name)}; expected a probability from 0 to below 1")
         replaced = [f.name for f in fields(self) if f.name in SIZES and getattr(self, f.name) != f.default]
         if self.config is not None and replaced:
             raise RecipeError(f"{replaced[0]} is what the config says; leave it or config out")

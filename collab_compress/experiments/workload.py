@@ -177,6 +177,8 @@ def _hold_out(texts: DatasetDict, share: float) -> DatasetDict:
     if present or "train" not in texts:
         reason = f"there is {present[0]} data" if present else "no training data are read"
         raise RecipeError(f"held_out is {share}, but {reason}; leave it out")
+    if math.ceil(share * len(texts["train"])) == len(texts["train"]):
+        raise RecipeError(f"held_out is {share}, which leaves no training data; lower it")
     parts = texts["train"].train_test_split(share, seed=HELD_OUT_SEED)
     return DatasetDict({**texts, "train": parts["train"], "validation": parts["test"]})
 

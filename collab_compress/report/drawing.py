@@ -191,7 +191,7 @@ class _Axis:
             power = 10.0 ** floor(log10(least))
             step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= least)
             first, last = ceil(low / step - 1e-9), floor(high / step + 1e-9)
-            ticks = [round(place * step, 12) for place in range(first, last + 1)]
+            ticks = [place * step for place in range(first, last + 1)]
             self.low, self.high = min(low, *ticks), max(high, *ticks)
         self.ticks = [tick for tick in ticks if self.low <= tick <= self.high]
 

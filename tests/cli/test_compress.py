@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -441,8 +442,8 @@ def test_a_plan_is_printed_and_nothing_is_converted(run, model_dir, tmp_path, mo
 def test_the_command_for_the_knees_converts_as_the_plan_tried(knees, form, run, model_dir, monkeypatch):
     trials = [Trial(part, width, 0.5, 0.1, 0.9, 0.5, None, knee=True) for part, width in knees.items()]
     monkeypatch.setattr(command, "plan", lambda *_, **__: Plan(tuple(trials), 8, {}))
-    data = " --calibration generated --sequences 6"
-    code, printed, error = run(model_dir, "--plan", "--form", "per-head", *data.split())
+    data = " --calibration 'my texts.txt' --sequences 6"
+    code, printed, error = run(model_dir, "--plan", "--form", "per-head", *shlex.split(data))
     assert code == 0, error
     widths = " ".join(f"--{part} {width}" for part, width in knees.items())
     assert f"At the knees: collab-compress {model_dir} {widths}{form}{data}\n" in printed

@@ -217,7 +217,8 @@ def test_the_number_of_steps_may_be_left_out():
         (["expand", "exact", "--push-to-hub", "a/b/c"], "cannot be a name on the hub"),
         (["expand", "exact", "--push-to-hub", "a/b"], "a/b cannot be put on the hub"),
         (["compress", "dense", "--recover", "--mix"], "--recover belongs to a conversion"),
-        (["compress", "dense", "--dk", 5, "--calibration", "none", "--recover"], "--recover trains on"),
+        (["compress", "dense", "--dk", 5, "--calibration", "none", "--recover"], "recovery trains on"),
+        (["recover", "small", "--dense", "dense", "--calibration", "none"], "leave --calibration none out"),
     ],
 )
 def test_errors_are_one_line_and_leave_nothing(run, tmp_path, arguments, message):

@@ -51,6 +51,12 @@ def test_the_text_of_results_is_short():
     assert len(text.partition("## Appendix")[0].split()) <= 2500
 
 
+def test_a_single_seed_is_one(tmp_path, records):
+    (tmp_path / "page.md").write_text(TABLE)
+    results = [result for result in read_results(records) if result.seed == 0]
+    assert "-->\n\n1 seed:\n\n|" in regenerated(tmp_path / "page.md", results)[0]
+
+
 def test_generated_parts_are_replaced_and_the_rest_stays(tmp_path, records, capsys):
     pytest.importorskip("matplotlib")
     text = (

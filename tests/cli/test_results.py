@@ -181,6 +181,8 @@ def test_records_in_one_file(capsys, write, tmp_path):
     assert {result.revision for result in read_results(file)} == {None}
     code, _, error = run(capsys, folder, "--records", file)
     assert (code, "records.jsonl exists; choose another output" in error) == (2, True)
+    code, _, error = run(capsys, folder, "--records", ".")
+    assert (code, ". exists; choose another output" in error) == (2, True)
     assert run(capsys, "--papers", "--records", tmp_path / "none")[0] == 2
 
 

@@ -135,7 +135,7 @@ def test_what_is_logged(python, start, data_dir, tmp_path):
     assert steps.items() >= {"loss": [10], "agreement": [10], "validation/f1": [4, 8, 12]}.items()
 
 
-@pytest.mark.parametrize("more", ["task=stsb", "compression.dk=12"])
+@pytest.mark.parametrize("more", ["task=stsb", "compression.dk=12", "tuning=null"])
 def test_what_is_refused(more, train, start, data_dir, tmp_path):
     overrides = settings(start, data_dir, tmp_path / "out", "trackers=[tensorboard]", more)
     with pytest.raises(RecipeError, match="this loop fine-tunes a given model on a classification task"):

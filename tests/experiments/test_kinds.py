@@ -388,6 +388,11 @@ def test_held_out_training_data_choose_the_best_epoch(questions, tmp_path):
     assert list(split[0]["test"]) == list(whole["test"])
 
 
+def test_something_is_left_to_train_on(questions, tmp_path):
+    with pytest.raises(RecipeError, match=r"held_out is 0\.99, which leaves no training data; lower it"):
+        Classification(recipe(tmp_path / "out", "task=trec", f"data_dir={questions}", "held_out=0.99"))
+
+
 def test_nothing_is_held_out_where_there_is_validation_data(text, tmp_path):
     with pytest.raises(RecipeError, match=r"held_out is 0\.25, but there is validation data; leave it out"):
         run(recipe(tmp_path / "out", "task=text", f"data_dir={text}", "held_out=0.25"))

@@ -77,6 +77,11 @@ def test_calibration_is_a_choice(path):
         ),
         ("tuning.average=3", "average is 3, but 1 epochs leave fewer checkpoints"),
         ("fresh.layers=0", "layers is 0; expected at least 1"),
+        ("fresh.feed_forward=0", "feed_forward is 0; expected at least 1"),
+        ("fresh.dropout=3", r"dropout is 3\.0; expected a probability from 0 to below 1"),
+        ("fresh.attention_dropout=-0.1", r"attention_dropout is -0\.1; expected a probability from 0 to below 1"),
+        ("translation.beams=0", "beams is 0; expected a number from 1 to"),
+        ("translation.max_length=1", "max_length is 1; expected a number from 2 to"),
         ("fresh={width: 10, heads: 3}", "width 10 cannot be shared out evenly among 3 heads"),
         ("recovery={}", "recovery trains a converted model on calibration data"),
         ("model=null", "either a model to start from, or"),
@@ -201,6 +206,15 @@ def test_merged_mappings_do_not_multiply(tmp_path, monkeypatch):
 def test_an_integer_too_large_for_a_float_is_refused(path):
     with pytest.raises(RecipeError, match=r"seed is 1000.*; expected a number from 0 to 4294967295"):
         replace(read_recipe(path), seed=10**400)
+
+
+@pytest.mark.parametrize(
+    ("widths", "name"),
+    [("{dk: 64}", "dk64"), ("{dff: 512}", "dff512"), ("{dk: 64, dv: 192}", "dk64-dv192"), ("{keep: 0.5}", "keep0.5")],
+)
+def test_a_conversion_is_named_by_its_widths(path, widths, name):
+    recipe = read_recipe(path, [f"compression={widths}", "again={}"])
+    assert (recipe.conversion_name, recipe.again_name) == (name, f"{name}-again")
 
 
 @pytest.mark.parametrize("stage", ["tuning", "again"])

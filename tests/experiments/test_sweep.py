@@ -94,6 +94,8 @@ def test_a_scale_is_laid_over_the_sweep_and_settings_over_both(path, tmp_path):
     ):
         with pytest.raises(RecipeError, match=message):
             recipes(setting)
+    with pytest.raises(RecipeError, match=r"scales is \['small'\]; expected an object"):
+        recipes("scales=[small]", "scale=small")
     path.write_text(yaml.safe_dump({**sweep, "scales": {}, "conversions": conversions}, sort_keys=False))
     with pytest.raises(RecipeError, match="scale is 'paper'; the sweep has none"):
         recipes("scale=paper")

@@ -204,6 +204,13 @@ def test_curves_run_from_corner_to_corner(log):
     assert {element.text for element in svg.iter("text")} >= ticks
 
 
+def test_ticks_of_tiny_numbers_are_told_apart():
+    panel = Panel("", (Curve("c", (0, 1), (0.0, 4e-14)),))
+    svg = drawn(draw_panel(panel, Curves("C", "R.", "P", (panel,), "x", "y"), {}))
+    ticks = [element.text for element in svg.iter("text") if element.get("text-anchor") == "end"]
+    assert ticks == ["0", "1e-14", "2e-14", "3e-14", "4e-14"]
+
+
 def test_a_flat_curve_has_axes_too():
     panel = Panel("", (Curve("c", (3,), (0.0,)),))
     svg = drawn(draw_panel(panel, Curves("C", "R.", "P", (panel,), "x", "y"), {}))
