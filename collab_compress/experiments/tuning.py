@@ -150,6 +150,7 @@ def rehearse(workload: Workload, model: PreTrainedModel, tuning: Tuning) -> None
             _check_average(tuning.average, trainer.args, len(loader))
             if trainer.args.eval_strategy != "no":
                 trainer.get_eval_dataloader()
+                _check_best(trainer, workload)
             HeadSession(trainer.model, heads, trainer.optimizer, tuning.warmup).close()
     except CollabCompressError:
         raise
@@ -168,6 +169,17 @@ def _check_average(average: int, arguments: TrainingArguments, batches: int) -> 
         raise RecipeError(
             f"average is {average}, and training leaves {ceil(steps / every)} checkpoints; train for longer, save "
             "more often, or lower average"
+        )
+
+
+def _check_best(trainer: Trainer, workload: Workload) -> None:
+    """Refuse to choose the best model by a metric that evaluations do not have: the first would end the training."""
+    best = (trainer.args.metric_for_best_model or "loss").removeprefix("eval_")
+    known = ["loss", *(workload.metric.scores if trainer.compute_metrics is not None else ())]
+    if best not in known:
+        raise RecipeError(
+            f"metric_for_best_model is {best}, and evaluations have {', '.join(known)} (of translations, bleu with "
+            "predict_with_generate: true); choose one of them"
         )
 
 

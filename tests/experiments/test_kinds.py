@@ -397,6 +397,14 @@ def test_held_out_training_data_choose_the_best_epoch(questions, tmp_path):
     assert list(split[0]["test"]) == list(whole["test"])
 
 
+def test_the_best_epoch_is_chosen_by_what_is_evaluated(questions, tmp_path, monkeypatch):
+    monkeypatch.setattr(protocol, "fine_tune", lambda *_: pytest.fail("it was trained"))
+    best = "{eval_strategy: epoch, load_best_model_at_end: true, metric_for_best_model: f1}"
+    settings = ("task=trec", f"data_dir={questions}", "held_out=0.25", f"tuning.arguments={best}")
+    with pytest.raises(RecipeError, match="metric_for_best_model is f1, and evaluations have loss, accuracy "):
+        run(recipe(tmp_path / "out", *settings))
+
+
 def test_something_is_left_to_train_on(questions, tmp_path):
     with pytest.raises(RecipeError, match=r"held_out is 0\.99, which leaves no training data; lower it"):
         Classification(recipe(tmp_path / "out", "task=trec", f"data_dir={questions}", "held_out=0.99"))
