@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from math import ceil, inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import NoneType
@@ -144,9 +145,12 @@ def rehearse(workload: Workload, model: PreTrainedModel, tuning: Tuning) -> None
             trainer = _trainer(workload, model, tuning, Path(folder), heads)
             keep_whole_checkpoints(trainer)
             trainer.create_optimizer_and_scheduler(num_training_steps=1000)
-            next(iter(trainer.get_train_dataloader()))
+            loader = trainer.get_train_dataloader()
+            next(iter(loader))
+            _check_average(tuning.average, trainer.args, len(loader))
             if trainer.args.eval_strategy != "no":
                 trainer.get_eval_dataloader()
+                _check_best(trainer, workload)
             HeadSession(trainer.model, heads, trainer.optimizer, tuning.warmup).close()
     except CollabCompressError:
         raise
@@ -154,6 +158,29 @@ def rehearse(workload: Workload, model: PreTrainedModel, tuning: Tuning) -> None
         raise RecipeError(
             f"the fine-tuning cannot be set up with these settings: {type(error).__name__}: {one_line(error)}"
         ) from error
+
+
+def _check_average(average: int, arguments: TrainingArguments, batches: int) -> None:
+    """Refuse to average more checkpoints than a fine-tuning leaves, given the batches of an epoch."""
+    epoch = ceil(batches / arguments.gradient_accumulation_steps)
+    steps = arguments.max_steps if arguments.max_steps > 0 else arguments.num_train_epochs * epoch
+    every = {"no": inf, "epoch": epoch, "steps": arguments.save_steps}.get(arguments.save_strategy.value, 1)
+    if average > max(1, ceil(steps / every)):
+        raise RecipeError(
+            f"average is {average}, and training leaves {ceil(steps / every)} checkpoints; train for longer, save "
+            "more often, or lower average"
+        )
+
+
+def _check_best(trainer: Trainer, workload: Workload) -> None:
+    """Refuse to choose the best model by a metric that evaluations do not have: the first would end the training."""
+    best = (trainer.args.metric_for_best_model or "loss").removeprefix("eval_")
+    known = ["loss", *(workload.metric.scores if trainer.compute_metrics is not None else ())]
+    if best not in known:
+        raise RecipeError(
+            f"metric_for_best_model is {best}, and evaluations have {', '.join(known)} (of translations, bleu with "
+            "predict_with_generate: true); choose one of them"
+        )
 
 
 @sharding(allowed=False)

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from collab_compress.errors import DataError, RecipeError
-from collab_compress.experiments import read_recipe, run
+from collab_compress.experiments import protocol, read_recipe, run
 from collab_compress.experiments.workload import Classification, LanguageModel, Translation
 from collab_compress.metrics import load_metric
 from collab_compress.tasks import TASKS, encode_masked_language_model, load_task
@@ -339,9 +339,18 @@ def test_weights_of_the_last_epochs_are_averaged(text, tmp_path, monkeypatch):
     )
 
 
-def test_too_few_checkpoints_to_average(text, tmp_path):
-    settings = ("tuning.average=2", "tuning.arguments.save_strategy='no'")
-    with pytest.raises(RecipeError, match="average is 2, but training left 0 checkpoints"):
+@pytest.mark.parametrize(
+    ("setting", "left"),
+    [
+        ("tuning.arguments.save_strategy='no'", 0),
+        ("tuning.arguments={save_strategy: steps, save_steps: 1000}", 1),
+        ("tuning.max_steps=1", 1),
+    ],
+)
+def test_too_few_checkpoints_to_average(text, tmp_path, setting, left, monkeypatch):
+    monkeypatch.setattr(protocol, "fine_tune", lambda *_: pytest.fail("it was trained"))
+    settings = ("tuning.average=2", setting)
+    with pytest.raises(RecipeError, match=f"average is 2, and training leaves {left} checkpoints"):
         run(recipe(tmp_path / "out", "task=text", f"data_dir={text}", *settings))
 
 
@@ -386,6 +395,14 @@ def test_held_out_training_data_choose_the_best_epoch(questions, tmp_path):
     assert sorted(texts[0] + texts[1]) == texts[2]
     assert split[0]["validation"]["text"] == split[1]["validation"]["text"]
     assert list(split[0]["test"]) == list(whole["test"])
+
+
+def test_the_best_epoch_is_chosen_by_what_is_evaluated(questions, tmp_path, monkeypatch):
+    monkeypatch.setattr(protocol, "fine_tune", lambda *_: pytest.fail("it was trained"))
+    best = "{eval_strategy: epoch, load_best_model_at_end: true, metric_for_best_model: f1}"
+    settings = ("task=trec", f"data_dir={questions}", "held_out=0.25", f"tuning.arguments={best}")
+    with pytest.raises(RecipeError, match="metric_for_best_model is f1, and evaluations have loss, accuracy "):
+        run(recipe(tmp_path / "out", *settings))
 
 
 def test_something_is_left_to_train_on(questions, tmp_path):

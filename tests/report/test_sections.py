@@ -41,6 +41,7 @@ from collab_compress.analysis import (
 from collab_compress.heads import head_importance
 from collab_compress.report import ReportContext, ReportOptions, TaskScore, make_report
 from collab_compress.report.sections import SECTIONS
+from collab_compress.report.sections.cost import _latency_actions
 
 END = [3]  # the tokenizer's, which the config does not name
 
@@ -334,6 +335,14 @@ def test_cost_of_whole_layers(context, section):
         context.model, context.batches, options=ReportOptions(dk=6, dff=block.width - 1, lengths=(4,), rounds=2)
     )
     assert {row["dff"] for row in make_report(wider, ["cost"]).table("cost", "blocks")} == {block.width - 1}
+
+
+@pytest.mark.parametrize(
+    ("widths", "remedy"), [({"dk": 12}, True), ({"dk": 12, "form": "per-head"}, False), ({"dv": 6}, False)]
+)
+def test_the_per_head_form_is_advised_only_where_scores_have_a_break_even_length(context, widths, remedy):
+    (action,) = _latency_actions({8: 0.5, 64: 2.0}, module_costs(context.model, 128, **widths))
+    assert action.endswith("at 64 use --form per-head, or stay dense." if remedy else "; at 64 stay dense.")
 
 
 def test_mixing(context, bert):

@@ -69,7 +69,7 @@ def cost(context: ReportContext) -> Section:
         tables,
         pictures,
         highlights=_highlights(parts, ratios),
-        actions=_latency_actions(ratios),
+        actions=_latency_actions(ratios, modules),
     )
 
 
@@ -294,11 +294,13 @@ def _highlights(parts: Mapping[str, list[MapCost]], ratios: Mapping[int, float])
     return lines
 
 
-def _latency_actions(ratios: Mapping[int, float]) -> list[str]:
+def _latency_actions(ratios: Mapping[int, float], modules: Sequence[ModuleCost]) -> list[str]:
     """Return the lengths at which conversion is faster, and what to do at the others."""
     if not ratios:
         return []
     slower = [str(length) for length, ratio in ratios.items() if ratio > 1]
     times = ", ".join(f"{ratio:.2f} at {length} tokens" for length, ratio in ratios.items())
-    advice = f"at {', '.join(slower)} use --form per-head, or stay dense" if slower else "it pays at all of these"
+    is_limited = any(module.scores.break_even_length not in (None, inf) for module in modules)
+    remedy = "use --form per-head, or stay dense" if is_limited else "stay dense"
+    advice = f"at {', '.join(slower)} {remedy}" if slower else "it pays at all of these"
     return [f"Time of converted attention over dense attention, without the rest of the model: {times}; {advice}."]
