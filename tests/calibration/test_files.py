@@ -114,7 +114,7 @@ def test_a_stream_of_texts_is_read_up_to_the_limit(minilm, minilm_tokenizer):
     assert sum(len(batch["input_ids"]) for batch in batches) == 5
 
 
-@pytest.mark.parametrize("text", ["a dog ran", "a dog ran " * 30, "a dog: it ran " * 30, "a\0dog"])
+@pytest.mark.parametrize("text", ["a dog ran", "a dog ran " * 30, "a dog: it ran " * 30, "a\0 dog"])
 def test_a_text_that_is_no_file(text, minilm, minilm_tokenizer, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(CalibrationError, match=r"pass a list of texts|as a data set it cannot be loaded"):
