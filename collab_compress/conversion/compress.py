@@ -349,8 +349,10 @@ def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, C
     tasks = find_tasks(model, compression, bool(job.data.used), by_module)
     device = working_device(compression.solver.device, tasks, job.distributed)
     tasks = [Task(task.site, task.compression.with_solver(device=device)) for task in tasks]
+    refits = compression.dff is not None or _wants_refit(job, compression)
+    if refits:
+        check_weights(model.named_parameters())
     blocks, config = _narrower_blocks(job, compression)
-    refits = bool(blocks) or _wants_refit(job, compression)
     seconds: list[float] = []
     with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
         sites = [task.site for task in tasks if isinstance(task.site, DenseSite) and not task.is_exact]
@@ -382,7 +384,6 @@ def _narrower_blocks(job: _Job, compression: Compression) -> tuple[list[FeedForw
         return [], None
     if not (job.data.used and job.data.held_back):
         raise CompressionError("dff takes calibration data of at least two sequences; pass texts")
-    check_weights(job.model.named_parameters())
     blocks = find_feed_forward(job.model, job.data.used[0])
     for block in blocks:
         if compression.dff > block.width:
@@ -396,10 +397,7 @@ def _wants_refit(job: _Job, compression: Compression) -> bool:
     has_data = bool(job.data.used) and bool(job.data.held_back)
     if compression.solver.refit and not has_data:
         raise CompressionError("refit takes calibration data of at least two sequences; pass more, or leave it out")
-    wanted = has_data and (job.data.refit if compression.solver.refit is None else compression.solver.refit)
-    if wanted:
-        check_weights(job.model.named_parameters())
-    return wanted
+    return has_data and (job.data.refit if compression.solver.refit is None else compression.solver.refit)
 
 
 def _refit(

@@ -170,7 +170,7 @@ class Layers:
             if attention < 1:
                 modules[module.site.name] = self._compression(form, chosen.dk, chosen.dv, dff)
         own = list(modules.values()) or [self._compression(form, None, None, dff)]
-        compression = max(own, key=lambda chosen: chosen.dk is not None)  # the first of them
+        compression = next((chosen for chosen in own if chosen.dk is not None), own[0])
         return Candidate(compression, modules, attention, (spent + (dff or 0) * self.macs_per_neuron) / self.macs)
 
     def _plain(self, share: float) -> list[_Widths]:

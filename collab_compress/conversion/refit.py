@@ -204,8 +204,8 @@ def notes_on(results: Sequence[Refitted], used: Sequence[Batch]) -> tuple[str, .
     if fitted == count:
         return ()
     return (
-        f"layers were refitted to {fitted} of {count} calibration sequences, in batches evenly spaced: in at most "
-        f"{MOST}, whose hidden states take at most {ROOM / 2**30:g} GiB",
+        f"layers were refitted to {fitted} of {count} calibration sequences, evenly spaced: at most {MOST} batches, "
+        f"whose hidden states take at most {ROOM / 2**30:g} GiB",
     )
 
 
