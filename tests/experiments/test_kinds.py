@@ -344,6 +344,7 @@ def test_weights_of_the_last_epochs_are_averaged(text, tmp_path, monkeypatch):
     [
         ("tuning.arguments.save_strategy='no'", 0),
         ("tuning.arguments={save_strategy: steps, save_steps: 1000}", 1),
+        ("tuning.arguments={save_strategy: steps, save_steps: 0.99}", 1),
         ("tuning.max_steps=1", 1),
     ],
 )
