@@ -19,7 +19,7 @@ from collab_compress.errors import RecipeError
 from collab_compress.experiments.examples import scored_splits
 from collab_compress.experiments.results import (
     FRESH,
-    UNSHAPED,
+    NOT_SHAPE,
     Column,
     Result,
     Variant,
@@ -230,7 +230,7 @@ def _references(recipes: Recipes, reference: str | None) -> dict[str, Variant]:
 
 
 def _unshaped(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    fresh = {name: (recipe.get("fresh") or {}).get(name) for name in UNSHAPED}
+    fresh = {name: (recipe.get("fresh") or {}).get(name) for name in NOT_SHAPE}
     unshaped: dict[str, Any] = without_nulls({**recipe, "fresh": fresh})
     return unshaped
 

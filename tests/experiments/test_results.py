@@ -277,7 +277,12 @@ def test_settings_that_differ_between_seeds_are_noted(write, tmp_path):
         write(
             80.0,
             seed=seed,
-            recipe={"output": f"out-{seed}", "tuning": {"epochs": epochs}, "compression": {"dk": rank}},
+            recipe={
+                "output": f"out-{seed}",
+                "num_proc": seed + 1,
+                "tuning": {"epochs": epochs},
+                "compression": {"dk": rank},
+            },
         )
     assert table(tmp_path)[0].notes == ()
     write(80.0, seed=2, recipe={"tuning": {"epochs": 4}, "compression": {"dk": 64}, "again": 1})
