@@ -114,18 +114,6 @@ def _check_range(options: Any, name: str, lowest: float, highest: float) -> None
         raise RecipeError(f"{name} is {shown}; expected a number from {lowest} to {highest}")
 
 
-def expanded(path: Path) -> Path:
-    """Return a path with the home directory in place of ~.
-
-    Raises:
-        RecipeError: there is no such directory.
-    """
-    try:
-        return path.expanduser()
-    except RuntimeError as error:
-        raise RecipeError(f"{path}: {error}") from error
-
-
 @dataclass(frozen=True)
 class Recovery:
     """A short distillation of converted attention, without labels (`collab_compress.conversion.recover_`)."""
@@ -257,7 +245,7 @@ class Recipe:
     def __post_init__(self) -> None:
         for place in ("output", "data_dir"):
             if (path := getattr(self, place)) is not None:
-                object.__setattr__(self, place, expanded(Path(path)))
+                object.__setattr__(self, place, Path(path).expanduser())
         _check_range(self, "seed", 0, 2**32 - 1)
         _check_range(self, "num_proc", 1, MOST_STEPS)
         if self.held_out is not None and not 0 < self.held_out < 1:
@@ -360,7 +348,7 @@ def parse(options_class: type[Options], data: Mapping[str, Any], where: str) -> 
         return options
     except ValidationError as error:
         raise RecipeError(f"{where}: {problems_of(error, options_class)}") from error
-    except (CollabCompressError, TypeError, ValueError, RecursionError) as error:
+    except (CollabCompressError, TypeError, ValueError, RuntimeError) as error:
         raise RecipeError(f"{where}: {_one_line(error)}") from error
 
 

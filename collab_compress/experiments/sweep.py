@@ -15,7 +15,7 @@ from typing import Any
 from collab_compress.distributed import can_meet, on_main_process
 from collab_compress.errors import BusyError, CollabCompressError, RecipeError
 from collab_compress.experiments.protocol import check_environment, run, summary
-from collab_compress.experiments.recipe import Recipe, expanded, parse, read_settings, set_field
+from collab_compress.experiments.recipe import Recipe, parse, read_settings, set_field
 
 logger = logging.getLogger(__name__)
 Settings = dict[str, Any]
@@ -68,7 +68,7 @@ class Sweep:
     what is left of the others' parts, also of workers that were killed."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "output", expanded(Path(self.output)))
+        object.__setattr__(self, "output", Path(self.output).expanduser())
         if self.recipe is not None:
             fields = read_settings(self.recipe, [])
             shared = {name: value for name, value in fields.items() if name not in MADE_FIELDS}
