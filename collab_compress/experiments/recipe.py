@@ -103,7 +103,9 @@ class Tuning:
         if not 0 <= self.warmup < 1:
             raise RecipeError(f"warmup is {self.warmup}; expected a share of the steps, from 0 to below 1")
         if self.max_steps <= 0 and "save_strategy" not in self.arguments and self.average > ceil(self.epochs):
-            raise RecipeError(f"average is {self.average}, but {self.epochs:g} epochs leave fewer checkpoints")
+            raise RecipeError(
+                f"epochs is {self.epochs:g}; expected more than {self.average - 1} where average is {self.average}"
+            )
 
 
 def _check_range(options: Any, name: str, lowest: float, highest: float) -> None:
@@ -273,12 +275,11 @@ class Recipe:
             raise RecipeError(
                 f"conversion {self.conversion!r} converts nothing; give compression too, or leave conversion out"
             )
-        if self.recovery is not None and (self.compression is None or self.calibration == "none"):
+        converts_attention = self.compression is not None and not self.compression.keeps_attention
+        if self.recovery is not None and (not converts_attention or self.calibration == "none"):
             raise RecipeError(
-                "recovery trains a converted model on calibration data; give compression and calibration"
+                "recovery trains converted attention on calibration data; give dk, dv or keep, and calibration data"
             )
-        if self.recovery is not None and self.compression is not None and self.compression.keeps_attention:
-            raise RecipeError("recovery trains converted attention; give compression.dk, dv or keep, or leave it out")
         if not self.trains and self.heads != HeadTraining():
             raise RecipeError(
                 "heads acts in fine-tuning, and there is none; give tuning or again, or leave heads out"
