@@ -74,7 +74,8 @@ def run(arguments: Arguments) -> None:
             missing = f"no selected table of the papers has {' or '.join(names)}"
             if selected:
                 raise RecipeError(f"{missing}; leave the folder out to print the tables")
-            print(f"collab-results: {missing}", file=sys.stderr)
+            if not arguments.quiet:
+                print(f"collab-results: {missing}", file=sys.stderr)
         lines, blocks = comparison_lines(comparison, shown), comparison_blocks(comparison, shown)
     page, plots = ("", {}) if arguments.markdown is None else regenerated(arguments.markdown, results)
     images = {path: draw() for path, draw in plots.items()}

@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import mean
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -114,7 +114,7 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
                 "model": variant.model,
                 "method": variant.method,
                 "stage": variant.stage,
-                "parameters": fmean(counts) if counts else None,
+                "parameters": mean(counts) if counts else None,
                 "task": column.name,
                 "metric": column.metric,
                 "greater_is_better": column.greater_is_better,
