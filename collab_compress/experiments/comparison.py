@@ -29,7 +29,7 @@ Recipes: TypeAlias = Mapping[Variant, Mapping[Column, Sequence[Mapping[str, Any]
 
 AVERAGE = "average"
 REFERENCE = "plain/tuned"
-AS_IT_IS = "plain/given"
+UNTUNED_REFERENCE = "plain/given"
 ALIKE = ("files", "fresh", "max_length", "translation", "tuning")
 """Settings in which rows are expected not to differ."""
 
@@ -96,7 +96,7 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
     labels = sorted({variant.label for variant in grouped})
     if against is not None and against not in labels:
         raise RecipeError(f"nothing to compare with: no result is {against!r}; expected one of {', '.join(labels)}")
-    reference = against or next((label for label in (REFERENCE, AS_IT_IS) if label in labels), None)
+    reference = against or next((label for label in (REFERENCE, UNTUNED_REFERENCE) if label in labels), None)
     recipes = {variant: _recipes_by_column(of_variant) for variant, of_variant in grouped.items()}
     references = _references(recipes, reference)
     scores = _scores(results, tasks)
@@ -237,7 +237,7 @@ def _notes_on_numbers(results: Iterable[Result]) -> Iterator[str]:
     for result in results:
         if not math.isfinite(result.score):
             where = f"{result.variant.label} of {result.variant.model} on {result.column.name}"
-            yield f"{where}: the score of seed {result.seed} is {result.score}, and so is what is made of it"
+            yield f"{where}: the score of seed {result.seed} is {result.score}, and so are the means that include it"
 
 
 def _notes_on_seeds(recipes: Recipes) -> Iterator[str]:

@@ -31,7 +31,7 @@ from collab_compress.tasks import task_files
 MARK = ".collab-experiment.json"
 LOCK = ".collab-experiment.lock"
 MADE_BY = {"made_by": "collab_compress.experiments", "format": 2}
-LOST = "{} has lost its mark, so what was made there is not known; choose another output"
+LOST = "{} has no valid mark file, so the recipe that made it is unknown; choose another output"
 FILES = "sha256"
 """Key of the names and digests that replace a path in the settings of a mark."""
 

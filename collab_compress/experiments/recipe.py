@@ -261,7 +261,7 @@ class Recipe:
         if (self.model is None) == (self.fresh is None):
             raise RecipeError("give either a model to start from, or the settings of a fresh one")
         if self.revision is not None and self.model is None:
-            raise RecipeError("revision is that of a model on the hub; give model, or leave revision out")
+            raise RecipeError("revision selects a version of a hub model; give model too")
         if self.fresh is not None and self.tuning is None:
             raise RecipeError("a fresh model is trained first; give tuning")
         averaged = [tuning for tuning in (self.tuning, self.again) if tuning is not None and tuning.average > 1]
@@ -482,7 +482,7 @@ class _Loader(yaml.SafeLoader):
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         counts = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         if repeated := [key for key, count in counts.items() if count > 1]:
-            raise yaml.composer.ComposerError(None, None, f"{repeated[0]} stands there twice", node.start_mark)
+            raise yaml.composer.ComposerError(None, None, f"{repeated[0]} appears twice", node.start_mark)
         return node
 
 

@@ -59,8 +59,8 @@ def error_of_mean(values: np.ndarray, resampled: np.ndarray | None = None) -> tu
     """Return the standard error of a mean over seeds, and its degrees of freedom.
 
     The variances by chance of seeds, s² / n, and of the test set add up; the degrees of freedom are Satterthwaite's
-    (1946). What one seed gets right on some examples and another on others counts in both, so the error is rather
-    too large.
+    (1946). What one seed gets right on some examples and another on others counts in both, so the error is,
+    if anything, overestimated.
 
     Args:
         values: on the test set itself, (n,), two or more.

@@ -37,7 +37,7 @@ def refuse_deepspeed(arguments: Mapping[str, Any]) -> None:
     """
     if arguments.get("deepspeed") or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise RecipeError(
-            "recipes were not tried with DeepSpeed; shard with FSDP2 instead (arguments: {fsdp: true}), or leave "
+            "recipes do not support DeepSpeed; shard with FSDP2 instead (arguments: {fsdp: true}), or leave "
             "models whole"
         )
 

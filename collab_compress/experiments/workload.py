@@ -295,7 +295,8 @@ class LanguageModel(TokenModel):
             before = model(tokens).logits[:, :-1].float()
         if not torch.allclose(before[0], before[1], rtol=1e-3, atol=1e-4):
             raise RecipeError(
-                f"{directory} sees the tokens it is to predict; give a decoder, as BERT is with is_decoder: true"
+                f"{directory} attends to the tokens it should predict; give a decoder, such as BERT with "
+                "is_decoder: true"
             )
         return model
 

@@ -84,7 +84,7 @@ def test_data_that_have_moved(hub, recipe):
 
 
 def test_a_revision_without_a_model(recipe):
-    with pytest.raises(RecipeError, match="revision is that of a model on the hub; give model, or leave"):
+    with pytest.raises(RecipeError, match="revision selects a version of a hub model; give model too"):
         replace(recipe, model=None, fresh={}, revision="v1")
 
 

@@ -202,7 +202,7 @@ def test_a_language_model_that_sees_what_it_predicts(text, tmp_path):
     config.is_decoder = False
     config.save_pretrained(model)
     overrides = f"task=text data_dir={text} max_length=24 trackers=[] model={model} output={tmp_path / 'again'}"
-    with pytest.raises(RecipeError, match="model sees the tokens it is to predict; give a decoder"):
+    with pytest.raises(RecipeError, match="model attends to the tokens it should predict; give a decoder"):
         run(read_recipe(overrides=overrides.split()))
 
 

@@ -131,7 +131,7 @@ def test_calibration_is_a_choice(path):
         ("files={train: a}", "files names only training data"),
         ("files=a", "files is 'a'; expected an object"),
         ("trackers=wandb", r"trackers is 'wandb'; expected a list, as in \[wandb\]"),
-        ("tuning={epochs: 1, epochs: 2}", "epochs stands there twice"),
+        ("tuning={epochs: 1, epochs: 2}", "epochs appears twice"),
     ],
 )
 def test_mistakes_are_named(path, override, message):
@@ -186,7 +186,7 @@ def test_a_file_that_is_no_recipe(tmp_path):
         with pytest.raises(RecipeError, match=rf"{name}: expected a regular file of at most 1 MiB"):
             read_recipe(tmp_path / name)
     (tmp_path / "twice.yaml").write_text("task: mrpc\nmodel: a\noutput: b\nseed: 1\nseed: 2\n")
-    with pytest.raises(RecipeError, match=r"twice\.yaml: seed stands there twice .*line 1"):
+    with pytest.raises(RecipeError, match=r"twice\.yaml: seed appears twice .*line 1"):
         read_recipe(tmp_path / "twice.yaml")
     (tmp_path / "digits.yaml").write_text(f"tuning: {{batch_size: {'9' * 400}}}")
     with pytest.raises(RecipeError, match=r"digits\.yaml: tuning\.batch_size has more than 30 digits"):

@@ -75,8 +75,8 @@ def test_a_score_that_is_no_number_stays_visible(write, tmp_path):
     assert math.isnan(lines["hsic/tuned"]["stsb"]["sd"])
     assert math.isnan(lines["hsic/tuned"]["stsb"]["difference"])
     assert comparison.notes == (
-        "hsic/tuned of minilm on stsb: the score of seed 0 is inf, and so is what is made of it",
-        "plain/tuned of minilm on stsb: the score of seed 0 is nan, and so is what is made of it",
+        "hsic/tuned of minilm on stsb: the score of seed 0 is inf, and so are the means that include it",
+        "plain/tuned of minilm on stsb: the score of seed 0 is nan, and so are the means that include it",
     )
 
 
