@@ -94,7 +94,7 @@ def measure(rows: int, steps: int, tokens: int, num_proc: int | None, kind: str)
     with meter.part("read"):
         workload = Translation(recipe)
     with meter.part("vocabulary"):
-        make_fresh(recipe.fresh, workload.task, workload.texts["train"], 0, folder / "start")
+        make_fresh(recipe.fresh, workload.task, workload.model_class, workload.texts["train"], 0, folder / "start")
         workload.tokenizer = load_tokenizer(folder / "start")
     with meter.part("tokenize"):
         workload.encode_splits()

@@ -432,7 +432,6 @@ class ResultsArguments:
       collab-results outputs/glue --against drophead/tuned --format csv
       collab-results outputs/glue --records glue.jsonl --json numbers.json --quiet
       collab-results glue.jsonl
-      collab-results outputs/multi30k --significance
       collab-results outputs/glue --paper collaborate --table 2
       collab-results --paper diversity
       collab-results glue.jsonl outputs/trec --pages papers --quiet
@@ -475,9 +474,6 @@ class ResultsArguments:
     markdown: File = None
     """Rewrite the generated parts of this Markdown file: each stands between <!-- records: … --> or
     <!-- claims: … --> (findings, forest) and <!-- end -->; forest plots are drawn into images/ beside it."""
-
-    significance: bool = False
-    """Also compare translations sentence by sentence, by sacreBLEU's paired bootstrap; not with --format csv."""
 
     quiet: bool = False
     """Print only errors."""

@@ -37,7 +37,6 @@ from .tables import (
     papers_lines,
     plain,
     scores_blocks,
-    significance_blocks,
     to_markdown,
 )
 
@@ -52,10 +51,6 @@ NONE = "No records yet."
 def run(arguments: Arguments) -> None:
     """Read, compare, and print or write."""
     paths = arguments.records_in
-    if arguments.significance and (len(paths) != 1 or arguments.format == "csv"):
-        raise RecipeError(
-            "--significance compares the translations of one folder; give one PATH, and not --format csv"
-        )
     outputs = {f"--{name}": getattr(arguments, name) for name in ("output", "json", "records", "pages")}
     check_outputs(outputs)
     outcomes = None if arguments.records is None else arguments.records.with_suffix(ENDING)
@@ -79,10 +74,9 @@ def run(arguments: Arguments) -> None:
             missing = f"no selected table of the papers has {' or '.join(names)}"
             if selected:
                 raise RecipeError(f"{missing}; leave the folder out to print the tables")
-            print(f"collab-results: {missing}", file=sys.stderr)
+            if not arguments.quiet:
+                print(f"collab-results: {missing}", file=sys.stderr)
         lines, blocks = comparison_lines(comparison, shown), comparison_blocks(comparison, shown)
-        if arguments.significance:
-            blocks += significance_blocks(paths[0], arguments.against)
     page, plots = ("", {}) if arguments.markdown is None else regenerated(arguments.markdown, results)
     images = {path: draw() for path, draw in plots.items()}
     text = f"{to_markdown(blocks)}\n" if arguments.format == "markdown" else csv_text(lines)

@@ -6,12 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from collab_compress.experiments.comparison import AVERAGE, REFERENCE, Comparison, Line, significance
+from collab_compress.experiments.comparison import AVERAGE, REFERENCE, Comparison, Line
 from collab_compress.experiments.papers import PaperRow, PaperTable
 from collab_compress.experiments.results import Column
 
@@ -239,23 +238,3 @@ def csv_text(lines: Sequence[Line]) -> str:
     """Return lines as CSV with the columns `FIELDS`."""
     text: str = pd.DataFrame(lines, columns=FIELDS, dtype=object).to_csv(index=False, lineterminator="\n")
     return text
-
-
-def significance_blocks(folder: Path, against: str | None) -> list[str | Grid]:
-    """Compare the translations in a folder with those of a reference run; return scores, differences and p."""
-    compared = significance(folder, against)
-    names = ["model", "method", "stage", "task", "split", "seed"]
-    rows = []
-    for line in compared:
-        difference = "" if line["difference"] is None else f"{line['difference']:+.2f}"
-        p = "" if line["p"] is None else f"{line['p']:.3f}"
-        score = f"{line['score']:.2f} ± {line['interval']:.2f}"
-        rows.append([*(str(line[name]) for name in names), score, difference, p])
-    references = dict.fromkeys(line["reference"] for line in compared)
-    signatures = dict.fromkeys(line["signature"] for line in compared)
-    return [
-        "BLEU ± half of its 95 % interval over resamples of the sentences, and the difference to "
-        f"{' or '.join(references)} of the same model, task and seed with its p by paired bootstrap: chance in the "
-        f"test set, not in training. sacreBLEU: {', '.join(signatures)}.",
-        Grid([*names, "BLEU", "difference", "p"], rows, text_columns=len(names)),
-    ]

@@ -4,8 +4,8 @@
         heads.drophead='[{p: 0.2}]' heads.alphas.frozen_ratio=0.3 tuning.arguments='{gradient_accumulation_steps: 2}'
 
 With `torchrun --nproc_per_node 2` or `accelerate launch` there are several processes with different batches.
-Of a recipe it takes task, model, data_dir, output, seed, max_length, heads, trackers, and of tuning whole epochs,
-learning_rate, batch_size, warmup and arguments, which are the Accelerator's here (mixed_precision: bf16, …).
+Of a recipe it takes task, model, revision, data_dir, output, seed, max_length, heads, trackers, and of tuning whole
+epochs, learning_rate, batch_size, warmup and arguments, which are the Accelerator's here (mixed_precision: bf16, …).
 Losses are averaged over passes and processes, as by `heads.loss_normalization=mean` in a Trainer. Converting and
 resuming is for run_glue.py.
 """
@@ -35,15 +35,18 @@ def train(recipe: Recipe) -> None:
     if task.kind != "classification" or tuning is None or recipe.fresh is not None or recipe.compression is not None:
         raise RecipeError("this loop fine-tunes a given model on a classification task; run_glue.py does the rest")
     check_trackers(recipe.trackers)
-    accelerator = Accelerator(
-        **tuning.arguments,
-        log_with=list(recipe.trackers) or None,
-        project_dir=recipe.output,
-        cpu=not torch.accelerator.is_available(),  # without it, several processes could not communicate on the CPU
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=recipe.seed),
-    )
+    try:
+        accelerator = Accelerator(
+            **tuning.arguments,
+            log_with=list(recipe.trackers) or None,
+            project_dir=recipe.output,
+            cpu=not torch.accelerator.is_available(),  # else processes could not communicate on the CPU
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=recipe.seed),
+        )
+    except TypeError as error:
+        raise RecipeError(f"tuning.arguments: {error}; give arguments of the Accelerator") from error
     set_seed(recipe.seed)
-    directory = find_directory(recipe.model)
+    directory = find_directory(recipe.model, recipe.revision)
     tokenizer = load_tokenizer(directory)
     model, _ = load_model(transformers.AutoModelForSequenceClassification, directory, num_labels=task.num_labels)
     if recipe.heads.alphas is not None:

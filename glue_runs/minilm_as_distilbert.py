@@ -14,6 +14,18 @@ from transformers import AutoModel, AutoTokenizer, DistilBertConfig, DistilBertM
 from collab_compress import CollabCompressError
 from collab_compress.checkpoint.directory import atomic_directory, refuse_existing
 
+LAYER = {
+    "attention.q_lin": "attention.self.query",
+    "attention.k_lin": "attention.self.key",
+    "attention.v_lin": "attention.self.value",
+    "attention.out_lin": "attention.output.dense",
+    "sa_layer_norm": "attention.output.LayerNorm",
+    "ffn.lin1": "intermediate.dense",
+    "ffn.lin2": "output.dense",
+    "output_layer_norm": "output.LayerNorm",
+}
+"""Module of a DistilBERT layer → module of a BERT layer with its weights."""
+
 
 def distilbert(bert) -> DistilBertModel:
     """Return a DistilBERT whose position embeddings include those of the first token type."""
@@ -29,31 +41,13 @@ def distilbert(bert) -> DistilBertModel:
             pad_token_id=config.pad_token_id,
         )
     )
-    copy_embeddings(model.embeddings, bert.embeddings)
+    for name in ("word_embeddings", "position_embeddings", "LayerNorm"):
+        model.embeddings.get_submodule(name).load_state_dict(bert.embeddings.get_submodule(name).state_dict())
     model.embeddings.position_embeddings.weight += bert.embeddings.token_type_embeddings.weight[0]
-    names = ("attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin", "sa_layer_norm")
     for ours, theirs in zip(model.transformer.layer, bert.encoder.layer, strict=True):
-        copy_layer(ours, theirs, (*names, "ffn.lin1", "ffn.lin2", "output_layer_norm"))
+        for name, source in LAYER.items():
+            ours.get_submodule(name).load_state_dict(theirs.get_submodule(source).state_dict())
     return model
-
-
-def copy_embeddings(ours, theirs) -> None:
-    for name in ("word_embeddings", "position_embeddings"):
-        getattr(ours, name).weight.copy_(getattr(theirs, name).weight)
-    copy(ours.LayerNorm, theirs.LayerNorm)
-
-
-def copy_layer(ours, theirs, names: tuple[str, ...]) -> None:
-    """Copy query, key, value, output, its norm, both feed-forward layers and their norm."""
-    attention = ("self.query", "self.key", "self.value", "output.dense", "output.LayerNorm")
-    sources = (*(f"attention.{name}" for name in attention), "intermediate.dense", "output.dense", "output.LayerNorm")
-    for name, source in zip(names, sources, strict=True):
-        copy(ours.get_submodule(name), theirs.get_submodule(source))
-
-
-def copy(ours, theirs) -> None:
-    ours.weight.copy_(theirs.weight)
-    ours.bias.copy_(theirs.bias)
 
 
 def main() -> None:

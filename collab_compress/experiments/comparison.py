@@ -1,32 +1,26 @@
-"""Results side by side: means over seeds, differences paired by seed, and the significance of those in BLEU."""
+"""Results side by side: means over seeds, and differences paired by seed."""
 
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean
+from statistics import mean
 from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
-from sacrebleu.metrics import BLEU
-from sacrebleu.significance import PairedTest
 from scipy import stats
 
 from collab_compress.errors import RecipeError
-from collab_compress.experiments.examples import scored_splits
 from collab_compress.experiments.results import (
     FRESH,
-    UNSHAPED,
+    NOT_SHAPE,
     Column,
     Result,
     Variant,
     differing_revisions,
-    read_results,
 )
-from collab_compress.experiments.workload import REFERENCES, target_language
 from collab_compress.tasks import TASKS
 
 Line: TypeAlias = dict[str, Any]
@@ -35,12 +29,9 @@ Recipes: TypeAlias = Mapping[Variant, Mapping[Column, Sequence[Mapping[str, Any]
 
 AVERAGE = "average"
 REFERENCE = "plain/tuned"
-AS_IT_IS = "plain/given"
+UNTUNED_REFERENCE = "plain/given"
 ALIKE = ("files", "fresh", "max_length", "translation", "tuning")
 """Settings in which rows are expected not to differ."""
-
-ROUNDING = 0.01
-"""Largest difference in BLEU that rounding explains."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +48,6 @@ class Estimate:
         if self.deviation is None:
             return None
         return float(stats.t.ppf(0.975, self.count - 1)) * self.deviation / math.sqrt(self.count)
-
-    @property
-    def ends(self) -> tuple[float, float] | None:
-        """Ends of that interval; None for one value."""
-        half = self.interval
-        return None if half is None else (self.mean - half, self.mean + half)
 
 
 def estimate(values: Iterable[float]) -> Estimate:
@@ -111,7 +96,7 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
     labels = sorted({variant.label for variant in grouped})
     if against is not None and against not in labels:
         raise RecipeError(f"nothing to compare with: no result is {against!r}; expected one of {', '.join(labels)}")
-    reference = against or next((label for label in (REFERENCE, AS_IT_IS) if label in labels), None)
+    reference = against or next((label for label in (REFERENCE, UNTUNED_REFERENCE) if label in labels), None)
     recipes = {variant: _recipes_by_column(of_variant) for variant, of_variant in grouped.items()}
     references = _references(recipes, reference)
     scores = _scores(results, tasks)
@@ -129,7 +114,7 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
                 "model": variant.model,
                 "method": variant.method,
                 "stage": variant.stage,
-                "parameters": fmean(counts) if counts else None,
+                "parameters": mean(counts) if counts else None,
                 "task": column.name,
                 "metric": column.metric,
                 "greater_is_better": column.greater_is_better,
@@ -139,8 +124,8 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
             }
             if baseline is not None and (difference := differences.get((variant, column))) is not None:
                 line |= {"reference": baseline.label, "difference": difference.mean, "pairs": difference.count}
-                if difference.ends is not None:
-                    line["low"], line["high"] = difference.ends
+                if (half := difference.interval) is not None:
+                    line["low"], line["high"] = difference.mean - half, difference.mean + half
             lines.append(line)
     notes = (
         *_notes_on_shapes(references, reference, {variant.model for variant in grouped}),
@@ -230,7 +215,7 @@ def _references(recipes: Recipes, reference: str | None) -> dict[str, Variant]:
 
 
 def _unshaped(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    fresh = {name: (recipe.get("fresh") or {}).get(name) for name in UNSHAPED}
+    fresh = {name: (recipe.get("fresh") or {}).get(name) for name in NOT_SHAPE}
     unshaped: dict[str, Any] = without_nulls({**recipe, "fresh": fresh})
     return unshaped
 
@@ -252,7 +237,7 @@ def _notes_on_numbers(results: Iterable[Result]) -> Iterator[str]:
     for result in results:
         if not math.isfinite(result.score):
             where = f"{result.variant.label} of {result.variant.model} on {result.column.name}"
-            yield f"{where}: the score of seed {result.seed} is {result.score}, and so is what is made of it"
+            yield f"{where}: the score of seed {result.seed} is {result.score}, and so are the means that include it"
 
 
 def _notes_on_seeds(recipes: Recipes) -> Iterator[str]:
@@ -308,110 +293,3 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_nulls(inner) for inner in value]
     return value
-
-
-def significance(folder: Path, against: str | None = None) -> list[Line]:
-    """Test differences in BLEU by sacreBLEU's paired bootstrap over sentences.
-
-    Runs of one model, task and seed are compared if the reference is among them, with 1,000 resamples of sacreBLEU's
-    seed (12345, or SACREBLEU_SEED of the environment).
-
-    Args:
-        folder: with the outputs of experiments, translations and references included.
-        against: method/stage of the reference; if not given, plain/tuned or else plain/given.
-
-    Returns:
-        For each run and split: `model`, `method`, `stage`, `task`, `split`, `seed`; `score`, its BLEU; `interval`,
-        half of its 95 % interval over resamples of the sentences; `difference` to the score of the `reference`, and
-        its two-sided `p` by paired bootstrap resampling (Koehn, 2004, "Statistical Significance Tests for Machine
-        Translation Evaluation"), both None for the reference itself; and sacreBLEU's `signature`. p leaves out the
-        randomness of training.
-
-    Raises:
-        RecipeError: there are no translations, nothing to compare them with, or they are not those that were scored.
-    """
-    if not folder.is_dir():
-        raise RecipeError(f"{folder} has no translations; significance needs the folder with the outputs themselves")
-    groups: dict[tuple[str, Column, int], dict[str, Result]] = defaultdict(dict)
-    for result in read_results(folder):
-        if result.column.metric == "bleu":
-            groups[result.variant.model, result.column, result.seed][result.variant.label] = result
-    labels = [against] if against is not None else [REFERENCE, AS_IT_IS]
-    lines = []
-    for group in groups.values():
-        reference = next((label for label in labels if label in group), None)
-        if reference is not None and len(group) > 1:
-            first = group.pop(reference)
-            lines += _paired_bootstrap([first, *group.values()])
-    if not lines:
-        raise RecipeError(
-            f"{folder} has no translations of one model, task and seed by {' or '.join(labels)} and by another; "
-            "choose what others are compared with by --against METHOD/STAGE"
-        )
-    return lines
-
-
-def _paired_bootstrap(results: Sequence[Result]) -> list[Line]:
-    """Compare results with the first of them."""
-    first = results[0]
-    folders = [Path(result.place).parent for result in results]
-    translation, task = first.recipe.get("translation") or {}, TASKS[first.column.name.split()[0]]
-    bleu = BLEU(tokenize="zh" if target_language(task, translation.get("target")) == "zh" else "13a")
-    lines: list[Line] = []
-    for split in _scored_splits(folders[0]):
-        references = _text_lines(folders[0] / f"{split}{REFERENCES}")
-        systems = [(folder.as_posix(), _translations(folder, split, references)) for folder in folders]
-        signatures, scores = PairedTest(systems, {"BLEU": bleu}, [references], test_type="bs")()
-        for result, score in zip(results, scores["BLEU"], strict=True):
-            is_other = result is not first
-            lines.append(
-                {
-                    "model": result.variant.model,
-                    "method": result.variant.method,
-                    "stage": result.variant.stage,
-                    "task": result.column.name,
-                    "split": split,
-                    "seed": result.seed,
-                    "score": float(score.score),
-                    "interval": float(score.ci),
-                    "difference": float(score.score - scores["BLEU"][0].score) if is_other else None,
-                    "p": float(score.p_value) if is_other else None,
-                    "reference": first.variant.label,
-                    "signature": str(signatures["BLEU"]),
-                }
-            )
-    for number, result in enumerate(results):
-        mean = fmean(line["score"] for line in lines[number :: len(results)])
-        if not abs(mean - result.score) < ROUNDING:
-            raise RecipeError(
-                f"{folders[number]} was scored {result.score:.2f}, and its translations are {mean:.2f}: they, or the "
-                "references beside them, are not those that were scored"
-            )
-    return lines
-
-
-def _scored_splits(folder: Path) -> list[str]:
-    """Return the splits with references that count for the score: the tests, or all where there is none."""
-    splits = sorted(path.name.removesuffix(REFERENCES) for path in folder.glob(f"*{REFERENCES}"))
-    if not splits:
-        raise RecipeError(
-            f"{folder} has no references beside its translations; write them to test{REFERENCES}, one a line"
-        )
-    return scored_splits(splits)
-
-
-def _translations(folder: Path, split: str, references: Sequence[str]) -> list[str]:
-    """Return the translations of a split, which must have these references beside them."""
-    if _text_lines(folder / f"{split}{REFERENCES}") != references:
-        raise RecipeError(f"{folder} has other references in {split}{REFERENCES} than the run it is compared with")
-    written = _text_lines(folder / f"{split}.txt")
-    if len(written) != len(references):
-        raise RecipeError(f"{folder}/{split}.txt has {len(written)} lines, its references {len(references)}")
-    return written
-
-
-def _text_lines(path: Path) -> list[str]:
-    try:
-        return path.read_bytes().decode().removesuffix("\n").split("\n")  # splitlines splits at other characters too
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"cannot read the translations in {path}: {error}") from error

@@ -19,20 +19,19 @@ from typing import Any
 import torch
 from datasets import Dataset
 from filelock import FileLock, Timeout
-from huggingface_hub import try_to_load_from_cache
 
 from collab_compress.calibration.batches import BESIDE, text_file
 from collab_compress.calibration.files import split_columns
 from collab_compress.checkpoint.directory import TOKENIZER_FILES, mapped, write_json
 from collab_compress.distributed import process_state
 from collab_compress.errors import BusyError, RecipeError
-from collab_compress.experiments.recipe import Recipe, expanded
+from collab_compress.experiments.recipe import Recipe
 from collab_compress.tasks import task_files
 
 MARK = ".collab-experiment.json"
 LOCK = ".collab-experiment.lock"
 MADE_BY = {"made_by": "collab_compress.experiments", "format": 2}
-LOST = "{} has lost its mark, so what was made there is not known; choose another output"
+LOST = "{} has no valid mark file, so the recipe that made it is unknown; choose another output"
 FILES = "sha256"
 """Key of the names and digests that replace a path in the settings of a mark."""
 
@@ -47,7 +46,7 @@ CONVERTED = (*BASE, "compression", "calibration", "calibration_options", "recove
 LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "tokenizers")
 SCORERS = ("evaluate", "sacrebleu", "scikit-learn", "scipy")
 CHECKOUT = Path(__file__).parents[2]
-SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})/config\.json$")  # in the hub's cache
+SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})$")  # in the hub's cache
 PREPARED = re.compile(r"/([0-9a-f]{40})/[^/]+\.arrow$")  # in the cache of `datasets`
 
 
@@ -83,7 +82,7 @@ def reserve_output(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
                 held.enter_context(_locked(output))
                 held.callback(_remove_unused, output, stages)
                 folders = unmarked()  # again: another process may have worked there before the lock
-                if not _is_begun(output):
+                if not _has_results(output):
                     discard(output / "start")
                 for folder in folders:
                     mark(folder, settings[folder])
@@ -143,12 +142,12 @@ def _is_marked(folder: Path, wanted: Mapping[str, Any], output: Path) -> bool:
         differing = list(_differing(marked, wanted))
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{folder / MARK} is damaged; choose another output") from error
-    if differing and _is_begun(folder):
+    if differing and _has_results(folder):
         raise RecipeError(f"{folder} was made with another {', '.join(differing)}; choose another output")
     return not differing
 
 
-def _is_begun(folder: Path) -> bool:
+def _has_results(folder: Path) -> bool:
     """Return whether a folder, or that of one of its stages, holds a model, a record or a checkpoint."""
     for place in (folder, *folder.glob("*/")):
         if (place / "model").exists() or (place / "result.json").exists():
@@ -160,7 +159,7 @@ def _is_begun(folder: Path) -> bool:
 
 def _remove_unused(output: Path, stages: Sequence[str]) -> None:
     """Remove the marks in which nothing was made, and the folders of such stages."""
-    if not _is_begun(output):
+    if not _has_results(output):
         discard(output / "start")
     for folder in (*(output / stage for stage in stages), output):
         if not is_ours(folder):
@@ -214,7 +213,7 @@ def _refuse_foreign(recipe: Recipe, stages: Sequence[str]) -> None:
         raise RecipeError(f"{output} exists and is no output of an experiment; choose another, or an empty folder")
     for folder in (output / name for name in (*stages, "start")):
         if _is_foreign(folder):
-            if _is_begun(folder):
+            if _has_results(folder):
                 raise RecipeError(LOST.format(folder))
             raise RecipeError(f"{folder} exists and no experiment made it; choose another output, or remove it")
 
@@ -252,13 +251,13 @@ def settings_of(recipe: Recipe, train: bool) -> dict[str, Any]:
     """
     settings: dict[str, Any] = json.loads(json.dumps(asdict(recipe), default=str))
     try:
-        if recipe.model is not None and (model := expanded(Path(recipe.model))).is_dir():
+        if recipe.model is not None and (model := Path(recipe.model).expanduser()).is_dir():
             tokenizer = [path for path in sorted(model.iterdir()) if path.name in TOKENIZER]
             settings["model"] = _digests(
                 [*model.glob("config.json"), *sorted(model.glob("*.safetensors")), *tokenizer]
             )
         if recipe.fresh is not None and isinstance(recipe.fresh.config, str):
-            config = expanded(Path(recipe.fresh.config)) / "config.json"
+            config = Path(recipe.fresh.config).expanduser() / "config.json"
             if config.is_file():
                 settings["fresh"]["config"] = _digests([config])
         if recipe.data_dir is not None:
@@ -274,12 +273,12 @@ def settings_of(recipe: Recipe, train: bool) -> dict[str, Any]:
             settings["data_dir"] = {split: _digests(paths) for split, paths in files.items()}
             settings["files"] = None
         texts = None if recipe.compression is None else text_file(recipe.calibration)
-        if texts is not None and expanded(texts).is_file():
+        if texts is not None and texts.expanduser().is_file():
             columns = split_columns(recipe.calibration)[1]
-            settings["calibration"] = {"columns": columns, "file": _digests([expanded(texts)])}
+            settings["calibration"] = {"columns": columns, "file": _digests([texts.expanduser()])}
             if recipe.calibration.startswith(BESIDE):
                 settings["calibration"]["beside"] = "random tokens"
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
         raise RecipeError(f"cannot read what {recipe.task} starts from: {error}") from error
     return settings
 
@@ -361,16 +360,14 @@ def _recorded_commits(output: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
         yield path.parent, _stage_record(path).get("hub", {})
 
 
-def hub_commits(model: str | Path, data: Mapping[str, Dataset]) -> dict[str, str | None]:
+def hub_commits(model: Path, data: Mapping[str, Dataset]) -> dict[str, str | None]:
     """Return the commits that a model and a data set have on the hub; None where one is not from there.
 
     Args:
-        model: directory, as of a snapshot in the hub's cache, or a name on the hub.
+        model: directory, as of a snapshot in the hub's cache.
         data: split → rows, whose files `datasets` keeps in a folder named after the commit.
     """
-    local = Path(model).is_dir()
-    place = Path(model, "config.json") if local else try_to_load_from_cache(str(model), "config.json")
-    snapshot = SNAPSHOT.search(Path(str(place)).as_posix())
+    snapshot = SNAPSHOT.search(model.as_posix())
     files = [Path(file["filename"]).as_posix() for rows in data.values() for file in rows.cache_files]
     commits = {match[1] for match in map(PREPARED.search, files) if match}
     return {"model": snapshot and snapshot[1], "data": commits.pop() if len(commits) == 1 else None}

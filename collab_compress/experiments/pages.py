@@ -101,7 +101,7 @@ def paper_pages(results: Sequence[Result]) -> dict[str, ReportResult]:
         "papers",
         "The papers at our scale",
         "Verdicts on claims, one for each task that a claim is tried on; rows of the papers' tables that stand beside"
-        " ours; figures drawn from records. What lacks is named on each page.",
+        " ours; figures drawn from records. Each page lists what is missing.",
         "five papers on attention heads",
         tables=(Table.of("papers", "What was found", summaries),),
         highlights=tuple(sentences),
@@ -138,7 +138,7 @@ def _claims_section(verdicts: Sequence[Verdict], source: str) -> Section:
         "What holds",
         "A claim holds where p < 0.05 after Holm's correction over the paper's claims and the whole 95 % interval of "
         "the differences, paired by seed, is on its side of its bound; it does not hold where all of it is on the "
-        f"other. Fewer than {SEEDS} seeds tell nothing, nor do controls that were not trained to the end.",
+        f"other. With fewer than {SEEDS} seeds, or models not trained to the end, a claim cannot be told.",
         source,
         tables=(Table.of("claims", "Claims", records),),
         highlights=tuple(verdict.sentence for verdict in tried(verdicts)),

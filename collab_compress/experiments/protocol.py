@@ -158,7 +158,8 @@ def _fresh_model(workload: Workload) -> Path:
         except CheckpointError as error:
             raise RecipeError(f"the config of {fresh.config} cannot be read: {error}") from error
     with atomic_directory(folder) as directory:
-        make_fresh(fresh, workload.task, workload.texts["train"], workload.recipe.seed, directory)
+        train, seed = workload.texts["train"], workload.recipe.seed
+        make_fresh(fresh, workload.task, workload.model_class, train, seed, directory)
         mark(directory, {})
     return folder
 

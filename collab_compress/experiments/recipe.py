@@ -103,7 +103,9 @@ class Tuning:
         if not 0 <= self.warmup < 1:
             raise RecipeError(f"warmup is {self.warmup}; expected a share of the steps, from 0 to below 1")
         if self.max_steps <= 0 and "save_strategy" not in self.arguments and self.average > ceil(self.epochs):
-            raise RecipeError(f"average is {self.average}, but {self.epochs:g} epochs leave fewer checkpoints")
+            raise RecipeError(
+                f"epochs is {self.epochs:g}; expected more than {self.average - 1} where average is {self.average}"
+            )
 
 
 def _check_range(options: Any, name: str, lowest: float, highest: float) -> None:
@@ -112,18 +114,6 @@ def _check_range(options: Any, name: str, lowest: float, highest: float) -> None
     if value is not None and not lowest <= value <= highest:
         shown = f"{value:.10g}" if isinstance(value, float) else value  # an integer may be too large for a float
         raise RecipeError(f"{name} is {shown}; expected a number from {lowest} to {highest}")
-
-
-def expanded(path: Path) -> Path:
-    """Return a path with the home directory in place of ~.
-
-    Raises:
-        RecipeError: there is no such directory.
-    """
-    try:
-        return path.expanduser()
-    except RuntimeError as error:
-        raise RecipeError(f"{path}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -257,7 +247,7 @@ class Recipe:
     def __post_init__(self) -> None:
         for place in ("output", "data_dir"):
             if (path := getattr(self, place)) is not None:
-                object.__setattr__(self, place, expanded(Path(path)))
+                object.__setattr__(self, place, Path(path).expanduser())
         _check_range(self, "seed", 0, 2**32 - 1)
         _check_range(self, "num_proc", 1, MOST_STEPS)
         if self.held_out is not None and not 0 < self.held_out < 1:
@@ -271,7 +261,7 @@ class Recipe:
         if (self.model is None) == (self.fresh is None):
             raise RecipeError("give either a model to start from, or the settings of a fresh one")
         if self.revision is not None and self.model is None:
-            raise RecipeError("revision is that of a model on the hub; give model, or leave revision out")
+            raise RecipeError("revision selects a version of a hub model; give model too")
         if self.fresh is not None and self.tuning is None:
             raise RecipeError("a fresh model is trained first; give tuning")
         averaged = [tuning for tuning in (self.tuning, self.again) if tuning is not None and tuning.average > 1]
@@ -285,12 +275,11 @@ class Recipe:
             raise RecipeError(
                 f"conversion {self.conversion!r} converts nothing; give compression too, or leave conversion out"
             )
-        if self.recovery is not None and (self.compression is None or self.calibration == "none"):
+        converts_attention = self.compression is not None and not self.compression.keeps_attention
+        if self.recovery is not None and (not converts_attention or self.calibration == "none"):
             raise RecipeError(
-                "recovery trains a converted model on calibration data; give compression and calibration"
+                "recovery trains converted attention on calibration data; give dk, dv or keep, and calibration data"
             )
-        if self.recovery is not None and self.compression is not None and self.compression.keeps_attention:
-            raise RecipeError("recovery trains converted attention; give compression.dk, dv or keep, or leave it out")
         if not self.trains and self.heads != HeadTraining():
             raise RecipeError(
                 "heads acts in fine-tuning, and there is none; give tuning or again, or leave heads out"
@@ -360,7 +349,7 @@ def parse(options_class: type[Options], data: Mapping[str, Any], where: str) -> 
         return options
     except ValidationError as error:
         raise RecipeError(f"{where}: {problems_of(error, options_class)}") from error
-    except (CollabCompressError, TypeError, ValueError, RecursionError) as error:
+    except (CollabCompressError, TypeError, ValueError, RuntimeError) as error:
         raise RecipeError(f"{where}: {_one_line(error)}") from error
 
 
@@ -493,7 +482,7 @@ class _Loader(yaml.SafeLoader):
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         counts = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
         if repeated := [key for key, count in counts.items() if count > 1]:
-            raise yaml.composer.ComposerError(None, None, f"{repeated[0]} stands there twice", node.start_mark)
+            raise yaml.composer.ComposerError(None, None, f"{repeated[0]} appears twice", node.start_mark)
         return node
 
 

@@ -29,12 +29,13 @@ def resampled_scores(metric: str, task: str, examples: Examples) -> np.ndarray |
         task: name of the column.
         examples: outcomes of the splits that the score counts.
     """
-    if not examples or not all(NEEDS[metric] in arrays for arrays in examples.values()):
+    needed, compute = SCORES[metric]
+    if not examples or not all(needed in arrays for arrays in examples.values()):
         return None
     scores = []
     for split, arrays in examples.items():
-        counts = _draws(len(arrays[NEEDS[metric]]), crc32(f"{task} {split}".encode()), DRAWS)
-        scores.append(SCORES[metric](arrays, counts))
+        counts = _draws(len(arrays[needed]), crc32(f"{task} {split}".encode()), DRAWS)
+        scores.append(compute(arrays, counts))
     mean: np.ndarray = METRICS[metric].scale * np.mean(scores, axis=0)
     return mean
 
@@ -45,7 +46,8 @@ def check_score(metric: str, examples: Examples, score: float, place: str) -> No
     Raises:
         RecipeError: it is another.
     """
-    ones = (SCORES[metric](arrays, np.ones((1, len(arrays[NEEDS[metric]])))) for arrays in examples.values())
+    needed, compute = SCORES[metric]
+    ones = (compute(arrays, np.ones((1, len(arrays[needed])))) for arrays in examples.values())
     recomputed = METRICS[metric].scale * float(np.mean(list(ones)))
     if not isclose(recomputed, score, rel_tol=1e-4, abs_tol=1e-3):
         raise RecipeError(
@@ -57,8 +59,8 @@ def error_of_mean(values: np.ndarray, resampled: np.ndarray | None = None) -> tu
     """Return the standard error of a mean over seeds, and its degrees of freedom.
 
     The variances by chance of seeds, s² / n, and of the test set add up; the degrees of freedom are Satterthwaite's
-    (1946). What one seed gets right on some examples and another on others counts in both, so the error is rather
-    too large.
+    (1946). What one seed gets right on some examples and another on others counts in both, so the error is,
+    if anything, overestimated.
 
     Args:
         values: on the test set itself, (n,), two or more.
@@ -154,17 +156,12 @@ def _ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
     return ratio
 
 
-SCORES: dict[str, Score] = {
-    "accuracy": _accuracy,
-    "accuracy+f1": _accuracy_and_f1,
-    "matthews": _matthews,
-    "correlation": _correlation,
-    "bleu": _bleu,
-    "perplexity": _perplexity,
+SCORES: dict[str, tuple[str, Score]] = {
+    "accuracy": ("predictions", _accuracy),
+    "accuracy+f1": ("predictions", _accuracy_and_f1),
+    "matthews": ("predictions", _matthews),
+    "correlation": ("predictions", _correlation),
+    "bleu": ("ngrams", _bleu),
+    "perplexity": ("losses", _perplexity),
 }
-"""Name in `METRICS` → score, before it is scaled."""
-
-NEEDS = {"bleu": "ngrams", "perplexity": "losses"} | dict.fromkeys(
-    ("accuracy", "accuracy+f1", "matthews", "correlation"), "predictions"
-)
-"""Metric → an array that its score is made of."""
+"""Name in `METRICS` → an array that the score is computed from, and the score, before it is scaled."""

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from collab_compress.checkpoint.directory import mapped
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.examples import Examples, read_examples
-from collab_compress.experiments.outputs import read_records
+from collab_compress.experiments.outputs import BASE, CONVERTED, read_records
 from collab_compress.experiments.recipe import problems_of
 from collab_compress.experiments.resampling import check_score, resampled_scores
 from collab_compress.experiments.untrained import Fresh
@@ -22,10 +22,7 @@ from collab_compress.metrics import METRICS
 from collab_compress.tasks import TASKS
 
 FRESH = "fresh"
-FREE = {"seed", "output", "data_dir", "trackers", "progress", "method", "attn_implementation", "measures"}
-"""Settings of a recipe that do not decide a score."""
-
-WATCHING = {
+NEUTRAL_ARGUMENTS = {
     "logging_steps",
     "logging_strategy",
     "eval_strategy",
@@ -38,8 +35,7 @@ WATCHING = {
 """Training arguments that do not decide a score."""
 
 TUNINGS = {"tuning", "again"}
-CONVERSION = {"compression", "conversion", "calibration", "calibration_options", "recovery"}
-UNSHAPED = {"dropout", "attention_dropout", "attention"}
+NOT_SHAPE = {"dropout", "attention_dropout", "attention"}
 """Settings of a fresh model in which methods may differ; models that differ in others are named differently."""
 
 
@@ -194,14 +190,15 @@ def _checked(place: str, content: dict[str, Any]) -> Record:
 
 def _result(place: str, record: Record, model: str) -> Result:
     recipe, revision = record.recipe.model_dump(exclude_unset=True), record.environment.get("revision")
-    free = FREE | (set() if record.again else {"again"}) | (set() if record.conversion else CONVERSION)
+    deciding = {*(CONVERTED if record.conversion else BASE), *(["again"] if record.again else [])}
+    deciding -= {"seed", "data_dir"}  # what seeds share, wherever the data are
     return Result(
         variant=Variant(model, record.method, record.stage, record.conversion, record.again),
         column=_column(record),
         seed=record.seed,
         score=float(_number(record.score)),
         parameters=record.parameters,
-        recipe={name: _deciding(name, value) for name, value in recipe.items() if name not in free},
+        recipe={name: _deciding(name, value) for name, value in recipe.items() if name in deciding},
         place=place,
         metrics=mapped(_number, record.metrics),
         seconds=record.seconds,
@@ -216,7 +213,8 @@ def _deciding(name: str, setting: Any) -> Any:
     arguments = setting.get("arguments") if name in TUNINGS and isinstance(setting, dict) else None
     if not isinstance(arguments, dict):
         return setting
-    return {**setting, "arguments": {name: value for name, value in arguments.items() if name not in WATCHING}}
+    deciding = {name: value for name, value in arguments.items() if name not in NEUTRAL_ARGUMENTS}
+    return {**setting, "arguments": deciding}
 
 
 def _number(value: Any) -> Any:
@@ -251,7 +249,7 @@ def _fresh_names(records: Mapping[str, Record]) -> dict[str, str]:
     for place, record in records.items():
         if not record.recipe.model:
             fresh = {**asdict(Fresh()), **(record.recipe.fresh or {})}
-            shape = {name: value for name, value in fresh.items() if name not in UNSHAPED}
+            shape = {name: value for name, value in fresh.items() if name not in NOT_SHAPE}
             columns[_column(record)][place] = shape
     names = {}
     for shapes in columns.values():

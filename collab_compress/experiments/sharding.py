@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from accelerate.utils import FullyShardedDataParallelPlugin, str_to_bool
+from accelerate.utils import FullyShardedDataParallelPlugin, parse_flag_from_env, patch_environment
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import PreTrainedModel, Trainer, TrainingArguments
@@ -24,16 +24,9 @@ def sharding(allowed: bool) -> Iterator[None]:
     Accelerate writes the choice of one trainer into the environment, where the next would find it; the environment is
     restored at the end.
     """
-    before = {name: os.environ.get(name) for name in (USED, EFFICIENT)}
-    if not allowed:
-        os.environ.pop(USED, None)
-    try:
+    used = os.environ.get(USED, "false") if allowed else "false"
+    with patch_environment(**{USED: used, EFFICIENT: os.environ.get(EFFICIENT, "false")}):
         yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def refuse_deepspeed(arguments: Mapping[str, Any]) -> None:
@@ -42,9 +35,9 @@ def refuse_deepspeed(arguments: Mapping[str, Any]) -> None:
     Raises:
         RecipeError: it is asked for.
     """
-    if arguments.get("deepspeed") or _is_set("ACCELERATE_USE_DEEPSPEED"):
+    if arguments.get("deepspeed") or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         raise RecipeError(
-            "recipes were not tried with DeepSpeed; shard with FSDP2 instead (arguments: {fsdp: true}), or leave "
+            "recipes do not support DeepSpeed; shard with FSDP2 instead (arguments: {fsdp: true}), or leave "
             "models whole"
         )
 
@@ -58,8 +51,8 @@ def is_to_shard(arguments: TrainingArguments) -> bool:
     if arguments.fsdp_plugin_args is not None:
         version = arguments.fsdp_plugin_args["fsdp_version"]
         efficient = arguments.fsdp_plugin_args["cpu_ram_efficient_loading"]
-    elif _is_set(USED):
-        version, efficient = int(os.environ.get("FSDP_VERSION", "1")), _is_set(EFFICIENT)
+    elif parse_flag_from_env(USED):
+        version, efficient = int(os.environ.get("FSDP_VERSION", "1")), parse_flag_from_env(EFFICIENT)
     else:
         return False
     if version != 2:
@@ -141,7 +134,3 @@ def _check_sharing(model: PreTrainedModel) -> None:
                     f"Accelerate cannot shard {type(model).__name__}, in which {other} and {module_name}.{name} are "
                     "one weight; leave FSDP out"
                 )
-
-
-def _is_set(name: str) -> bool:
-    return bool(str_to_bool(os.environ.get(name, "false").lower()))

@@ -15,7 +15,7 @@ from typing import Any
 from collab_compress.distributed import can_meet, on_main_process
 from collab_compress.errors import BusyError, CollabCompressError, RecipeError
 from collab_compress.experiments.protocol import check_environment, run, summary
-from collab_compress.experiments.recipe import Recipe, expanded, parse, read_settings, set_field
+from collab_compress.experiments.recipe import Recipe, parse, read_settings, set_field
 
 logger = logging.getLogger(__name__)
 Settings = dict[str, Any]
@@ -68,7 +68,7 @@ class Sweep:
     what is left of the others' parts, also of workers that were killed."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "output", expanded(Path(self.output)))
+        object.__setattr__(self, "output", Path(self.output).expanduser())
         if self.recipe is not None:
             fields = read_settings(self.recipe, [])
             shared = {name: value for name, value in fields.items() if name not in MADE_FIELDS}
@@ -79,7 +79,7 @@ class Sweep:
             known = list(getattr(self, axis))
             for name in names:
                 if name not in known:
-                    raise RecipeError(f"only {axis} {name!r}: it is none of {', '.join(map(str, known))}")
+                    raise RecipeError(f"only.{axis} names {name!r}; expected some of {', '.join(map(str, known))}")
         places: Settings = {"base": self.base}
         for axis in ("tasks", "methods", "conversions"):
             places |= {f"{axis}.{name}": fields for name, fields in getattr(self, axis).items()}
@@ -155,7 +155,7 @@ def run_sweep(sweep: Sweep) -> list[str]:
     """Run what is not finished yet. It can be stopped at any point, and started again.
 
     If a run fails, the others go on. An interrupt stops the sweep, and so does an error of one of several processes
-    in the middle of a training step, where the others cannot be told.
+    in the middle of a training step, where the others cannot be notified.
 
     Workers with a `shard` each may run the same sweep at once, on any machines that share its output and its file
     locks. A worker leaves out what another is at work on and tries it again in the end: the lock of a worker that was
@@ -169,7 +169,7 @@ def run_sweep(sweep: Sweep) -> list[str]:
 
     Raises:
         RecipeError: a recipe asks for unknown measures or trackers, or one of several processes failed where the
-            others cannot be told.
+            others cannot be notified.
     """
     waiting = sweep.folders()
     for recipe in chain.from_iterable(waiting):
@@ -200,7 +200,7 @@ def _run_folder(runs: Sequence[Recipe], shared: bool) -> list[str]:
             words = str(error) if known else f"{type(error).__name__}: {error}"
             if not can_meet():
                 raise RecipeError(
-                    f"{recipe.output}: {words}; the sweep stops, for processes wait; start it again"
+                    f"{recipe.output}: {words}; the sweep stops because other processes are waiting; start it again"
                 ) from error
             if shared and on_main_process(partial(isinstance, error, BusyError)):
                 raise BusyError(words) from error

@@ -91,9 +91,9 @@ def fine_tune(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder
     latest = whole[-1] if whole else None
     best = trainer.args.load_best_model_at_end
     final = None if latest is None else on_main_process(lambda: _final_checkpoint(latest, best))
-    if final is not None:  # the run was killed between its last step and saving the model
+    if latest is not None and final is not None:  # the run was killed between its last step and saving the model
         trained, _ = load_model(model_class, final, dtype=model.dtype)
-        history = _state(final)["log_history"]
+        history = _state(latest)["log_history"]
     else:
         if latest is not None:
             on_main_process(lambda: _check_optimizer(latest, trainer.is_fsdp_enabled))
@@ -163,8 +163,9 @@ def rehearse(workload: Workload, model: PreTrainedModel, tuning: Tuning) -> None
 def _check_average(average: int, arguments: TrainingArguments, batches: int) -> None:
     """Refuse to average more checkpoints than a fine-tuning leaves, given the batches of an epoch."""
     epoch = ceil(batches / arguments.gradient_accumulation_steps)
-    steps = arguments.max_steps if arguments.max_steps > 0 else arguments.num_train_epochs * epoch
-    every = {"no": inf, "epoch": epoch, "steps": arguments.save_steps}.get(arguments.save_strategy.value, 1)
+    steps = arguments.max_steps if arguments.max_steps > 0 else ceil(arguments.num_train_epochs * epoch)
+    save_steps = arguments.save_steps if arguments.save_steps >= 1 else ceil(steps * arguments.save_steps)
+    every = {"no": inf, "epoch": epoch, "steps": save_steps}.get(arguments.save_strategy.value, 1)
     if average > max(1, ceil(steps / every)):
         raise RecipeError(
             f"average is {average}, and training leaves {ceil(steps / every)} checkpoints; train for longer, save "

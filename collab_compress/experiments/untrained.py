@@ -11,16 +11,8 @@ from datasets import Dataset
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
     BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    BertLMHeadModel,
     MarianConfig,
-    MarianMTModel,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -30,15 +22,11 @@ from transformers import (
 from collab_compress.checkpoint.pretrained import load_config
 from collab_compress.conversion.from_scratch import FromScratch, from_config
 from collab_compress.errors import CheckpointError, RecipeError, one_line
+from collab_compress.options import check_counts
 from collab_compress.tasks import Task, train_tokenizer
 
 BATCH = 1000
 MOST_LAYERS = 10_000
-MODEL_CLASSES: dict[str, Any] = {
-    "translation": AutoModelForSeq2SeqLM,
-    "language modelling": AutoModelForCausalLM,
-    "masked language modelling": AutoModelForMaskedLM,
-}
 SIZES = ("layers", "width", "heads", "feed_forward", "dropout", "attention_dropout")
 """Fields that a config replaces."""
 
@@ -88,9 +76,7 @@ class Fresh:
     """Collaborative attention from the start; dense if not given."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "feed_forward", "max_length"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise RecipeError(f"{name} is {value}; expected at least 1")
+        check_counts(self, RecipeError, "layers", "width", "heads", "feed_forward", "max_length")
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise RecipeError(f"{name} is {getattr(self, name)}; expected a probability from 0 to below 1")
@@ -101,12 +87,13 @@ class Fresh:
             raise RecipeError(f"width {self.width} cannot be shared out evenly among {self.heads} heads")
 
 
-def make_fresh(fresh: Fresh, task: Task, train: Dataset, seed: int, folder: Path) -> None:
+def make_fresh(fresh: Fresh, task: Task, auto_class: Any, train: Dataset, seed: int, folder: Path) -> None:
     """Save a tokenizer trained on a task's texts and an untrained model into `folder`.
 
     Args:
         fresh: settings of the model.
         task: decides the architecture, and the number of labels.
+        auto_class: of Transformers, for the task, such as AutoModelForCausalLM.
         train: texts, in the task's columns.
         seed: of the weights.
         folder: where both are saved.
@@ -124,7 +111,13 @@ def make_fresh(fresh: Fresh, task: Task, train: Dataset, seed: int, folder: Path
         mask=task.kind == "masked language modelling",
     )
     tokenizer.model_max_length = fresh.max_length
-    model_class, config = (_default if fresh.config is None else _from_config)(fresh, task, tokenizer)
+    config = _config(fresh, task)
+    family = auto_class._model_mapping
+    if type(config) not in family:
+        source = fresh.config if isinstance(fresh.config, str) else "config"
+        raise RecipeError(f"Transformers has no {config.model_type} model for {task.kind} ({source})")
+    model_class = family[type(config)]
+    _fit(config, task, tokenizer)
     _check_size(model_class, config)
     set_seed(seed)
     model = model_class(config) if fresh.attention is None else from_config(config, fresh.attention, model_class)
@@ -160,18 +153,50 @@ def _texts(rows: Dataset, columns: Iterable[str]) -> Iterator[str]:
             yield from batch[name]
 
 
-def _from_config(
-    fresh: Fresh, task: Task, tokenizer: PreTrainedTokenizerBase
-) -> tuple[type[PreTrainedModel], PretrainedConfig]:
-    """Return the task's model class, and the config with the vocabulary and special tokens of the tokenizer.
+def _config(fresh: Fresh, task: Task) -> PretrainedConfig:
+    """Return the config that the recipe gives; else one with its sizes, of Marian for translation, or of BERT."""
+    if isinstance(fresh.config, dict):
+        return _described(fresh.config)
+    if fresh.config is not None:
+        return _read(fresh.config)
+    feed_forward = fresh.feed_forward or 4 * fresh.width
+    deviation = fresh.width**-0.5  # Xavier's for square matrices; the usual 0.02 is too little for narrow models
+    if task.kind == "translation":
+        return MarianConfig(
+            max_position_embeddings=fresh.max_length,
+            d_model=fresh.width,
+            encoder_layers=fresh.layers,
+            decoder_layers=fresh.layers,
+            encoder_attention_heads=fresh.heads,
+            decoder_attention_heads=fresh.heads,
+            encoder_ffn_dim=feed_forward,
+            decoder_ffn_dim=feed_forward,
+            dropout=fresh.dropout,
+            attention_dropout=fresh.attention_dropout,
+            activation_function="relu",
+            scale_embedding=True,
+            init_std=deviation,
+        )
+    causal = task.kind == "language modelling"
+    return BertConfig(
+        max_position_embeddings=fresh.max_length,
+        hidden_size=fresh.width,
+        num_hidden_layers=fresh.layers,
+        num_attention_heads=fresh.heads,
+        intermediate_size=feed_forward,
+        hidden_dropout_prob=fresh.dropout,
+        attention_probs_dropout_prob=fresh.attention_dropout,
+        initializer_range=deviation,
+        is_decoder=causal,
+        use_cache=not causal,
+    )
+
+
+def _fit(config: PretrainedConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set the vocabulary and special tokens of the tokenizer, and the number of labels of the task, in place.
 
     A decoder starts with the end token if it did before, else with padding.
     """
-    config = _described(fresh.config) if isinstance(fresh.config, dict) else _read(str(fresh.config))
-    family = MODEL_CLASSES.get(task.kind, AutoModelForSequenceClassification)._model_mapping
-    if type(config) not in family:
-        name = "config" if isinstance(fresh.config, dict) else fresh.config
-        raise RecipeError(f"{name} is a {config.model_type}, which Transformers has not for {task.kind}")
     tokens = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     for name, source in (("cls_token_id", "bos_token_id"), ("sep_token_id", "eos_token_id")):
         if hasattr(config, name):
@@ -184,7 +209,8 @@ def _from_config(
     if task.num_labels is not None:
         config.num_labels = task.num_labels
     config.update({**tokens, "vocab_size": len(tokenizer)})
-    return family[type(config)], config
+    if hasattr(config, "decoder_vocab_size"):
+        config.decoder_vocab_size = len(tokenizer)
 
 
 def _read(source: str) -> PretrainedConfig:
@@ -193,7 +219,7 @@ def _read(source: str) -> PretrainedConfig:
     except CheckpointError as error:
         raise RecipeError(f"the config of {source} cannot be read: {error}") from error
     if getattr(config, "quantization_config", None) is not None:
-        raise RecipeError(f"{source} is converted or quantized; take the config of the model before")
+        raise RecipeError(f"{source} is converted or quantized; use the config of the original model")
     return config
 
 
@@ -209,53 +235,3 @@ def _described(settings: dict[str, Any]) -> PretrainedConfig:
         return config_class(**{name: value for name, value in settings.items() if name != "model_type"})
     except (TypeError, ValueError, StrictDataclassError) as error:
         raise RecipeError(f"the config of {family}: {one_line(error)}") from error
-
-
-def _default(
-    fresh: Fresh, task: Task, tokenizer: PreTrainedTokenizerBase
-) -> tuple[type[PreTrainedModel], PretrainedConfig]:
-    """Return Marian for translation, else BERT, with the sizes of the recipe."""
-    feed_forward = fresh.feed_forward or 4 * fresh.width
-    deviation = fresh.width**-0.5  # Xavier's for square matrices; the usual 0.02 is too little for narrow models
-    shared: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "max_position_embeddings": fresh.max_length,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
-    if task.kind == "translation":
-        return MarianMTModel, MarianConfig(
-            **shared,
-            d_model=fresh.width,
-            encoder_layers=fresh.layers,
-            decoder_layers=fresh.layers,
-            encoder_attention_heads=fresh.heads,
-            decoder_attention_heads=fresh.heads,
-            encoder_ffn_dim=feed_forward,
-            decoder_ffn_dim=feed_forward,
-            dropout=fresh.dropout,
-            attention_dropout=fresh.attention_dropout,
-            activation_function="relu",
-            scale_embedding=True,
-            init_std=deviation,
-            decoder_start_token_id=tokenizer.pad_token_id,
-            forced_eos_token_id=tokenizer.eos_token_id,
-        )
-    config = BertConfig(
-        **shared,
-        hidden_size=fresh.width,
-        num_hidden_layers=fresh.layers,
-        num_attention_heads=fresh.heads,
-        intermediate_size=feed_forward,
-        hidden_dropout_prob=fresh.dropout,
-        attention_probs_dropout_prob=fresh.attention_dropout,
-        initializer_range=deviation,
-    )
-    if task.kind == "language modelling":
-        config.update({"is_decoder": True, "use_cache": False})
-        return BertLMHeadModel, config
-    if task.kind == "masked language modelling":
-        return BertForMaskedLM, config
-    config.num_labels = task.num_labels
-    return BertForSequenceClassification, config

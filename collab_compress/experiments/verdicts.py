@@ -105,9 +105,12 @@ class Verdict:
         return f"{self.compared} on {self.where} ({difference})"
 
     @property
-    def numbers(self) -> str:
-        """The difference and its interval, p and seeds."""
-        assert self.difference is not None
+    def sentence(self) -> str:
+        """The verdict with the difference and its interval, p and seeds."""
+        start = f"{self.outcome.capitalize()}: {self.claim.says} ({self.claim.source})"
+        reasons = "".join(f" {reason[0].upper()}{reason[1:]}." for reason in self.reasons)
+        if self.difference is None:
+            return f"{start}{reasons}"
         parts = []
         if self.interval is not None:
             by = "seeds and test examples" if self.of_examples else "seeds alone"
@@ -115,17 +118,8 @@ class Verdict:
         if self.p is not None:
             parts.append(f"p = {short(self.p)}")
         parts.append(f"{self.difference.count} seed{'s' * (self.difference.count != 1)}")
-        unit = f" {self.unit}" if self.unit else ""
-        return f"{signed(self.difference.mean)}{unit} ({'; '.join(parts)})"
-
-    @property
-    def sentence(self) -> str:
-        """The verdict with its numbers."""
-        start = f"{self.outcome.capitalize()}: {self.claim.says} ({self.claim.source})"
-        reasons = "".join(f" {reason[0].upper()}{reason[1:]}." for reason in self.reasons)
-        if self.difference is None:
-            return f"{start}{reasons}"
-        return f"{start} {self.compared} is {self.numbers} on {self.where}.{reasons}"
+        difference = f"{signed(self.difference.mean)} {self.unit}".strip()
+        return f"{start} {self.compared} is {difference} ({'; '.join(parts)}) on {self.where}.{reasons}"
 
 
 def read_claims() -> dict[str, list[Claim]]:

@@ -53,9 +53,6 @@ MASK_SEED = 0
 HELD_OUT_SEED = 0
 """Seed of the training data that are held out, whatever the recipe's seed is."""
 
-REFERENCES = ".ref.txt"
-"""Ending of the file of references beside the translations of a split."""
-
 
 class Workload(ABC):
     """The task of a recipe, with its texts.
@@ -91,7 +88,8 @@ class Workload(ABC):
         )
         if recipe.held_out is not None:
             self.texts = _hold_out(self.texts, recipe.held_out)
-        self.target = target_language(self.task, recipe.translation.target)
+        target = recipe.translation.target or (self.task.languages or ("", ""))[1]
+        self.target = target.partition("_")[0]  # without its country
         by_characters: dict[str, Any] = (
             {"tokenize": "zh"} if self.target == "zh" else {}
         )  # there are no spaces between words
@@ -297,7 +295,8 @@ class LanguageModel(TokenModel):
             before = model(tokens).logits[:, :-1].float()
         if not torch.allclose(before[0], before[1], rtol=1e-3, atol=1e-4):
             raise RecipeError(
-                f"{directory} sees the tokens it is to predict; give a decoder, as BERT is with is_decoder: true"
+                f"{directory} attends to the tokens it should predict; give a decoder, such as BERT with "
+                "is_decoder: true"
             )
         return model
 
@@ -353,11 +352,6 @@ def _perplexity(metric: Metric, losses: np.ndarray) -> dict[str, float]:
 
 def _token_outcomes(losses: np.ndarray) -> Arrays:
     return {"losses": losses[:, 0].astype(np.float32), "tokens": losses[:, 1].astype(np.int32)}
-
-
-def target_language(task: Task, target: str | None) -> str:
-    """Return the language that is translated to, without its country: the given one, or the task's own."""
-    return (target or (task.languages or ("", ""))[1]).partition("_")[0]
 
 
 class Translation(Workload):
@@ -423,7 +417,7 @@ class Translation(Workload):
         trainer.compute_metrics = trainer.preprocess_logits_for_metrics = None
         written = self._read(trainer.predict(rows).predictions, trainer.processing_class, split)
         if trainer.is_world_process_zero():
-            for ending, lines in ((".txt", written), (REFERENCES, references)):
+            for ending, lines in ((".txt", written), (".ref.txt", references)):
                 write_atomically(folder / f"{split}{ending}", "".join(f"{line}\n" for line in lines))
         bleu = self.metric.compute(predictions=written, references=references)
         scores = {name: bleu[name] for name in ("bleu", "brevity_penalty", "length_ratio")}

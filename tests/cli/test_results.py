@@ -139,6 +139,7 @@ def test_csv(capsys, write):
     low, high = stats.t.interval(0.95, 2, -4 / 3, stats.sem([1.0, 0.5, 2.5]))
     assert (float(change["low"]), float(change["high"])) == (pytest.approx(low), pytest.approx(high))
     assert (change["reference"], change["pairs"], change["greater_is_better"]) == ("plain/tuned", "3", "True")
+    assert reference["parameters"] == "22713602"
     paper = next(line for line in lines if line["model"] == "BERT-base" and line["task"] == "mrpc")
     assert (paper["mean"], paper["printed"], paper["parameters"]) == ("86.3", "88.8/83.8", "108300000")
     average = next(line for line in lines if line["model"] == "BERT-base" and line["task"] == "average")
@@ -266,6 +267,7 @@ def test_tasks_that_no_paper_has(capsys, write):
     code, printed, error = run(capsys, folder, "--papers")
     assert (code, error) == (0, "collab-results: no selected table of the papers has wnli\n")
     assert printed == run(capsys, folder)[1]
+    assert run(capsys, folder, "--papers", "--quiet") == (0, "", "")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from transformers import (
     set_seed,
 )
 
-from collab_compress.errors import RecipeError
+from collab_compress.errors import CollabCompressError, RecipeError
 from collab_compress.experiments import read_recipe
 from collab_compress.heads import alphas_of
 from collab_compress.tasks import encode_classification, load_task
@@ -140,6 +140,18 @@ def test_what_is_refused(more, train, start, data_dir, tmp_path):
     overrides = settings(start, data_dir, tmp_path / "out", "trackers=[tensorboard]", more)
     with pytest.raises(RecipeError, match="this loop fine-tunes a given model on a classification task"):
         train(overrides)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("revision=v1", "start is a local model without revisions"),
+        ("tuning.arguments={bf16: true}", "tuning.arguments: .*'bf16'; give arguments of the Accelerator"),
+    ],
+)
+def test_settings_that_do_not_fit(more, message, train, start, data_dir, tmp_path):
+    with pytest.raises(CollabCompressError, match=message):
+        train(settings(start, data_dir, tmp_path / "out", more))
 
 
 def test_mistakes_are_one_line(python, start, data_dir, tmp_path):

@@ -266,8 +266,8 @@ def test_a_folder_is_known_as_ours_until_it_is_removed(tmp_path, monkeypatch):
             (MARK, {"recipe": {"model": {"sha256": digests}}}, "json is damaged; choose another output")
             for digests in (5, [5], [[5]])
         ),
-        (MARK, {"recipe": ...}, "out has lost its mark, so what was made there is not known; choose another output"),
-        (f"tuned/{MARK}", {"recipe": ...}, "tuned has lost its mark, so what was made there is not known"),
+        (MARK, {"recipe": ...}, "out has no valid mark file, .* is unknown; choose another output"),
+        (f"tuned/{MARK}", {"recipe": ...}, "tuned has no valid mark file, so the recipe that made it is unknown"),
     ],
 )
 def test_damaged_records_and_marks_are_refused(start, data_dir, tmp_path, monkeypatch, file, changes, message):

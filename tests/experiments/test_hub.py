@@ -10,7 +10,6 @@ from datasets import Dataset, DatasetDict
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import Recipe, Tuning, protocol, run
-from collab_compress.experiments.outputs import hub_commits
 from collab_compress.options import Compression
 
 COMMITS = {"v1": "1" * 40, "v2": "2" * 40}
@@ -85,19 +84,8 @@ def test_data_that_have_moved(hub, recipe):
 
 
 def test_a_revision_without_a_model(recipe):
-    with pytest.raises(RecipeError, match="revision is that of a model on the hub; give model, or leave"):
+    with pytest.raises(RecipeError, match="revision selects a version of a hub model; give model too"):
         replace(recipe, model=None, fresh={}, revision="v1")
-
-
-def test_a_name_in_the_cache(tmp_path, monkeypatch):
-    place = tmp_path / "models--someone--tiny"
-    (place / "refs").mkdir(parents=True)
-    (place / "refs" / "main").write_text(COMMITS["v1"])
-    (place / "snapshots" / COMMITS["v1"]).mkdir(parents=True)
-    (place / "snapshots" / COMMITS["v1"] / "config.json").write_text("{}")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert hub_commits("someone/tiny", {}) == {"model": COMMITS["v1"], "data": None}
-    assert hub_commits("someone/other", {}) == {"model": None, "data": None}
 
 
 def test_the_commands_take_a_revision(monkeypatch, tmp_path):

@@ -19,6 +19,7 @@ from transformers import (
     DistilBertConfig,
     EvalPrediction,
     GPT2Config,
+    MarianConfig,
     T5Config,
 )
 
@@ -201,7 +202,7 @@ def test_a_language_model_that_sees_what_it_predicts(text, tmp_path):
     config.is_decoder = False
     config.save_pretrained(model)
     overrides = f"task=text data_dir={text} max_length=24 trackers=[] model={model} output={tmp_path / 'again'}"
-    with pytest.raises(RecipeError, match="model sees the tokens it is to predict; give a decoder"):
+    with pytest.raises(RecipeError, match="model attends to the tokens it should predict; give a decoder"):
         run(read_recipe(overrides=overrides.split()))
 
 
@@ -243,8 +244,10 @@ def test_a_classifier_without_pretraining(questions, tmp_path):
 
 HEADS = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
 BART = BartConfig(d_model=24, encoder_layers=1, decoder_layers=2, max_position_embeddings=40, **HEADS)
+MARIAN = MarianConfig(d_model=24, encoder_layers=1, decoder_layers=1, max_position_embeddings=40, **HEADS)
 TINY = {
     "bart": ("sentences", "task=parallel", BART),
+    "marian": ("sentences", "task=parallel", MARIAN),
     "t5": ("sentences", "task=parallel", T5Config(d_model=24, d_kv=8, num_heads=3, num_layers=1, d_ff=16)),
     "gpt2": ("text", "task=text", GPT2Config(n_embd=24, n_head=3, n_layer=1, n_positions=40)),
     "distilbert": ("questions", "task=trec", DistilBertConfig(dim=24, n_heads=3, n_layers=1, hidden_dim=16)),
@@ -301,10 +304,10 @@ def test_a_fresh_model_that_fills_in_words(text, tmp_path):
         ("{config: {model_type: lama}}", "config says model_type 'lama'; expected a family of Transformers"),
         ("{config: {model_type: llama, n_head: 3}}", "the config of llama has no field n_head"),
         ("{config: {model_type: llama, hidden_size: wide}}", "the config of llama: .*hidden_size"),
-        ("{config: {model_type: t5}}", "config is a t5, which Transformers has not for language modelling"),
+        ("{config: {model_type: t5}}", "Transformers has no t5 model for language modelling .config."),
         ("{config: T5, layers: 2}", "layers is what the config says; leave it or config out"),
         ("{config: T5/nosuch}", "the config of .*nosuch cannot be read"),
-        ("{config: T5}", "t5 is a t5, which Transformers has not for language modelling"),
+        ("{config: T5}", "Transformers has no t5 model for language modelling .*t5"),
     ],
 )
 def test_configs_that_do_not_fit(text, tmp_path, fresh, message):
@@ -344,6 +347,7 @@ def test_weights_of_the_last_epochs_are_averaged(text, tmp_path, monkeypatch):
     [
         ("tuning.arguments.save_strategy='no'", 0),
         ("tuning.arguments={save_strategy: steps, save_steps: 1000}", 1),
+        ("tuning.arguments={save_strategy: steps, save_steps: 0.99}", 1),
         ("tuning.max_steps=1", 1),
     ],
 )

@@ -284,6 +284,8 @@ def test_a_run_that_was_interrupted_after_its_last_checkpoint_keeps_the_best(sta
     assert state["best_global_step"] < 12
     stopped = attempt("stopped")
     assert all(torch.equal(straight[name], stopped[name]) for name in straight)
+    log = json.loads((tmp_path / "stopped/tuned/log.json").read_text())
+    assert log["history"] == state["log_history"]
 
 
 def broken(path):

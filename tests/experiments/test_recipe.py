@@ -75,7 +75,8 @@ def test_calibration_is_a_choice(path):
             "tuning={epochs: 3, average: 2, arguments: {load_best_model_at_end: true}}",
             "average is 2 and load_best_model_at_end is set; expected the mean .* or the best one",
         ),
-        ("tuning.average=3", "average is 3, but 1 epochs leave fewer checkpoints"),
+        ("tuning.average=3", "epochs is 1; expected more than 2 where average is 3"),
+        ("tuning.epochs=0", "epochs is 0; expected more than 0 where average is 1"),
         ("fresh.layers=0", "layers is 0; expected at least 1"),
         ("fresh.feed_forward=0", "feed_forward is 0; expected at least 1"),
         ("fresh.dropout=3", r"dropout is 3\.0; expected a probability from 0 to below 1"),
@@ -83,7 +84,7 @@ def test_calibration_is_a_choice(path):
         ("translation.beams=0", "beams is 0; expected a number from 1 to"),
         ("translation.max_length=1", "max_length is 1; expected a number from 2 to"),
         ("fresh={width: 10, heads: 3}", "width 10 cannot be shared out evenly among 3 heads"),
-        ("recovery={}", "recovery trains a converted model on calibration data"),
+        ("recovery={}", "recovery trains converted attention on calibration data"),
         ("model=null", "either a model to start from, or"),
         ("fresh={layers: 2}", "either a model to start from, or"),
         ("conversion=a/b", "'a/b' cannot name a folder"),
@@ -130,7 +131,7 @@ def test_calibration_is_a_choice(path):
         ("files={train: a}", "files names only training data"),
         ("files=a", "files is 'a'; expected an object"),
         ("trackers=wandb", r"trackers is 'wandb'; expected a list, as in \[wandb\]"),
-        ("tuning={epochs: 1, epochs: 2}", "epochs stands there twice"),
+        ("tuning={epochs: 1, epochs: 2}", "epochs appears twice"),
     ],
 )
 def test_mistakes_are_named(path, override, message):
@@ -185,7 +186,7 @@ def test_a_file_that_is_no_recipe(tmp_path):
         with pytest.raises(RecipeError, match=rf"{name}: expected a regular file of at most 1 MiB"):
             read_recipe(tmp_path / name)
     (tmp_path / "twice.yaml").write_text("task: mrpc\nmodel: a\noutput: b\nseed: 1\nseed: 2\n")
-    with pytest.raises(RecipeError, match=r"twice\.yaml: seed stands there twice .*line 1"):
+    with pytest.raises(RecipeError, match=r"twice\.yaml: seed appears twice .*line 1"):
         read_recipe(tmp_path / "twice.yaml")
     (tmp_path / "digits.yaml").write_text(f"tuning: {{batch_size: {'9' * 400}}}")
     with pytest.raises(RecipeError, match=r"digits\.yaml: tuning\.batch_size has more than 30 digits"):

@@ -75,8 +75,8 @@ def test_a_score_that_is_no_number_stays_visible(write, tmp_path):
     assert math.isnan(lines["hsic/tuned"]["stsb"]["sd"])
     assert math.isnan(lines["hsic/tuned"]["stsb"]["difference"])
     assert comparison.notes == (
-        "hsic/tuned of minilm on stsb: the score of seed 0 is inf, and so is what is made of it",
-        "plain/tuned of minilm on stsb: the score of seed 0 is nan, and so is what is made of it",
+        "hsic/tuned of minilm on stsb: the score of seed 0 is inf, and so are the means that include it",
+        "plain/tuned of minilm on stsb: the score of seed 0 is nan, and so are the means that include it",
     )
 
 
@@ -277,7 +277,12 @@ def test_settings_that_differ_between_seeds_are_noted(write, tmp_path):
         write(
             80.0,
             seed=seed,
-            recipe={"output": f"out-{seed}", "tuning": {"epochs": epochs}, "compression": {"dk": rank}},
+            recipe={
+                "output": f"out-{seed}",
+                "num_proc": seed + 1,
+                "tuning": {"epochs": epochs},
+                "compression": {"dk": rank},
+            },
         )
     assert table(tmp_path)[0].notes == ()
     write(80.0, seed=2, recipe={"tuning": {"epochs": 4}, "compression": {"dk": 64}, "again": 1})

@@ -198,9 +198,9 @@ def refusal(call, *arguments):
         (
             {"deepspeed": {}},
             {"ACCELERATE_USE_DEEPSPEED": "true"},
-            "not tried with DeepSpeed; shard with FSDP2",
+            "do not support DeepSpeed; shard with FSDP2",
         ),
-        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, {}, "not tried with DeepSpeed; shard with FSDP2"),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, {}, "do not support DeepSpeed; shard with FSDP2"),
         (
             {"fsdp": True, "fsdp_config": {"version": 1}},
             {},

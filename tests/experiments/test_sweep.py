@@ -116,7 +116,7 @@ def test_base_extends_a_recipe_beside_the_sweep(path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("only.tasks=[rte]", "only tasks 'rte': it is none of mrpc"),
+        ("only.tasks=[rte]", "only.tasks names 'rte'; expected some of mrpc"),
         ("only.ranks=[1]", "only holds 'ranks'; expected some of tasks"),
         ("seeds=[]", "there is nothing to run"),
         pytest.param(f"seeds={[*range(50_000)]}", "has 200,000 runs; expected at most 100,000", id="most runs"),
@@ -196,7 +196,7 @@ def test_a_lone_process_that_fails_in_training_ends_the_waiting_of_the_others(pa
         timeout=300,
     )
     assert done.returncode != 0
-    assert "bad/seed0: MemoryError: of process 1; the sweep stops, for processes wait; start it again" in done.stderr
+    assert "bad/seed0: MemoryError: of process 1; the sweep stops because other processes are waiting" in done.stderr
     (more,) = run(next(iter(read_sweep(path, arguments).recipes())))  # with nothing in its way
     assert more["method"] == "bad"
 
