@@ -213,7 +213,7 @@ class _Dropout:
             return None
         if self.lowest == 2**15:  # no 16 bits
             return torch.zeros_like(probs)
-        bits = torch.empty(-(-probs.numel() // 4), dtype=torch.int64)
+        bits = torch.empty(-(-probs.numel() // 4), dtype=torch.int64, device="cpu")
         bits.random_(-(2**63), 2**63 - 1, generator=self.generator)
         return (bits.view(torch.int16)[: probs.numel()].view(probs.shape) >= self.lowest).to(probs.dtype)
 
@@ -225,7 +225,7 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         inputs = Inputs(*arguments)
         query, value = inputs.query, inputs.value
-        seed = int(torch.randint(2**62, ())) if inputs.dropout > 0 else None
+        seed = int(torch.randint(2**62, (), device="cpu")) if inputs.dropout > 0 else None
         drop, scores = _Dropout(inputs.dropout, seed), _BlockScores(inputs)
         output = value.new_empty(query.shape[0], query.shape[1], value.shape[1], value.shape[-1])
         for block in scores.blocks:
