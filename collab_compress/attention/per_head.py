@@ -11,7 +11,6 @@ return head outputs (B, H, T, dv).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any, ClassVar, Self
 
 import torch
@@ -110,11 +109,6 @@ class PerHeadScores(ScoreForm):
     def macs(self, widths: tuple[int, int], length: int) -> int:
         """T·(Dq + Dk)·R + T²·R, and T·Dk·H for v·y."""
         return (length * sum(widths) + length**2) * self.rank + length * widths[1] * self.content_channels
-
-    def break_even(self, widths: tuple[int, int]) -> float:
-        """Infinite, for there are fewer channels than dense ones; 0 where content biases outweigh what that saves."""
-        saved = sum(widths) * (self.heads * self.head_width - self.rank)
-        return inf if saved >= widths[1] * self.content_channels else 0.0
 
 
 @in_float32_on_cpu

@@ -10,7 +10,6 @@ Kernels take `Inputs` with query (B, T, R), key (B, S, R) and mixing (H, R), and
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any, ClassVar, Self
 
 import torch
@@ -65,15 +64,6 @@ class SharedScores(ScoreForm):
         """T·(Dq + Dk)·R + T·H·R + T²·H·R, and T·Dk·H for v·y."""
         work = (length * sum(widths) + length * self.heads + length**2 * self.heads) * self.rank
         return work + length * widths[1] * self.content_channels
-
-    def break_even(self, widths: tuple[int, int]) -> float:
-        """T* = [(Dq + Dk)(H·d − R) − H·R − (H·Dk if content biases)] / (H·R − H·d); infinite for R ≤ d."""
-        dense, heads = self.heads * self.head_width, self.heads
-        saved = sum(widths) * (dense - self.rank) - heads * self.rank - widths[1] * self.content_channels
-        growth = heads * self.rank - dense
-        if growth <= 0:
-            return inf if saved >= 0 else 0.0
-        return max(0.0, saved / growth)
 
 
 @in_float32_on_cpu
