@@ -430,13 +430,8 @@ class ScoreForm(MapForm):
         return [HeadRows.of(f"{self.key}.content_bias", [1] * self.heads)] if self.content_bias else []
 
     def keep_heads(self, module: Any, kept: Sequence[int]) -> list[Cut]:
-        """Return the cuts of `module` that leave the kept heads, in ascending order.
-
-        Raises:
-            CompressionError: the kept heads have no room for R, as in `check_room`.
-        """
+        """Return the cuts of `module` that leave the kept heads, in ascending order."""
         smaller = self.without(kept)
-        smaller.check_room()
         cuts = [Cut(module, self.at, smaller), *self.row_cuts(module, kept)]
         for path, width in ((self.query, smaller.rank), (self.key, smaller.rank + smaller.content_channels)):
             cuts.append(Cut(module.get_submodule(path), "padding", padding_of(width, smaller.multiple)))

@@ -150,7 +150,10 @@ class BloomForward(Forward):
 
 
 class MptForward(Forward):
-    """ALiBi (H, 1, most tokens), of which the last columns are those of the keys; a true mask hides."""
+    """ALiBi biases (H, 1, longest length), whose last columns belong to the keys.
+
+    In the attention mask, True means hidden.
+    """
 
     def mask(self, call: Call) -> Tensor | None:
         """Return the mask, True = attend."""
@@ -164,7 +167,10 @@ class MptForward(Forward):
 
 
 class TableTransformerForward(Forward):
-    """Positions are added to the inputs of queries and keys, not of values; a true mask hides."""
+    """Positions are added to the inputs of queries and keys, not of values.
+
+    In a boolean attention mask, True means hidden.
+    """
 
     def inputs(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Return inputs with positions for queries and keys, and without for values."""

@@ -16,10 +16,10 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from collab_compress.attention.form import HeadRows, ScoreForm, ScoreParts, plain_weight
-from collab_compress.attention.kernels import Inputs, in_float32_on_cpu, masked_softmax
+from collab_compress.attention.kernels import Inputs, fused_attention, in_float32_on_cpu, masked_softmax
 from collab_compress.attention.projections import PaddedProjection, add_pre_hook_, remove_pre_hook_
 from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError, UnsupportedModelError
@@ -172,7 +172,7 @@ class RotaryScores(ScoreForm):
     kind: ClassVar[str] = "rotary"
     option: ClassVar[str] = "shared"
     title: ClassVar[str] = "shared rotary attention"
-    space: ClassVar[str] = "a query/key space for each rotary frequency that heads share, all together"
+    space: ClassVar[str] = "shared query/key spaces, one for each rotary frequency, with a total width"
     solvers: ClassVar[tuple[str, ...]] = ("als",)
 
     @classmethod
@@ -402,15 +402,8 @@ def _attach_tables(
 @in_float32_on_cpu
 def attend_to_shared_key(inputs: Inputs) -> Tensor:
     """Return head outputs (B, H, T, dv) of queries (B, H, T, R) and a key of all heads (B, S, R)."""
-    return scaled_dot_product_attention(
-        inputs.query,
-        inputs.key.unsqueeze(1).expand(-1, inputs.query.shape[1], -1, -1),
-        inputs.value,
-        attn_mask=inputs.mask,
-        dropout_p=inputs.dropout,
-        is_causal=inputs.causal,
-        scale=inputs.scaling,
-    )
+    key = inputs.key.unsqueeze(1).expand(-1, inputs.query.shape[1], -1, -1)
+    return fused_attention(inputs.query, key, inputs.value, inputs)
 
 
 @in_float32_on_cpu

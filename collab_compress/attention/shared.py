@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import dropout, pad, scaled_dot_product_attention
+from torch.nn.functional import dropout, pad
 
 from collab_compress.attention.form import HeadRows, ScoreForm
 from collab_compress.attention.kernels import (
@@ -24,6 +24,7 @@ from collab_compress.attention.kernels import (
     Inputs,
     blocks_of,
     content_scores,
+    fused_attention,
     in_float32_on_cpu,
     masked_softmax,
     mode_of,
@@ -108,15 +109,8 @@ def sdpa(inputs: Inputs) -> Tensor:
         mixed = torch.cat([mixed, one_hot[:, None].expand(*mixed.shape[:3], -1)], dim=-1)  # (B, H, T, R+H)
         key = torch.cat([key, inputs.content], dim=-1)  # (B, S, R+H)
     padding = -mixed.shape[-1] % 8
-    return scaled_dot_product_attention(
-        pad(mixed, (0, padding)),
-        pad(key, (0, padding)).unsqueeze(1).expand(-1, len(mixing), -1, -1),
-        inputs.value,
-        attn_mask=inputs.mask,
-        dropout_p=inputs.dropout,
-        is_causal=inputs.causal,
-        scale=inputs.scaling,
-    )
+    mixed, key = pad(mixed, (0, padding)), pad(key, (0, padding))
+    return fused_attention(mixed, key.unsqueeze(1).expand(-1, len(mixing), -1, -1), inputs.value, inputs)
 
 
 def blocked(inputs: Inputs) -> Tensor:
