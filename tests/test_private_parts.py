@@ -30,7 +30,7 @@ CLASSES, OWN = (
     [
         pytest.param(family, folder, name, id=f"{folder}-{name}")
         for (folder, name), family in DESCRIBED.items()
-        if (f"{folder}.{name}" in FORWARDS) == ours
+        if (name in FORWARDS) == ours
     ]
     for ours in (False, True)
 )
@@ -76,7 +76,7 @@ def test_stock_eager_attention_stands_beside_its_module(family, folder, name):
 
 @pytest.mark.parametrize(("family", "folder", "name"), OWN)
 def test_a_forward_pass_of_ours_knows_the_arguments_of_the_stock_one(family, folder, name):
-    row = FORWARDS[f"{folder}.{name}"]
+    row = FORWARDS[name]
     read = set(re.findall(r'call(?:\.get\(|\[)"(\w+)"', inspect.getsource(type(row))))
     read |= {row.hidden_states, row.encoder_states, row.cache, "attention_mask", "position_bias", "output_attentions"}
     ignored = {"encoder_attention_mask", "use_cache"}

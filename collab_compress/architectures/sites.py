@@ -106,7 +106,7 @@ def fused_slice(module: Any, family: AttentionFamily, path: str) -> FusedSlice |
     return FusedSlice(layer, before * width, width, groups if place else heads, width)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionSite:
     """One attention module of a live model, dense or edited. A module that serves several layers is one site.
 
@@ -215,11 +215,6 @@ class ValueSite(AttentionSite):
 
     value: nn.Linear | FusedSlice
     output: nn.Linear | Conv1D
-
-    @property
-    def width(self) -> int:
-        """Hkv·d: the width of dense values."""
-        return self.key_value_width
 
     @property
     def inputs(self) -> tuple[tuple[Any, str], ...]:
@@ -376,11 +371,12 @@ def read(name: str, module: nn.Module, family: AttentionFamily, path: str, kind:
     value = _attribute(name, module, family, path)
     own_forward = isinstance(value, nn.Linear) and type(value).forward is not nn.Linear.forward
     if not isinstance(value, kind | FusedSlice if kind is nn.Linear else kind) or own_forward:
-        expected = f"a plain {kind.__name__}" if isinstance(kind, type) else "a number"
-        raise UnsupportedModelError(
-            f"{name}.{path}: got {_class(value)}, expected {expected}; "
-            "adapters must be merged and quantization undone before converting"
-        )
+        expected = "int" if kind is int else "a number"
+        remedy = f"the {family.name} description does not fit this model"
+        if kind is nn.Linear:
+            expected = "a plain Linear"
+            remedy = "adapters must be merged and quantization undone before converting"
+        raise UnsupportedModelError(f"{name}.{path}: got {_class(value)}, expected {expected}; {remedy}")
     return value
 
 

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -159,9 +160,8 @@ class MapForm(ABC):
     def take_out_(self, module: Any, dense: Any) -> None:
         """Restore the map's dense projections in place, also if `put_in_` failed half-way."""
 
-    @abstractmethod
-    def finish_(self, module: Any) -> None:
-        """Restore, in place, what a checkpoint does not hold."""
+    def finish_(self, module: Any) -> None:  # noqa: B027 (not every form has such parts)
+        """Restore, in place, what a checkpoint does not hold; by default nothing."""
 
     @abstractmethod
     def head_rows(self) -> list[HeadRows]:
@@ -430,13 +430,8 @@ class ScoreForm(MapForm):
         return [HeadRows.of(f"{self.key}.content_bias", [1] * self.heads)] if self.content_bias else []
 
     def keep_heads(self, module: Any, kept: Sequence[int]) -> list[Cut]:
-        """Return the cuts of `module` that leave the kept heads, in ascending order.
-
-        Raises:
-            CompressionError: the kept heads have no room for R, as in `check_room`.
-        """
+        """Return the cuts of `module` that leave the kept heads, in ascending order."""
         smaller = self.without(kept)
-        smaller.check_room()
         cuts = [Cut(module, self.at, smaller), *self.row_cuts(module, kept)]
         for path, width in ((self.query, smaller.rank), (self.key, smaller.rank + smaller.content_channels)):
             cuts.append(Cut(module.get_submodule(path), "padding", padding_of(width, smaller.multiple)))
@@ -444,12 +439,21 @@ class ScoreForm(MapForm):
 
     # Costs: Dq and Dk input widths of queries and keys, H heads, d head width, R channels, T tokens.
 
-    @abstractmethod
     def break_even(self, widths: tuple[int, int]) -> float:
         """Return T* for input widths Dq and Dk: up to it the scores take fewer multiply-accumulates than dense ones.
 
         It is infinite where they always do, 0 where they never do.
         """
+
+        def saved(length: int) -> int:
+            projections = length * (widths[0] * self.heads * self.head_width + widths[1] * self.dense_key_width)
+            return projections + length**2 * self.heads * self.head_width - self.macs(widths, length)
+
+        growth = saved(1) - saved(2) / 2  # saved(T) = linear · T − growth · T²
+        linear = saved(1) + growth
+        if growth <= 0:
+            return inf if linear >= 0 else 0.0
+        return max(0.0, linear / growth)
 
 
 def _scaling_name(module: Any) -> str:

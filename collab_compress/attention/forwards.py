@@ -150,7 +150,10 @@ class BloomForward(Forward):
 
 
 class MptForward(Forward):
-    """ALiBi (H, 1, most tokens), of which the last columns are those of the keys; a true mask hides."""
+    """ALiBi biases (H, 1, longest length), whose last columns belong to the keys.
+
+    In the attention mask, True means hidden.
+    """
 
     def mask(self, call: Call) -> Tensor | None:
         """Return the mask, True = attend."""
@@ -164,7 +167,10 @@ class MptForward(Forward):
 
 
 class TableTransformerForward(Forward):
-    """Positions are added to the inputs of queries and keys, not of values; a true mask hides."""
+    """Positions are added to the inputs of queries and keys, not of values.
+
+    In a boolean attention mask, True means hidden.
+    """
 
     def inputs(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         """Return inputs with positions for queries and keys, and without for values."""
@@ -213,20 +219,10 @@ def _key_groups(projected: Tensor, head_width: int) -> Tensor:
     return groups.transpose(1, 2)
 
 
-XLM = XlmForward(
-    ("q_lin", "k_lin", "v_lin"),
-    "out_lin",
-    _root_of_width,
-    hidden_states="input",
-    encoder_states="kv",
-    cache="cache",
-    layer_index="layer_id",
-    may_omit_probs=True,
-)
 FORWARDS: dict[str, Forward] = {
-    "blip.BlipAttention": Forward(("qkv",), "projection", attrgetter("scale"), "dropout.p"),
-    "blip.BlipTextSelfAttention": BlipTextForward(needs_probs=True),
-    "bloom.BloomAttention": BloomForward(
+    "BlipAttention": Forward(("qkv",), "projection", attrgetter("scale"), "dropout.p"),
+    "BlipTextSelfAttention": BlipTextForward(needs_probs=True),
+    "BloomAttention": BloomForward(
         ("query_key_value",),
         "dense",
         attrgetter("inv_norm_factor"),
@@ -234,27 +230,33 @@ FORWARDS: dict[str, Forward] = {
         cache="layer_past",
         interleaved=True,
     ),
-    "flaubert.MultiHeadAttention": XLM,
-    "megatron_bert.MegatronBertSelfAttention": BertForward(),
-    "mpnet.MPNetSelfAttention": Forward(("q", "k", "v"), "o", _root_of_width, "dropout.p", may_omit_probs=True),
-    "mpt.MptAttention": MptForward(
-        ("Wqkv",), scaling=attrgetter("softmax_scale"), p="attn_dropout_p", needs_probs=True
+    "MegatronBertSelfAttention": BertForward(),
+    "MPNetSelfAttention": Forward(("q", "k", "v"), "o", _root_of_width, "dropout.p", may_omit_probs=True),
+    "MptAttention": MptForward(("Wqkv",), scaling=attrgetter("softmax_scale"), p="attn_dropout_p", needs_probs=True),
+    "MultiHeadAttention": XlmForward(  # of XLM and FlauBERT
+        ("q_lin", "k_lin", "v_lin"),
+        "out_lin",
+        _root_of_width,
+        hidden_states="input",
+        encoder_states="kv",
+        cache="cache",
+        layer_index="layer_id",
+        may_omit_probs=True,
     ),
-    "mvp.MvpAttention": MvpForward(),
-    "rembert.RemBertSelfAttention": BertForward(),
-    "table_transformer.TableTransformerAttention": TableTransformerForward(),
-    "tapas.TapasSelfAttention": TapasForward(may_omit_probs=True),
-    "trocr.TrOCRAttention": Forward(),
-    "visual_bert.VisualBertSelfAttention": BertForward(may_omit_probs=True),
-    "xglm.XGLMAttention": Forward(),
-    "xlm.MultiHeadAttention": XLM,
+    "MvpAttention": MvpForward(),
+    "RemBertSelfAttention": BertForward(),
+    "TableTransformerAttention": TableTransformerForward(),
+    "TapasSelfAttention": TapasForward(may_omit_probs=True),
+    "TrOCRAttention": Forward(),
+    "VisualBertSelfAttention": BertForward(may_omit_probs=True),
+    "XGLMAttention": Forward(),
 }
-"""Folder in Transformers and name of the stock class → its forward pass."""
+"""Name of the stock class → its forward pass."""
 
 
 def forward(module: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Attend as the stock forward pass of the module, by this package's attention functions."""
-    row: Forward = FORWARDS[place_of(module.stock_class)]
+    row: Forward = FORWARDS[module.stock_class.__name__]
     call = {**dict(zip(module.argument_names, args, strict=False)), **kwargs}
     query, key, value = row.project(module, call)
     needs_probs = row.needs_probs or bool(call.get("output_attentions"))
@@ -275,21 +277,16 @@ def forward(module: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     return row.result(module, call, outputs, probs)
 
 
-def place_of(kind: Any) -> str:
-    """Return the key of a class in `FORWARDS`."""
-    return f"{kind.__module__.split('.')[-2:][0]}.{kind.__name__}"
-
-
 def has_own_forward(module: Any) -> bool:
     """Return whether the stock forward pass of a module computes scores itself."""
-    return place_of(type(module)) in FORWARDS
+    return type(module).__name__ in FORWARDS
 
 
 def take_over_(module: Any) -> None:
     """Replace the forward pass of a module that computes scores itself, in place, if that is not done yet."""
     stock: Any = type(module)
     if not hasattr(stock, "stock_class"):
-        row = FORWARDS[place_of(stock)]
+        row = FORWARDS[stock.__name__]
         _change_class_(module, edited_class(stock))
         if row.scaling is not None:
             module.scaling = float(row.scaling(module))
@@ -300,7 +297,7 @@ def hand_back_(module: Any) -> None:
     stock = getattr(type(module), "stock_class", None)
     if stock is not None:
         _change_class_(module, stock)
-        if FORWARDS[place_of(stock)].scaling is not None:
+        if FORWARDS[stock.__name__].scaling is not None:
             del module.scaling
 
 

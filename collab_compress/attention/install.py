@@ -202,7 +202,7 @@ def _prepare_cache(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         if not layer.is_initialized:
             layer.lazy_initialization = partial(_allocate, layer)
     if all("lazy_initialization" in vars(layer) for layer in layers):
-        setattr(cache, LAZY_VALUES, True)  # each attention module asks at each token
+        setattr(cache, LAZY_VALUES, True)  # every attention module checks this at every token
         return
     scores, values = (getattr(module, name, None) for name in FORMS_AT)
     forms = [form for form in (scores, values) if form is not None]

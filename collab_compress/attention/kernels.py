@@ -11,9 +11,10 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 HALVES = (torch.bfloat16, torch.float16)
-CACHE_BYTES = 1 << 20  # scores of one block for each thread: one core's L2; half and double are as fast
+CACHE_BYTES = 1 << 20  # scores of one block for each thread: one core's L2; half or twice as much is equally fast
 LONG = 512  # keys from which one product for each key group is faster than one for all, if few heads read a group
 
 
@@ -81,6 +82,19 @@ def in_float32_on_cpu(kernel: Kernel) -> Kernel:
             return kernel(Inputs(*widened)).to(inputs.query.dtype)  # type: ignore[arg-type]
 
     return run
+
+
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, inputs: Inputs) -> Tensor:
+    """Attend by PyTorch's fused kernel: heads as given, (B, H, ·, ·), mask, dropout and scaling of `inputs`."""
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=inputs.mask,
+        dropout_p=inputs.dropout,
+        is_causal=inputs.causal,
+        scale=inputs.scaling,
+    )
 
 
 def softmax(scores: Tensor) -> Tensor:

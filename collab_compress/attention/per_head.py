@@ -1,4 +1,4 @@
-"""Heads with query/key channels of their own, each head as many as it needs: M is one-hot and never multiplied by.
+"""Heads with query/key channels of their own, each head as many as it needs.
 
     score_i(x, y) = s · [ (x W̃q_i) · (y W̃k_i) + v_i · y ]
 
@@ -11,12 +11,11 @@ return head outputs (B, H, T, dv).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from collab_compress.attention.form import Cut, HeadRows, ScoreForm
 from collab_compress.attention.kernels import (
@@ -24,6 +23,7 @@ from collab_compress.attention.kernels import (
     Inputs,
     biases_of,
     blocks_of,
+    fused_attention,
     future_mask,
     in_float32_on_cpu,
     masked_softmax,
@@ -35,7 +35,7 @@ from collab_compress.attention.kernels import (
 class PerHeadScores(ScoreForm):
     """The per-head form: channels lie side by side, head by head, and no head reads another's.
 
-    The mixing matrix of zeros and ones that says so is neither trained nor saved nor multiplied by.
+    The mixing matrix is one-hot. It is neither trained nor saved, and the attention kernels do not use it.
 
     Args:
         sizes: how many of the R channels each head has; empty as long as only their sum is known.
@@ -46,7 +46,7 @@ class PerHeadScores(ScoreForm):
     kind: ClassVar[str] = "per-head"
     option: ClassVar[str] = "per-head"
     title: ClassVar[str] = "smaller heads"
-    space: ClassVar[str] = "query/key channels of each head's own"
+    space: ClassVar[str] = "separate query/key channels for each head, with a total width"
     solvers: ClassVar[tuple[str, ...]] = ("per-head",)
 
     @classmethod
@@ -111,11 +111,6 @@ class PerHeadScores(ScoreForm):
         """T·(Dq + Dk)·R + T²·R, and T·Dk·H for v·y."""
         return (length * sum(widths) + length**2) * self.rank + length * widths[1] * self.content_channels
 
-    def break_even(self, widths: tuple[int, int]) -> float:
-        """Infinite, for there are fewer channels than dense ones; 0 where content biases outweigh what that saves."""
-        saved = sum(widths) * (self.heads * self.head_width - self.rank)
-        return inf if saved >= widths[1] * self.content_channels else 0.0
-
 
 @in_float32_on_cpu
 def attend_separately(inputs: Inputs) -> Tensor:
@@ -139,15 +134,8 @@ def padded(inputs: Inputs) -> Tensor:
     missing = max(0, max(inputs.sizes) + (inputs.content is not None) - width)
     total = width + -(-missing // 8) * 8
     query, key = separated(inputs, total)
-    outputs = scaled_dot_product_attention(
-        query,
-        key,
-        pad(inputs.value, (0, total - width)) if missing else inputs.value,
-        attn_mask=inputs.mask,
-        dropout_p=inputs.dropout,
-        is_causal=inputs.causal,
-        scale=inputs.scaling,
-    )
+    value = pad(inputs.value, (0, total - width)) if missing else inputs.value
+    outputs = fused_attention(query, key, value, inputs)
     return outputs[..., :width]
 
 
@@ -160,15 +148,8 @@ def side_by_side(inputs: Inputs) -> Tensor:
     biases = [bias for bias in biases_of(inputs) if bias is not None]
     if biases and inputs.causal:
         biases.append(future_mask(inputs.query, inputs.query.shape[1], inputs.key.shape[1]))
-    outputs: Tensor = scaled_dot_product_attention(
-        query,
-        key,
-        inputs.value,
-        attn_mask=sum(biases[1:], biases[0]) if biases else None,
-        is_causal=inputs.causal and not biases,
-        scale=inputs.scaling,
-    )
-    return outputs
+    mask = sum(biases[1:], biases[0]) if biases else None
+    return fused_attention(query, key, inputs.value, inputs._replace(mask=mask, causal=inputs.causal and not biases))
 
 
 def one_by_one(inputs: Inputs) -> Tensor:

@@ -12,15 +12,14 @@ of its slot. A channel of another frequency is rotated by the difference beforeh
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from collab_compress.attention.form import HeadRows, ScoreForm, ScoreParts, plain_weight
-from collab_compress.attention.kernels import Inputs, in_float32_on_cpu, masked_softmax
+from collab_compress.attention.kernels import Inputs, fused_attention, in_float32_on_cpu, masked_softmax
 from collab_compress.attention.projections import PaddedProjection, add_pre_hook_, remove_pre_hook_
 from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError, UnsupportedModelError
@@ -173,15 +172,15 @@ class RotaryScores(ScoreForm):
     kind: ClassVar[str] = "rotary"
     option: ClassVar[str] = "shared"
     title: ClassVar[str] = "shared rotary attention"
-    space: ClassVar[str] = "a query/key space for each rotary frequency that heads share, all together"
+    space: ClassVar[str] = "shared query/key spaces, one for each rotary frequency, with a total width"
     solvers: ClassVar[tuple[str, ...]] = ("als",)
 
     @classmethod
     def of(cls, site: Any, rank: int, content_bias: bool, sizes: Sequence[int] | None = None) -> Self:
         """Return the form for a site, in whole pseudo-heads: R is rounded up to P·d.
 
-        Arguments as for `ScoreForm.of`, but biases stay in the projections whatever `content_bias` says, and `sizes`
-        are the frequencies of the channel pairs; by default each pseudo-head has all of them.
+        Arguments as for `ScoreForm.of`, but biases stay in the projections whatever `content_bias` says. Each
+        pseudo-head has all frequencies.
         """
         width, family = site.head_width, site.family
         if site.rotated % 2 or width % 2:
@@ -189,19 +188,12 @@ class RotaryScores(ScoreForm):
                 f"{site.name}: {site.rotated} of {width} channels are rotated; expected even numbers"
             )
         pseudo_heads = -(-rank // width)
-        return cls(
-            heads=site.heads,
-            head_width=width,
-            query=family.query,
-            key=family.key,
-            rank=pseudo_heads * width,
-            content_bias=False,
+        return replace(
+            super().of(site, pseudo_heads * width, content_bias=False),
             key_heads=site.key_value_heads,
             rotated=site.rotated,
-            interleaved=family.interleaved,
-            even=family.even,
             pairs=family.rotary,
-            frequencies=tuple(range(width // 2)) * pseudo_heads if sizes is None else tuple(sizes),
+            frequencies=tuple(range(width // 2)) * pseudo_heads,
             query_bias=site.part(family.query).bias is not None,
             key_bias=site.part(family.key).bias is not None,
         )
@@ -325,12 +317,6 @@ class RotaryScores(ScoreForm):
         mixing = torch.complex(*mixing.chunk(2, -1))
         return sides[0], mixing, sides[1]
 
-    def read(self, name: str, module: Any) -> Any:
-        """Refuse: channels are complex; see `read_channels`."""
-        raise UnsupportedModelError(
-            f"{name}: shared rotary channels are no factors of Wq·Wkᵀ; expand the model, or read its parameters"
-        )
-
     # Attention.
 
     def unpack(self, module: Any, inputs: Inputs) -> Inputs:
@@ -390,16 +376,6 @@ class RotaryScores(ScoreForm):
         projected = length * (widths[0] * self.query_width + widths[1] * self.rank)
         return projected + (2 * length + length**2) * self.heads * self.rank
 
-    def break_even(self, widths: tuple[int, int]) -> float:
-        """T* = [Dq·(H·d − (R or H·d)) + Dk·(G·d − R) − 2·H·R] / (H·R − H·d); infinite for R ≤ d."""
-        heads, head_width = self.heads, self.head_width
-        saved = widths[0] * (heads * head_width - self.query_width) + widths[1] * (self.dense_key_width - self.rank)
-        saved -= 2 * heads * self.rank
-        growth = heads * (self.rank - head_width)
-        if growth <= 0:
-            return inf if saved >= 0 else 0.0
-        return max(0.0, saved / growth)
-
 
 def _attach_tables(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -426,15 +402,8 @@ def _attach_tables(
 @in_float32_on_cpu
 def attend_to_shared_key(inputs: Inputs) -> Tensor:
     """Return head outputs (B, H, T, dv) of queries (B, H, T, R) and a key of all heads (B, S, R)."""
-    return scaled_dot_product_attention(
-        inputs.query,
-        inputs.key.unsqueeze(1).expand(-1, inputs.query.shape[1], -1, -1),
-        inputs.value,
-        attn_mask=inputs.mask,
-        dropout_p=inputs.dropout,
-        is_causal=inputs.causal,
-        scale=inputs.scaling,
-    )
+    key = inputs.key.unsqueeze(1).expand(-1, inputs.query.shape[1], -1, -1)
+    return fused_attention(inputs.query, key, inputs.value, inputs)
 
 
 @in_float32_on_cpu

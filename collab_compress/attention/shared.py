@@ -10,13 +10,12 @@ Kernels take `Inputs` with query (B, T, R), key (B, S, R) and mixing (H, R), and
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import dropout, pad, scaled_dot_product_attention
+from torch.nn.functional import dropout, pad
 
 from collab_compress.attention.form import HeadRows, ScoreForm
 from collab_compress.attention.kernels import (
@@ -25,6 +24,7 @@ from collab_compress.attention.kernels import (
     Inputs,
     blocks_of,
     content_scores,
+    fused_attention,
     in_float32_on_cpu,
     masked_softmax,
     mode_of,
@@ -65,15 +65,6 @@ class SharedScores(ScoreForm):
         """T·(Dq + Dk)·R + T·H·R + T²·H·R, and T·Dk·H for v·y."""
         work = (length * sum(widths) + length * self.heads + length**2 * self.heads) * self.rank
         return work + length * widths[1] * self.content_channels
-
-    def break_even(self, widths: tuple[int, int]) -> float:
-        """T* = [(Dq + Dk)(H·d − R) − H·R − (H·Dk if content biases)] / (H·R − H·d); infinite for R ≤ d."""
-        dense, heads = self.heads * self.head_width, self.heads
-        saved = sum(widths) * (dense - self.rank) - heads * self.rank - widths[1] * self.content_channels
-        growth = heads * self.rank - dense
-        if growth <= 0:
-            return inf if saved >= 0 else 0.0
-        return max(0.0, saved / growth)
 
 
 @in_float32_on_cpu
@@ -118,15 +109,8 @@ def sdpa(inputs: Inputs) -> Tensor:
         mixed = torch.cat([mixed, one_hot[:, None].expand(*mixed.shape[:3], -1)], dim=-1)  # (B, H, T, R+H)
         key = torch.cat([key, inputs.content], dim=-1)  # (B, S, R+H)
     padding = -mixed.shape[-1] % 8
-    return scaled_dot_product_attention(
-        pad(mixed, (0, padding)),
-        pad(key, (0, padding)).unsqueeze(1).expand(-1, len(mixing), -1, -1),
-        inputs.value,
-        attn_mask=inputs.mask,
-        dropout_p=inputs.dropout,
-        is_causal=inputs.causal,
-        scale=inputs.scaling,
-    )
+    mixed, key = pad(mixed, (0, padding)), pad(key, (0, padding))
+    return fused_attention(mixed, key.unsqueeze(1).expand(-1, len(mixing), -1, -1), inputs.value, inputs)
 
 
 def blocked(inputs: Inputs) -> Tensor:
@@ -213,7 +197,7 @@ class _Dropout:
             return None
         if self.lowest == 2**15:  # no 16 bits
             return torch.zeros_like(probs)
-        bits = torch.empty(-(-probs.numel() // 4), dtype=torch.int64)
+        bits = torch.empty(-(-probs.numel() // 4), dtype=torch.int64, device="cpu")
         bits.random_(-(2**63), 2**63 - 1, generator=self.generator)
         return (bits.view(torch.int16)[: probs.numel()].view(probs.shape) >= self.lowest).to(probs.dtype)
 
@@ -225,7 +209,7 @@ class _Recomputed(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         inputs = Inputs(*arguments)
         query, value = inputs.query, inputs.value
-        seed = int(torch.randint(2**62, ())) if inputs.dropout > 0 else None
+        seed = int(torch.randint(2**62, (), device="cpu")) if inputs.dropout > 0 else None
         drop, scores = _Dropout(inputs.dropout, seed), _BlockScores(inputs)
         output = value.new_empty(query.shape[0], query.shape[1], value.shape[1], value.shape[-1])
         for block in scores.blocks:

@@ -29,7 +29,7 @@ class ValueParts:
     """The parameters of a module's values, narrow ones to be installed or dense ones to be restored.
 
     Args:
-        value: the value projection; of a fused layer, an object that holds the layer as `whole`.
+        value: the value projection; of a fused layer, an object that holds the layer as `layer`.
         output: the output projection, which stays in the module and gets the weight and the bias.
         weight: (D, dv·group), or (dv·group, D) in a transposed layer.
         bias: (D,), or None.
@@ -184,9 +184,6 @@ class NarrowValues(MapForm):
         fill_(parts.output, parts.weight, parts.bias)
         if hasattr(module, JOINT_WIDTH):
             setattr(module, JOINT_WIDTH, width)
-
-    def finish_(self, module: Any) -> None:
-        """Do nothing: the checkpoint holds everything."""
 
     def read(self, name: str, module: Any, output: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return Wv·P (D, dv), its bias (dv,) or None, and O (dv·group, D), of the module called `name`.

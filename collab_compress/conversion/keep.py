@@ -77,7 +77,8 @@ class _Attention:
         query, key = site.part(site.family.query), site.part(site.family.key)
         self.site, self.values, self.length = DenseSite(**vars(site), query=query, key=key), values, length
         self.scores_macs = dense_macs(self.site.widths, (site.width, site.key_value_width), length)
-        self.dense = _Widths(None, values.width, self.scores_macs + self._values_macs(values.width))
+        dv = values.key_value_width
+        self.dense = _Widths(None, dv, self.scores_macs + self._values_macs(dv))
 
     def _values_macs(self, dv: int) -> int:
         form = NarrowValues.of(self.values, dv, self.values.value.bias is not None)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -76,8 +76,6 @@ class Task:
         content_bias = biased or (
             calibrated and not self.is_exact and centres_queries(biased, compression.solver.centre)
         )
-        if site.family.rotary:  # biases stay in the projections
-            content_bias = False
         return form_for(compression.form, site).of(site, compression.dk or 0, content_bias)
 
 
@@ -293,8 +291,7 @@ def _share_rotary(
     )
     factors = result.factors
     order = arranged(factors.frequencies, site.head_width // 2)
-    frequencies = [factors.frequencies[channel] for channel in order]
-    form = RotaryScores.of(site, compression.dk, content_bias=False, sizes=frequencies)
+    form = replace(pairing, frequencies=tuple(factors.frequencies[channel] for channel in order))
     parts = form.build(site.module, site.parent)
     query = None if factors.query is None else factors.query[:, order]
     form.load_channels_(parts, query, factors.mixing[:, order], factors.key[:, order], site.query)

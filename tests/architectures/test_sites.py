@@ -26,7 +26,7 @@ LAYERS = {"bert": 2, "albert": 1, "distilbert": 2, "marian": 6}  # ALBERT shares
 def test_finds_every_module_once(family, make_tiny):
     sites = find_dense_attention(make_tiny(family))
     assert len(sites) == LAYERS[family]
-    assert len({id(site.module) for site in sites}) == len(sites)
+    assert len({id(site.module) for site in sites}) == len(set(sites)) == len(sites)
     for site in sites:
         assert (site.heads, site.head_width, site.width) == (3, 8, 24)
         assert site.scaling == pytest.approx(8**-0.5)
@@ -121,8 +121,12 @@ def test_refuses_what_cannot_be_converted(model, message):
             lambda attention: setattr(attention, "query", nn.Linear(24, 23)),
             r"got 23 output channels; expected 3 heads × 8 = 24",
         ),
+        (
+            lambda attention: setattr(attention, "num_attention_heads", 3.0),
+            r"self\.num_attention_heads: got float, expected int; the BERT description does not fit this model",
+        ),
     ],
-    ids=["undescribed rotary embedding", "missing attribute", "wrong type", "wrong width"],
+    ids=["undescribed rotary embedding", "missing attribute", "wrong type", "wrong width", "wrong type of number"],
 )
 def test_refuses_a_module_that_its_description_does_not_fit(make_tiny, change, message):
     model = make_tiny("bert")

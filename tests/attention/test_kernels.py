@@ -138,6 +138,13 @@ def test_backward_drops_what_forward_dropped():
     assert torch.autograd.gradcheck(run, (problem.query.clone().requires_grad_(),))
 
 
+def test_dropout_keeps_to_the_device_of_its_inputs():
+    problem = draw_inputs()._replace(dropout=0.5)
+    with torch.device("meta"):  # the default device
+        outputs = recomputed(problem)
+    assert outputs.isfinite().all()
+
+
 def test_training_keeps_no_scores():
     problem = draw_inputs(batch=2, heads=4, length=48, keys=48, rank=5, width=3)
     saved_sizes = []

@@ -104,7 +104,7 @@ def test_heads_are_as_wide_as_values_unless_they_need_more(widest, content, widt
         widths.append({part.shape[-1] for part in parts})
         return fused(*parts, **options)
 
-    monkeypatch.setattr("collab_compress.attention.per_head.scaled_dot_product_attention", spy)
+    monkeypatch.setattr("collab_compress.attention.kernels.scaled_dot_product_attention", spy)
     inputs = recorded(draw(sizes=(widest, 1), width=width, content=content))
     assert attend_separately(inputs).shape == (2, 2, 4, width)
     assert widths == [{expected}]

@@ -25,7 +25,7 @@ def dense_twin(dense, converted):
             form = small.module.value_form
             value = small.part(small.family.value).proj.weight.double()  # (dv, D)
             value_weight = site.value.weight.detach().double()  # (H·d, D)
-            maps = torch.zeros(site.width, form.dv, dtype=torch.float64)
+            maps = torch.zeros(site.key_value_width, form.dv, dtype=torch.float64)
             column = 0
             for head, size in enumerate(form.sizes):  # V_i = Wv_i P_i, so P_i by least squares
                 rows, columns = slice(head * 8, head * 8 + 8), slice(column, column + size)

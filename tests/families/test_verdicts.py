@@ -124,7 +124,7 @@ def test_reading_agrees_with_what_can_be_converted():
     """The source of each described family yields no reason against its conversion."""
     for path in MODELS.iterdir():
         for name, text in classes(path) if path.is_dir() else ():
-            forwards = [OWN] if f"{path.name}.{name}" in FORWARDS else []
+            forwards = [OWN] if name in FORWARDS else []
             turned = ["rotary"] if (path.name, name) in DESCRIBED and DESCRIBED[path.name, name].rotary else []
             allowed = {NOT_YET, "fused or other storage", "fixed head count", *forwards, *turned}
             assert (path.name, name) not in DESCRIBED or read(text) in allowed, (name, read(text))
