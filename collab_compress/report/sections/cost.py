@@ -31,7 +31,8 @@ def cost(context: ReportContext) -> Section:
     widths: dict[str, Any] = {"dk": options.dk, "dv": options.dv}  # at which dense modules are counted
     widths = {name: width for name, width in widths.items() if width is not None and not context.converted}
     if not widths and not context.converted:
-        widths["dk"] = max(1, min(site.width for site in context.sites) // 3)
+        keeps_scores = any(site.family.keeps_scores for site in context.sites)
+        widths["dv" if keeps_scores else "dk"] = max(1, min(site.key_value_width for site in context.sites) // 3)
     modules = analysis.module_costs(context.model, LENGTH, **widths)
     blocks: dict[str, MapCost] = {}
     try:
