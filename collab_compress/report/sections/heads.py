@@ -218,11 +218,15 @@ def attention_maps(context: ReportContext) -> Section:
     """Return the attention probabilities of each head in one sentence."""
     if context.tokenizer is None or context.sentence is None:
         raise HeadError("there is no sentence to read, or no tokenizer to read it with")
-    text, target = context.sentence if isinstance(context.sentence, tuple) else (context.sentence, None)
+    text: str | tuple[str, str] = context.sentence
+    target: str | None = None
+    if isinstance(text, tuple) and context.model.config.is_encoder_decoder:
+        text, target = text
     measured = analysis.attention_maps(context.model, context.tokenizer, text, target=target)
     maps = {name: measured[name] for name in list(measured)[:: -(-len(measured) // LAYERS)]}
     queries = next(iter(maps.values())).queries[:TOKENS]
-    reading = f"Attention weights of every head for the sentence “{text}”, read as {' '.join(queries)}."
+    words = text if isinstance(text, str) else "” and “".join(text)
+    reading = f"Attention weights of every head for “{words}”, read as {' '.join(queries)}."
     if target:
         reading += f" Its target: “{target}”."
     if len(maps) < len(measured):
