@@ -441,7 +441,7 @@ def _feed_forward_energy(
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    return tensor.detach().double().cpu()
+    return tensor.detach().cpu().double()
 
 
 def _check_finite(name: str, *weights: Tensor) -> None:

@@ -14,6 +14,7 @@ from collab_compress.analysis.stream import Batches, Progress, Readings, observe
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.calibration.batches import encode_pairs
 from collab_compress.calibration.gather import forward_arguments
+from collab_compress.devices import float64_device
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part
 
@@ -100,7 +101,7 @@ class PatternMeans:
         """Add the readings of one batch."""
         for module, reading in readings:
             assert reading.probs is not None
-            probs = reading.probs.double()
+            probs = reading.probs.to(float64_device(reading.probs.device)).double()
             batch, _, queries, keys = probs.shape
             query_mask = _mask(reading.real.query, (batch, queries), probs.device)
             key_mask = _mask(reading.real.key, (batch, keys), probs.device)

@@ -71,7 +71,7 @@ def alpha_matrices(model: PreTrainedModel) -> dict[str, Tensor]:
     alphas = alphas_of(model)
     if not alphas:
         raise HeadError(f"{type(model).__name__} has no alphas; mix_heads_(model) adds them")
-    return {name: matrix.detach().double().cpu() for name, matrix in alphas.items()}
+    return {name: matrix.detach().cpu().double() for name, matrix in alphas.items()}
 
 
 def skew_symmetry(matrix: Tensor) -> float:
@@ -90,7 +90,8 @@ def skew_symmetry(matrix: Tensor) -> float:
     """
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
         raise HeadError(f"got {tuple(matrix.shape)}, expected a square matrix (H, H)")
-    off = matrix.detach().double() - torch.diag(matrix.detach().double().diagonal())
+    matrix = matrix.detach().cpu().double()
+    off = matrix - matrix.diagonal().diag()
     skew, symmetric = (off - off.mT).square().sum(), (off + off.mT).square().sum()
     total = skew + symmetric
     return float(skew / total) if total > 0 else 0.0
@@ -111,7 +112,7 @@ def effective_rank(matrix: Tensor) -> float:
     """
     if matrix.ndim != 2:
         raise HeadError(f"got {tuple(matrix.shape)}, expected a matrix")
-    values = torch.linalg.svdvals(matrix.detach().double())
+    values = torch.linalg.svdvals(matrix.detach().cpu().double())
     total = values.sum()
     return float(torch.special.entr(values / total).sum().exp()) if total > 0 else 0.0
 
@@ -185,7 +186,7 @@ class _Watcher:
 
     def add_input(self, side: str, _: Any, args: tuple[Tensor, ...]) -> None:
         """Keep the input of the query or key projection; with both, add the sequences of this use."""
-        self._inputs[side] = args[0].detach().double().cpu()
+        self._inputs[side] = args[0].detach().cpu().double()
         if len(self._inputs) == 2:
             self._add(self._inputs.pop("query"), self._inputs.pop("key"))
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.calibration import evaluation_mode, run_batch
+from collab_compress.devices import float64_device
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part, Reading, Tap
 
@@ -120,11 +121,14 @@ def observed(
 
 
 def unpadded_vectors(reading: Reading, part: Part) -> Tensor:
-    """Return the vectors of each head without padding, (N, H, w); of `probs`, w is the number of keys."""
+    """Return the vectors of each head without padding, (N, H, w); of `probs`, w is the number of keys.
+
+    They lie on a device that has float64.
+    """
     vectors: Tensor = getattr(reading, part)
     if part == "probs":
         vectors = vectors.transpose(1, 2)  # (B, T, H, S)
-    mask = reading.mask_of(part)
+    vectors, mask = vectors.to(float64_device(vectors.device)), reading.mask_of(part)
     return vectors.flatten(0, 1) if mask is None else vectors[mask.to(vectors.device)]
 
 
