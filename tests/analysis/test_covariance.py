@@ -244,6 +244,10 @@ def test_models_are_paired_by_place(bert, make_tiny, batch):
     assert by_place[NAME].labels[-1] == "transformer.layer.0.attention:2"
     with pytest.raises(HeadError, match="2 and 1 attention modules, which do not pair"):
         model_covariances(bert, make_tiny("albert"), [batch])
+    albert, shallow = make_tiny("albert"), make_tiny("albert")
+    shallow.config.num_hidden_layers = 2
+    with pytest.raises(HeadError, match="2 attention modules ran in one model and 3 in the other"):
+        model_covariances(shallow, albert, [batch])
 
 
 def test_a_model_of_one_head_is_compared_with_each_of_many(bert, make_tiny, batch, real_responses):
