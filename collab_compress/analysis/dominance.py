@@ -47,9 +47,13 @@ class Dominance:
 
     @property
     def dominant(self) -> dict[str, int]:
-        """The head of each module whose loss costs most, of those that were silenced."""
+        """The head whose loss costs most, of each module in which heads were silenced."""
         sign = 1 if self.greater_is_better else -1
-        return {name: int((sign * changes).nan_to_num(nan=inf).argmin()) for name, changes in self.changes.items()}
+        return {
+            name: int((sign * changes).nan_to_num(nan=inf).argmin())
+            for name, changes in self.changes.items()
+            if not bool(changes.isnan().all())
+        }
 
     def mean_change(self, heads: Mapping[str, int]) -> dict[Kind, float]:
         """Return the mean change over layers without one head of each, for each attention type (Table 4).

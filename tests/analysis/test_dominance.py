@@ -151,6 +151,8 @@ def test_only_the_given_heads_are_silenced(either):
     assert len(calls) == 1 + len(heads)
     assert dominance.dominant == heads
     assert dominance.mean_change(heads) == pytest.approx(every.mean_change(heads))
+    last = dict([heads.popitem()])
+    assert dominant_heads(model, score, heads=last).dominant == last
     with pytest.raises(HeadError, match="nowhere"):
         dominant_heads(model, score, heads={"nowhere": 0})
 
