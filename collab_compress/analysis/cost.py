@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from collab_compress.analysis.stream import Progress, with_progress
+from collab_compress.analysis.stream import Progress, random_tokens, with_progress
 from collab_compress.architectures import KINDS, AttentionSite, DenseSite, Kind, ValueSite, find_attention
 from collab_compress.attention import FORMS, NarrowValues, ScoreForm, SharedScores, form_for
 from collab_compress.calibration import evaluation_mode, run_batch
@@ -337,7 +337,7 @@ def module_latency(
     draw, latencies = random.Random(seed), []
     with evaluation_mode(dense), evaluation_mode(converted):
         for length in with_progress(lengths, progress, "lengths"):
-            batch = _random_tokens(dense, batch_size, length, seed) if inputs is None else dict(inputs(length))
+            batch = random_tokens(dense, batch_size, length, seed) if inputs is None else dict(inputs(length))
             for site, args, kwargs in _first_calls(dense, sites, batch):
                 calls = [partial(_call, either, args, kwargs) for either in (site, counterparts[site.name])]
                 timed = _timed(site.name, length, calls, device=dense.device, rounds=rounds, draw=draw)
@@ -368,7 +368,7 @@ def model_latency(
         HeadError: the model does not read tokens.
         CalibrationError: the length is beyond the model's positions.
     """
-    batch = _random_tokens(dense, batch_size, length, seed)
+    batch = random_tokens(dense, batch_size, length, seed)
     if "use_cache" in forward_arguments(dense):
         batch["use_cache"] = False
     with evaluation_mode(dense), evaluation_mode(converted):
@@ -376,18 +376,6 @@ def model_latency(
         once = sum(_seconds(call, dense.device) for call in calls)
         rounds = min(40, max(10, int(seconds / once)))
         return _timed("", length, calls, device=dense.device, rounds=rounds, draw=random.Random(seed))
-
-
-def _random_tokens(model: Any, batch_size: int, length: int, seed: int) -> dict[str, Any]:
-    size = getattr(model.config, "vocab_size", None)
-    if size is None or "input_ids" not in forward_arguments(model):
-        raise HeadError(f"{type(model).__name__} reads no tokens; pass inputs=, a function of the length")
-    generator = torch.Generator().manual_seed(seed)
-    batch = {"input_ids": torch.randint(size, (batch_size, length), generator=generator)}
-    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    if model.config.is_encoder_decoder:
-        batch["decoder_input_ids"] = torch.randint(size, (batch_size, length), generator=generator)
-    return batch
 
 
 def _first_calls(

@@ -433,8 +433,8 @@ def model_covariances(
     for first, second in read_heads([model, other], batches, part, kinds=kinds, progress=progress):
         if len(first) != len(second):  # as of one module (ALBERT) that serves several layers
             raise HeadError(
-                f"{len(first)} attention modules ran in one model and {len(second)} in the other; compare models of the "
-                "same depth"
+                f"{len(first)} attention modules ran in one model and {len(second)} in the other; compare models of "
+                "the same depth"
             )
         others = dict(second)
         for name, reading in first:

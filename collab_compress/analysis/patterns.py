@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.analysis.stream import Batches, Progress, Readings, observe, read_heads
+from collab_compress.analysis.stream import Batches, Progress, Readings, observe, random_tokens, read_heads
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.calibration.batches import encode_pairs
 from collab_compress.calibration.gather import forward_arguments
@@ -161,16 +161,13 @@ def induction(
         CalibrationError: the model does not take sequences of 2T tokens, or needs images beside them.
         UnsupportedModelError: the model's family is not known.
     """
-    config: Any = model.config
-    vocabulary = getattr(config.get_text_config(), "vocab_size", 0)
-    if not vocabulary or config.is_encoder_decoder or "input_ids" not in forward_arguments(model):
+    if model.config.is_encoder_decoder:
         raise HeadError(
             f"{type(model).__name__} does not read one sequence of tokens; induction needs a repeated one"
         )
     if length < 2 or sequences < 1:
         raise HeadError(f"got length {length} and {sequences} sequences; expected at least 2 tokens and 1 sequence")
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(vocabulary, (sequences, length), generator=generator).repeat(1, 2)
+    tokens = random_tokens(model, sequences, length, seed)["input_ids"].repeat(1, 2)
     batches = [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in tokens]
 
     def repeats(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor]:

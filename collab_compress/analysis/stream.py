@@ -6,12 +6,15 @@ from contextlib import ExitStack
 from fnmatch import fnmatch
 from typing import Protocol, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, Kind
-from collab_compress.calibration import evaluation_mode, run_batch
+from collab_compress.calibration import Batch, evaluation_mode, run_batch
+from collab_compress.calibration.gather import forward_arguments
+from collab_compress.calibration.synthetic import vocabulary_size
 from collab_compress.devices import float64_device
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part, Reading, Tap
@@ -76,6 +79,24 @@ def read_heads(
             yield [_named(tap.take(), modules) for tap in taps]
     if not ran:
         raise HeadError("no batches to run the model on; pass some, and a list where they are read more than once")
+
+
+def random_tokens(model: PreTrainedModel, count: int, length: int, seed: int) -> Batch:
+    """Return `count` sequences of random tokens without padding, and as many targets for an encoder–decoder.
+
+    Raises:
+        HeadError: the model does not read tokens.
+    """
+    size = vocabulary_size(model)
+    if size is None or "input_ids" not in forward_arguments(model):
+        raise HeadError(f"{type(model).__name__} reads no tokens; pass inputs=, or leave this measure out")
+    generator = torch.Generator().manual_seed(seed)
+    batch = {"input_ids": torch.randint(size, (count, length), generator=generator)}
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    if model.config.is_encoder_decoder:
+        targets = vocabulary_size(model, target=True) or size
+        batch["decoder_input_ids"] = torch.randint(targets, (count, length), generator=generator)
+    return batch
 
 
 class Observer(Protocol):

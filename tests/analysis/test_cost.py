@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from transformers import LlavaConfig, LlavaForConditionalGeneration, MarianModel
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
 from collab_compress.analysis import MapCost, layer_cost, model_latency, module_costs, module_latency, paper_table_1
@@ -218,6 +219,19 @@ def test_what_cannot_be_timed_is_refused(make_tiny):
     bert.forward = nn.Identity().forward
     with pytest.raises(HeadError, match="reads no tokens; pass inputs="):
         module_latency(bert, bert, (4,), rounds=2)
+
+
+def test_random_tokens_are_known_to_the_model(make_tiny):
+    """A config for several parts names no vocabulary of its own, and a decoder may have a smaller one."""
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 1, "intermediate_size": 32}
+    text = {"model_type": "llama", "vocab_size": 61, **sizes}
+    vision = {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, "projection_dim": 8, **sizes}
+    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text)).eval()
+    assert model_latency(model, model, 6, seconds=0).dense_ms > 0
+    config = make_tiny("marian").config
+    config.update({"decoder_vocab_size": 5, "pad_token_id": 0, "share_encoder_decoder_embeddings": False})
+    model = MarianModel(config).eval()
+    assert model_latency(model, model, 6, seconds=0).dense_ms > 0
 
 
 def test_whole_models_run_in_turns_on_the_same_batch(make_tiny):
