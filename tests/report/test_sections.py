@@ -271,7 +271,9 @@ def test_dominance_by_score(context, lossy):
     ).sections[0]
     expected = dominant_heads(model, score)
     lost = -torch.stack([*expected.changes.values()])
-    matrices(picture(report, "What is lost without each head"), [lost])
+    drawing = picture(report, "What is lost without each head")
+    matrices(drawing, [lost])
+    assert (drawing.high, drawing.diverging) == (pytest.approx(float(lost.abs().max())), bool((lost < 0).any()))
     points = pruning_curve(model, head_importance(model, labelled), score)
     close([row[2] for row in table(report, "pruning").rows], [point.score for point in points])
     assert picture(report, "Pruning curve").y_label == "size"

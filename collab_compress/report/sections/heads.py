@@ -96,9 +96,8 @@ def mixing(context: ReportContext) -> Section:
                 "cut off.",
                 "Collaborate, Fig. 2",
                 context.head_maps(matrices),
-                low=-reach,
                 high=reach,
-                scale="diverging",
+                diverging=True,
                 column_label="component, strongest first",
             )
         )
@@ -114,9 +113,8 @@ def mixing(context: ReportContext) -> Section:
                 "A strong diagonal keeps heads as they are; cells off it mix head j into head i.",
                 "Rotation, Figs. 3–4",
                 context.head_maps(alphas),
-                low=-reach,
                 high=reach,
-                scale="diverging",
+                diverging=True,
                 row_label="head i that leaves",
                 column_label="head j that enters",
             )
@@ -302,17 +300,15 @@ def dominance(context: ReportContext) -> Section:
     sign = -1 if scored.greater_is_better else 1
     losses = {name: sign * changes for name, changes in scored.changes.items()}  # positive where the model gets worse
     joined = torch.cat(list(losses.values()))
-    least, heads = min(0.0, float(joined.min())), len(joined)
-    scores, shares = [point.score for point in points], [100 * point.share for point in points]
+    heads, scores, shares = len(joined), [point.score for point in points], [100 * point.share for point in points]
     pictures: list[Picture] = [
         Heatmaps(
             "What is lost without each head",
             "The strongest cell of a row is its layer's dominant head; heads with faint ones can go.",
             "DropHead, Table 4",
             [context.layer_map("", losses)],
-            low=least,
-            high=float(joined.max()),
-            scale="diverging" if least < 0 else "sequential",
+            high=float(joined.abs().max()),
+            diverging=bool((joined < 0).any()),
             row_label="layer",
         ),
         Curves(
