@@ -6,11 +6,9 @@ from collab_compress.analysis.cost import (
     MapCost,
     ModuleCost,
     feed_forward_costs,
-    layer_cost,
     model_latency,
     module_costs,
     module_latency,
-    paper_table_1,
 )
 from collab_compress.analysis.covariance import (
     JointCovariance,
@@ -88,7 +86,6 @@ __all__ = [
     "head_samples",
     "induction",
     "jackknife_error",
-    "layer_cost",
     "layer_covariance",
     "mean_over_pairs",
     "mixing_matrices",
@@ -96,7 +93,6 @@ __all__ = [
     "model_latency",
     "module_costs",
     "module_latency",
-    "paper_table_1",
     "plan",
     "pruning_curve",
     "random_importance",

@@ -67,7 +67,7 @@ def test_narrow_values(family, dk, dv, make_tiny, make_batch):
     (values,) = [table for table in planned.tables if table.name == "values"]
     assert values.rows == tables["values"].rows
     assert "not measured" not in planned.reading
-    assert {table.name for table in planned.tables} == {"layers", "values", "blocks", "latency", "table-1"} | (
+    assert {table.name for table in planned.tables} == {"layers", "values", "blocks", "latency"} | (
         {"modules"} if dk else set()
     )
 

@@ -29,7 +29,6 @@ from collab_compress.analysis import (
     mixing_matrices,
     model_covariances,
     module_costs,
-    paper_table_1,
     pruning_curve,
     random_importance,
     sample_cka,
@@ -305,7 +304,6 @@ def test_cost(context, section):
         assert row[8] == "any"  # fewer channels than a head has
     assert [row[1] for row in table(cost_section, "latency").rows] == [4, 4, 8, 8]  # 500 is beyond the positions
     assert all(row[2] > 0 and row[5] <= row[4] <= row[6] for row in table(cost_section, "latency").rows)
-    assert table(cost_section, "table-1").rows == tuple(tuple(row.values()) for row in paper_table_1())
     macs = picture(cost_section, "Operations over length").panels[0].curves[0]
     assert macs.y[3] == sum(cost.scores.dense.macs for cost in module_costs(context.model, 128)) / 1e6
 

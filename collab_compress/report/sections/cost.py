@@ -1,4 +1,4 @@
-"""Section on the cost of layers: parameters, operations, T*, measured latency, Table 1 of Collaborate."""
+"""Section on the cost of layers: parameters, operations, T*, measured latency."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,8 +51,6 @@ def cost(context: ReportContext) -> Section:
         table, picture = _latency(context, latencies)
         tables.append(table)
         pictures.append(picture)
-    title = "Table 1 of Collaborate: a whole layer at T = 128, without biases"
-    tables.append(Table.of("table-1", title, analysis.paper_table_1()))
     requested = " and ".join(f"{name} = {width}" for name, width in widths.items())
     subject = f"dense modules, modules with {requested}" if requested else "converted modules as they are"
     narrower = next((block.width for block in blocks.values() if block.width is not None), None)
@@ -66,7 +64,7 @@ def cost(context: ReportContext) -> Section:
         "beyond it converted scores take more operations than dense ones; narrow values and feed-forward blocks take "
         "fewer at any length. Latencies are of whole attention modules on this machine, dense and converted in "
         f"turns, medians of {options.rounds} rounds." + note,
-        "Collaborate, section 3.4 and Table 1",
+        "Collaborate, section 3.4",
         tables,
         pictures,
         highlights=_highlights(parts, ratios),
