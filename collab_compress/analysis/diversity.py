@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -54,38 +54,11 @@ class Discrepancy:
         return float(matrix.abs().sum())
 
 
-def discrepancy_growth(
-    model: Mapping[str, Discrepancy], baseline: Mapping[str, Discrepancy], measure: Measure = "l2"
-) -> dict[str, float]:
-    """Return by how many percent each layer's discrepancy exceeds that of a baseline model.
+def percent_growth(norm: float, baseline: float) -> float | None:
+    """Return by how many percent a layer's discrepancy exceeds that of a baseline model; None where that is 0.
 
     Figures 6 and 7 of "Multi-Head Rotation".
-
-    Args:
-        model: `discrepancy` of the model.
-        baseline: `discrepancy` of the model to compare with, on the same batches.
-        measure: `l2` (Fig. 7), `difference` (Fig. 6), or `cosine` for cosine + 1.
-
-    Returns:
-        Module path → growth in %; negative where heads got closer (further apart, by `cosine`).
-
-    Raises:
-        HeadError: the models' modules differ, or a baseline is 0.
     """
-    if model.keys() != baseline.keys():
-        odd = sorted(model.keys() ^ baseline.keys())
-        raise HeadError(f"the models do not have the same attention modules: {', '.join(odd)} in one of them only")
-    growths = {}
-    for name, ours in model.items():
-        growth = percent_growth(ours.norm(measure), baseline[name].norm(measure))
-        if growth is None:
-            raise HeadError(f"{name}: the baseline's {measure} discrepancy is 0, so no growth can be given in %")
-        growths[name] = growth
-    return growths
-
-
-def percent_growth(norm: float, baseline: float) -> float | None:
-    """Return by how many percent a discrepancy exceeds a baseline's; None where that is 0."""
     return 100 * (norm / baseline - 1) if baseline else None
 
 
@@ -94,7 +67,7 @@ class _Means:
 
     Args:
         part: what to measure.
-        measure: from vectors (N, H, w) in float64, the sum over positions of matrices, (k, H, H).
+        measure: from vectors (N, H, w) in float64, the sum over positions of matrices, (…, H, H).
     """
 
     def __init__(self, part: Part, measure: Callable[[Tensor], Tensor]) -> None:
@@ -139,7 +112,7 @@ class Coefficients(_Means):
 
     def result(self) -> dict[str, Tensor]:
         """Return the matrix of each module."""
-        return {name: means[0] for name, means in self.means().items()}
+        return self.means()
 
 
 def discrepancy(
@@ -182,6 +155,6 @@ def bhattacharyya(
 
 
 def _coefficients(probs: Tensor) -> Tensor:
-    """Return sums over queries of coefficients, (1, H, H), from attention probabilities (N, H, S)."""
+    """Return sums over queries of coefficients, (H, H), from attention probabilities (N, H, S)."""
     roots = probs.sqrt()
-    return torch.einsum("nhs,ngs->hg", roots, roots)[None]
+    return torch.einsum("nhs,ngs->hg", roots, roots)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from collab_compress import analysis
 from collab_compress.analysis import SVCCA, JointCovariance
-from collab_compress.analysis.diversity import Measure, percent_growth
+from collab_compress.analysis.diversity import Measure
 from collab_compress.analysis.similarity import Kernel
 from collab_compress.errors import HeadError
 from collab_compress.report.context import HeadMeasures, ReportContext
@@ -329,7 +329,7 @@ def _growth(context: ReportContext, model: HeadMeasures, baseline: HeadMeasures)
     for (name, ours), theirs in zip(model.discrepancy.items(), baseline.discrepancy.values(), strict=True):
         record: dict[str, Cell] = {"layer": context.label(name)}
         for measure, title in GROWTH.items():
-            growths[title].append(percent_growth(ours.norm(measure), theirs.norm(measure)))
+            growths[title].append(analysis.percent_growth(ours.norm(measure), theirs.norm(measure)))
             record[f"{title} [%]"] = growths[title][-1]
         records.append(record)
     table = Table.of("growth", f"Growth of discrepancy in {model.name} against {baseline.name}", records)
