@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,7 +17,6 @@ from collab_compress.analysis.stream import (
     observe,
     unpadded_vectors,
 )
-from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part
 
@@ -115,9 +114,7 @@ class Coefficients(_Means):
         return self.means()
 
 
-def discrepancy(
-    model: PreTrainedModel, batches: Batches, *, kinds: Collection[Kind] = KINDS, progress: Progress = False
-) -> dict[str, Discrepancy]:
+def discrepancy(model: PreTrainedModel, batches: Batches, *, progress: Progress = False) -> dict[str, Discrepancy]:
     """Return the distances between the outputs of the heads of each layer ("Multi-Head Rotation", section 5.3).
 
     Arguments, keys and errors are those of `head_covariances`.
@@ -125,7 +122,7 @@ def discrepancy(
     Returns:
         Module path → matrices in float64. A vector of zeros has cosine 0 with every vector, also with itself.
     """
-    return observe(model, batches, Discrepancies(), kinds, progress=progress).result()
+    return observe(model, batches, Discrepancies(), progress=progress).result()
 
 
 def _distances(vectors: Tensor) -> Tensor:
@@ -137,9 +134,7 @@ def _distances(vectors: Tensor) -> Tensor:
     return torch.stack([torch.einsum("nhw,ngw->hg", units, units), distances.sum(0)])
 
 
-def bhattacharyya(
-    model: PreTrainedModel, batches: Batches, *, kinds: Collection[Kind] = KINDS, progress: Progress = False
-) -> dict[str, Tensor]:
+def bhattacharyya(model: PreTrainedModel, batches: Batches, *, progress: Progress = False) -> dict[str, Tensor]:
     r"""Return the Bhattacharyya coefficients of heads: how much the attention of any two of a layer overlaps.
 
     $$BC(a, b) = \sum_j \sqrt{p_j^a \, p_j^b}$$
@@ -151,7 +146,7 @@ def bhattacharyya(
     Returns:
         Module path → (H, H) in float64, from 0 for heads that attend to different tokens to 1.
     """
-    return observe(model, batches, Coefficients(), kinds, progress=progress).result()
+    return observe(model, batches, Coefficients(), progress=progress).result()
 
 
 def _coefficients(probs: Tensor) -> Tensor:

@@ -112,6 +112,7 @@ def dominant_heads(
         batches: in place of a score: keyword arguments for the model, read once. The score is then the drift of the
             outputs, ‖without − with‖ / ‖with‖ over tokens that are no padding; less is better.
         greater_is_better: whether a greater `score` is better; False for perplexity.
+        kinds: attention types.
         heads: module path → the one head to silence there, as a dominant head on other data; every head of every
             module if not given.
         ablation: what replaces the output of a silenced head: `zero`; `mean`, its mean over the tokens of

@@ -9,7 +9,7 @@ $$\min_{W_2', b'}\ \mathbb{E}\,\|(W_2 a + b) - (W_2' a_S + b')\|^2 + \lambda\,\|
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.analysis.stream import Batches, Progress, with_progress
-from collab_compress.architectures import KINDS, DenseSite, Kind, ValueSite, find_attention
+from collab_compress.architectures import DenseSite, ValueSite, find_attention
 from collab_compress.attention.form import plain_weight
 from collab_compress.calibration import Batch, evaluation_mode, gather_moments, run_batch
 from collab_compress.calibration.gather import batch_masks, masks_of, unpadded
@@ -168,15 +168,14 @@ class ScoreParts:
     mixing: Tensor | None
 
 
-def score_parts(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> list[ScoreParts]:
+def score_parts(model: PreTrainedModel) -> list[ScoreParts]:
     """Return the factors of the scores of every attention module of a stock or edited model.
 
     Raises:
-        UnsupportedModelError: the model's family is not known, it has no attention of these types, or a rotary
-            embedding.
+        UnsupportedModelError: the model's family is not known, or it has a rotary embedding.
     """
     factors, parts = read_factors(model), []
-    for attention in find_attention(model, kinds=kinds):
+    for attention in find_attention(model):
         if attention.family.rotary:
             raise UnsupportedModelError(
                 f"{attention.name}: a rotary position embedding rotates queries and keys after their projection, so "
@@ -206,7 +205,6 @@ def head_energy(
     *,
     centre: bool | None = None,
     damping: float = 1e-3,
-    kinds: Collection[Kind] = KINDS,
     progress: Progress = False,
 ) -> dict[str, Energy]:
     r"""Return the energy that principal components of query and key weights capture, by head and over all heads.
@@ -230,7 +228,7 @@ def head_energy(
     Raises:
         HeadError: weights or inputs allow no such weighting.
     """
-    modules = score_parts(model, kinds)
+    modules = score_parts(model)
     sites = [parts.site for parts in modules]
     listed = None if batches is None else [dict(batch) for batch in batches]  # the model runs on them twice
     moments = _moments_of(model, sites, listed, progress)
@@ -274,21 +272,18 @@ def value_energy(
     model: PreTrainedModel,
     batches: Batches | None = None,
     *,
-    centre: bool = True,
     damping: float = 1e-3,
-    kinds: Collection[Kind] = KINDS,
     progress: Progress = False,
 ) -> dict[str, ValueEnergy]:
     r"""Return how much of what heads add to the residual stream few channels of their values capture.
 
     Head i adds $o_i W_O^{(i)}$, where $o_i$ are its values, summed by its attention probabilities. Energy is
     $E\|\sum_i o_i W_O^{(i)}\|^2$, weighted as in a conversion (`narrow_values`): with batches by the covariance
-    of $o$, else as if inputs were white and heads attended independently of each other. Other arguments and errors
-    are those of `head_energy`.
+    of $o$, or by second moments where no bias of the output projection takes the mean; else as if inputs were white
+    and heads attended independently of each other. Other arguments and errors are those of `head_energy`.
 
     Args:
         model: stock or edited; where heads are mixed, the mixture counts as part of $W_O$.
-        centre: weigh by covariances where the output projection has a bias to take the mean; else by second moments.
 
     Returns:
         Module path → curves, in float64; of narrow values up to their dv.
@@ -297,20 +292,20 @@ def value_energy(
         UnsupportedModelError: a projection carries an adapter, is quantized or offloaded.
     """
     sites = []
-    for site in find_attention(model, kinds=kinds):
+    for site in find_attention(model):
         value, output = site.part(site.family.value), site.part(site.family.output)
         sites.append(ValueSite(**vars(site), value=getattr(value, "proj", value), output=output))
     moments = _moments_of(model, sites, batches, progress)
     energies = {}
     for site, inputs in zip(sites, moments, strict=True):
         try:
-            energies[site.name] = _value_energy(site, inputs, centre, damping)
+            energies[site.name] = _value_energy(site, inputs, damping)
         except ValueError as error:
             raise HeadError(f"{site.name}: {error}") from error
     return energies
 
 
-def _value_energy(site: ValueSite, inputs: tuple[Moments, ...], centre: bool, damping: float) -> ValueEnergy:
+def _value_energy(site: ValueSite, inputs: tuple[Moments, ...], damping: float) -> ValueEnergy:
     form = getattr(site.module, "value_form", None)
     count = site.key_value_heads
     sizes = [len(site.value.weight) // count] * count if form is None else list(form.sizes)
@@ -324,7 +319,7 @@ def _value_energy(site: ValueSite, inputs: tuple[Moments, ...], centre: bool, da
     value = _exact(site.value.weight)
     _check_finite(site.name, rows, value)
     if inputs:
-        joint = inputs[0].covariance() if centre and output.bias is not None else inputs[0].second
+        joint = inputs[0].covariance() if output.bias is not None else inputs[0].second
     else:
         joint = torch.block_diag(*(head @ head.mT for head in value.split(sizes) for _ in range(group)))
     damped = damp(joint, damping)

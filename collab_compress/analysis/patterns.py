@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.analysis.stream import Batches, Progress, Readings, observe, random_tokens, read_heads
-from collab_compress.architectures import KINDS, Kind
+from collab_compress.architectures import Kind
 from collab_compress.calibration.batches import encode_pairs
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.devices import float64_device
@@ -70,7 +70,7 @@ PATTERNS: dict[str, Pattern] = {
 
 
 def head_patterns(
-    model: PreTrainedModel, batches: Batches, *, kinds: Collection[Kind] = KINDS, progress: Progress = False
+    model: PreTrainedModel, batches: Batches, *, progress: Progress = False
 ) -> dict[str, dict[str, Tensor]]:
     """Return the patterns of each head, means over the queries of all sequences without padding.
 
@@ -80,7 +80,7 @@ def head_patterns(
         Name in `PATTERNS` → module path → (H,) in float64. Cross-attention, and attention to pooled keys
         (SegFormer), have an entropy only.
     """
-    return observe(model, batches, PatternMeans(), kinds, progress=progress).result()
+    return observe(model, batches, PatternMeans(), progress=progress).result()
 
 
 class PatternMeans:
@@ -226,7 +226,6 @@ def attention_maps(
     text: str | tuple[str, str],
     *,
     target: str | None = None,
-    kinds: Collection[Kind] = KINDS,
 ) -> dict[str, AttentionMap]:
     """Return the attention probabilities of each head in a text ("Inter-Head Diversity", Figure 1).
 
@@ -245,7 +244,7 @@ def attention_maps(
     sources = _tokens(tokenizer, batch["input_ids"])
     targets = _tokens(tokenizer, batch["decoder_input_ids"]) if target is not None else sources
     maps = {}
-    ((readings,),) = read_heads([model], [batch], "probs", kinds=kinds)
+    ((readings,),) = read_heads([model], [batch], "probs")
     for name, reading in readings:
         kind = reading.site.kind
         assert reading.probs is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,16 +13,13 @@ from transformers import PreTrainedModel
 
 from collab_compress.analysis.energy import ScoreParts, score_parts
 from collab_compress.analysis.stream import Batches, Progress, with_progress
-from collab_compress.architectures import KINDS, Kind
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.calibration.gather import AttentionMasks, attention_masks, masks_of
 from collab_compress.errors import HeadError
 from collab_compress.heads import alphas_of
 
 
-def mixing_matrices(
-    model: PreTrainedModel, *, order: bool = False, kinds: Collection[Kind] = KINDS
-) -> dict[str, Tensor]:
+def mixing_matrices(model: PreTrainedModel, *, order: bool = False) -> dict[str, Tensor]:
     """Return the mixing matrix M of every attention module: how much each head uses each query/key component.
 
     Figure 2 of "Multi-Head Attention: Collaborate Instead of Concatenate" ((a): in a dense module each head uses its
@@ -33,16 +29,15 @@ def mixing_matrices(
     Args:
         model: stock or converted.
         order: put the strongest component first, instead of the model's order.
-        kinds: attention types.
 
     Returns:
         Module path → (H, R), or (H, H·d) for a dense module, in float64 on the CPU.
 
     Raises:
-        UnsupportedModelError: the model's family is not known, or it has no attention of these types.
+        UnsupportedModelError: the model's family is not known, or it has a rotary embedding.
     """
     matrices = {}
-    for parts in score_parts(model, kinds):
+    for parts in score_parts(model):
         # a query of T_i is that of the component times its entry in M, so these are the norms times |M|
         strengths = parts.tensor.query.norm(dim=1) * parts.tensor.key.norm(dim=1)  # (H, R or d)
         if parts.mixing is None:
@@ -132,9 +127,7 @@ class ContentShare:
     overlap: Tensor
 
 
-def content_share(
-    model: PreTrainedModel, batches: Batches, *, kinds: Collection[Kind] = KINDS, progress: Progress = False
-) -> dict[str, ContentShare]:
+def content_share(model: PreTrainedModel, batches: Batches, *, progress: Progress = False) -> dict[str, ContentShare]:
     r"""Return the shares of content and context in the variance of each head's scores.
 
     $$s(x, y) = \underbrace{x\, W_Q W_K^\top y^\top}_{\text{context}} +
@@ -148,7 +141,7 @@ def content_share(
     Returns:
         Module path → shares in float64; all 0 for a head whose scores never vary.
     """
-    watchers = [_Watcher(parts) for parts in score_parts(model, kinds)]
+    watchers = [_Watcher(parts) for parts in score_parts(model)]
     with ExitStack() as hooks:
         hooks.enter_context(evaluation_mode(model))
         for watcher in watchers:

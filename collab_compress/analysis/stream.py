@@ -62,7 +62,7 @@ def read_heads(
 ) -> Iterator[list[Readings]]:
     """Run every model on each batch, without gradients or dropout, and yield each model's readings of the batch.
 
-    Arguments and errors are those of `head_covariances`.
+    Arguments and errors are those of `layer_covariance`.
     """
     ran = False
     with ExitStack() as stack:
