@@ -25,7 +25,7 @@ from collab_compress.analysis.dominance import (
     dominant_heads,
     pruning_curve,
     random_importance,
-    split_rows,
+    split_sequences,
 )
 from collab_compress.analysis.energy import (
     Energy,
@@ -98,7 +98,7 @@ __all__ = [
     "random_importance",
     "sample_cka",
     "skew_symmetry",
-    "split_rows",
+    "split_sequences",
     "svcca",
     "tensor_energy",
     "value_energy",

@@ -189,7 +189,7 @@ def random_importance(model: PreTrainedModel, *, kinds: Collection[Kind] = KINDS
     return {site.name: torch.rand(site.heads, generator=generator) for site in sites}
 
 
-def split_rows(batches: Batches) -> tuple[list[Batch], list[Batch]]:
+def split_sequences(batches: Batches) -> tuple[list[Batch], list[Batch]]:
     """Return two halves of the sequences of batches: one to choose heads on, one to score the model without them.
 
     Batches of several sequences are split in two; others go to one side and the other in turn.

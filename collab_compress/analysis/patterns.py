@@ -38,7 +38,8 @@ def distance(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple[Tenso
 
     "Analyzing the Structure of Attention in a Transformer Language Model" (Vig and Belinkov, 2019), equation 3.
     """
-    return torch.einsum("bhts,ts->bht", probs, _offsets(probs).abs().double()), query_mask
+    queries, keys = (torch.arange(size, device=probs.device) for size in probs.shape[2:])
+    return torch.einsum("bhts,ts->bht", probs, (queries[:, None] - keys).abs().double()), query_mask
 
 
 def previous_token(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,12 +179,6 @@ def induction(
         return values, counted
 
     return observe(model, batches, PatternMeans({"induction": repeats}), progress=progress).result()["induction"]
-
-
-def _offsets(probs: Tensor) -> Tensor:
-    """Return t − s for each query t and key s, (T, S)."""
-    queries, keys = (torch.arange(size, device=probs.device) for size in probs.shape[2:])
-    return queries[:, None] - keys
 
 
 def _mask(mask: Tensor | None, shape: tuple[int, int], device: torch.device) -> Tensor:

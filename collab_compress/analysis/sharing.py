@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.energy import ScoreParts, score_parts
+from collab_compress.analysis.energy import ScoreFactors, score_factors
 from collab_compress.analysis.stream import Batches, Progress, with_progress
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.calibration.gather import AttentionMasks, attention_masks, masks_of
@@ -37,7 +37,7 @@ def mixing_matrices(model: PreTrainedModel, *, order: bool = False) -> dict[str,
         UnsupportedModelError: the model's family is not known, or it has a rotary embedding.
     """
     matrices = {}
-    for parts in score_parts(model):
+    for parts in score_factors(model):
         # a query of T_i is that of the component times its entry in M, so these are the norms times |M|
         strengths = parts.tensor.query.norm(dim=1) * parts.tensor.key.norm(dim=1)  # (H, R or d)
         if parts.mixing is None:
@@ -141,7 +141,7 @@ def content_share(model: PreTrainedModel, batches: Batches, *, progress: Progres
     Returns:
         Module path → shares in float64; all 0 for a head whose scores never vary.
     """
-    watchers = [_Watcher(parts) for parts in score_parts(model)]
+    watchers = [_Watcher(parts) for parts in score_factors(model)]
     with ExitStack() as hooks:
         hooks.enter_context(evaluation_mode(model))
         for watcher in watchers:
@@ -166,7 +166,7 @@ def content_share(model: PreTrainedModel, batches: Batches, *, progress: Progres
 class _Watcher:
     """Sums of the variances of one module's scores, from the inputs of its query and key projections."""
 
-    def __init__(self, parts: ScoreParts) -> None:
+    def __init__(self, parts: ScoreFactors) -> None:
         self.parts = parts
         self.sums: dict[int, Tensor] = {}  # use → (4, H): content, context, overlap, squared scores
         self._masks = AttentionMasks(None, None)

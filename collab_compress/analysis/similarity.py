@@ -29,14 +29,14 @@ class SVCCA:
     """Canonical correlations of pairs of representations; n rows against m columns.
 
     Args:
-        rows: names of the representations along the rows.
+        labels: names of the representations along the rows.
         coefficients: (n, m, w), between 0 and 1, descending; 0 beyond the number of directions of the narrower one
             and below the threshold.
         directions: number of coefficients of each pair that count, (n, m).
         within: whether rows and columns are the same representations.
     """
 
-    rows: tuple[str, ...]
+    labels: tuple[str, ...]
     coefficients: Tensor
     directions: Tensor
     within: bool

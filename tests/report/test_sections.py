@@ -33,7 +33,7 @@ from collab_compress.analysis import (
     random_importance,
     sample_cka,
     skew_symmetry,
-    split_rows,
+    split_sequences,
     svcca,
     value_energy,
 )
@@ -88,7 +88,7 @@ def enough(energies):
 def test_energy_of_scores(context, section):
     energy, plain = section("energy"), head_energy(context.model)
     weighed = head_energy(context.model, context.first(8))
-    curves = ("product", "shared", "unshared")
+    curves = ("joined_product", "shared", "unshared")
     rows = [(row[0], *row[2:]) for row in table(energy, "dk").rows]
     assert rows == suggested(plain, curves) + suggested(weighed, curves)
     panel = picture(energy, "Energy of each head").panels[5]
@@ -229,7 +229,7 @@ def test_attention_maps(context, section):
 
 def test_dominance_by_drift(context, section):
     dominance = section("dominance")
-    choosing, scoring = split_rows(context.first(6))
+    choosing, scoring = split_sequences(context.first(6))
     chosen, expected = (dominant_heads(context.model, batches=batches) for batches in (choosing, scoring))
     matrices(picture(dominance, "What is lost without each head"), [torch.stack([*expected.changes.values()])])
     assert [row[2] for row in table(dominance, "dominant").rows] == [*chosen.dominant.values()]

@@ -16,7 +16,7 @@ from collab_compress.report.context import ReportContext
 from collab_compress.report.section import Cell, Curve, Curves, Panel, Section, Table, curve
 
 HEADS = 72  # drawn at most
-DK = {"product": "sum of heads", "shared": "at least", "unshared": "at most"}  # curves that suggest a dk
+DK = {"joined_product": "sum of heads", "shared": "at least", "unshared": "at most"}  # curves that suggest a dk
 DV = {"joined": "at least", "narrow": "narrow values"}
 WEIGHTS, INPUTS = "bare weights", "weighed by inputs"
 

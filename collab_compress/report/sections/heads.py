@@ -365,7 +365,7 @@ def _measure_dominance(
     choose: dict[str, Any]
     score: dict[str, Any]
     if task is None:
-        choosing, scoring = analysis.split_rows(context.first(context.options.head_sequences))
+        choosing, scoring = analysis.split_sequences(context.first(context.options.head_sequences))
         if not scoring:
             raise HeadError("heads are chosen on some sequences and scored on others; pass two sequences at least")
         choose, score, better = {"batches": choosing}, {"batches": scoring}, False

@@ -44,7 +44,7 @@ def similarity(context: ReportContext) -> Section:
     tables: list[Table] = []
     pictures: list[Picture] = []
     highlights: list[str] = []
-    pairs = {name: result for name, result in correlations.items() if len(result.rows) > 1}
+    pairs = {name: result for name, result in correlations.items() if len(result.labels) > 1}
     if pairs:
         tables.append(_heads_table(context, correlations, alignments, samples))
         for title, matrices in (
@@ -114,7 +114,7 @@ def _heads_table(
     records: list[dict[str, Cell]] = []
     parts = {name: joints for groups in context.heads.groups for name, joints in groups.result().items()}
     for name, result in correlations.items():
-        several = len(result.rows) > 1
+        several = len(result.labels) > 1
         records.append(
             {
                 "layer": context.label(name),
