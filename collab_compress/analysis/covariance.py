@@ -215,7 +215,7 @@ class RunningCovariance:
     def result(self, name: str) -> JointCovariance:
         """Return mean and covariance of all vectors, on the CPU; error messages call them `name`."""
         if self.count < 2:
-            raise HeadError(f"{name}: got {self.count} tokens that are no padding; similarity needs two at least")
+            raise HeadError(f"{name}: got {self.count} unpadded tokens; similarity needs at least 2")
         if not bool(self._scatter.isfinite().all() and self._shift.isfinite().all()):
             raise HeadError(f"{name} is not finite; look for NaN or infinity in the weights")
         mean = self._sum / self.count

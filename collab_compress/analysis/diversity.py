@@ -86,7 +86,7 @@ class _Means:
         """Return the means of each module."""
         for name, sums in self._sums.items():
             if not self._counts[name]:
-                raise HeadError(f"{name} saw no token that is no padding; pass batches with tokens")
+                raise HeadError(f"{name} saw only padding; pass batches with unpadded tokens")
             if not bool(sums.isfinite().all()):
                 raise HeadError(f"{name}: what its heads compute is not finite; look for NaN or infinity in weights")
         return {name: sums / self._counts[name] for name, sums in self._sums.items()}

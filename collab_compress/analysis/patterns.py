@@ -52,7 +52,7 @@ def previous_token(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple
 
 
 def first_token(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the probability of the first token, which as a query does not count.
+    """Return the probability of the first token; it is not counted as a query.
 
     The attention sink of "Efficient Streaming Language Models with Attention Sinks" (Xiao et al., 2024).
     """

@@ -138,7 +138,7 @@ def plan(
         rounded = {rounding * math.ceil(share * dense_width / rounding) for share in shares}
         widths = {width for width in rounded if width < dense_width}
         if not widths:
-            left_out[part] = f"its shares of {dense_width} channels are rounded up to all of them; pass smaller ones"
+            left_out[part] = f"every share of its {dense_width} channels rounds up to all of them; pass smaller ones"
         trials_of_part: list[Trial] = []
         for place, width in enumerate(sorted(widths, reverse=True)):
             if progress is not None:

@@ -157,7 +157,7 @@ def content_share(model: PreTrainedModel, batches: Batches, *, progress: Progres
     for watcher in watchers:
         name = watcher.parts.site.name
         if not watcher.sums:
-            raise HeadError(f"{name} saw no token that is no padding; pass batches with tokens")
+            raise HeadError(f"{name} saw no unpadded token; pass batches with unpadded tokens")
         for number, sums in watcher.sums.items():
             shares[name if len(watcher.sums) == 1 else f"{name}[{number}]"] = _shares(name, sums)
     return shares

@@ -309,7 +309,7 @@ def test_what_cannot_be_gathered_is_refused(bert, make_tiny, batch, make_batch):
         head_covariances(bert, [])
     with pytest.raises(HeadError, match=r"no attention module matches 'x\*'; there are encoder"):
         head_covariances(bert, [batch], modules="x*")
-    with pytest.raises(HeadError, match="1 tokens that are no padding"):
+    with pytest.raises(HeadError, match="got 1 unpadded tokens; similarity needs at least 2"):
         head_covariances(bert, [{"input_ids": torch.tensor([[5]])}])
     with pytest.raises(HeadError, match="at least 1"):
         head_samples(bert, [batch], 0)

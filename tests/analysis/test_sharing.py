@@ -220,9 +220,9 @@ def test_no_float64_is_asked_of_a_device_that_has_none(bert, batch, monkeypatch)
 
 
 def test_what_cannot_be_measured_is_refused(bert, batch):
-    with pytest.raises(HeadError, match=f"{NAME} saw no token"):
+    with pytest.raises(HeadError, match=f"{NAME} saw no unpadded token"):
         content_share(bert, [])
-    with pytest.raises(HeadError, match=f"{NAME} saw no token"):
+    with pytest.raises(HeadError, match=f"{NAME} saw no unpadded token"):
         content_share(bert, [{**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}])
     assert not bert.get_submodule(NAME).query._forward_pre_hooks
     bert.get_submodule(NAME).key.weight.data[0, 0] = torch.nan

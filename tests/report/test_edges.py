@@ -88,7 +88,7 @@ def test_images():
 def test_one_token():
     model = build("gpt2")
     report = checked_report(ReportContext(model, [{"input_ids": torch.tensor([[3]])}], options=QUICK))
-    assert "two at least" in report.omitted["similarity"]
+    assert "needs at least 2" in report.omitted["similarity"]
     assert "two sequences at least" in report.omitted["dominance"]
     assert {"energy", "diversity", "content", "cost"} == {section.name for section in report.sections}
 

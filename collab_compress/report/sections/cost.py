@@ -176,7 +176,7 @@ def _operations(context: ReportContext, widths: Mapping[str, Any], with_blocks: 
     return Curves(
         "Operations over length",
         "Where the curves cross is T*; right of it the converted form does more arithmetic.",
-        "Collaborate, section 3.4; T* is this toolkit's",
+        "Collaborate, section 3.4; T*: this package (docs/method.md)",
         [_two_curves(part, COUNTED, pairs) for part, pairs in counted.items()],
         x_label="T, tokens",
         y_label="million multiply-accumulates a sequence",

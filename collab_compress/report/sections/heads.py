@@ -394,13 +394,13 @@ def _dominance_reading(context: ReportContext, metric: str) -> str:
             f"Heads are silenced one at a time on {min(context.options.head_sequences, context.sequences)} "
             "sequences. Without labels the score is the drift, the relative change of the model's outputs: "
             "‖without − with‖ / ‖with‖ over tokens that are no padding, 0 with all heads. Half of the sequences "
-            "choose heads, the other half measure the drift. For the curve heads are silenced together, those whose "
-            "own loss moved the outputs least first."
+            "choose heads, the other half measure the drift. For the curve, heads are silenced cumulatively, "
+            "starting with those whose removal moved the outputs least."
         )
     return (
         f"Heads are silenced one at a time, and the model is scored without each ({metric}). The dominant head of a "
-        "layer is chosen on other data than its score. For the curve heads are silenced together, the least "
-        "important first: importance is the mean size of the loss's gradient in a mask on the head, normalised in "
+        "layer is chosen on other data than its score. For the curve, heads are silenced cumulatively, the least "
+        "important first; importance is the mean size of the loss's gradient in a mask on the head, normalised in "
         "each layer (Michel et al., 2019)."
     )
 
@@ -431,6 +431,6 @@ def _pruning_action(points: Sequence[PruningPoint], baseline: float, heads: int,
     if not count:
         return f"Remove no heads: without the least important ones {change} by more than a tenth."
     return (
-        f"{count} of {heads} heads can be silenced before {change} by more than a tenth: try "
-        "collab-prune, and score your task after it."
+        f"{count} of {heads} heads can be silenced before {change} by more than a tenth: try collab-prune, which "
+        "leaves every module one head at least, and score your task after it."
     )

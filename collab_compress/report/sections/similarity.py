@@ -82,8 +82,8 @@ def similarity(context: ReportContext) -> Section:
         f"unbiased estimates (HSIC₁ on {min(context.options.kernel_tokens, tokens):,} tokens drawn from all "
         "sequences) have no such bias and may be below 0; the RBF kernel is as wide as the median distance of two "
         "tokens. Standard errors are by the jackknife over groups of sequences. To see how similar unrelated heads "
-        "are, compare with the same model trained from another seed: the table of models then has the mean over all "
-        "pairs of a head of one and a head of the other." + note,
+        "are, compare with the same model trained from another seed: the table of models then lists the mean "
+        "similarity over all pairs of heads, one from each model." + note,
         "Diversity, Tables 2, 3, 5 and Figs. 2–4",
         tables,
         pictures,
