@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from fnmatch import fnmatch
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, Kind
-from collab_compress.calibration import Batch, evaluation_mode, run_batch
+from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.calibration.synthetic import vocabulary_size
 from collab_compress.devices import float64_device
@@ -81,7 +81,7 @@ def read_heads(
         raise HeadError("no batches to run the model on; pass some, and a list where they are read more than once")
 
 
-def random_tokens(model: PreTrainedModel, count: int, length: int, seed: int) -> Batch:
+def random_tokens(model: PreTrainedModel, count: int, length: int, seed: int) -> dict[str, Any]:
     """Return `count` sequences of random tokens without padding, and as many targets for an encoder–decoder.
 
     Raises:
