@@ -83,7 +83,7 @@ class Inputs:
     """Most sentences, drawn at random; or sequences of random tokens, up to 256."""
 
     length: Annotated[int, tyro.conf.arg(metavar="T")] = 128
-    """Most tokens of a sequence."""
+    """Most tokens of a sequence; of random tokens, at most 64."""
 
     @property
     def files(self) -> list[Path]:

@@ -246,8 +246,8 @@ class ReportOptions:
     """How much a report measures."""
 
     dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Shared width R at which the cost of dense attention is counted and timed. If neither this nor dv is given, a
-    third of H·d."""
+    """Shared width R at which the cost of dense attention is counted and timed. If neither this nor dv is given, dk
+    is a third of the dense keys' width; where queries and keys cannot be converted, dv is."""
 
     dv: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Width of values, all heads together, at which the cost of dense attention is counted and timed."""

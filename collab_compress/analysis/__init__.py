@@ -6,11 +6,9 @@ from collab_compress.analysis.cost import (
     MapCost,
     ModuleCost,
     feed_forward_costs,
-    layer_cost,
     model_latency,
     module_costs,
     module_latency,
-    paper_table_1,
 )
 from collab_compress.analysis.covariance import (
     JointCovariance,
@@ -20,14 +18,14 @@ from collab_compress.analysis.covariance import (
     mean_over_pairs,
     model_covariances,
 )
-from collab_compress.analysis.diversity import Discrepancy, bhattacharyya, discrepancy, discrepancy_growth
+from collab_compress.analysis.diversity import Discrepancy, bhattacharyya, discrepancy, percent_growth
 from collab_compress.analysis.dominance import (
     Dominance,
     PruningPoint,
     dominant_heads,
     pruning_curve,
     random_importance,
-    split_rows,
+    split_sequences,
 )
 from collab_compress.analysis.energy import (
     Energy,
@@ -77,7 +75,6 @@ __all__ = [
     "confidence",
     "content_share",
     "discrepancy",
-    "discrepancy_growth",
     "dominant_heads",
     "effective_rank",
     "feed_forward_costs",
@@ -88,7 +85,6 @@ __all__ = [
     "head_samples",
     "induction",
     "jackknife_error",
-    "layer_cost",
     "layer_covariance",
     "mean_over_pairs",
     "mixing_matrices",
@@ -96,13 +92,13 @@ __all__ = [
     "model_latency",
     "module_costs",
     "module_latency",
-    "paper_table_1",
+    "percent_growth",
     "plan",
     "pruning_curve",
     "random_importance",
     "sample_cka",
     "skew_symmetry",
-    "split_rows",
+    "split_sequences",
     "svcca",
     "tensor_energy",
     "value_energy",

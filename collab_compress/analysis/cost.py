@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from collab_compress.analysis.stream import Progress, with_progress
+from collab_compress.analysis.stream import Progress, random_tokens, with_progress
 from collab_compress.architectures import KINDS, AttentionSite, DenseSite, Kind, ValueSite, find_attention
-from collab_compress.attention import FORMS, NarrowValues, ScoreForm, SharedScores, form_for
+from collab_compress.attention import FORMS, NarrowValues, ScoreForm, form_for
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.conversion.feed_forward import FeedForward, block_report
@@ -33,7 +33,7 @@ Inputs = Callable[[int], Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class FormCost:
-    """The cost of a map of an attention module (its scores, or its values and outputs) in one form, or of a layer.
+    """The cost of a map of an attention module (its scores, or its values and outputs), or of a feed-forward block.
 
     Args:
         parameters: of scores, those of query and key projections, mixing matrix and content biases; of values, those
@@ -209,60 +209,6 @@ def feed_forward_costs(
     return costs
 
 
-def layer_cost(width: int, heads: int, dk: int | None = None, length: int = 128) -> FormCost:
-    """Return the cost of a whole attention layer, without biases and cache (section 3.4 of the paper).
-
-    Values and output take 2·D² parameters and 2·T·D² + T²·D multiply-accumulates.
-
-    Args:
-        width: D, and the dense width H·d of queries, keys and values.
-        heads: number of heads H.
-        dk: shared width R, or None for dense queries and keys.
-        length: tokens T.
-
-    Raises:
-        HeadError: the width is no multiple of the number of heads.
-    """
-    if width % heads:
-        raise HeadError(f"width {width} is no multiple of {heads} heads")
-    widths = width, width
-    parameters, macs = 2 * width**2, (2 * length * width + length**2) * width
-    if dk is None:
-        scores = FormCost(dense_parameters(widths, widths, (False, False)), dense_macs(widths, widths, length))
-    else:
-        form = SharedScores(heads, width // heads, "", "", dk, content_bias=False)
-        scores = FormCost(form.parameters(widths), form.macs(widths, length))
-    return FormCost(scores.parameters + parameters, scores.macs + macs)
-
-
-def paper_table_1() -> list[dict[str, str | int | float]]:
-    """Return Table 1 of "Multi-Head Attention: Collaborate Instead of Concatenate": FairSeq, then BERT-base.
-
-    Each comparison has two rows, one computed here, without content biases, and one as printed.
-    """
-    rows: list[dict[str, str | int | float]] = []
-    for width, heads, dk, printed in (
-        (512, 8, 128, (1.05, 0.66, 1.51, 1.09)),
-        (768, 12, 256, (2.36, 1.58, 3.27, 2.65)),
-    ):
-        dense, converted = layer_cost(width, heads), layer_cost(width, heads, dk)
-        parameters = dense.parameters / 1e6, converted.parameters / 1e6
-        macs = dense.macs / 1e8, converted.macs / 1e8
-        for origin, numbers in (("computed", (*parameters, *macs)), ("printed", printed)):
-            rows.append(
-                {
-                    "D": width,
-                    "dk": dk,
-                    "from": origin,
-                    "parameters, dense [10⁶]": numbers[0],
-                    "parameters, converted [10⁶]": numbers[1],
-                    "dense [10⁸ MAC]": numbers[2],
-                    "converted [10⁸ MAC]": numbers[3],
-                }
-            )
-    return rows
-
-
 @dataclass(frozen=True)
 class Latency:
     """The time that one attention module, or a whole model, takes for inputs of one length.
@@ -337,7 +283,7 @@ def module_latency(
     draw, latencies = random.Random(seed), []
     with evaluation_mode(dense), evaluation_mode(converted):
         for length in with_progress(lengths, progress, "lengths"):
-            batch = _random_tokens(dense, batch_size, length, seed) if inputs is None else dict(inputs(length))
+            batch = random_tokens(dense, batch_size, length, seed) if inputs is None else dict(inputs(length))
             for site, args, kwargs in _first_calls(dense, sites, batch):
                 calls = [partial(_call, either, args, kwargs) for either in (site, counterparts[site.name])]
                 timed = _timed(site.name, length, calls, device=dense.device, rounds=rounds, draw=draw)
@@ -368,7 +314,7 @@ def model_latency(
         HeadError: the model does not read tokens.
         CalibrationError: the length is beyond the model's positions.
     """
-    batch = _random_tokens(dense, batch_size, length, seed)
+    batch = random_tokens(dense, batch_size, length, seed)
     if "use_cache" in forward_arguments(dense):
         batch["use_cache"] = False
     with evaluation_mode(dense), evaluation_mode(converted):
@@ -376,18 +322,6 @@ def model_latency(
         once = sum(_seconds(call, dense.device) for call in calls)
         rounds = min(40, max(10, int(seconds / once)))
         return _timed("", length, calls, device=dense.device, rounds=rounds, draw=random.Random(seed))
-
-
-def _random_tokens(model: Any, batch_size: int, length: int, seed: int) -> dict[str, Any]:
-    size = getattr(model.config, "vocab_size", None)
-    if size is None or "input_ids" not in forward_arguments(model):
-        raise HeadError(f"{type(model).__name__} reads no tokens; pass inputs=, a function of the length")
-    generator = torch.Generator().manual_seed(seed)
-    batch = {"input_ids": torch.randint(size, (batch_size, length), generator=generator)}
-    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    if model.config.is_encoder_decoder:
-        batch["decoder_input_ids"] = torch.randint(size, (batch_size, length), generator=generator)
-    return batch
 
 
 def _first_calls(

@@ -215,7 +215,7 @@ class RunningCovariance:
     def result(self, name: str) -> JointCovariance:
         """Return mean and covariance of all vectors, on the CPU; error messages call them `name`."""
         if self.count < 2:
-            raise HeadError(f"{name}: got {self.count} tokens that are no padding; similarity needs two at least")
+            raise HeadError(f"{name}: got {self.count} unpadded tokens; similarity needs at least 2")
         if not bool(self._scatter.isfinite().all() and self._shift.isfinite().all()):
             raise HeadError(f"{name} is not finite; look for NaN or infinity in the weights")
         mean = self._sum / self.count
@@ -307,7 +307,6 @@ def head_covariances(
     batches: Batches,
     *,
     part: Part = "outputs",
-    kinds: Collection[Kind] = KINDS,
     modules: str = "*",
     progress: Progress = False,
 ) -> dict[str, JointCovariance]:
@@ -319,7 +318,6 @@ def head_covariances(
         model: stock or edited; its mode does not change.
         batches: keyword arguments for the model; read once.
         part: `outputs`, `queries`, `values` or `keys` of heads.
-        kinds: attention types.
         modules: glob on module paths.
         progress: True for a bar, or a function of the number of finished batches and the total (None if unknown).
 
@@ -330,9 +328,9 @@ def head_covariances(
     Raises:
         HeadError: no batches, fewer than two tokens, keys of a collaborative module, or numbers that are not finite.
         CalibrationError: the model does not take the batches.
-        UnsupportedModelError: the model's family is not known, or it has no attention of these types.
+        UnsupportedModelError: the model's family is not known.
     """
-    joints = observe(model, batches, Covariances(part), kinds, modules, progress).result()
+    joints = observe(model, batches, Covariances(part), modules=modules, progress=progress).result()
     return {name: replace(joint, labels=tuple(map(str, range(len(joint.labels))))) for name, joint in joints.items()}
 
 
@@ -343,7 +341,6 @@ def head_samples(
     *,
     seed: int = 0,
     part: Part = "outputs",
-    kinds: Collection[Kind] = KINDS,
     modules: str = "*",
     progress: Progress = False,
 ) -> dict[str, Tensor]:
@@ -358,7 +355,7 @@ def head_samples(
     Returns:
         Module path → (N, H, d), in the model's dtype, on the CPU; keys as for `head_covariances`.
     """
-    return observe(model, batches, Samples(tokens, seed, part), kinds, modules, progress).result()
+    return observe(model, batches, Samples(tokens, seed, part), modules=modules, progress=progress).result()
 
 
 def layer_covariance(
@@ -379,12 +376,14 @@ def layer_covariance(
 
     Args:
         unit: a block is a `layer` with all its heads, or each `head` of each layer.
+        kinds: attention types.
 
     Returns:
         The covariance, labelled with the keys of `head_covariances`, or with `key:head`.
 
     Raises:
         HeadError: layers see different tokens.
+        UnsupportedModelError: the model has no attention of these types.
     """
     together = Covariances(part, unit=unit, together=True)
     (joint,) = observe(model, batches, together, kinds, modules, progress).result().values()
@@ -398,7 +397,6 @@ def model_covariances(
     *,
     unit: Unit = "head",
     part: Part = "outputs",
-    kinds: Collection[Kind] = KINDS,
     progress: Progress = False,
 ) -> dict[str, JointCovariance]:
     """Return the covariance of each layer of one model with one of another, for `svcca` and `cka` between models.
@@ -418,10 +416,7 @@ def model_covariances(
     Raises:
         HeadError: the models differ in their number of layers, or see different tokens.
     """
-    paths = [
-        {(site.kind, site.layer): site.name for site in find_attention(either, kinds=kinds)}
-        for either in (model, other)
-    ]
+    paths = [{(site.kind, site.layer): site.name for site in find_attention(either)} for either in (model, other)]
     if paths[0].keys() != paths[1].keys():
         raise HeadError(
             f"the models have {len(paths[0])} and {len(paths[1])} attention modules, which do not pair by kind and "
@@ -430,7 +425,12 @@ def model_covariances(
     counterparts = {path: paths[1][place] for place, path in paths[0].items()}
     sums: dict[str, RunningCovariance] = {}
     leading: dict[str, int] = {}
-    for first, second in read_heads([model, other], batches, part, kinds=kinds, progress=progress):
+    for first, second in read_heads([model, other], batches, part, progress=progress):
+        if len(first) != len(second):  # as of one module (ALBERT) that serves several layers
+            raise HeadError(
+                f"{len(first)} attention modules ran in one model and {len(second)} in the other; compare models of "
+                "the same depth"
+            )
         others = dict(second)
         for name, reading in first:
             path = reading.site.name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,7 +17,6 @@ from collab_compress.analysis.stream import (
     observe,
     unpadded_vectors,
 )
-from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part
 
@@ -54,38 +53,11 @@ class Discrepancy:
         return float(matrix.abs().sum())
 
 
-def discrepancy_growth(
-    model: Mapping[str, Discrepancy], baseline: Mapping[str, Discrepancy], measure: Measure = "l2"
-) -> dict[str, float]:
-    """Return by how many percent each layer's discrepancy exceeds that of a baseline model.
+def percent_growth(norm: float, baseline: float) -> float | None:
+    """Return by how many percent a layer's discrepancy exceeds that of a baseline model; None where that is 0.
 
     Figures 6 and 7 of "Multi-Head Rotation".
-
-    Args:
-        model: `discrepancy` of the model.
-        baseline: `discrepancy` of the model to compare with, on the same batches.
-        measure: `l2` (Fig. 7), `difference` (Fig. 6), or `cosine` for cosine + 1.
-
-    Returns:
-        Module path → growth in %; negative where heads got closer (further apart, by `cosine`).
-
-    Raises:
-        HeadError: the models' modules differ, or a baseline is 0.
     """
-    if model.keys() != baseline.keys():
-        odd = sorted(model.keys() ^ baseline.keys())
-        raise HeadError(f"the models do not have the same attention modules: {', '.join(odd)} in one of them only")
-    growths = {}
-    for name, ours in model.items():
-        growth = percent_growth(ours.norm(measure), baseline[name].norm(measure))
-        if growth is None:
-            raise HeadError(f"{name}: the baseline's {measure} discrepancy is 0, so no growth can be given in %")
-        growths[name] = growth
-    return growths
-
-
-def percent_growth(norm: float, baseline: float) -> float | None:
-    """Return by how many percent a discrepancy exceeds a baseline's; None where that is 0."""
     return 100 * (norm / baseline - 1) if baseline else None
 
 
@@ -94,7 +66,7 @@ class _Means:
 
     Args:
         part: what to measure.
-        measure: from vectors (N, H, w) in float64, the sum over positions of matrices, (k, H, H).
+        measure: from vectors (N, H, w) in float64, the sum over positions of matrices, (…, H, H).
     """
 
     def __init__(self, part: Part, measure: Callable[[Tensor], Tensor]) -> None:
@@ -114,7 +86,7 @@ class _Means:
         """Return the means of each module."""
         for name, sums in self._sums.items():
             if not self._counts[name]:
-                raise HeadError(f"{name} saw no token that is no padding; pass batches with tokens")
+                raise HeadError(f"{name} saw only padding; pass batches with unpadded tokens")
             if not bool(sums.isfinite().all()):
                 raise HeadError(f"{name}: what its heads compute is not finite; look for NaN or infinity in weights")
         return {name: sums / self._counts[name] for name, sums in self._sums.items()}
@@ -139,12 +111,10 @@ class Coefficients(_Means):
 
     def result(self) -> dict[str, Tensor]:
         """Return the matrix of each module."""
-        return {name: means[0] for name, means in self.means().items()}
+        return self.means()
 
 
-def discrepancy(
-    model: PreTrainedModel, batches: Batches, *, kinds: Collection[Kind] = KINDS, progress: Progress = False
-) -> dict[str, Discrepancy]:
+def discrepancy(model: PreTrainedModel, batches: Batches, *, progress: Progress = False) -> dict[str, Discrepancy]:
     """Return the distances between the outputs of the heads of each layer ("Multi-Head Rotation", section 5.3).
 
     Arguments, keys and errors are those of `head_covariances`.
@@ -152,7 +122,7 @@ def discrepancy(
     Returns:
         Module path → matrices in float64. A vector of zeros has cosine 0 with every vector, also with itself.
     """
-    return observe(model, batches, Discrepancies(), kinds, progress=progress).result()
+    return observe(model, batches, Discrepancies(), progress=progress).result()
 
 
 def _distances(vectors: Tensor) -> Tensor:
@@ -164,9 +134,7 @@ def _distances(vectors: Tensor) -> Tensor:
     return torch.stack([torch.einsum("nhw,ngw->hg", units, units), distances.sum(0)])
 
 
-def bhattacharyya(
-    model: PreTrainedModel, batches: Batches, *, kinds: Collection[Kind] = KINDS, progress: Progress = False
-) -> dict[str, Tensor]:
+def bhattacharyya(model: PreTrainedModel, batches: Batches, *, progress: Progress = False) -> dict[str, Tensor]:
     r"""Return the Bhattacharyya coefficients of heads: how much the attention of any two of a layer overlaps.
 
     $$BC(a, b) = \sum_j \sqrt{p_j^a \, p_j^b}$$
@@ -178,10 +146,10 @@ def bhattacharyya(
     Returns:
         Module path → (H, H) in float64, from 0 for heads that attend to different tokens to 1.
     """
-    return observe(model, batches, Coefficients(), kinds, progress=progress).result()
+    return observe(model, batches, Coefficients(), progress=progress).result()
 
 
 def _coefficients(probs: Tensor) -> Tensor:
-    """Return sums over queries of coefficients, (1, H, H), from attention probabilities (N, H, S)."""
+    """Return sums over queries of coefficients, (H, H), from attention probabilities (N, H, S)."""
     roots = probs.sqrt()
-    return torch.einsum("nhs,ngs->hg", roots, roots)[None]
+    return torch.einsum("nhs,ngs->hg", roots, roots)

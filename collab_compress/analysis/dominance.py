@@ -47,9 +47,13 @@ class Dominance:
 
     @property
     def dominant(self) -> dict[str, int]:
-        """The head of each module whose loss costs most, of those that were silenced."""
+        """The head whose loss costs most, of each module in which heads were silenced."""
         sign = 1 if self.greater_is_better else -1
-        return {name: int((sign * changes).nan_to_num(nan=inf).argmin()) for name, changes in self.changes.items()}
+        return {
+            name: int((sign * changes).nan_to_num(nan=inf).argmin())
+            for name, changes in self.changes.items()
+            if not bool(changes.isnan().all())
+        }
 
     def mean_change(self, heads: Mapping[str, int]) -> dict[Kind, float]:
         """Return the mean change over layers without one head of each, for each attention type (Table 4).
@@ -108,6 +112,7 @@ def dominant_heads(
         batches: in place of a score: keyword arguments for the model, read once. The score is then the drift of the
             outputs, ‖without − with‖ / ‖with‖ over tokens that are no padding; less is better.
         greater_is_better: whether a greater `score` is better; False for perplexity.
+        kinds: attention types.
         heads: module path → the one head to silence there, as a dominant head on other data; every head of every
             module if not given.
         ablation: what replaces the output of a silenced head: `zero`; `mean`, its mean over the tokens of
@@ -184,7 +189,7 @@ def random_importance(model: PreTrainedModel, *, kinds: Collection[Kind] = KINDS
     return {site.name: torch.rand(site.heads, generator=generator) for site in sites}
 
 
-def split_rows(batches: Batches) -> tuple[list[Batch], list[Batch]]:
+def split_sequences(batches: Batches) -> tuple[list[Batch], list[Batch]]:
     """Return two halves of the sequences of batches: one to choose heads on, one to score the model without them.
 
     Batches of several sequences are split in two; others go to one side and the other in turn.

@@ -9,7 +9,8 @@ $$\min_{W_2', b'}\ \mathbb{E}\,\|(W_2 a + b) - (W_2' a_S + b')\|^2 + \lambda\,\|
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.analysis.stream import Batches, Progress, with_progress
-from collab_compress.architectures import KINDS, DenseSite, Kind, ValueSite, find_attention
+from collab_compress.architectures import DenseSite, ValueSite, find_attention
 from collab_compress.attention.form import plain_weight
 from collab_compress.calibration import Batch, evaluation_mode, gather_moments, run_batch
 from collab_compress.calibration.gather import batch_masks, masks_of, unpadded
@@ -43,27 +44,27 @@ GRID = 16  # widths that a feed-forward block is measured at, evenly spaced
 class Ranks:
     """The widths that curves of cumulative energy suggest."""
 
-    curves: ClassVar[dict[str, str]]  # name of a curve → field; the first is the default
+    curves: ClassVar[tuple[str, ...]]  # fields, each a curve of all heads; the first is the default
 
     def rank(self, share: float = 0.99, of: str = "") -> int:
         """Return the least width at which a curve reaches this share of the energy.
 
         Args:
             share: above 0, up to 1.
-            of: which curve. Of scores `unshared`, the default, which always suffices; `shared`, below which a dk
-                never does; `query`, `key`, or `product`, the paper's rule of thumb, which is of the sum of all heads
-                and suggests too little, most of all with batches. Of values `narrow`, the default, or `joined`. Of
-                feed-forward blocks `energy`.
+            of: which curve. Of scores `unshared` (default): a dk that is always enough. `shared`: no smaller dk can
+                be enough. `joined_product`: the paper's rule of thumb, usually too small, most of all with batches;
+                `joined_query`, `joined_key`. Of values `narrow` (default) or `joined`. Of feed-forward blocks
+                `energy`.
 
         Raises:
             HeadError: the share is not in range, or the curve is unknown.
         """
-        of = of or next(iter(self.curves))
+        of = of or self.curves[0]
         if of not in self.curves:
             raise HeadError(f"unknown curve {of!r}; expected one of {', '.join(self.curves)}")
         if not 0 < share <= 1:
             raise HeadError(f"share of energy is {share}; expected above 0, up to 1")
-        curve: Tensor = getattr(self, self.curves[of])
+        curve: Tensor = getattr(self, of)
         return int((curve < share - 1e-12).sum())
 
     def ranks(self, of: str = "") -> dict[float, int]:
@@ -97,13 +98,7 @@ class Energy(Ranks):
     shared: Tensor
     unshared: Tensor
 
-    curves: ClassVar = {
-        "unshared": "unshared",
-        "shared": "shared",
-        "product": "joined_product",
-        "query": "joined_query",
-        "key": "joined_key",
-    }
+    curves: ClassVar = ("unshared", "shared", "joined_product", "joined_query", "joined_key")
 
 
 @dataclass(frozen=True)
@@ -122,7 +117,7 @@ class ValueEnergy(Ranks):
     narrow: Tensor
     joined: Tensor
 
-    curves: ClassVar = {"narrow": "narrow", "joined": "joined"}
+    curves: ClassVar = ("narrow", "joined")
 
 
 @dataclass(frozen=True)
@@ -138,7 +133,7 @@ class FeedForwardEnergy(Ranks):
     widths: Tensor
     errors: Tensor
 
-    curves: ClassVar = {"energy": "energy"}
+    curves: ClassVar = ("energy",)
 
     @property
     def energy(self) -> Tensor:
@@ -152,7 +147,7 @@ class FeedForwardEnergy(Ranks):
 
 
 @dataclass(frozen=True)
-class ScoreParts:
+class ScoreFactors:
     """The factors of the scores of one attention module, in float64 on the CPU, without the scale.
 
     Args:
@@ -168,15 +163,14 @@ class ScoreParts:
     mixing: Tensor | None
 
 
-def score_parts(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> list[ScoreParts]:
+def score_factors(model: PreTrainedModel) -> list[ScoreFactors]:
     """Return the factors of the scores of every attention module of a stock or edited model.
 
     Raises:
-        UnsupportedModelError: the model's family is not known, it has no attention of these types, or a rotary
-            embedding.
+        UnsupportedModelError: the model's family is not known, or it has a rotary embedding.
     """
     factors, parts = read_factors(model), []
-    for attention in find_attention(model, kinds=kinds):
+    for attention in find_attention(model):
         if attention.family.rotary:
             raise UnsupportedModelError(
                 f"{attention.name}: a rotary position embedding rotates queries and keys after their projection, so "
@@ -191,12 +185,12 @@ def score_parts(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> list
                 _exact(shared.query) * mixing[:, None], _exact(shared.key).expand(len(mixing), -1, -1)
             )  # (H, D, R) each
             content = None if shared.content_bias is None else _exact(shared.content_bias)
-            parts.append(ScoreParts(site, tensor, content, mixing))
+            parts.append(ScoreFactors(site, tensor, content, mixing))
         else:
             tensor = HeadTensor(_exact(site.query_heads()), _exact(site.key_heads()))
             bias = site.query_bias()
             content = None if bias is None else torch.einsum("hkd,hd->hk", tensor.key, _exact(bias))
-            parts.append(ScoreParts(site, tensor, content, None))
+            parts.append(ScoreFactors(site, tensor, content, None))
     return parts
 
 
@@ -206,7 +200,6 @@ def head_energy(
     *,
     centre: bool | None = None,
     damping: float = 1e-3,
-    kinds: Collection[Kind] = KINDS,
     progress: Progress = False,
 ) -> dict[str, Energy]:
     r"""Return the energy that principal components of query and key weights capture, by head and over all heads.
@@ -230,7 +223,7 @@ def head_energy(
     Raises:
         HeadError: weights or inputs allow no such weighting.
     """
-    modules = score_parts(model, kinds)
+    modules = score_factors(model)
     sites = [parts.site for parts in modules]
     listed = None if batches is None else [dict(batch) for batch in batches]  # the model runs on them twice
     moments = _moments_of(model, sites, listed, progress)
@@ -274,21 +267,18 @@ def value_energy(
     model: PreTrainedModel,
     batches: Batches | None = None,
     *,
-    centre: bool = True,
     damping: float = 1e-3,
-    kinds: Collection[Kind] = KINDS,
     progress: Progress = False,
 ) -> dict[str, ValueEnergy]:
     r"""Return how much of what heads add to the residual stream few channels of their values capture.
 
     Head i adds $o_i W_O^{(i)}$, where $o_i$ are its values, summed by its attention probabilities. Energy is
     $E\|\sum_i o_i W_O^{(i)}\|^2$, weighted as in a conversion (`narrow_values`): with batches by the covariance
-    of $o$, else as if inputs were white and heads attended independently of each other. Other arguments and errors
-    are those of `head_energy`.
+    of $o$, or by second moments where no bias of the output projection takes the mean; else as if inputs were white
+    and heads attended independently of each other. Other arguments and errors are those of `head_energy`.
 
     Args:
         model: stock or edited; where heads are mixed, the mixture counts as part of $W_O$.
-        centre: weigh by covariances where the output projection has a bias to take the mean; else by second moments.
 
     Returns:
         Module path → curves, in float64; of narrow values up to their dv.
@@ -297,20 +287,20 @@ def value_energy(
         UnsupportedModelError: a projection carries an adapter, is quantized or offloaded.
     """
     sites = []
-    for site in find_attention(model, kinds=kinds):
+    for site in find_attention(model):
         value, output = site.part(site.family.value), site.part(site.family.output)
         sites.append(ValueSite(**vars(site), value=getattr(value, "proj", value), output=output))
     moments = _moments_of(model, sites, batches, progress)
     energies = {}
     for site, inputs in zip(sites, moments, strict=True):
         try:
-            energies[site.name] = _value_energy(site, inputs, centre, damping)
+            energies[site.name] = _value_energy(site, inputs, damping)
         except ValueError as error:
             raise HeadError(f"{site.name}: {error}") from error
     return energies
 
 
-def _value_energy(site: ValueSite, inputs: tuple[Moments, ...], centre: bool, damping: float) -> ValueEnergy:
+def _value_energy(site: ValueSite, inputs: tuple[Moments, ...], damping: float) -> ValueEnergy:
     form = getattr(site.module, "value_form", None)
     count = site.key_value_heads
     sizes = [len(site.value.weight) // count] * count if form is None else list(form.sizes)
@@ -324,7 +314,7 @@ def _value_energy(site: ValueSite, inputs: tuple[Moments, ...], centre: bool, da
     value = _exact(site.value.weight)
     _check_finite(site.name, rows, value)
     if inputs:
-        joint = inputs[0].covariance() if centre and output.bias is not None else inputs[0].second
+        joint = inputs[0].covariance() if output.bias is not None else inputs[0].second
     else:
         joint = torch.block_diag(*(head @ head.mT for head in value.split(sizes) for _ in range(group)))
     damped = damp(joint, damping)
@@ -407,16 +397,15 @@ def _activation_moments(
         vectors = unpadded(args[0], masks_of(blocks[place].writer.site, masks).query)
         moments[place].add(vectors, vectors.new_zeros(len(vectors), width_out(layer)))
 
-    layers = [model.get_submodule(block.down) for block in blocks]
-    handles = [layer.register_forward_pre_hook(partial(add, place)) for place, layer in enumerate(layers)]
-    try:
-        with evaluation_mode(model), torch.autocast(model.device.type, enabled=False):
-            for batch in batches:
-                masks.update(batch_masks(model, batch))
-                run_batch(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        hooks.enter_context(evaluation_mode(model))
+        hooks.enter_context(torch.autocast(model.device.type, enabled=False))
+        for place, block in enumerate(blocks):
+            layer = model.get_submodule(block.down)
+            hooks.enter_context(layer.register_forward_pre_hook(partial(add, place)))
+        for batch in batches:
+            masks.update(batch_masks(model, batch))
+            run_batch(model, batch)
     return moments
 
 
@@ -441,7 +430,7 @@ def _feed_forward_energy(
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    return tensor.detach().double().cpu()
+    return tensor.detach().cpu().double()
 
 
 def _check_finite(name: str, *weights: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.analysis.stream import Batches, Progress, Readings, observe, read_heads
-from collab_compress.architectures import KINDS, Kind
+from collab_compress.analysis.stream import Batches, Progress, Readings, observe, random_tokens, read_heads
+from collab_compress.architectures import Kind
 from collab_compress.calibration.batches import encode_pairs
 from collab_compress.calibration.gather import forward_arguments
+from collab_compress.devices import float64_device
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part
 
@@ -37,7 +38,8 @@ def distance(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple[Tenso
 
     "Analyzing the Structure of Attention in a Transformer Language Model" (Vig and Belinkov, 2019), equation 3.
     """
-    return torch.einsum("bhts,ts->bht", probs, _offsets(probs).abs().double()), query_mask
+    queries, keys = (torch.arange(size, device=probs.device) for size in probs.shape[2:])
+    return torch.einsum("bhts,ts->bht", probs, (queries[:, None] - keys).abs().double()), query_mask
 
 
 def previous_token(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,7 +52,7 @@ def previous_token(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple
 
 
 def first_token(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the probability of the first token, which as a query does not count.
+    """Return the probability of the first token; it is not counted as a query.
 
     The attention sink of "Efficient Streaming Language Models with Attention Sinks" (Xiao et al., 2024).
     """
@@ -69,7 +71,7 @@ PATTERNS: dict[str, Pattern] = {
 
 
 def head_patterns(
-    model: PreTrainedModel, batches: Batches, *, kinds: Collection[Kind] = KINDS, progress: Progress = False
+    model: PreTrainedModel, batches: Batches, *, progress: Progress = False
 ) -> dict[str, dict[str, Tensor]]:
     """Return the patterns of each head, means over the queries of all sequences without padding.
 
@@ -79,7 +81,7 @@ def head_patterns(
         Name in `PATTERNS` → module path → (H,) in float64. Cross-attention, and attention to pooled keys
         (SegFormer), have an entropy only.
     """
-    return observe(model, batches, PatternMeans(), kinds, progress=progress).result()
+    return observe(model, batches, PatternMeans(), progress=progress).result()
 
 
 class PatternMeans:
@@ -100,7 +102,7 @@ class PatternMeans:
         """Add the readings of one batch."""
         for module, reading in readings:
             assert reading.probs is not None
-            probs = reading.probs.double()
+            probs = reading.probs.to(float64_device(reading.probs.device)).double()
             batch, _, queries, keys = probs.shape
             query_mask = _mask(reading.real.query, (batch, queries), probs.device)
             key_mask = _mask(reading.real.key, (batch, keys), probs.device)
@@ -160,16 +162,13 @@ def induction(
         CalibrationError: the model does not take sequences of 2T tokens, or needs images beside them.
         UnsupportedModelError: the model's family is not known.
     """
-    config: Any = model.config
-    vocabulary = getattr(config.get_text_config(), "vocab_size", 0)
-    if not vocabulary or config.is_encoder_decoder or "input_ids" not in forward_arguments(model):
+    if model.config.is_encoder_decoder:
         raise HeadError(
             f"{type(model).__name__} does not read one sequence of tokens; induction needs a repeated one"
         )
     if length < 2 or sequences < 1:
         raise HeadError(f"got length {length} and {sequences} sequences; expected at least 2 tokens and 1 sequence")
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(vocabulary, (sequences, length), generator=generator).repeat(1, 2)
+    tokens = random_tokens(model, sequences, length, seed)["input_ids"].repeat(1, 2)
     batches = [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in tokens]
 
     def repeats(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,12 +179,6 @@ def induction(
         return values, counted
 
     return observe(model, batches, PatternMeans({"induction": repeats}), progress=progress).result()["induction"]
-
-
-def _offsets(probs: Tensor) -> Tensor:
-    """Return t − s for each query t and key s, (T, S)."""
-    queries, keys = (torch.arange(size, device=probs.device) for size in probs.shape[2:])
-    return queries[:, None] - keys
 
 
 def _mask(mask: Tensor | None, shape: tuple[int, int], device: torch.device) -> Tensor:
@@ -228,7 +221,6 @@ def attention_maps(
     text: str | tuple[str, str],
     *,
     target: str | None = None,
-    kinds: Collection[Kind] = KINDS,
 ) -> dict[str, AttentionMap]:
     """Return the attention probabilities of each head in a text ("Inter-Head Diversity", Figure 1).
 
@@ -247,7 +239,7 @@ def attention_maps(
     sources = _tokens(tokenizer, batch["input_ids"])
     targets = _tokens(tokenizer, batch["decoder_input_ids"]) if target is not None else sources
     maps = {}
-    ((readings,),) = read_heads([model], [batch], "probs", kinds=kinds)
+    ((readings,),) = read_heads([model], [batch], "probs")
     for name, reading in readings:
         kind = reading.site.kind
         assert reading.probs is not None

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from collab_compress.calibration import Batch, Calibration
 from collab_compress.conversion.calibrate import Calibrated, read
 from collab_compress.conversion.compress import compress, sharing_copy
 from collab_compress.conversion.feed_forward import find_feed_forward
+from collab_compress.conversion.plan import Progress
 from collab_compress.conversion.report import PartReport, Report, to_frame
 from collab_compress.errors import CalibrationError, CollabCompressError, UnsupportedModelError
 from collab_compress.options import CalibrationOptions, Compression, Form, Solver
@@ -21,7 +22,6 @@ from collab_compress.options import CalibrationOptions, Compression, Form, Solve
 SHARES = (3 / 4, 1 / 2, 3 / 8, 1 / 4)  # of the dense widths
 SEQUENCES = 128  # of the calibration data: few, because the trials are thrown away
 BAR = 20  # characters of the longest bar
-Progress = Callable[[str, int, int], None]
 _logger = logging.getLogger(__name__)
 
 
@@ -138,7 +138,7 @@ def plan(
         rounded = {rounding * math.ceil(share * dense_width / rounding) for share in shares}
         widths = {width for width in rounded if width < dense_width}
         if not widths:
-            left_out[part] = f"its shares of {dense_width} channels are rounded up to all of them; pass smaller ones"
+            left_out[part] = f"every share of its {dense_width} channels rounds up to all of them; pass smaller ones"
         trials_of_part: list[Trial] = []
         for place, width in enumerate(sorted(widths, reverse=True)):
             if progress is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -12,18 +11,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.energy import ScoreParts, score_parts
+from collab_compress.analysis.energy import ScoreFactors, score_factors
 from collab_compress.analysis.stream import Batches, Progress, with_progress
-from collab_compress.architectures import KINDS, Kind
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.calibration.gather import AttentionMasks, attention_masks, masks_of
 from collab_compress.errors import HeadError
 from collab_compress.heads import alphas_of
 
 
-def mixing_matrices(
-    model: PreTrainedModel, *, order: bool = False, kinds: Collection[Kind] = KINDS
-) -> dict[str, Tensor]:
+def mixing_matrices(model: PreTrainedModel, *, order: bool = False) -> dict[str, Tensor]:
     """Return the mixing matrix M of every attention module: how much each head uses each query/key component.
 
     Figure 2 of "Multi-Head Attention: Collaborate Instead of Concatenate" ((a): in a dense module each head uses its
@@ -33,16 +29,15 @@ def mixing_matrices(
     Args:
         model: stock or converted.
         order: put the strongest component first, instead of the model's order.
-        kinds: attention types.
 
     Returns:
         Module path → (H, R), or (H, H·d) for a dense module, in float64 on the CPU.
 
     Raises:
-        UnsupportedModelError: the model's family is not known, or it has no attention of these types.
+        UnsupportedModelError: the model's family is not known, or it has a rotary embedding.
     """
     matrices = {}
-    for parts in score_parts(model, kinds):
+    for parts in score_factors(model):
         # a query of T_i is that of the component times its entry in M, so these are the norms times |M|
         strengths = parts.tensor.query.norm(dim=1) * parts.tensor.key.norm(dim=1)  # (H, R or d)
         if parts.mixing is None:
@@ -71,7 +66,7 @@ def alpha_matrices(model: PreTrainedModel) -> dict[str, Tensor]:
     alphas = alphas_of(model)
     if not alphas:
         raise HeadError(f"{type(model).__name__} has no alphas; mix_heads_(model) adds them")
-    return {name: matrix.detach().double().cpu() for name, matrix in alphas.items()}
+    return {name: matrix.detach().cpu().double() for name, matrix in alphas.items()}
 
 
 def skew_symmetry(matrix: Tensor) -> float:
@@ -90,7 +85,8 @@ def skew_symmetry(matrix: Tensor) -> float:
     """
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
         raise HeadError(f"got {tuple(matrix.shape)}, expected a square matrix (H, H)")
-    off = matrix.detach().double() - torch.diag(matrix.detach().double().diagonal())
+    matrix = matrix.detach().cpu().double()
+    off = matrix - matrix.diagonal().diag()
     skew, symmetric = (off - off.mT).square().sum(), (off + off.mT).square().sum()
     total = skew + symmetric
     return float(skew / total) if total > 0 else 0.0
@@ -111,7 +107,7 @@ def effective_rank(matrix: Tensor) -> float:
     """
     if matrix.ndim != 2:
         raise HeadError(f"got {tuple(matrix.shape)}, expected a matrix")
-    values = torch.linalg.svdvals(matrix.detach().double())
+    values = torch.linalg.svdvals(matrix.detach().cpu().double())
     total = values.sum()
     return float(torch.special.entr(values / total).sum().exp()) if total > 0 else 0.0
 
@@ -131,9 +127,7 @@ class ContentShare:
     overlap: Tensor
 
 
-def content_share(
-    model: PreTrainedModel, batches: Batches, *, kinds: Collection[Kind] = KINDS, progress: Progress = False
-) -> dict[str, ContentShare]:
+def content_share(model: PreTrainedModel, batches: Batches, *, progress: Progress = False) -> dict[str, ContentShare]:
     r"""Return the shares of content and context in the variance of each head's scores.
 
     $$s(x, y) = \underbrace{x\, W_Q W_K^\top y^\top}_{\text{context}} +
@@ -147,7 +141,7 @@ def content_share(
     Returns:
         Module path → shares in float64; all 0 for a head whose scores never vary.
     """
-    watchers = [_Watcher(parts) for parts in score_parts(model, kinds)]
+    watchers = [_Watcher(parts) for parts in score_factors(model)]
     with ExitStack() as hooks:
         hooks.enter_context(evaluation_mode(model))
         for watcher in watchers:
@@ -163,7 +157,7 @@ def content_share(
     for watcher in watchers:
         name = watcher.parts.site.name
         if not watcher.sums:
-            raise HeadError(f"{name} saw no token that is no padding; pass batches with tokens")
+            raise HeadError(f"{name} saw no unpadded token; pass batches with unpadded tokens")
         for number, sums in watcher.sums.items():
             shares[name if len(watcher.sums) == 1 else f"{name}[{number}]"] = _shares(name, sums)
     return shares
@@ -172,7 +166,7 @@ def content_share(
 class _Watcher:
     """Sums of the variances of one module's scores, from the inputs of its query and key projections."""
 
-    def __init__(self, parts: ScoreParts) -> None:
+    def __init__(self, parts: ScoreFactors) -> None:
         self.parts = parts
         self.sums: dict[int, Tensor] = {}  # use → (4, H): content, context, overlap, squared scores
         self._masks = AttentionMasks(None, None)
@@ -185,7 +179,7 @@ class _Watcher:
 
     def add_input(self, side: str, _: Any, args: tuple[Tensor, ...]) -> None:
         """Keep the input of the query or key projection; with both, add the sequences of this use."""
-        self._inputs[side] = args[0].detach().double().cpu()
+        self._inputs[side] = args[0].detach().cpu().double()
         if len(self._inputs) == 2:
             self._add(self._inputs.pop("query"), self._inputs.pop("key"))
 

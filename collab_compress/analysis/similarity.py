@@ -29,14 +29,14 @@ class SVCCA:
     """Canonical correlations of pairs of representations; n rows against m columns.
 
     Args:
-        rows: names of the representations along the rows.
+        labels: names of the representations along the rows.
         coefficients: (n, m, w), between 0 and 1, descending; 0 beyond the number of directions of the narrower one
             and below the threshold.
         directions: number of coefficients of each pair that count, (n, m).
         within: whether rows and columns are the same representations.
     """
 
-    rows: tuple[str, ...]
+    labels: tuple[str, ...]
     coefficients: Tensor
     directions: Tensor
     within: bool
@@ -218,7 +218,7 @@ def _centre(tokens: Tensor) -> Tensor:
     """Subtract each head's mean; return (H, N, d) in float64 on the CPU, 0 for heads that vary only by rounding."""
     if tokens.ndim != 3 or len(tokens) < 4:
         raise HeadError(f"got tokens {tuple(tokens.shape)}; expected (N, H, d) with N at least 4")
-    heads = tokens.detach().double().cpu().transpose(0, 1)
+    heads = tokens.detach().cpu().double().transpose(0, 1)
     if not bool(heads.isfinite().all()):
         raise HeadError("what heads compute is not finite; look for NaN or infinity in the weights")
     centred = heads - heads.mean(1, keepdim=True)

@@ -4,14 +4,18 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from fnmatch import fnmatch
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.calibration import evaluation_mode, run_batch
+from collab_compress.calibration.gather import forward_arguments
+from collab_compress.calibration.synthetic import vocabulary_size
+from collab_compress.devices import float64_device
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part, Reading, Tap
 
@@ -58,7 +62,7 @@ def read_heads(
 ) -> Iterator[list[Readings]]:
     """Run every model on each batch, without gradients or dropout, and yield each model's readings of the batch.
 
-    Arguments and errors are those of `head_covariances`.
+    Arguments and errors are those of `layer_covariance`.
     """
     ran = False
     with ExitStack() as stack:
@@ -75,6 +79,24 @@ def read_heads(
             yield [_named(tap.take(), modules) for tap in taps]
     if not ran:
         raise HeadError("no batches to run the model on; pass some, and a list where they are read more than once")
+
+
+def random_tokens(model: PreTrainedModel, count: int, length: int, seed: int) -> dict[str, Any]:
+    """Return `count` sequences of random tokens without padding, and as many targets for an encoder–decoder.
+
+    Raises:
+        HeadError: the model does not read tokens.
+    """
+    size = vocabulary_size(model)
+    if size is None or "input_ids" not in forward_arguments(model):
+        raise HeadError(f"{type(model).__name__} reads no tokens; pass inputs=, or leave this measure out")
+    generator = torch.Generator().manual_seed(seed)
+    batch = {"input_ids": torch.randint(size, (count, length), generator=generator)}
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    if model.config.is_encoder_decoder:
+        targets = vocabulary_size(model, target=True) or size
+        batch["decoder_input_ids"] = torch.randint(targets, (count, length), generator=generator)
+    return batch
 
 
 class Observer(Protocol):
@@ -120,11 +142,14 @@ def observed(
 
 
 def unpadded_vectors(reading: Reading, part: Part) -> Tensor:
-    """Return the vectors of each head without padding, (N, H, w); of `probs`, w is the number of keys."""
+    """Return the vectors of each head without padding, (N, H, w); of `probs`, w is the number of keys.
+
+    They lie on a device that has float64.
+    """
     vectors: Tensor = getattr(reading, part)
     if part == "probs":
         vectors = vectors.transpose(1, 2)  # (B, T, H, S)
-    mask = reading.mask_of(part)
+    vectors, mask = vectors.to(float64_device(vectors.device)), reading.mask_of(part)
     return vectors.flatten(0, 1) if mask is None else vectors[mask.to(vectors.device)]
 
 

@@ -207,9 +207,8 @@ def _draw_matrices(
                 f"{reading} Seed {result.seed}.",
                 source="",
                 maps=tuple(maps),
-                low=-limit,
                 high=limit,
-                scale="diverging",
+                diverging=True,
                 row_label=rows,
                 column_label=columns,
             )

@@ -80,7 +80,7 @@ def paper_pages(results: Sequence[Result]) -> dict[str, ReportResult]:
             _figures_section(figures[key], tables[0].source, results, omitted),
         )
         about = {"paper": tables[0].source, **facts}
-        pages[key] = ReportResult(tables[0].title, about, sections, omitted, about="", links=links)
+        pages[key] = ReportResult(tables[0].title, about, sections, omitted, links)
         counts = Counter(verdict.outcome for verdict in verdicts[key])
         lacking = sum(name.startswith("Figure") for name in omitted)
         drawn = len(figures[key]) - lacking
@@ -107,7 +107,7 @@ def paper_pages(results: Sequence[Result]) -> dict[str, ReportResult]:
         highlights=tuple(sentences),
     )
     return {
-        INDEX: ReportResult("The papers beside our records", facts, (section,), {}, about="", links=links),
+        INDEX: ReportResult("The papers beside our records", facts, (section,), {}, links),
         **pages,
     }
 

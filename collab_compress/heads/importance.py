@@ -179,7 +179,7 @@ def _sums(
                 hidden = _is_excluded(reading, query_ids, tuple(shape), excluded)
                 counts = counts if hidden is None else counts & ~hidden.to(counts.device)
                 values = values[counts.to(values.device)]  # (N, H)
-                sums[reading.site.name][:-1] += values.double().sum(0).cpu()
+                sums[reading.site.name][:-1] += values.cpu().double().sum(0)
                 sums[reading.site.name][-1] += len(values)
     return sums
 
@@ -264,7 +264,7 @@ def head_importance(
             gradients = torch.autograd.grad(total, list(gates.values()), allow_unused=True)
             for name, gradient in zip(gates, gradients, strict=True):
                 if gradient is not None:  # else this batch did not go through the module
-                    sums[name] += gradient.double().abs().sum(0).cpu()
+                    sums[name] += gradient.cpu().double().abs().sum(0)
             samples += size
     if not samples:
         raise HeadError("head importance needs at least one batch, got none")

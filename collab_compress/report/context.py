@@ -106,7 +106,7 @@ class ReportContext:
         baseline: a model to compare with, which reads the same batches, or None.
         baseline_name: of the baseline.
         tokenizer: of the model; required for attention maps.
-        sentence: text for attention maps, or (text, target) for an encoder–decoder.
+        sentence: text, or pair of texts, for attention maps; (text, target) for an encoder–decoder.
         score: a task to score heads on, in place of the drift of the outputs.
         options: how much to measure.
         on_progress: called with the measure, the number of finished items and their total (or None).

@@ -91,12 +91,10 @@ def shade(value: float | None, picture: Heatmaps) -> tuple[str, int] | None:
     """Return the hue of a value, and its strength from 0 to `LEVELS`."""
     if value is None:
         return None
-    low, high, hue = picture.low, picture.high, "plus"
-    if picture.scale == "diverging":
-        low, high, hue = 0.0, max(abs(low), abs(high)), "minus" if value < 0 else "plus"
-        value = abs(value)
-    share = (value - low) / (high - low) if high > low else 0.0
-    return hue, round(LEVELS * min(max(share, 0.0), 1.0))
+    hue = "minus" if picture.diverging and value < 0 else "plus"
+    magnitude = abs(value) if picture.diverging else max(value, 0.0)
+    share = magnitude / picture.high if picture.high > 0 else 0.0
+    return hue, round(LEVELS * min(share, 1.0))
 
 
 def _cell_with_value(heat: Heatmap, row: int, column: int) -> str:

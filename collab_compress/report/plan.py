@@ -6,7 +6,7 @@ from collab_compress.analysis import Plan, Trial
 from collab_compress.report.result import ReportResult
 from collab_compress.report.section import Curve, Curves, Panel, Section, Table
 
-OURS = "this package"  # the source of the measure
+OURS = "this package (docs/guides/embedding_model.md)"  # the source of the measure
 
 
 def plan_report(plan: Plan, name: str, data: str) -> ReportResult:
@@ -27,9 +27,10 @@ def plan_report(plan: Plan, name: str, data: str) -> ReportResult:
         OURS,
         tables=[Table.of("trials", "Every width that was tried", list(map(_record, plan.trials)))] if parts else [],
         pictures=_pictures(parts, plan.length) if parts else [],
-        highlights=knees or ["No part has a knee: each further narrowing costs as much as the one before."],
+        highlights=knees or ["No part has a knee: each further narrowing costs no more than the one before."],
     )
-    return ReportResult(name, {"data": data, "tokens": str(plan.length)}, (section,), plan.left_out, "Widths of")
+    facts = {"data": data, "tokens": str(plan.length)}
+    return ReportResult(f"Widths of {name}", facts, (section,), plan.left_out)
 
 
 def _pictures(parts: Mapping[str, Sequence[Trial]], length: int) -> list[Curves]:

@@ -51,11 +51,10 @@ class ReportResult:
     """The results of all sections of a report.
 
     Args:
-        title: names of the models.
+        title: what the page is of, as "Heads of BERT".
         facts: model, data and machine, in words.
         sections: results, in order.
         omitted: name of a missing section → reason.
-        about: words before the title on the page.
         links: other pages: address → name.
     """
 
@@ -63,7 +62,6 @@ class ReportResult:
     facts: dict[str, str]
     sections: tuple[Section, ...]
     omitted: dict[str, str]
-    about: str = "Heads of"
     links: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -116,7 +114,7 @@ def make_report(context: ReportContext, sections: Collection[str] = tuple(SECTIO
         raise HeadError("nothing to show: " + "; ".join(f"{name}: {reason}" for name, reason in omitted.items()))
     against = "" if context.baseline is None else f" against {context.baseline_name}"
     facts = {**_facts(context), "measured in": f"{perf_counter() - started:.0f} s"}
-    return ReportResult(f"{context.name}{against}", facts, tuple(results), omitted)
+    return ReportResult(f"Heads of {context.name}{against}", facts, tuple(results), omitted)
 
 
 def _facts(context: ReportContext) -> dict[str, str]:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 Cell: TypeAlias = str | int | float | None
 Numbers: TypeAlias = "Tensor | Sequence[float | int | None]"
-Scale: TypeAlias = Literal["sequential", "diverging"]
 Weight: TypeAlias = Literal["line", "faint", "bold", "dashed"]
 NONE = "–"
 
@@ -101,9 +100,8 @@ class Heatmaps:
     reading: str  # how to read it, in one line
     source: str  # the paper's short name and figure, or another origin
     maps: Sequence[Heatmap]
-    low: float = 0.0  # value of the palest cell, or of the lowest on a diverging scale
     high: float = 1.0  # value of the strongest cell
-    scale: Scale = "sequential"  # one hue, or two that meet at 0
+    diverging: bool = False  # one hue from 0 to high, or two that meet at 0, from -high
     row_label: str = "head"
     column_label: str = "head"
 

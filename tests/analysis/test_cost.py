@@ -3,10 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from transformers import LlavaConfig, LlavaForConditionalGeneration, MarianModel
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
-from collab_compress.analysis import MapCost, layer_cost, model_latency, module_costs, module_latency, paper_table_1
+from collab_compress.analysis import MapCost, model_latency, module_costs, module_latency
 from collab_compress.architectures import find_attention
+from collab_compress.attention import SharedScores
+from collab_compress.conversion.report import dense_macs, dense_parameters
 from collab_compress.errors import CalibrationError, HeadError
 
 
@@ -105,23 +108,20 @@ def test_half_precision_halves_the_cache(make_tiny):
     assert sizes[0] == 2 * sizes[1] == 4 * 4 * 24  # four modules, four bytes, H·d numbers
 
 
-def test_table_1_is_the_papers():
-    rows = paper_table_1()
-    assert [(row["D"], row["dk"]) for row in rows[::2]] == [(512, 128), (768, 256)]
-    for computed, printed in zip(rows[::2], rows[1::2], strict=True):
-        assert [round(value, 2) for value in list(computed.values())[3:]] == list(printed.values())[3:]
-
-
-def test_a_layer_counts_every_product():
-    width, heads, dk, length = 24, 3, 9, 7
-    head_width = width // heads
-    dense = 4 * length * width * width + heads * length * length * head_width * 2
-    assert layer_cost(width, heads, length=length).macs == dense
-    scores = 2 * length * width * dk + heads * length * dk + heads * length * length * dk
-    rest = 2 * length * width * width + heads * length * length * head_width
-    assert layer_cost(width, heads, dk, length).macs == scores + rest
-    assert layer_cost(width, heads).parameters == 4 * width * width
-    assert layer_cost(width, heads, dk).parameters == 2 * width * dk + heads * dk + 2 * width * width
+@pytest.mark.parametrize(
+    ("width", "heads", "dk", "printed"),
+    [(512, 8, 128, (1.05, 0.66, 1.51, 1.09)), (768, 12, 256, (2.36, 1.58, 3.27, 2.65))],
+)
+def test_a_layer_costs_what_table_1_of_the_paper_says(width, heads, dk, printed):
+    """Millions of parameters and hundreds of millions of products, dense and converted, without content biases."""
+    length, widths = 128, (width, width)
+    form = SharedScores(heads, width // heads, "", "", dk, content_bias=False)
+    parameters = dense_parameters(widths, widths, (False, False)), form.parameters(widths)
+    macs = dense_macs(widths, widths, length), form.macs(widths, length)
+    assert macs[1] == 2 * length * width * dk + heads * length * dk + heads * length * length * dk
+    values = 2 * width * width, (2 * width + length) * length * width
+    counted = [(count + values[0]) / 1e6 for count in parameters] + [(count + values[1]) / 1e8 for count in macs]
+    assert [round(number, 2) for number in counted] == list(printed)
 
 
 def test_what_cannot_be_counted_is_refused(bert):
@@ -133,8 +133,6 @@ def test_what_cannot_be_counted_is_refused(bert):
         module_costs(bert, dv=0)
     with pytest.raises(HeadError, match="unknown form 'half'"):
         module_costs(bert, form="half")
-    with pytest.raises(HeadError, match="no multiple of 5 heads"):
-        layer_cost(24, 5)
 
 
 @pytest.fixture
@@ -218,6 +216,19 @@ def test_what_cannot_be_timed_is_refused(make_tiny):
     bert.forward = nn.Identity().forward
     with pytest.raises(HeadError, match="reads no tokens; pass inputs="):
         module_latency(bert, bert, (4,), rounds=2)
+
+
+def test_random_tokens_are_known_to_the_model(make_tiny):
+    """A config for several parts names no vocabulary of its own, and a decoder may have a smaller one."""
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 1, "intermediate_size": 32}
+    text = {"model_type": "llama", "vocab_size": 61, **sizes}
+    vision = {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, "projection_dim": 8, **sizes}
+    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text)).eval()
+    assert model_latency(model, model, 6, seconds=0).dense_ms > 0
+    config = make_tiny("marian").config
+    config.update({"decoder_vocab_size": 5, "pad_token_id": 0, "share_encoder_decoder_embeddings": False})
+    model = MarianModel(config).eval()
+    assert model_latency(model, model, 6, seconds=0).dense_ms > 0
 
 
 def test_whole_models_run_in_turns_on_the_same_batch(make_tiny):

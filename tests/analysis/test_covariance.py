@@ -101,7 +101,7 @@ def test_vectors_that_are_constant_except_for_rounding_do_not_vary(dtype):
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_two_tokens_are_needed(tokens):
-    with pytest.raises(HeadError, match=f"representations: got {tokens} tokens .* needs two"):
+    with pytest.raises(HeadError, match=f"representations: got {tokens} unpadded tokens; similarity needs at least 2"):
         JointCovariance.of([torch.ones(tokens, 3)])
 
 
@@ -244,6 +244,10 @@ def test_models_are_paired_by_place(bert, make_tiny, batch):
     assert by_place[NAME].labels[-1] == "transformer.layer.0.attention:2"
     with pytest.raises(HeadError, match="2 and 1 attention modules, which do not pair"):
         model_covariances(bert, make_tiny("albert"), [batch])
+    albert, shallow = make_tiny("albert"), make_tiny("albert")
+    shallow.config.num_hidden_layers = 2
+    with pytest.raises(HeadError, match="2 attention modules ran in one model and 3 in the other"):
+        model_covariances(shallow, albert, [batch])
 
 
 def test_a_model_of_one_head_is_compared_with_each_of_many(bert, make_tiny, batch, real_responses):
@@ -305,7 +309,7 @@ def test_what_cannot_be_gathered_is_refused(bert, make_tiny, batch, make_batch):
         head_covariances(bert, [])
     with pytest.raises(HeadError, match=r"no attention module matches 'x\*'; there are encoder"):
         head_covariances(bert, [batch], modules="x*")
-    with pytest.raises(HeadError, match="1 tokens that are no padding"):
+    with pytest.raises(HeadError, match="got 1 unpadded tokens; similarity needs at least 2"):
         head_covariances(bert, [{"input_ids": torch.tensor([[5]])}])
     with pytest.raises(HeadError, match="at least 1"):
         head_samples(bert, [batch], 0)

@@ -7,7 +7,7 @@ import torch
 from transformers import BertForQuestionAnswering, BertForSequenceClassification
 
 from collab_compress import HeadMask, head_importance, prune_heads_
-from collab_compress.analysis import Dominance, dominant_heads, pruning_curve, random_importance, split_rows
+from collab_compress.analysis import Dominance, dominant_heads, pruning_curve, random_importance, split_sequences
 from collab_compress.analysis.dominance import AblatedHeads
 from collab_compress.architectures import find_attention
 from collab_compress.attention.install import head_hooks
@@ -151,6 +151,8 @@ def test_only_the_given_heads_are_silenced(either):
     assert len(calls) == 1 + len(heads)
     assert dominance.dominant == heads
     assert dominance.mean_change(heads) == pytest.approx(every.mean_change(heads))
+    last = dict([heads.popitem()])
+    assert dominant_heads(model, score, heads=last).dominant == last
     with pytest.raises(HeadError, match="nowhere"):
         dominant_heads(model, score, heads={"nowhere": 0})
 
@@ -164,10 +166,10 @@ def test_other_heads_have_their_own_mean_change():
 
 
 @pytest.mark.parametrize("sizes", [(4, 3), (1, 1, 1), (2,)])
-def test_rows_choose_or_score(sizes):
+def test_sequences_choose_or_score(sizes):
     rows = iter(range(sum(sizes)))
     batches = [{"input_ids": torch.tensor([[next(rows)] for _ in range(size)]), "flag": True} for size in sizes]
-    sides = [[int(row) for batch in side for row in batch["input_ids"]] for side in split_rows(batches)]
+    sides = [[int(row) for batch in side for row in batch["input_ids"]] for side in split_sequences(batches)]
     assert sorted(sides[0] + sides[1]) == list(range(sum(sizes)))
     assert abs(len(sides[0]) - len(sides[1])) <= len(sizes)
     assert all(sides)

@@ -101,17 +101,17 @@ def test_converted_heads_are_those_of_the_factors(either):
         )
         assert_energy(energies[name], query * mixing[:, None], np.stack([key] * len(mixing)))
         assert energies[name].rank(1.0, "shared") <= key.shape[1]
-        assert weighted[name].rank(0.99, "product") <= key.shape[1]
+        assert weighted[name].rank(0.99, "joined_product") <= key.shape[1]
 
 
 def test_the_suggested_rank_is_the_first_to_reach_the_share():
     query = torch.diag(torch.tensor([3.0, 2.0, 1.0, 0.0], dtype=torch.float64))
     energy = tensor_energy(HeadTensor(query[None, :, :3], torch.eye(4, dtype=torch.float64)[None, :, :3]))
     torch.testing.assert_close(energy.joined_product, torch.tensor([0, 9, 13, 14], dtype=torch.float64) / 14)
-    assert energy.ranks() == energy.ranks("product") == energy.ranks("shared") == {0.9: 2, 0.95: 3, 0.99: 3}
+    assert energy.ranks() == energy.ranks("joined_product") == energy.ranks("shared") == {0.9: 2, 0.95: 3, 0.99: 3}
     assert energy.rank(9 / 14) == 1
     assert energy.rank(1e-9) == 1
-    assert energy.ranks("key") == {0.9: 3, 0.95: 3, 0.99: 3}
+    assert energy.ranks("joined_key") == {0.9: 3, 0.95: 3, 0.99: 3}
 
 
 def test_heads_that_share_all_need_fewer_dimensions_together():
@@ -121,7 +121,7 @@ def test_heads_that_share_all_need_fewer_dimensions_together():
     turn = torch.linalg.qr(torch.randn(4, 4, generator=generator, dtype=torch.float64)).Q
     tensor = HeadTensor(*(torch.stack([w, w @ turn]) for w in weights))
     energy = tensor_energy(tensor)
-    assert energy.rank(1.0, "product") == energy.rank(1.0, "shared") == 4
+    assert energy.rank(1.0, "joined_product") == energy.rank(1.0, "shared") == 4
     assert energy.rank(1.0) == 8
 
 

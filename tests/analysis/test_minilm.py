@@ -17,9 +17,9 @@ def test_heads_are_not_low_rank_but_their_sum_is(minilm):
     for energy in head_energy(minilm).values():
         for head in energy.product:
             assert int((head < 0.99).sum()) > 0.75 * WIDTH
-        assert energy.rank(0.99, "product") < FULL / 2
-        assert energy.rank(0.99, "query") > FULL / 2
-        assert energy.rank(0.99, "product") < energy.rank(0.99, "shared") < energy.rank(0.99)
+        assert energy.rank(0.99, "joined_product") < FULL / 2
+        assert energy.rank(0.99, "joined_query") > FULL / 2
+        assert energy.rank(0.99, "joined_product") < energy.rank(0.99, "shared") < energy.rank(0.99)
         assert (energy.unshared[: len(energy.shared)] <= energy.shared[: len(energy.unshared)] + 1e-9).all()
 
 

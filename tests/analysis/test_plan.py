@@ -87,7 +87,7 @@ def test_too_little_data_is_refused(make_tiny):
 def test_widths_that_round_to_the_dense_one_are_left_out(make_tiny):
     result = plan(make_tiny("bert"), tokens(), shares=(1.0,), timed=False)
     assert not result.trials
-    assert "rounded up to all of them; pass smaller" in result.left_out["dv"]
+    assert "rounds up to all of them; pass smaller" in result.left_out["dv"]
     assert [trial.width for trial in plan(make_tiny("bert"), tokens(), shares=(1.0, 0.5), timed=False).trials] == [
         12,
         12,

@@ -5,7 +5,15 @@ import torch
 from recorded import recorded_inputs
 
 from collab_compress import mix_heads_, read_factors
-from collab_compress.analysis import alpha_matrices, content_share, effective_rank, mixing_matrices, skew_symmetry
+from collab_compress.analysis import (
+    alpha_matrices,
+    confidence,
+    content_share,
+    effective_rank,
+    mixing_matrices,
+    sample_cka,
+    skew_symmetry,
+)
 from collab_compress.architectures import find_attention
 from collab_compress.errors import HeadError
 from collab_compress.heads import Tap
@@ -189,10 +197,32 @@ def test_scores_that_never_vary_have_no_shares(bert):
     assert not one.context.any()
 
 
+def test_no_float64_is_asked_of_a_device_that_has_none(bert, batch, monkeypatch):
+    """Such as Apple's MPS: what is measured goes to the CPU first."""
+    asked, cpu = [], torch.Tensor.cpu
+
+    def watched(tensor):
+        asked.append(tensor.dtype)
+        return cpu(tensor)
+
+    mix_heads_(bert)
+    monkeypatch.setattr(torch.Tensor, "cpu", watched)
+    content_share(bert, [batch])
+    confidence(bert, [batch])
+    (alphas, *_) = alpha_matrices(bert).values()
+    sample_cka(torch.randn(5, 2, 3))
+    assert torch.float32 in asked
+    assert torch.float64 not in asked
+    asked.clear()
+    skew_symmetry(alphas.float())
+    effective_rank(alphas.float())
+    assert asked == [torch.float32] * 2
+
+
 def test_what_cannot_be_measured_is_refused(bert, batch):
-    with pytest.raises(HeadError, match=f"{NAME} saw no token"):
+    with pytest.raises(HeadError, match=f"{NAME} saw no unpadded token"):
         content_share(bert, [])
-    with pytest.raises(HeadError, match=f"{NAME} saw no token"):
+    with pytest.raises(HeadError, match=f"{NAME} saw no unpadded token"):
         content_share(bert, [{**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}])
     assert not bert.get_submodule(NAME).query._forward_pre_hooks
     bert.get_submodule(NAME).key.weight.data[0, 0] = torch.nan

@@ -67,7 +67,7 @@ def test_different_widths_and_two_sides(draw):
     both = JointCovariance.of([*x.unbind(1), *y.unbind(1)], leading=3)
     result = svcca(both)
     assert result.similarity.shape == (3, 2)
-    assert result.rows == ("0", "1", "2")
+    assert result.labels == ("0", "1", "2")
     for i in range(3):
         for j in range(2):
             right = oracle(x[:, i].numpy(), y[:, j].numpy(), 0.99)

@@ -135,6 +135,15 @@ def test_a_translator_reads_pairs(run):
     assert titles == ["layer encoder 0", "layer decoder 0", "layer cross 0"]
 
 
+def test_an_encoder_reads_both_texts_of_a_pair(run, folder):
+    code, _, error, numbers = run("dense", "--data", "pairs.txt", "--sections", "attention_maps", *QUICK)
+    assert code == 0, error
+    pair = "” and “".join((folder / "pairs.txt").read_text().splitlines()[0].split("\t"))
+    section = numbers["sections"]["attention_maps"]
+    assert f"every head for “{pair}”, read as <s> " in section["reading"]
+    assert section["pictures"][0]["maps"][0]["columns"].count("</s>") == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

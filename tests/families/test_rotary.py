@@ -23,7 +23,7 @@ from transformers import (
 
 from collab_compress import Compression, FromScratch, Solver, compress, expand, from_config
 from collab_compress.analysis import module_costs
-from collab_compress.analysis.energy import score_parts
+from collab_compress.analysis.energy import score_factors
 from collab_compress.architectures import find_dense_attention
 from collab_compress.attention.install import add_head_hook_
 from collab_compress.conversion import to_stock
@@ -245,7 +245,7 @@ def test_what_rotary_models_lack_is_refused_at_once(compression, message, model)
     with pytest.raises(CompressionError, match=message):
         compress(model("llama"), compression, calibration=None)
     with pytest.raises(UnsupportedModelError, match="so the scores do not use Wq·Wkᵀ"):
-        score_parts(model("llama"))
+        score_factors(model("llama"))
 
 
 def test_no_form_is_advised_that_there_is_not(model):

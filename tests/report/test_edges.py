@@ -8,6 +8,7 @@ from tiny_families import build, make_rotary
 
 from collab_compress import Compression, Solver, compress, prune_heads_
 from collab_compress.analysis import module_costs
+from collab_compress.architectures import find_attention
 from collab_compress.calibration import calibration_batches
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.report import ReportContext, ReportOptions, make_report, render_page, to_json
@@ -66,7 +67,7 @@ def test_narrow_values(family, dk, dv, make_tiny, make_batch):
     (values,) = [table for table in planned.tables if table.name == "values"]
     assert values.rows == tables["values"].rows
     assert "not measured" not in planned.reading
-    assert {table.name for table in planned.tables} == {"layers", "values", "blocks", "latency", "table-1"} | (
+    assert {table.name for table in planned.tables} == {"layers", "values", "blocks", "latency"} | (
         {"modules"} if dk else set()
     )
 
@@ -87,7 +88,7 @@ def test_images():
 def test_one_token():
     model = build("gpt2")
     report = checked_report(ReportContext(model, [{"input_ids": torch.tensor([[3]])}], options=QUICK))
-    assert "two at least" in report.omitted["similarity"]
+    assert "needs at least 2" in report.omitted["similarity"]
     assert "two sequences at least" in report.omitted["dominance"]
     assert {"energy", "diversity", "content", "cost"} == {section.name for section in report.sections}
 
@@ -188,6 +189,15 @@ def test_a_rotary_model(token_batches):
     advice = sections["energy"].actions[0]
     assert advice.startswith("To make attention smaller, begin with collab-compress --dv ")
     assert advice.endswith("keeps 90 % of the energy of its values.")
+
+
+@pytest.mark.parametrize(("name", "part"), [("llama", "dk"), ("qwen3", "dv")])
+def test_grouped_queries_are_timed_at_a_width_that_a_conversion_takes(name, part, token_batches):
+    model = make_rotary(name)
+    report = make_report(ReportContext(model, token_batches, options=QUICK), ["cost"])
+    width = find_attention(model)[0].key_value_width // 3
+    assert f"modules with {part} = {width}, " in report.sections[0].reading
+    assert "Latency was not measured" not in report.sections[0].reading
 
 
 def test_a_mixture_of_experts(token_batches):

@@ -135,7 +135,7 @@ def drawn(svg):
 
 def test_cells_lie_where_their_values_are_and_are_as_strong():
     heat = Heatmap("m", ((0.0, 0.5, None), (1.0, -3.0, 0.25)), ("a", "b"), ("x", "y", "z"))
-    picture = Heatmaps("P", "R.", "S", (heat,), 0.0, 1.0)
+    picture = Heatmaps("P", "R.", "S", (heat,))
     cells = {}
     for shades in drawn(draw_heatmap(heat, picture, 10)).iter("g"):
         for cell in shades.findall("rect"):
@@ -155,26 +155,36 @@ def test_large_maps_are_drawn_in_runs():
     heat = Heatmap("m", values)
     paths = {
         path.get("fill-opacity"): path.get("d")
-        for path in drawn(draw_heatmap(heat, Heatmaps("P", "R.", "S", (heat,), 0.0, 1.0), 4)).iter("path")
+        for path in drawn(draw_heatmap(heat, Heatmaps("P", "R.", "S", (heat,)), 4)).iter("path")
     }
     assert paths["0"] == "".join(f"M0 {row}h20v1h-20z" for row in range(30))
     assert paths["1"] == "".join(f"M20 {row}h20v1h-20z" for row in range(30))
 
 
 @pytest.mark.parametrize(
-    ("value", "low", "high", "scale", "expected"),
+    ("value", "high", "diverging", "expected"),
     [
-        (0.5, 0, 1, "sequential", ("plus", 12)),
-        (2, 0, 1, "sequential", ("plus", 24)),
-        (5, 5, 5, "sequential", ("plus", 0)),
-        (-1, -2, 1, "diverging", ("minus", 12)),
-        (1, -2, 1, "diverging", ("plus", 12)),
-        (0, 0, 0, "diverging", ("plus", 0)),
-        (None, 0, 1, "sequential", None),
+        (0.5, 1, False, ("plus", 12)),
+        (2, 1, False, ("plus", 24)),
+        (-1, 1, False, ("plus", 0)),
+        (-1, 2, True, ("minus", 12)),
+        (1, 2, True, ("plus", 12)),
+        (0, 0, True, ("plus", 0)),
+        (None, 1, False, None),
     ],
 )
-def test_shades(value, low, high, scale, expected):
-    assert shade(value, Heatmaps("P", "R.", "S", [], low, high, scale)) == expected
+def test_shades(value, high, diverging, expected):
+    assert shade(value, Heatmaps("P", "R.", "S", [], high, diverging)) == expected
+
+
+def test_a_scale_ends_at_its_strongest_cells():
+    """On a diverging one both ends are as far from 0: a cell at either end is as strong as the legend shows."""
+    heat = Heatmap("m", ((-1.0, 4.0),))
+    for diverging, low in ((True, "-4"), (False, "0")):
+        section = Section("s", "S", "R.", "P", pictures=(Heatmaps("P", "R.", "S", (heat,), 4.0, diverging),))
+        page = render_page(ReportResult("x", {}, (section,), {}))
+        assert f"<span>{low}</span><i></i><span>4</span>" in page
+        assert ('class="scale diverging"' in page) == diverging
 
 
 def test_curves_and_their_dots_say_what_they_are():

@@ -1,4 +1,4 @@
-"""Section on the cost of layers: parameters, operations, T*, measured latency, Table 1 of Collaborate."""
+"""Section on the cost of layers: parameters, operations, T*, measured latency."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,8 @@ def cost(context: ReportContext) -> Section:
     widths: dict[str, Any] = {"dk": options.dk, "dv": options.dv}  # at which dense modules are counted
     widths = {name: width for name, width in widths.items() if width is not None and not context.converted}
     if not widths and not context.converted:
-        widths["dk"] = max(1, min(site.width for site in context.sites) // 3)
+        keeps_scores = any(site.family.keeps_scores for site in context.sites)
+        widths["dv" if keeps_scores else "dk"] = max(1, min(site.key_value_width for site in context.sites) // 3)
     modules = analysis.module_costs(context.model, LENGTH, **widths)
     blocks: dict[str, MapCost] = {}
     try:
@@ -50,8 +51,6 @@ def cost(context: ReportContext) -> Section:
         table, picture = _latency(context, latencies)
         tables.append(table)
         pictures.append(picture)
-    title = "Table 1 of Collaborate: a whole layer at T = 128, without biases"
-    tables.append(Table.of("table-1", title, analysis.paper_table_1()))
     requested = " and ".join(f"{name} = {width}" for name, width in widths.items())
     subject = f"dense modules, modules with {requested}" if requested else "converted modules as they are"
     narrower = next((block.width for block in blocks.values() if block.width is not None), None)
@@ -65,7 +64,7 @@ def cost(context: ReportContext) -> Section:
         "beyond it converted scores take more operations than dense ones; narrow values and feed-forward blocks take "
         "fewer at any length. Latencies are of whole attention modules on this machine, dense and converted in "
         f"turns, medians of {options.rounds} rounds." + note,
-        "Collaborate, section 3.4 and Table 1",
+        "Collaborate, section 3.4",
         tables,
         pictures,
         highlights=_highlights(parts, ratios),
@@ -177,7 +176,7 @@ def _operations(context: ReportContext, widths: Mapping[str, Any], with_blocks: 
     return Curves(
         "Operations over length",
         "Where the curves cross is T*; right of it the converted form does more arithmetic.",
-        "Collaborate, section 3.4; T* is this toolkit's",
+        "Collaborate, section 3.4; T*: this package (docs/method.md)",
         [_two_curves(part, COUNTED, pairs) for part, pairs in counted.items()],
         x_label="T, tokens",
         y_label="million multiply-accumulates a sequence",

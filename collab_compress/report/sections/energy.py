@@ -16,7 +16,7 @@ from collab_compress.report.context import ReportContext
 from collab_compress.report.section import Cell, Curve, Curves, Panel, Section, Table, curve
 
 HEADS = 72  # drawn at most
-DK = {"product": "sum of heads", "shared": "at least", "unshared": "at most"}  # curves that suggest a dk
+DK = {"joined_product": "sum of heads", "shared": "at least", "unshared": "at most"}  # curves that suggest a dk
 DV = {"joined": "at least", "narrow": "narrow values"}
 WEIGHTS, INPUTS = "bare weights", "weighed by inputs"
 
@@ -24,7 +24,7 @@ Energies: TypeAlias = dict[str, list[Any]]  # weighting, `WEIGHTS` or `INPUTS` â
 
 
 class _Part(NamedTuple):
-    """What one of the widths of a layer adds to the section; `flag` begins a conversion of attention with it."""
+    """One part of a layer in the section; `flag` is the collab-compress option that sets its width."""
 
     reading: str
     table: Table
@@ -60,7 +60,7 @@ def energy(context: ReportContext) -> Section:
         "meet an input. "
         + " ".join(part.reading for part in parts.values())
         + "".join(f" Not shown, {name}: {reason}." for name, reason in missing.items()),
-        "Collaborate, Fig. 1; values and feed-forward blocks: docs/method.md",
+        "Collaborate, Fig. 1; values and feed-forward blocks: this package (docs/method.md)",
         tables=[part.table for part in parts.values()],
         pictures=[picture for part in parts.values() for picture in part.pictures],
         highlights=[part.highlight for part in parts.values()],
@@ -97,7 +97,7 @@ def _scores(context: ReportContext) -> _Part:
         _curves(
             "What a shared dk captures",
             "A conversion at dk lies between the two; its relative error is the root of the missing share.",
-            "bounds of this toolkit, docs/analysis.md",
+            "this package (docs/analysis.md)",
             panels=[
                 _layers_panel("most that dk can capture", labels, modules, "shared"),
                 _layers_panel("what dk captures at least", labels, modules, "unshared"),
@@ -128,14 +128,14 @@ def _values(context: ReportContext) -> _Part:
         _curves(
             "Energy of each head's values and outputs",
             "A curve that rises late is a head that needs all of its values.",
-            "of this toolkit, docs/method.md",
+            "this package (docs/method.md)",
             panels=[_heads_panel(f"W_V W_O, {name}", of, "heads") for name, of in energies.items()],
             x_label="channels of the head",
         ),
         _curves(
             "What dv captures",
             "The relative error of a conversion at dv is the root of the share missing on the right.",
-            "of this toolkit, docs/method.md",
+            "this package (docs/method.md)",
             panels=[
                 _layers_panel("most that dv can capture", labels, modules, "joined"),
                 _layers_panel("what narrow values capture", labels, modules, "narrow"),
@@ -167,7 +167,7 @@ def _neurons(context: ReportContext) -> _Part:
     picture = Curves(
         "What a block loses at dff",
         "All blocks of a conversion have the same dff, so the highest curve shows how many are enough.",
-        "of this toolkit, docs/method.md",
+        "this package (docs/method.md)",
         panels=[Panel("", curves)],
         x_label="dff, neurons kept",
         y_label="relative error of the block's output",

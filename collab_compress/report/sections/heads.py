@@ -96,9 +96,8 @@ def mixing(context: ReportContext) -> Section:
                 "cut off.",
                 "Collaborate, Fig. 2",
                 context.head_maps(matrices),
-                low=-reach,
                 high=reach,
-                scale="diverging",
+                diverging=True,
                 column_label="component, strongest first",
             )
         )
@@ -114,9 +113,8 @@ def mixing(context: ReportContext) -> Section:
                 "A strong diagonal keeps heads as they are; cells off it mix head j into head i.",
                 "Rotation, Figs. 3–4",
                 context.head_maps(alphas),
-                low=-reach,
                 high=reach,
-                scale="diverging",
+                diverging=True,
                 row_label="head i that leaves",
                 column_label="head j that enters",
             )
@@ -218,11 +216,15 @@ def attention_maps(context: ReportContext) -> Section:
     """Return the attention probabilities of each head in one sentence."""
     if context.tokenizer is None or context.sentence is None:
         raise HeadError("there is no sentence to read, or no tokenizer to read it with")
-    text, target = context.sentence if isinstance(context.sentence, tuple) else (context.sentence, None)
+    text: str | tuple[str, str] = context.sentence
+    target: str | None = None
+    if isinstance(text, tuple) and context.model.config.is_encoder_decoder:
+        text, target = text
     measured = analysis.attention_maps(context.model, context.tokenizer, text, target=target)
     maps = {name: measured[name] for name in list(measured)[:: -(-len(measured) // LAYERS)]}
     queries = next(iter(maps.values())).queries[:TOKENS]
-    reading = f"Attention weights of every head for the sentence “{text}”, read as {' '.join(queries)}."
+    words = text if isinstance(text, str) else "” and “".join(text)
+    reading = f"Attention weights of every head for “{words}”, read as {' '.join(queries)}."
     if target:
         reading += f" Its target: “{target}”."
     if len(maps) < len(measured):
@@ -298,17 +300,15 @@ def dominance(context: ReportContext) -> Section:
     sign = -1 if scored.greater_is_better else 1
     losses = {name: sign * changes for name, changes in scored.changes.items()}  # positive where the model gets worse
     joined = torch.cat(list(losses.values()))
-    least, heads = min(0.0, float(joined.min())), len(joined)
-    scores, shares = [point.score for point in points], [100 * point.share for point in points]
+    heads, scores, shares = len(joined), [point.score for point in points], [100 * point.share for point in points]
     pictures: list[Picture] = [
         Heatmaps(
             "What is lost without each head",
             "The strongest cell of a row is its layer's dominant head; heads with faint ones can go.",
             "DropHead, Table 4",
             [context.layer_map("", losses)],
-            low=least,
-            high=float(joined.max()),
-            scale="diverging" if least < 0 else "sequential",
+            high=float(joined.abs().max()),
+            diverging=bool((joined < 0).any()),
             row_label="layer",
         ),
         Curves(
@@ -365,7 +365,7 @@ def _measure_dominance(
     choose: dict[str, Any]
     score: dict[str, Any]
     if task is None:
-        choosing, scoring = analysis.split_rows(context.first(context.options.head_sequences))
+        choosing, scoring = analysis.split_sequences(context.first(context.options.head_sequences))
         if not scoring:
             raise HeadError("heads are chosen on some sequences and scored on others; pass two sequences at least")
         choose, score, better = {"batches": choosing}, {"batches": scoring}, False
@@ -394,13 +394,13 @@ def _dominance_reading(context: ReportContext, metric: str) -> str:
             f"Heads are silenced one at a time on {min(context.options.head_sequences, context.sequences)} "
             "sequences. Without labels the score is the drift, the relative change of the model's outputs: "
             "‖without − with‖ / ‖with‖ over tokens that are no padding, 0 with all heads. Half of the sequences "
-            "choose heads, the other half measure the drift. For the curve heads are silenced together, those whose "
-            "own loss moved the outputs least first."
+            "choose heads, the other half measure the drift. For the curve, heads are silenced cumulatively, "
+            "starting with those whose removal moved the outputs least."
         )
     return (
         f"Heads are silenced one at a time, and the model is scored without each ({metric}). The dominant head of a "
-        "layer is chosen on other data than its score. For the curve heads are silenced together, the least "
-        "important first: importance is the mean size of the loss's gradient in a mask on the head, normalised in "
+        "layer is chosen on other data than its score. For the curve, heads are silenced cumulatively, the least "
+        "important first; importance is the mean size of the loss's gradient in a mask on the head, normalised in "
         "each layer (Michel et al., 2019)."
     )
 
@@ -431,6 +431,6 @@ def _pruning_action(points: Sequence[PruningPoint], baseline: float, heads: int,
     if not count:
         return f"Remove no heads: without the least important ones {change} by more than a tenth."
     return (
-        f"{count} of {heads} heads can be silenced before {change} by more than a tenth: try "
-        "collab-prune, and score your task after it."
+        f"{count} of {heads} heads can be silenced before {change} by more than a tenth: try collab-prune, which "
+        "leaves every module one head at least, and score your task after it."
     )

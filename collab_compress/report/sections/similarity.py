@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from collab_compress import analysis
 from collab_compress.analysis import SVCCA, JointCovariance
-from collab_compress.analysis.diversity import Measure, percent_growth
+from collab_compress.analysis.diversity import Measure
 from collab_compress.analysis.similarity import Kernel
 from collab_compress.errors import HeadError
 from collab_compress.report.context import HeadMeasures, ReportContext
@@ -44,7 +44,7 @@ def similarity(context: ReportContext) -> Section:
     tables: list[Table] = []
     pictures: list[Picture] = []
     highlights: list[str] = []
-    pairs = {name: result for name, result in correlations.items() if len(result.rows) > 1}
+    pairs = {name: result for name, result in correlations.items() if len(result.labels) > 1}
     if pairs:
         tables.append(_heads_table(context, correlations, alignments, samples))
         for title, matrices in (
@@ -82,8 +82,8 @@ def similarity(context: ReportContext) -> Section:
         f"unbiased estimates (HSIC₁ on {min(context.options.kernel_tokens, tokens):,} tokens drawn from all "
         "sequences) have no such bias and may be below 0; the RBF kernel is as wide as the median distance of two "
         "tokens. Standard errors are by the jackknife over groups of sequences. To see how similar unrelated heads "
-        "are, compare with the same model trained from another seed: the table of models then has the mean over all "
-        "pairs of a head of one and a head of the other." + note,
+        "are, compare with the same model trained from another seed: the table of models then lists the mean "
+        "similarity over all pairs of heads, one from each model." + note,
         "Diversity, Tables 2, 3, 5 and Figs. 2–4",
         tables,
         pictures,
@@ -114,7 +114,7 @@ def _heads_table(
     records: list[dict[str, Cell]] = []
     parts = {name: joints for groups in context.heads.groups for name, joints in groups.result().items()}
     for name, result in correlations.items():
-        several = len(result.rows) > 1
+        several = len(result.labels) > 1
         records.append(
             {
                 "layer": context.label(name),
@@ -329,7 +329,7 @@ def _growth(context: ReportContext, model: HeadMeasures, baseline: HeadMeasures)
     for (name, ours), theirs in zip(model.discrepancy.items(), baseline.discrepancy.values(), strict=True):
         record: dict[str, Cell] = {"layer": context.label(name)}
         for measure, title in GROWTH.items():
-            growths[title].append(percent_growth(ours.norm(measure), theirs.norm(measure)))
+            growths[title].append(analysis.percent_growth(ours.norm(measure), theirs.norm(measure)))
             record[f"{title} [%]"] = growths[title][-1]
         records.append(record)
     table = Table.of("growth", f"Growth of discrepancy in {model.name} against {baseline.name}", records)
