@@ -15,6 +15,7 @@ from collab_compress import (
     prune_heads_,
 )
 from collab_compress.heads import confidence, least_important
+from collab_compress.heads.importance import end_tokens
 
 from .arguments import Data, ExpandArguments, MergeArguments, PruneArguments
 from .command import main_of, table
@@ -98,7 +99,8 @@ def _importance(source: Source, arguments: PruneArguments) -> tuple[dict[str, to
     """Return the importance of each head, and its measure in words."""
     loaded = load_data(Data(**asdict(arguments.inputs)), source.model, source.tokenizer, arguments.seed)
     if loaded.score is None:
-        return confidence(source.model, loaded.batches), f"confidence on {loaded.words}"
+        ends = end_tokens(source.model, source.tokenizer)
+        return confidence(source.model, loaded.batches, exclude=ends), f"confidence on {loaded.words}"
     measure = f"the gradient of the loss on {loaded.words}"
     return head_importance(source.model, loaded.score.batches), measure
 
