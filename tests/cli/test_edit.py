@@ -9,7 +9,7 @@ import pytest
 import torch
 from collab_compress_cli import compress, edit, recover
 from collab_compress_cli import model as command_model
-from collab_compress_cli.arguments import Data
+from collab_compress_cli.arguments import Inputs
 from collab_compress_cli.compress import with_steps
 from collab_compress_cli.data import load_data
 from collab_compress_cli.model import load_model, load_source
@@ -129,7 +129,7 @@ def test_pruning_a_share_by_texts(run, folder, tmp_path):
     heads = sum(map(len, record["importance"].values()))
     assert sum(map(len, record["pruned_heads"].values())) == round(0.3 * heads)
     source = load_source(str(folder / "small"), edited=True)
-    batches = load_data(Data(folder / "texts.txt"), source.model, source.tokenizer, 0).batches
+    batches = load_data(Inputs(folder / "texts.txt"), source.model, source.tokenizer, 0).batches
     page = ReportContext(source.model, batches, tokenizer=source.tokenizer).heads.confidence
     assert record["importance"] == {name: pytest.approx(head.tolist(), rel=1e-4) for name, head in page.items()}
 
