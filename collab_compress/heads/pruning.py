@@ -118,7 +118,7 @@ class PrunedEdit:
         """Do nothing: cut projections are loaded like any other weight."""
 
 
-def _module_cuts(base: nn.Module, name: str, output: Any, kept: KeptHeads) -> list[Cut]:
+def _module_cuts(base: Any, name: str, output: Any, kept: KeptHeads) -> list[Cut]:
     """List the changes that remove heads from the module `base.name`."""
     module: Any = base.get_submodule(name)
     if hasattr(module, "value_form"):
@@ -148,7 +148,7 @@ def _head_count(module: Any, kept: KeptHeads) -> str:
     return STOCK_HEADS if STOCK_HEADS in module.__dict__ else kept.heads
 
 
-def _channels(kept: KeptHeads, width: int, base: nn.Module, path: str) -> list[int]:
+def _channels(kept: KeptHeads, width: int, base: Any, path: str) -> list[int]:
     """Return the output channels of the projection `base.path` that belong to the kept heads.
 
     Raises:
