@@ -4,6 +4,7 @@ from contextlib import ExitStack
 
 from collab_compress.checkpoint.directory import atomic_file
 from collab_compress.checkpoint.pretrained import find_directory
+from collab_compress.errors import DataError
 from collab_compress.report import ReportContext, ReportResult, make_report, to_json, write_report
 
 from .arguments import AnalyzeArguments as Arguments
@@ -28,6 +29,8 @@ def run(arguments: Arguments) -> ReportResult:
         baseline, baseline_name = other.model, other.name
         if name == baseline_name:  # as the models of one experiment, each in a folder `model`
             name, baseline_name = arguments.model, against
+    if arguments.sentence is not None and arguments.data.task is None and source.model.config.is_encoder_decoder:
+        raise DataError("--sentence is one text, and an encoder–decoder reads two; it shows a pair of --data FILE")
     loaded = load_data(arguments.data, source.model, source.tokenizer, arguments.options.seed)
     with progress_bar("it", common.quiet) as progress:
         context = ReportContext(
@@ -38,7 +41,7 @@ def run(arguments: Arguments) -> ReportResult:
             baseline=baseline,
             baseline_name=baseline_name,
             tokenizer=source.tokenizer,
-            sentence=loaded.sentence,
+            sentence=loaded.sentence and (arguments.sentence or loaded.sentence),
             score=loaded.score,
             options=arguments.options,
             on_progress=progress,

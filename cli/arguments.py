@@ -100,14 +100,6 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Data(Inputs):
-    """Data that the model is run on."""
-
-    sentence: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
-    """Text whose attention maps are drawn; by default one of the data."""
-
-
-@dataclass(frozen=True)
 class AnalyzeArguments:
     """Measure the heads of a model: what they share, how important each is, what they cost.
 
@@ -123,9 +115,12 @@ class AnalyzeArguments:
     output: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """Where to write index.html, numbers.json, and a CSV file for each table. Must not exist."""
 
-    data: tyro.conf.OmitArgPrefixes[Data]
+    data: tyro.conf.OmitArgPrefixes[Inputs]
 
     options: tyro.conf.OmitArgPrefixes[ReportOptions]
+
+    sentence: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    """Text whose attention maps are drawn; by default one of the data."""
 
     against: Annotated[str | None, tyro.conf.arg(metavar="OTHER")] = None
     """A model to compare with, such as MODEL before conversion; it must read the same tokens."""

@@ -1,6 +1,6 @@
 """Shared parts of the commands: arguments, tables, and errors in one line.
 
-What takes long to import is imported where it is used: `start` loads this module before anything can be interrupted.
+Slow imports happen inside the functions that need them: `start` loads this module before anything can be interrupted.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collab_compress.calibration.synthetic import BATCH_SIZE, usable_length
 from collab_compress.errors import DataError
 from collab_compress.report import TaskScore
 
-from .arguments import Data
+from .arguments import Inputs
 
 SYNTHETIC, SYNTHETIC_LENGTH = 256, 64  # random sequences at most, and their tokens
 SHORT = (5, 14)  # least and most words of a sentence whose attention maps are legible
@@ -31,7 +31,7 @@ class Loaded:
     Args:
         batches: keyword arguments for the model.
         words: description of the batches.
-        sentence: text whose attention is shown, if any.
+        sentence: text, or pair, whose attention is shown if no other is given; None if the model reads no text.
         score: of the task, if there is one.
     """
 
@@ -41,7 +41,7 @@ class Loaded:
     score: TaskScore | None = None
 
 
-def load_data(data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) -> Loaded:
+def load_data(data: Inputs, model: PreTrainedModel, tokenizer: Any, seed: int) -> Loaded:
     """Read the data that the arguments name.
 
     Raises:
@@ -50,28 +50,26 @@ def load_data(data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) -> 
     """
     if data.task is not None:
         return _labelled(data.task, data, model, tokenizer, seed)
-    if data.sentence is not None and model.config.is_encoder_decoder:
-        raise DataError("--sentence is one text, and an encoder–decoder reads two; it shows a pair of --data FILE")
     if data.data is None:
         return _synthetic(data, model, tokenizer, seed)
     words = f"sentences of {data.data.name}"
     texts = read_texts(data.data)
     batches = calibration_batches(texts, model, tokenizer, sequences=data.sentences, length=data.length, seed=seed)
-    return Loaded(batches, words, data.sentence or _short(texts))
+    return Loaded(batches, words, _short(texts))
 
 
-def _synthetic(data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) -> Loaded:
+def _synthetic(data: Inputs, model: PreTrainedModel, tokenizer: Any, seed: int) -> Loaded:
     tokens = model.main_input_name == "input_ids"
     length: int | None = min(data.length, SYNTHETIC_LENGTH)
     if tokens and tokenizer is not None:
         length = usable_length(length, model, tokenizer)
     sequences = min(data.sentences, SYNTHETIC)
     batches = calibration_batches("synthetic", model, tokenizer, sequences=sequences, length=length, seed=seed)
-    sentence = (data.sentence or SENTENCE) if tokens and not model.config.is_encoder_decoder else None
+    sentence = SENTENCE if tokens and not model.config.is_encoder_decoder else None
     return Loaded(batches, "random tokens" if tokens else "noise", sentence)
 
 
-def _labelled(name: str, data: Data, model: PreTrainedModel, tokenizer: Any, seed: int) -> Loaded:
+def _labelled(name: str, data: Inputs, model: PreTrainedModel, tokenizer: Any, seed: int) -> Loaded:
     """Load a task's validation data, and the score of a model on them.
 
     Raises:
@@ -106,8 +104,8 @@ def _labelled(name: str, data: Data, model: PreTrainedModel, tokenizer: Any, see
         batches=(choosing or scoring)[: -(-LABELLED // BATCH_SIZE)],
         greater_is_better=metric.greater_is_better,
     )
-    sentence = data.sentence or _short(chosen["text"][:])
-    return Loaded(_without_labels(choosing + scoring), f"rows of {name}, {split}", sentence, task_score)
+    words, sentence = f"rows of {name}, {split}", _short(chosen["text"][:])
+    return Loaded(_without_labels(choosing + scoring), words, sentence, task_score)
 
 
 def _without_labels(batches: Sequence[Batch]) -> list[Batch]:

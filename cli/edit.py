@@ -1,7 +1,6 @@
 """`collab-expand`, `collab-merge` and `collab-prune`: a model from an edited or a dense one, without conversion."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import torch
 
@@ -15,8 +14,9 @@ from collab_compress import (
     prune_heads_,
 )
 from collab_compress.heads import confidence, least_important
+from collab_compress.heads.importance import end_tokens
 
-from .arguments import Data, ExpandArguments, MergeArguments, PruneArguments
+from .arguments import ExpandArguments, MergeArguments, PruneArguments
 from .command import main_of, table
 from .data import load_data
 from .model import Source, begin, finish, read_record
@@ -96,9 +96,10 @@ prune_main = main_of("collab-prune", PruneArguments, run_prune)
 
 def _importance(source: Source, arguments: PruneArguments) -> tuple[dict[str, torch.Tensor], str]:
     """Return the importance of each head, and its measure in words."""
-    loaded = load_data(Data(**asdict(arguments.inputs)), source.model, source.tokenizer, arguments.seed)
+    loaded = load_data(arguments.inputs, source.model, source.tokenizer, arguments.seed)
     if loaded.score is None:
-        return confidence(source.model, loaded.batches), f"confidence on {loaded.words}"
+        ends = end_tokens(source.model, source.tokenizer)
+        return confidence(source.model, loaded.batches, exclude=ends), f"confidence on {loaded.words}"
     measure = f"the gradient of the loss on {loaded.words}"
     return head_importance(source.model, loaded.score.batches), measure
 

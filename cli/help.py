@@ -22,7 +22,6 @@ SOURCES = (
     "conversion.from_scratch",
     "heads.rotation",
     "training.head_training",
-    "training.penalties",
     "experiments.untrained",
     "experiments.recipe",
     "experiments.sweep",

@@ -37,7 +37,7 @@ from collab_compress.errors import CompressionError, one_line
 
 from .arguments import AUTO, EditArguments, Saving
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("collab_compress.cli")  # held with the warnings of the library
 RECORD = "collab_compress.json"
 RUNS_AS = (None, "eager", "sdpa")  # attention implementations that a config may name
 

@@ -29,6 +29,7 @@ MEASURED = 64  # sequences on which drift is measured
 
 def run(arguments: Arguments) -> dict[str, Any]:
     """Load both models, train, save and print; return the record of the recovery."""
+    check_steps(arguments.steps, arguments.calibration)
     record = read_record(find_directory(arguments.model, arguments.saving.revision))
     dense_directory = _dense_directory(arguments, record)
     data = text_file(arguments.calibration)
@@ -82,9 +83,8 @@ def recover(
         Steps, seconds, mean divergence of attention probabilities, and the drift of outputs before and after.
 
     Raises:
-        CollabCompressError: steps or learning rate are out of range, or nothing is converted.
+        CollabCompressError: the learning rate is out of range, or nothing is converted.
     """
-    check_steps(steps, calibration)
     texts = not is_synthetic(calibration)
     if learning_rate is not None and not 0 < learning_rate < inf:
         raise CollabCompressError(f"--learning-rate is {learning_rate}; expected a number above 0")

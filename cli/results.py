@@ -95,7 +95,7 @@ def run(arguments: Arguments) -> None:
         if arguments.markdown is not None:
             for path, content in images.items():
                 write_atomically(path, content)
-            edit(arguments.markdown, page)
+            write_atomically(arguments.markdown.resolve(), page)
     if arguments.output is not None or arguments.quiet:
         return
     if arguments.format == "csv" or not sys.stdout.isatty():
@@ -251,7 +251,7 @@ def _forest(paper: str, verdicts: Sequence[Verdict], path: Path, plots: Plots) -
 
 
 def check_editable(path: Path) -> None:
-    """Refuse a text file that cannot be edited in place.
+    """Refuse a text file that cannot be rewritten.
 
     Raises:
         CheckpointError: it is not a regular file, or it is write-protected.
@@ -260,18 +260,3 @@ def check_editable(path: Path) -> None:
         raise CheckpointError(f"cannot edit {path}: expected a file that exists")
     if not path.stat().st_mode & 0o222 or not os.access(path, os.W_OK):
         raise CheckpointError(f"cannot edit {path}: it is write-protected")
-
-
-def edit(path: Path, text: str) -> None:
-    """Replace the text of a file in place, which keeps its mode, its owner and its hard links.
-
-    Raises:
-        CheckpointError: it cannot be written; its content is then as before.
-    """
-    check_editable(path)
-    content, before = text.encode(), path.read_bytes()
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        path.write_bytes(before)
-        raise CheckpointError(f"cannot edit {path}: {error.strerror}") from error

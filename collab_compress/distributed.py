@@ -42,7 +42,7 @@ def process_state() -> PartialState:
 
 def end_processes() -> None:
     """Destroy the process group, if there is one; without, its threads may abort a process that exits."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
@@ -69,11 +69,12 @@ def on_main_process(work: Callable[[], Result]) -> Result:
     return result  # type: ignore[no-any-return]
 
 
-def on_every_process(work: Callable[[], Result]) -> Result:
+def on_every_process(work: Callable[[], Result], kind: type[CollabCompressError] = RecipeError) -> Result:
     """Run a function without communication in each process; if it fails in one, it fails in all.
 
     Raises:
-        RecipeError: the function failed in another process; a process that fails raises its own error.
+        CollabCompressError: of class `kind`, if the function failed in another process; a process that fails raises
+            its own error.
     """
     state = process_state()
     if state.num_processes == 1:
@@ -86,7 +87,7 @@ def on_every_process(work: Callable[[], Result]) -> Result:
     messages = gather_object([None if error is None else _message(error)])
     for number, message in enumerate(messages):
         if message is not None:
-            raise _known_everywhere(error or RecipeError(f"process {number}: {message}"))
+            raise _known_everywhere(error or kind(f"process {number}: {message}"))
     return result
 
 
@@ -96,7 +97,7 @@ def failing_together() -> Iterator[None]:
 
     The process group is aborted, which ends the waiting of the others, and created again when all have reported their
     error. Where the others cannot be interrupted, as in the middle of a training step or in NCCL, there is no new
-    group (`can_meet`): the process that failed must exit, which ends the waiting of the others.
+    group (`can_continue_together`): the process that failed must exit, which ends the waiting of the others.
 
     Raises:
         RecipeError: an error of the process that failed first, which raises its own error.
@@ -105,7 +106,7 @@ def failing_together() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if alone or getattr(error, EVERYWHERE, False) or not can_meet():
+        if alone or getattr(error, EVERYWHERE, False) or not can_continue_together():
             raise
         first = _recreate_group(error)
         if first is None:
@@ -113,7 +114,7 @@ def failing_together() -> Iterator[None]:
         raise RecipeError(first) from error
 
 
-def can_meet() -> bool:
+def can_continue_together() -> bool:
     """Return whether the processes can continue together, also after an error."""
     return process_state().num_processes == 1 or torch.distributed.is_initialized()
 

@@ -97,7 +97,7 @@ def orthogonality(x: Tensor, mask: Tensor | None = None) -> Tensor:
     where the columns of $V_{all}$, d×H, are the heads' vectors at one position: equation 8 of "Analyzing and
     Controlling Inter-Head Diversity in Multi-Head Attention", without its λ. More heads than dimensions
     cannot be orthonormal, and the norm is then at least 1. Only the smaller of $V^\top V$ and $V V^\top$ is
-    looked at: they share their non-zero eigenvalues. One head gives $|\|v\|^2 - 1|$.
+    used: they share their non-zero eigenvalues. One head gives $|\|v\|^2 - 1|$.
 
     Where several eigenvalues are equally far from 1 the gradient is one of the subgradients. Second
     derivatives are not provided.
@@ -135,7 +135,8 @@ def agreement(x: Tensor, mask: Tensor | None = None) -> Tensor:
     $$\sum_{a < b} \cos(x_a, x_b) = \tfrac12 \Big( \big\| \sum_h \hat x_h \big\|^2 - \sum_h \|\hat x_h\|^2 \Big)$$
 
     where $\hat x_h = x_h / \|x_h\|$. A zero vector, as of a dropped head, has cosine 0 with every other, and
-    no gradient; so has one that is 10⁻⁴ of the others' length, whose gradient would drown all else.
+    no gradient. The same holds for vectors shorter than 10⁻⁴ of the root mean square length, whose gradients would
+    dominate.
 
     Args:
         x: head outputs or values, (B, T, H, d), finite.
@@ -176,8 +177,8 @@ def bhattacharyya(probs: Tensor, mask: Tensor | None = None, per_sequence: bool 
 
     where $r_h = \sqrt{p^h}$.
 
-    The paper's algorithm 1 averages each sequence by itself and then over sequences, without a word on padding; where
-    sequences are equally long both means are one.
+    The paper's algorithm 1 averages each sequence by itself and then over sequences, and does not mention padding;
+    where sequences are equally long both means are one.
 
     The paper trains with λ = 1 and finds its heads more diverse, but the penalised translation model never reaches
     the BLEU of the plain one.

@@ -15,7 +15,6 @@ import datasets
 import evaluate
 import numpy as np
 import torch
-from datasets import Value
 from sacrebleu.metrics import BLEU
 from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 from scipy.stats import pearsonr, spearmanr
@@ -263,7 +262,7 @@ class Perplexity(Metric):
 
     scores = ("perplexity",)
     greater_is_better = False
-    formats = ({"predictions": Value("float64"), "references": Value("int64")},)
+    formats = ({"predictions": datasets.Value("float64"), "references": datasets.Value("int64")},)
 
     def _score(self, predictions: Sequence[float], references: Sequence[int]) -> dict[str, float]:
         tokens = sum(references)

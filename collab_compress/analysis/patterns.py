@@ -104,8 +104,8 @@ class PatternMeans:
             assert reading.probs is not None
             probs = reading.probs.to(float64_device(reading.probs.device)).double()
             batch, _, queries, keys = probs.shape
-            query_mask = _mask(reading.real.query, (batch, queries), probs.device)
-            key_mask = _mask(reading.real.key, (batch, keys), probs.device)
+            query_mask = _mask(reading.masks.query, (batch, queries), probs.device)
+            key_mask = _mask(reading.masks.key, (batch, keys), probs.device)
             for name, pattern in self._patterns.items():
                 if (reading.site.kind == "cross" or queries != keys) and pattern is not entropy:
                     continue

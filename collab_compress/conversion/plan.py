@@ -409,11 +409,11 @@ def plan_distributed(tasks: Sequence[Task], plan: Callable[[Sequence[Task]], lis
     """Plan a part of the tasks in each process, and return the plans of all, in order.
 
     Raises:
-        RecipeError: the plan of another process failed; the error itself in the process that failed.
+        CompressionError: the plan of another process failed; the error itself in the process that failed.
     """
     state = process_state()
     rank, count = state.process_index, state.num_processes
-    mine = on_every_process(lambda: plan(tasks[rank::count]) if tasks[rank::count] else [])
+    mine = on_every_process(lambda: plan(tasks[rank::count]) if tasks[rank::count] else [], CompressionError)
     described = gather_object([(rank + place * count, item.form, item.report) for place, item in enumerate(mine)])
     planned = []
     for number, form, report in sorted(described, key=lambda entry: int(entry[0])):

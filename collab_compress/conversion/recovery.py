@@ -375,7 +375,7 @@ class _Watched:
             _Call(
                 probs=reading.probs if reading.site.name in self._with_scores else None,
                 output=next(outputs) if reading.site.name in self._with_values else None,
-                mask=reading.real.query,
+                mask=reading.masks.query,
             )
             for reading in self._tap.take()
         ]

@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from collab_compress.distributed import can_meet, on_main_process
+from collab_compress.distributed import can_continue_together, on_main_process
 from collab_compress.errors import BusyError, CollabCompressError, RecipeError
 from collab_compress.experiments.protocol import check_environment, run, summary
 from collab_compress.experiments.recipe import Recipe, parse, read_settings, set_field
@@ -198,7 +198,7 @@ def _run_folder(runs: Sequence[Recipe], shared: bool) -> list[str]:
         except Exception as error:
             known = isinstance(error, CollabCompressError)
             words = str(error) if known else f"{type(error).__name__}: {error}"
-            if not can_meet():
+            if not can_continue_together():
                 raise RecipeError(
                     f"{recipe.output}: {words}; the sweep stops because other processes are waiting; start it again"
                 ) from error

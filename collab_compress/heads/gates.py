@@ -22,7 +22,7 @@ TEMPERATURE = 0.33  # β
 
 
 class HeadGates(HeadHooks):
-    r"""Multiply the output of each head by a learned gate, of which a penalty closes those that the task spares.
+    r"""Multiply each head's output by a learned gate; a penalty closes those of heads that the task does not need.
 
     In training each gate is drawn from the hard concrete distribution for each sequence, with u uniform,
 

@@ -20,11 +20,9 @@ from collab_compress.calibration.gather import (
 )
 from collab_compress.errors import HeadError
 from collab_compress.heads.pruning import check_heads
-from collab_compress.heads.sharding import in_process_group
 
 Part = Literal["outputs", "values", "probs", "queries", "keys"]
 PARTS: tuple[Part, ...] = get_args(Part)
-DEFAULT: tuple[Part, ...] = ("outputs",)
 
 
 class HeadHooks:
@@ -36,7 +34,7 @@ class HeadHooks:
     def _add(self, sites: Sequence[AttentionSite], *, first: bool = False) -> None:
         self._hooks = [SiteHook(self, site) for site in sites]
         self.rank, self.processes = 0, 1
-        if in_process_group():
+        if distributed.is_initialized():
             self.rank, self.processes = distributed.get_rank(), distributed.get_world_size()
         try:
             for hook in self._hooks:
@@ -72,7 +70,7 @@ class HeadHooks:
 
 @dataclass(frozen=True, eq=False)
 class SiteHook:
-    """The hook on one module, which knows the module also where a replica of it runs (`nn.DataParallel`)."""
+    """The hook on one module; it keeps the original's site when a replica runs (`nn.DataParallel`)."""
 
     hooks: HeadHooks
     site: AttentionSite
@@ -98,7 +96,7 @@ class Reading:
         probs: attention probabilities before dropout, (B, H, T, S).
         queries: (B, T, H, d), or (B, T, H, R) in a converted module.
         keys: (B, S, H, d).
-        real: padding masks of queries and keys.
+        masks: padding masks of queries and keys.
     """
 
     site: AttentionSite
@@ -107,11 +105,11 @@ class Reading:
     probs: Tensor | None
     queries: Tensor | None
     keys: Tensor | None
-    real: AttentionMasks
+    masks: AttentionMasks
 
     def mask_of(self, part: Part) -> Tensor | None:
         """Return the padding mask of the positions of a part: (B, S) for values and keys, else (B, T)."""
-        return self.real.key if part in ("values", "keys") else self.real.query
+        return self.masks.key if part in ("values", "keys") else self.masks.query
 
 
 class Tap(HeadHooks):
@@ -137,7 +135,7 @@ class Tap(HeadHooks):
     def __init__(
         self,
         model: PreTrainedModel,
-        parts: Part | Collection[Part] = DEFAULT,
+        parts: Part | Collection[Part] = "outputs",
         kinds: Collection[Kind] = KINDS,
         training: bool = False,
     ) -> None:
@@ -206,7 +204,7 @@ class Tap(HeadHooks):
                 probs=call.probs if "probs" in self.parts else None,
                 queries=queries,
                 keys=for_each_head(call.key, site.heads).transpose(1, 2) if "keys" in self.parts else None,
-                real=_call_masks(site, call, self._masks),
+                masks=_call_masks(site, call, self._masks),
             )
         )
         return outputs

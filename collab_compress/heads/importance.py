@@ -11,7 +11,6 @@ from collab_compress.architectures import KINDS, Kind, transformers_model
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.errors import HeadError
 from collab_compress.heads.hooks import HeadMask, Part, Reading, Tap
-from collab_compress.heads.sharding import in_process_group
 
 
 def confidence(
@@ -20,7 +19,7 @@ def confidence(
     *,
     exclude: Collection[int] | None = None,
     kinds: Collection[Kind] = KINDS,
-    together: bool = False,
+    across_processes: bool = False,
 ) -> dict[str, Tensor]:
     """Return the mean over queries of each head's largest attention probability (Multi-Head Rotation, equation 5).
 
@@ -34,19 +33,21 @@ def confidence(
         batches: keyword arguments for the model; held-out data, in the paper.
         exclude: ids of tokens that do not count; the end-of-sequence tokens of the model's config if not given. Add
             the tokenizer's end where the config names none, as `tokenizer.sep_token_id`.
-        together: measure on the batches of all processes of a distributed training, each of which must call this and
-            gets the same result. Where FSDP shards the model, each must pass as many batches.
+        across_processes: measure on the batches of all processes of a distributed training, each of which must call
+            this and gets the same result. Where FSDP shards the model, each must pass as many batches.
 
     Returns:
         Path of each module → (H,) in float64, between 0 and 1.
 
     Raises:
         HeadError: there are no batches, a module saw no token that counts, or its attention is not finite; with
-            `together`, in every process.
+            `across_processes`, in every process.
         CalibrationError: the model does not take such batches.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
-    return _mean_over_queries(model, batches, "probs", _largest, exclude=exclude, kinds=kinds, together=together)
+    return _mean_over_queries(
+        model, batches, "probs", _largest, exclude=exclude, kinds=kinds, across_processes=across_processes
+    )
 
 
 def average_distance(
@@ -56,7 +57,7 @@ def average_distance(
     of: Literal["outputs", "probs"] = "outputs",
     exclude: Collection[int] | None = None,
     kinds: Collection[Kind] = KINDS,
-    together: bool = False,
+    across_processes: bool = False,
 ) -> dict[str, Tensor]:
     """Return the mean distance of each head from the layer's other heads, AVG_L2 (Multi-Head Rotation, equation 6).
 
@@ -67,7 +68,7 @@ def average_distance(
         batches: keyword arguments for the model; held-out data, in the paper.
         of: what H_i is: the head's output (dv numbers), or its attention probabilities (S numbers).
         exclude: as for `confidence`.
-        together: as for `confidence`.
+        across_processes: as for `confidence`.
 
     Returns:
         Path of each module → (H,) in float64, not negative.
@@ -79,7 +80,9 @@ def average_distance(
     """
     if of not in ("outputs", "probs"):
         raise HeadError(f"cannot measure distances between heads' {of!r}; expected 'outputs' or 'probs'")
-    return _mean_over_queries(model, batches, of, _distances, exclude=exclude, kinds=kinds, together=together)
+    return _mean_over_queries(
+        model, batches, of, _distances, exclude=exclude, kinds=kinds, across_processes=across_processes
+    )
 
 
 Measure: TypeAlias = Callable[[Reading, Tensor | None, list[int]], Tensor]
@@ -114,20 +117,20 @@ def _mean_over_queries(
     *,
     exclude: Collection[int] | None,
     kinds: Collection[Kind],
-    together: bool,
+    across_processes: bool,
 ) -> dict[str, Tensor]:
-    """Average a measure over the queries that count, of all processes if `together`."""
+    """Average a measure over the queries that count, of all processes if `across_processes`."""
     model = transformers_model(model)
     excluded = sorted(end_tokens(model) if exclude is None else exclude)
-    together = together and in_process_group()
-    results: list[Any] = [None] * distributed.get_world_size() if together else [None]
+    across_processes = across_processes and distributed.is_initialized()
+    results: list[Any] = [None] * distributed.get_world_size() if across_processes else [None]
     try:
         results[0] = result = _sums(model, batches, part, measure, excluded=excluded, kinds=kinds)
     except Exception as error:
-        if together:
+        if across_processes:
             distributed.all_gather_object(results, f"{type(error).__name__}: {error}")  # the others wait for it
         raise
-    if together:
+    if across_processes:
         distributed.all_gather_object(results, result)
     for rank, message in enumerate(results):
         if isinstance(message, str):
@@ -174,7 +177,7 @@ def _sums(
             for reading in tap.take():
                 query_ids, key_ids = token_ids.get(reading.site.kind, (None, None))
                 values = measure(reading, key_ids, excluded)  # (B, T, H)
-                shape, mask = values.shape[:2], reading.real.query
+                shape, mask = values.shape[:2], reading.masks.query
                 counts = torch.ones(shape, dtype=torch.bool) if mask is None else mask
                 hidden = _is_excluded(reading, query_ids, tuple(shape), excluded)
                 counts = counts if hidden is None else counts & ~hidden.to(counts.device)

@@ -103,7 +103,9 @@ class PrunedEdit:
                 if getattr(module, _head_count(module, kept)) == kept.before:
                     parent = model.base_model.get_submodule(name.rpartition(".")[0])
                     holder = parent if kept.output.startswith("..") else module
-                    cuts += _module_cuts(module, holder.get_submodule(kept.output.removeprefix("..")), kept)
+                    cuts += _module_cuts(
+                        model.base_model, name, holder.get_submodule(kept.output.removeprefix("..")), kept
+                    )
             for cut in cuts:
                 setattr(cut.owner, cut.name, cut.value)
             for name in self.modules:
@@ -116,14 +118,14 @@ class PrunedEdit:
         """Do nothing: cut projections are loaded like any other weight."""
 
 
-def _module_cuts(module: Any, output: Any, kept: KeptHeads) -> list[Cut]:
-    """List the changes that remove heads from one module."""
+def _module_cuts(base: Any, name: str, output: Any, kept: KeptHeads) -> list[Cut]:
+    """List the changes that remove heads from the module `base.name`."""
+    module: Any = base.get_submodule(name)
     if hasattr(module, "value_form"):
         cuts: list[Cut] = module.value_form.keep_heads(module, output, kept.kept)
     else:
-        value = module.get_submodule(kept.value)
-        channels = _channels(kept, kept.value_width, value)
-        cuts = _output_cuts(value, channels)
+        channels = _channels(kept, kept.value_width, base, f"{name}.{kept.value}")
+        cuts = _output_cuts(module.get_submodule(kept.value), channels)
         cuts += [
             Cut(output, "weight", remaining(output.weight, 1, channels)),
             Cut(output, "in_features", len(channels)),
@@ -133,10 +135,9 @@ def _module_cuts(module: Any, output: Any, kept: KeptHeads) -> list[Cut]:
     if hasattr(module, "score_form"):
         cuts += module.score_form.keep_heads(module, kept.kept)
     else:
-        query = module.get_submodule(kept.query)
-        channels = _channels(kept, kept.head_width, query)
-        cuts += _output_cuts(query, channels)
-        cuts += _output_cuts(module.get_submodule(kept.key), channels)
+        for path in (kept.query, kept.key):
+            channels = _channels(kept, kept.head_width, base, f"{name}.{path}")
+            cuts += _output_cuts(module.get_submodule(path), channels)
     if hasattr(module, "embed_dim"):  # some models reshape outputs by it
         cuts.append(Cut(module, "embed_dim", len(kept.kept) * kept.head_width))
     return [*cuts, Cut(module, _head_count(module, kept), len(kept.kept))]
@@ -147,16 +148,17 @@ def _head_count(module: Any, kept: KeptHeads) -> str:
     return STOCK_HEADS if STOCK_HEADS in module.__dict__ else kept.heads
 
 
-def _channels(kept: KeptHeads, width: int, linear: Any) -> list[int]:
-    """Return the output channels of `linear` that belong to the kept heads.
+def _channels(kept: KeptHeads, width: int, base: Any, path: str) -> list[int]:
+    """Return the output channels of the projection `base.path` that belong to the kept heads.
 
     Raises:
-        CheckpointError: it has not as many channels as the heads need, so the edit is of another model.
+        CheckpointError: it has not as many channels as the heads need.
     """
-    if kept.before * width != len(linear.weight):
+    count = len(base.get_submodule(path).weight)
+    if kept.before * width != count:
         raise CheckpointError(
-            f"a stored edit has {kept.before} heads, each {width} wide; the model's projection has "
-            f"{len(linear.weight)} channels; take the config.json that was saved with the weights"
+            f"{path}: got {count} output channels; expected {kept.before} heads × {width}; the model is not the one "
+            "that its config describes, so take the config.json that was saved with the weights"
         )
     return [head * width + channel for head in kept.kept for channel in range(width)]
 
@@ -187,7 +189,8 @@ def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -
         UnsupportedModelError: the model's family is not known, or a module lies outside the base model.
         HeadError: a module or head is not known; no head would be left; a projection is no plain `nn.Linear`, is
             shared or offloaded; head outputs are mixed, masked or hooked; the model is quantized or sharded.
-        CheckpointError: the model was loaded before this package was imported.
+        CheckpointError: the model was loaded before this package was imported, or a projection is not as wide as
+            its heads.
     """
     model = transformers_model(model)
     refuse_unwritable(model, "prune_heads_")
@@ -229,11 +232,10 @@ def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
     form = getattr(site.module, "value_form", None)
     value = _linear(site, family.value if form is None else f"{family.value}.proj", shared)
     output = _linear(site, family.output, shared)
-    if (form is None and value.out_features % site.heads) or output.in_features != value.out_features:
+    if output.in_features != value.out_features:
         raise HeadError(
             f"{site.name}: values are {value.out_features} wide and the output projection reads "
-            f"{output.in_features}; expected the same for {site.heads} heads; the {family.name} description does not "
-            "fit this model"
+            f"{output.in_features}; expected the same; the {family.name} description does not fit this model"
         )
     return KeptHeads(
         kept=kept,
@@ -263,12 +265,7 @@ def _check_query_and_key(site: AttentionSite, kept: Sequence[int], shared: Colle
             ) from error
         return
     for path in (site.family.query, site.family.key):
-        projection = _linear(site, path, shared)
-        if projection.out_features != site.width:
-            raise HeadError(
-                f"{site.path(path)}: got {projection.out_features} output channels; expected {site.heads} heads × "
-                f"{site.head_width} = {site.width}; the {site.family.name} description does not fit this model"
-            )
+        _linear(site, path, shared)
 
 
 def _linear(site: AttentionSite, path: str, shared: Collection[int]) -> nn.Linear:

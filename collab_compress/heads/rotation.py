@@ -16,7 +16,6 @@ from collab_compress.errors import HeadError
 from collab_compress.heads.importance import average_distance, confidence
 from collab_compress.heads.swap import (
     Head,
-    HeadBlock,
     Pair,
     as_pairs,
     check_optimizer,
@@ -104,8 +103,8 @@ class RotationOptions:
             ) from error
         for name, value in normalised.items():
             object.__setattr__(self, name, value)
-        if self.strategy not in [*STRATEGIES]:
-            raise HeadError(f"strategy is {self.strategy!r}; expected one of {', '.join(STRATEGIES)}")
+        if self.strategy not in get_args(Strategy):
+            raise HeadError(f"strategy is {self.strategy!r}; expected one of {', '.join(get_args(Strategy))}")
         if self.importance not in get_args(Importance):
             raise HeadError(f"importance is {self.importance!r}; expected distance or confidence")
         valid = all(0 <= epoch < inf for epoch in self.epochs) and len(set(self.epochs)) == len(self.epochs)
@@ -155,12 +154,6 @@ Scores = Mapping[str, Tensor]
 """Path of a module → importance of its heads, (H,)."""
 
 
-def manual(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
-    """Return the given pairs whose first head is in one of `sites`."""
-    names = {site.name for site in sites}
-    return [pair for pair in rotation.pairs if pair[0][0] in names]
-
-
 def hard(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
     """Pair the k least important heads of all layers with the k most important (algorithm 1)."""
     heads = _by_importance(sites, scores)
@@ -204,7 +197,6 @@ def random(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Sc
 
 
 STRATEGIES: dict[Strategy, Callable[[RotationOptions, Sequence[AttentionSite], Scores, float], list[Pair]]] = {
-    "manual": manual,
     "hard": hard,
     "in-layer": in_layer,
     "soft": soft,
@@ -327,13 +319,10 @@ class Rotator:
 
     def check(self, optimizer: Any) -> None:
         """Raise a HeadError, before training, if an optimizer's state could not move with the heads."""
-        blocks: list[HeadBlock] = []
-        for pair in matched_blocks(self.model, self.rotation.pairs):
-            blocks += pair
+        blocks = [block for pair in matched_blocks(self.model, self.rotation.pairs) for block in pair]
         if not self.rotation.pairs:
-            for sites in self._sites_by_kind().values():
-                for site in sites:
-                    blocks += head_blocks(site, 0)
+            for site in find_attention(self.model, kinds=self.rotation.kinds):
+                blocks += head_blocks(site, 0)
         check_optimizer(optimizer, blocks)
 
     def state_dict(self) -> dict[str, Any]:
@@ -372,15 +361,16 @@ class Rotator:
 
     def _sites_by_kind(self) -> dict[Kind, list[AttentionSite]]:
         """Return the modules that rotate, of each kind by layer."""
-        kinds = KINDS if self.rotation.strategy == "manual" else self.rotation.kinds
         by_kind: dict[Kind, list[AttentionSite]] = {}
-        for site in find_attention(self.model, kinds=kinds):
+        for site in find_attention(self.model, kinds=self.rotation.kinds):
             by_kind.setdefault(site.kind, []).append(site)
         return by_kind
 
     def _pairs(self, epoch: float, batches: Iterable[Mapping[str, Tensor]] | None) -> tuple[Pair, ...]:
         """Return the pairs to swap, the same in all processes."""
         rotation, scores = self.rotation, {}
+        if rotation.strategy == "manual":
+            return rotation.pairs
         if rotation.measures:
             if batches is None:
                 raise HeadError(
@@ -388,7 +378,9 @@ class Rotator:
                     "pass batches=, of held-out data"
                 )
             measure = confidence if rotation.importance == "confidence" else average_distance
-            scores = measure(self.model, batches, exclude=rotation.exclude, kinds=rotation.kinds, together=True)
+            scores = measure(
+                self.model, batches, exclude=rotation.exclude, kinds=rotation.kinds, across_processes=True
+            )
         pairs: list[Pair] = []
         for sites in self._sites_by_kind().values():
             pairs += STRATEGIES[rotation.strategy](rotation, sites, scores, epoch)

@@ -2,28 +2,16 @@
 
 from typing import Any
 
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
 
 from collab_compress.errors import CollabCompressError, HeadError
 
 
-def in_process_group() -> bool:
-    """Return whether this process belongs to a group of `torch.distributed`."""
-    return distributed.is_available() and distributed.is_initialized()
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether a tensor is sharded over processes, as by FSDP2 (`fully_shard`) or tensor parallelism."""
-    if not in_process_group():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
-
-
 def full_tensor(tensor: Any) -> Tensor:
     """Return the full tensor, differentiable. For a sharded tensor every process must call it."""
-    full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full
 
 
@@ -31,9 +19,7 @@ def write_(tensor: Any, full: Tensor) -> None:
     """Write the full tensor, the same in every process, into a tensor that may be sharded."""
     if full is tensor:
         return
-    if is_sharded(tensor):
-        from torch.distributed.tensor import DTensor, Replicate
-
+    if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         copies = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
         full = copies.redistribute(placements=tensor.placements)
@@ -45,10 +31,6 @@ def reshard_(model: nn.Module) -> None:
 
     Writes into the gathered copies would be lost, and optimizers do not know them.
     """
-    if not in_process_group():
-        return
-    from torch.distributed.fsdp import FSDPModule
-
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -79,7 +61,7 @@ def refuse_unwritable(model: nn.Module, what: str, kind: type[CollabCompressErro
                 f"{what}: {name} of {type(model).__name__} was made inside torch.inference_mode(), so it cannot be "
                 "changed; make or load the model outside of it"
             )
-        if is_sharded(parameter) or _holder(parameter) or name.endswith("_flat_param"):
+        if isinstance(parameter, DTensor) or _holder(parameter) or name.endswith("_flat_param"):
             raise kind(
                 f"{what}: {name} of {type(model).__name__} is sharded, and new parameters would not be; call it "
                 "before the model is sharded, or on the full model that a checkpoint loads"

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
+from numbers import Real
 from typing import Literal
 
 from collab_compress.architectures import KINDS, Kind
@@ -35,8 +36,8 @@ class DropHeadOptions:
 
     def __post_init__(self) -> None:
         for name, value in (("p", self.p), ("start", self.start)):
-            if value is not None and not 0 <= value < 1:
-                raise HeadError(f"DropHead's {name} is {value}; expected a probability, from 0 to below 1")
+            if value is not None and not (isinstance(value, Real) and 0 <= value < 1):
+                raise HeadError(f"DropHead's {name} is {value!r}; expected a probability, from 0 to below 1")
         _known("schedule", self.schedule, SCHEDULES)
         _known_kinds("DropHead", self.kinds)
 
@@ -64,12 +65,13 @@ class PenaltyOptions:
     def __post_init__(self) -> None:
         _known("loss", self.name, LOSSES)
         _known("schedule", self.schedule, SCHEDULES)
-        if self.weight is not None and not self.weight >= 0:
-            raise HeadError(f"the weight of {self.name} is {self.weight}; expected 0 or more")
-        if self.share is not None and (self.weight is not None or not 0 <= self.share < inf):
+        if self.weight is not None and not (isinstance(self.weight, Real) and self.weight >= 0):
+            raise HeadError(f"the weight of {self.name} is {self.weight!r}; expected 0 or more")
+        of_loss = self.weight is None and isinstance(self.share, Real) and 0 <= self.share < inf
+        if self.share is not None and not of_loss:
             raise HeadError(
-                f"{self.name} has weight {self.weight} and share {self.share}; expected either a weight, or a share "
-                "of the training loss, 0 or more"
+                f"{self.name} has weight {self.weight} and share {self.share!r}; expected either a weight, or a "
+                "share of the training loss, 0 or more"
             )
         if self.kinds is not None:
             _known_kinds(f"penalty {self.name}", self.kinds)
@@ -97,8 +99,8 @@ class AlphasOptions:
     authors add 40 times the growth loss to a loss summed over the tokens of a step, about 4,096: 40 / 4,096 here."""
 
     growth_beside: Literal["mean", "sum"] = "mean"
-    """What the weight stands beside: the `mean` loss of a token, or the loss summed over the tokens of a batch
-    (`sum`), as the authors' 40. It is then divided by the number of labels in each batch."""
+    """The loss that the growth loss is weighed against: the `mean` loss of a token, or the `sum` over the tokens of a
+    batch, as the authors' 40. The weight is then divided by the number of labels in each batch."""
 
     growth: float = 1e-4
     """Δr, by which a matrix's nuclear norm should grow in a step; no effect in the `printed` form, where its gradient
@@ -112,10 +114,11 @@ class AlphasOptions:
     """Kinds of attention whose heads are mixed: encoder, decoder, cross."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.frozen_ratio <= 1:
-            raise HeadError(f"frozen_ratio of alphas is {self.frozen_ratio}; expected 0 to 1")
-        if not self.growth_weight >= 0:
-            raise HeadError(f"the weight of nuclear growth is {self.growth_weight}; expected 0 or more")
+        if not isinstance(self.frozen_ratio, Real) or not 0 <= self.frozen_ratio <= 1:
+            raise HeadError(f"frozen_ratio of alphas is {self.frozen_ratio!r}; expected 0 to 1")
+        for name, value in (("growth_weight", self.growth_weight), ("growth", self.growth)):
+            if not isinstance(value, Real) or not value >= 0:
+                raise HeadError(f"{name} of alphas is {value!r}; expected 0 or more")
         _known("growth form", self.growth_form, ("hinge", "printed"))
         _known("growth_beside", self.growth_beside, ("mean", "sum"))
         _known_kinds("alphas", self.kinds)

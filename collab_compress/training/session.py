@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
@@ -13,7 +14,7 @@ from collab_compress.architectures import KINDS
 from collab_compress.errors import HeadError
 from collab_compress.heads import DropHead, Rotator
 from collab_compress.heads.alphas import MixedProjection, mixed_projections
-from collab_compress.heads.sharding import full_tensor, in_process_group, is_sharded, refuse_split, reshard_
+from collab_compress.heads.sharding import full_tensor, refuse_split, reshard_
 from collab_compress.losses import nuclear_growth, nuclear_norm
 from collab_compress.training.head_training import SCHEDULES, AlphasOptions, HeadTraining, of_kinds
 from collab_compress.training.penalties import LOSSES, HeadLosses
@@ -52,7 +53,7 @@ class HeadSession:
 
     Raises:
         HeadError: the model or the optimizer lacks the alphas; an optimizer is needed; `Rotator` or `Tap` refuse; or
-            DeepSpeed is used, which was never tried.
+            DeepSpeed is used, which is not supported.
         UnsupportedModelError: the model's family is not known.
     """
 
@@ -60,7 +61,7 @@ class HeadSession:
         self, model: PreTrainedModel, training: HeadTraining, optimizer: Any = None, warmup: float = 0.0
     ) -> None:
         self.training, self.optimizer, self.warmup = training, optimizer, warmup
-        self.penalised = False
+        self.penalty_called = False
         self._alphas: AlphasTraining | None = None
         self._rotator: Rotator | None = None
         self._losses: HeadLosses | None = None
@@ -102,9 +103,8 @@ class HeadSession:
         Args:
             progress: share of the training that is done, from 0 at the first step to 1 at the last.
         """
-        if self._closed:
-            raise HeadError("the session is closed; open a new one")
-        self.penalised = False
+        self._check_open()
+        self.penalty_called = False
         for drophead, options in zip(self._dropheads, self.training.drophead, strict=True):
             start = options.p if options.start is None else options.start
             drophead.p = SCHEDULES[options.schedule](progress, self.warmup, start, options.p)
@@ -126,6 +126,7 @@ class HeadSession:
             epoch: from 0; 1.5 is the middle of the second. If rotation is `of_training`, the share of the steps done.
             batches: validation data to measure importance on; read only where heads are swapped now.
         """
+        self._check_open()
         if self._rotator is not None:
             self._rotator.epoch(epoch, self.optimizer, batches)
 
@@ -140,7 +141,7 @@ class HeadSession:
         Raises:
             HeadError: a penalty is a share of the loss, and there is no loss; or labels are needed.
         """
-        self.penalised = True
+        self.penalty_called = True
         values: dict[str, Tensor] = {}
         if self._losses is not None:
             values = self._losses.values()
@@ -167,7 +168,7 @@ class HeadSession:
         alphas = self.training.alphas
         if name == GROWTH and alphas is not None and alphas.growth_beside == "sum":
             if labels is None:
-                raise HeadError("nuclear growth stands beside a summed loss; pass the labels to penalty() too")
+                raise HeadError("growth_beside='sum' divides by the number of labels; pass labels= to penalty()")
             return self._weights[name] / labels.ne(UNLABELLED).sum().clamp(min=1).to(value.device)
         penalty = self._penalties.get(name)
         if penalty is None or penalty.share is None:
@@ -185,7 +186,7 @@ class HeadSession:
         sums = [self._sums.get(name, (torch.zeros(()), 0)) for name in names]
         totals = torch.stack([total.float().to(self._device) for total, _ in sums])
         table = torch.stack([totals, torch.tensor([float(count) for _, count in sums], device=self._device)], 1)
-        if in_process_group():
+        if distributed.is_initialized():
             distributed.all_reduce(table)
         means = {name: total / count for name, (total, count) in zip(names, table.tolist(), strict=True) if count}
         self._sums = {}
@@ -229,10 +230,14 @@ class HeadSession:
         self.close()
 
     @property
-    def penalises(self) -> bool:
+    def has_penalties(self) -> bool:
         """Whether the session adds anything to the loss."""
         alphas = self.training.alphas
         return bool(self.training.penalties) or (alphas is not None and alphas.growth_weight > 0)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise HeadError("the session is closed; open a new one")
 
     def _warn(self, once: str, message: str) -> None:
         if once not in self._warned:
@@ -272,7 +277,7 @@ class AlphasTraining:
         self._previous: Tensor | None = None  # one step before
         self._frozen = False
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-        new = [p.alphas for p in projections if is_sharded(p.alphas) and p.alphas not in inner.state]
+        new = [p.alphas for p in projections if isinstance(p.alphas, DTensor) and p.alphas not in inner.state]
         if new:
             _init_state_(inner, new)
         self._handle = inner.register_step_pre_hook(self._drop_gradients)
@@ -345,6 +350,6 @@ def _refuse_deepspeed(model: PreTrainedModel, optimizer: Any) -> None:
     made_by_deepspeed = any("deepspeed" in type(part).__module__ for part in optimizers)
     if made_by_deepspeed or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise HeadError(
-            "DeepSpeed was not tried: ZeRO steps copies of the weights, or splits them across head "
+            "DeepSpeed is not supported: ZeRO steps copies of the weights, or splits them across head "
             "boundaries; shard the model with FSDP2 instead (fully_shard), or leave it whole"
         )

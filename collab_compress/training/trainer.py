@@ -142,7 +142,7 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
         passes = int(self.current_gradient_accumulation_steps) if scaled else 1
         if self._takes_mean and unknown:
             loss = loss / passes
-        if session.penalises:
+        if session.has_penalties:
             loss = loss + session.penalty(loss.detach() * passes, labels).to(loss.device) / passes
         return (loss, result[1]) if return_outputs else loss
 
@@ -230,7 +230,7 @@ class _HeadCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Raise if `compute_loss` left the penalties out."""
-        if self.session is not None and self.session.penalises and not self.session.penalised:
+        if self.session is not None and self.session.has_penalties and not self.session.penalty_called:
             name = type(self.trainer).__name__
             raise HeadError(
                 f"{name}.compute_loss adds no penalties; put HeadTrainerMixin before the class that has it, or "

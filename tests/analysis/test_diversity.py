@@ -28,7 +28,7 @@ def rows_of(model, batches):
             for reading in tap.take():
                 name = reading.site.name
                 use = counts[name] = counts.get(name, -1) + 1
-                probs.setdefault((name, use), []).append(reading.probs.transpose(1, 2)[reading.real.query])
+                probs.setdefault((name, use), []).append(reading.probs.transpose(1, 2)[reading.masks.query])
     shared = {name for name, use in probs if use}
     return {f"{name}[{use}]" if name in shared else name: rows for (name, use), rows in probs.items()}
 
@@ -88,7 +88,7 @@ def test_bhattacharyya_coefficients(either):
 def test_overlap_agrees_with_the_loss(bert, batch):
     with Tap(bert, ["probs"]) as tap, torch.no_grad():
         bert(**batch)
-        losses = {r.site.name: float(loss(r.probs, r.real.query)) for r in tap.take()}
+        losses = {r.site.name: float(loss(r.probs, r.masks.query)) for r in tap.take()}
     for name, matrix in bhattacharyya(bert, [batch]).items():
         assert mean_over_pairs(matrix) == pytest.approx(losses[name], abs=1e-5)
 

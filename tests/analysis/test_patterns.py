@@ -37,7 +37,7 @@ def slow_means(model, batches, name):
                 continue
             for sample, probs in enumerate(reading.probs):
                 queries, keys = (
-                    mask[sample].nonzero().flatten().tolist() for mask in (reading.real.query, reading.real.key)
+                    mask[sample].nonzero().flatten().tolist() for mask in (reading.masks.query, reading.masks.key)
                 )
                 for head, rows in enumerate(probs):
                     for query in queries:

@@ -9,12 +9,16 @@ import pytest
 import torch
 from collab_compress_cli import compress, edit, recover
 from collab_compress_cli import model as command_model
+from collab_compress_cli.arguments import Inputs
 from collab_compress_cli.compress import with_steps
-from collab_compress_cli.model import load_model
+from collab_compress_cli.data import load_data
+from collab_compress_cli.model import load_model, load_source
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
 from collab_compress import Compression, mix_heads_
 from collab_compress import compress as convert
+from collab_compress.report import ReportContext
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json")
 COMMANDS = {
@@ -117,13 +121,29 @@ def test_pruning_named_heads(run, tmp_path):
     assert outputs(tmp_path / "dense-pruned").isfinite().all()
 
 
-def test_pruning_a_share_by_texts(run, tmp_path):
+def test_pruning_a_share_by_texts(run, folder, tmp_path):
     code, printed, error = run("prune", "small", "--share", "0.3", "--data", "texts.txt", "--output", "out")
     assert (code, error) == (0, "")
     assert "the least important by confidence on sentences of texts.txt" in printed
     record = json.loads((tmp_path / "out" / "collab_compress.json").read_text())
     heads = sum(map(len, record["importance"].values()))
     assert sum(map(len, record["pruned_heads"].values())) == round(0.3 * heads)
+    source = load_source(str(folder / "small"), edited=True)
+    batches = load_data(Inputs(folder / "texts.txt"), source.model, source.tokenizer, 0).batches
+    page = ReportContext(source.model, batches, tokenizer=source.tokenizer).heads.confidence
+    assert record["importance"] == {name: pytest.approx(head.tolist(), rel=1e-4) for name, head in page.items()}
+
+
+def test_tensors_that_are_ignored_are_named_in_one_line(run, folder, tmp_path):
+    shutil.copytree(folder / "dense", tmp_path / "more")
+    tensors = load_file(tmp_path / "more" / "model.safetensors")
+    save_file({**tensors, "other": torch.ones(1)}, tmp_path / "more" / "model.safetensors", {"format": "pt"})
+    code, _, error = run("prune", "more", "--heads", "bert.encoder.layer.1.attention.self=0", "--quiet")
+    assert code == 0
+    assert (
+        error
+        == "collab-prune: more: ignored 1 tensors that BertForSequenceClassification does not use, such as other\n"
+    )
 
 
 def test_recovery_writes_a_recovered_model(run, folder, tmp_path):

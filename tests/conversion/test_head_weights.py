@@ -47,11 +47,11 @@ def slow_weights(model, batch):
             for b in range(probs.shape[0]):
                 for head in range(reading.site.heads):
                     for i in range(probs.shape[2]):
-                        if reading.real.query is not None and not reading.real.query[b, i]:
+                        if reading.masks.query is not None and not reading.masks.query[b, i]:
                             continue
                         mean = probs[b, head, i] @ values[b, :, head]
                         for j in range(probs.shape[3]):
-                            if reading.real.key is None or reading.real.key[b, j]:
+                            if reading.masks.key is None or reading.masks.key[b, j]:
                                 change = probs[b, head, i, j] * (values[b, j, head] - mean) @ heads[head]
                                 total[head] += change.square().sum()
     return {name: (total / total.mean() + LEAST).sqrt() for name, total in squares.items()}

@@ -32,7 +32,7 @@ def apart(model, dense, batch):
         model(**batch)
         dense(**batch)
         pairs = zip(tap.take(), target.take(), strict=True)
-        return sum(kl_divergence(one.probs, other.probs, one.real.query) for one, other in pairs).item()
+        return sum(kl_divergence(one.probs, other.probs, one.masks.query) for one, other in pairs).item()
 
 
 @pytest.mark.parametrize("form", ["shared", "per-head"])

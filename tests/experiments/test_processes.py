@@ -4,7 +4,7 @@ PROGRAM = """
 import os, sys, time
 import torch
 from collab_compress.errors import RecipeError
-from collab_compress.distributed import can_meet, on_every_process, failing_together, on_main_process
+from collab_compress.distributed import can_continue_together, on_every_process, failing_together, on_main_process
 from collab_compress.distributed import end_processes, process_state
 
 state, rank = process_state(), process_state().process_index
@@ -29,7 +29,7 @@ def attempt(name, work):
         say(name, "done")
     except Exception as error:
         say(name, f"{type(error).__name__}: {error}")
-    assert can_meet()
+    assert can_continue_together()
     assert reduce() == 2  # both go on
 
 attempt("told", lambda: [on_main_process(lambda: rank), on_every_process(lambda: rank)])

@@ -92,7 +92,7 @@ def test_masked_pixels_are_not_counted(name):
     assert counts == [(memory, memory), (queries, queries), (queries, memory)]
     with Tap(model) as tap, torch.no_grad():
         model(**batch)
-        masks = [reading.real for reading in tap.take()]
+        masks = [reading.masks for reading in tap.take()]
     assert [None if mask.key is None else int(mask.key.sum()) for mask in masks] == [memory, None, memory]
 
 

@@ -163,7 +163,7 @@ def test_each_tower_has_masks_of_its_own():
     batch["attention_mask"][0, 3:] = 0
     with Tap(model) as tap:
         run(model, batch)
-        real = {reading.site.kind: reading.real.query for reading in tap.take()}
+        real = {reading.site.kind: reading.masks.query for reading in tap.take()}
     assert real["encoder"] is None
     assert real["decoder"].sum() < 15
 

@@ -25,7 +25,7 @@ def test_outputs_are_what_the_output_projection_gets(model, batch, implementatio
             readings = tap.take()
         assert len(readings) == len(expected)
         for reading, inputs in zip(readings, expected, strict=True):
-            real = reading.real.query
+            real = reading.masks.query
             torch.testing.assert_close(reading.outputs[real], inputs[real], atol=2e-5, rtol=1e-4)
 
 
@@ -44,7 +44,7 @@ def test_rows_and_values_make_the_outputs(model, batch, implementation):
 
 def _keys(reading):
     """Return the mask (B, H, T, S) of unpadded keys, True throughout for padded queries."""
-    query, key = reading.real
+    query, key = reading.masks
     entries = key[:, None, None, :] | ~query[:, None, :, None]
     return entries.expand_as(reading.probs)
 
@@ -110,20 +110,20 @@ def test_masks_are_those_of_the_kind(family, make_tiny, batch):
     target = batch.get("decoder_attention_mask", source).bool()
     expected = {"encoder": (source, source), "decoder": (target, target), "cross": (target, source)}
     for reading in readings:
-        for actual, mask in zip(reading.real, expected[reading.site.kind], strict=True):
+        for actual, mask in zip(reading.masks, expected[reading.site.kind], strict=True):
             assert torch.equal(actual, mask)
 
 
 def test_a_mask_given_by_position_is_found(make_tiny, batch):
     with Tap(model := make_tiny("bert")) as tap:
         model(batch["input_ids"], batch["attention_mask"])
-        assert torch.equal(tap.take()[0].real.query, batch["attention_mask"].bool())
+        assert torch.equal(tap.take()[0].masks.query, batch["attention_mask"].bool())
 
 
 def test_without_a_mask_all_tokens_are_real(make_tiny, batch):
     with Tap(model := make_tiny("bert")) as tap:
         model(batch["input_ids"])
-        assert tap.take()[0].real == (None, None)
+        assert tap.take()[0].masks == (None, None)
 
 
 def test_a_mask_that_hides_padding_is_refused(make_tiny, batch):
@@ -141,12 +141,12 @@ def test_labels_tell_a_decoders_padding(make_tiny, batch):
     with Tap(model, kinds=("decoder",)) as tap:
         expected = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]]).bool()  # what the decoder reads
         model(**inputs, labels=labels)
-        assert torch.equal(tap.take()[0].real.query, expected)
+        assert torch.equal(tap.take()[0].masks.query, expected)
         shifted = model.prepare_decoder_input_ids_from_labels(labels)
         model(**inputs, decoder_input_ids=shifted)
-        assert torch.equal(tap.take()[0].real.query, expected)
+        assert torch.equal(tap.take()[0].masks.query, expected)
         model(**inputs, decoder_input_ids=shifted, labels=labels)
-        assert torch.equal(tap.take()[0].real.query, expected)
+        assert torch.equal(tap.take()[0].masks.query, expected)
 
 
 def test_nothing_is_kept(model, batch):

@@ -27,7 +27,7 @@ def test_a_penalty_is_its_loss_over_modules(loss, family, make_undropped, batch)
         values = [
             chosen.function(
                 getattr(reading, chosen.part),
-                reading.real.key if chosen.part in ("values", "keys") else reading.real.query,
+                reading.masks.key if chosen.part in ("values", "keys") else reading.masks.query,
             )
             for reading in tap.take()
             if reading.site.kind in chosen.kinds
@@ -120,7 +120,7 @@ def test_a_penalty_weighs_by_kind(make_undropped, make_batch):
         sums = dict.fromkeys(weights, 0.0)
         for reading in tap.take():
             if reading.site.kind in weights:
-                sums[reading.site.kind] += LOSSES["bhattacharyya"].function(reading.probs, reading.real.query)
+                sums[reading.site.kind] += LOSSES["bhattacharyya"].function(reading.probs, reading.masks.query)
     penalties = tuple(PenaltyOptions("bhattacharyya", weight, kinds=(kind,)) for kind, weight in weights.items())
     session = HeadSession(model, HeadTraining(penalties=penalties))
     model(**batch)
@@ -250,7 +250,7 @@ def test_growth_beside_a_summed_loss_is_divided_by_the_labels(make_undropped):
         for matrix in matrices:
             left, _, right = torch.linalg.svd(matrix.detach())
             torch.testing.assert_close(matrix.grad, -40 / 3 * left @ right)
-        with pytest.raises(HeadError, match="stands beside a summed loss; pass the labels"):
+        with pytest.raises(HeadError, match="divides by the number of labels; pass labels="):
             session.penalty()
 
 
@@ -351,8 +351,9 @@ def test_a_session_that_cannot_open_leaves_nothing_behind(make_undropped):
 def test_a_closed_session_does_not_go_on(make_tiny):
     with HeadSession(make_tiny("bert"), HeadTraining()) as session:
         session.step(0.5)
-    with pytest.raises(HeadError, match="the session is closed"):
-        session.step(0.6)
+    for go_on in (session.step, session.epoch):
+        with pytest.raises(HeadError, match="the session is closed"):
+            go_on(1)
 
 
 def test_a_pass_without_gradients_in_between_changes_nothing(make_undropped, batch):
@@ -397,9 +398,13 @@ def test_a_closed_session_leaves_the_model_as_it_was(make_undropped, batch):
         (lambda: PenaltyOptions("diversity"), "unknown loss 'diversity'; expected one of agreement, agr"),
         (lambda: PenaltyOptions("hsic", -1.0), "weight of hsic is -1.0; expected 0 or more"),
         (lambda: PenaltyOptions("hsic", schedule="cosine"), "unknown schedule 'cosine'"),
+        (lambda: PenaltyOptions("hsic", "1"), "weight of hsic is '1'; expected 0 or more"),
+        (lambda: PenaltyOptions("hsic", share="1"), "share '1'; expected either a weight"),
         (lambda: DropHeadOptions(1.0), "p is 1.0; expected a probability"),
+        (lambda: DropHeadOptions("a"), "p is 'a'; expected a probability"),
         (lambda: DropHeadOptions(start=2.0), "start is 2.0"),
         (lambda: AlphasOptions(frozen_ratio=31), "frozen_ratio of alphas is 31; expected 0 to 1"),
+        (lambda: AlphasOptions(growth=float("nan")), "growth of alphas is nan; expected 0 or more"),
         (lambda: AlphasOptions(growth_form="square"), "unknown growth form 'square'"),
         (
             lambda: HeadTraining(drophead=DropHeadOptions()),
@@ -430,9 +435,9 @@ def test_what_deepspeed_holds_is_refused(make_undropped):
     wrapper = type("Wrapper", (), {"optimizer": copies})()
     acting = HeadTraining(drophead=(DropHeadOptions(0.2),))
     for optimizer in (copies, wrapper):
-        with pytest.raises(HeadError, match=r"DeepSpeed was not tried.* shard the model with FSDP2 instead"):
+        with pytest.raises(HeadError, match=r"DeepSpeed is not supported.* shard the model with FSDP2 instead"):
             HeadSession(model, acting, optimizer)
         HeadSession(model, HeadTraining(), optimizer).close()
     next(model.parameters()).ds_id = 0
-    with pytest.raises(HeadError, match="DeepSpeed was not tried"):
+    with pytest.raises(HeadError, match="DeepSpeed is not supported"):
         HeadSession(model, acting)
