@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -346,17 +345,6 @@ def _text(place: int, item: Any) -> Text:
     raise CalibrationError(
         f"calibration item {place} is a {type(item).__name__}; expected a text, a pair of texts, or a batch"
     )
-
-
-def first_batches(calibration: Any, count: int) -> tuple[Any, bool]:
-    """Return ready batches, at most `count`, or other calibration data as they are; and whether they are batches."""
-    if calibration is None or isinstance(calibration, str | Path | Mapping) or not isinstance(calibration, Iterable):
-        return calibration, False
-    items = iter(calibration)
-    first = list(islice(items, 1))
-    if first and isinstance(first[0], Mapping):
-        return first + list(islice(items, count - 1)), True
-    return (first + list(items) if items is calibration else calibration), False
 
 
 def sequence_count(batch: Batch) -> int:

@@ -25,7 +25,8 @@ from collab_compress.architectures import AttentionSite, find_attention, transfo
 from collab_compress.attention import ScoreForm
 from collab_compress.attention.install import FORMS_AT
 from collab_compress.calibration import Batch, Calibration, calibration_batches
-from collab_compress.calibration.batches import first_batches, is_synthetic
+from collab_compress.calibration.batches import is_synthetic
+from collab_compress.calibration.synthetic import BATCH_SIZE
 from collab_compress.conversion.refit import check_models
 from collab_compress.errors import CalibrationError, CompressionError, HeadError
 from collab_compress.heads import Tap
@@ -38,7 +39,6 @@ StepProgress: TypeAlias = Callable[[int, int], None]
 SCORES_RATE = 1e-3
 VALUES_RATE = 2e-4
 LARGEST_RATE = 1.0
-BATCH_SIZE = 16
 RANDOM_LENGTH = 64
 SAMPLED = 4096
 
@@ -66,7 +66,7 @@ def recover_(
         model: converted, in any form. A model in half precision is trained in float32, then cast back.
         dense: the model it was converted from; another object.
         tokenizer: of both; as for `compress`.
-        calibration: as for `compress`; fewer than 16 texts a step mean fewer steps.
+        calibration: as for `compress`; with fewer than 16 texts a step, or larger batches, there are fewer steps.
         steps: most steps; each process takes 16 sequences a step.
         learning_rate: its maximum; 1e-3 by default, or 2e-4 if values are converted, which higher rates make worse.
         seed: of tokens and order; the tokens differ from those of a conversion with the same seed.
@@ -116,13 +116,12 @@ def recover_(
             )
         _check_models(model, dense)
         count = steps * training.world_size
-        calibration, are_batches = first_batches(calibration, count)
         synthetic = is_synthetic(calibration)
         batches = calibration_batches(
             calibration,
             dense,
             tokenizer,
-            sequences=None if are_batches else BATCH_SIZE * count,
+            sequences=BATCH_SIZE * count,
             length=RANDOM_LENGTH if length is None and synthetic else length,
             seed=seed + 1000,
         )
