@@ -24,7 +24,7 @@ from transformers.trainer_utils import TrainOutput
 from collab_compress.architectures import AttentionSite, find_attention, transformers_model
 from collab_compress.attention import ScoreForm
 from collab_compress.attention.install import FORMS_AT
-from collab_compress.calibration import Batch, Calibration, calibration_batches
+from collab_compress.calibration import Batch, Calibration, calibration_batches, evaluation_mode
 from collab_compress.calibration.batches import is_synthetic
 from collab_compress.calibration.synthetic import BATCH_SIZE
 from collab_compress.conversion.refit import check_models
@@ -54,7 +54,6 @@ def recover_(
     seed: int = 0,
     length: int | None = None,
     progress: StepProgress | None = None,
-    parameters: Callable[[AttentionSite], list[nn.Parameter]] | None = None,
     **arguments: Any,
 ) -> TrainOutput:
     """Train the attention of a converted model towards the dense model's, without labels, in place.
@@ -72,7 +71,6 @@ def recover_(
         seed: of tokens and order; the tokens differ from those of a conversion with the same seed.
         length: tokens of a random sequence, 64 by default, or where texts are cut; as for `calibration_batches`.
         progress: called with (done, total) after each step, in place of the `Trainer`'s own bar.
-        parameters: as for `distil_`.
         arguments: more of `TrainingArguments`.
 
     Returns:
@@ -128,7 +126,7 @@ def recover_(
         if synthetic and batches and "input_ids" in batches[0]:
             separator = getattr(tokenizer, "sep_token_id", None)
             batches = with_copies(batches, separator, getattr(dense.config, "type_vocab_size", 0) > 1, seed)
-        return distil_(model, dense, batches[:count], training, progress, parameters)
+        return distil_(model, dense, batches[:count], training, progress)
 
 
 def distil_(
@@ -137,9 +135,8 @@ def distil_(
     batches: Sequence[Batch],
     arguments: TrainingArguments,
     progress: StepProgress | None = None,
-    parameters: Callable[[AttentionSite], list[nn.Parameter]] | None = None,
 ) -> TrainOutput:
-    """Train the converted parameters of a model, in place; all others are frozen.
+    """Train the converted parameters of a model (`converted_parameters`), in place; all others are frozen.
 
     Converted queries, keys and mixing matrices learn from the divergence of the model's attention probabilities from
     the dense model's. Converted values and their output projections learn from the squared error of the attention
@@ -153,7 +150,6 @@ def distil_(
         batches: keyword arguments for the models, one batch a step, as `calibration_batches` makes them.
         arguments: learning rate, schedule, epochs, precision and the rest.
         progress: as for `recover_`.
-        parameters: returns the parameters of a module to train; by default `converted_parameters`.
 
     Returns:
         Of the `Trainer`: steps, mean loss, speed.
@@ -161,25 +157,20 @@ def distil_(
     Raises:
         HeadError: the model is not converted, or has other attention modules or heads than the dense one; they share
             parameters, or weights are offloaded or not finite, before or after training; several GPUs in one process.
-        CompressionError: progress or parameters is no function.
         CalibrationError: there are no batches.
         UnsupportedModelError: the models' family is not known.
     """
-    for name, function in (("progress", progress), ("parameters", parameters)):
-        if function is not None and not callable(function):
-            raise CompressionError(f"{name} is {function!r}; expected a function, or None")
     if not batches:
         raise CalibrationError("no batches to train on; pass 'synthetic', texts or batches")
     model, dense = transformers_model(model), transformers_model(dense)
     _check_models(model, dense)
     sites, dense_sites = find_attention(model), find_attention(dense)
-    choose = parameters or converted_parameters
-    trained = {parameter for site in sites for parameter in choose(site)}
+    trained = {parameter for site in sites for parameter in converted_parameters(site)}
     if not trained:
         raise HeadError(f"{type(model).__name__} is not converted, so there is nothing to recover")
     _check_sites(model, sites, dense, dense_sites)
     weights = {parameter: parameter.detach().clone() for parameter in trained}
-    with _restored(model, dense):
+    with _restored(model), evaluation_mode(model), evaluation_mode(dense):
         for parameter in model.parameters():
             parameter.requires_grad_(parameter in trained)
         with (
@@ -235,10 +226,9 @@ def _check_sites(
 
 
 @contextmanager
-def _restored(model: PreTrainedModel, dense: PreTrainedModel) -> Iterator[None]:
-    """Restore what a `Trainer` changes beside weights: training modes, requires_grad, and use_cache of the config."""
+def _restored(model: PreTrainedModel) -> Iterator[None]:
+    """Restore what a `Trainer` changes beside weights and modes: requires_grad, and use_cache of the config."""
     requires_grad = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    modes = {module: module.training for part in (model, dense) for module in part.modules()}
     use_cache = vars(model.config).get("use_cache")
     try:
         yield
@@ -246,8 +236,6 @@ def _restored(model: PreTrainedModel, dense: PreTrainedModel) -> Iterator[None]:
         vars(model.config).pop("use_cache", None)
         if use_cache is not None:
             model.config.use_cache = use_cache
-        for module, training in modes.items():
-            module.training = training
         for parameter, required in requires_grad.items():
             parameter.requires_grad_(required)
 
@@ -342,7 +330,7 @@ class _Call(NamedTuple):
 class _Watched:
     """Record the attention probabilities and attention outputs of a model's forward passes.
 
-    Of the dense model is recorded what is converted in the modules `like` its own.
+    For the dense model, record the maps that are converted in the corresponding modules of `like`.
     """
 
     def __init__(
@@ -409,7 +397,7 @@ class _Distiller(Trainer):  # type: ignore[misc]
                 "with torchrun, or show one by CUDA_VISIBLE_DEVICES"
             )
         super().__init__(model, arguments, train_dataset=list(batches), data_collator=itemgetter(0))
-        self.dense, self.watched = dense.eval().to(arguments.device), watched
+        self.dense, self.watched = dense.to(arguments.device), watched
         self.model_accepts_loss_kwargs = False
 
     def compute_loss(self, model: nn.Module, inputs: Batch, *_: Any, **__: Any) -> Tensor:

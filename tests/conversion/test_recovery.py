@@ -175,7 +175,6 @@ def test_recovery_on_texts(minilm, minilm_tokenizer):
         ({"speed": 2}, "recover_ got an unexpected keyword argument 'speed'; expected arguments of Training"),
         ({"dense": None}, "NoneType is no Transformers model"),
         ({"length": "64"}, "length is '64'; expected a whole number"),
-        ({"progress": 3}, "progress is 3; expected a function, or None"),
         (
             {"calibration": Dataset.from_dict({"text": ["a dog"] * 4, "label": [0] * 4})},
             r"got a data set with columns \['text', 'label'\]; pass the one with the texts",
