@@ -216,11 +216,11 @@ def _decompose(task: Task, moments: SiteMoments, head_weights: Tensor | None, le
     """Solve for the replacement of one map, and build it."""
     site = task.site
     started = perf_counter()
+    vectors = tuple(int(part.count) for part in moments) if moments else (0,) * len(site.inputs)
     try:
         if isinstance(site, ValueSite):
             values_form, parts, narrowing = _narrow(site, task.compression, moments)
             seconds = perf_counter() - started
-            vectors = moments[0].count if moments else 0
             report = value_report(site, values_form, narrowing, length, seconds, vectors)
             return Planned(site, values_form, parts, _dense(site), report)
         solve = _share_rotary if site.family.rotary else _share
@@ -228,8 +228,7 @@ def _decompose(task: Task, moments: SiteMoments, head_weights: Tensor | None, le
     except (ValueError, ImportError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         raise CompressionError(f"{site.name}: {error}") from error
     seconds = perf_counter() - started
-    counts = (moments[0].count, moments[1].count) if moments else (0.0, 0.0)
-    scores_report = module_report(site, form, result, length, seconds, counts, energy)
+    scores_report = module_report(site, form, result, length, seconds, vectors, energy)
     return Planned(site, form, parts, _dense(site), scores_report)
 
 
