@@ -1,6 +1,7 @@
 """Calibration data: random tokens, noise, texts, a model's own texts, files, or ready batches."""
 
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -173,8 +174,8 @@ def _media_batches(
     inputs: dict[str, Tensor] = {}
     if is_synthetic(calibration):
         inputs = noise_for(model, sequences or EQUAL, length, seed)
-    elif isinstance(calibration, str | Path) and Path(calibration).is_dir():
-        inputs, count = read_folder(Path(calibration), model, sequences, seed)
+    elif isinstance(calibration, str | Path) and os.path.isdir(os.path.expanduser(calibration)):
+        inputs, count = read_folder(Path(calibration).expanduser(), model, sequences, seed)
         if sequences is not None and sequences < count:
             notes.append(f"calibration uses {sequences} of {count} files, drawn at random")
     if not inputs:
@@ -291,7 +292,7 @@ def text_file(calibration: Any) -> Path | None:
 
 
 def _source(calibration: Any) -> str:
-    source = str(calibration).removeprefix(BESIDE)
+    source = os.path.expanduser(str(calibration).removeprefix(BESIDE))
     if not source:
         raise CalibrationError(
             f"calibration {str(calibration)!r} names no file; expected 'synthetic', 'generated', 'none', or a file "
