@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from collab_compress.architectures import (
     DenseSite,
     ValueSite,
+    find_attention,
     find_dense_attention,
     find_dense_values,
     transformers_model,
@@ -24,7 +25,7 @@ from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.keep import typical_length
 from collab_compress.errors import CalibrationError, UnsupportedModelError
 from collab_compress.factorization import Moments
-from collab_compress.options import CalibrationOptions
+from collab_compress.options import CalibrationOptions, Solver
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +116,7 @@ def calibrate(
     calibration_options: CalibrationOptions | None = None,
     seed: int = 0,
 ) -> Calibrated:
-    """Run `model` once on calibration data, for a plan and any number of conversions, which then need not.
+    """Run the model once on calibration data; plans and conversions then reuse its moments.
 
     Pass the result to `plan` and `compress` in place of the data. The conversion is the same, bit for bit, for the
     model itself before it changes, and for equal models. The moments take 8·D² bytes for each map of each attention
@@ -130,11 +131,13 @@ def calibrate(
 
     Raises:
         UnsupportedModelError: the model's family is not known.
+        CompressionError: the seed is unusable.
         CalibrationError: calibration data is missing or unusable.
     """
     tokenizer = tokenizer or getattr(model, "tokenizer", None)
     model = transformers_model(model)
-    data = read(model, calibration, tokenizer, calibration_options, seed)
+    find_attention(model)  # refuses unknown families before any data are read
+    data = read(model, calibration, tokenizer, calibration_options, Solver(seed=seed).seed)
     if not data.used:
         raise CalibrationError("calibration is none, so there is nothing to run the model on; pass data")
     sites: list[DenseSite | ValueSite] = []

@@ -31,7 +31,7 @@ from collab_compress.conversion.refit import check_models
 from collab_compress.errors import CalibrationError, CompressionError, HeadError
 from collab_compress.heads import Tap
 from collab_compress.losses import kl_divergence
-from collab_compress.options import check_seed
+from collab_compress.options import Solver
 
 StepProgress: TypeAlias = Callable[[int, int], None]
 """Called after each step with the number of steps done, and of all."""
@@ -84,7 +84,7 @@ def recover_(
     model, dense = transformers_model(model), transformers_model(dense)
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise CompressionError(f"steps is {steps!r}; expected a whole number, at least 1")
-    check_seed(seed)
+    seed = Solver(seed=seed).seed  # checks it
     if learning_rate is None:
         has_values = any(hasattr(module, FORMS_AT[1]) for module in model.modules())
         learning_rate = VALUES_RATE if has_values else SCORES_RATE
