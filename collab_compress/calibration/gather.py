@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import AttentionSite, DenseSite, Kind, ValueSite
+from collab_compress.devices import float64_device
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization import Moments
-from collab_compress.factorization.least_squares import ResidualMoments
 from collab_compress.transformers_parts import UNLABELLED
 
 Batch: TypeAlias = dict[str, Tensor]
@@ -264,6 +264,35 @@ class _Calls:
     last: int | None = None
 
 
+class _Sums:
+    """Sums of vectors and of their products.
+
+    A vector near the mean is subtracted first, so that a large mean costs no digits. Products are computed in
+    float32, or in float64 if the model is, and added in float64.
+    """
+
+    def __init__(self, near: Tensor) -> None:
+        self.near = near
+        self.device = float64_device(near.device)
+        self.first = torch.zeros(len(near), dtype=torch.float64, device=self.device)
+        self.second = torch.zeros(len(near), len(near), dtype=torch.float64, device=self.device)
+        self.count = 0
+
+    def add(self, vectors: Tensor) -> None:
+        """Add vectors (N, D)."""
+        shifted = vectors.to(self.near.dtype) - self.near
+        self.first += shifted.to(self.device).sum(0, dtype=torch.float64)
+        self.second += (shifted.mT @ shifted).to(self.device)
+        self.count += len(shifted)
+
+    def moments(self) -> Moments:
+        """Return the moments in float64."""
+        near, mean = self.near.to(self.device).double(), self.first / self.count
+        cross = torch.outer(near, mean)
+        second = self.second.div_(self.count).add_(cross).add_(cross.mT).addr_(near, near)
+        return Moments(near + mean, second, float(self.count))
+
+
 class _Watcher:
     """The inputs of one module's projections, added up by hooks."""
 
@@ -271,7 +300,7 @@ class _Watcher:
         self.site = site
         self.masks = AttentionMasks(None, None)
         self._calls = calls
-        self._sums = [ResidualMoments() for _ in site.inputs]
+        self._sums: list[_Sums | None] = [None] * len(site.inputs)
         self._query_input: Tensor | None = None
 
     def add(self, place: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -279,7 +308,12 @@ class _Watcher:
         query_input, self._query_input = self._query_input, args[0] if place == 0 and len(self._sums) > 1 else None
         if not place or args[0] is not query_input:
             vectors = self._vectors(args[0], getattr(self.masks, self.site.inputs[place][1]))
-            self._sums[place].add(vectors, vectors.new_empty(len(vectors), 0))  # no residuals
+            sums = self._sums[place]
+            if sums is None and len(vectors):
+                wide = vectors if vectors.dtype == torch.float64 else vectors.float()
+                sums = self._sums[place] = _Sums(wide.mean(0))
+            if sums is not None:
+                sums.add(vectors)
         self._calls.count += 1
         if self._calls.count == self._calls.last:
             raise _AllSeen
@@ -298,20 +332,14 @@ class _Watcher:
 
     def moments(self) -> tuple[Moments, ...]:
         """Return the moments; projections without sums share those of the first."""
-        if not self._sums[0].count:
+        first, *others = self._sums
+        if first is None:
             raise CalibrationError(
                 f"{self.site.name} saw no token during calibration; are all positions padding, or do the batches "
                 "lack what it reads (encoder_hidden_states, for cross-attention)?"
             )
-        moments: list[Moments] = []
         try:
-            while self._sums:  # of which each is released once it is converted
-                sums = self._sums.pop(0)
-                moments.append(_moments(sums) if sums.count else moments[0])
-            return tuple(moments)
+            moments = first.moments()
+            return (moments, *(moments if sums is None else sums.moments() for sums in others))
         except ValueError as error:
             raise CalibrationError(f"{self.site.name}: its inputs are not finite on the calibration data") from error
-
-
-def _moments(sums: ResidualMoments) -> Moments:
-    return Moments(sums.means()[0], sums.moments(centred=False)[0], float(sums.count))

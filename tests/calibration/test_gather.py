@@ -4,6 +4,7 @@ from transformers import BertModel
 
 from collab_compress.architectures import find_dense_attention
 from collab_compress.calibration import gather_moments
+from collab_compress.calibration.gather import _Sums
 from collab_compress.errors import CalibrationError
 
 
@@ -98,6 +99,25 @@ def test_batches_with_other_arguments_are_run_in_full_once(make_tiny, calibratio
     gather_moments(model, find_dense_attention(model)[:1], [*calibration, *bare, *calibration, *bare])
     handle.remove()
     assert len(reached) == 2
+
+
+def test_a_large_mean_costs_no_digits():
+    generator = torch.Generator().manual_seed(0)
+    vectors = 1e3 + 1e-1 * torch.randn(4096, 8, generator=generator)
+    sums = _Sums(vectors[:64].mean(0))
+    for part in vectors.split(64):
+        sums.add(part)
+    exact = vectors.double()
+    centred = exact - exact.mean(0)
+    torch.testing.assert_close(sums.moments().covariance(), centred.T @ centred / len(exact), rtol=1e-4, atol=1e-6)
+
+
+def test_half_precision_inputs_are_summed_wider():
+    vectors = torch.randn(512, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    sums = _Sums(vectors.float().mean(0))
+    sums.add(vectors)
+    exact = vectors.double()
+    torch.testing.assert_close(sums.moments().second, exact.T @ exact / 512, rtol=1e-5, atol=1e-6)
 
 
 def test_an_argument_that_is_none_is_left_out(make_tiny, batch):

@@ -74,18 +74,9 @@ def test_narrowed_moments_are_those_of_the_remaining_inputs(kept, strip, monkeyp
 
 def test_a_large_mean_costs_no_digits():
     inputs, residuals = vectors(200)
-    moments = moments_of(inputs, residuals)
-    far = moments_of((inputs + 1e3).float(), residuals.float())
-    torch.testing.assert_close(far.moments(centred=True), moments.moments(centred=True), atol=1e-3, rtol=1e-4)
-    torch.testing.assert_close(fit(far, 1e-3, bias=True)[0], fit(moments, 1e-3, bias=True)[0], atol=1e-3, rtol=1e-3)
-
-
-def test_half_precision_vectors_are_summed_wider():
-    inputs, residuals = (side.bfloat16() for side in vectors(512))
-    second, crossed = moments_of(inputs, residuals).moments(centred=False)
-    inputs, residuals = inputs.double(), residuals.double()
-    torch.testing.assert_close(second, inputs.T @ inputs / 512, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(crossed, inputs.T @ residuals / 512, rtol=1e-5, atol=1e-5)
+    expected, _ = fit(moments_of(inputs, residuals), 1e-3, bias=True)
+    far = (inputs + 1e3).float(), residuals.float()
+    torch.testing.assert_close(fit(moments_of(*far), 1e-3, bias=True)[0], expected, atol=1e-3, rtol=1e-3)
 
 
 def test_too_few_vectors_without_damping_are_refused():
