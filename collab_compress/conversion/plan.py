@@ -19,6 +19,7 @@ from collab_compress.attention.projections import width_in
 from collab_compress.attention.rotary import arranged
 from collab_compress.calibration import Batch, gather_moments
 from collab_compress.conversion.report import ModuleReport, ValueReport, module_report, value_report
+from collab_compress.devices import float64_device
 from collab_compress.distributed import on_every_process, process_state
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import (
@@ -163,7 +164,7 @@ def _groups(model: PreTrainedModel, tasks: Sequence[Task]) -> Iterator[list[Task
 def _thread_count(tasks: Sequence[Task]) -> int:
     """Return how many maps are decomposed at a time: several on a CPU, as matrices are too small for its threads."""
     devices = {
-        task.compression.solver.device or projection.weight.device.type
+        task.compression.solver.device or float64_device(projection.weight.device).type
         for task in tasks
         for projection, _ in task.site.inputs
     }

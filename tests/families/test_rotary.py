@@ -236,9 +236,10 @@ def test_widths_are_whole_heads(model):
             Compression(dk=8, form="per-head"),
             "queries and keys with a rotary embedding have no per-head form",
         ),
-        (Compression(dk=8, solver=Solver(centre=True)), "neither is centred"),
-        (Compression(dk=8, solver=Solver(method="parafac")), "solver als decomposes them"),
-        (Compression(dk=8, solver=Solver(tolerance=0.5)), "leave out centre, tolerance and other solvers"),
+        *(
+            (Compression(dk=8, solver=solver), "centre, tolerance and other solvers do not apply to rotary")
+            for solver in (Solver(centre=True), Solver(method="parafac"), Solver(tolerance=0.5))
+        ),
     ],
 )
 def test_what_rotary_models_lack_is_refused_at_once(compression, message, model):
