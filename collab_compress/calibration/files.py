@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedModel
 from transformers.image_utils import load_image
 
+from collab_compress.calibration.synthetic import sampled
 from collab_compress.errors import CalibrationError, one_line
 
 Text: TypeAlias = str | tuple[str, str]
@@ -211,8 +211,7 @@ def read_folder(folder: Path, model: PreTrainedModel, count: int | None, seed: i
             f"{folder} holds no {'images' if has_images else 'sounds'} for {type(model).__name__}; expected files "
             f"that end in {', '.join(suffixes)}, or pass batches as its processor makes them"
         )
-    order = torch.randperm(len(files), generator=torch.Generator().manual_seed(seed)).tolist()
-    chosen = [files[place] for place in order[:count]]
+    chosen = sampled(files, count, seed)
     return (_process_images(model, chosen) if has_images else _process_sounds(model, chosen)), len(files)
 
 

@@ -9,6 +9,7 @@ from math import ceil
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import (
@@ -21,11 +22,14 @@ from collab_compress.architectures import (
 )
 from collab_compress.calibration import Batch, Calibration, gather_moments
 from collab_compress.calibration.batches import noted_batches, sequence_count
+from collab_compress.calibration.gather import batch_masks
 from collab_compress.conversion.drift import split_held_back
-from collab_compress.conversion.keep import typical_length
 from collab_compress.errors import CalibrationError, UnsupportedModelError
 from collab_compress.factorization import Moments
 from collab_compress.options import CalibrationOptions, Solver
+
+TYPICAL = 128  # tokens, if nothing says how long inputs are
+COMMON = 0.9  # share of the calibration sequences that are no longer than the length that counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +109,20 @@ def read(
         seed=seed,
         moments={},
     )
+
+
+def typical_length(options: CalibrationOptions, model: PreTrainedModel, batches: Sequence[Batch] = ()) -> int:
+    """Return the number of tokens, or positions of a sound, for which costs count.
+
+    That is `length` if given, else the length that nine in ten calibration sequences do not exceed, else 128. Batches
+    are calibration data other than random tokens.
+    """
+    given = [batch for batch in batches if isinstance(batch.get("attention_mask"), Tensor)]
+    masks = [batch_masks(model, batch)["encoder"].query for batch in given if batch["attention_mask"].dim() == 2]
+    lengths = [mask.sum(1).float().cpu() for mask in masks if mask is not None]
+    if options.length is not None or not lengths:
+        return options.length or TYPICAL
+    return max(1, int(torch.cat(lengths).quantile(COMMON, interpolation="lower")))
 
 
 @torch.inference_mode(False)
