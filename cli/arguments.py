@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from collab_compress.errors import CollabCompressError, DataError
-from collab_compress.options import SECTION_NAMES, CalibrationOptions, Compression, ReportOptions, check_seed
+from collab_compress.options import (
+    LARGEST_SEED,
+    SECTION_NAMES,
+    CalibrationOptions,
+    Compression,
+    ReportOptions,
+    check_counts,
+)
 
 AUTO = "auto"
 CALIBRATIONS = "synthetic|generated|none|FILE[:COLUMN]|synthetic+FILE|DIR"
@@ -365,7 +372,7 @@ class PruneArguments(EditArguments):
     """Seed of the rows that are drawn, if there are more than --sentences."""
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
+        check_counts(self, CollabCompressError, "seed", least=0, most=LARGEST_SEED)
         if (self.share is None) == (not self.heads):
             raise CollabCompressError("say which heads to remove: --share SHARE of all, or --heads MODULE=H,H")
         measured = self.inputs.data is not None or self.inputs.task is not None
@@ -414,7 +421,7 @@ class RecoverArguments(EditArguments):
     """Seed of random tokens and of the order of texts."""
 
     def __post_init__(self) -> None:
-        check_seed(self.seed)
+        check_counts(self, CollabCompressError, "seed", least=0, most=LARGEST_SEED)
 
 
 @dataclass(frozen=True)

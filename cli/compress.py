@@ -219,7 +219,7 @@ def _calibration_words(source: Source, calibration: str) -> str | None:
         return words[calibration]
     if calibration.startswith(BESIDE):
         return f"texts and {random}"
-    return "files" if Path(calibration).is_dir() else "texts"
+    return "files" if Path(calibration).expanduser().is_dir() else "texts"
 
 
 def _report_lines(report: Report, calibration: str, latency: Latency | None) -> list[str]:

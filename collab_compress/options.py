@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import tyro
 
-from collab_compress.errors import CalibrationError, CollabCompressError, CompressionError, HeadError
+from collab_compress.errors import CalibrationError, CompressionError, HeadError
 
 Kind: TypeAlias = Literal["encoder", "decoder", "cross"]
 """Self-attention of an encoder or of a decoder, or cross-attention."""
@@ -34,10 +34,11 @@ SECTION_NAMES = (
 
 LARGEST_DAMPING = 1e6
 MOST_SWEEPS = 1_000_000
+LARGEST_SEED = 2**32 - 1  # of NumPy's generators, which take the fewest
 
 
-def check_counts(options: Any, error: type[Exception], *names: str, least: int = 1) -> None:
-    """Make some fields of `options` ints; raise `error` for one that is no whole number of at least `least`.
+def check_counts(options: Any, error: type[Exception], *names: str, least: int = 1, most: float = inf) -> None:
+    """Make some fields of `options` ints; raise `error` for one that is no whole number from `least` to `most`.
 
     A field that is None by default may be None.
     """
@@ -49,13 +50,9 @@ def check_counts(options: Any, error: type[Exception], *names: str, least: int =
             raise error(f"{name} is {value!r}; expected a whole number")
         if value < least:
             raise error(f"{name} is {value}; expected at least {least}")
+        if value > most:
+            raise error(f"{name} is {value}; expected at most {most:,}")
         object.__setattr__(options, name, int(value))  # NumPy's are not written as JSON
-
-
-def check_seed(seed: Any, error: type[CollabCompressError] = CompressionError) -> None:
-    """Refuse what is no seed of NumPy's generators, which are the most particular."""
-    if not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise error(f"seed is {seed!r}; expected a whole number from 0 to 2³² − 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +102,8 @@ class Solver:
                 raise CompressionError(f"unknown {name} {value!r}; expected one of {', '.join(choices)}")
         if self.effort == "fast" and (self.sweeps is not None or self.method != "als"):
             raise CompressionError("effort 'fast' says how many sweeps als makes; leave out sweeps and other solvers")
-        check_counts(self, CompressionError, "sweeps")
-        if self.sweeps is not None and self.sweeps > MOST_SWEEPS:
-            raise CompressionError(f"sweeps is {self.sweeps:.3g}; expected at most {MOST_SWEEPS:,}")
+        check_counts(self, CompressionError, "sweeps", most=MOST_SWEEPS)
+        check_counts(self, CompressionError, "seed", least=0, most=LARGEST_SEED)
         if not isinstance(self.damping, Real) or not 0 <= self.damping <= LARGEST_DAMPING:
             raise CompressionError(
                 f"damping is {self.damping!r}; expected 0 or more, up to {LARGEST_DAMPING:g} (calibration 'none' "
@@ -118,12 +114,6 @@ class Solver:
         for name, switch in (("centre", self.centre), ("refit", self.refit)):
             if switch not in (None, True, False):
                 raise CompressionError(f"{name} is {switch!r}; expected True, False or None")
-        check_seed(self.seed)
-
-    @property
-    def iteration_is_default(self) -> bool:
-        """Whether method, effort, sweeps and tolerance, which only iterative solvers have, are at their defaults."""
-        return (self.method, self.effort, self.sweeps, self.tolerance) == ("als", "best", None, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,14 +195,16 @@ class Compression:
         """Refuse settings of an iterative solver if none runs."""
         if not isinstance(self.solver, Solver):
             raise CompressionError(f"solver is {self.solver!r}; expected Solver(method='als', …)")
-        if self.form == "per-head" and not self.solver.iteration_is_default:
+        solver = self.solver
+        iterates = (solver.method, solver.effort, solver.sweeps, solver.tolerance) != ("als", "best", None, None)
+        if self.form == "per-head" and iterates:
             raise CompressionError(
                 "the per-head form is solved in closed form; leave out solver, sweeps, tolerance, effort"
             )
         values_alone = self.dk is None and self.keep is None
-        if values_alone and (self.form != "shared" or not self.solver.iteration_is_default):
+        if values_alone and (self.form != "shared" or iterates):
             raise CompressionError("form, solver, sweeps, tolerance and effort are for queries and keys; pass dk too")
-        if (self.dff is not None or self.keep is not None) and self.solver.refit is False:
+        if (self.dff is not None or self.keep is not None) and solver.refit is False:
             raise CompressionError("dff and keep refit the layers that read the neurons; leave out refit")
 
     @property
@@ -278,7 +270,7 @@ class ReportOptions:
         check_counts(self, HeadError, "head_sequences", "input_sequences", "dk", "dv", "dff")
         check_counts(self, HeadError, "kernel_tokens", least=4)
         check_counts(self, HeadError, "rounds", least=2)
-        check_seed(self.seed, HeadError)
+        check_counts(self, HeadError, "seed", least=0, most=LARGEST_SEED)
         if not isinstance(self.lengths, tuple | list) or not all(isinstance(length, int) for length in self.lengths):
             raise HeadError(f"lengths is {self.lengths!r}; expected numbers of tokens, such as (32, 128)")
         object.__setattr__(self, "lengths", tuple(self.lengths))  # lists come from JSON and YAML

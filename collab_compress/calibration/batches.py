@@ -1,15 +1,14 @@
 """Calibration data: random tokens, noise, texts, a model's own texts, files, or ready batches."""
 
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from numpy import ndarray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from collab_compress.calibration.files import Text, read_folder, read_texts, split_columns
@@ -20,6 +19,7 @@ from collab_compress.calibration.synthetic import (
     encode,
     generated_batches,
     noise_for,
+    pad,
     reads_images_too,
     sampled,
     start_token,
@@ -89,7 +89,10 @@ def noted_batches(
     length: int | None,
     seed: int,
 ) -> tuple[list[Batch], list[str], list[Batch]]:
-    """Return the batches of `calibration_batches`, a sentence for each thing left out, and the batches not drawn."""
+    """Return the batches of `calibration_batches`, a sentence for each thing left out, and the batches of texts.
+
+    The last are all batches that are not made from random tokens or noise.
+    """
     CalibrationOptions(sequences=sequences, length=length)  # checks both
     if is_none(calibration):
         return [], [], []
@@ -132,7 +135,7 @@ def noted_batches(
         texts = (
             [_text(place, item) for place, item in enumerate(items)] if items else read_texts(_source(calibration))
         )
-        sample = sampled(texts, len(texts) if sequences is None else sequences, seed)
+        sample = sampled(texts, sequences, seed)
         if len(sample) < len(texts):
             notes.append(f"calibration uses {len(sample)} of {len(texts)} texts, drawn at random")
         limit = usable_length(length, model, tokenizer)
@@ -142,7 +145,7 @@ def noted_batches(
         if items is None and str(calibration).startswith(BESIDE):
             given = batches
             batches = given + synthetic_batches(model, tokenizer, sequences, length, seed)
-            batches = sampled(batches, len(batches), seed)
+            batches = sampled(batches, None, seed)
     _check_vocabulary(model, batches)
     if given is None:
         given = [] if is_synthetic(calibration) else batches
@@ -174,8 +177,8 @@ def _media_batches(
     inputs: dict[str, Tensor] = {}
     if is_synthetic(calibration):
         inputs = noise_for(model, sequences or EQUAL, length, seed)
-    elif isinstance(calibration, str | Path) and Path(calibration).is_dir():
-        inputs, count = read_folder(Path(calibration), model, sequences, seed)
+    elif isinstance(calibration, str | Path) and os.path.isdir(os.path.expanduser(calibration)):
+        inputs, count = read_folder(Path(calibration).expanduser(), model, sequences, seed)
         if sequences is not None and sequences < count:
             notes.append(f"calibration uses {sequences} of {count} files, drawn at random")
     if not inputs:
@@ -230,7 +233,9 @@ def _text_batches(
             elif tokenizer.pad_token_id is not None:
                 batch = dict(tokenizer(part, **options, padding=True, return_tensors="pt"))
             else:
-                batch = _pad_without_token(tokenizer(part, **options))
+                encoded = tokenizer(part, **options)
+                columns = {name: [torch.tensor(row) for row in rows] for name, rows in encoded.items()}
+                (batch,) = pad(columns, "attention_mask", tokenizer)
             widths = [batch[name].shape[1] for name in ("input_ids", "decoder_input_ids") if name in batch]
             if length is not None and max(widths) == length:
                 sides = zip(*part, strict=True) if translates else [part]
@@ -242,7 +247,7 @@ def _text_batches(
         except Exception as error:  # tokenizers raises plain exceptions
             raise CalibrationError(f"the texts cannot be encoded: {one_line(error)}") from error
         batches.append(batch)
-    return sampled(batches, len(batches), seed), cut
+    return sampled(batches, None, seed), cut
 
 
 def encode_pairs(
@@ -267,13 +272,6 @@ def encode_pairs(
     return encoded | {"decoder_input_ids": shifted, "decoder_attention_mask": mask}
 
 
-def _pad_without_token(encoded: Mapping[str, list[list[int]]]) -> Batch:
-    """Pad tokenized texts on the right with token 0, which the attention mask leaves out."""
-    columns = {name: [torch.tensor(row) for row in rows] for name, rows in encoded.items()}
-    columns["attention_mask"] = [torch.ones_like(row) for row in columns["input_ids"]]
-    return {name: pad_sequence(rows, batch_first=True) for name, rows in columns.items()}
-
-
 def is_none(calibration: Any) -> bool:
     """Return whether there is no calibration."""
     return calibration is None or (isinstance(calibration, str) and calibration == "none")  # arrays compare otherwise
@@ -292,7 +290,7 @@ def text_file(calibration: Any) -> Path | None:
 
 
 def _source(calibration: Any) -> str:
-    source = str(calibration).removeprefix(BESIDE)
+    source = os.path.expanduser(str(calibration).removeprefix(BESIDE))
     if not source:
         raise CalibrationError(
             f"calibration {str(calibration)!r} names no file; expected 'synthetic', 'generated', 'none', or a file "
@@ -346,17 +344,6 @@ def _text(place: int, item: Any) -> Text:
     raise CalibrationError(
         f"calibration item {place} is a {type(item).__name__}; expected a text, a pair of texts, or a batch"
     )
-
-
-def first_batches(calibration: Any, count: int) -> tuple[Any, bool]:
-    """Return ready batches, at most `count`, or other calibration data as they are; and whether they are batches."""
-    if calibration is None or isinstance(calibration, str | Path | Mapping) or not isinstance(calibration, Iterable):
-        return calibration, False
-    items = iter(calibration)
-    first = list(islice(items, 1))
-    if first and isinstance(first[0], Mapping):
-        return first + list(islice(items, count - 1)), True
-    return (first + list(items) if items is calibration else calibration), False
 
 
 def sequence_count(batch: Batch) -> int:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import wave
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,11 +11,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedModel
 from transformers.image_utils import load_image
 
+from collab_compress.calibration.synthetic import sampled
 from collab_compress.errors import CalibrationError, one_line
 
 Text: TypeAlias = str | tuple[str, str]
@@ -33,7 +34,7 @@ def split_columns(source: str | Path) -> tuple[str, list[str]]:
     A source that exists under its full name, or has no colon, has no columns.
     """
     name, _, columns = str(source).rpartition(":")
-    if not name or _exists(Path(source)) or any(separator in columns for separator in "/\\"):
+    if not name or os.path.exists(source) or any(separator in columns for separator in "/\\"):
         return str(source), []
     return name, [column.strip() for column in columns.split(",")]
 
@@ -54,7 +55,7 @@ def read_texts(source: str | Path) -> list[Text]:
     suffix = path.suffix.lower()
     if len(columns) > 2:
         raise CalibrationError(f"{source} names {len(columns)} columns; expected one of texts, or two of pairs")
-    if columns and not (_exists(path) and path.is_file()) and suffix not in (*SEPARATORS, *JSON_LINES, ".txt"):
+    if columns and not os.path.isfile(path) and suffix not in (*SEPARATORS, *JSON_LINES, ".txt"):
         return _select(_load_data_set(name, columns), name, columns)
     content = _read(path)
     if suffix in JSON_LINES:
@@ -66,23 +67,15 @@ def read_texts(source: str | Path) -> list[Text]:
     return _parse_lines(path, content)
 
 
-def _exists(path: Path) -> bool:
-    """Return whether a path exists; False for what can be no path, such as a long text."""
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
-
-
 def _read(path: Path) -> str:
-    if _exists(path) and not path.is_file():  # reading a pipe would wait for ever
+    if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would wait for ever
         raise CalibrationError(f"cannot read calibration texts from {path}: expected a file")
     try:
         content = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         name = str(path) if len(str(path)) <= LONGEST_NAME else f"{str(path)[:60]}…"
         reason = getattr(error, "strerror", None) or error
-        advice = "; if it is a text, pass a list of texts" if " " in str(path) and not _exists(path) else ""
+        advice = "; if it is a text, pass a list of texts" if " " in str(path) and not os.path.exists(path) else ""
         raise CalibrationError(f"cannot read calibration texts from {name}: {reason}{advice}") from error
     if "\0" in content:
         raise CalibrationError(f"{path} holds NUL characters, as UTF-16 does; expected texts in UTF-8")
@@ -218,8 +211,7 @@ def read_folder(folder: Path, model: PreTrainedModel, count: int | None, seed: i
             f"{folder} holds no {'images' if has_images else 'sounds'} for {type(model).__name__}; expected files "
             f"that end in {', '.join(suffixes)}, or pass batches as its processor makes them"
         )
-    order = torch.randperm(len(files), generator=torch.Generator().manual_seed(seed)).tolist()
-    chosen = [files[place] for place in order[:count]]
+    chosen = sampled(files, count, seed)
     return (_process_images(model, chosen) if has_images else _process_sounds(model, chosen)), len(files)
 
 

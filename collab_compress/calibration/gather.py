@@ -2,13 +2,12 @@
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import AttentionSite, DenseSite, Kind, ValueSite
@@ -238,22 +237,19 @@ def gather_moments(
     calls = _Calls()
     watchers = [_Watcher(site, calls) for site in sites]
     call_counts: dict[frozenset[str], int] = {}
-    with evaluation_mode(model):
-        try:
+    with evaluation_mode(model), ExitStack() as hooks:
+        for watcher in watchers:
+            for place, (projection, _) in enumerate(watcher.site.inputs):
+                hooks.enter_context(projection.register_forward_pre_hook(partial(watcher.add, place)))
+        for batch in batches:
+            masks = batch_masks(model, batch)
             for watcher in watchers:
-                watcher.add_hooks()
-            for batch in batches:
-                masks = batch_masks(model, batch)
-                for watcher in watchers:
-                    watcher.masks = masks_of(watcher.site, masks)
-                names = frozenset(name for name, value in batch.items() if value is not None)
-                calls.count, calls.last = 0, call_counts.get(names)
-                with suppress(_AllSeen):
-                    run_batch(model, batch)
-                call_counts[names] = max(calls.count, call_counts.get(names, 0))
-        finally:
-            for watcher in watchers:
-                watcher.remove_hooks()
+                watcher.masks = masks_of(watcher.site, masks)
+            names = frozenset(name for name, value in batch.items() if value is not None)
+            calls.count, calls.last = 0, call_counts.get(names)
+            with suppress(_AllSeen):
+                run_batch(model, batch)
+            call_counts[names] = max(calls.count, call_counts.get(names, 0))
     return [watcher.moments() for watcher in watchers]
 
 
@@ -298,7 +294,7 @@ class _Sums:
 
 
 class _Watcher:
-    """Hooks on one module's projections that add up their inputs."""
+    """The inputs of one module's projections, added up by hooks."""
 
     def __init__(self, site: DenseSite | ValueSite, calls: _Calls) -> None:
         self.site = site
@@ -306,17 +302,9 @@ class _Watcher:
         self._calls = calls
         self._sums: list[_Sums | None] = [None] * len(site.inputs)
         self._query_input: Tensor | None = None
-        self._handles: list[RemovableHandle] = []
 
-    def add_hooks(self) -> None:
-        for place, (projection, _) in enumerate(self.site.inputs):
-            self._handles.append(projection.register_forward_pre_hook(partial(self._add, place)))
-
-    def remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _add(self, place: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def add(self, place: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Add the inputs of one call of a projection; a hook."""
         query_input, self._query_input = self._query_input, args[0] if place == 0 and len(self._sums) > 1 else None
         if not place or args[0] is not query_input:
             vectors = self._vectors(args[0], getattr(self.masks, self.site.inputs[place][1]))

@@ -71,7 +71,7 @@ def synthetic_batches(
     columns = {"input_ids": [row for row, _ in drawn]}
     if between is not None and "token_type_ids" in tokenizer.model_input_names:
         columns["token_type_ids"] = [types for _, types in drawn]
-    batches = _pad(columns, "attention_mask", tokenizer)
+    batches = pad(columns, "attention_mask", tokenizer)
     if not source:
         batches = [{} for _ in batches]
     if model.config.is_encoder_decoder:
@@ -81,9 +81,9 @@ def synthetic_batches(
         targets = draw(ids)
         for target in targets:
             target[: len(start)] = start[: len(target)]
-        decoder_batches = _pad({"decoder_input_ids": targets}, "decoder_attention_mask", tokenizer)
+        decoder_batches = pad({"decoder_input_ids": targets}, "decoder_attention_mask", tokenizer)
         batches = [{**batch, **target} for batch, target in zip(batches, decoder_batches, strict=True)]
-    return sampled(batches, len(batches), seed)
+    return sampled(batches, None, seed)
 
 
 def generated_batches(
@@ -257,8 +257,8 @@ def likelihoods(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Tenso
     return (uniform + zipf / zipf.sum()) / 2
 
 
-def sampled(items: Sequence[_Item], count: int, seed: int) -> list[_Item]:
-    """Draw at most `count` items in random order."""
+def sampled(items: Sequence[_Item], count: int | None, seed: int) -> list[_Item]:
+    """Draw at most `count` items, or all for None, in random order."""
     order = torch.randperm(len(items), generator=torch.Generator().manual_seed(seed))
     return [items[place] for place in order[:count].tolist()]
 
@@ -327,7 +327,7 @@ def _with_special(
     return ids, types
 
 
-def _pad(columns: Mapping[str, list[Tensor]], mask_name: str, tokenizer: PreTrainedTokenizerBase) -> list[Batch]:
+def pad(columns: Mapping[str, list[Tensor]], mask_name: str, tokenizer: PreTrainedTokenizerBase) -> list[Batch]:
     """Pad sequences on the right, batch by batch, and add the attention mask; the first column holds token ids."""
     ids_name = next(iter(columns))
     batches = []

@@ -9,22 +9,27 @@ from math import ceil
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import (
     DenseSite,
     ValueSite,
+    find_attention,
     find_dense_attention,
     find_dense_values,
     transformers_model,
 )
 from collab_compress.calibration import Batch, Calibration, gather_moments
 from collab_compress.calibration.batches import noted_batches, sequence_count
+from collab_compress.calibration.gather import batch_masks
 from collab_compress.conversion.drift import split_held_back
-from collab_compress.conversion.keep import typical_length
 from collab_compress.errors import CalibrationError, UnsupportedModelError
 from collab_compress.factorization import Moments
-from collab_compress.options import CalibrationOptions
+from collab_compress.options import CalibrationOptions, Solver
+
+TYPICAL = 128  # tokens, if nothing says how long inputs are
+COMMON = 0.9  # share of the calibration sequences that are no longer than the length that counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +111,20 @@ def read(
     )
 
 
+def typical_length(options: CalibrationOptions, model: PreTrainedModel, batches: Sequence[Batch] = ()) -> int:
+    """Return the number of tokens, or positions of a sound, for which costs count.
+
+    That is `length` if given, else the length that nine in ten calibration sequences do not exceed, else 128. Batches
+    are calibration data other than random tokens.
+    """
+    given = [batch for batch in batches if isinstance(batch.get("attention_mask"), Tensor)]
+    masks = [batch_masks(model, batch)["encoder"].query for batch in given if batch["attention_mask"].dim() == 2]
+    lengths = [mask.sum(1).float().cpu() for mask in masks if mask is not None]
+    if options.length is not None or not lengths:
+        return options.length or TYPICAL
+    return max(1, int(torch.cat(lengths).quantile(COMMON, interpolation="lower")))
+
+
 @torch.inference_mode(False)
 def calibrate(
     model: PreTrainedModel,
@@ -115,7 +134,7 @@ def calibrate(
     calibration_options: CalibrationOptions | None = None,
     seed: int = 0,
 ) -> Calibrated:
-    """Run `model` once on calibration data, for a plan and any number of conversions, which then need not.
+    """Run the model once on calibration data; plans and conversions then reuse its moments.
 
     Pass the result to `plan` and `compress` in place of the data. The conversion is the same, bit for bit, for the
     model itself before it changes, and for equal models. The moments take 8·D² bytes for each map of each attention
@@ -130,11 +149,13 @@ def calibrate(
 
     Raises:
         UnsupportedModelError: the model's family is not known.
+        CompressionError: the seed is unusable.
         CalibrationError: calibration data is missing or unusable.
     """
     tokenizer = tokenizer or getattr(model, "tokenizer", None)
     model = transformers_model(model)
-    data = read(model, calibration, tokenizer, calibration_options, seed)
+    find_attention(model)  # refuses unknown families before any data are read
+    data = read(model, calibration, tokenizer, calibration_options, Solver(seed=seed).seed)
     if not data.used:
         raise CalibrationError("calibration is none, so there is nothing to run the model on; pass data")
     sites: list[DenseSite | ValueSite] = []

@@ -34,7 +34,7 @@ class Origin:
     """Origin of an edited model.
 
     Args:
-        name: as people know it.
+        name: display name.
         directory: its files, whose card names licence, languages and task.
         repository: its name on the hub, if it is there.
     """
@@ -128,9 +128,10 @@ def _conversion(
     if dk:
         option = "per-head" if any(module.sizes for module in scores) else compression.form
         form = RotaryScores if rotary else FORMS[option]
+        solver = f"solver `{compression.solver.method}`, " if len(form.solvers) > 1 else ""
         yield (
             f"Queries and keys{_count(scores)} were decomposed into {form.space} of R = {width_range(dk)} "
-            f"(`{option}`, solver `{compression.solver.method}`, {how}), without retraining."
+            f"(`{option}`, {solver}{how}), without retraining."
         )
     else:
         yield "Queries and keys are the source's own."
@@ -177,7 +178,6 @@ def _figures(report: Report) -> Iterator[tuple[str, str]]:
         yield "scores take fewer operations", "at any length" if isinf(length) else f"up to {length:.0f} tokens"
     if report.values:
         yield "relative error of what heads add, mean over modules", _error(report.values)
-        yield "values take fewer operations", "at any length"
     if report.refits:
         last = report.refits[-1]
         before_refit = "" if last.error_before is None else f"{last.error_before:.2%} → "
@@ -193,7 +193,7 @@ def _error(parts: Sequence[ModuleReport | ValueReport]) -> str:
 def _licence(inherited: dict[str, Any]) -> str:
     licence, name = inherited.get("license"), inherited.get("license_name")
     if licence is None:
-        return "The source's card names none."
+        return "The source's model card names no licence."
     words = licence if isinstance(licence, str) else ", ".join(licence)
     return f"That of the source: {words}{f' ({name})' if isinstance(name, str) else ''}."
 

@@ -65,7 +65,6 @@ from collab_compress.conversion.refit import (
     refit,
 )
 from collab_compress.conversion.report import Drift, ModuleReport, Report, ValueReport
-from collab_compress.devices import has_float64
 from collab_compress.distributed import process_state
 from collab_compress.errors import CalibrationError, CompressionError
 from collab_compress.heads.sharding import refuse_unwritable
@@ -128,14 +127,15 @@ def compress(
     started = perf_counter()
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # new layers are initialised before they are filled
+        device = working_device(compression.solver.device, distributed)
         if compression.keep is None:  # refuse what cannot be converted before any data are read
-            tasks = find_tasks(model, compression, calibrated=not is_none(calibration))
-            working_device(compression.solver.device, tasks, distributed)
+            find_tasks(model, compression, calibrated=not is_none(calibration))
         data = read(model, calibration, tokenizer, calibration_options, compression.solver.seed)
         job = _Job(model, data, progress, distributed)
-        chosen, choice, by_module = compression, "", {}
+        placed = compression.with_solver(device=device)
+        chosen, choice, by_module = placed, "", {}
         if compression.keep is not None:
-            candidate, choice = _choose(job, compression)
+            candidate, choice = _choose(job, placed)
             chosen, by_module = candidate.compression, candidate.modules
         converted = _convert_copy(job, chosen, by_module)
         parameters_before = model.num_parameters()
@@ -148,6 +148,7 @@ def compress(
         for warning in warnings:
             _logger.warning(warning)
     reports = [item.report for item in converted.planned]
+    alike = all(other == chosen for other in by_module.values())
     return Report(
         modules=tuple(report for report in reports if isinstance(report, ModuleReport)),
         parameters_before=parameters_before,
@@ -158,7 +159,7 @@ def compress(
         sequences=sum(map(sequence_count, job.data.used)),
         warnings=warnings,
         values=tuple(report for report in reports if isinstance(report, ValueReport)),
-        compression=chosen if all(other == chosen for other in by_module.values()) else compression,
+        compression=(chosen if alike else compression).with_solver(device=compression.solver.device),
         choice=choice,
         calibrating=converted.seconds,
         refits=tuple(refitted.report for refitted in converted.refits),
@@ -230,7 +231,8 @@ def _check_config(model: PreTrainedModel) -> None:
     except Exception as error:  # whatever an attribute raises
         reason = str(error).partition("\n")[0]
         raise CompressionError(
-            f"the config of {type(model).__name__} cannot be copied ({reason}); take the attribute out that cannot"
+            f"the config of {type(model).__name__} cannot be copied ({reason}); remove the attribute that cannot be "
+            "copied"
         ) from error
 
 
@@ -261,11 +263,11 @@ def _check_solver(site: AttentionSite, compression: Compression) -> None:
     """Refuse centred queries, a tolerance and other solvers for a rotary module."""
     if not site.family.rotary:
         return
-    solvers, solver = form_for(compression.form, site).solvers, compression.solver
-    if (solver.centre, solver.tolerance) != (None, None) or solver.method not in solvers:
+    solver = compression.solver
+    fits = solver.method in form_for(compression.form, site).solvers
+    if not fits or (solver.centre, solver.tolerance) != (None, None):
         raise CompressionError(
-            f"{site.name}: a rotary embedding rotates queries and keys, so neither is centred, and solver "
-            f"{' or '.join(solvers)} decomposes them in all its sweeps; leave out centre, tolerance and other solvers"
+            f"{site.name}: centre, tolerance and other solvers do not apply to rotary embeddings; leave them out"
         )
 
 
@@ -276,8 +278,8 @@ def _check_weights(site: AttentionSite, projections: Iterable[tuple[str, Any]]) 
         check_weights((f"{site.path(path)}.{name}", weight) for name, weight in projection.named_parameters())
 
 
-def working_device(device: str | None, tasks: Sequence[Task], distributed: bool = False) -> str | None:
-    """Return the device to decompose on; None leaves each module on the device of its weights.
+def working_device(device: str | None, distributed: bool = False) -> str | None:
+    """Return the device to decompose on; None, if none is given, leaves each module where its weights are.
 
     "cuda" is each process's own GPU if a launcher started several on one machine.
 
@@ -285,11 +287,7 @@ def working_device(device: str | None, tasks: Sequence[Task], distributed: bool 
         CompressionError: there is no such device, or several processes would share one.
     """
     if device is None:
-        devices = {projection.weight.device for task in tasks for projection, _ in task.site.inputs}
-        without = {str(other) for other in devices if not has_float64(other)}
-        if without:
-            _logger.info("%s has no float64, so modules are decomposed on the CPU", ", ".join(sorted(without)))
-        return "cpu" if without else None
+        return None
     if distributed and process_state().num_processes > 1:
         kind, _, number = device.partition(":")
         places = gather_object([(platform.node(), device)])  # all processes must get here
@@ -323,7 +321,7 @@ def _choose(job: _Job, compression: Compression) -> tuple[Candidate, str]:
 
 
 def _layers(job: _Job, compression: Compression) -> Layers:
-    if not (job.data.used and job.data.held_back):
+    if not job.data.held_back:
         raise CompressionError(
             "keep chooses by what is lost on calibration data; pass at least two sequences, best your own texts"
         )
@@ -347,8 +345,6 @@ def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, C
     """Compute the conversion, and try it in a copy that shares the model's weights."""
     model = job.model
     tasks = find_tasks(model, compression, bool(job.data.used), by_module)
-    device = working_device(compression.solver.device, tasks, job.distributed)
-    tasks = [Task(task.site, task.compression.with_solver(device=device)) for task in tasks]
     refits = compression.dff is not None or _wants_refit(job, compression)
     if refits:
         check_weights(model.named_parameters())
@@ -382,7 +378,7 @@ def _narrower_blocks(job: _Job, compression: Compression) -> tuple[list[FeedForw
     """Return the feed-forward blocks to make narrower, and the config of a model with those."""
     if compression.dff is None:
         return [], None
-    if not (job.data.used and job.data.held_back):
+    if not job.data.held_back:
         raise CompressionError("dff takes calibration data of at least two sequences; pass texts")
     blocks = find_feed_forward(job.model, job.data.used[0])
     for block in blocks:
@@ -394,7 +390,7 @@ def _narrower_blocks(job: _Job, compression: Compression) -> tuple[list[FeedForw
 
 
 def _wants_refit(job: _Job, compression: Compression) -> bool:
-    has_data = bool(job.data.used) and bool(job.data.held_back)
+    has_data = bool(job.data.held_back)
     if compression.solver.refit and not has_data:
         raise CompressionError("refit takes calibration data of at least two sequences; pass more, or leave it out")
     return has_data and (job.data.refit if compression.solver.refit is None else compression.solver.refit)
@@ -503,6 +499,6 @@ def install_unset_(
         candidate = next(_layers(job, compression).starts())
         compression, by_module = candidate.compression, candidate.modules
     tasks = find_tasks(model, compression, bool(job.data.used), by_module)
-    working_device(compression.solver.device, tasks)
+    working_device(compression.solver.device)
     for task in tasks:
         _install(model, [empty_plan(task.site, task.form(bool(job.data.used)))])

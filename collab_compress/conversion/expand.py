@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import (
     FAMILIES,
-    AttentionFamily,
     AttentionSite,
     find_attention,
     refuse_hooks,
@@ -164,6 +162,8 @@ def to_stock(model: PreTrainedModel) -> PreTrainedModel:
         setattr(config, sites[0].family.free_width, width)
         stock: PreTrainedModel = type(model)(config).to(model.device, model.dtype)
     stock.load_state_dict(expanded.state_dict())
+    for name, parameter in expanded.named_parameters():
+        stock.get_parameter(name).requires_grad_(parameter.requires_grad)
     with torch.no_grad():
         for site, old in zip(find_attention(stock), scaling, strict=True):
             query = site.part(site.family.query)
@@ -215,23 +215,25 @@ def _expand(model: PreTrainedModel, head_width: int | None) -> Expansion:
     refuse_unwritable(model, "expand", CompressionError)
     dense_parts: list[tuple[Any, str, Any]] = []
     errors = {}
-    for name, module in model.named_modules():
-        if hasattr(module, ScoreForm.at):
-            _refuse_hooks(name, module, module.score_form.query, module.score_form.key)
-            _refuse_content_bias(model, name, module)
+    for site in find_attention(model):
+        name, module = site.name, site.module
+        scores, values = (getattr(module, at, None) for at in FORMS_AT)
+        if scores is not None:
+            _refuse_hooks(site, scores.query, scores.key)
+            _refuse_content_bias(model, site, scores)
             try:
-                if isinstance(module.score_form, RotaryScores):
+                if isinstance(scores, RotaryScores):
                     query, key, errors[name] = _dense_rotary(name, module)
                 else:
-                    query, key, errors[name] = _dense_projections(model, name, module, head_width)
+                    query, key, errors[name] = _dense_projections(site, scores, head_width)
             except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
                 raise CompressionError(f"{name}: {error} Look for NaN in its weights") from error
             dense_parts.append((module, ScoreForm.at, (query, key)))
-        if hasattr(module, NarrowValues.at):
-            parent = model.get_submodule(name.rpartition(".")[0])
-            refuse_hooks(f"{name}: its output projection", module.value_form.output_of(module, parent), stays=True)
-            _refuse_hooks(name, module, module.value_form.value)
-            dense_parts.append((module, NarrowValues.at, _dense_values(name, module, parent, head_width)))
+        if values is not None:
+            output = values.output_of(module, site.parent)
+            refuse_hooks(f"{name}: its output projection", output, stays=True)
+            _refuse_hooks(site, values.value)
+            dense_parts.append((module, NarrowValues.at, _dense_values(site, values, output, head_width)))
     if not dense_parts:
         raise CompressionError(f"{type(model).__name__} has no converted attention to expand")
     for module, at, dense in dense_parts:
@@ -243,52 +245,40 @@ def _expand(model: PreTrainedModel, head_width: int | None) -> Expansion:
     return Expansion(errors)
 
 
-def _refuse_hooks(name: str, module: Any, *paths: str) -> None:
+def _refuse_hooks(site: AttentionSite, *paths: str) -> None:
     for path in paths:
-        for part, layer in module.get_submodule(path).named_modules(prefix=f"{name}.{path}"):
+        for part, layer in site.module.get_submodule(path).named_modules(prefix=f"{site.name}.{path}"):
             refuse_hooks(part, layer)
 
 
-def _refuse_content_bias(model: PreTrainedModel, name: str, module: Any) -> None:
+def _refuse_content_bias(model: PreTrainedModel, site: AttentionSite, form: ScoreForm) -> None:
     """Refuse content biases where stock queries have no bias: a reloaded model would lack them."""
-    form: ScoreForm = module.score_form
-    family = _family(model, module)
-    if not form.content_bias or family is None:
+    if not form.content_bias:
         return
-    try:
-        value = attrgetter(family.value)(module)
-    except AttributeError:
-        return
+    value = site.part(site.family.value)
     if getattr(value, "proj", value).bias is None:  # queries have one exactly where values have
         raise CompressionError(
-            f"{name} has content biases, which centre=True made, and queries of a stock {type(model).__name__} have "
-            "no bias to hold them; keep the model converted, or convert with centre=False and expand that"
+            f"{site.name} has content biases, which centre=True made, and queries of a stock "
+            f"{type(model).__name__} have no bias to hold them; keep the model converted, or convert with "
+            "centre=False and expand that"
         )
 
 
-def _family(model: PreTrainedModel, module: Any) -> AttentionFamily | None:
-    return FAMILIES.get(getattr(module, "config", model.config).model_type)
-
-
-def _dense_values(name: str, module: Any, parent: Any, head_width: int | None) -> ValueParts:
-    form: NarrowValues = module.value_form
+def _dense_values(site: AttentionSite, form: NarrowValues, output: Any, head_width: int | None) -> ValueParts:
     form = form if head_width is None else replace(form, head_width=head_width)
-    output = form.output_of(module, parent)
-    value, bias, weight = form.read(name, module, output)
+    value, bias, weight = form.read(site.name, site.module, output)
     dense_bias = None if bias is None else form.widened(bias, 0, form.sizes)
-    dense = _linear(form.widened(value, 1, form.sizes), dense_bias, module.get_submodule(form.value).proj.weight)
+    dense = _linear(form.widened(value, 1, form.sizes), dense_bias, site.part(form.value).proj.weight)
     wide = form.widened(weight, 0, form.output_sizes)  # (H·d, D)
     output_weight = nn.Parameter(wide.T.contiguous() if output_dim(output) else wide, output.weight.requires_grad)
     return ValueParts(dense, output, output_weight, output.bias)
 
 
-def _dense_projections(
-    model: PreTrainedModel, name: str, module: Any, head_width: int | None
-) -> tuple[nn.Linear, nn.Linear, float]:
+def _dense_projections(site: AttentionSite, form: Any, head_width: int | None) -> tuple[nn.Linear, nn.Linear, float]:
     """Return dense query and key projections of a collaborative module, and their relative error."""
-    form: ScoreForm = module.score_form
+    module: Any = site.module
     width = form.head_width if head_width is None else head_width
-    *factors, bias = form.read(name, module)
+    *factors, bias = form.read(site.name, module)
     place = float64_device(factors[0].device)
     query, mixing, key = (factor.to(place).double() for factor in factors)
     content = None if bias is None else bias.to(place).double()
@@ -308,8 +298,7 @@ def _dense_projections(
         query_biases.append(left[len(query)] if content is not None else left.new_zeros(width))
     like = module.get_submodule(form.query).proj.weight
     dense_query = _linear(torch.cat(query_weights, 1), torch.cat(query_biases) if content is not None else None, like)
-    family = _family(model, module)
-    has_key_bias = content is not None and (family is None or family.key_bias)
+    has_key_bias = content is not None and site.family.key_bias
     dense_key = _linear(torch.cat(key_weights, 1), torch.zeros(form.heads * width) if has_key_bias else None, like)
     return dense_query, dense_key, (lost / total) ** 0.5 if total else 0.0
 

@@ -10,7 +10,7 @@ which is small for a head that attends to tokens without content, and large for 
 much.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import AttentionSite
-from collab_compress.attention.install import HeadCall, add_head_hook_, for_each_head, remove_head_hook_
+from collab_compress.attention.install import HeadCall, for_each_head
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.batches import sequence_count
-from collab_compress.calibration.gather import AttentionMasks, batch_masks, masks_of, resize_mask
+from collab_compress.calibration.gather import AttentionMasks, MaskKind, batch_masks, masks_of, resize_mask
+from collab_compress.heads.hooks import HeadHooks
 
 ENOUGH = 128  # sequences, for one number a head
 LEAST = 1e-3  # of the heads' mean square: every head's scores count
@@ -45,60 +46,55 @@ def head_weights(
     """
     if not sites or not batches:
         return {}
-    watchers = [_Watcher(site) for site in sites]
-    with evaluation_mode(model):
-        try:
-            for watcher in watchers:
-                add_head_hook_(watcher.site.module, watcher)
-            for batch in batches[:: max(1, sum(map(sequence_count, batches)) // ENOUGH)]:
-                masks = batch_masks(model, batch)
-                for watcher in watchers:
-                    watcher.masks = masks_of(watcher.site, masks)
-                run_batch(model, batch)
-        finally:
-            for watcher in watchers:
-                remove_head_hook_(watcher.site.module, watcher)
-    return {watcher.site.name: watcher.weights() for watcher in watchers}
+    with evaluation_mode(model), _Watcher(sites) as watcher:
+        for batch in batches[:: max(1, sum(map(sequence_count, batches)) // ENOUGH)]:
+            watcher.masks = batch_masks(model, batch)
+            run_batch(model, batch)
+    return {name: _normalised(squares) for name, squares in watcher.squares.items()}
 
 
-class _Watcher:
-    """A hook that adds up w² of one module's heads."""
+class _Watcher(HeadHooks):
+    """Add up w² of the heads of attention modules."""
 
     needs_probs = True
+    masks: Mapping[MaskKind, AttentionMasks] = {}
 
-    def __init__(self, site: AttentionSite) -> None:
-        self.site = site
-        self.masks = AttentionMasks(None, None)
-        self.squares = torch.zeros(site.heads, dtype=torch.float64, device="cpu")
+    def __init__(self, sites: Sequence[AttentionSite]) -> None:
+        self.squares = {site.name: torch.zeros(site.heads, dtype=torch.float64, device="cpu") for site in sites}
+        self._add(sites)
 
-    def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
+    def act(self, site: AttentionSite, outputs: Tensor, call: HeadCall) -> Tensor:
+        """Add w² of one call of a module."""
         assert call.probs is not None
-        values = for_each_head(call.value, self.site.heads)
-        squares = _squares(call.probs, values, outputs.transpose(1, 2), self._gram(values.shape[-1]))
-        for dim, mask in ((2, self.masks.query), (3, self.masks.key)):
+        values = for_each_head(call.value, site.heads)
+        squares = _squares(call.probs, values, outputs.transpose(1, 2), _gram(site, values.shape[-1]))
+        masks = masks_of(site, self.masks)
+        for dim, mask in ((2, masks.query), (3, masks.key)):
             mask = resize_mask(mask, squares.shape[dim])
             if mask is not None and mask.shape == (squares.shape[0], squares.shape[dim]):
                 squares = squares * mask.to(squares.device).unsqueeze(1).unsqueeze(5 - dim)
-        self.squares += squares.sum((0, 2, 3)).cpu().double()
+        self.squares[site.name] += squares.sum((0, 2, 3)).cpu().double()
         return outputs
 
-    def _gram(self, width: int) -> Tensor | None:
-        """Return O·Oᵀ of each head, (H, s, s); None if the output projection is no plain layer."""
-        output = self.site.part(self.site.family.output)
-        if type(output) not in (nn.Linear, Conv1D):
-            return None
-        weight: Tensor = output.weight if isinstance(output, Conv1D) else output.weight.mT
-        if len(weight) != self.site.heads * width:
-            return None
-        heads = weight.detach().reshape(self.site.heads, width, -1)
-        return heads @ heads.mT
 
-    def weights(self) -> Tensor | None:
-        """Return w (H,) with mean square 1; None if no head adds anything."""
-        mean = self.squares.mean()
-        if not bool(torch.isfinite(mean)) or float(mean) <= 0:
-            return None
-        return (self.squares / mean + LEAST).sqrt()
+def _gram(site: AttentionSite, width: int) -> Tensor | None:
+    """Return O·Oᵀ of each head, (H, s, s); None if the output projection is no plain layer."""
+    output = site.part(site.family.output)
+    if type(output) not in (nn.Linear, Conv1D):
+        return None
+    weight: Tensor = output.weight if isinstance(output, Conv1D) else output.weight.mT
+    if len(weight) != site.heads * width:
+        return None
+    heads = weight.detach().reshape(site.heads, width, -1)
+    return heads @ heads.mT
+
+
+def _normalised(squares: Tensor) -> Tensor | None:
+    """Return w (H,) with mean square 1 of sums of w²; None if no head adds anything."""
+    mean = squares.mean()
+    if not bool(torch.isfinite(mean)) or float(mean) <= 0:
+        return None
+    return (squares / mean + LEAST).sqrt()
 
 
 def _squares(probs: Tensor, values: Tensor, outputs: Tensor, gram: Tensor | None) -> Tensor:

@@ -1,11 +1,9 @@
 """Choose widths and a form that keep a share of the layers' operations, by how far each moves the outputs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import get_args
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import (
@@ -18,15 +16,12 @@ from collab_compress.architectures import (
 )
 from collab_compress.attention import FORMS, NarrowValues
 from collab_compress.calibration import Batch
-from collab_compress.calibration.gather import batch_masks
 from collab_compress.conversion.expand import refuse_stock
 from collab_compress.conversion.feed_forward import FeedForward, block_report, find_feed_forward, narrower_config
 from collab_compress.conversion.report import dense_macs, width_range
 from collab_compress.errors import CompressionError, UnsupportedModelError
-from collab_compress.options import CalibrationOptions, Compression, Form
+from collab_compress.options import Compression, Form
 
-TYPICAL = 128  # tokens, if nothing says how long inputs are
-COMMON = 0.9  # share of the calibration sequences that are no longer than the length that counts
 STEP = 0.15  # of attention's operations, by which the split between attention and feed-forward blocks is moved
 NEURONS = 32  # wide blocks keep a multiple of it: products of odd widths take longer
 SPLIT = {"shared": (0.85, 1.15), "per-head": (1.0, 1.0)}
@@ -93,7 +88,7 @@ class _Attention:
         return _Widths(dk, heads * channels, macs + self._values_macs(heads * channels))
 
     def widest(self, form: Form, share: float) -> _Widths | None:
-        """Return the largest widths that keep a share of the operations, with scores no dearer than dense.
+        """Return the largest widths that keep a share of the operations, whose scores cost no more than dense ones.
 
         None if there are none. Shared channels that cost more than dense are not narrowed further: they would keep
         much less than was asked for.
@@ -261,20 +256,6 @@ def choose(layers: Layers, drift: Callable[[Candidate], float]) -> tuple[Candida
     if others:
         reason += f" On a part of the calibration data it moves the outputs by {least:.1%}. Others tried: {others}."
     return best, reason
-
-
-def typical_length(options: CalibrationOptions, model: PreTrainedModel, batches: Sequence[Batch] = ()) -> int:
-    """Return the number of tokens, or positions of a sound, for which costs count.
-
-    That is `length` if given, else the length that nine in ten calibration sequences do not exceed, else 128. Batches
-    are calibration data other than random tokens.
-    """
-    given = [batch for batch in batches if isinstance(batch.get("attention_mask"), Tensor)]
-    masks = [batch_masks(model, batch)["encoder"].query for batch in given if batch["attention_mask"].dim() == 2]
-    lengths = [mask.sum(1).float().cpu() for mask in masks if mask is not None]
-    if options.length is not None or not lengths:
-        return options.length or TYPICAL
-    return max(1, int(torch.cat(lengths).quantile(COMMON, interpolation="lower")))
 
 
 def _why_no_heads(model: PreTrainedModel, modules: int) -> str:

@@ -19,6 +19,7 @@ from collab_compress.attention.projections import width_in
 from collab_compress.attention.rotary import arranged
 from collab_compress.calibration import Batch, gather_moments
 from collab_compress.conversion.report import ModuleReport, ValueReport, module_report, value_report
+from collab_compress.devices import float64_device
 from collab_compress.distributed import on_every_process, process_state
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import (
@@ -161,7 +162,7 @@ def _groups(model: PreTrainedModel, tasks: Sequence[Task]) -> Iterator[list[Task
 def _thread_count(tasks: Sequence[Task]) -> int:
     """Return how many maps are decomposed at a time: several on a CPU, as matrices are too small for its threads."""
     devices = {
-        task.compression.solver.device or projection.weight.device.type
+        task.compression.solver.device or float64_device(projection.weight.device).type
         for task in tasks
         for projection, _ in task.site.inputs
     }
@@ -214,11 +215,11 @@ def _decompose(task: Task, moments: SiteMoments, head_weights: Tensor | None, le
     """Solve for the replacement of one map, and build it."""
     site = task.site
     started = perf_counter()
+    vectors = tuple(int(part.count) for part in moments) if moments else (0,) * len(site.inputs)
     try:
         if isinstance(site, ValueSite):
             values_form, parts, narrowing = _narrow(site, task.compression, moments)
             seconds = perf_counter() - started
-            vectors = moments[0].count if moments else 0
             report = value_report(site, values_form, narrowing, length, seconds, vectors)
             return Planned(site, values_form, parts, _dense(site), report)
         solve = _share_rotary if site.family.rotary else _share
@@ -226,8 +227,7 @@ def _decompose(task: Task, moments: SiteMoments, head_weights: Tensor | None, le
     except (ValueError, ImportError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         raise CompressionError(f"{site.name}: {error}") from error
     seconds = perf_counter() - started
-    counts = (moments[0].count, moments[1].count) if moments else (0.0, 0.0)
-    scores_report = module_report(site, form, result, length, seconds, counts, energy)
+    scores_report = module_report(site, form, result, length, seconds, vectors, energy)
     return Planned(site, form, parts, _dense(site), scores_report)
 
 

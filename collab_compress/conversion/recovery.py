@@ -24,13 +24,14 @@ from transformers.trainer_utils import TrainOutput
 from collab_compress.architectures import AttentionSite, find_attention, transformers_model
 from collab_compress.attention import ScoreForm
 from collab_compress.attention.install import FORMS_AT
-from collab_compress.calibration import Batch, Calibration, calibration_batches
-from collab_compress.calibration.batches import first_batches, is_synthetic
+from collab_compress.calibration import Batch, Calibration, calibration_batches, evaluation_mode
+from collab_compress.calibration.batches import is_synthetic
+from collab_compress.calibration.synthetic import BATCH_SIZE
 from collab_compress.conversion.refit import check_models
 from collab_compress.errors import CalibrationError, CompressionError, HeadError
 from collab_compress.heads import Tap
 from collab_compress.losses import kl_divergence
-from collab_compress.options import check_seed
+from collab_compress.options import Solver
 
 StepProgress: TypeAlias = Callable[[int, int], None]
 """Called after each step with the number of steps done, and of all."""
@@ -38,7 +39,6 @@ StepProgress: TypeAlias = Callable[[int, int], None]
 SCORES_RATE = 1e-3
 VALUES_RATE = 2e-4
 LARGEST_RATE = 1.0
-BATCH_SIZE = 16
 RANDOM_LENGTH = 64
 SAMPLED = 4096
 
@@ -54,7 +54,6 @@ def recover_(
     seed: int = 0,
     length: int | None = None,
     progress: StepProgress | None = None,
-    parameters: Callable[[AttentionSite], list[nn.Parameter]] | None = None,
     **arguments: Any,
 ) -> TrainOutput:
     """Train the attention of a converted model towards the dense model's, without labels, in place.
@@ -66,13 +65,12 @@ def recover_(
         model: converted, in any form. A model in half precision is trained in float32, then cast back.
         dense: the model it was converted from; another object.
         tokenizer: of both; as for `compress`.
-        calibration: as for `compress`; fewer than 16 texts a step mean fewer steps.
+        calibration: as for `compress`; with fewer than 16 texts a step, or larger batches, there are fewer steps.
         steps: most steps; each process takes 16 sequences a step.
         learning_rate: its maximum; 1e-3 by default, or 2e-4 if values are converted, which higher rates make worse.
         seed: of tokens and order; the tokens differ from those of a conversion with the same seed.
         length: tokens of a random sequence, 64 by default, or where texts are cut; as for `calibration_batches`.
         progress: called with (done, total) after each step, in place of the `Trainer`'s own bar.
-        parameters: as for `distil_`.
         arguments: more of `TrainingArguments`.
 
     Returns:
@@ -86,7 +84,7 @@ def recover_(
     model, dense = transformers_model(model), transformers_model(dense)
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise CompressionError(f"steps is {steps!r}; expected a whole number, at least 1")
-    check_seed(seed)
+    seed = Solver(seed=seed).seed  # checks it
     if learning_rate is None:
         has_values = any(hasattr(module, FORMS_AT[1]) for module in model.modules())
         learning_rate = VALUES_RATE if has_values else SCORES_RATE
@@ -116,20 +114,19 @@ def recover_(
             )
         _check_models(model, dense)
         count = steps * training.world_size
-        calibration, are_batches = first_batches(calibration, count)
         synthetic = is_synthetic(calibration)
         batches = calibration_batches(
             calibration,
             dense,
             tokenizer,
-            sequences=None if are_batches else BATCH_SIZE * count,
+            sequences=BATCH_SIZE * count,
             length=RANDOM_LENGTH if length is None and synthetic else length,
             seed=seed + 1000,
         )
         if synthetic and batches and "input_ids" in batches[0]:
             separator = getattr(tokenizer, "sep_token_id", None)
             batches = with_copies(batches, separator, getattr(dense.config, "type_vocab_size", 0) > 1, seed)
-        return distil_(model, dense, batches[:count], training, progress, parameters)
+        return distil_(model, dense, batches[:count], training, progress)
 
 
 def distil_(
@@ -138,9 +135,8 @@ def distil_(
     batches: Sequence[Batch],
     arguments: TrainingArguments,
     progress: StepProgress | None = None,
-    parameters: Callable[[AttentionSite], list[nn.Parameter]] | None = None,
 ) -> TrainOutput:
-    """Train the converted parameters of a model, in place; all others are frozen.
+    """Train the converted parameters of a model (`converted_parameters`), in place; all others are frozen.
 
     Converted queries, keys and mixing matrices learn from the divergence of the model's attention probabilities from
     the dense model's. Converted values and their output projections learn from the squared error of the attention
@@ -154,7 +150,6 @@ def distil_(
         batches: keyword arguments for the models, one batch a step, as `calibration_batches` makes them.
         arguments: learning rate, schedule, epochs, precision and the rest.
         progress: as for `recover_`.
-        parameters: returns the parameters of a module to train; by default `converted_parameters`.
 
     Returns:
         Of the `Trainer`: steps, mean loss, speed.
@@ -162,25 +157,20 @@ def distil_(
     Raises:
         HeadError: the model is not converted, or has other attention modules or heads than the dense one; they share
             parameters, or weights are offloaded or not finite, before or after training; several GPUs in one process.
-        CompressionError: progress or parameters is no function.
         CalibrationError: there are no batches.
         UnsupportedModelError: the models' family is not known.
     """
-    for name, function in (("progress", progress), ("parameters", parameters)):
-        if function is not None and not callable(function):
-            raise CompressionError(f"{name} is {function!r}; expected a function, or None")
     if not batches:
         raise CalibrationError("no batches to train on; pass 'synthetic', texts or batches")
     model, dense = transformers_model(model), transformers_model(dense)
     _check_models(model, dense)
     sites, dense_sites = find_attention(model), find_attention(dense)
-    choose = parameters or converted_parameters
-    trained = {parameter for site in sites for parameter in choose(site)}
+    trained = {parameter for site in sites for parameter in converted_parameters(site)}
     if not trained:
         raise HeadError(f"{type(model).__name__} is not converted, so there is nothing to recover")
     _check_sites(model, sites, dense, dense_sites)
     weights = {parameter: parameter.detach().clone() for parameter in trained}
-    with _restored(model, dense):
+    with _restored(model), evaluation_mode(model), evaluation_mode(dense):
         for parameter in model.parameters():
             parameter.requires_grad_(parameter in trained)
         with (
@@ -236,10 +226,9 @@ def _check_sites(
 
 
 @contextmanager
-def _restored(model: PreTrainedModel, dense: PreTrainedModel) -> Iterator[None]:
-    """Restore what a `Trainer` changes beside weights: training modes, requires_grad, and use_cache of the config."""
+def _restored(model: PreTrainedModel) -> Iterator[None]:
+    """Restore what a `Trainer` changes beside weights and modes: requires_grad, and use_cache of the config."""
     requires_grad = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    modes = {module: module.training for part in (model, dense) for module in part.modules()}
     use_cache = vars(model.config).get("use_cache")
     try:
         yield
@@ -247,8 +236,6 @@ def _restored(model: PreTrainedModel, dense: PreTrainedModel) -> Iterator[None]:
         vars(model.config).pop("use_cache", None)
         if use_cache is not None:
             model.config.use_cache = use_cache
-        for module, training in modes.items():
-            module.training = training
         for parameter, required in requires_grad.items():
             parameter.requires_grad_(required)
 
@@ -343,7 +330,7 @@ class _Call(NamedTuple):
 class _Watched:
     """Record the attention probabilities and attention outputs of a model's forward passes.
 
-    Of the dense model is recorded what is converted in the modules `like` its own.
+    For the dense model, record the maps that are converted in the corresponding modules of `like`.
     """
 
     def __init__(
@@ -410,7 +397,7 @@ class _Distiller(Trainer):  # type: ignore[misc]
                 "with torchrun, or show one by CUDA_VISIBLE_DEVICES"
             )
         super().__init__(model, arguments, train_dataset=list(batches), data_collator=itemgetter(0))
-        self.dense, self.watched = dense.eval().to(arguments.device), watched
+        self.dense, self.watched = dense.to(arguments.device), watched
         self.model_accepts_loss_kwargs = False
 
     def compute_loss(self, model: nn.Module, inputs: Batch, *_: Any, **__: Any) -> Tensor:

@@ -89,7 +89,7 @@ def refit(
         CalibrationError: there are no batches, or they take different ways through the model.
         HeadError: the dense model lacks a layer of the other, or has it in another width.
     """
-    if not used or not held_back:
+    if not held_back:
         raise CalibrationError("refitting takes at least two sequences, one of them held back; pass more data")
     used, held_back = (batches[:: ceil(len(batches) / MOST)] for batches in (used, held_back))
     with evaluation_mode(model), evaluation_mode(dense):

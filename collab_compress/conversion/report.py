@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any
 
 from collab_compress.architectures import DenseSite, ValueSite
-from collab_compress.attention import NarrowValues, PerHeadScores, ScoreForm
+from collab_compress.attention import NarrowValues, ScoreForm
 from collab_compress.errors import CollabCompressError
 from collab_compress.factorization import Factorization, Narrowing, RotaryFactorization
 from collab_compress.options import Compression
@@ -76,11 +76,8 @@ class ModuleReport(PartReport):
         sweeps: passes of the solver; 0 if exact.
         converged: whether the solver stopped because it made no more progress.
         seconds: time of the decomposition, others running at the same time.
-        per_head_error: the minimised error (data_error, or weight_error without data) in the per-head form.
-        per_head_macs: multiply-accumulates of the per-head form; of dense heads if it does not exist (rotary).
+        vectors: number of vectors in the moments, of query and of key inputs; 0 without data.
         sizes: channels of each head in the per-head form, else None.
-        query_vectors: number of vectors in the moments of query inputs; 0 without data.
-        key_vectors: the same of key inputs.
         breakdowns: sweeps of the solver that met a singular system. It continues with a shifted system or, if that
             fails, stops with the best factors so far.
         head_energy: share of each head's score energy that the per-head form keeps, else None.
@@ -93,18 +90,10 @@ class ModuleReport(PartReport):
     sweeps: int
     converged: bool
     seconds: float
-    per_head_error: float
-    per_head_macs: int
+    vectors: tuple[int, ...]
     sizes: tuple[int, ...] | None = None
-    query_vectors: int = 0
-    key_vectors: int = 0
     breakdowns: int = 0
     head_energy: tuple[float, ...] | None = None
-
-    @property
-    def vectors(self) -> tuple[int, ...]:
-        """Number of vectors in the moments, of query and of key inputs."""
-        return self.query_vectors, self.key_vectors
 
 
 @dataclass(frozen=True)
@@ -117,7 +106,7 @@ class ValueReport(PartReport):
         data_error: the same of the layer's outputs on calibration data, or None without.
         seconds: time of the decomposition, others running at the same time.
         sizes: channels of each head.
-        output_vectors: number of vectors in the moments of the output projection's inputs; 0 without data.
+        vectors: number of vectors in the moments, of the output projection's inputs; 0 without data.
     """
 
     dv: int
@@ -125,12 +114,7 @@ class ValueReport(PartReport):
     data_error: float | None
     seconds: float
     sizes: tuple[int, ...]
-    output_vectors: int = 0
-
-    @property
-    def vectors(self) -> tuple[int, ...]:
-        """Number of vectors in the moments of the output projection's inputs."""
-        return (self.output_vectors,)
+    vectors: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -257,13 +241,11 @@ def module_report(
     result: Factorization | RotaryFactorization,
     length: int,
     seconds: float,
-    vectors: tuple[float, float],
+    vectors: tuple[int, ...],
     head_energy: tuple[float, ...] | None = None,
 ) -> ModuleReport:
     """Return the report of one module's queries and keys; `vectors` counts the inputs of both in the moments."""
     widths, channels = site.widths, (site.width, site.key_value_width)
-    before = dense_macs(widths, channels, length)
-    per_head = PerHeadScores.of(site, form.rank, form.content_bias).macs(widths, length)
     biases = site.query.bias is not None, site.key.bias is not None
     return ModuleReport(
         name=site.name,
@@ -272,24 +254,21 @@ def module_report(
         data_error=result.data_error,
         parameters_before=dense_parameters(widths, channels, biases),
         parameters_after=form.parameters(widths),
-        macs_before=before,
+        macs_before=dense_macs(widths, channels, length),
         macs_after=form.macs(widths, length),
         break_even_length=form.break_even(widths),
         sweeps=result.sweeps,
         converged=result.converged,
         seconds=seconds,
-        per_head_error=result.per_head_error,
-        per_head_macs=before if site.family.rotary else per_head,
+        vectors=vectors,
         sizes=form.head_sizes,
-        query_vectors=int(vectors[0]),
-        key_vectors=int(vectors[1]),
         breakdowns=result.breakdowns,
         head_energy=head_energy,
     )
 
 
 def value_report(
-    site: ValueSite, form: NarrowValues, result: Narrowing, length: int, seconds: float, vectors: float
+    site: ValueSite, form: NarrowValues, result: Narrowing, length: int, seconds: float, vectors: tuple[int, ...]
 ) -> ValueReport:
     """Return the report of one module's values; `vectors` counts the output projection's inputs in the moments."""
     widths = site.widths
@@ -305,5 +284,5 @@ def value_report(
         macs_after=form.macs(widths, length),
         seconds=seconds,
         sizes=form.sizes,
-        output_vectors=int(vectors),
+        vectors=vectors,
     )

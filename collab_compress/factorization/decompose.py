@@ -14,7 +14,7 @@ from collab_compress.factorization.als import als
 from collab_compress.factorization.factors import Factorization, HeadTensor, Progress, Solution, SolverOptions
 from collab_compress.factorization.moments import Moments, Weighting
 from collab_compress.factorization.parafac import parafac
-from collab_compress.factorization.truncation import concatenation, per_head, per_head_error
+from collab_compress.factorization.truncation import concatenation, per_head
 
 Solver = Callable[[HeadTensor, int, SolverOptions], Solution]
 
@@ -98,7 +98,6 @@ def factorize(
             sizes=(tensor.head_width,) * tensor.heads,
             weight_error=0.0,
             data_error=None if query_moments is None and key_moments is None else 0.0,
-            per_head_error=0.0,
             exact=True,
         )
     if query_moments is not None:
@@ -115,7 +114,6 @@ def factorize(
         weighted = HeadTensor(weighted.query * head_weights[:, None], weighted.key)
     try:
         solution = SOLVERS[solver](weighted, rank, SolverOptions(sweeps, tolerance, seed, progress, equal))
-        without_sharing = per_head_error(weighted, rank)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise ValueError(f"the singular value decomposition of the heads failed: {error}") from error
     factors = solution.factors
@@ -136,7 +134,6 @@ def factorize(
         sizes=solution.sizes,
         weight_error=weight_error,
         data_error=None if weighting.identity else weighted.relative_error(solution.factors),
-        per_head_error=without_sharing,
     )
 
 

@@ -229,11 +229,9 @@ class Factorization(Solution):
     Args:
         weight_error: relative error $\|T - \hat T\|_F / \|T\|_F$ of the weights, unweighted.
         data_error: relative error under the weighting, or None without moments.
-        per_head_error: relative error of the minimised problem where no channel is shared, at the same rank.
         exact: whether the factors are the heads themselves (rank H·d).
     """
 
     weight_error: float
     data_error: float | None
-    per_head_error: float
     exact: bool = False

@@ -69,8 +69,6 @@ class RotaryFactorization:
         factors: in complex128.
         weight_error: relative error of the weights, unweighted.
         data_error: relative error of the scores under the moments, averaged over distances, or None without moments.
-        per_head_error: relative error of the minimised problem where each head, or group of heads that share keys,
-            keeps its strongest channels, as many in all.
         sweeps: passes of the solver over its factors; 0 where the answer is in closed form.
         exact: whether the factors are the heads themselves.
         converged: always True.
@@ -80,7 +78,6 @@ class RotaryFactorization:
     factors: RotaryFactors
     weight_error: float
     data_error: float | None
-    per_head_error: float
     sweeps: int = 0
     exact: bool = False
     converged: bool = True
@@ -142,14 +139,11 @@ def factorize_rotary(
     weighted_key = torch.cat(
         [_weighted(root, keys) for root, keys in zip(key_roots, key.tensor_split([rotated], -1), strict=True)], -1
     )
-    group_queries = weighted_query.norm(dim=1).square().view(groups, -1, frequencies).sum(1)  # (G, J)
-    strengths = (group_queries * weighted_key.norm(dim=1).square()).flatten().sort(descending=True).values
-    per_head_error = relative(strengths[channels:].sum().item(), strengths.sum().item())
     has_data = query_moments is not None or key_moments is not None
     if channels == groups * frequencies:
         factors = _joined(_heads_own(query, key, range(frequencies), rotated), rotated)
         data_error = 0.0 if has_data else None
-        return RotaryFactorization(_balanced(factors), 0.0, data_error, per_head_error, exact=True)
+        return RotaryFactorization(_balanced(factors), 0.0, data_error, exact=True)
     if heads != groups:
         parts = [_grouped_keys(weighted_query, weighted_key)]
     else:
@@ -179,7 +173,6 @@ def factorize_rotary(
         _balanced(factors),
         weight_error=rotary_error(query, key, factors),
         data_error=rotary_error(weighted_query, weighted_key, weighted) if has_data else None,
-        per_head_error=per_head_error,
         sweeps=used_sweeps,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from collab_compress.factorization.factors import Factors, HeadTensor, Solution, SolverOptions, relative
+from collab_compress.factorization.factors import Factors, HeadTensor, Solution, SolverOptions
 
 
 def concatenation(tensor: HeadTensor) -> Factors:
@@ -94,11 +94,3 @@ def per_head(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
     factors = Factors(factors.query[:, order], factors.mixing[:, order], factors.key[:, order])
     sizes = torch.bincount(heads, minlength=tensor.heads)
     return Solution(factors, (), converged=True, sizes=tuple(sizes.tolist()))
-
-
-def per_head_error(tensor: HeadTensor, rank: int) -> float:
-    r"""Return $\|T - \hat T\|_F / \|T\|_F$ of `per_head` at this rank, from singular values alone."""
-    query_core, key_core = (torch.linalg.qr(side, mode="r").R for side in (tensor.query, tensor.key))
-    values: Tensor = torch.linalg.svdvals(query_core @ key_core.mT)
-    squares = values.flatten().square().sort(descending=True).values
-    return relative(squares[rank:].sum().item(), squares.sum().item())

@@ -1,5 +1,7 @@
 """Energy curves, against singular values of matrices that are formed in full."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -144,11 +146,14 @@ def test_with_batches_it_is_weighed_as_in_a_conversion_with_the_same(family, bia
             site.query.register_parameter("bias", None)
     used, _ = split_held_back(calibration)
     energies = head_energy(model, iter(used))
-    report = compress(model, Compression(dk=rank, solver=Solver(refit=False)), calibration)
-    for module in report.modules:
+    apart, shared = (
+        compress(copy.deepcopy(model), Compression(dk=rank, form=form, solver=Solver(refit=False)), calibration)
+        for form in ("per-head", "shared")
+    )
+    for module, shared_module in zip(apart.modules, shared.modules, strict=True):
         energy = energies[module.name]
-        assert module.per_head_error**2 == pytest.approx(1 - float(energy.unshared[rank]), abs=1e-6)
-        assert module.data_error >= (1 - float(energy.shared[rank])) ** 0.5 - 1e-6
+        assert module.data_error**2 == pytest.approx(1 - float(energy.unshared[rank]), abs=1e-6)
+        assert shared_module.data_error >= (1 - float(energy.shared[rank])) ** 0.5 - 1e-6
 
 
 def test_zero_weights_need_no_component():

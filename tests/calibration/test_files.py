@@ -48,7 +48,7 @@ def test_columns(table):
         read_texts(f"{table}:id,first,second")
 
 
-def test_a_column_is_calibration_data(tmp_path, minilm, minilm_tokenizer):
+def test_a_column_is_calibration_data(tmp_path, minilm, minilm_tokenizer, monkeypatch):
     file = tmp_path / "rows.csv"
     file.write_text("text,label\na dog runs,1\na cat,0\n", encoding="utf-8")
     (batch,) = calibration_batches(f"{file}:text", minilm, minilm_tokenizer)
@@ -56,6 +56,8 @@ def test_a_column_is_calibration_data(tmp_path, minilm, minilm_tokenizer):
     assert batch["input_ids"].tolist() == same["input_ids"].tolist()
     assert len(calibration_batches(f"synthetic+{file}:text", minilm, minilm_tokenizer)) > 1
     assert text_file(f"{file}:text") == text_file(f"synthetic+{file}:text") == file
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert text_file("~/rows.csv:text") == text_file("synthetic+~/rows.csv:text") == file
     (from_pandas,) = calibration_batches(pd.read_csv(file)["text"], minilm, minilm_tokenizer)
     assert from_pandas["input_ids"].tolist() == same["input_ids"].tolist()
 

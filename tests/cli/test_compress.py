@@ -143,7 +143,7 @@ def test_the_amount_of_calibration_data_is_an_option_and_reported(run, model_dir
     stored = json.loads((tmp_path / "out" / "collab_compress.json").read_text(encoding="utf-8"))
     assert stored["calibration_options"] == {"sequences": 24, "length": 6}
     assert len(stored["report"]["warnings"]) == 2
-    assert [module["query_vectors"] for module in stored["report"]["modules"]] == [126, 126]
+    assert [module["vectors"] for module in stored["report"]["modules"]] == [[126, 126]] * 2
 
 
 def test_heads_that_share_no_channels(run, loaded, monkeypatch, model_dir, tmp_path):

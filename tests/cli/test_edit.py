@@ -229,7 +229,7 @@ def test_the_number_of_steps_may_be_left_out():
         (["prune", "dense", "--heads", "layer=0"], "no attention module 'layer'"),
         (["recover", "small"], "pass --dense MODEL"),
         (["recover", "dense", "--dense", "dense"], "is not converted"),
-        (["recover", "small", "--dense", "dense", "--seed", -1], "seed is -1; expected a whole number from 0 to"),
+        (["recover", "small", "--dense", "dense", "--seed", -1], "seed is -1; expected at least 0"),
         (["recover", "small", "--dense", "dense", "--steps", 0], "expected at least 1, or 0 with texts"),
         (["recover", "small", "--dense", "dense", "--learning-rate", "nan"], "expected a number above 0"),
         (["recover", "small", "--dense", "minilm", "--steps", 1], "pass the dense model that was converted"),

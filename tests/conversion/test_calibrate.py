@@ -6,9 +6,18 @@ import pytest
 import torch
 from tiny_families import make_rotary
 from tiny_words import bert_config, word_tokenizer
-from transformers import BertModel
+from transformers import BertModel, CTRLConfig, CTRLModel
 
-from collab_compress import CalibrationError, CalibrationOptions, Compression, Solver, calibrate, compress
+from collab_compress import (
+    CalibrationError,
+    CalibrationOptions,
+    Compression,
+    CompressionError,
+    Solver,
+    UnsupportedModelError,
+    calibrate,
+    compress,
+)
 from collab_compress.analysis import plan
 from collab_compress.conversion import plan as decompositions
 
@@ -122,6 +131,14 @@ def test_another_length_sample_or_seed_is_refused(make_tiny, calibration):
 def test_it_takes_data(make_tiny):
     with pytest.raises(CalibrationError, match="there is nothing to run the model on; pass data"):
         calibrate(make_tiny("bert"), None)
+
+
+def test_what_cannot_be_calibrated_is_refused_before_data_are_read(make_tiny):
+    ctrl = CTRLModel(CTRLConfig(vocab_size=16, n_positions=8, n_embd=8, dff=8, n_layer=1, n_head=2))
+    with pytest.raises(UnsupportedModelError, match="model type 'ctrl' has no description"):
+        calibrate(ctrl, [{"input_ids": torch.ones(2, 4, dtype=torch.long)}] * 2)
+    with pytest.raises(CompressionError, match="seed is 'a'; expected a whole number"):
+        calibrate(make_tiny("bert"), "missing.txt", seed="a")
 
 
 def test_a_map_that_cannot_be_converted_is_left_to_the_conversion(make_tiny, calibration):

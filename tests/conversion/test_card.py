@@ -59,13 +59,20 @@ def test_card_names_model_and_source(converted, source):
         "\n".join(loading_lines(model, "small-dk8")),
         "of 2 attention modules",
         "R = 8",
-        "seed 3",
+        "(`shared`, solver `als`, damping 0.001, seed 3",
         "calibrated on texts",
         f"| parameters | {before:,} → {after:,} |",
         f"{report.drift.relative_error:.2%}",
         "other (friendly)",
     ):
         assert part in card.content
+
+
+def test_a_form_with_one_solver_names_none(make_tiny, calibration):
+    model, compression = make_tiny("bert"), Compression(dk=8, form="per-head")
+    report = compress(model, compression, calibration)
+    card = model_card(model, "heads", Origin("small"), compression, "texts", report).content
+    assert "(`per-head`, damping 0.001, seed 0, calibrated on texts), without retraining." in card
 
 
 @pytest.mark.parametrize("dk", [None, 8])
@@ -83,7 +90,6 @@ def test_card_describes_narrow_values(dk, make_tiny, calibration, tmp_path):
         "damping 0.01, seed 0, calibrated on texts",
         "| value/output parameters | 2,352 → 980 |",
         f"| relative error of what heads add, mean over modules | {error:.4f} |",
-        "| values take fewer operations | at any length |",
     ):
         assert part in card
     assert ("Queries and keys are the source's own." in card) == (dk is None)
@@ -118,6 +124,6 @@ def test_a_source_without_a_card_that_can_be_read(make_tiny, tmp_path, text):
         "library_name": "transformers",
         "tags": ["collab_compress", "collaborative-attention"],
     }
-    assert "The source's card names none." in card.content
+    assert "The source's model card names no licence." in card.content
     assert "the mixture is the identity until it is trained" in card.content
     assert "Figures" not in card.content

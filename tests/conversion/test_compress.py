@@ -262,7 +262,7 @@ def test_nothing_changes_when_interrupted_in_the_swap(family, make_tiny, batch, 
         (lambda: Compression(dk=25), r"dk is 25, but 3 heads × 8 = 24 is exact already; pass dk between 1 and 24"),
         (lambda: Compression(dk=8, solver=Solver(method="magic")), "unknown solver 'magic'; expected one of als"),
         (lambda: Compression(dk=8, solver=Solver(sweeps=0)), "sweeps is 0; expected at least 1"),
-        (lambda: Compression(dk=8, solver=Solver(sweeps=10**30)), r"sweeps is 1e\+30; expected at most 1,000,000"),
+        (lambda: Compression(dk=8, solver=Solver(sweeps=10**30)), f"sweeps is {10**30}; expected at most 1,000,000"),
         (
             lambda: Compression(dk=8, solver=Solver(effort="most")),
             "unknown effort 'most'; expected one of best, fast",
@@ -302,10 +302,10 @@ def test_nothing_changes_when_interrupted_in_the_swap(family, make_tiny, batch, 
         ),
         (
             lambda: Compression(dk=8, solver=Solver(seed=2**64)),
-            "seed is 18446744073709551616; expected a whole number from 0 to",
+            "seed is 18446744073709551616; expected at most 4,294,967,295",
         ),
-        (lambda: Compression(dk=8, solver=Solver(seed=-1)), "seed is -1; expected a whole number from 0 to"),
-        (lambda: Compression(dk=8, solver=Solver(seed="0")), "seed is '0'; expected a whole number from 0 to"),
+        (lambda: Compression(dk=8, solver=Solver(seed=-1)), "seed is -1; expected at least 0"),
+        (lambda: Compression(dk=8, solver=Solver(seed="0")), "seed is '0'; expected a whole number"),
         (lambda: Compression(dk=8, solver=Solver(damping="0.1")), "damping is '0.1'; expected 0 or more"),
         (lambda: Compression(dk=8, solver=Solver(damping=None)), "damping is None; expected 0 or more"),
         (lambda: Compression(dk=8, solver=Solver(tolerance="0.1")), "tolerance is '0.1'; expected a finite number"),
@@ -333,7 +333,8 @@ def test_a_full_width_is_exact_without_a_run_for_the_weights_of_heads(make_tiny,
 
 def test_widths_may_be_numbers_of_numpy(make_tiny, tmp_path):
     model = make_tiny("bert")
-    compress(model, Compression(dk=np.int64(8), dv=np.int32(12)), calibration=None)
+    compression = Compression(dk=np.int64(8), dv=np.int32(12), solver=Solver(seed=np.int64(3)))
+    compress(model, compression, calibration=None)
     model.save_pretrained(tmp_path)
     assert {factors.rank for factors in read_factors(AutoModel.from_pretrained(tmp_path)).values()} == {8}
 
@@ -452,10 +453,10 @@ def test_the_report_counts_sequences_and_vectors(family, make_tiny, calibration)
         passes = 3 if family == "albert" else 1
         query = real if family != "marian" or "encoder.layers" in module.name else target
         key = target if "decoder" in module.name and "encoder_attn" not in module.name else real
-        assert (module.query_vectors, module.key_vectors) == (passes * query, passes * key)
+        assert module.vectors == (passes * query, passes * key)
     assert report.warnings == ()
     without = compress(make_tiny(family), Compression(dk=8), calibration=None)
-    assert (without.modules[0].query_vectors, without.sequences) == (0, 0)
+    assert (without.modules[0].vectors, without.sequences) == ((0, 0), 0)
 
 
 def test_few_calibration_vectors_are_warned_of(make_tiny, calibration, caplog):
@@ -463,7 +464,7 @@ def test_few_calibration_vectors_are_warned_of(make_tiny, calibration, caplog):
     with caplog.at_level(logging.WARNING, logger="collab_compress"):
         report = compress(make_tiny("bert"), Compression(dk=8), few)
     assert len(report.warnings) == 1
-    count = report.modules[0].query_vectors
+    count = report.modules[0].vectors[0]
     assert (
         f"self and 1 more modules saw few calibration vectors: {count} of width 24, where 4 times the width would "
         "be 96" in report.warnings[0]
@@ -548,14 +549,12 @@ def test_padding_alone_has_no_drift(make_tiny, calibration):
 
 
 @pytest.mark.usefixtures("decomposed_anew")
-def test_a_device_without_float64_leaves_the_decomposition_to_the_cpu(make_tiny, calibration, monkeypatch, caplog):
+def test_a_device_without_float64_leaves_the_decomposition_to_the_cpu(make_tiny, calibration, monkeypatch):
     expected = copy.deepcopy(make_tiny("bert"))
     compress(expected, Compression(dk=8), calibration)
     monkeypatch.setattr(devices, "WITHOUT_FLOAT64", ("cpu",))  # imitate a model on such a device
     model = make_tiny("bert")
-    with caplog.at_level(logging.INFO, logger="collab_compress"):
-        compress(model, Compression(dk=8), calibration)
-    assert "cpu has no float64, so modules are decomposed on the CPU" in caplog.messages
+    compress(model, Compression(dk=8), calibration)
     assert equal(state(model), state(expected))
 
 
@@ -568,7 +567,7 @@ def test_cuda_is_the_gpu_of_each_process(monkeypatch, device, rank, expected):
     monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch, "zeros", lambda *_, device, **__: tried.append(device) or torch.ones(1))
-    assert working_device(device, []) == expected
+    assert working_device(device) == expected
     assert tried == [expected]
 
 

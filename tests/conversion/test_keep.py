@@ -10,8 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPConfig, CLIPModel, LlamaConfig, LlamaModel
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
+from collab_compress.conversion.calibrate import typical_length
 from collab_compress.conversion.expand import to_stock
-from collab_compress.conversion.keep import STEP, Layers, choose, typical_length
+from collab_compress.conversion.keep import STEP, Layers, choose
 from collab_compress.errors import CompressionError
 
 FAST = Solver(sweeps=2)

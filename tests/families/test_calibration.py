@@ -66,9 +66,10 @@ def test_images_may_be_oblong():
     assert model(**batch)[0].isfinite().all()
 
 
-def test_texts_are_not_for_image_models(tokenizer):
+@pytest.mark.parametrize("calibration", [["a dog"], "a dog ran " * 30])
+def test_texts_are_not_for_image_models(calibration, tokenizer):
     with pytest.raises(CalibrationError, match="ViTModel reads pixel_values, not texts; pass batches"):
-        calibration_batches(["a dog"], build("vit"), tokenizer)
+        calibration_batches(calibration, build("vit"), tokenizer)
 
 
 @pytest.mark.parametrize(

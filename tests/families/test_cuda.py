@@ -45,7 +45,7 @@ def test_a_conversion_on_the_gpu_is_that_of_the_cpu(name, form, some):
     for one, other in zip(actual.modules, expected.modules, strict=True):
         assert one.data_error == pytest.approx(other.data_error, rel=0.05)
         assert one.sizes == other.sizes
-        assert (one.query_vectors, one.breakdowns) == (other.query_vectors, 0)
+        assert (one.vectors, one.breakdowns) == (other.vectors, 0)
     assert actual.drift.relative_error == pytest.approx(expected.drift.relative_error, rel=0.25)
     for factors in read_factors(ours).values():
         assert factors.query.device.type == "cuda"

@@ -56,6 +56,14 @@ def test_equals_the_converted_model_and_loads_without_this_package(name, widths,
     assert "quantization_config" not in stock.config.to_dict()
 
 
+def test_frozen_weights_of_a_stock_model_stay_frozen():
+    model, batch = build("t5"), inputs("t5")
+    model.encoder.requires_grad_(False)
+    compress(model, Compression(dk=12, dv=12, form="per-head", equal_heads=True), calibration=[batch, batch])
+    trained = {name for name, parameter in to_stock(model).named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in build("t5").named_parameters() if name.startswith("decoder.")}
+
+
 def test_what_has_no_stock_form_says_what_could_be_done_instead():
     with pytest.raises(CompressionError, match=r"the head width of a stock BertModel is .*T5.*standalone.*expand"):
         to_stock(build("bert"))
