@@ -101,7 +101,7 @@ def test_vectors_that_are_constant_except_for_rounding_do_not_vary(dtype):
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_two_tokens_are_needed(tokens):
-    with pytest.raises(HeadError, match=f"representations: got {tokens} unpadded tokens; similarity needs at least 2"):
+    with pytest.raises(HeadError, match=f"got {tokens} unpadded tokens; similarity needs at least 2"):
         JointCovariance.of([torch.ones(tokens, 3)])
 
 

@@ -6,20 +6,12 @@ import pickle
 
 import pytest
 import torch
-from forms import mostly_slow
-from transformers import BertLMHeadModel
+from forms import hidden, mostly_slow
 
 from collab_compress import Compression, compress, read_factors
 from collab_compress.architectures import find_dense_attention
-from collab_compress.errors import UnsupportedModelError
 
 FULL = 24
-
-
-def hidden(model, batch):
-    with torch.no_grad():
-        real = batch.get("decoder_attention_mask", batch["attention_mask"]).bool()
-        return model(**batch).last_hidden_state[real]
 
 
 def oracle_scores(x, y, factors, head, scaling):
@@ -32,8 +24,16 @@ def oracle_scores(x, y, factors, head, scaling):
     return scores
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("dk", [5, 8, 13])
+@pytest.mark.parametrize(
+    ("family", "dk", "implementation"),
+    [
+        ("bert", 8, "eager"),
+        ("bert", 13, "sdpa"),
+        ("albert", 5, "eager"),
+        ("distilbert", 5, "sdpa"),
+        ("marian", 13, "eager"),
+    ],
+)
 def test_low_rank_follows_the_formula_at_the_models_own_scale(family, dk, implementation, make_tiny, batch):
     model = make_tiny(family)
     compress(model, Compression(dk=dk), calibration=None)
@@ -59,10 +59,10 @@ def test_low_rank_follows_the_formula_at_the_models_own_scale(family, dk, implem
 
 
 def test_scale_is_not_that_of_the_shared_width(family, make_tiny):
-    """The authors' code scales by √(R/H); at R = 6 of 24 that would double every score."""
+    """The authors' code scales by √(R/H); at R = 8 that would multiply every score by 1.6."""
     dense = make_tiny(family)
     scaling = find_dense_attention(dense)[0].scaling
-    compress(dense, Compression(dk=6), calibration=None)
+    compress(dense, Compression(dk=8), calibration=None)
     name = next(iter(read_factors(dense)))
     assert dense.get_submodule(name).scaling == scaling == pytest.approx(1 / math.sqrt(8))
 
@@ -81,15 +81,6 @@ def test_output_attentions(family, make_tiny, batch):
     assert len(attentions) == len(expected)
     for one, other in zip(attentions, expected, strict=True):
         torch.testing.assert_close(one * real, other * real, atol=1e-5, rtol=1e-4)
-
-
-def test_other_attention_implementations_are_refused(family, make_tiny):
-    model = make_tiny(family)
-    compress(model, Compression(dk=8), calibration=None)
-    model.config._attn_implementation = "flex_attention"
-    module = model.get_submodule(next(iter(read_factors(model))))
-    with pytest.raises(UnsupportedModelError, match="'eager' or 'sdpa', got 'flex_attention'"):
-        module(torch.randn(1, 4, 24))
 
 
 def test_attention_dropout_acts_in_training_only(make_tiny, batch):
@@ -121,35 +112,6 @@ def test_a_model_converted_in_part_runs(make_tiny, batch):
     compress(model, Compression(dk=FULL, modules="*layer.1*"), calibration=None)
     assert list(read_factors(model)) == ["encoder.layer.1.attention.self"]
     torch.testing.assert_close(hidden(model, batch), hidden(dense, batch), atol=2e-5, rtol=1e-4)
-
-
-def test_a_causal_decoder_stays_causal(make_tiny, batch):
-    model = make_tiny("bert", BertLMHeadModel)
-    model.config.is_decoder = True
-    decoder = BertLMHeadModel(model.config).eval()
-    decoder.load_state_dict(model.state_dict())
-    dense = copy.deepcopy(decoder)
-    compress(decoder, Compression(dk=FULL), calibration=None)
-    for arguments in (batch, {"input_ids": batch["input_ids"]}):
-        with torch.no_grad():
-            one, other = decoder(**arguments, use_cache=False).logits, dense(**arguments, use_cache=False).logits
-        torch.testing.assert_close(one[0], other[0], atol=5e-5, rtol=1e-4)
-
-
-def test_generation_with_a_cache_equals_dense(make_tiny):
-    model = make_tiny("bert", BertLMHeadModel)
-    model.config.is_decoder = True
-    decoder = BertLMHeadModel(model.config).eval()
-    dense = copy.deepcopy(decoder)
-    compress(decoder, Compression(dk=FULL), calibration=None)
-    prompt = torch.tensor([[7, 8, 9]])
-    arguments = {
-        "max_new_tokens": 8,
-        "do_sample": False,
-        "pad_token_id": 0,
-        "attention_mask": torch.ones_like(prompt),
-    }
-    assert torch.equal(decoder.generate(prompt, **arguments), dense.generate(prompt, **arguments))
 
 
 @pytest.mark.parametrize("family", mostly_slow(zip(["albert", "bert", "distilbert", "marian"]), ("bert",)))

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from recorded import recorded_inputs
 from transformers import BertModel
 
 from collab_compress.architectures import find_dense_attention
@@ -8,18 +9,14 @@ from collab_compress.calibration.gather import _Sums
 from collab_compress.errors import CalibrationError
 
 
-def recorded_inputs(model, site, side, batches):
+def unpadded_inputs(model, site, side, batches):
     """Return the inputs of the query or key projection at all unpadded tokens."""
     target = site.kind == "decoder" or (site.kind == "cross" and side == "query")
     name = "decoder_attention_mask" if target else "attention_mask"
     inputs = []
     for batch in batches:
-        handle = getattr(site, side).register_forward_pre_hook(
-            lambda _, args, mask=batch[name]: inputs.append(args[0][mask.bool()])
-        )
-        with torch.no_grad():
-            model(**batch)
-        handle.remove()
+        calls = recorded_inputs(model, batch, {side: getattr(site, side)})[side]
+        inputs += [hidden[batch[name].bool()] for hidden in calls]
     return torch.cat(inputs).double()
 
 
@@ -29,7 +26,7 @@ def test_moments_are_those_of_all_real_tokens(family, make_tiny, calibration):
     moments = dict(zip([site.name for site in sites], gather_moments(model, sites, calibration), strict=True))
     for site in sites:
         for moment, side in zip(moments[site.name], ("query", "key"), strict=True):
-            tokens = recorded_inputs(model, site, side, calibration)
+            tokens = unpadded_inputs(model, site, side, calibration)
             assert moment.count == len(tokens)
             torch.testing.assert_close(moment.mean, tokens.mean(0))
             torch.testing.assert_close(moment.second, tokens.T @ tokens / len(tokens))
@@ -85,7 +82,7 @@ def test_the_model_is_stopped_after_the_last_module_that_is_watched(make_tiny, c
     both = [*calibration, *calibration]
     (moment,) = gather_moments(model, first, both)[0][:1]
     handle.remove()
-    tokens = recorded_inputs(model, first[0], "query", both)
+    tokens = unpadded_inputs(model, first[0], "query", both)
     assert len(reached) == 1
     assert moment.count == len(tokens)
     torch.testing.assert_close(moment.second, tokens.T @ tokens / len(tokens))

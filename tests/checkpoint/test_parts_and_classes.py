@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from forms import randomise_
 from safetensors.torch import load_file, save_file
 from transformers import (
     BartConfig,
@@ -38,7 +39,6 @@ from collab_compress import (
     Compression,
     FromScratch,
     Solver,
-    alphas_of,
     compress,
     from_config,
     mix_heads_,
@@ -129,9 +129,7 @@ def paligemma():
 
 def mixed(model):
     mix_heads_(model)
-    with torch.no_grad():
-        for alphas in alphas_of(model).values():
-            alphas.add_(0.3 * torch.randn(alphas.shape, generator=torch.Generator().manual_seed(1)))
+    randomise_(model)
 
 
 def pruned(model):

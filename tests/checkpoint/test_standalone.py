@@ -38,7 +38,6 @@ def saved(model, directory, batch, **widths):
 @pytest.mark.parametrize(
     ("family", "head", "widths"),
     [
-        ("bert", "base", {"dk": 5}),
         ("bert", "classifier", {"dk": 5}),
         ("bert", "base", {"dv": 10}),
         ("albert", "base", {"dk": 5, "dv": 12}),

@@ -65,12 +65,11 @@ def equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.usefixtures("decomposed_anew")
 def test_factors_are_those_of_the_decomposition(family, make_tiny):
     model = make_tiny(family)
     site = find_dense_attention(model)[0]
-    expected = factorize(site.query_heads(), site.key_heads(), 7, query_bias=site.query_bias()).factors
-    compress(model, Compression(dk=7), calibration=None)
+    expected = factorize(site.query_heads(), site.key_heads(), 7, query_bias=site.query_bias(), sweeps=3).factors
+    compress(model, Compression(dk=7, solver=Solver(sweeps=3)), calibration=None)
     factors = read_factors(model)[site.name]
     assert factors.query.shape == (24, 7)
     assert factors.key.shape == (24, 7)
@@ -109,8 +108,20 @@ def test_report(family, make_tiny, calibration):
         assert module.weight_error > 0
         assert module.macs_after != module.macs_before
     assert report.drift.output == "last_hidden_state"
-    assert report.drift.sequences == 4  # one batch of eight is held back
+    assert (report.sequences, report.drift.sequences) == (28, 4)  # of 8 batches of 4, one is held back
+    real, target = (
+        sum(int(batch.get(name, batch["attention_mask"]).sum()) for batch in calibration[:7])
+        for name in ("attention_mask", "decoder_attention_mask")
+    )
+    for module in report.modules:
+        passes = 3 if family == "albert" else 1
+        query = real if family != "marian" or "encoder.layers" in module.name else target
+        key = target if "decoder" in module.name and "encoder_attn" not in module.name else real
+        assert module.vectors == (passes * query, passes * key)
+    assert report.warnings == ()
     assert json.loads(json.dumps(report.to_dict()))["modules"][0]["break_even_length"] is None  # R = d: any length
+    without = compress(make_tiny(family), Compression(dk=8), calibration=None)
+    assert (without.modules[0].vectors, without.sequences) == ((0, 0), 0)
 
 
 def test_drift_is_measured_on_held_back_data(make_tiny, calibration):
@@ -442,23 +453,6 @@ def test_other_objects_than_transformers_models_are_refused(model, message):
             function()
 
 
-def test_the_report_counts_sequences_and_vectors(family, make_tiny, calibration):
-    report = compress(make_tiny(family), Compression(dk=8), calibration)
-    assert report.sequences == 28  # of 8 batches of 4, one is held back
-    real, target = (
-        sum(int(batch.get(name, batch["attention_mask"]).sum()) for batch in calibration[:7])
-        for name in ("attention_mask", "decoder_attention_mask")
-    )
-    for module in report.modules:
-        passes = 3 if family == "albert" else 1
-        query = real if family != "marian" or "encoder.layers" in module.name else target
-        key = target if "decoder" in module.name and "encoder_attn" not in module.name else real
-        assert module.vectors == (passes * query, passes * key)
-    assert report.warnings == ()
-    without = compress(make_tiny(family), Compression(dk=8), calibration=None)
-    assert (without.modules[0].vectors, without.sequences) == ((0, 0), 0)
-
-
 def test_few_calibration_vectors_are_warned_of(make_tiny, calibration, caplog):
     few = [{name: value[:3, :6] for name, value in batch.items()} for batch in calibration[:2]]
     with caplog.at_level(logging.WARNING, logger="collab_compress"):
@@ -718,6 +712,7 @@ def test_parafac_without_tensorly_names_the_package_to_install(make_tiny, monkey
         compress(make_tiny("bert"), Compression(dk=8, solver=Solver(method="parafac")), calibration=None)
 
 
+@pytest.mark.usefixtures("decomposed_anew")
 def test_parafac_converts_too(make_tiny):
     report = compress(
         make_tiny("bert"), Compression(dk=12, solver=Solver(method="parafac", sweeps=20)), calibration=None

@@ -53,12 +53,15 @@ def test_layers_keep_at_most_the_share_of_operations(keep, make_tiny):
     report = compress(model, Compression(keep=keep, solver=FAST), batches(), calibration_options=options)
     share = operations(model, 16) / operations(dense, 16)
     assert keep - 0.15 < share <= keep + 0.02  # in eager attention heads are padded to the widest
+    parts = (*report.modules, *report.values, *report.feed_forward)
+    assert all(part.macs_after <= part.macs_before for part in parts)
+    assert sum(part.macs_after for part in parts) <= keep * sum(part.macs_before for part in parts)
     chosen = report.compression
     assert f"dk {chosen.dk}, dv {chosen.dv}, dff {chosen.dff}, form {chosen.form}" in report.choice
     assert model.config.intermediate_size == chosen.dff
 
 
-@pytest.mark.parametrize(("keep", "length"), [(0.95, 4), (0.95, 4000), (0.7, 128), (0.4, 4), (0.4, 4000)])
+@pytest.mark.parametrize(("keep", "length"), [(0.95, 4000), (0.4, 4)])
 def test_no_module_takes_more_operations_than_dense_at_the_length(keep, length, make_tiny):
     model = make_tiny("bert")
     options = CalibrationOptions(length=length)

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from forms import hidden
 from transformers import AutoConfig, AutoModel, BertForSequenceClassification, BertLMHeadModel
 
 from collab_compress import (
@@ -27,24 +28,20 @@ from collab_compress.heads.swap import swap_heads_
 
 FULL = 24
 FIRST = "encoder.layer.0.attention.self"
-
-
-@pytest.fixture(params=["albert", "bert", "distilbert", "marian"])
-def family(request):
-    return request.param
+EACH_IMPLEMENTATION = [
+    ("bert", "eager"),
+    ("bert", "sdpa"),
+    ("albert", "eager"),
+    ("distilbert", "sdpa"),
+    ("marian", "eager"),
+]
 
 
 def converted(model, dk, calibration=None):
     return model, compress(model, Compression(dk=dk, form="per-head", solver=Solver(refit=False)), calibration)
 
 
-def hidden(model, batch):
-    with torch.no_grad():
-        real = batch.get("decoder_attention_mask", batch["attention_mask"]).bool()
-        return model(**batch).last_hidden_state[real]
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize(("family", "implementation"), EACH_IMPLEMENTATION)
 def test_full_rank_equals_dense(family, implementation, make_tiny, batch, calibration):
     dense = make_tiny(family)
     dense.set_attn_implementation(implementation)
@@ -141,7 +138,9 @@ def test_under_a_head_and_in_half_precision(make_tiny, batch, tmp_path, load_cle
     assert torch.equal(hidden(body, batch), hidden(model.bert, batch))
 
 
-@pytest.mark.parametrize("dk", [2, 5, 13, FULL])
+@pytest.mark.parametrize(
+    ("family", "dk"), [*(("bert", dk) for dk in (2, 5, 13, FULL)), ("albert", 5), ("distilbert", 5), ("marian", 5)]
+)
 def test_expands_exactly(family, dk, make_tiny, batch, calibration):
     """A head has no more channels than the dense one, so dense heads can always hold it."""
     model, _ = converted(make_tiny(family), dk, calibration)
@@ -185,7 +184,7 @@ def test_a_cache_holds_no_more_than_in_the_shared_form(make_tiny):
     assert cache.layers[0].keys.shape == (1, 2, 3, 8)  # R + H = 15 numbers a token, rounded up to 16, of 24
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize(("family", "implementation"), EACH_IMPLEMENTATION)
 def test_pruning_equals_masking(family, implementation, make_tiny, batch, calibration, tmp_path, load_cleanly):
     model, _ = converted(make_tiny(family), 10, calibration)
     model.set_attn_implementation(implementation)

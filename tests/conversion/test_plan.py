@@ -26,8 +26,9 @@ from collab_compress.distributed import end_processes, process_state
 folder, rank = sys.argv[1], process_state().process_index
 batches = torch.load(folder + "/batches.pt", weights_only=True)
 forms = {
-    "shared": Compression(dk=7), "per-head": Compression(dk=7, form="per-head"), "narrow": Compression(dv=10),
-    "both": Compression(dk=7, dv=12), "share": Compression(keep=0.6, solver=Solver(sweeps=2)),
+    "per-head": Compression(dk=7, form="per-head"),
+    "both": Compression(dk=7, dv=12, solver=Solver(sweeps=12)),
+    "share": Compression(keep=0.6, solver=Solver(sweeps=2)),
 }
 for form, compression in forms.items():
     model = BertModel.from_pretrained(folder)
@@ -76,10 +77,8 @@ def test_two_processes_convert_as_one(python, dense, calibration, tmp_path):
     done = python.both(PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr
     forms = {
-        "shared": Compression(7),
         "per-head": Compression(7, form="per-head"),
-        "narrow": Compression(dv=10),
-        "both": Compression(7, dv=12),
+        "both": Compression(7, dv=12, solver=Solver(sweeps=12)),
         "share": Compression(keep=0.6, solver=Solver(sweeps=2)),
     }
     for form, compression in forms.items():

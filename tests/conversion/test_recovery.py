@@ -36,7 +36,16 @@ def apart(model, dense, batch):
         return sum(kl_divergence(one.probs, other.probs, one.masks.query) for one, other in pairs).item()
 
 
-@pytest.mark.parametrize("form", ["shared", "per-head"])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("bert", "shared"),
+        ("bert", "per-head"),
+        ("albert", "per-head"),
+        ("distilbert", "shared"),
+        ("marian", "per-head"),
+    ],
+)
 def test_attention_approaches_the_dense_one_and_nothing_else_changes(
     family, form, make_tiny, batch, calibration, tmp_path
 ):
@@ -81,7 +90,9 @@ def added(model, dense, batch):
     return sum(errors) / len(errors)
 
 
-@pytest.mark.parametrize("dk", [None, 6])
+@pytest.mark.parametrize(
+    ("family", "dk"), [("bert", None), ("bert", 6), ("albert", None), ("distilbert", 6), ("marian", 6)]
+)
 def test_values_and_outputs_approach_the_dense_ones(family, dk, make_tiny, batch, calibration, tmp_path):
     dense = make_tiny(family)
     model = copy.deepcopy(dense)

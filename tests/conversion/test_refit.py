@@ -129,22 +129,21 @@ def assert_same_layer(actual, expected, name):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("family", ["bert", "distilbert"])
-def test_layers_are_fitted_one_after_the_other(family, make_tiny):
-    model, dense = pair(make_tiny, family)
+def test_layers_are_fitted_one_after_the_other(make_tiny):
+    model, dense = pair(make_tiny)
     slow = copy.deepcopy(model)
-    used, held_back = batches(60), batches(10, seed=100)
+    used, held_back = batches(24), batches(6, seed=100)
     results = refit(model, dense, used, held_back)
-    assert [result.report.name for result in results] == names_of(family)
+    assert [result.report.name for result in results] == names_of("bert")
     install_refits(model, results)
-    assert slow_refit(slow, dense, family, used, held_back) >= 3
-    for name in names_of(family):
+    assert slow_refit(slow, dense, "bert", used, held_back) >= 3
+    for name in names_of("bert"):
         assert_same_layer(model, slow, name)
 
 
 def test_errors_are_those_of_the_stream(make_tiny):
     model, dense = pair(make_tiny)
-    used, held_back = batches(60), batches(10, seed=100)
+    used, held_back = batches(24), batches(6, seed=100)
     before = [shown(model, "bert", batch) for batch in held_back]
     results = refit(model, dense, used, held_back)
     assert any(result.report.error_after < 0.99 * result.report.error_before for result in results)
@@ -165,7 +164,7 @@ def test_shared_layers_are_fitted_to_all_their_calls(make_tiny):
     """ALBERT's calls each get the dense model's stream, and one change is fitted to all of them."""
     model, dense = pair(make_tiny, "albert")
     slow = copy.deepcopy(model)
-    used, held_back = batches(60), batches(10, seed=100)
+    used, held_back = batches(24), batches(6, seed=100)
     results = refit(model, dense, used, held_back)
     install_refits(model, results)
     inner = "encoder.albert_layer_groups.0.albert_layers.0"
@@ -206,7 +205,7 @@ def attended(model, dense, name, batch):
 
 def test_compress_refits_to_batches_and_lowers_drift(make_tiny):
     dense = make_tiny("bert")
-    data = batches(60)
+    data = batches(30)
     drifts, reports = [], []
     for wanted in (False, None):
         model = copy.deepcopy(dense)

@@ -184,11 +184,15 @@ def test_cross_attention_counts_the_width_of_each_side():
     assert cross.macs_after == 7 * 128 * (24 + 32 + 3 + 128 * 3) + 128 * 32 * 3
 
 
-def test_patterns_and_cost_of_a_report_are_measured_or_left_out(kin):
+@pytest.mark.parametrize(
+    "name",
+    ["bert-cross", "clip", "gpt2", "llama", "patchtst", "segformer", "siglip2", "t5", "vit", "wav2vec2", "whisper"],
+)
+def test_patterns_and_cost_of_a_report_are_measured_or_left_out(name):
     """A module is timed on the inputs of its first call; a cache among them would grow with every further call."""
-    batches = [inputs(kin, seed) for seed in (0, 1)]
+    batches = [inputs(name, seed) for seed in (0, 1)]
     options = ReportOptions(dk=6, lengths=(4, 8), rounds=2)
-    report = make_report(ReportContext(build(kin), batches, options=options), ["patterns", "cost"])
+    report = make_report(ReportContext(build(name), batches, options=options), ["patterns", "cost"])
     assert {section.name for section in report.sections} | report.omitted.keys() == {"patterns", "cost"}
 
 

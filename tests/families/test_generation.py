@@ -91,7 +91,7 @@ def test_key_cache_bytes_before_and_after(name, dk, keys, calibrated):
     assert counted(model) == [4 * 24] * layers
     compress(
         model,
-        Compression(dk=dk, solver=Solver(sweeps=3)),
+        Compression(dk=dk, solver=Solver(sweeps=3, refit=False)),
         [inputs(name, seed) for seed in range(3)] if calibrated else None,
     )
     assert cached(model, batch) == [(4 * keys, 4 * 24)] * layers
@@ -133,7 +133,7 @@ def test_the_room_of_opt_is_known_before_any_work(form, centre, biased, calibrat
     for dk in (21, 22, 23, 24):
         model = OPTModel(config)
         options = Compression(
-            dk=dk, form=form, solver=Solver(centre=centre, sweeps=None if form == "per-head" else 1)
+            dk=dk, form=form, solver=Solver(centre=centre, sweeps=None if form == "per-head" else 1, refit=False)
         )
         if dk in refused:
             with monkeypatch.context() as patched:
@@ -204,7 +204,7 @@ def test_a_static_cache_allocated_before_is_refused_where_it_does_not_fit():
 def test_where_exactly_h_heads_are_viewed_both_maps_make_caches_smaller(name, dk, dv, pieces):
     """Keys and values are laid out alike, in as many pieces of 8 as the wider of the two fills: R + H, or dv."""
     model, batch = build(name), inputs(name)
-    compress(model, Compression(dk=dk, dv=dv, solver=Solver(sweeps=1 if dk else None)), [batch, batch])
+    compress(model, Compression(dk=dk, dv=dv, solver=Solver(sweeps=1 if dk else None, refit=False)), [batch, batch])
     assert {site.heads for site in find_dense_attention(build(name))} == {3}
     assert {site.heads for site in find_attention(model)} == {3}
     with torch.no_grad():

@@ -17,8 +17,6 @@ from transformers import (
     MistralForCausalLM,
     PhiConfig,
     PhiForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 from collab_compress import Compression, FromScratch, Solver, compress, expand, from_config
@@ -38,7 +36,6 @@ MODELS = {
     "mistral-grouped": lambda: MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=4)),
     "phi": lambda: PhiForCausalLM(PhiConfig(**SIZES)),
     "phi-grouped": lambda: PhiForCausalLM(PhiConfig(**SIZES, num_key_value_heads=2)),
-    "qwen2-grouped": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2)),
 }
 DECODERS = sorted(name for name in MODELS if name != "esm")
 

@@ -70,7 +70,9 @@ def written(text, made):
     text = text[:start] + made + text[stop:]
     counts = Counter(yaml.safe_load(VERDICTS.read_text(encoding="utf-8"))["families"].values())
     for verdict, count in counts.items():
-        text = re.sub(rf"^\| {re.escape(verdict)} \| \d+ \|", f"| {verdict} | {count} |", text, flags=re.MULTILINE)
+        row = rf"^\| {re.escape(verdict)} \| \d+ \|"
+        text, hits = re.subn(row, f"| {verdict} | {count} |", text, flags=re.MULTILINE)
+        assert hits == 1, f"{PAGE.name} has {hits} rows of families that are {verdict}, expected one; add it by hand"
     return text
 
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from forms import checkpoint_, convert_
+from forms import PAIRS, TURNS, checkpoint_, converted, outputs, randomise_
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from transformers import AutoModelForSequenceClassification, BertModel
@@ -28,32 +28,21 @@ from collab_compress.errors import HeadError
 from collab_compress.heads import Tap
 from collab_compress.heads.alphas import MixedProjection
 
-FORMS = ["dense", "collaborative", "narrow"]
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
-
-
-def outputs(model, batch):
-    with torch.no_grad():
-        return model(**batch)[0]
-
-
-def randomise_(model, seed=0):
-    """Set different alphas, far from the identity, in each module."""
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for alphas in alphas_of(model).values():
-            alphas.add_(0.3 * torch.randn_like(alphas))
+in_even_pairs = pytest.mark.parametrize(("family", "form"), [pair for pair in PAIRS if pair[1] != "unequal"])
+in_even_turns = pytest.mark.parametrize(
+    ("family", "form", "implementation"), [turn for turn in TURNS if turn[1] != "unequal"]
+)
 
 
 def mixed(make_tiny, family, form="dense"):
-    model = convert_(make_tiny(family), form)
+    model = converted(make_tiny, family, form)
     mix_heads_(model)
     randomise_(model)
     return model
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@in_even_turns
 def test_each_head_is_a_combination_of_all(family, form, implementation, make_tiny, batch):
     """Every mixed projection equals the double loop over heads, followed by the plain projection."""
     model = mixed(make_tiny, family, form)
@@ -78,9 +67,9 @@ def test_each_head_is_a_combination_of_all(family, form, implementation, make_ti
         torch.testing.assert_close(output, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@in_even_pairs
 def test_starts_as_it_was(family, form, make_tiny, batch):
-    model = convert_(make_tiny(family), form)
+    model = converted(make_tiny, family, form)
     before = outputs(model, batch)
     mix_heads_(model)
     torch.testing.assert_close(outputs(model, batch), before, atol=1e-6, rtol=1e-6)
@@ -92,9 +81,9 @@ def test_starts_as_it_was(family, form, make_tiny, batch):
     assert (outputs(model, batch) - before).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("form", FORMS)
+@in_even_pairs
 def test_merging_is_exact_and_leaves_a_plain_projection(family, form, make_tiny, batch):
-    untouched = convert_(make_tiny(family), form)
+    untouched = converted(make_tiny, family, form)
     model = mixed(make_tiny, family, form)
     before = outputs(model, batch)
     merge_alphas_(model)
@@ -180,15 +169,12 @@ def test_frozen_weights_stay_frozen_and_alphas_do_not(make_tiny):
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_gradient_checkpointing(family, make_tiny, batch):
+def test_gradient_checkpointing(family, make_tiny, batch, set_dropout_):
     if not make_tiny(family).supports_gradient_checkpointing:
         pytest.skip(f"Transformers does not checkpoint {family}")
     gradients = []
     for checkpointing in (False, True):
-        model = mixed(make_tiny, family).train()
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
+        model = set_dropout_(mixed(make_tiny, family).train(), 0.0)
         if checkpointing:
             checkpoint_(model)
         torch.manual_seed(0)

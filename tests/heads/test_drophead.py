@@ -1,6 +1,6 @@
 import pytest
 import torch
-from forms import FORMS, checkpoint_, convert_, projected_heads
+from forms import checkpoint_, converted, in_pairs, in_turns, projected_heads
 from two_processes import run_both
 
 from collab_compress.errors import HeadError
@@ -43,12 +43,12 @@ def test_kept_heads_are_scaled_by_all_over_kept():
         assert len(row[row > 0].unique()) == 1
 
 
-@pytest.fixture(params=FORMS)
-def model(request, family, make_tiny, set_dropout_):
-    return set_dropout_(convert_(make_tiny(family), request.param), 0.0)
+@pytest.fixture
+def model(family, form, make_tiny, set_dropout_):
+    return set_dropout_(converted(make_tiny, family, form), 0.0)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@in_turns
 def test_heads_are_dropped_just_before_the_output_projection(model, batch, implementation):
     """Compared with the tap, which reads heads before anything acts on them."""
     model.set_attn_implementation(implementation)
@@ -65,6 +65,7 @@ def test_heads_are_dropped_just_before_the_output_projection(model, batch, imple
     tap.remove()
 
 
+@in_pairs
 def test_naive_drophead_sets_heads_to_zero_and_nothing_else(model, batch):
     drophead, tap = DropHead(model.train(), 0.8, rescale=False), Tap(model)
     counts = set()
@@ -80,6 +81,7 @@ def test_naive_drophead_sets_heads_to_zero_and_nothing_else(model, batch):
     tap.remove()
 
 
+@in_pairs
 def test_evaluation_is_not_touched(model, batch):
     before = model(**batch)[0]
     with_drophead = DropHead(model, 0.9)
@@ -89,6 +91,7 @@ def test_evaluation_is_not_touched(model, batch):
     assert torch.equal(model.train()(**batch)[0], before)
 
 
+@in_pairs
 def test_the_same_seed_draws_the_same_heads(model, batch):
     DropHead(model.train(), 0.5)
     outputs = []
@@ -185,7 +188,7 @@ def _dropped(rank, model, batch):
     return outputs
 
 
-def test_processes_draw_for_themselves(model, batch, set_dropout_):
-    set_dropout_(model, 0.0)
+def test_processes_draw_for_themselves(make_tiny, batch, set_dropout_):
+    model = set_dropout_(make_tiny("bert"), 0.0)
     one, other = run_both(_dropped, model, batch)
     assert (one - other).abs().max() > 1e-3

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
+from forms import outputs, randomise_
 from torch.nn.utils.prune import l1_unstructured
 
 from collab_compress import Compression, HeadMask, compress, mix_heads_, prune_heads_
 from collab_compress.attention.install import add_head_hook_, head_hooks
 from collab_compress.errors import HeadError
 from collab_compress.heads import HeadGates, hooks
-from collab_compress.heads.alphas import alphas_of
 from collab_compress.heads.gates import STRETCH, TEMPERATURE
 
 
@@ -29,28 +29,23 @@ def spread_(gates, seed=0):
     return gates
 
 
-def outputs_of(model, batch):
-    with torch.no_grad():
-        return model(**batch)[0]
-
-
 def test_gates_of_evaluation_are_masks(family, make_tiny, batch):
     model = make_tiny(family)
     with spread_(HeadGates(model)) as gates:
-        actual, masks = outputs_of(model, batch), gates.values()
+        actual, masks = outputs(model, batch), gates.values()
         for name, log_alpha in gates.log_alphas.items():
             right = [hard_concrete(0.5, float(value), 1.0) for value in log_alpha.tolist()]
             assert masks[name].tolist() == pytest.approx(right, abs=1e-6)
             assert gates.closed()[name] == [head for head, value in enumerate(right) if value == 0]
     with HeadMask(model, masks):
-        torch.testing.assert_close(outputs_of(model, batch), actual)
+        torch.testing.assert_close(outputs(model, batch), actual)
 
 
 def test_gates_of_training_are_drawn_for_each_sequence(make_tiny, batch, set_dropout_):
     model = set_dropout_(make_tiny("bert"), 0.0).train()
     gates = spread_(HeadGates(model))
     torch.manual_seed(3)
-    actual = outputs_of(model, batch)
+    actual = outputs(model, batch)
     gates.remove()
     torch.manual_seed(3)
     masks = {}
@@ -61,7 +56,7 @@ def test_gates_of_training_are_drawn_for_each_sequence(make_tiny, batch, set_dro
         ]
         masks[name] = torch.tensor(rows)
     with HeadMask(model, masks):
-        torch.testing.assert_close(outputs_of(model, batch), actual, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(outputs(model, batch), actual, rtol=1e-4, atol=1e-5)
 
 
 def test_the_penalty_is_the_expected_number_of_open_heads(make_tiny):
@@ -82,16 +77,14 @@ def test_folded_gates_compute_the_same_and_closed_heads_can_be_pruned(edit, fami
         compress(model, Compression(dk=9, dv=13), None)
     if edit == "mixed":
         mix_heads_(model)
-        with torch.no_grad():
-            for alphas in alphas_of(model).values():
-                alphas.add_(torch.randn(alphas.shape, generator=torch.Generator().manual_seed(1)) * 0.2)
+        randomise_(model)
     gates = spread_(HeadGates(model))
-    actual, closed = outputs_of(model, batch), gates.closed()
+    actual, closed = outputs(model, batch), gates.closed()
     gates.fold_()
-    torch.testing.assert_close(outputs_of(model, batch), actual, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs(model, batch), actual, rtol=1e-4, atol=1e-5)
     if edit != "mixed":
         prune_heads_(model, {name: heads for name, heads in closed.items() if len(heads) < 3})
-        torch.testing.assert_close(outputs_of(model, batch), actual, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(outputs(model, batch), actual, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("edit", [HeadGates, mix_heads_])
@@ -109,7 +102,7 @@ def test_gates_close_heads_that_the_task_does_not_need(make_tiny, batch):
     model = make_tiny("bert")
     names = [f"encoder.layer.{layer}.attention.self" for layer in range(2)]
     with HeadMask(model, {name: torch.tensor([0.0, 1.0, 0.0]) for name in names}):
-        target = outputs_of(model, batch)
+        target = outputs(model, batch)
     model.requires_grad_(False)
     gates = HeadGates(model)
     optimizer = torch.optim.Adam(gates.parameters(), lr=0.1)

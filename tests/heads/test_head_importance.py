@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from forms import FORMS, convert_
+from forms import BERTS, convert_
 from transformers import (
     AutoModelForSequenceClassification,
     BertForMaskedLM,
@@ -65,9 +65,14 @@ def slope(model, mask, masks, place, sample, loss, step):
     return float(torch.autograd.grad(loss(model(**sample), sample), watched)[0][head])
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("step", [None, 1e-4])
-@pytest.mark.parametrize("family", ["bert", "albert", "distilbert"])  # Marian, which cannot classify, follows below
+@pytest.mark.parametrize(
+    ("family", "form", "step"),
+    [
+        *((*pair, None) for pair in BERTS),
+        *((family, form, None) for family in ("albert", "distilbert") for form in ("dense", "unequal")),
+        *(("bert", form, 1e-4) for form in ("dense", "unequal")),  # Marian, which cannot classify, follows below
+    ],
+)
 def test_is_the_mean_gradient_of_single_samples(family, form, step, make_tiny, calibration):
     model = convert_(classifier(family, make_tiny), form).double()
     batches = labelled(calibration[:2])

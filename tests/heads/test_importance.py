@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from forms import FORMS, convert_
+from forms import converted, in_turns
 from transformers import BertLMHeadModel, BertModel, MarianMTModel
 
 from collab_compress import UnsupportedModelError
@@ -103,10 +103,9 @@ def with_ends(batches):
     return batches
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("form", FORMS)
+@in_turns
 def test_confidence_is_the_mean_of_each_rows_largest_weight(family, form, implementation, make_tiny, calibration):
-    model = convert_(make_tiny(family), form)
+    model = converted(make_tiny, family, form)
     model.set_attn_implementation(implementation)
     actual = confidence(model, calibration[:2])
     assert_close(actual, oracle(model, calibration[:2], "confidence"))

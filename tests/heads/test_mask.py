@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from forms import COMPILED, FORMS, convert_, value_sizes
+from forms import COMPILED, converted, in_pairs, in_turns, value_sizes
 
 from collab_compress import HeadMask, UnsupportedModelError
 from collab_compress.architectures import find_attention
@@ -18,7 +18,7 @@ def hidden(model, batch):
 
 
 def built(make_tiny, family, form, implementation="sdpa"):
-    model = convert_(make_tiny(family), form)
+    model = converted(make_tiny, family, form)
     model.set_attn_implementation(implementation)
     return model
 
@@ -47,12 +47,11 @@ def scaled_by_hand(model, masks):
     return handles
 
 
-@pytest.mark.parametrize("samples", [None, 3])
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("form", FORMS)
-def test_heads_are_scaled_before_the_output_projection(family, form, implementation, samples, make_tiny, batch):
+@in_turns
+def test_heads_are_scaled_before_the_output_projection(family, form, implementation, make_tiny, batch):
     model = built(make_tiny, family, form, implementation)
-    masks = random_masks(model, samples)
+    masks = random_masks(model, 3)
+    masks |= dict(list(random_masks(model).items())[::2])  # one mask a sample, or one for all
     with torch.no_grad():
         stock = hidden(model, batch)
         with HeadMask(model, masks):
@@ -67,7 +66,7 @@ def test_heads_are_scaled_before_the_output_projection(family, form, implementat
     assert not any(head_hooks(site.module) for site in find_attention(model))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@in_pairs
 def test_gradients_of_masks_are_those_of_finite_differences(family, form, make_tiny, batch):
     model = built(make_tiny, family, form).double()
     masks = {name: mask.double().requires_grad_() for name, mask in random_masks(model, 3).items()}

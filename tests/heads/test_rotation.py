@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from forms import convert_
+from forms import converted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BertConfig, BertModel
@@ -145,7 +145,7 @@ def test_every_kind_rotates_by_itself(make_tiny):
 
 def test_all_families_and_forms_rotate_inside_their_layers(family, make_tiny, calibration):
     for form in ("dense", "collaborative", "narrow"):
-        model = convert_(make_tiny(family), form)
+        model = converted(make_tiny, family, form)
         before, sites = copy.deepcopy(model), find_attention(model)
         rotator = Rotator(model, RotationOptions("in-layer", epochs=(0,), swap_back_after=1))
         (event,) = rotator.epoch(0, batches=calibration)

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from accelerate import Accelerator
-from forms import FORMS, convert_, value_sizes
+from forms import converted, hidden, in_pairs, value_sizes
 from torch.nn.utils import parametrizations
 from transformers import BertConfig, BertModel
 
@@ -19,15 +19,6 @@ from collab_compress.heads.swap import HeadBlock, head_blocks
 FIRST, SECOND = "encoder.layer.0.attention.self", "encoder.layer.1.attention.self"
 WIDTH = 8  # of a head of the tiny models
 ALIKE = {"dense": (0, 2), "collaborative": (0, 2), "narrow": (0, 2), "unequal": (1, 2)}  # heads of one width
-
-
-def built(make_tiny, family, form):
-    return convert_(make_tiny(family), form)
-
-
-def hidden(model, batch):
-    with torch.no_grad():
-        return model(**batch).last_hidden_state[batch.get("decoder_attention_mask", batch["attention_mask"]).bool()]
 
 
 def loss_of(model, batch):
@@ -74,9 +65,9 @@ def permute_output_(site, i, j, state=None):
             tensor.copy_(tensor[:, columns].clone())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@in_pairs
 def test_swapping_heads_and_how_they_are_read_changes_nothing(family, form, make_tiny, batch):
-    model = built(make_tiny, family, form).double()
+    model = converted(make_tiny, family, form).double()
     expected = hidden(model, batch)
     for site in find_attention(model):
         one, other = ALIKE[form]
@@ -86,10 +77,10 @@ def test_swapping_heads_and_how_they_are_read_changes_nothing(family, form, make
         torch.testing.assert_close(hidden(model, batch), expected)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@in_pairs
 def test_training_goes_on_as_if_nothing_had_happened(family, form, make_tiny, batch):
     """Weights and moments move together: a relabelled training stays the relabelled training."""
-    straight = built(make_tiny, family, form).double()
+    straight = converted(make_tiny, family, form).double()
     site = find_attention(straight)[0]
     optimizer = torch.optim.AdamW(straight.parameters(), lr=1e-2)
     train(straight, optimizer, batch)
@@ -120,7 +111,7 @@ def test_weights_go_where_the_paper_says(make_tiny):
 
 
 def test_a_collaborative_head_is_its_mixing_row_its_content_bias_and_its_values(make_tiny):
-    model = built(make_tiny, "bert", "collaborative")
+    model = converted(make_tiny, "bert", "collaborative")
     before = copy.deepcopy(model.state_dict())
     swap_heads_(model, [((FIRST, 0), (FIRST, 2))])
     expected = copy.deepcopy(before)
@@ -143,7 +134,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("form", ["dense", "collaborative"])
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 def test_swapping_again_restores_every_bit(family, form, kind, make_tiny, batch):
-    model = built(make_tiny, family, form)
+    model = converted(make_tiny, family, form)
     optimizer = OPTIMIZERS[kind](model.parameters())
     train(model, optimizer, batch)
     sites = find_attention(model)
@@ -230,7 +221,7 @@ def test_kinds_never_mix(make_tiny):
 
 
 def test_heads_with_fewer_values_are_refused(make_tiny):
-    model = built(make_tiny, "bert", "unequal")
+    model = converted(make_tiny, "bert", "unequal")
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(HeadError, match=re.escape("float32[4, 24], float32[4] against") + ".*pair heads of"):
         swap_heads_(model, [((FIRST, 0), (FIRST, 1))])

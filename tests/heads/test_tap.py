@@ -2,7 +2,7 @@ import copy
 
 import pytest
 import torch
-from forms import COMPILED, FORMS, checkpoint_, convert_, projected_heads
+from forms import COMPILED, checkpoint_, converted, in_pairs, in_turns, projected_heads
 
 from collab_compress import Compression, compress
 from collab_compress.attention.install import AttentionConfig
@@ -10,12 +10,12 @@ from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.heads import Tap
 
 
-@pytest.fixture(params=FORMS)
-def model(request, family, make_tiny):
-    return convert_(make_tiny(family), request.param)
+@pytest.fixture
+def model(family, form, make_tiny):
+    return converted(make_tiny, family, form)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@in_turns
 def test_outputs_are_what_the_output_projection_gets(model, batch, implementation):
     model.set_attn_implementation(implementation)
     _, expected = projected_heads(model, batch)
@@ -29,7 +29,7 @@ def test_outputs_are_what_the_output_projection_gets(model, batch, implementatio
             torch.testing.assert_close(reading.outputs[real], inputs[real], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@in_turns
 def test_rows_and_values_make_the_outputs(model, batch, implementation):
     model.set_attn_implementation(implementation)
     with Tap(model, ("outputs", "probs", "values")) as tap:
@@ -49,6 +49,7 @@ def _keys(reading):
     return entries.expand_as(reading.probs)
 
 
+@in_pairs
 def test_rows_are_those_the_model_returns(model, batch):
     model.set_attn_implementation("eager")
     with Tap(model, ("probs",)) as tap:
@@ -64,7 +65,7 @@ def test_rows_are_those_the_model_returns(model, batch):
                 assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@in_turns
 def test_rows_are_from_before_dropout(model, batch, implementation, set_dropout_):
     model.set_attn_implementation(implementation)
     set_dropout_(model, 0.5)
@@ -149,6 +150,7 @@ def test_labels_tell_a_decoders_padding(make_tiny, batch):
         assert torch.equal(tap.take()[0].masks.query, expected)
 
 
+@in_pairs
 def test_nothing_is_kept(model, batch):
     with Tap(model) as tap:
         model(**batch)
@@ -232,6 +234,7 @@ def penalised_gradients(model, batch, parts=("outputs", "probs")):
     return gradients
 
 
+@in_pairs
 def test_gradient_checkpointing_changes_nothing(model, batch, set_dropout_):
     if not model.supports_gradient_checkpointing:
         pytest.skip("stock model does not support it")
@@ -252,7 +255,7 @@ def test_reentrant_checkpointing_is_refused(make_tiny, batch):
 
 @pytest.mark.parametrize(("family", "form"), COMPILED)
 def test_compiles_without_graph_breaks(family, form, make_tiny, batch, set_dropout_):
-    model = convert_(make_tiny(family), form)
+    model = converted(make_tiny, family, form)
     set_dropout_(model.train(), 0.0)
     expected = penalised_gradients(model, batch)
     with Tap(model, ("outputs", "probs")) as tap:

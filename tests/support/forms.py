@@ -1,9 +1,12 @@
 """Forms that the attention of a tiny model can be in, for tests that go through all of them."""
 
+import copy
+from functools import cache
+
 import pytest
 import torch
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, alphas_of, compress
 from collab_compress.architectures import find_attention
 
 FORMS = {
@@ -20,6 +23,18 @@ def mostly_slow(cases, *quick):
 
 
 BERTS = [("bert", form) for form in FORMS]
+PAIRS = [  # every form of one family, the dense and another form of the others
+    *BERTS,
+    ("albert", "collaborative"),
+    ("albert", "dense"),
+    ("marian", "unequal"),
+    ("marian", "dense"),
+    ("distilbert", "dense"),
+    ("distilbert", "narrow"),
+]
+TURNS = [(*pair, ("eager", "sdpa")[place % 2]) for place, pair in enumerate(PAIRS)]  # each family and form by both
+in_pairs = pytest.mark.parametrize(("family", "form"), PAIRS)
+in_turns = pytest.mark.parametrize(("family", "form", "implementation"), TURNS)
 COMPILED = mostly_slow([*BERTS, ("marian", "collaborative")], ("bert", "dense"), ("bert", "unequal"))
 
 
@@ -28,6 +43,37 @@ def convert_(model, form):
     if FORMS[form] is not None:
         compress(model, FORMS[form], calibration=None)
     return model
+
+
+@cache
+def _converted(make_tiny, family, form):
+    return convert_(make_tiny(family), form)
+
+
+def converted(make_tiny, family, form):
+    """Return a tiny model in a form, and leave the seed as building it does."""
+    model = copy.deepcopy(_converted(make_tiny, family, form))
+    torch.manual_seed(0)
+    return model
+
+
+def hidden(model, batch):
+    """Return the last hidden states at unpadded tokens."""
+    with torch.no_grad():
+        return model(**batch).last_hidden_state[batch.get("decoder_attention_mask", batch["attention_mask"]).bool()]
+
+
+def outputs(model, batch):
+    with torch.no_grad():
+        return model(**batch)[0]
+
+
+def randomise_(model, seed=0):
+    """Set different alphas, far from the identity, in each module."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for alphas in alphas_of(model).values():
+            alphas.add_(0.3 * torch.randn_like(alphas))
 
 
 def value_sizes(site):

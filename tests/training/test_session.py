@@ -1,5 +1,6 @@
 import copy
 import logging
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.heads import RotationOptions, Tap, alphas_of, mix_heads_
 from collab_compress.training import LOSSES, AlphasOptions, DropHeadOptions, HeadSession, HeadTraining, PenaltyOptions
 
+OTHERS = ["albert", "distilbert", "marian"]
+ONE_A_PART = ["agreement-queries", "agreement-probs", "bhattacharyya", "hsic", "orthogonality"]
+
 
 @pytest.fixture
 def make_undropped(make_tiny, set_dropout_):
@@ -18,7 +22,10 @@ def make_undropped(make_tiny, set_dropout_):
     return lambda *arguments: set_dropout_(make_tiny(*arguments), 0.0).train()
 
 
-@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize(
+    ("family", "loss"),
+    [*(("bert", loss) for loss in sorted(LOSSES)), *product(OTHERS, [*ONE_A_PART, "agreement-keys"])],
+)
 def test_a_penalty_is_its_loss_over_modules(loss, family, make_undropped, batch):
     model = make_undropped(family)
     chosen = LOSSES[loss]
@@ -41,8 +48,13 @@ def test_a_penalty_is_its_loss_over_modules(loss, family, make_undropped, batch)
     session.close()
 
 
-@pytest.mark.parametrize("dv", [None, 10])
-@pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"orthogonality-keys", "agreement-keys"}))
+@pytest.mark.parametrize(
+    ("family", "loss", "dv"),
+    [
+        *product(["bert"], sorted(set(LOSSES) - {"orthogonality-keys", "agreement-keys"}), [None, 10]),
+        *product(OTHERS, ONE_A_PART, [10]),
+    ],
+)
 def test_penalties_reach_collaborative_models(loss, dv, family, make_undropped, batch):
     model = make_undropped(family)
     compress(model, Compression(dk=13, dv=dv), calibration=None)

@@ -121,17 +121,25 @@ def rotations(trainer):
     return [(event["epoch"], event["reason"]) for event in history]
 
 
+TWO_PASSES = {"training": dataclasses.replace(EVERYTHING, rotation=WITHIN), "size": 2, "passes": 2}
+
+
+@pytest.fixture(scope="module")
+def straight(make_tiny, tmp_path_factory):
+    """Return a training with a checkpoint at every step, and its final weights."""
+    folder = tmp_path_factory.mktemp("straight")
+    trainer = trainer_of(classifier(make_tiny), folder, **TWO_PASSES, save_strategy="steps", save_steps=1)
+    return trainer, final_weights(trainer)
+
+
 @pytest.mark.parametrize("save", [1, 3, 5, 7, 8, 11])
-def test_rotation_within_epochs(save, make_tiny, tmp_path):
+def test_rotation_within_epochs(save, straight, make_tiny, tmp_path):
     """Four steps an epoch, of two passes; resumed wherever it stopped, with a dropout that must not notice."""
-    training = dataclasses.replace(EVERYTHING, rotation=WITHIN)
-    steps = {"size": 2, "passes": 2}
-    straight = trainer_of(classifier(make_tiny), tmp_path, training, **steps, save_strategy="steps", save_steps=save)
-    expected = final_weights(straight)
+    trainer, expected = straight
     swaps = [(0.25, "swap"), (0.75, "swap-back"), (1.25, "swap"), (1.75, "swap-back"), (2.5, "swap")]
-    assert rotations(straight) == swaps
-    resumed = trainer_of(classifier(make_tiny), tmp_path / "again", training, **steps)
-    actual = final_weights(resumed, resume_from_checkpoint=str(tmp_path / f"checkpoint-{save}"))
+    assert rotations(trainer) == swaps
+    resumed = trainer_of(classifier(make_tiny), tmp_path, **TWO_PASSES)
+    actual = final_weights(resumed, resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-{save}")
     assert rotations(resumed) == swaps
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
