@@ -48,11 +48,12 @@ def check_counts(options: Any, error: type[Exception], *names: str, least: int =
             continue
         if not isinstance(value, Integral) or isinstance(value, bool):
             raise error(f"{name} is {value!r}; expected a whole number")
-        if value < least:
-            raise error(f"{name} is {value}; expected at least {least}")
-        if value > most:
-            raise error(f"{name} is {value}; expected at most {most:,}")
-        object.__setattr__(options, name, int(value))  # NumPy's are not written as JSON
+        count = int(value)  # NumPy's are not written as JSON
+        if count < least:
+            raise error(f"{name} is {count}; expected at least {least}")
+        if count > most:
+            raise error(f"{name} is {count}; expected at most {most:,}")
+        object.__setattr__(options, name, count)
 
 
 @dataclass(frozen=True, kw_only=True)
