@@ -144,7 +144,7 @@ def test_with_batches_it_is_weighed_as_in_a_conversion_with_the_same(family, bia
             site.query.register_parameter("bias", None)
     used, _ = split_held_back(calibration)
     energies = head_energy(model, iter(used))
-    report = compress(model, Compression(dk=rank, solver=Solver(refit=False)), calibration)
+    report = compress(model, Compression(dk=rank, solver=Solver(sweeps=5, refit=False)), calibration)
     for module in report.modules:
         energy = energies[module.name]
         assert module.per_head_error**2 == pytest.approx(1 - float(energy.unshared[rank]), abs=1e-6)
