@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model, infer_auto_device_map
-from collab_compress_cli.arguments import Conversion
+from collab_compress_cli.arguments import Conversion, Saving
 from collab_compress_cli.compress import Arguments, run
 from sentence_transformers import SentenceTransformer
 from torch import nn
@@ -51,7 +51,8 @@ def converted(tmp_path_factory):
     output = tmp_path_factory.mktemp("converted") / "minilm"
     few = CalibrationOptions(sequences=64)
     conversion = Conversion(dk=192, solver=Solver(sweeps=5))
-    run(Arguments(model="minilm", compression=conversion, output=output, calibration_options=few))
+    options = {"output": output, "calibration_options": few, "saving": Saving(quiet=True)}
+    run(Arguments(model="minilm", compression=conversion, **options))
     return output
 
 
@@ -134,8 +135,7 @@ def embeddings(model, tokenizer):
     return nn.functional.normalize((states * mask).sum(1), dim=1)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "implementation"), [(torch.bfloat16, "sdpa"), (torch.float16, "eager")])
 def test_half_precision(converted, minilm_tokenizer, dtype, implementation, tmp_path):
     expected = embeddings(AutoModel.from_pretrained(converted), minilm_tokenizer)
     model = AutoModel.from_pretrained(converted, dtype=dtype, attn_implementation=implementation)

@@ -330,7 +330,7 @@ def test_interrupt_and_kill_leave_no_output(python, minilm_path, tmp_path, name,
 
 
 def test_sentence_transformers_files_travel_along_and_the_model_is_named_as_on_the_hub(run, tmp_path, minilm_path):
-    code, *_ = run("minilm", "--dk", 384, "--output", tmp_path / "out", "--calibration", "none")
+    code, *_ = run("minilm", "--dk", 384, "--output", tmp_path / "out", "--calibration", "none", "--quiet")
     assert code == 0
     for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (minilm_path / name).read_bytes()
