@@ -163,7 +163,7 @@ def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_tiny() -> Callable[..., PreTrainedModel]:
     return tiny
 
