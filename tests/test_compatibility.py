@@ -173,12 +173,14 @@ def test_device_map_auto_wherever_memory_ends(edited, batch, tmp_path):
     loaded = AutoModel.from_pretrained(tmp_path / "model", device_map="auto")
     assert torch.equal(outputs(loaded, batch).cpu(), expected.cpu())
     size = sum(tensor.nbytes for tensor in edited.state_dict().values())
+    memories = {}
     for share in np.linspace(0.05, 1.2, 24):
+        memory = {"cpu": int(share * size)}
+        places = infer_auto_device_map(loaded, memory, loaded._no_split_modules)
+        memories.setdefault(tuple(places.items()), memory)
+    for memory in memories.values():  # one for each device map
         loaded = AutoModel.from_pretrained(
-            tmp_path / "model",
-            device_map="auto",
-            max_memory={"cpu": int(share * size)},
-            offload_folder=tmp_path / "o",
+            tmp_path / "model", device_map="auto", max_memory=memory, offload_folder=tmp_path / "o"
         )
         assert torch.equal(outputs(loaded, batch), expected)
 
