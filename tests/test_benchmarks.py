@@ -157,10 +157,9 @@ def test_the_most_important_heads_remain(model, batch):
 ROWS = [Row.parse(text) for text in DEFAULT_ROWS]
 
 
-@pytest.mark.parametrize(
-    "row", [row for row in ROWS if row.kind == "shared" and not (row.recovered or row.refitted or row.dff)], ids=str
-)
-def test_a_rows_parameters_are_those_of_the_converted_model(row, minilm):
+@pytest.mark.parametrize("text", ["shared dk=64", "shared dv=256", "shared dk=192 dv=252"])
+def test_a_rows_parameters_are_those_of_the_converted_model(text, minilm):
+    row = Row.parse(text)
     before = minilm.num_parameters()
     compress(minilm, Compression(dk=row.dk, dv=row.dv, solver=Solver(sweeps=1 if row.dk else None)), calibration=None)
     assert before - minilm.num_parameters() == LAYERS * (DENSE_PARAMETERS - row.parameters)

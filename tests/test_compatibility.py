@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model, infer_auto_device_map
-from collab_compress_cli.arguments import Conversion
+from collab_compress_cli.arguments import Conversion, Saving
 from collab_compress_cli.compress import Arguments, run
 from sentence_transformers import SentenceTransformer
 from torch import nn
@@ -51,7 +51,8 @@ def converted(tmp_path_factory):
     output = tmp_path_factory.mktemp("converted") / "minilm"
     few = CalibrationOptions(sequences=64)
     conversion = Conversion(dk=192, solver=Solver(sweeps=5))
-    run(Arguments(model="minilm", compression=conversion, output=output, calibration_options=few))
+    options = {"output": output, "calibration_options": few, "saving": Saving(quiet=True)}
+    run(Arguments(model="minilm", compression=conversion, **options))
     return output
 
 
@@ -134,8 +135,7 @@ def embeddings(model, tokenizer):
     return nn.functional.normalize((states * mask).sum(1), dim=1)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "implementation"), [(torch.bfloat16, "sdpa"), (torch.float16, "eager")])
 def test_half_precision(converted, minilm_tokenizer, dtype, implementation, tmp_path):
     expected = embeddings(AutoModel.from_pretrained(converted), minilm_tokenizer)
     model = AutoModel.from_pretrained(converted, dtype=dtype, attn_implementation=implementation)
@@ -173,12 +173,14 @@ def test_device_map_auto_wherever_memory_ends(edited, batch, tmp_path):
     loaded = AutoModel.from_pretrained(tmp_path / "model", device_map="auto")
     assert torch.equal(outputs(loaded, batch).cpu(), expected.cpu())
     size = sum(tensor.nbytes for tensor in edited.state_dict().values())
+    memories = {}
     for share in np.linspace(0.05, 1.2, 24):
+        memory = {"cpu": int(share * size)}
+        places = infer_auto_device_map(loaded, memory, loaded._no_split_modules)
+        memories.setdefault(tuple(places.items()), memory)
+    for memory in memories.values():  # one for each device map
         loaded = AutoModel.from_pretrained(
-            tmp_path / "model",
-            device_map="auto",
-            max_memory={"cpu": int(share * size)},
-            offload_folder=tmp_path / "o",
+            tmp_path / "model", device_map="auto", max_memory=memory, offload_folder=tmp_path / "o"
         )
         assert torch.equal(outputs(loaded, batch), expected)
 

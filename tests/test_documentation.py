@@ -4,6 +4,7 @@ import ast
 import importlib
 import re
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from collab_compress import Compression, compress
+from collab_compress.analysis import module_latency
 from collab_compress.training import DropHeadOptions, HeadTraining
 
 ROOT = Path(__file__).parents[1]
@@ -91,6 +93,8 @@ def test_snippets_run(
     monkeypatch.chdir(tmp_path)
     for name in ("SWEEPS", "MOST_SWEEPS"):
         monkeypatch.setattr(f"collab_compress.factorization.als.{name}", 5)
+    monkeypatch.setattr("collab_compress.analysis.module_latency", partial(module_latency, rounds=2))
+    snippet = snippet.replace("steps=150", "steps=2")
     if 'save_pretrained("my-classifier-128")' in snippet:
         (tmp_path / "my-classifier-128").unlink()  # the snippet writes it
     torch.manual_seed(0)

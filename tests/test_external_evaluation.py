@@ -7,26 +7,18 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from collab_compress_cli import evaluate as command
+from commands import ran
 from tiny_words import word_tokenizer
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from collab_compress import Compression, compress
 from collab_compress.errors import DataError
-from collab_compress.external_evaluation import Score, lm_eval_scores, mteb_scores
+from collab_compress.external_evaluation import lm_eval_scores, mteb_scores
 
 
 @pytest.fixture
 def run(capsys):
-    def run_command(*arguments):
-        """Run the command; return exit code, standard output and standard error."""
-        try:
-            command.main([str(argument) for argument in arguments])
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return run_command
+    return lambda *arguments: ran(command.main, arguments, capsys)
 
 
 def module(monkeypatch, name, **content):
@@ -217,7 +209,3 @@ def test_arguments_that_do_not_go_together(run, arguments, message):
     code, _, error = run("minilm", *arguments)
     assert code == 2
     assert message in error
-
-
-def test_a_score_is_plain():
-    assert Score("task", "metric", 1.0) == Score("task", "metric", 1.0, None)

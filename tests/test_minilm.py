@@ -43,7 +43,7 @@ def test_the_authors_scale_would_be_far_off(minilm, minilm_tokenizer):
 
 def test_data_aware_error_is_small_and_falls_with_rank(minilm, minilm_tokenizer):
     errors, few = [], CalibrationOptions(sequences=64)
-    for rank in (64, 128, 192):
+    for rank in (64, 128):
         model = copy.deepcopy(minilm)
         compression = Compression(rank, modules="*layer.2*", solver=Solver(sweeps=10))
         report = compress(model, compression, tokenizer=minilm_tokenizer, calibration_options=few)

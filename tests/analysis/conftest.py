@@ -1,5 +1,6 @@
 """Stock and converted models of every family with batches for them, and responses to measure."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -11,16 +12,20 @@ from transformers import PreTrainedModel
 from collab_compress import Compression, Solver, compress
 from collab_compress.architectures import find_attention
 
+CONVERTED: dict[str, PreTrainedModel] = {}  # each family is converted once
+
 
 @pytest.fixture(params=["stock", "converted"])
 def either(
     request: pytest.FixtureRequest, family: str, make_tiny: Callable, calibration: list
 ) -> tuple[PreTrainedModel, list]:
     """A stock or a converted model of each family, and two batches with padding."""
-    model = make_tiny(family)
-    if request.param == "converted":
-        compress(model, Compression(dk=9, solver=Solver(sweeps=3, refit=False)), calibration[2:])
-    return model, calibration[:2]
+    if request.param == "stock":
+        return make_tiny(family), calibration[:2]
+    if family not in CONVERTED:
+        CONVERTED[family] = make_tiny(family)
+        compress(CONVERTED[family], Compression(dk=9, solver=Solver(sweeps=3, refit=False)), calibration[2:])
+    return copy.deepcopy(CONVERTED[family]), calibration[:2]
 
 
 @pytest.fixture

@@ -29,7 +29,8 @@ def test_parameters_and_cache_are_those_of_the_live_model(family, form, make_tin
         assert cost.name == site.name
         assert cost.scores.dense.parameters == live_parameters(site)
     options = CalibrationOptions(length=128)  # the length for which costs are counted
-    report = compress(model, Compression(dk=9, form=form), calibration[:2], calibration_options=options)
+    compression = Compression(dk=9, form=form, solver=Solver(sweeps=3 if form == "shared" else None, refit=False))
+    report = compress(model, compression, calibration[:2], calibration_options=options)
     assert module_costs(model, dk=99) == planned
     for cost, module in zip(planned, report.modules, strict=True):
         counted = (module.parameters_before, module.parameters_after, module.macs_before, module.macs_after)
@@ -67,7 +68,9 @@ def test_values_and_their_cache_are_those_of_the_live_model(family, dk, dv, make
     planned = module_costs(model, 7, dk=dk, dv=dv)
     for site, cost in zip(find_attention(model), planned, strict=True):
         assert cost.values.dense.parameters == live_value_parameters(site)
-    report = compress(model, Compression(dk=dk, dv=dv, solver=Solver(refit=False)), calibration[:2])
+    report = compress(
+        model, Compression(dk=dk, dv=dv, solver=Solver(sweeps=3 if dk else None, refit=False)), calibration[:2]
+    )
     assert module_costs(model, 7, dv=99) == planned
     widths = {}
     for site, cost, module in zip(find_attention(model), planned, report.values, strict=True):

@@ -136,6 +136,7 @@ def test_errors_are_those_of_least_squares_on_the_activations(kind, model):
         assert curve.errors[0] > curve.errors[8] > 0
 
 
+@pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_moments_in_several_passes_give_the_same(kind, model, monkeypatch):
     data = batches(model)
     expected = feed_forward_energy(model, data)
@@ -187,7 +188,7 @@ def test_costs_are_those_of_the_live_model(kind, model):
     planned = feed_forward_costs(model, blocks, 7, dff=30)
     as_they_are = feed_forward_costs(model, blocks, 7)
     narrow = copy.deepcopy(model)
-    compress(narrow, Compression(dff=30), data)
+    compress(narrow, Compression(dff=30), data[:2])
     for block in blocks:
         cost = planned[block.down]
         for live, counted in ((model, cost.dense), (narrow, cost.converted)):

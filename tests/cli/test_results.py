@@ -9,7 +9,9 @@ import statistics
 import numpy as np
 import pytest
 from collab_compress_cli import results as command
+from commands import ran
 from scipy import stats
+from tiny_recipes import make_record
 
 from collab_compress.experiments.results import read_results
 
@@ -20,15 +22,13 @@ CONVERTED = {"mrpc": [83.0, 84.5, 81.0], "ptb": [101.0, 103.0, 99.5], "rte": [60
 @pytest.fixture
 def write(tmp_path):
     def records(*tasks):
-        common = {"method": "plain", "metrics": {}, "recipe": {"model": "minilm|x"}}
-        tuned = {"conversion": None, "again": False, "stage": "tuned", "parameters": 22713602}
-        again = {"conversion": "dk128", "again": True, "stage": "dk128-again", "parameters": 21565824}
-        for stage, scores in ((tuned, PLAIN), (again, CONVERTED)):
+        common = {"metrics": {}, "recipe": {"model": "minilm|x"}}
+        for stage, parameters, scores in (("tuned", 22713602, PLAIN), ("dk128-again", 21565824, CONVERTED)):
             for task in tasks:
                 for seed, score in enumerate(scores[task]):
-                    folder = tmp_path / "runs" / f"{task}-{seed}" / stage["stage"]
+                    folder = tmp_path / "runs" / f"{task}-{seed}" / stage
                     folder.mkdir(parents=True)
-                    record = {"task": task, "seed": seed, "score": score, **common, **stage}
+                    record = make_record(task, "plain", stage, seed, score, parameters=parameters, **common)
                     (folder / "result.json").write_text(json.dumps(record))
         return tmp_path / "runs"
 
@@ -36,13 +36,7 @@ def write(tmp_path):
 
 
 def run(capsys, *arguments):
-    """Run the command in this process; return exit code, standard output and standard error."""
-    try:
-        command.main(list(map(str, arguments)))
-        code = 0
-    except SystemExit as stop:
-        code = stop.code
-    return code, *capsys.readouterr()
+    return ran(command.main, arguments, capsys)
 
 
 def grids(text):

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 from statistics import fmean
 
 import pytest
@@ -24,17 +25,23 @@ def data_dir(tmp_path):
     return tmp_path / "data"
 
 
-@pytest.fixture
-def start(tmp_path):
-    """Save an untrained model with its tokenizer."""
+@pytest.fixture(scope="session")
+def untrained(tmp_path_factory):
     import torch
 
+    folder = tmp_path_factory.mktemp("untrained")
     torch.manual_seed(0)
     tokenizer = word_tokenizer()
     config = bert_config(tokenizer, initializer_range=0.3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    tokenizer.save_pretrained(tmp_path / "start")
-    BertModel(config).save_pretrained(tmp_path / "start")
-    return tmp_path / "start"
+    tokenizer.save_pretrained(folder)
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def start(untrained, tmp_path):
+    """Save an untrained model with its tokenizer."""
+    return shutil.copytree(untrained, tmp_path / "start")
 
 
 @pytest.fixture

@@ -68,6 +68,9 @@ def test_two_processes_train_as_one(sentences):
     assert losses[-1] < losses[0]
     for name, value in weights.items():
         torch.testing.assert_close(others[name], value, rtol=1e-4, atol=1e-5)
+    records = [json.loads((sentences / name / "tuned" / "result.json").read_text()) for name in ("one", "two")]
+    perplexities = [record["metrics"]["test"]["perplexity"] for record in records]
+    assert perplexities[1] == pytest.approx(perplexities[0], rel=1e-4)
 
 
 def test_on_disk_as_in_memory(sentences):

@@ -66,8 +66,8 @@ SCORES = {"plain": [20.0, 21.0, 20.4], "alphas": [19.0, 20.5, 20.1]}
 """On Multi30k."""
 
 
-@pytest.fixture
-def results(tmp_path):
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
     """Return the fewest records for which every figure is drawn."""
     alphas = {"alphas": {"growth_weight": 40.0}}
     records = []
@@ -86,7 +86,17 @@ def results(tmp_path):
             converted(64, 70.0, seed),
             converted(64, 78.0 + seed, seed, again=True),
         ]
-    return read(tmp_path, records)
+    return read(tmp_path_factory.mktemp("results"), records)
+
+
+@pytest.fixture(scope="module")
+def pages(results):
+    return paper_pages(results)
+
+
+@pytest.fixture(scope="module")
+def few_pages(tmp_path_factory):
+    return paper_pages(read(tmp_path_factory.mktemp("few"), [converted(None, 80.0, 0)]))
 
 
 def read(tmp_path, records):
@@ -111,14 +121,14 @@ def rows(findings, name):
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_every_figure_is_drawn_or_marked(results, tmp_path, paper):
-    findings = paper_pages(results)[paper]
+def test_every_figure_is_drawn_or_marked(pages, few_pages, paper):
+    findings = pages[paper]
     assert needing(findings) == FROM_A_MODEL.get(paper, set())
     sources = " ".join(picture.source for picture in drawn(findings))
     for figure in FIGURES[paper]:
         number = figure.name.replace("Figure ", "Fig. ")
         assert (number in sources) != (figure.name in needing(findings))
-    few = paper_pages(read(tmp_path, [converted(None, 80.0, 0)]))[paper]
+    few = few_pages[paper]
     schedules = {"Figure 2"} if paper == "drophead" else set()  # they need no record
     assert needing(few) == {figure.name for figure in FIGURES[paper]} - schedules
     assert all(reason.startswith(("needs: ", "nothing: ")) for reason in few.omitted.values())
@@ -135,8 +145,8 @@ def test_what_is_no_number_is_left_empty(tmp_path):
     write_pages(read(tmp_path, [record]), tmp_path / "pages")
 
 
-def test_ours_stand_beside_the_papers(results):
-    columns, lines = rows(paper_pages(results)["rotation"], "table_3")
+def test_ours_stand_beside_the_papers(pages):
+    columns, lines = rows(pages["rotation"], "table_3")
     place = columns.index("ours: multi30k de-en")
     eight = next(line for line in lines if line[0] == "Transformer 8 heads")
     assert eight[columns.index("iwslt14 de-en")] == "35.04"
@@ -147,12 +157,12 @@ def test_ours_stand_beside_the_papers(results):
     assert eight[place + 1] == f"−{-statistics.fmean(change):.3f} ± {(high - low) / 2:.3f} (3)"
     sixteen = next(line for line in lines if line[0] == "Transformer 16 heads")
     assert sixteen[place : place + 2] == (None, None)
-    _, baseline = rows(paper_pages(results)["rotation"], "table_4")
+    _, baseline = rows(pages["rotation"], "table_4")
     assert baseline[0][-2:] == ("20.5 ± 0.503 (3), plain", None)
 
 
-def test_the_first_of_several_names_that_has_records_counts(results):
-    columns, lines = rows(paper_pages(results)["collaborate"], "table_2")
+def test_the_first_of_several_names_that_has_records_counts(pages):
+    columns, lines = rows(pages["collaborate"], "table_2")
     place = columns.index("ours: mrpc")
     assert columns[place - 1] == "mrpc"
     by_stage = {line[2]: line[place] for line in lines if line[0] == "BERT-base"}
@@ -160,16 +170,16 @@ def test_the_first_of_several_names_that_has_records_counts(results):
     assert by_stage["dk384-again"] is None
 
 
-def test_growth_is_against_the_plain_model_of_the_same_seed(results):
-    pictures = {picture.source: picture for picture in drawn(paper_pages(results)["rotation"])}
+def test_growth_is_against_the_plain_model_of_the_same_seed(pages):
+    pictures = {picture.source: picture for picture in drawn(pages["rotation"])}
     for source, layers in (("Rotation, Fig. 6", (10.0, 0.0)), ("Rotation, Fig. 7", (0.0, 10.0))):
         (panel,) = pictures[source].panels
         curve = next(curve for curve in panel.curves if curve.name == "alphas")
         assert (panel.title, curve.x, curve.y) == ("encoder", (0.0, 1.0), pytest.approx(layers))
 
 
-def test_curves_are_means_over_seeds(results):
-    pictures = {picture.source: picture for picture in drawn(paper_pages(results)["bhattacharyya"])}
+def test_curves_are_means_over_seeds(pages):
+    pictures = {picture.source: picture for picture in drawn(pages["bhattacharyya"])}
     (panel,) = pictures["Bhattacharyya, Fig. 2"].panels
     assert {curve.name for curve in panel.curves} >= {"plain", "bhattacharyya"}
     assert panel.curves[0].y == pytest.approx((3.0 + 1.0, 1.5 + 1.0))
@@ -204,22 +214,20 @@ def test_every_logged_bleu_is_drawn(tmp_path):
     assert picture.panels[0].curves[0].y[-1] == 1.2
 
 
-def test_scores_against_width(results):
-    pictures = [picture for picture in drawn(paper_pages(results)["collaborate"]) if "shared width" in picture.title]
+def test_scores_against_width(pages):
+    pictures = [picture for picture in drawn(pages["collaborate"]) if "shared width" in picture.title]
     (panel,) = pictures[0].panels
     curves = {curve.name: (curve.x, curve.y) for curve in panel.curves}
     assert curves["converted"] == ((64.0, 128.0), (70.0, 79.0))
     assert curves["converted, fine-tuned again"] == ((64.0,), (79.0,))
     assert curves["dense"] == ((64.0, 128.0), (80.0, 80.0))
-    (picture,) = (
-        picture for picture in drawn(paper_pages(results)["collaborate"]) if "against width" in picture.title
-    )
+    (picture,) = (picture for picture in drawn(pages["collaborate"]) if "against width" in picture.title)
     widths = {curve.name: curve.x for curve in picture.panels[0].curves}
     assert widths == {"concatenated": (8.0, 32.0), "shared": (8.0,)}
 
 
-def test_the_index_counts(results):
-    columns, lines = rows(paper_pages(results)["index"], "papers")
+def test_the_index_counts(pages):
+    columns, lines = rows(pages["index"], "papers")
     counted = {line[0]: dict(zip(columns, line, strict=True)) for line in lines}
     assert set(counted) == set(PAPERS)
     for paper, line in counted.items():

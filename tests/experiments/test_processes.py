@@ -38,17 +38,15 @@ attempt("each", lambda: on_every_process(lambda: fail(1, RecipeError)))
 attempt("waiting", lambda: [fail(1, ZeroDivisionError), reduce()])
 attempt("once", lambda: [fail(1, KeyError), on_main_process(time.time)])
 attempt("both", lambda: [fail(rank, RecipeError)])
-if sys.argv[1] == "stop":
-    with failing_together():
-        fail(1, KeyboardInterrupt)
-        reduce()
+with failing_together():
+    fail(1, KeyboardInterrupt)
+    reduce()
 end_processes()
 """
 
 
-def test_an_error_of_one_is_an_error_of_all(python):
-    done = python.both(PROGRAM, "end")
-    assert done.returncode == 0, done.stderr[-5000:]
+def test_an_error_of_one_is_an_error_of_all_and_an_interrupt_stops_all(python):
+    done = python.both(PROGRAM)
     lines = done.stdout.splitlines()
     assert sorted(line for line in lines if " both: " not in line) == sorted(
         [
@@ -65,9 +63,5 @@ def test_an_error_of_one_is_an_error_of_all(python):
         ]
     )
     assert sum(" both: RecipeError: " in line for line in lines) == 2  # whichever was first
-
-
-def test_an_interrupt_of_one_stops_all(python):
-    done = python.both(PROGRAM, "stop")
     assert done.returncode != 0
     assert "process 1: KeyboardInterrupt: KeyboardInterrupt of 1" in done.stderr

@@ -105,9 +105,7 @@ def test_the_error_adds_chance_of_seeds_and_of_examples():
     assert error_of_mean(np.full(5, 2.0), resampled) == pytest.approx((math.sqrt(of_examples), math.inf))
 
 
-@pytest.mark.parametrize(
-    ("seeds", "examples", "both"), [(1, 0, 0), (0, 1, 0), (0.05, 1, 1), (0.1, 1, 1), (0.05, 0.5, 2)]
-)
+@pytest.mark.parametrize(("seeds", "examples", "both"), [(1, 0, 0), (0, 1, 0), (0.05, 1, 1)])
 def test_intervals_of_the_error_hold_the_mean_as_often_as_they_say(seeds, examples, both):
     """Outcomes that differ by seed, by example, and by both; the mean of all that there could be is 0."""
     generator, inside = np.random.default_rng(1), 0

@@ -41,11 +41,7 @@ def start(launch, rows, script, *settings):
 
 @pytest.mark.parametrize(
     "script",
-    [
-        "run_glue.py",
-        "run_language_model.py",
-        *(pytest.param(f"run_{task}.py", marks=pytest.mark.slow) for task in ("classification", "translation")),
-    ],
+    ["run_glue.py", *(pytest.param(script, marks=pytest.mark.slow) for script in CASES if script != "run_glue.py")],
 )
 def test_two_processes_give_the_metrics_of_one(script, python, accelerate, request, tmp_path):
     """Batches of eight are the same: four rows in each of two processes, or eight in one."""

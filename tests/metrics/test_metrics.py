@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import sacrebleu
 import torch
-from datasets import config as datasets_config
 from sacrebleu.metrics.bleu import _get_tokenizer
 from scipy.stats import ConstantInputWarning, pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from collab_compress.errors import DataError
-from collab_compress.metrics import METRICS, Metric, load_metric, token_losses
+from collab_compress.metrics import METRICS, load_metric, token_losses
 
 ROWS = 101
 HYPOTHESES = ["The cat sat on the mat.", "A dog!", "", "Über den Fluss , he said", "the well-known end"] * 4
@@ -221,14 +220,6 @@ def test_nothing_is_written(tmp_path, monkeypatch):
     for name in METRICS:
         score(name, *inputs(name))
     assert not list(tmp_path.iterdir())
-
-
-def test_every_metric_is_one_of_evaluate_and_says_what_is_better():
-    for name, metric in METRICS.items():
-        assert issubclass(metric, Metric)
-        assert metric.greater_is_better == (name != "perplexity")
-        assert load_metric(name).description
-    assert datasets_config.HF_HUB_OFFLINE  # and no network was needed
 
 
 @pytest.mark.parametrize(

@@ -33,15 +33,11 @@ def fails(folder, name, match, **options):
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))
-def test_every_task_loads_row_by_row(name, samples, write, tmp_path):
+def test_every_task_loads_row_by_row_and_names_what_a_model_needs(name, samples, write, tmp_path):
     files, expected = samples[name]
-    assert rows(load_task(name, write(tmp_path, files), **LANGUAGES.get(name, {}))) == expected
-
-
-@pytest.mark.parametrize("name", sorted(TASKS))
-def test_a_task_names_a_metric_and_what_a_model_needs(name, samples, write, tmp_path):
-    task = TASKS[name]
-    data = load_task(name, write(tmp_path, samples[name][0]), **LANGUAGES.get(name, {}))["train"]
+    splits = load_task(name, write(tmp_path, files), **LANGUAGES.get(name, {}))
+    assert rows(splits) == expected
+    task, data = TASKS[name], splits["train"]
     assert task.metric in METRICS
     assert data.column_names == [*task.text_columns, *(["label"] if task.num_labels else [])]
     if task.kind == "classification":
