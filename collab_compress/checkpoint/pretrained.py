@@ -16,9 +16,7 @@ from typing import Any, NoReturn
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
-    LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -74,21 +72,21 @@ def find_directory(name: str, revision: str | None = None) -> Path:
     Raises:
         CheckpointError: there is no such directory, model or revision, or the hub does not answer.
     """
-    path = _expanded(name)
-    if revision is not None and repository_of(name) in (None, EMBEDDED_REPOSITORY):
+    repository = repository_of(name)
+    if revision is not None and (repository is None or name == EMBEDDED):
         raise CheckpointError(
             f"{name} is a local model without revisions; pass a name on the hub, or leave --revision out"
         )
-    if name == EMBEDDED and not _is_directory(name):
-        return _embedded_directory()
-    if os.path.lexists(path) or name.startswith((".", "/", "~")):
+    if repository is None:
+        path = _expanded(name)
         if not _is_directory(name):
             raise CheckpointError(f"{name} is not a directory; pass a model directory or a hub name")
         if not os.path.isfile(path / "config.json"):
             raise CheckpointError(f"{path} has no config.json, so it is no model directory")
         _refuse_pipes(path)
         return path
-    repository = SHORT_NAMES.get(name, name)
+    if name == EMBEDDED:
+        return _embedded_directory()
     ignored = ["onnx/*", "openvino/*"]
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=FETCHED, ignore_patterns=ignored))
@@ -96,14 +94,14 @@ def find_directory(name: str, revision: str | None = None) -> Path:
         raise CheckpointError(f"{repository} has no revision {revision!r} on the hub") from error
     except GatedRepoError as error:
         raise CheckpointError(
-            f"{repository} is given to those who ask for it; ask on its page, then run hf auth login, or set HF_TOKEN"
+            f"{repository} is gated; request access on its page, then run hf auth login, or set HF_TOKEN"
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise CheckpointError(f"{name} is neither a directory nor a model on the hub: {one_line(error)}") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except Exception as error:  # errors of the hub, of the connection, and of files
         raise CheckpointError(
-            f"{name} is no local directory, the hub cannot be reached for {repository!r}, and it is not in the local "
-            "cache; connect, pass a directory, or use the embedded model: minilm"
+            f"{name} is no local directory, the hub cannot be reached for {repository!r} or its files cannot be "
+            f"written: {one_line(error)}; connect, pass a directory, or use the embedded model: minilm"
         ) from error
 
 
@@ -115,7 +113,7 @@ def title_of(name: str) -> str:
 def repository_of(name: str) -> str | None:
     """Return the hub name of MODEL; None for a directory."""
     known = {**SHORT_NAMES, EMBEDDED: EMBEDDED_REPOSITORY}
-    local = _is_directory(name) or os.path.lexists(_expanded(name)) or name.startswith((".", "/", "~"))
+    local = os.path.lexists(_expanded(name)) or name.startswith((".", "/", "~"))
     return None if local else known.get(name, name)
 
 
@@ -248,10 +246,7 @@ def _expanded(name: str) -> Path:
 
 
 def _is_directory(name: str) -> bool:
-    try:
-        return _expanded(name).is_dir()
-    except OSError:  # the name is too long, or access is denied
-        return False
+    return os.path.isdir(_expanded(name))
 
 
 def _embedded_directory() -> Path:
