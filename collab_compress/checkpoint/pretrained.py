@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from collab_compress.checkpoint.directory import COMPANIONS
-from collab_compress.checkpoint.standalone import names_our_code
+from collab_compress.checkpoint.edits import names_our_code
 from collab_compress.errors import CheckpointError, one_line
 
 SHORT_NAMES = {

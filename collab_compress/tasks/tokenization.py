@@ -236,8 +236,8 @@ def encode_masked_language_model(
 
     All texts, each with the tokenizer's special tokens, are concatenated and cut into blocks; the last may be
     shorter. With a seed they are masked here, once, as `DataCollatorForLanguageModeling` does it, so that every
-    evaluation scores the same tokens: 15 % are to be predicted, of which 80 % are masked, 10 % are replaced by another
-    token, and 10 % stay. Special tokens, and with them unknown words, are never masked.
+    evaluation scores the same tokens: 15 % are to be predicted, of which 80 % are masked, 10 % are replaced by
+    another token, and 10 % stay. Special tokens, and with them unknown words, are never masked.
 
     Args:
         data: column text; a data set or one for each split.
