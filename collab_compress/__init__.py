@@ -8,13 +8,7 @@ import os
 
 if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
     from collab_compress.attention import FORM_KINDS, FormEdit, register_attention
-    from collab_compress.checkpoint import (
-        BEFORE_SAVING,
-        EDITS,
-        make_standalone_,
-        register_checkpoint,
-        save_modelling_code,
-    )
+    from collab_compress.checkpoint import EDITS, make_standalone_, register_checkpoint, save_modelling_code
     from collab_compress.conversion.calibrate import Calibrated, calibrate
     from collab_compress.conversion.compress import compress
     from collab_compress.conversion.expand import Expansion, describe, expand, is_converted, read_factors
@@ -36,9 +30,8 @@ if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
 
     # What makes stock `from_pretrained` rebuild converted models.
     EDITS.update({edit.kind: edit for edit in (AlphasEdit, PrunedEdit)} | dict.fromkeys(FORM_KINDS, FormEdit))
-    BEFORE_SAVING.append(save_modelling_code)
     register_attention()
-    register_checkpoint()
+    register_checkpoint(save_modelling_code)
 
 __version__ = "0.1.0"
 

@@ -235,7 +235,7 @@ def head_energy(
             centred = centres_queries(parts.content is not None, centre)
             try:
                 tensor = Weighting.of(
-                    *inputs, damping=damping, centre=centre is not False, centre_query=centred
+                    *inputs, damping=damping, centre_query=centred, centre_key=centre is not False
                 ).apply(tensor)
             except ValueError as error:
                 raise HeadError(f"{parts.site.name}: {error}") from error

@@ -10,17 +10,15 @@ from collab_compress.checkpoint.edits import (
     path_in_base,
     record_edit_,
 )
-from collab_compress.checkpoint.quantizer import BEFORE_SAVING, register_checkpoint
-from collab_compress.checkpoint.standalone import forget_standalone_, make_standalone_, save_modelling_code
+from collab_compress.checkpoint.quantizer import register_checkpoint
+from collab_compress.checkpoint.standalone import make_standalone_, save_modelling_code
 
 __all__ = [
-    "BEFORE_SAVING",
     "EDITS",
     "EditConfig",
     "ModelEdit",
     "edits_of",
     "forget_edits_",
-    "forget_standalone_",
     "is_quantized",
     "make_standalone_",
     "path_in_base",

@@ -126,7 +126,7 @@ def to_json(value: Any) -> str:
 
 
 def mapped(leaf: Callable[[Any], Any], value: Any) -> Any:
-    """Return nested mappings and lists with `leaf` of each value in them; tuples become lists."""
+    """Apply `leaf` to every value in nested mappings and lists; tuples become lists."""
     if isinstance(value, Mapping):
         return {name: mapped(leaf, inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -198,7 +198,7 @@ def _final(path: Path) -> Path:
 
 
 def _partial(path: Path) -> Path:
-    """Return a path beside `path` that no process uses, has used or will use."""
+    """Return a unique temporary path beside `path`."""
     return path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:12]}")
 
 

@@ -19,6 +19,7 @@ from collab_compress.errors import CheckpointError, UnsupportedModelError
 from collab_compress.transformers_parts import PrefixChange, WeightConverter, weight_conversions_of
 
 METHOD = "collab_compress"
+MODULE = "modeling_collab_compress"  # of the modelling code that a checkpoint may ship
 MARK = "collab_edits"  # attribute of live models: their edits
 VERSION = 2
 
@@ -226,11 +227,23 @@ def keep_on_one_device_(model: PreTrainedModel, edit: ModelEdit) -> None:
 # Edits in configs.
 
 
+def is_edits(description: Any) -> bool:
+    """Return whether a `quantization_config`, an object or a dictionary, describes edits."""
+    is_stored = isinstance(description, dict)
+    method = description.get("quant_method") if is_stored else getattr(description, "quant_method", None)
+    return bool(method == METHOD)
+
+
 def describes_edits(config: Any) -> bool:
     """Return whether a config describes edits."""
-    edits = getattr(config, "quantization_config", None)
-    method = edits.get("quant_method") if isinstance(edits, dict) else getattr(edits, "quant_method", None)
-    return bool(method == METHOD)
+    return is_edits(getattr(config, "quantization_config", None))
+
+
+def names_our_code(config: Any) -> bool:
+    """Return whether a config refers to modelling code of this package."""
+    auto_map = getattr(config, "auto_map", None)
+    code = auto_map.values() if isinstance(auto_map, dict) else ()
+    return any(isinstance(name, str) and name.startswith(f"{MODULE}.") for name in code)
 
 
 def is_quantized(model: PreTrainedModel) -> bool:
@@ -258,6 +271,8 @@ def describe_(config: PretrainedConfig, model: PreTrainedModel) -> None:
         config.quantization_config = EditConfig(edits)
     elif describes_edits(config):
         del config.quantization_config
+        if names_our_code(config):
+            del config.auto_map
 
 
 def describe_all_(model: PreTrainedModel) -> None:

@@ -16,9 +16,7 @@ from typing import Any, NoReturn
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
-    LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -31,10 +29,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from transformers.utils import cached_file
 
 from collab_compress.checkpoint.directory import COMPANIONS
-from collab_compress.checkpoint.standalone import names_our_code
+from collab_compress.checkpoint.edits import names_our_code
 from collab_compress.errors import CheckpointError, one_line
 
 SHORT_NAMES = {
@@ -46,7 +43,7 @@ SHORT_NAMES = {
 }
 EMBEDDED = "minilm"
 EMBEDDED_REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
-FETCHED = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "README.md", "*/config.json", *COMPANIONS]
+FETCHED = ["*.safetensors", "*.txt", "README.md", *COMPANIONS]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of weights in safetensors
 LEGACY = re.compile(  # tensors that earlier versions of Transformers stored
@@ -74,21 +71,21 @@ def find_directory(name: str, revision: str | None = None) -> Path:
     Raises:
         CheckpointError: there is no such directory, model or revision, or the hub does not answer.
     """
-    path = _expanded(name)
-    if revision is not None and repository_of(name) in (None, EMBEDDED_REPOSITORY):
+    repository = repository_of(name)
+    if revision is not None and (repository is None or name == EMBEDDED):
         raise CheckpointError(
             f"{name} is a local model without revisions; pass a name on the hub, or leave --revision out"
         )
-    if name == EMBEDDED and not _is_directory(name):
-        return _embedded_directory()
-    if os.path.lexists(path) or name.startswith((".", "/", "~")):
+    if repository is None:
+        path = _expanded(name)
         if not _is_directory(name):
             raise CheckpointError(f"{name} is not a directory; pass a model directory or a hub name")
         if not os.path.isfile(path / "config.json"):
             raise CheckpointError(f"{path} has no config.json, so it is no model directory")
         _refuse_pipes(path)
         return path
-    repository = SHORT_NAMES.get(name, name)
+    if name == EMBEDDED:
+        return _embedded_directory()
     ignored = ["onnx/*", "openvino/*"]
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=FETCHED, ignore_patterns=ignored))
@@ -96,14 +93,14 @@ def find_directory(name: str, revision: str | None = None) -> Path:
         raise CheckpointError(f"{repository} has no revision {revision!r} on the hub") from error
     except GatedRepoError as error:
         raise CheckpointError(
-            f"{repository} is given to those who ask for it; ask on its page, then run hf auth login, or set HF_TOKEN"
+            f"{repository} is gated; request access on its page, then run hf auth login, or set HF_TOKEN"
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise CheckpointError(f"{name} is neither a directory nor a model on the hub: {one_line(error)}") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except Exception as error:  # errors of the hub, of the connection, and of files
         raise CheckpointError(
-            f"{name} is no local directory, the hub cannot be reached for {repository!r}, and it is not in the local "
-            "cache; connect, pass a directory, or use the embedded model: minilm"
+            f"{name} is no local directory, the hub cannot be reached for {repository!r} or its files cannot be "
+            f"written: {one_line(error)}; connect, pass a directory, or use the embedded model: minilm"
         ) from error
 
 
@@ -115,12 +112,12 @@ def title_of(name: str) -> str:
 def repository_of(name: str) -> str | None:
     """Return the hub name of MODEL; None for a directory."""
     known = {**SHORT_NAMES, EMBEDDED: EMBEDDED_REPOSITORY}
-    local = _is_directory(name) or os.path.lexists(_expanded(name)) or name.startswith((".", "/", "~"))
+    local = os.path.lexists(_expanded(name)) or name.startswith((".", "/", "~"))
     return None if local else known.get(name, name)
 
 
 def load_config(source: str | Path) -> Any:
-    """Load the config of a model directory, or of a name on the hub, without references to the model's own code.
+    """Load the config of a model directory, without references to the model's own code.
 
     Raises:
         CheckpointError: it cannot be read, or requires code that comes with the model.
@@ -141,7 +138,7 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> tuple[An
 
     Args:
         model_class: a model class of Transformers, or an auto class.
-        source: a model directory, or a name on the hub.
+        source: a model directory.
         options: further ones of `from_pretrained`.
 
     Returns:
@@ -183,7 +180,7 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> tuple[An
 
 
 def load_tokenizer(source: str | Path) -> Any:
-    """Load the tokenizer of a model directory, or of a name on the hub.
+    """Load the tokenizer of a model directory.
 
     Raises:
         CheckpointError: it cannot be read, or requires code that comes with it.
@@ -248,10 +245,7 @@ def _expanded(name: str) -> Path:
 
 
 def _is_directory(name: str) -> bool:
-    try:
-        return _expanded(name).is_dir()
-    except OSError:  # the name is too long, or access is denied
-        return False
+    return os.path.isdir(_expanded(name))
 
 
 def _embedded_directory() -> Path:
@@ -270,7 +264,7 @@ def _refuse_weights(source: str | Path, reason: str, error: Exception | None = N
 
 def _refuse_pipes(source: str | Path) -> None:
     """Refuse a model directory with pipes or devices, which could block forever, or a folder in place of JSON."""
-    for path in Path(source).iterdir() if Path(source).is_dir() else ():
+    for path in Path(source).glob("*"):  # none where there is no such directory
         if path.exists() and not path.is_file() and not (path.is_dir() and path.suffix != ".json"):
             raise CheckpointError(f"cannot read {path}: it is no regular file")
 
@@ -299,28 +293,30 @@ def _forget_code_(config: Any) -> None:
 
 def _check_weights(source: str | Path) -> None:
     """Refuse weights that are not floats in safetensors in the model's own folder, and adapters."""
-    if _file(source, "adapter_config.json") is not None:
+    directory = Path(source)
+    if (directory / "adapter_config.json").exists():
         raise CheckpointError(f"{source} holds a PEFT adapter; merge it into its model and save that")
-    path = _file(source, "config.json")
-    config = {} if path is None else _check_config(path)
-    if "compression_config" in config or _file(source, "hf_quant_config.json") is not None:
+    path = directory / "config.json"
+    config = _check_config(path) if path.exists() else {}
+    if "compression_config" in config or (directory / "hf_quant_config.json").exists():
         raise CheckpointError(f"{source} is quantized; take the unquantized checkpoint instead")
-    name = WEIGHTS if _file(source, WEIGHTS) is not None else INDEX
-    if path is not None and config.get("transformers_weights") is not None:
-        _check_shard(path, config["transformers_weights"], (".safetensors", ".safetensors.index.json"))
-        if _file(source, config["transformers_weights"]) is not None:
-            name = config["transformers_weights"]
+    name = WEIGHTS if (directory / WEIGHTS).exists() else INDEX
+    named = config.get("transformers_weights")
+    if named is not None:
+        _check_shard(path, named, (".safetensors", ".safetensors.index.json"))
+        if (directory / named).exists():
+            name = named
     names = {name}
-    index = _file(source, name) if name.endswith(".json") else None
-    if index is not None:
+    index = directory / name
+    if name.endswith(".json") and index.exists():
         shards = _json_object(index).get("weight_map")
         if not isinstance(shards, dict) or not shards:
             raise CheckpointError(f"cannot read {index}: expected a weight_map that names a file for each weight")
         for shard in shards.values():
             _check_shard(index, shard, (".safetensors",))
         names = set(shards.values())
-    files = (_file(source, name) for name in sorted(names))
-    _check_tensors(source, [file for file in files if file is not None])
+    files = (directory / name for name in sorted(names))
+    _check_tensors(source, [file for file in files if file.exists()])
 
 
 def _check_tensors(source: str | Path, files: Iterable[Path]) -> None:
@@ -373,23 +369,6 @@ def _check_shard(path: Path, shard: Any, endings: tuple[str, ...]) -> None:
         )
 
 
-def _file(source: str | Path, name: str) -> Path | None:
-    """Return a file of a model, downloaded for a hub name; None if the model has no such file."""
-    if Path(source).is_dir():
-        return Path(source) / name if (Path(source) / name).exists() else None
-    try:
-        file = cached_file(
-            str(source),
-            name,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-            _raise_exceptions_for_gated_repo=False,
-        )
-    except Exception:  # no such model; loading raises a better message
-        return None
-    return None if file is None else Path(file)
-
-
 def _json_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -406,5 +385,5 @@ def _reason(error: BaseException) -> str:
     if "trust_remote_code" in words:
         return "it requires code that comes with it, which is not run"
     if isinstance(error, AttributeError | TypeError | LookupError | ArithmeticError):
-        return f"an entry of the config has a value of the wrong kind ({type(error).__name__}: {words})"
+        return f"a setting has a value of the wrong kind ({type(error).__name__}: {words})"
     return words if words else type(error).__name__

@@ -27,6 +27,7 @@ from collab_compress.checkpoint.edits import (
     describe_,
     describe_all_,
     describes_edits,
+    is_edits,
     keep_edit_,
     keep_on_one_device_,
     kept_conversions,
@@ -54,14 +55,11 @@ _logger = logging.getLogger(__name__)
 QUANTIZES = ("torchao", "bitsandbytes")  # methods that quantize the weights of edited models while they are loaded
 OTHER = "quantization"  # attribute of an `EditConfig`: the config of such a method
 
-BEFORE_SAVING: list[Callable[[PreTrainedModel, Path], None]] = []
-"""Called with each model that is saved and its directory; filled where the package is imported."""
-
 
 # Saving.
 
 
-def describe_edits_when_saving() -> None:
+def describe_edits_when_saving(before_saving: Callable[[PreTrainedModel, Path], None] | None) -> None:
     """Make `save_pretrained` store edits in configs, together with the guard.
 
     A model may have got an edited body after its config was made, or share its config with a model inside; only
@@ -74,8 +72,8 @@ def describe_edits_when_saving() -> None:
     def save_pretrained(
         self: PreTrainedModel, save_directory: Any, is_main_process: bool = True, *args: Any, **options: Any
     ) -> Any:
-        for prepare in BEFORE_SAVING if is_main_process else ():
-            prepare(self, Path(save_directory))
+        if before_saving is not None and is_main_process:
+            before_saving(self, Path(save_directory))
         with _described(self):
             return save(self, save_directory, is_main_process, *args, **options)
 
@@ -135,8 +133,7 @@ def _settings(config: PretrainedConfig) -> dict[str, Any]:
 def _guarded(stored: dict[str, Any]) -> dict[str, Any]:
     """Return a stored config with the guard in it and in each config inside that describes edits."""
     guarded = {name: _guarded(value) if isinstance(value, dict) else value for name, value in stored.items()}
-    edits = stored.get("quantization_config")
-    if isinstance(edits, dict) and _is_edits(edits):
+    if is_edits(stored.get("quantization_config")):
         guarded["transformers_weights"] = GUARD
     return guarded
 
@@ -282,7 +279,7 @@ def take_another_quantization_config() -> None:
     @functools.wraps(merge)
     def merge_quantization_configs(stored: Any, passed: Any) -> Any:
         method = getattr(getattr(passed, "quant_method", None), "value", None)
-        config = EditConfig.from_dict(stored) if isinstance(stored, dict) and _is_edits(stored) else stored
+        config = EditConfig.from_dict(stored) if isinstance(stored, dict) and is_edits(stored) else stored
         if method not in QUANTIZES or not isinstance(config, EditConfig):
             return merge(stored, passed)
         config = copy.copy(config)
@@ -290,10 +287,6 @@ def take_another_quantization_config() -> None:
         return config
 
     AutoHfQuantizer.merge_quantization_configs = staticmethod(merge_quantization_configs)
-
-
-def _is_edits(stored: dict[str, Any]) -> bool:
-    return stored.get("quant_method") == METHOD
 
 
 def _remove_marks_of_quantization_(model: PreTrainedModel) -> None:
@@ -351,9 +344,9 @@ def _any_layer(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
-def register_checkpoint() -> None:
-    """Register the plug-in with Transformers."""
-    describe_edits_when_saving()
+def register_checkpoint(before_saving: Callable[[PreTrainedModel, Path], None] | None = None) -> None:
+    """Register the plug-in with Transformers; `before_saving` gets each model that is saved, and its directory."""
+    describe_edits_when_saving(before_saving)
     QUANTIZATION_CONFIGS[METHOD] = EditConfig
     QUANTIZERS[METHOD] = quantizer_of
     take_another_quantization_config()

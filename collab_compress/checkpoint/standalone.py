@@ -10,16 +10,14 @@ from collections.abc import Iterable
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import transformers_model
-from collab_compress.checkpoint.edits import EDITS, edits_of
+from collab_compress.checkpoint.edits import EDITS, MODULE, edits_of, names_our_code
 from collab_compress.errors import CheckpointError
 
 PACKAGE = "collab_compress"
-MODULE = "modeling_collab_compress"
 # Names that the end of the file uses, and the modules that define or import them.
 ROOTS = (
     ("collab_compress.attention.functions", "register_attention"),
@@ -72,25 +70,12 @@ def make_standalone_(model: PreTrainedModel) -> None:
     model.config.auto_map = _auto_map(model)
 
 
-def forget_standalone_(model: PreTrainedModel) -> None:
-    """Undo `make_standalone_`, in place; does nothing to other models."""
-    if names_our_code(model.config):
-        del model.config.auto_map
-
-
 def save_modelling_code(model: PreTrainedModel, directory: Path) -> None:
     """Write the modelling code of a model that `make_standalone_` marked into the directory it is saved to."""
     if names_our_code(model.config) and type(model)._auto_class is None:  # else Transformers copies it
         model.config.auto_map = _auto_map(model)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / f"{MODULE}.py").write_text(modelling_code(), encoding="utf-8")
-
-
-def names_our_code(config: Any) -> bool:
-    """Return whether a config refers to modelling code of this package."""
-    auto_map = getattr(config, "auto_map", None)
-    code = auto_map.values() if isinstance(auto_map, dict) else ()
-    return any(isinstance(name, str) and name.startswith(f"{MODULE}.") for name in code)
 
 
 def _auto_map(model: PreTrainedModel) -> dict[str, str]:

@@ -25,7 +25,7 @@ from collab_compress.attention import (
 )
 from collab_compress.attention.install import FORMS_AT
 from collab_compress.attention.values import output_dim
-from collab_compress.checkpoint import edits_of, forget_edits_, forget_standalone_
+from collab_compress.checkpoint import edits_of, forget_edits_
 from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Factors
@@ -240,8 +240,6 @@ def _expand(model: PreTrainedModel, head_width: int | None) -> Expansion:
         uninstall_(module, at, dense)
     for kind in FORM_KINDS:
         forget_edits_(model, kind)
-    if not edits_of(model):
-        forget_standalone_(model)
     return Expansion(errors)
 
 

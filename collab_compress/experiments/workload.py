@@ -188,7 +188,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         RecipeError: there is none; Transformers would make one without vocabulary.
         CheckpointError: it cannot be loaded.
     """
-    if Path(source).is_dir() and not has_tokenizer(Path(source)):
+    if not has_tokenizer(Path(source)):
         raise RecipeError(f"{source} has no tokenizer; save it there too, by tokenizer.save_pretrained")
     return pretrained.load_tokenizer(source)
 

@@ -98,7 +98,7 @@ def als(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
             the ridge fades over most of 90, and 200 is the limit.
 
     Returns:
-        The best factors met, and the lowest error of R components so far after every sweep.
+        The best factors met.
 
     Raises:
         ValueError: the squares of the heads are beyond what float64 holds.
@@ -107,17 +107,13 @@ def als(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
     if not isfinite(norm):
         raise ValueError("the heads' squared norm overflows float64: their values, or the damping, are too large")
     if norm == 0.0:
-        return Solution(truncation(tensor, rank), (), converged=True)
+        return Solution(truncation(tensor, rank), sweeps=0, converged=True)
     heads, values = singular_channels(HeadTensor(tensor.query / norm**0.25, tensor.key / norm**0.25))
     run = _Run(Channels.of(heads), values, rank, options)
     run.descend()
-    best, errors = run.best, tuple(run.errors)
-    if best.values.dtype != torch.float64:  # then errors are rounded
-        best = best.seen_by(run.channels)
-        lowest = Iterate.at(best).relative_error(run.channels)
-        errors = tuple(max(error, lowest) for error in errors)
-    factors = Factors(heads.flat_query @ best.query * norm**0.25, best.mixing, heads.flat_key @ best.key * norm**0.25)
-    return Solution(factors, errors, run.converged, run.breakdowns)
+    query, mixing, key = (part.double() for part in (run.best.query, run.best.mixing, run.best.key))
+    factors = Factors(heads.flat_query @ query * norm**0.25, mixing, heads.flat_key @ key * norm**0.25)
+    return Solution(factors, run.sweeps, run.converged, run.breakdowns)
 
 
 Last: TypeAlias = tuple[Direction, Direction]
@@ -177,7 +173,7 @@ class _Run:
 
     def __init__(self, channels: Channels, values: Tensor, rank: int, options: SolverOptions) -> None:
         self.channels, self.rank, self.memory = channels, rank, Memory()
-        self.sweeps = MOST_SWEEPS if options.sweeps is None else options.sweeps
+        self.limit = MOST_SWEEPS if options.sweeps is None else options.sweeps
         self.planned = SWEEPS if options.sweeps is None else options.sweeps
         self.tolerance = TOLERANCE if options.tolerance is None else options.tolerance
         self.progress = options.progress
@@ -186,7 +182,7 @@ class _Run:
         self.unit = float(self.point.grams[0].diagonal().min()) ** (4 / 3)
         self.best: Direction = self.point
         self.lowest = self.point.relative_error(channels)
-        self.errors: list[float] = []
+        self.sweeps = 0
         self.converged = self.lowest < EXACT
         self.breakdowns = 0
         self.last: Last | None = None
@@ -197,7 +193,7 @@ class _Run:
         recent: list[float] = []  # errors since the ridge has faded
         large = self.point.query.numel() >= LARGE
         rough = self.channels.to(torch.float32) if large else self.channels
-        for sweep in range(self.sweeps):
+        for sweep in range(self.limit):
             if self.converged:
                 break
             ridge = 0.0 if faded else self.unit * continuation.ridge(sweep, self.planned)
@@ -249,9 +245,9 @@ class _Run:
             error = self.point.relative_error(channels)
         if error < self.lowest and self.point.query.shape[1] == self.rank:
             self._keep(error)
-        self.errors.append(self.lowest)
+        self.sweeps += 1
         if self.progress is not None:
-            self.progress(len(self.errors), self.lowest)
+            self.progress(self.sweeps, self.lowest)
         return error
 
     def _keep(self, error: float) -> None:

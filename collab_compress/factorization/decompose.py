@@ -90,15 +90,15 @@ def factorize(
     if sweeps is not None and sweeps < 1:
         raise ValueError(f"sweeps is out of range: got {sweeps}, expected 1 or more")
     content_bias = None if bias is None else torch.einsum("hkd,hd->hk", tensor.key, bias)
+    has_data = query_moments is not None or key_moments is not None
     if rank == tensor.full_rank:
         return Factorization(
             factors=replace(concatenation(tensor), content_bias=content_bias),
-            errors=(),
+            sweeps=0,
             converged=True,
             sizes=(tensor.head_width,) * tensor.heads,
             weight_error=0.0,
-            data_error=None if query_moments is None and key_moments is None else 0.0,
-            exact=True,
+            data_error=0.0 if has_data else None,
         )
     if query_moments is not None:
         query_moments = query_moments.to(device, torch.float64)
@@ -106,7 +106,7 @@ def factorize(
         key_moments = key_moments.to(device, torch.float64)
     centred = centres_queries(bias is not None, centre)
     weighting = Weighting.of(
-        query_moments, key_moments, damping=damping, centre=centre is not False, centre_query=centred
+        query_moments, key_moments, damping=damping, centre_query=centred, centre_key=centre is not False
     )
     weighted = weighting.apply(tensor)
     if head_weights is not None:
@@ -128,12 +128,12 @@ def factorize(
         content_bias = folded if content_bias is None else content_bias + folded
     return Factorization(
         factors=replace(factors, content_bias=content_bias),
-        errors=solution.errors,
+        sweeps=solution.sweeps,
         converged=solution.converged,
         breakdowns=solution.breakdowns,
         sizes=solution.sizes,
         weight_error=weight_error,
-        data_error=None if weighting.identity else weighted.relative_error(solution.factors),
+        data_error=weighted.relative_error(solution.factors) if has_data else None,
     )
 
 

@@ -64,21 +64,25 @@ class Factors:
 
     def normalised(self) -> Factors:
         """Return the same products with mixing columns of length 1 and query and key columns of equal length."""
-        tiny = torch.finfo(self.mixing.dtype).tiny
-        query, mixing, key = (factor.norm(dim=0) for factor in (self.query, self.mixing, self.key))
-        common = (query * mixing * key).sqrt()
-        return Factors(
-            self.query * (common / query.clamp_min(tiny)),
-            self.mixing / mixing.clamp_min(tiny),
-            self.key * (common / key.clamp_min(tiny)),
-            self.content_bias,
-        )
+        return Factors(*balanced(self.query, self.mixing, self.key), self.content_bias)
 
     def to(self, *args: Any, **kwargs: Any) -> Factors:
         """Return the factors on another device or in another dtype; arguments as for `Tensor.to`."""
         query, mixing, key = (factor.to(*args, **kwargs) for factor in (self.query, self.mixing, self.key))
         bias = self.content_bias
         return Factors(query, mixing, key, None if bias is None else bias.to(*args, **kwargs))
+
+
+def balanced(query: Tensor, mixing: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return factors of the same products: mixing columns of length 1, query and key columns of equal length."""
+    query_length, mixing_length, key_length = (factor.norm(dim=0) for factor in (query, mixing, key))
+    common = (query_length * mixing_length * key_length).sqrt()
+    tiny = torch.finfo(common.dtype).tiny
+    return (
+        query * (common / query_length.clamp_min(tiny)),
+        mixing / mixing_length.clamp_min(tiny),
+        key * (common / key_length.clamp_min(tiny)),
+    )
 
 
 @dataclass(frozen=True)
@@ -203,7 +207,7 @@ class Solution:
 
     Args:
         factors: the best factors met.
-        errors: relative error of the minimised problem after every sweep; empty where the answer is in closed form.
+        sweeps: passes over the three factors that were made; 0 where the answer is in closed form.
         converged: whether the tolerance, rather than the number of sweeps, ended the run.
         breakdowns: number of sweeps that met a system that could not be solved. Each is tried again on a
             slightly different system; a run that cannot go on ends with the best factors so far, not converged.
@@ -211,15 +215,10 @@ class Solution:
     """
 
     factors: Factors
-    errors: tuple[float, ...]
+    sweeps: int
     converged: bool
     breakdowns: int = 0
     sizes: tuple[int, ...] | None = None
-
-    @property
-    def sweeps(self) -> int:
-        """Passes over the three factors that were made."""
-        return len(self.errors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,9 +228,7 @@ class Factorization(Solution):
     Args:
         weight_error: relative error $\|T - \hat T\|_F / \|T\|_F$ of the weights, unweighted.
         data_error: relative error under the weighting, or None without moments.
-        exact: whether the factors are the heads themselves (rank H·d).
     """
 
     weight_error: float
     data_error: float | None
-    exact: bool = False

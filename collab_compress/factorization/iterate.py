@@ -159,22 +159,22 @@ class Iterate(Direction):
         Args:
             channels: of the heads.
             ridge: weight of the factors' squared norms beside the squared error.
-            shift: as in `least_squares`; NaNs in the result mean that a system was singular all the same.
+            shift: as in `solve_normal_equations`; NaNs in the result mean that a system was singular all the same.
             out: memory for the values.
         """
         swept = Direction(torch.empty_like(self.values) if out is None else out, self.heads)
         query, key, mixing, projected_query, projected_key, mixing_copy = swept.parts
         query_gram, _, key_gram = self.grams
         right = channels.mixing_mttkrp(self.projected_query, self.projected_key)
-        least_squares(query_gram * key_gram, right, ridge, shift, out=mixing)
+        solve_normal_equations(query_gram * key_gram, right, ridge, shift, out=mixing)
         right = channels.mttkrp(mixing, self.projected_key)
-        least_squares(key_gram * (mixing.mT @ mixing), right, ridge, shift, out=query)
+        solve_normal_equations(key_gram * (mixing.mT @ mixing), right, ridge, shift, out=query)
         channels.project_query(query, out=projected_query)
         query_gram = query.mT @ projected_query
         right = channels.mixing_mttkrp(projected_query, self.projected_key)
-        least_squares(query_gram * key_gram, right, ridge, shift, out=mixing)
+        solve_normal_equations(query_gram * key_gram, right, ridge, shift, out=mixing)
         right = channels.mttkrp(mixing, projected_query)
-        least_squares(query_gram * (mixing.mT @ mixing), right, ridge, shift, out=key)
+        solve_normal_equations(query_gram * (mixing.mT @ mixing), right, ridge, shift, out=key)
         channels.project_key(key, out=projected_key)
         # A component's three columns get one length, the gauge in which the ridge is smallest.
         squares = query_gram.diagonal(), (key * projected_key).sum(0).clamp_min(0), mixing.square().sum(0)
@@ -213,7 +213,7 @@ class Iterate(Direction):
         return Iterate.at(Direction(self.values[:, order[alive].sort().values], self.heads))
 
 
-def least_squares(
+def solve_normal_equations(
     gram: Tensor, right: Tensor, ridge: float, shift: float = SHIFT, out: Tensor | None = None
 ) -> Tensor:
     """Return X minimising the quadratic whose normal equations are X (gram + ridge·I) = right; solved in float64.

@@ -101,8 +101,8 @@ class Weighting:
         key: Moments | None,
         *,
         damping: float,
-        centre: bool = True,
-        centre_query: bool | None = None,
+        centre_query: bool,
+        centre_key: bool,
     ) -> Weighting:
         r"""Build the weighting from the moments of the query and key inputs; None leaves a side unweighted.
 
@@ -111,23 +111,16 @@ class Weighting:
             key: moments of the inputs of the key projection, width Dk.
             damping: multiple of the mean diagonal added to the diagonal. Without it, directions that the sample
                 never visits get no weight at all.
-            centre: weigh by covariances. Softmax ignores what is constant over the keys, and what is
-                constant over the queries goes into the content bias.
-            centre_query: the same for queries alone; None for the value of `centre`.
+            centre_query: weigh queries by their covariance; what is constant over them goes into the content bias.
+            centre_key: weigh keys by their covariance; the softmax ignores what is constant over them.
 
         Raises:
             ValueError: a moment matrix is singular even after damping, or too large.
         """
-        centre_query = centre if centre_query is None else centre_query
         return cls(
-            None if query is None else _root("query", query, damping, centre_query),
-            None if key is None else _root("key", key, damping, centre),
+            None if query is None else _moment_root("query", query, damping, centre_query),
+            None if key is None else _moment_root("key", key, damping, centre_key),
         )
-
-    @property
-    def identity(self) -> bool:
-        """Whether neither side is weighted."""
-        return self.query is None and self.key is None
 
     def apply(self, tensor: HeadTensor) -> HeadTensor:
         """Return the weighted heads, shapes unchanged."""
@@ -145,7 +138,7 @@ class Weighting:
         return Factors(query, factors.mixing, key)
 
 
-def _root(side: str, moments: Moments, damping: float, centre: bool) -> Tensor:
+def _moment_root(side: str, moments: Moments, damping: float, centre: bool) -> Tensor:
     matrix = moments.covariance() if centre else (moments.second + moments.second.mT) / 2
     damped = damp(matrix, damping)
     if not bool(torch.isfinite(damped).all()):

@@ -98,7 +98,7 @@ def narrow_values(
     if sum(sizes) < count * width:
         channels = torch.block_diag(*(head for head in kept for _ in range(group)))  # (H·d, dv·group)
         crossed = damped @ channels
-        refit = torch.cholesky_solve(crossed.mT @ dense, _root(channels.mT @ crossed))
+        refit = torch.cholesky_solve(crossed.mT @ dense, _lower_root(channels.mT @ crossed))
         residual = dense - channels @ refit
     return Narrowing(
         heads=kept,
@@ -136,7 +136,7 @@ def ranked_channels(moments: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
         P (d, d), whose channels o·P are uncorrelated with variance 1, in descending order; and the contribution of
         each to E‖o·W^O‖².
     """
-    root = _root(moments).mT
+    root = _lower_root(moments).mT
     directions, sizes, _ = torch.linalg.svd(root @ output, full_matrices=False)
     return torch.linalg.solve_triangular(root, directions, upper=True), sizes.square()
 
@@ -170,9 +170,9 @@ def captured(moments: Tensor, outputs: Sequence[Tensor], group: int = 1) -> tupl
     channels = channels[:, [column for _, column in places]]
     crossed = moments @ channels
     products = crossed.mT @ torch.cat(list(outputs))  # (n, D)
-    added = torch.linalg.solve_triangular(_root(channels.mT @ crossed), products, upper=False)
+    added = torch.linalg.solve_triangular(_lower_root(channels.mT @ crossed), products, upper=False)
     return [sizes for _, sizes in ranked], added.square().sum(1).unflatten(0, (-1, group)).sum(1)
 
 
-def _root(matrix: Tensor) -> Tensor:
+def _lower_root(matrix: Tensor) -> Tensor:
     return cholesky(matrix, "the values' moments are singular; pass a larger damping, or more data")

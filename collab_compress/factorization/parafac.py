@@ -26,7 +26,7 @@ def parafac(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
         options: its seed seeds the random start.
 
     Returns:
-        The factors, mixing as the first mode's, and the relative error of every sweep. Where a system is singular or
+        The factors, mixing as the first mode's. Where a system is singular or
         gives NaNs, the factors are those of the sweep before it, or else the random start's.
 
     Raises:
@@ -75,10 +75,10 @@ def parafac(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
             raise ValueError("the random start's error is not finite; the heads' values are too large")
         weights, factors = points[0]
     mixing, query, key = factors
-    swept = tuple(errors[1:])  # the first call of the callback is the random start, before any sweep
+    swept = len(errors[1:])  # the first call of the callback is the random start, before any sweep
     return Solution(
         Factors(query, mixing * weights, key),
         swept,
-        converged=len(swept) < sweeps and not failed,
+        converged=swept < sweeps and not failed,
         breakdowns=int(failed),
     )

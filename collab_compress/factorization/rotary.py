@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 
 from collab_compress.devices import float64_device
 from collab_compress.factorization.als import als
-from collab_compress.factorization.factors import Factors, HeadTensor, SolverOptions, relative
+from collab_compress.factorization.factors import Factors, HeadTensor, SolverOptions, balanced, relative
 from collab_compress.factorization.moments import Moments, cholesky
 
 Check: TypeAlias = Callable[[], None]
@@ -70,7 +70,6 @@ class RotaryFactorization:
         weight_error: relative error of the weights, unweighted.
         data_error: relative error of the scores under the moments, averaged over distances, or None without moments.
         sweeps: passes of the solver over its factors; 0 where the answer is in closed form.
-        exact: whether the factors are the heads themselves.
         converged: always True.
         breakdowns: always 0: a system is shifted before it is solved.
     """
@@ -79,7 +78,6 @@ class RotaryFactorization:
     weight_error: float
     data_error: float | None
     sweeps: int = 0
-    exact: bool = False
     converged: bool = True
     breakdowns: int = 0
 
@@ -132,8 +130,10 @@ def factorize_rotary(
     if not bool(torch.isfinite(torch.view_as_real(query)).all() and torch.isfinite(torch.view_as_real(key)).all()):
         raise ValueError("queries or keys are not finite: got nan or inf, expected finite weights")
     rotated = frequencies if rotated is None else rotated
-    query_root = _root("query", query_moments, query.shape[1], damping, place)
-    key_roots = [_root("key", key_moments, key.shape[1], damping, place, centre=centre) for centre in (False, True)]
+    query_root = _augmented_root("query", query_moments, query.shape[1], damping, place)
+    key_roots = [
+        _augmented_root("key", key_moments, key.shape[1], damping, place, centre=centre) for centre in (False, True)
+    ]
     weights = (torch.ones(heads) if head_weights is None else head_weights).to(query)[:, None]
     weighted_query = _weighted(query_root, query) * weights[:, None]
     weighted_key = torch.cat(
@@ -143,7 +143,7 @@ def factorize_rotary(
     if channels == groups * frequencies:
         factors = _joined(_heads_own(query, key, range(frequencies), rotated), rotated)
         data_error = 0.0 if has_data else None
-        return RotaryFactorization(_balanced(factors), 0.0, data_error, exact=True)
+        return RotaryFactorization(_balanced(factors), 0.0, data_error)
     if heads != groups:
         parts = [_grouped_keys(weighted_query, weighted_key)]
     else:
@@ -222,7 +222,7 @@ def allocated(errors: Sequence[Tensor] | Tensor, channels: int) -> list[int]:
     return counts[::-1]
 
 
-def _root(
+def _augmented_root(
     side: str, moments: Moments | None, width: int, damping: float, place: torch.device, centre: bool = False
 ) -> Tensor | None:
     """Return S with SᵀS = E[xxᵀ] or the covariance, damped, (D, D), for x with a 1 appended where there is a bias."""
@@ -296,18 +296,11 @@ def _joined(parts: Sequence[_Channels], rotated: int) -> RotaryFactors:
 
 def _balanced(factors: RotaryFactors) -> RotaryFactors:
     """Return the same products with mixing columns of length 1, or keys of length 1 if queries are not shared."""
-    tiny = torch.finfo(torch.float64).tiny
     if factors.query is None:
-        lengths = factors.key.norm(dim=0).clamp_min(tiny)
+        lengths = factors.key.norm(dim=0).clamp_min(torch.finfo(torch.float64).tiny)
         return replace(factors, mixing=factors.mixing * lengths, key=factors.key / lengths)
-    query, mixing, key = (side.norm(dim=0).clamp_min(tiny) for side in (factors.query, factors.mixing, factors.key))
-    common = (query * mixing * key).sqrt()
-    return replace(
-        factors,
-        query=factors.query * (common / query),
-        mixing=factors.mixing / mixing,
-        key=factors.key * (common / key),
-    )
+    query, mixing, key = balanced(factors.query, factors.mixing, factors.key)
+    return replace(factors, query=query, mixing=mixing, key=key)
 
 
 def _grouped_keys(query: Tensor, key: Tensor) -> _Part:

@@ -93,4 +93,4 @@ def per_head(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
     heads, order = factors.mixing.argmax(0).sort(stable=True)
     factors = Factors(factors.query[:, order], factors.mixing[:, order], factors.key[:, order])
     sizes = torch.bincount(heads, minlength=tensor.heads)
-    return Solution(factors, (), converged=True, sizes=tuple(sizes.tolist()))
+    return Solution(factors, sweeps=0, converged=True, sizes=tuple(sizes.tolist()))

@@ -15,7 +15,6 @@ from collab_compress.attention.forms import LARGEST, refusing_other_models, stor
 from collab_compress.checkpoint import (
     edits_of,
     forget_edits_,
-    forget_standalone_,
     is_quantized,
     path_in_base,
     record_edit_,
@@ -191,8 +190,6 @@ def merge_alphas_(model: PreTrainedModel) -> None:
         weight.copy_(merged)
         model.set_submodule(path, module.proj)
     forget_edits_(model, AlphasEdit.kind)
-    if not edits_of(model):
-        forget_standalone_(model)
 
 
 def output_weight(path: str, projection: Any) -> Tensor:

@@ -393,7 +393,7 @@ TRANSLATION = (
         "iwslt14",
         ("TED.dev2010", "TEDX.dev2012"),
         ("TED.tst2010", "TED.tst2011", "TED.tst2012"),
-        None,  # the copies on the hub are programs to be run, or have other splits
+        None,  # the copies on the hub are loading scripts, or have other splits
     ),
     _iwslt(
         "iwslt17",

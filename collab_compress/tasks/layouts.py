@@ -222,7 +222,7 @@ class JsonLines(Layout):
             yield place, {column: record[name] for column, name in names.items()}
 
 
-SEGMENT = re.compile(r"<seg\b[^>]*>(.*)</seg>", re.IGNORECASE)
+SEGMENT = re.compile(r"<seg\b[^>]*>(.*?)</seg>", re.IGNORECASE)
 ENTITIES = {"&quot;": '"', "&apos;": "'"}
 
 
@@ -275,9 +275,9 @@ def read_sentences(path: Path, encoding: str = "utf-8") -> Iterator[tuple[Place,
     tagged = path.name.startswith("train.tags.")
     for place, line in read_lines(path, encoding):
         if segments:
-            if segment := SEGMENT.search(line):
-                yield place, unescape(segment[1], ENTITIES).strip()
-            elif "<seg" in line:
+            for sentence in SEGMENT.findall(line):
+                yield place, unescape(sentence, ENTITIES).strip()
+            if "<seg" in SEGMENT.sub("", line):
                 raise malformed(place, "a <seg> does not end on its line")
         elif not tagged:
             yield place, line

@@ -103,7 +103,7 @@ def expected_files(layouts: Sequence[Layout], languages: Languages) -> str:
             files = " and ".join(name for part in parts for name in layout.candidates(part, languages)[0])
             names.append(f"[{files}]" if split in layout.optional else files)
         alternatives.append(", ".join(names))
-    return f"expected {' or '.join(alternatives)} (plain or with .gz, those in brackets where there are any)"
+    return f"expected {' or '.join(alternatives)} (plain or .gz; files in brackets are optional)"
 
 
 @contextmanager
@@ -234,7 +234,7 @@ def load_task(
         source: source language, as in the names of the files.
         target: target language.
         files: split → path, or paths to read one after another, instead of the usual ones; `{lang}` stands for the
-            language. They are laid out as those of the usual ones that end alike.
+            language. Their layout is that of the task's usual files with the same extension.
         train: whether training data are needed; without, they may be missing.
         num_proc: number of processes that work on data on disk; files are read into memory if not given.
 

@@ -6,6 +6,7 @@ Rows keep their length, and are padded when they are batched: by `DataCollatorWi
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -147,9 +148,8 @@ def encode_classification(
         DataError: columns are missing, or the length is impossible.
     """
     _check_length(max_length, tokenizer, 1 + tokenizer.num_special_tokens_to_add(pair=True))
-
-    options = {"tokenizer": tokenizer, "max_length": max_length}
-    return _encode(data, _classification, ("text", "label"), options, progress=progress, num_proc=num_proc)
+    encode = partial(_classification, tokenizer=tokenizer, max_length=max_length)
+    return _encode(data, encode, ("text", "label"), progress=progress, num_proc=num_proc)
 
 
 def encode_translation(
@@ -178,9 +178,8 @@ def encode_translation(
     lengths = (max_source_length, max_target_length)
     for length in lengths:
         _check_length(length, tokenizer, 1 + tokenizer.num_special_tokens_to_add())
-
-    options = {"tokenizer": tokenizer, "lengths": lengths}
-    return _encode(data, _translation, ("source", "target"), options, progress=progress, num_proc=num_proc)
+    encode = partial(_translation, tokenizer=tokenizer, lengths=lengths)
+    return _encode(data, encode, ("source", "target"), progress=progress, num_proc=num_proc)
 
 
 def encode_language_model(
@@ -188,7 +187,6 @@ def encode_language_model(
     tokenizer: PreTrainedTokenizerBase,
     *,
     length: int = 128,
-    lines: bool = False,
     progress: bool = False,
     num_proc: int | None = None,
 ) -> Data:
@@ -202,8 +200,7 @@ def encode_language_model(
     Args:
         data: column text; a data set or one for each split.
         tokenizer: the model's; has an end token, which also starts where it has no start token.
-        length: tokens of a block, or of a line.
-        lines: whether each text is its own row, truncated; perplexities are not reported on such rows.
+        length: tokens of a block.
 
     Returns:
         Columns input_ids and labels.
@@ -222,11 +219,8 @@ def encode_language_model(
         cut = list(_cut(stream, length, length - 1))
         return _block_data(rows, input_ids=cut, labels=cut)
 
-    options = {"tokenizer": tokenizer, "end": end}
-    if lines:
-        options |= {"start": start, "length": length}
-        return _encode(data, _lines, ("text",), options, progress=progress, num_proc=num_proc)
-    return _encode(data, _text_tokens, ("text",), options, blocks, progress=progress, num_proc=num_proc)
+    encode = partial(_text_tokens, tokenizer=tokenizer, end=end)
+    return _encode(data, encode, ("text",), blocks, progress=progress, num_proc=num_proc)
 
 
 def encode_masked_language_model(
@@ -234,7 +228,6 @@ def encode_masked_language_model(
     tokenizer: PreTrainedTokenizerBase,
     *,
     length: int = 128,
-    share: float = 0.15,
     seed: int | None = None,
     progress: bool = False,
     num_proc: int | None = None,
@@ -243,14 +236,13 @@ def encode_masked_language_model(
 
     All texts, each with the tokenizer's special tokens, are concatenated and cut into blocks; the last may be
     shorter. With a seed they are masked here, once, as `DataCollatorForLanguageModeling` does it, so that every
-    evaluation scores the same tokens. Special tokens, and with them unknown words, are never masked.
+    evaluation scores the same tokens: 15 % are to be predicted, of which 80 % are masked, 10 % are replaced by
+    another token, and 10 % stay. Special tokens, and with them unknown words, are never masked.
 
     Args:
         data: column text; a data set or one for each split.
         tokenizer: the model's; has a mask token.
         length: tokens of a block.
-        share: share of tokens to predict, with a seed; of these 80 % are masked, 10 % are replaced by another token,
-            and 10 % stay.
         seed: of the masks; if not given, blocks are not masked, for a collator to do it.
 
     Returns:
@@ -267,21 +259,19 @@ def encode_masked_language_model(
         cut = list(_cut(_stream(rows), length, length))
         if seed is None:
             return _block_data(rows, input_ids=cut)
-        mask = DataCollatorForLanguageModeling(tokenizer, mlm_probability=share, seed=seed)
+        mask = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15, seed=seed)
         masked = [mask([{"input_ids": block}]) for block in cut]
         columns = {name: [row[name][0].numpy() for row in masked] for name in ("input_ids", "labels")}
         return _block_data(rows, **columns)
 
-    return _encode(
-        data, _with_special_tokens, ("text",), {"tokenizer": tokenizer}, blocks, progress=progress, num_proc=num_proc
-    )
+    encode = partial(_with_special_tokens, tokenizer=tokenizer)
+    return _encode(data, encode, ("text",), blocks, progress=progress, num_proc=num_proc)
 
 
 def _encode(
     data: Data,
     encode: Callable[..., dict[str, Any]],
     columns: Sequence[str],
-    options: dict[str, Any],
     finish: Callable[[Dataset], Dataset] | None = None,
     *,
     progress: bool,
@@ -291,7 +281,7 @@ def _encode(
     if isinstance(data, DatasetDict):
         splits = {}
         for split, part in data.items():
-            splits[split] = _encode(part, encode, columns, options, finish, progress=progress, num_proc=num_proc)
+            splits[split] = _encode(part, encode, columns, finish, progress=progress, num_proc=num_proc)
         return DatasetDict(splits)
     for name in columns:
         if name not in data.column_names:
@@ -304,11 +294,10 @@ def _encode(
         data = data.remove_columns("label")
     with progress_bars(progress):
         # The state of the tokenizer names the cache of data sets on disk, and its first use changes it.
-        encode(data[:1], **options)
+        encode(data[:1])
         rows = data.map(
             encode,
             batched=True,
-            fn_kwargs=options,
             remove_columns=data.column_names,
             num_proc=process_count(data, num_proc),
         )
@@ -340,13 +329,6 @@ def _translation(
 def _text_tokens(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, end: int) -> dict[str, Any]:
     texts = tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]
     return {"input_ids": [[*ids, end] for ids in texts]}
-
-
-def _lines(
-    batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, end: int, start: int, length: int
-) -> dict[str, Any]:
-    rows = [[start, *ids][:length] for ids in _text_tokens(batch, tokenizer, end)["input_ids"]]
-    return {"input_ids": rows, "labels": rows}
 
 
 def _with_special_tokens(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

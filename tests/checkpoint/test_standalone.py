@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from collab_compress import CheckpointError, Compression, compress, expand, make_standalone_, read_factors
-from collab_compress.checkpoint.standalone import MODULE, modelling_code
+from collab_compress.checkpoint.edits import MODULE
+from collab_compress.checkpoint.standalone import modelling_code
 
 WITHOUT_PACKAGE = """
 import torch

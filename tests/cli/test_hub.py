@@ -10,21 +10,21 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 
-from collab_compress.checkpoint.pretrained import SHORT_NAMES, find_directory
+from collab_compress.checkpoint.pretrained import EMBEDDED, EMBEDDED_REPOSITORY, SHORT_NAMES, find_directory
 from collab_compress.errors import CheckpointError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WANTED = {"config.json": b"{}", "model.safetensors": b"weights", "vocab.txt": b"words", "README.md": b"card"}
 WANTED |= {"LICENSE": b"terms", "1_Pooling/config.json": b"{ }"}
 FILES = WANTED | {"pytorch_model.bin": b"pickle", "modeling_evil.py": b"raise", "onnx/config.json": b"{}"}
-MODELS = {"someone/tiny", SHORT_NAMES["bert-base"]}
+MODELS = {"someone/tiny", SHORT_NAMES["bert-base"], EMBEDDED_REPOSITORY}
 
 
 class Hub(BaseHTTPRequestHandler):
     """Lists and serves the files of a few models, of which each has the same."""
 
     protocol_version = "HTTP/1.1"
-    broken = gated = False
+    broken = gated = silent = False
 
     def do_HEAD(self):
         self.do_GET()
@@ -32,6 +32,9 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self):
         path = unquote(urlsplit(self.path).path).strip("/")
         model = next((name for name in MODELS if name in path), None)
+        if self.silent:
+            self.close_connection = True
+            return None
         if self.broken:
             return self.answer(500, b"")
         if self.gated and "/resolve/" in path:  # what files there are, anyone may know
@@ -105,15 +108,30 @@ def test_a_name_that_the_hub_does_not_have(hub):
         find_directory("someone/other")
 
 
-def test_a_model_that_is_given_to_some(hub):
+def test_a_connection_that_breaks_is_an_error_in_one_line(hub):
+    hub.silent = True
+    with pytest.raises(CheckpointError, match=r"the hub cannot be reached for 'someone/tiny'.*disconnected"):
+        find_directory("someone/tiny")
+
+
+def test_a_cache_that_cannot_be_written_is_named(hub, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file"))
+    with pytest.raises(CheckpointError, match=r"its files cannot be written: .*Not a directory"):
+        find_directory("someone/tiny")
+
+
+def test_a_gated_model(hub):
     hub.gated = True
-    with pytest.raises(CheckpointError, match="someone/tiny is given to those who ask for it; ask on its page"):
+    with pytest.raises(CheckpointError, match="someone/tiny is gated; request access on its page"):
         find_directory("someone/tiny")
 
 
 def test_a_revision_is_of_the_hub(hub, tmp_path):
-    with pytest.raises(CheckpointError, match="is a local model without revisions"):
-        find_directory(str(tmp_path), "v1")
-    assert (find_directory("someone/tiny", COMMIT) / "config.json").is_file()
+    for name in (str(tmp_path), EMBEDDED):
+        with pytest.raises(CheckpointError, match="is a local model without revisions"):
+            find_directory(name, "v1")
+    for name in ("someone/tiny", EMBEDDED_REPOSITORY):
+        assert (find_directory(name, COMMIT) / "config.json").is_file()
     with pytest.raises(CheckpointError, match="someone/tiny has no revision 'v9' on the hub"):
         find_directory("someone/tiny", "v9")

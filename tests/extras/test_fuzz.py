@@ -213,7 +213,7 @@ for text in (*BROKEN, "", '"x"', b"\xff\xfe{"):
 spoilt("model_type", write("model/config.json", "{}"))
 ROBERTA = "names BertForSequenceClassification, which takes a BertConfig, but describes a roberta"
 OWN_FOLDER = "only safetensors in the model's own folder"
-WRONG_KIND = "an entry of the config has a value of the wrong kind"
+WRONG_KIND = "a setting has a value of the wrong kind"
 for entry, cases in {
     "attn_implementation": {
         name: f"attn_implementation is {name!r}" for name in ("flash_attention_2", "magic", "a/b", 3)

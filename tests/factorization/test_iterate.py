@@ -9,8 +9,8 @@ from collab_compress.factorization.iterate import (
     Direction,
     Iterate,
     Line,
-    least_squares,
     positive_minimiser,
+    solve_normal_equations,
 )
 from collab_compress.factorization.truncation import singular_channels
 
@@ -103,7 +103,7 @@ def test_many_heads_of_narrow_inputs_are_projected_without_a_large_gram_matrix(m
 def test_least_squares_of_singular_systems_are_finite():
     column = torch.tensor([[1.0, 1.0, 0.0], [2.0, 2.0, 0.0]], dtype=torch.float64) * 1e-8
     right = torch.tensor([[3.0, 1.0]], dtype=torch.float64) @ column
-    solution = least_squares(column.T @ column, right, 0.0)
+    solution = solve_normal_equations(column.T @ column, right, 0.0)
     assert torch.isfinite(solution).all()
     torch.testing.assert_close(solution @ column.T, torch.tensor([[3.0, 1.0]]).double() @ _projector(column))
     assert solution[0, 2] == 0.0
@@ -111,8 +111,8 @@ def test_least_squares_of_singular_systems_are_finite():
 
 def test_least_squares_that_fail_are_nan():
     indefinite = torch.tensor([[1.0, 2.0], [2.0, 1.0]], dtype=torch.float64)
-    assert least_squares(indefinite, torch.ones(1, 2).double(), 0.0).isnan().all()
-    assert least_squares(indefinite, torch.ones(1, 2).double(), 0.0, shift=1e16).isfinite().all()
+    assert solve_normal_equations(indefinite, torch.ones(1, 2).double(), 0.0).isnan().all()
+    assert solve_normal_equations(indefinite, torch.ones(1, 2).double(), 0.0, shift=1e16).isfinite().all()
 
 
 def test_least_squares_of_float32_products_are_solved_in_float64():
@@ -120,8 +120,8 @@ def test_least_squares_of_float32_products_are_solved_in_float64():
     columns = torch.randn(50, 8, generator=generator, dtype=torch.float64)
     columns[:, 7] = columns[:, 6] + 1e-2 * columns[:, 7]
     right = torch.randn(20, 8, generator=generator, dtype=torch.float64) @ (columns.T @ columns)
-    exact = least_squares(columns.T @ columns, right, 0.0)
-    ours = least_squares((columns.T @ columns).float(), right.float(), 0.0)
+    exact = solve_normal_equations(columns.T @ columns, right, 0.0)
+    ours = solve_normal_equations((columns.T @ columns).float(), right.float(), 0.0)
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours.double(), exact, rtol=0.05, atol=0.05)
 

@@ -47,7 +47,9 @@ def test_weighted_error_is_the_explicit_score_error(make_heads, make_factors, de
     tensor = make_heads(*shape)
     factors = make_factors(tensor, rank)
     queries, keys = inputs(shape[1], 1), inputs(shape[2], 2)
-    weighting = Weighting.of(Moments.of(queries), Moments.of(keys), damping=damping, centre=centre)
+    weighting = Weighting.of(
+        Moments.of(queries), Moments.of(keys), damping=damping, centre_query=centre, centre_key=centre
+    )
     weighted = weighting.apply(tensor)
     roots = []
     for rows, root in ((queries, weighting.query), (keys, weighting.key)):
@@ -72,12 +74,10 @@ def test_weighted_error_is_the_explicit_score_error(make_heads, make_factors, de
 def test_one_side_or_none_may_be_weighted(make_heads, make_factors):
     tensor = make_heads(2, 4, 5, 2)
     factors = make_factors(tensor, 3)
-    nothing = Weighting.of(None, None, damping=1e-3, centre=True)
-    assert nothing.identity
+    nothing = Weighting.of(None, None, damping=1e-3, centre_query=True, centre_key=True)
     assert nothing.apply(tensor).query is tensor.query
     assert nothing.undo(factors).key is factors.key
-    keys_only = Weighting.of(None, Moments.of(inputs(5, 0)), damping=1e-3, centre=True)
-    assert not keys_only.identity
+    keys_only = Weighting.of(None, Moments.of(inputs(5, 0)), damping=1e-3, centre_query=True, centre_key=True)
     assert keys_only.apply(tensor).query is tensor.query
     assert keys_only.undo(factors).query is factors.query
 
@@ -86,18 +86,21 @@ def test_singular_moments_are_refused():
     constant = Moments.of(torch.ones(5, 3))
     message = "the covariance of the key inputs is singular: got damping 0.001 over 5 inputs; expected"
     with pytest.raises(ValueError, match=message):
-        Weighting.of(None, constant, damping=1e-3, centre=True)
+        Weighting.of(None, constant, damping=1e-3, centre_query=True, centre_key=True)
     with pytest.raises(ValueError, match="the second moment of the query inputs is singular: got damping 0"):
-        Weighting.of(constant, None, damping=0.0, centre=False)
+        Weighting.of(constant, None, damping=0.0, centre_query=False, centre_key=False)
 
 
 def test_moments_beyond_float64_are_refused():
     with pytest.raises(ValueError, match="the moments of the key inputs are not finite with damping 1e"):
-        Weighting.of(None, Moments.of(inputs(3, 0) * 1e10), damping=1e300)
+        Weighting.of(None, Moments.of(inputs(3, 0) * 1e10), damping=1e300, centre_query=True, centre_key=True)
 
 
 def test_queries_may_be_weighed_by_second_moments_and_keys_by_covariances():
     moments = Moments.of(inputs(4, 0))
-    mixed = Weighting.of(moments, moments, damping=1e-3, centre_query=False)
-    assert torch.equal(mixed.query, Weighting.of(moments, None, damping=1e-3, centre=False).query)
-    assert torch.equal(mixed.key, Weighting.of(None, moments, damping=1e-3).key)
+    mixed, both, neither = (
+        Weighting.of(moments, moments, damping=1e-3, centre_query=centre_query, centre_key=centre_key)
+        for centre_query, centre_key in ((False, True), (True, True), (False, False))
+    )
+    assert torch.equal(mixed.query, neither.query)
+    assert torch.equal(mixed.key, both.key)

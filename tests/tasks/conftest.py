@@ -44,7 +44,7 @@ SNLI_JSON = table(
 )
 TED = "<url>http://x</url>\n<keywords>k</keywords>\n {} &amp; one \n<title>t</title>\n{} two\n"
 XML = '<?xml version="1.0"?>\n<mteval><doc docid="1"><title>t</title>\n<seg id="1"> {} &quot;three&quot; </seg>\n'
-SGM = '<srcset setid="s">\n<doc>\n<p>\n<seg id="1">{} four</seg>\n</p>\n</doc>\n</srcset>\n'
+SGM = '<srcset setid="s">\n<doc>\n<p>\n<seg id="1">{} four</seg> <seg id="2">five</seg>\n</p>\n</doc>\n</srcset>\n'
 TED_ROWS = [moved("ein & one", "an & one"), moved("ein two", "an two")]
 XML_ROWS = [moved('ein "three"', 'an "three"')]
 
@@ -60,12 +60,12 @@ def ted(campaign, validation, test):
 
 
 def wmt(corpora, dev, test):
-    """Return the files of a year: a sentence in each corpus, and one in markup for validation and test."""
+    """Return the files of a year: a sentence in each corpus, and two in markup for validation and test."""
     files = {f"{name}.de-en.{lang}": f"{name} {lang}\n" for name in corpora for lang in ("de", "en")}
     rows = {"train": [moved(f"{name} de", f"{name} en") for name in corpora]}
     for split, name in (("validation", dev), ("test", test)):
         files |= {f"{name}-src.de.sgm": SGM.format("ein"), f"{name}-ref.en.sgm": SGM.format("an")}
-        rows[split] = [moved("ein four", "an four")]
+        rows[split] = [moved("ein four", "an four"), moved("five", "five")]
     return files, rows
 
 

@@ -253,6 +253,7 @@ HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
         ("multi30k", "multi30k/train.en.gz", "a\n", "train.de.gz, line 2: no counterpart: train.de.gz has 2 .* 1"),
         ("multi30k", "multi30k/val.de.gz", "", "line 1: no counterpart"),
         ("wmt14", "test/newstest2014-deen-src.de.sgm", "<seg id='1'>half\n", "line 1: a <seg> does not end"),
+        ("wmt14", "test/newstest2014-deen-src.de.sgm", "<seg>a</seg> <seg>b\n", "line 1: a <seg> does not end"),
         ("ptb", "ptb/ptb.test.txt", "", "line 1: the file is empty; expected rows"),
     ],
 )
