@@ -16,7 +16,9 @@ from typing import Any, NoReturn
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
+    HfHubHTTPError,
     HFValidationError,
+    LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -97,11 +99,13 @@ def find_directory(name: str, revision: str | None = None) -> Path:
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise CheckpointError(f"{name} is neither a directory nor a model on the hub: {one_line(error)}") from error
-    except Exception as error:  # errors of the hub, of the connection, and of files
+    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
         raise CheckpointError(
-            f"{name} is no local directory, the hub cannot be reached for {repository!r} or its files cannot be "
-            f"written: {one_line(error)}; connect, pass a directory, or use the embedded model: minilm"
+            f"{name} is no local directory, the hub cannot be reached for {repository!r}, and it is not in the local "
+            "cache; connect, pass a directory, or use the embedded model: minilm"
         ) from error
+    except Exception as error:  # of the connection in the middle of a download, or of files
+        raise CheckpointError(f"cannot download {repository}: {one_line(error)}") from error
 
 
 def title_of(name: str) -> str:
