@@ -201,7 +201,7 @@ def test_calibration_file_modules_and_standalone(run, model_dir, tmp_path):
     [
         (["--dk", "0"], "dk is 0; expected at least 1"),
         (["--dk", "8", "--damping", "1e308"], "damping is 1e+308; expected 0 or more, up to 1e+06"),
-        (["--dk", "8", "--seed", str(2**64)], "expected a whole number from 0 to 2³² − 1"),
+        (["--dk", "8", "--seed", str(2**64)], "seed is 18446744073709551616; expected at most 4,294,967,295"),
         (["--dk", "8", "--tolerance", "nan"], "tolerance is nan; expected a finite number, 0 or more"),
         (["--dk", "8", "--sequences", "0"], "sequences is 0; expected at least 1"),
         (["--dk", "8", "--length", "0"], "length is 0; expected at least 1"),

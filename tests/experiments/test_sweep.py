@@ -268,7 +268,7 @@ def test_what_another_worker_has_is_looked_at_again_in_the_end(path, monkeypatch
 
 def test_two_workers_of_which_one_is_killed_find_what_one_finds(python, path, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_module, "PATIENCE", 0.1)
-    arguments = ["only.seeds=[0]", "conversions={dk12: {compression: {dk: 12}}}"]
+    arguments = ["only.seeds=[0]", "conversions={dk12: {compression: {dk: 12, solver: {sweeps: 1}}}}"]
     process = python.start(SCRIPT, path, *arguments, "shard=1/2")
     deadline = time.monotonic() + 120
     while not list((tmp_path / "out").rglob(".collab-experiment.json")) and process.poll() is None:
