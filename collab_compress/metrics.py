@@ -22,6 +22,7 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from collab_compress.devices import float64_device
 from collab_compress.errors import DataError, one_line
 from collab_compress.transformers_parts import UNLABELLED
 
@@ -283,7 +284,8 @@ def token_losses(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tenso
     if shift:
         logits, labels = logits[:, :-1], labels[:, 1:]
     losses = cross_entropy(logits.transpose(1, 2).float(), labels, ignore_index=UNLABELLED, reduction="none")
-    return torch.stack([losses.double().sum(1), (labels != UNLABELLED).double().sum(1)], dim=1)
+    both = torch.stack([losses, (labels != UNLABELLED).to(losses)])
+    return both.to(float64_device(losses.device)).double().sum(2).T
 
 
 # name → metric

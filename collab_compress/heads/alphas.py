@@ -184,8 +184,8 @@ def merge_alphas_(model: PreTrainedModel) -> None:
     folded = []
     for path, module in mixed.items():
         weight = output_weight(f"{path}.proj", module.proj)
-        heads = weight.double().unflatten(1, (module.heads, -1))  # (D, H, d)
-        folded.append((weight, torch.einsum("ij,xic->xjc", module.alphas.detach().double(), heads).flatten(1)))
+        heads = weight.cpu().double().unflatten(1, (module.heads, -1))  # (D, H, d)
+        folded.append((weight, torch.einsum("ij,xic->xjc", module.alphas.detach().cpu().double(), heads).flatten(1)))
     for (path, module), (weight, merged) in zip(mixed.items(), folded, strict=True):
         weight.copy_(merged)
         model.set_submodule(path, module.proj)

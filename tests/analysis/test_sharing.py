@@ -4,7 +4,7 @@ import pytest
 import torch
 from recorded import recorded_inputs
 
-from collab_compress import mix_heads_, read_factors
+from collab_compress import merge_alphas_, mix_heads_, read_factors
 from collab_compress.analysis import (
     alpha_matrices,
     confidence,
@@ -217,6 +217,9 @@ def test_no_float64_is_asked_of_a_device_that_has_none(bert, batch, monkeypatch)
     skew_symmetry(alphas.float())
     effective_rank(alphas.float())
     assert asked == [torch.float32] * 2
+    merge_alphas_(bert)
+    assert len(asked) > 2
+    assert set(asked) == {torch.float32}
 
 
 def test_what_cannot_be_measured_is_refused(bert, batch):
