@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from collab_compress.experiments.outputs import environment
+
 Calls = Mapping[str, Callable[[], Any]]
 
 
@@ -81,10 +83,10 @@ def print_row(cell: Mapping[str, Any], name: str, figures: Mapping[str, float], 
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Append a JSON line to a file."""
+    """Append a JSON line to a file, with the revision of this package."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(json.dumps({**record, "revision": environment()["revision"]}) + "\n")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -29,6 +29,8 @@ Recipes: TypeAlias = Mapping[Variant, Mapping[Column, Sequence[Mapping[str, Any]
 
 AVERAGE = "average"
 REFERENCE = "plain/tuned"
+CONTROL = "plain/dense-again"
+"""What glue.yaml calls the dense model tuned again."""
 UNTUNED_REFERENCE = "plain/given"
 ALIKE = ("files", "fresh", "max_length", "translation", "tuning")
 """Settings in which rows are expected not to differ."""
@@ -84,7 +86,8 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
 
     Args:
         results: no two of the same variant, task and seed.
-        against: method/stage of the baseline; if not given, plain/tuned or else plain/given.
+        against: method/stage of the baseline; if not given, plain/tuned or else plain/given, and the dense model
+            tuned again for converted models that were.
 
     Raises:
         RecipeError: no result is of `against`.
@@ -99,12 +102,13 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
     reference = against or next((label for label in (REFERENCE, UNTUNED_REFERENCE) if label in labels), None)
     recipes = {variant: _recipes_by_column(of_variant) for variant, of_variant in grouped.items()}
     references = _references(recipes, reference)
+    baselines = _baselines(recipes, references, with_controls=against is None)
     scores = _scores(results, tasks)
-    means, differences = _estimates(scores), _estimates(_paired(scores, references))
+    means, differences = _estimates(scores), _estimates(_paired(scores, baselines))
     columns = (*tasks, *(column for column in dict.fromkeys(scores["column"]) if column.name == AVERAGE))
     lines = []
     for variant in sorted(grouped, key=lambda variant: _order(variant, references.get(variant.model))):
-        baseline = references.get(variant.model)
+        baseline = baselines.get(variant)
         counts = [result.parameters for result in grouped[variant] if result.parameters is not None]
         for column in columns:
             if (score := means.get((variant, column))) is None:
@@ -131,8 +135,9 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
         *_notes_on_shapes(references, reference, {variant.model for variant in grouped}),
         *_notes_on_numbers(results),
         *_notes_on_seeds(recipes),
-        *_notes_on_rows(recipes, references),
-        *_notes_on_revisions(grouped, references),
+        *_notes_on_controls(recipes, references, baselines),
+        *_notes_on_rows(recipes, baselines),
+        *_notes_on_revisions(grouped, baselines),
     )
     return Comparison(columns, tuple(lines), reference, notes)
 
@@ -172,11 +177,11 @@ def _scores(results: Sequence[Result], tasks: Sequence[Column]) -> pd.DataFrame:
     return pd.concat([scores, pd.DataFrame(averages, columns=scores.columns)]) if averages else scores
 
 
-def _paired(scores: pd.DataFrame, references: Mapping[str, Variant]) -> pd.DataFrame:
+def _paired(scores: pd.DataFrame, baselines: Mapping[Variant, Variant]) -> pd.DataFrame:
     """Return a row for each score whose baseline has the same column and seed, with the difference."""
-    baselines = [references.get(variant.model) for variant in scores["variant"]]
-    compared = [base not in (None, variant) for variant, base in zip(scores["variant"], baselines, strict=True)]
-    pairs = scores.assign(baseline=baselines)[compared].merge(
+    bases = [baselines.get(variant) for variant in scores["variant"]]
+    compared = [base not in (None, variant) for variant, base in zip(scores["variant"], bases, strict=True)]
+    pairs = scores.assign(baseline=bases)[compared].merge(
         scores.rename(columns={"variant": "baseline", "score": "theirs"}), on=["baseline", "column", "seed"]
     )
     return pairs.assign(score=pairs["score"] - pairs["theirs"])
@@ -214,6 +219,27 @@ def _references(recipes: Recipes, reference: str | None) -> dict[str, Variant]:
     return references
 
 
+def _baselines(
+    variants: Iterable[Variant], references: Mapping[str, Variant], *, with_controls: bool
+) -> dict[Variant, Variant]:
+    """Return the baseline of each variant that has one.
+
+    It is the reference of its model. With controls, that of a converted model that was tuned again is the dense model
+    tuned again.
+    """
+    again = {variant.model: variant for variant in variants if _is_control(variant, references.get(variant.model))}
+    bases = {
+        variant: (again if with_controls and variant.again and variant.conversion else references).get(variant.model)
+        for variant in variants
+    }
+    return {variant: base for variant, base in bases.items() if base is not None}
+
+
+def _is_control(variant: Variant, reference: Variant | None) -> bool:
+    """Whether a variant is the reference's method tuned again without conversion."""
+    return reference is not None and variant.method == reference.method and variant.again and not variant.conversion
+
+
 def _unshaped(recipe: Mapping[str, Any]) -> dict[str, Any]:
     fresh = {name: (recipe.get("fresh") or {}).get(name) for name in NOT_SHAPE}
     unshaped: dict[str, Any] = without_nulls({**recipe, "fresh": fresh})
@@ -232,6 +258,17 @@ def _notes_on_shapes(
             yield f"{model} is compared with nothing: no result is {reference} in its shape"
 
 
+def _notes_on_controls(
+    variants: Iterable[Variant], references: Mapping[str, Variant], baselines: Mapping[Variant, Variant]
+) -> Iterator[str]:
+    """Yield the variants that were tuned again whose baseline is not the reference."""
+    for variant in variants:
+        control, reference = baselines.get(variant), references.get(variant.model)
+        if variant.again and control != reference:
+            other = f"{control.label}, as it" if control else "nothing: no dense model"
+            yield f"{variant.label} of {variant.model} is compared with {other} was tuned again"
+
+
 def _notes_on_numbers(results: Iterable[Result]) -> Iterator[str]:
     """Yield the scores that are not finite."""
     for result in results:
@@ -248,10 +285,10 @@ def _notes_on_seeds(recipes: Recipes) -> Iterator[str]:
                 yield f"{variant.label} of {variant.model} on {column.name}: seeds differ in {differing}"
 
 
-def _notes_on_rows(recipes: Recipes, references: Mapping[str, Variant]) -> Iterator[str]:
+def _notes_on_rows(recipes: Recipes, baselines: Mapping[Variant, Variant]) -> Iterator[str]:
     """Yield the settings of `ALIKE` in which a row differs from its baseline."""
     for variant, columns in recipes.items():
-        if (baseline := references.get(variant.model)) is None:
+        if (baseline := baselines.get(variant)) is None:
             continue
         for column, of_column in columns.items():
             ours, theirs = (_alike(of[0]) for of in (of_column, recipes[baseline].get(column, of_column)))
@@ -261,11 +298,11 @@ def _notes_on_rows(recipes: Recipes, references: Mapping[str, Variant]) -> Itera
 
 
 def _notes_on_revisions(
-    grouped: Mapping[Variant, Sequence[Result]], references: Mapping[str, Variant]
+    grouped: Mapping[Variant, Sequence[Result]], baselines: Mapping[Variant, Variant]
 ) -> Iterator[str]:
     """Yield the rows whose differences pair records of different revisions of this package."""
     for variant, of_variant in grouped.items():
-        if (baseline := references.get(variant.model)) is None:
+        if (baseline := baselines.get(variant)) is None:
             continue
         by_seed = {(result.column, result.seed): result for result in grouped[baseline]}
         pairs = ((result, by_seed.get((result.column, result.seed), result)) for result in of_variant)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collab_compress.checkpoint.directory import atomic_directory
-from collab_compress.experiments.comparison import REFERENCE, Estimate, estimate
+from collab_compress.experiments.comparison import CONTROL, REFERENCE, Estimate, estimate
 from collab_compress.experiments.figures import Figure, read_figures
 from collab_compress.experiments.papers import (
     PaperRow,
@@ -189,11 +189,13 @@ def _columns(table: PaperTable) -> list[tuple[str, str]]:
 def _ours(row: PaperRow, table: PaperTable, task: str, of: str, results: Sequence[Result]) -> Ours | None:
     """Return our numbers beside a row: of its first name with records, and of the model with most seeds.
 
-    The baseline is that of the paper's table, or plain fine-tuning where it has none.
+    The baseline is that of the paper's table, or plain fine-tuning where it has none; that of models tuned again is
+    the dense model tuned again.
     """
     baseline = table.baseline(row)
-    against = REFERENCE if baseline is None else labelled(baseline.ours[0]) if baseline.ours else ""
+    usual = REFERENCE if baseline is None else labelled(baseline.ours[0]) if baseline.ours else ""
     for label in map(labelled, row.ours):
+        against = CONTROL if label.endswith("-again") else usual
         values = readings(results, label, task, of)
         if not values:
             continue

@@ -2,8 +2,9 @@
 
 Differences are tested by two-sided t-tests over pairs; a claim that something stays within bounds by two one-sided
 tests (TOST: Schuirmann, 1987), each at 2.5 %, so that p is twice the larger. Where outcomes of single examples are
-known, p and the 95 % interval include the chance of the test set. Holm's correction is over all tested claims of a
-paper. With p < 0.05 a claim holds if the mean is on its side of the bound, and does not if it is on the other.
+known, p and the 95 % interval include the chance of the test set. Holm's correction is over all claims of a paper,
+those without records too, so that a verdict does not depend on how many have been tried. With p < 0.05 a claim holds
+if the mean is on its side of the bound, and does not if it is on the other.
 """
 
 from __future__ import annotations
@@ -157,10 +158,11 @@ def judge(claims: Sequence[Claim], results: Sequence[Result]) -> list[Verdict]:
         for claim in claims
         for tasks in ([claim.tasks] if claim.mean else [(task,) for task in claim.tasks])
     ]
-    tested = [place for place, verdict in enumerate(verdicts) if verdict.p is not None]
-    for place, p in zip(tested, holm([verdicts[place].p or 0.0 for place in tested]), strict=True):
-        verdicts[place] = _decided(replace(verdicts[place], p=p))
-    return verdicts
+    corrected = holm([1.0 if verdict.p is None else verdict.p for verdict in verdicts])
+    return [
+        verdict if verdict.p is None else _decided(replace(verdict, p=p))
+        for verdict, p in zip(verdicts, corrected, strict=True)
+    ]
 
 
 def holm(values: Sequence[float]) -> list[float]:

@@ -23,7 +23,7 @@ CONVERTED = {"mrpc": [83.0, 84.5, 81.0], "ptb": [101.0, 103.0, 99.5], "rte": [60
 def write(tmp_path):
     def records(*tasks):
         common = {"metrics": {}, "recipe": {"model": "minilm|x"}}
-        for stage, parameters, scores in (("tuned", 22713602, PLAIN), ("dk128-again", 21565824, CONVERTED)):
+        for stage, parameters, scores in (("tuned", 22713602, PLAIN), ("dk128", 21565824, CONVERTED)):
             for task in tasks:
                 for seed, score in enumerate(scores[task]):
                     folder = tmp_path / "runs" / f"{task}-{seed}" / stage
@@ -60,7 +60,7 @@ def test_means_and_differences(capsys, write):
     scores, differences = grids(printed)
     lower = "ptb (perplexity, lower is better)"
     assert list(scores[0]) == ["model", "method", "stage", "parameters (M)", "mrpc (accuracy+f1)", lower]
-    assert [row["stage"] for row in scores] == ["tuned", "dk128-again"]
+    assert [row["stage"] for row in scores] == ["tuned", "dk128"]
     assert [row["parameters (M)"] for row in scores] == ["22.71", "21.57"]
     assert scores[0]["model"] == "minilm¦x"
     for row, arm in zip(scores, (PLAIN, CONVERTED), strict=True):
@@ -99,7 +99,7 @@ def test_the_papers_differ_from_their_own_baseline_only(capsys, write):
     changes = {row["method"]: row[name] for row in grids(printed)[1] if row["from"] != "ours"}
     assert changes["+ HSIC ONLY"] == "-18.49"
     assert "Baseline" not in changes
-    _, printed, _ = run(capsys, folder, "--paper", "diversity", "--against", "plain/dk128-again")
+    _, printed, _ = run(capsys, folder, "--paper", "diversity", "--against", "plain/dk128")
     assert [row["from"] for row in grids(printed)[1]] == ["ours"]
 
 
@@ -269,7 +269,7 @@ def test_tasks_that_no_paper_has(capsys, write):
     [
         (["{runs}/nowhere"], "nowhere is no folder"),
         (["{empty}"], "holds no result.json"),
-        (["{runs}", "--against", "hsic/tuned"], "no result is 'hsic/tuned'; expected one of plain/dk128-again"),
+        (["{runs}", "--against", "hsic/tuned"], "no result is 'hsic/tuned'; expected one of plain/dk128"),
         (["{runs}", "--paper", "rotation"], "no selected table of the papers has mrpc"),
         (["{runs}", "--paper", "bert"], "unknown paper 'bert'"),
         (["--paper", "rotation", "--table", "9"], "no table '9'"),

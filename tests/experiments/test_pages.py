@@ -85,6 +85,7 @@ def results(tmp_path_factory):
             converted(128, 79.0, seed),
             converted(64, 70.0, seed),
             converted(64, 78.0 + seed, seed, again=True),
+            make_record("mrpc", "plain", "dense-again", seed, 82.0 - seed, conversion=None),
         ]
     return read(tmp_path_factory.mktemp("results"), records)
 
@@ -167,6 +168,8 @@ def test_the_first_of_several_names_that_has_records_counts(pages):
     assert columns[place - 1] == "mrpc"
     by_stage = {line[2]: line[place] for line in lines if line[0] == "BERT-base"}
     assert by_stage["dk128-again"] == "79.0 ± 1.00 (3), plain/dk64-again"
+    change = next(line[place + 1] for line in lines if line[0] == "BERT-base" and line[2] == "dk128-again")
+    assert change == "−2.00 ± 4.97 (3)"  # to the dense model tuned again: −4, −2 and 0
     assert by_stage["dk384-again"] is None
 
 

@@ -106,6 +106,32 @@ def test_models_that_were_only_evaluated(write, tmp_path):
     )
 
 
+def test_what_is_tuned_again_is_compared_with_the_dense_model_tuned_again(write, tmp_path):
+    for stage, score in (("tuned", 80.0), ("dk64", 70.0), ("dk64-again", 81.0)):
+        write(score, stage=stage)
+        write(score, stage=stage, recipe={"model": "albert"})
+    write(83.0, stage="dense-again", conversion=None)
+    write(84.0, stage="dense-again", conversion=None, method="hsic")
+    comparison = compare(read_results(tmp_path / "runs"))
+    changes = {(line["model"], line["method"], line["stage"]): line.get("difference") for line in comparison.lines}
+    assert changes == {
+        ("albert", "plain", "tuned"): None,
+        ("albert", "plain", "dk64"): -10.0,
+        ("albert", "plain", "dk64-again"): None,
+        ("minilm", "plain", "tuned"): None,
+        ("minilm", "plain", "dk64"): -10.0,
+        ("minilm", "plain", "dk64-again"): -2.0,
+        ("minilm", "plain", "dense-again"): 3.0,
+        ("minilm", "hsic", "dense-again"): 4.0,
+    }
+    assert sorted(comparison.notes) == [
+        "plain/dk64-again of albert is compared with nothing: no dense model was tuned again",
+        "plain/dk64-again of minilm is compared with plain/dense-again, as it was tuned again",
+    ]
+    against = compare(read_results(tmp_path / "runs"), "plain/dk64").lines
+    assert [line["difference"] for line in against if line["stage"] == "dk64-again"] == [11.0, 11.0]
+
+
 def test_seeds_of_one_arm_only_are_no_pairs(write, tmp_path):
     for seed, score in enumerate((80.0, 82.0, 84.0)):
         write(score, seed=seed)
