@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from collab_compress.analysis import (
     mean_over_pairs,
     mixing_matrices,
     pruning_curve,
+    random_importance,
     svcca,
 )
 from collab_compress.analysis.diversity import Measure as DiscrepancyMeasure
@@ -44,6 +46,9 @@ SCORED = 128
 
 SHARES = tuple(step / 8 for step in range(9))
 """Shares of heads in the pruning curve."""
+
+ORDERS = 3
+"""Orders of random heads in the pruning curve."""
 
 DIGITS = {"mixing": 4, "alphas": 4}
 """Significant digits of large matrices; other numbers have six."""
@@ -202,10 +207,16 @@ def measure_dominance(subject: Subject) -> Any:
 
 
 def measure_pruning(subject: Subject) -> Any:
-    """The task's score without more and more of the least important heads: "Scheduled DropHead", Figure 3."""
+    """The task's score without more and more of the least important heads: "Scheduled DropHead", Figure 3.
+
+    As `random`, the score without as many random heads, mean over several orders.
+    """
     importance = head_importance(subject.model, subject.batches(subject.choosing))
-    curve = pruning_curve(subject.model, importance, subject.scorer(subject.scoring), shares=SHARES)
-    return {"shares": list(SHARES), "scores": [point.score for point in curve]}
+    scorer = subject.scorer(subject.scoring)
+    orders = [importance, *(random_importance(subject.model, seed=seed) for seed in range(ORDERS))]
+    curves = [pruning_curve(subject.model, order, scorer, shares=SHARES) for order in orders]
+    scores, *random = [[point.score for point in curve] for curve in curves]
+    return {"shares": list(SHARES), "scores": scores, "random": list(map(fmean, zip(*random, strict=True)))}
 
 
 def measure_mixing(subject: Subject) -> Any:

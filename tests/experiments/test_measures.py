@@ -159,13 +159,26 @@ def test_a_finished_run_is_measured_and_nothing_else(translated, sentences, tmp_
     order = sorted(
         (float(value), name, head) for name, heads in importance.items() for head, value in enumerate(heads)
     )
-    assert measures["pruning"]["shares"] == [step / 8 for step in range(9)]
-    for share, score in list(zip(measures["pruning"]["shares"], measures["pruning"]["scores"], strict=True))[::4]:
+
+    def bleu_without(order, share):
         masks = {site.name: torch.ones(site.heads) for site in find_attention(model)}
         for _, name, head in order[: round(share * len(order))]:
             masks[name][head] = 0
         with HeadMask(model, masks):
-            assert score == near(bleu(scoring))
+            return bleu(scoring)
+
+    assert measures["pruning"]["shares"] == [step / 8 for step in range(9)]
+    orders = []
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        draws = [(site, torch.rand(site.heads, generator=generator)) for site in find_attention(model)]
+        orders.append(sorted((float(v), site.name, head) for site, values in draws for head, v in enumerate(values)))
+    for place in (0, 4, 8):
+        share = measures["pruning"]["shares"][place]
+        assert measures["pruning"]["scores"][place] == near(bleu_without(order, share))
+        assert measures["pruning"]["random"][place] == near(
+            mean(bleu_without(drawn_order, share) for drawn_order in orders)
+        )
 
 
 def test_perplexity_without_the_dominant_head(text, tmp_path, perplexity_by_token, monkeypatch):
