@@ -128,11 +128,6 @@ def dominant_heads(
     every = [(site.name, head) for site in sites for head in range(site.heads)]
     single = every if heads is None else list(heads.items())
     masks: list[Masks] = [{}, *(masks_without(model, {name: [head]}) for name, head in single)]
-    if ablation not in get_args(Ablation) or (ablation == "mean") != (reference is not None):
-        raise HeadError(
-            f"ablation is {ablation!r}, {'with' if reference is not None else 'without'} reference; expected one of "
-            f"{', '.join(get_args(Ablation))}, and reference batches for mean alone"
-        )
     with _ablation(model, ablation, reference) as mask:
         baseline, *scores = _scores(model, mask, masks, score, batches, progress)
     changes = {site.name: torch.full((site.heads,), nan, dtype=torch.float64) for site in sites}
@@ -149,13 +144,15 @@ def pruning_curve(
     *,
     batches: Batches | None = None,
     shares: Sequence[float] = SHARES,
+    ablation: Ablation = "zero",
+    reference: Batches | None = None,
     progress: Progress = False,
 ) -> list[PruningPoint]:
     """Return the score without more and more heads, the least important first.
 
-    Figure 3 of "Scheduled DropHead", with the importance of Michel et al., 2019. Masks silence the heads, which gives
-    the same outputs as `prune_heads_`; the model does not change. Other arguments and errors are those of
-    `dominant_heads`.
+    Figure 3 of "Scheduled DropHead", with the importance of Michel et al., 2019. Masks silence the heads: with zeros
+    the outputs are those after `prune_heads_`, and the model does not change. Other arguments and errors are those
+    of `dominant_heads`.
 
     Args:
         importance: module path → (H,) from `head_importance`, measured on other data than the score; modules without
@@ -166,8 +163,8 @@ def pruning_curve(
         HeadError: a share, a module or an importance is wrong.
     """
     silenced = [least_important(importance, share) for share in shares]
-    with HeadMask(model) as mask:
-        masks = [masks_without(model, heads) for heads in silenced]
+    masks = [masks_without(model, heads) for heads in silenced]
+    with _ablation(model, ablation, reference) as mask:
         scores = _scores(model, mask, masks, score, batches, progress)
     return [
         PruningPoint(share, heads, sum(map(len, heads.values())), value)
@@ -236,6 +233,11 @@ class AblatedHeads(HeadMask):
 
 
 def _ablation(model: PreTrainedModel, ablation: Ablation, reference: Batches | None) -> HeadMask:
+    if ablation not in get_args(Ablation) or (ablation == "mean") != (reference is not None):
+        raise HeadError(
+            f"ablation is {ablation!r}, {'with' if reference is not None else 'without'} reference; expected one of "
+            f"{', '.join(get_args(Ablation))}, and reference batches for mean alone"
+        )
     if ablation == "zero":
         return HeadMask(model)
     return AblatedHeads(model, None if reference is None else _mean_outputs(model, reference))

@@ -29,6 +29,9 @@ SIZED = re.compile(r"d\d+-h\d+")
 MOST_VARIANTS = 6
 """Most variants whose matrices are drawn."""
 
+RANDOM = ", random heads"
+"""End of the name of the baseline of a pruning curve."""
+
 LOSSES = {"task_loss": "cross-entropy", "bhattacharyya": "overlap", "loss": "total"}
 """Name in the Trainer's log → name in a picture."""
 
@@ -94,7 +97,8 @@ def _curves(
 def _curve(name: str, points: pd.DataFrame) -> Curve:
     """Return the curve through the means of points; unlike pandas' mean, fmean keeps NaN."""
     means = points.groupby("key")[["x", "y"]].agg(fmean).sort_values(["x", "y"])
-    return Curve(name, tuple(means["x"]), tuple(means["y"]), "dashed" if name == "dense" else "line")
+    is_baseline = name == "dense" or name.endswith(RANDOM)
+    return Curve(name, tuple(means["x"]), tuple(means["y"]), "dashed" if is_baseline else "line")
 
 
 def _group(result: Result) -> str:
@@ -340,14 +344,15 @@ def _draw_schedules(results: Results) -> Pictures:
 
 
 def _draw_pruning(results: Results) -> Pictures:
-    """Draw scores with more and more heads pruned, with DropHead and without."""
+    """Draw scores with more and more heads pruned, with DropHead and without, beside random heads where recorded."""
     points = []
     for result in results:
         curve = result.measures.get("pruning")
         if curve and (_is_plain(result) or _heads(result).get("drophead")):
-            for share, score in zip(curve["shares"], curve["scores"], strict=True):
-                points.append(Point(_group(result), _name(result), 100 * share, score))
-    reading = "The later a curve falls, the more heads can go. Mean over seeds."
+            for scores, end in (("scores", ""), ("random", RANDOM)):
+                for share, score in zip(curve["shares"], curve.get(scores, ()), strict=False):
+                    points.append(Point(_group(result), _name(result) + end, 100 * share, score))
+    reading = "The later a curve falls, the more heads can go; dashed curves are of random heads. Mean over seeds."
     return _curves(points, "Score with heads pruned", reading, "heads pruned, %", "score")
 
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
+from math import nan
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -18,12 +20,16 @@ from collab_compress.analysis import (
     discrepancy,
     dominant_heads,
     head_covariances,
+    jackknife_error,
     mean_over_pairs,
     mixing_matrices,
     pruning_curve,
+    random_importance,
     svcca,
 )
+from collab_compress.analysis.covariance import GroupedCovariances
 from collab_compress.analysis.diversity import Measure as DiscrepancyMeasure
+from collab_compress.analysis.stream import observe
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
@@ -44,6 +50,12 @@ SCORED = 128
 
 SHARES = tuple(step / 8 for step in range(9))
 """Shares of heads in the pruning curve."""
+
+ORDERS = 3
+"""Orders of random heads in the pruning curve."""
+
+GROUPS = 16
+"""Groups of measured rows that are left out in turn, for errors of similarities."""
 
 DIGITS = {"mixing": 4, "alphas": 4}
 """Significant digits of large matrices; other numbers have six."""
@@ -106,6 +118,26 @@ class Subject:
         covariances = head_covariances(self.model, self.all_batches)
         return {name: covariance for name, covariance in covariances.items() if len(covariance.widths) > 1}
 
+    @cached_property
+    def parts(self) -> dict[str, list[JointCovariance]]:
+        """Covariances of head outputs by layer, of each group of rows; groups are drawn at random."""
+        rows = len(self.places())
+        size = -(-rows // GROUPS)
+        groups = [self.places(first, first + size) for first in range(0, rows, size)]
+        batches = [batch for group in groups for batch in self.batches(group)]  # one a group
+        return observe(self.model, batches, GroupedCovariances(GROUPS)).result()
+
+    def mean_similarities(self, measure: Callable[[JointCovariance], float]) -> dict[str, dict[str, Any]]:
+        """Return a mean over pairs of heads for each layer, and its standard error; NaN for a single row."""
+        if not self.covariances:
+            return {}
+        means = {name: measure(covariance) for name, covariance in self.covariances.items()}
+        errors = {
+            name: jackknife_error(measure, self.parts[name]) if len(self.parts.get(name, ())) > 1 else nan
+            for name in means
+        }
+        return {"layers": self.by_kind(means), "errors": self.by_kind(errors)}
+
     def by_kind(self, values: Mapping[str, Value]) -> dict[str, list[Value]]:
         """Group the values of modules by kind of attention, in the order of layers."""
         grouped: dict[str, list[Value]] = {}
@@ -158,17 +190,14 @@ def measure_svcca(subject: Subject) -> Any:
 
     "Inter-Head Diversity", Tables 3 and 5 and Figures 3 and 4.
     """
-    kinds = subject.by_kind({name: svcca(covariance) for name, covariance in subject.covariances.items()})
-    return kinds and {
-        "layers": {kind: [result.mean for result in layers] for kind, layers in kinds.items()},
-        "curve": {kind: layers[-1].curve for kind, layers in kinds.items()},
-    }
+    means = subject.mean_similarities(lambda covariance: svcca(covariance).mean)
+    last = {kind: layers[-1] for kind, layers in subject.by_kind(subject.covariances).items()}
+    return means and means | {"curve": {kind: svcca(covariance).curve for kind, covariance in last.items()}}
 
 
 def measure_cka(subject: Subject) -> Any:
     """Similarity of heads by CKA, mean over pairs, of each layer: "Inter-Head Diversity", Tables 3 and 5."""
-    means = {name: mean_over_pairs(cka(covariance)) for name, covariance in subject.covariances.items()}
-    return means and {"layers": subject.by_kind(means)}
+    return subject.mean_similarities(lambda covariance: mean_over_pairs(cka(covariance)))
 
 
 def measure_confidence(subject: Subject) -> Any:
@@ -202,10 +231,16 @@ def measure_dominance(subject: Subject) -> Any:
 
 
 def measure_pruning(subject: Subject) -> Any:
-    """The task's score without more and more of the least important heads: "Scheduled DropHead", Figure 3."""
+    """The task's score without more and more of the least important heads: "Scheduled DropHead", Figure 3.
+
+    As `random`, the score without as many random heads, mean over several orders.
+    """
     importance = head_importance(subject.model, subject.batches(subject.choosing))
-    curve = pruning_curve(subject.model, importance, subject.scorer(subject.scoring), shares=SHARES)
-    return {"shares": list(SHARES), "scores": [point.score for point in curve]}
+    scorer = subject.scorer(subject.scoring)
+    orders = [importance, *(random_importance(subject.model, seed=seed) for seed in range(ORDERS))]
+    curves = [pruning_curve(subject.model, order, scorer, shares=SHARES) for order in orders]
+    scores, *random = [[point.score for point in curve] for curve in curves]
+    return {"shares": list(SHARES), "scores": scores, "random": list(map(fmean, zip(*random, strict=True)))}
 
 
 def measure_mixing(subject: Subject) -> Any:

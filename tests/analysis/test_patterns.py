@@ -99,10 +99,23 @@ def test_an_induction_head_scores_one():
     assert float(scores) == pytest.approx(1, abs=1e-3)
 
 
-def test_induction_of_an_untrained_model_is_even_attention(bert):
-    for scores in induction(bert, length=8, sequences=4).values():
-        assert scores.shape == (3,)
-        assert ((scores > 0) & (scores < 0.5)).all()
+def test_induction_is_the_mean_over_repeated_tokens(bert):
+    length, read = 8, []
+    handle = bert.register_forward_pre_hook(lambda _, args, kwargs: read.append(kwargs), with_kwargs=True)
+    scores = torch.stack([*induction(bert, length=length, sequences=3).values()])
+    handle.remove()
+    bert.set_attn_implementation("eager")
+    total = torch.zeros_like(scores)  # (L, H)
+    for batch in read:
+        (tokens,) = batch["input_ids"].tolist()
+        assert tokens[length:] == tokens[:length]
+        with torch.no_grad():
+            attentions = bert(**batch, output_attentions=True).attentions  # L of (1, H, 2T, 2T)
+        for layer, attention in enumerate(attentions):
+            for first in range(length):
+                total[layer] += attention[0, :, length + first, first + 1].double()
+    torch.testing.assert_close(scores, total / (3 * length), rtol=1e-5, atol=1e-6)
+    assert scores.std() > 0.01
 
 
 @pytest.mark.parametrize("options", [{"length": 1}, {"sequences": 0}])

@@ -1,7 +1,7 @@
 """Measures of trained models in records, of finished runs too, against loops over rows and heads."""
 
 import json
-from statistics import mean
+from statistics import mean, stdev
 from types import SimpleNamespace
 
 import pytest
@@ -124,6 +124,11 @@ def test_a_finished_run_is_measured_and_nothing_else(translated, sentences, tmp_
             {place: measure(measured_values) for place, measured_values in head_covariances(model, batches).items()}
         )
         assert measures[name]["layers"] == {kind: near(layers) for kind, layers in right.items()}
+        # jackknife: leave out one row at a time
+        others = [head_covariances(model, batches[:row] + batches[row + 1 :]) for row in range(len(batches))]
+        errors = of({place: 4 * stdev(measure(left[place]) for left in others) / 5**0.5 for place in others[0]})
+        assert measures[name]["errors"] == {kind: near(layers) for kind, layers in errors.items()}
+        assert all(0 < error < 1 for layers in errors.values() for error in layers)
     for kind, layers in of(head_covariances(model, batches)).items():
         assert measures["svcca"]["curve"][kind] == near(svcca(layers[-1]).curve)
     right = of(confidence(model, batches, exclude=[tokenizer.eos_token_id]))
@@ -159,13 +164,35 @@ def test_a_finished_run_is_measured_and_nothing_else(translated, sentences, tmp_
     order = sorted(
         (float(value), name, head) for name, heads in importance.items() for head, value in enumerate(heads)
     )
-    assert measures["pruning"]["shares"] == [step / 8 for step in range(9)]
-    for share, score in list(zip(measures["pruning"]["shares"], measures["pruning"]["scores"], strict=True))[::4]:
+
+    def bleu_without(order, share):
         masks = {site.name: torch.ones(site.heads) for site in find_attention(model)}
         for _, name, head in order[: round(share * len(order))]:
             masks[name][head] = 0
         with HeadMask(model, masks):
-            assert score == near(bleu(scoring))
+            return bleu(scoring)
+
+    assert measures["pruning"]["shares"] == [step / 8 for step in range(9)]
+    orders = []
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        draws = [(site, torch.rand(site.heads, generator=generator)) for site in find_attention(model)]
+        orders.append(sorted((float(v), site.name, head) for site, values in draws for head, v in enumerate(values)))
+    for place in (0, 4, 8):
+        share = measures["pruning"]["shares"][place]
+        assert measures["pruning"]["scores"][place] == near(bleu_without(order, share))
+        assert measures["pruning"]["random"][place] == near(
+            mean(bleu_without(drawn_order, share) for drawn_order in orders)
+        )
+
+
+def test_one_group_of_rows_has_no_error(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(measures, "GROUPS", 1)
+    settings = ("task=text", f"data_dir={text}", "max_length=7", "measures=[svcca,cka]")
+    [record] = run(recipe(tmp_path / "out", *settings))
+    for name in ("svcca", "cka"):
+        assert len(record["measures"][name]["layers"]["decoder"]) == 2
+        assert record["measures"][name]["errors"] == {"decoder": [None, None]}
 
 
 def test_perplexity_without_the_dominant_head(text, tmp_path, perplexity_by_token, monkeypatch):

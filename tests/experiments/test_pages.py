@@ -35,7 +35,7 @@ def measured(seed, of=1.0):
         "discrepancy": {"encoder": [{"difference": 2.0 * of, "l2": 4.0}, {"difference": 1.0, "l2": 2.0 * of}]},
         "overlap": {"encoder": [0.5]},
         "dominance": {"encoder": 17.0, "score": 20.0},
-        "pruning": {"shares": [0.0, 0.5, 1.0], "scores": [20.0, 15.0 + seed, 1.0]},
+        "pruning": {"shares": [0.0, 0.5, 1.0], "scores": [20.0, 15.0 + seed, 1.0], "random": [20.0, 5.0 + seed, 1.0]},
         "mixing": {"encoder": [[[1.0, 0.0, 0.5], [0.0, 1.0, 0.5]]]},
         "alphas": {"encoder": [matrix]},
     }
@@ -133,6 +133,19 @@ def test_every_figure_is_drawn_or_marked(pages, few_pages, paper):
     schedules = {"Figure 2"} if paper == "drophead" else set()  # they need no record
     assert needing(few) == {figure.name for figure in FIGURES[paper]} - schedules
     assert all(reason.startswith(("needs: ", "nothing: ")) for reason in few.omitted.values())
+
+
+def test_random_heads_stand_beside_a_pruning_curve(tmp_path):
+    records = [trained("plain", 20.0, seed) for seed in range(2)]
+    before = trained("drophead", 18.0, 0, heads={"drophead": [{"p": 0.2}]})  # of a record without random heads
+    del before["measures"]["pruning"]["random"]
+    pictures = {shown.source: shown for shown in drawn(paper_pages(read(tmp_path, [*records, before]))["drophead"])}
+    (panel,) = pictures["DropHead, Fig. 3"].panels
+    assert {curve.name: (curve.y, curve.weight) for curve in panel.curves} == {
+        "plain": ((20.0, 15.5, 1.0), "line"),
+        "plain, random heads": ((20.0, 5.5, 1.0), "dashed"),
+        "drophead": ((20.0, 15.0, 1.0), "line"),
+    }
 
 
 def test_what_is_no_number_is_left_empty(tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from statistics import mean
 
 import pytest
 import torch
@@ -230,9 +231,23 @@ def test_attention_maps(context, section):
 def test_dominance_by_drift(context, section):
     dominance = section("dominance")
     choosing, scoring = split_sequences(context.first(6))
-    chosen, expected = (dominant_heads(context.model, batches=batches) for batches in (choosing, scoring))
-    matrices(picture(dominance, "What is lost without each head"), [torch.stack([*expected.changes.values()])])
-    assert [row[2] for row in table(dominance, "dominant").rows] == [*chosen.dominant.values()]
+    chosen, zeros = (dominant_heads(context.model, batches=batches) for batches in (choosing, scoring))
+    means = dominant_heads(context.model, batches=scoring, ablation="mean", reference=choosing)
+    drawing = picture(dominance, "What is lost without each head")
+    assert [drawn.title for drawn in drawing.maps] == ["zeros", "mean output"]
+    matrices(drawing, [torch.stack([*scored.changes.values()]) for scored in (zeros, means)])
+    heads = table(dominance, "dominant")
+    assert [column.name for column in heads.columns[3:]] == [
+        f"without {which}: {output}" for which in ("it", "another") for output in ("zeros", "mean output")
+    ]
+    for name, row in zip(chosen.dominant, heads.rows, strict=True):
+        head = chosen.dominant[name]
+        changes = [scored.changes[name].tolist() for scored in (zeros, means)]
+        others = [[change for place, change in enumerate(of_layer) if place != head] for of_layer in changes]
+        assert row[2] == head
+        close(row[3:], [*(of_layer[head] for of_layer in changes), *map(mean, others)])
+    [kind] = table(dominance, "kinds").rows
+    close(kind[1:], [scored.mean_change(chosen.dominant)["encoder"] for scored in (zeros, means)])
     draws = [
         pruning_curve(context.model, random_importance(context.model, seed=seed), batches=scoring)
         for seed in range(3)
@@ -269,10 +284,11 @@ def test_dominance_by_score(context, lossy):
     report = make_report(
         ReportContext(model, context.batches, score=task, options=context.options), ["dominance"]
     ).sections[0]
-    expected = dominant_heads(model, score)
-    lost = -torch.stack([*expected.changes.values()])
+    expected = dominant_heads(model, score), dominant_heads(model, score, ablation="mean", reference=labelled)
+    lost = [-torch.stack([*scored.changes.values()]) for scored in expected]
     drawing = picture(report, "What is lost without each head")
-    matrices(drawing, [lost])
+    matrices(drawing, lost)
+    lost = torch.cat(lost)
     assert (drawing.high, drawing.diverging) == (pytest.approx(float(lost.abs().max())), bool((lost < 0).any()))
     points = pruning_curve(model, head_importance(model, labelled), score)
     close([row[2] for row in table(report, "pruning").rows], [point.score for point in points])
@@ -282,7 +298,7 @@ def test_dominance_by_score(context, lossy):
 def test_a_score_that_comes_back_does_not_recommend_pruning_beyond(context, lossy):
     model, labelled = lossy
     curve = [80, 79, 78, 60, 50, 79, 80, 79, 60, 60, 79]  # at 0, 10, … 100 % of 6 heads; it leaves the tenth at 30 %
-    scores = iter([80, *[80] * 6, *curve, *[80] * 33])
+    scores = iter([80, *[80] * 6, 80, *[80] * 6, *curve, *[80] * 33])
     task = TaskScore("accuracy", lambda model: next(scores), lambda model: 80, labelled)
     report = make_report(ReportContext(model, context.batches, score=task, options=context.options), ["dominance"])
     [advice] = [action for section in report.sections for action in section.actions if "silenced" in action]

@@ -297,16 +297,22 @@ def dominance(context: ReportContext) -> Section:
     """Return what the model loses without each head, and without more and more of them."""
     dominant, scored, points, random = _measure_dominance(context)
     metric = "drift" if context.score is None else context.score.name
-    sign = -1 if scored.greater_is_better else 1
-    losses = {name: sign * changes for name, changes in scored.changes.items()}  # positive where the model gets worse
-    joined = torch.cat(list(losses.values()))
-    heads, scores, shares = len(joined), [point.score for point in points], [100 * point.share for point in points]
+    zeros = scored["zeros"]
+    sign = -1 if zeros.greater_is_better else 1  # losses are positive where the model gets worse
+    losses = {
+        output: {name: sign * changes for name, changes in without.changes.items()}
+        for output, without in scored.items()
+    }
+    joined = torch.cat([vector for vectors in losses.values() for vector in vectors.values()])
+    heads = sum(map(len, zeros.changes.values()))
+    scores, shares = [point.score for point in points], [100 * point.share for point in points]
     pictures: list[Picture] = [
         Heatmaps(
             "What is lost without each head",
-            "The strongest cell of a row is its layer's dominant head; heads with faint ones can go.",
+            "The strongest cell of a row is its layer's dominant head. Heads that are faint under zeros can go; "
+            "heads faint under the mean output alone add much the same at every token.",
             "DropHead, Table 4",
-            [context.layer_map("", losses)],
+            [context.layer_map(output, vectors) for output, vectors in losses.items()],
             high=float(joined.abs().max()),
             diverging=bool((joined < 0).any()),
             row_label="layer",
@@ -321,7 +327,7 @@ def dominance(context: ReportContext) -> Section:
             bottom=min(0.0, *scores, *random),
         ),
     ]
-    changes = scored.mean_change(dominant)
+    changes = {output: without.mean_change(dominant) for output, without in scored.items()}
     pruning: list[dict[str, Cell]] = [
         {
             "heads silenced [%]": round(100 * point.share),
@@ -331,14 +337,17 @@ def dominance(context: ReportContext) -> Section:
         }
         for point, mean in zip(points, random, strict=True)
     ]
-    mean_changes: list[dict[str, Cell]] = [{"attention": kind, "change": mean} for kind, mean in changes.items()]
-    change = ", ".join(f"{short(mean)} ({kind})" for kind, mean in changes.items())
+    mean_changes: list[dict[str, Cell]] = [
+        {"attention": kind, **{f"change: {output}": by_kind[kind] for output, by_kind in changes.items()}}
+        for kind in changes["zeros"]
+    ]
+    change = ", ".join(f"{short(mean)} ({kind})" for kind, mean in changes["zeros"].items())
     half = next(point for point in points if point.share >= 0.5)
     return Section(
         "dominance",
         "What heads are worth",
         _dominance_reading(context, metric),
-        "DropHead, Table 4 and Fig. 3",
+        "DropHead, Table 4 and Fig. 3; Wang et al., 2022",
         tables=[
             _dominant_table(context, scored, dominant),
             Table.of("kinds", "Loss of the dominant head, mean over layers", mean_changes),
@@ -348,18 +357,19 @@ def dominance(context: ReportContext) -> Section:
         highlights=[
             f"Silencing the dominant head of a layer changes the {metric} by {change}, mean over layers.",
             f"Without the {half.removed} least important heads of {heads} the {metric} is {short(half.score)}, with "
-            f"all of them {short(scored.baseline)}.",
+            f"all of them {short(zeros.baseline)}.",
         ],
-        actions=[_pruning_action(points, scored.baseline, heads, metric)],
+        actions=[_pruning_action(points, zeros.baseline, heads, metric)],
     )
 
 
 def _measure_dominance(
     context: ReportContext,
-) -> tuple[dict[str, int], Dominance, list[PruningPoint], list[float]]:
+) -> tuple[dict[str, int], dict[str, Dominance], list[PruningPoint], list[float]]:
     """Return the dominant heads, the changes without each head on other data, and the pruning curve.
 
-    The last are the scores of that curve for random heads, means over `DRAWS` orders.
+    Changes are by what a silenced head puts out: `zeros` or its `mean output`. The last are the scores of the curve
+    for random heads, means over `DRAWS` orders.
     """
     task, model = context.score, context.model
     choose: dict[str, Any]
@@ -373,7 +383,15 @@ def _measure_dominance(
         choose, score, better = {"score": task.choose}, {"score": task.score}, task.greater_is_better
     progress = context.progress("heads one by one")
     chosen = analysis.dominant_heads(model, **choose, greater_is_better=better, progress=progress)
-    scored = analysis.dominant_heads(model, **score, greater_is_better=better, progress=progress)
+    zeros = analysis.dominant_heads(model, **score, greater_is_better=better, progress=progress)
+    mean = analysis.dominant_heads(
+        model,
+        **score,
+        greater_is_better=better,
+        ablation="mean",
+        reference=choosing if task is None else task.batches,
+        progress=progress,
+    )
     importance = chosen.changes
     if task is not None:
         labelled = analysis.with_progress(task.batches, context.progress("importance"), "importance")
@@ -385,41 +403,49 @@ def _measure_dominance(
         for seed in range(DRAWS)
     ]
     random = [fmean(point.score for point in drawn) for drawn in zip(*curves, strict=True)]
-    return chosen.dominant, scored, points, random
+    return chosen.dominant, {"zeros": zeros, "mean output": mean}, points, random
 
 
 def _dominance_reading(context: ReportContext, metric: str) -> str:
+    silenced = (
+        " A silenced head puts out zeros, as after pruning, or its mean output over the data that choose heads. "
+        "Zeros also take away what a head adds at every token, whatever it reads, and so give the next layer inputs "
+        "of an unusual size; its mean keeps this and takes away only what depends on the input. The dominant head of "
+        "a layer is the one that costs most with zeros. "
+    )
     if context.score is None:
         return (
             f"Heads are silenced one at a time on {min(context.options.head_sequences, context.sequences)} "
             "sequences. Without labels the score is the drift, the relative change of the model's outputs: "
             "‖without − with‖ / ‖with‖ over tokens that are no padding, 0 with all heads. Half of the sequences "
-            "choose heads, the other half measure the drift. For the curve, heads are silenced cumulatively, "
-            "starting with those whose removal moved the outputs least."
+            f"choose heads, the other half measure the drift.{silenced}For the curve, heads are silenced with zeros "
+            "cumulatively, starting with those whose removal moved the outputs least."
         )
     return (
-        f"Heads are silenced one at a time, and the model is scored without each ({metric}). The dominant head of a "
-        "layer is chosen on other data than its score. For the curve, heads are silenced cumulatively, the least "
-        "important first; importance is the mean size of the loss's gradient in a mask on the head, normalised in "
-        "each layer (Michel et al., 2019)."
+        f"Heads are silenced one at a time, and the model is scored without each ({metric}). Other data choose heads."
+        f"{silenced}For the curve, heads are silenced with zeros cumulatively, the least important first; importance "
+        "is the mean size of the loss's gradient in a mask on the head, normalised in each layer (Michel et al., "
+        "2019)."
     )
 
 
-def _dominant_table(context: ReportContext, scored: Dominance, dominant: Mapping[str, int]) -> Table:
+def _dominant_table(context: ReportContext, scored: Mapping[str, Dominance], dominant: Mapping[str, int]) -> Table:
     records: list[dict[str, Cell]] = []
-    for name, changes in scored.changes.items():
-        head = dominant[name]
-        others = torch.cat([changes[:head], changes[head + 1 :]])
-        records.append(
-            {
-                "layer": context.label(name),
-                "attention": scored.kinds[name],
-                "dominant head": head,
-                "change without it": float(changes[head]),
-                "mean change without another head": float(others.mean()) if len(others) else None,
-            }
-        )
-    return Table.of("dominant", "Dominant head of each layer", records)
+    for name, head in dominant.items():
+        record: dict[str, Cell] = {
+            "layer": context.label(name),
+            "attention": scored["zeros"].kinds[name],
+            "dominant head": head,
+        }
+        for output, without in scored.items():
+            record[f"without it: {output}"] = float(without.changes[name][head])
+        for output, without in scored.items():
+            changes = without.changes[name]
+            others = torch.cat([changes[:head], changes[head + 1 :]])
+            record[f"without another: {output}"] = float(others.mean()) if len(others) else None
+        records.append(record)
+    title = "Change without the dominant head of each layer, and mean change without another of its heads"
+    return Table.of("dominant", title, records)
 
 
 def _pruning_action(points: Sequence[PruningPoint], baseline: float, heads: int, metric: str) -> str:
