@@ -233,7 +233,7 @@ def _findings(paper: str, verdicts: Sequence[Verdict]) -> str:
     title = title_of(paper)
     if not shown:
         return f"* **{title}**: {NONE}"
-    lines = [f"* **{title}**: {len(shown)} comparisons tried: {counted(shown)}."]
+    lines = [f"* **{title}**: {len(shown)} comparison{'s' * (len(shown) != 1)} tried: {counted(shown)}."]
     for outcome in (HOLDS, FAILS, SAME):
         if decided := [verdict.short for verdict in shown if verdict.outcome == outcome]:
             lines.append(f"{outcome.capitalize()}: {'; '.join(decided)}.")
