@@ -14,6 +14,7 @@ from collab_compress import (
     Report,
     alphas_of,
     compress,
+    is_converted,
     mix_heads_,
 )
 from collab_compress.analysis import Latency, model_latency, plan
@@ -81,7 +82,9 @@ def run(arguments: Arguments) -> Report | None:
         report, latency = _convert(source, arguments)
         lines += _report_lines(report, arguments.calibration, latency)
     recovery = None
-    if arguments.recover is not None:
+    if arguments.recover is not None and not is_converted(source.model):  # by --keep
+        lines.append("Attention stays as it is, so there was nothing to train.")
+    elif arguments.recover is not None:
         recovery = recover(
             source,
             load_model(source.directory),

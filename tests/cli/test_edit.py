@@ -168,6 +168,25 @@ def test_recovery_on_texts_refits_layers(run, folder, tmp_path):
     assert "4 layers refitted, 1 step on " in printed
 
 
+def test_a_model_with_dense_attention_is_refitted_alone(run, tmp_path):
+    texts = ("--calibration", "texts.txt", "--device", "cpu")
+    assert run("compress", "dense", "--dff", 16, *texts, "--output", "narrow")[0] == 0
+    code, printed, _ = run("recover", "narrow", *texts, "--output", "out")
+    assert code == 0
+    assert "there was nothing to train: layers were refitted alone" in printed
+    assert json.loads((tmp_path / "out" / "collab_compress.json").read_text())["recovery"]["steps"] == 0
+    code, printed, _ = run("recover", "narrow", *texts, "--steps", 0, "--output", "again")
+    assert code == 0
+    assert "nothing to train" not in printed
+
+
+def test_a_choice_that_keeps_attention_leaves_nothing_to_recover(run):
+    texts = ("--calibration", "texts.txt", "--device", "cpu")
+    code, printed, _ = run("compress", "dense", "--keep", 0.9, "--stock", *texts, "--recover", 2)  # BERT's heads stay
+    assert code == 0
+    assert "Attention stays as it is, so there was nothing to train." in printed
+
+
 def test_recovery_goes_to_the_revision_that_was_converted(run, folder, monkeypatch):
     requests = []
 
@@ -224,7 +243,7 @@ def test_the_number_of_steps_may_be_left_out():
         (["prune", "dense", "--heads", "layer"], "expected MODULE=H,H"),
         (["prune", "dense", "--heads", "layer=0"], "no attention module 'layer'"),
         (["recover", "small"], "pass --dense MODEL"),
-        (["recover", "dense", "--dense", "dense"], "is not converted"),
+        (["recover", "dense", "--dense", "dense"], "pass --calibration FILE to refit its layers to texts"),
         (["recover", "small", "--dense", "dense", "--seed", -1], "seed is -1; expected at least 0"),
         (["recover", "small", "--dense", "dense", "--steps", 0], "expected at least 1, or 0 with texts"),
         (["recover", "small", "--dense", "dense", "--learning-rate", "nan"], "expected a number above 0"),
