@@ -240,6 +240,33 @@ def test_random_tokens_refit_only_where_asked():
         assert len(report.refits) == layers
 
 
+@pytest.mark.parametrize(
+    ("family", "random", "data"), [("bert", "random tokens", "texts"), ("vit", "noise", "images")]
+)
+def test_neurons_chosen_on_random_inputs_are_warned_of(family, random, data):
+    tokenizer = word_tokenizer()
+    model = build("vit") if family == "vit" else BertModel(bert_config(tokenizer, num_hidden_layers=2))
+    options = CalibrationOptions(sequences=40)
+    report = compress(model, Compression(dff=16), "synthetic", tokenizer, calibration_options=options)
+    (warning,) = report.warnings
+    assert f"neurons were chosen on {random} alone" in warning
+    assert f"calibrate on {data}" in warning
+
+
+def test_neurons_chosen_on_few_vectors_are_warned_of(make_tiny):
+    report = compress(make_tiny("bert"), Compression(dff=16), batches(6))
+    assert [fit.vectors for fit in report.refits] == [114] * 4
+    (warning,) = report.warnings
+    assert "layer.0.output.dense and 1 more modules saw few calibration vectors: 114 of width 32" in warning
+    assert compress(make_tiny("bert"), Compression(dff=16), batches(24)).warnings == ()
+
+
+def test_feed_forward_blocks_alone_are_no_empty_list_of_maps(make_tiny):
+    calls = []
+    compress(make_tiny("bert"), Compression(dff=16), batches(), progress=lambda *call: calls.append(call))
+    assert calls[0] == ("encoder.layer.0.attention.output.dense", 0, 4)
+
+
 def test_what_cannot_be_refitted_is_refused_and_nothing_changes(make_tiny, batch):
     model = make_tiny("bert")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
