@@ -285,8 +285,19 @@ def test_expanding_says_what_does_not_come_back(run):
     code, printed, _ = run("expand", "both", "--output", "back")
     assert code == 0
     assert "feed-forward blocks with fewer neurons, stay as they are" in printed
+    assert "feed-forward blocks with fewer neurons, stay as they are" in Path("back", "README.md").read_text("utf-8")
     Path("both", "collab_compress.json").write_text('{"report": 3}', encoding="utf-8")  # written by another library
     assert run("expand", "both", "--output", "again")[0] == 0
+    words = ("--dense", "dense", "--calibration", "texts.txt", "--steps", 0, "--device", "cpu")
+    assert run("recover", "small", *words, "--output", "refitted")[0] == 0
+    assert "Refitted layers" in run("expand", "refitted", "--output", "third")[1]
+
+
+def test_neurons_cannot_be_expanded(run):
+    assert run("compress", "dense", "--dff", 16, "--calibration", "texts.txt", "--output", "narrow")[0] == 0
+    code, _, error = run("expand", "narrow")
+    assert code == 2
+    assert "no converted attention to expand; removed neurons and refitted layers" in error
 
 
 def test_random_tokens_alone_are_warned_of(run):
