@@ -311,7 +311,7 @@ def _parts(report: Report) -> list[str]:
 
 def _calibration(report: Report) -> list[str]:
     """Return how much data the conversion was calibrated on, and how long it took."""
-    counts = [min(module.vectors) for module in (*report.modules, *report.values)]
+    counts = [min(module.vectors) for module in report.modules] + [min(module.vectors) for module in report.values]
     counts += [refit.vectors for refit in report.refits]
     vectors = min(filter(None, counts), default=0)  # none where a map keeps its full width
     lines = [f"Calibrated on {report.sequences:,} sequences; each module saw at least {vectors:,} vectors."]
