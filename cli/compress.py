@@ -14,6 +14,7 @@ from collab_compress import (
     Report,
     alphas_of,
     compress,
+    is_converted,
     mix_heads_,
 )
 from collab_compress.analysis import Latency, model_latency, plan
@@ -42,14 +43,10 @@ from .model import (
 )
 from .recover import check_steps, recover, recovery_lines, recovery_note
 
-NEURONS_ON_RANDOM = (
-    "Neurons were chosen on random tokens alone, which loses more than on texts like yours: pass --calibration "
-    "FILE, one a line, or --calibration generated for a model with a language-model head."
-)
 NOT_REFITTED = (
-    "Converted on random tokens alone. With texts like yours (--calibration FILE, one a line, or --calibration "
-    "generated for a model with a language-model head) the layers that write to the hidden states are refitted "
-    "too, which repairs part of the loss."
+    "Converted on random inputs alone. With data like yours (--calibration FILE of texts, one a line; FOLDER of "
+    "images or sounds; or generated, for a model with a language-model head) the layers that write to the hidden "
+    "states are refitted too, which repairs part of the loss."
 )
 TIMED_BATCH = 8  # sequences in the batch that is timed
 
@@ -81,7 +78,9 @@ def run(arguments: Arguments) -> Report | None:
         report, latency = _convert(source, arguments)
         lines += _report_lines(report, arguments.calibration, latency)
     recovery = None
-    if arguments.recover is not None:
+    if arguments.recover is not None and not is_converted(source.model):  # by --keep
+        lines.append("Attention stays as it is, so there was nothing to train.")
+    elif arguments.recover is not None:
         recovery = recover(
             source,
             load_model(source.directory),
@@ -176,7 +175,7 @@ def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | No
     if not distributed and not arguments.saving.quiet:
         dense = sharing_copy(source.model)  # holds no weight twice
     with progress_bar("module", arguments.saving.quiet) as progress:
-        progress("running the model to see the inputs of attention", 0, None)
+        progress("running the model on calibration data", 0, None)
         report = compress(
             source.model,
             compression,
@@ -264,8 +263,8 @@ def _whole_model(report: Report, calibration: str, latency: Latency | None) -> l
         lines.append(f"Time at {latency.length} tokens, batch of {TIMED_BATCH}: {measured}.")
     if report.refits:
         lines.append(refit_line(report.refits))
-    if calibration == "synthetic":
-        lines.append(NEURONS_ON_RANDOM if report.feed_forward else NOT_REFITTED)
+    if calibration == "synthetic" and not report.refits:
+        lines.append(NOT_REFITTED)
     if report.drift is not None:
         lines.append(
             f"Drift of {report.drift.output}: {report.drift.relative_error:.2%} of its norm, on "
@@ -312,15 +311,12 @@ def _parts(report: Report) -> list[str]:
 
 def _calibration(report: Report) -> list[str]:
     """Return how much data the conversion was calibrated on, and how long it took."""
-    counts = [module.vectors for module in report.modules] + [module.vectors for module in report.values]
-    vectors = min(map(min, counts), default=0)
-    time = f"Converted in {report.seconds:.1f} s"
-    if not report.sequences or not vectors:
-        return [f"{time}."]
-    return [
-        f"Calibrated on {report.sequences:,} sequences; each module saw at least {vectors:,} vectors.",
-        f"{time}; {report.calibrating:.1f} s of it ran the model on calibration data.",
-    ]
+    counts = [min(module.vectors) for module in report.modules] + [min(module.vectors) for module in report.values]
+    counts += [refit.vectors for refit in report.refits]
+    vectors = min(filter(None, counts), default=0)  # none where a map keeps its full width
+    lines = [f"Calibrated on {report.sequences:,} sequences; each module saw at least {vectors:,} vectors."]
+    running = f"; {report.calibrating:.1f} s of it ran the model on calibration data" if report.calibrating else ""
+    return [*(lines if vectors else []), f"Converted in {report.seconds:.1f} s{running}."]
 
 
 def _mixing_lines(heads: dict[str, int]) -> list[str]:

@@ -37,10 +37,10 @@ def run_expand(arguments: ExpandArguments) -> Expansion:
     else:
         lines.append("The dense model is the nearest one of this width, not the same.")
         note = "Converted attention was expanded to dense projections of each head, the nearest of their width."
-    report = read_record(source.directory).get("report")
-    if isinstance(report, dict) and (report.get("refits") or report.get("feed_forward")):
-        lines.append(LASTING)
-    finish(source, output, arguments.saving, record, lines, notes=[note])
+    before = read_record(source.directory)
+    parts = [part for part in (before.get("report"), before.get("recovery")) if isinstance(part, dict)]
+    lasting = [LASTING] if any(part.get("refits") or part.get("feed_forward") for part in parts) else []
+    finish(source, output, arguments.saving, record, lines + lasting, notes=[note, *lasting])
     return expansion
 
 

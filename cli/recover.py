@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from collab_compress import CollabCompressError
+from collab_compress import CollabCompressError, is_converted
 from collab_compress.calibration import calibration_batches
 from collab_compress.calibration.batches import is_none, is_synthetic, text_file
 from collab_compress.checkpoint.pretrained import find_directory
@@ -25,6 +25,7 @@ from .model import Source, begin, finish, load_model, progress_bar, read_record
 
 TIMED = 3  # steps after which the total time is estimated, without the first, slower one
 MEASURED = 64  # sequences on which drift is measured
+NOT_TRAINED = "Attention is not converted, so there was nothing to train: layers were refitted alone."
 
 
 def run(arguments: Arguments) -> dict[str, Any]:
@@ -35,6 +36,12 @@ def run(arguments: Arguments) -> dict[str, Any]:
     data = text_file(arguments.calibration)
     inputs = [dense_directory] if data is None else [dense_directory, data]
     source, output = begin(arguments, "-recovered", inputs=inputs)
+    trains = is_converted(source.model)
+    if not trains and is_synthetic(arguments.calibration):
+        raise CollabCompressError(
+            f"attention of {arguments.model} is not converted, so there is nothing to train; pass --calibration FILE "
+            "to refit its layers to texts"
+        )
     dense = load_model(dense_directory)
     recorded = record.get("source_digest")
     if arguments.dense is None and recorded is not None and attention_digest(dense) != recorded:
@@ -46,7 +53,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
         source,
         dense,
         arguments.calibration,
-        steps=arguments.steps,
+        steps=arguments.steps if trains else 0,
         length=arguments.length,
         seed=arguments.seed,
         device=arguments.device,
@@ -55,6 +62,8 @@ def run(arguments: Arguments) -> dict[str, Any]:
     )
     record |= {"recovered_from": arguments.model, "recovery": recovery}
     lines = recovery_lines(recovery, arguments.calibration)
+    if arguments.steps and not trains:
+        lines.append(NOT_TRAINED)
     finish(source, output, arguments.saving, record, lines, notes=[recovery_note(recovery)])
     return recovery
 

@@ -16,7 +16,9 @@ from collab_compress.conversion.report import ModuleReport, PartReport, Report, 
 from collab_compress.options import Compression
 
 CARD = "README.md"
-TAGS = ("collab_compress", "collaborative-attention")
+TAG, EDITED_TAG = "collab_compress", "collaborative-attention"
+MADE = "## How it was made"
+MIXING = "Heads mix before the output projection; the mixture is the identity until it is trained."
 EDITED = {
     **{form.kind: form.title for form in FORM_KINDS.values()},
     "alphas": "mixed heads",
@@ -55,7 +57,8 @@ def model_card(
 ) -> ModelCard:
     """Return the card of an edited model, or of one that was edited and is stock again.
 
-    Licence, languages, task and library are those of the source's card, if it has one that can be read.
+    Licence, languages, task and library are those of the source's card, if it has one that can be read. If this
+    package wrote that card, how the source was made comes first.
 
     Args:
         model: edited.
@@ -66,16 +69,17 @@ def model_card(
         report: of the conversion.
         notes: other changes, a paragraph each.
     """
-    source = _source_card(origin.directory)
+    source, made = _source_card(origin.directory)
     inherited = {name: source[name] for name in INHERITED if _is_text(source.get(name))}
     tags = source.get("tags")
+    tags = [tag for tag in tags if tag not in (TAG, EDITED_TAG)] if _is_text(tags) and isinstance(tags, list) else []
     base = origin.repository or source.get("base_model")
+    words = edited_words(model)
     data = ModelCardData(
         base_model=base if _is_text(base) else None,
-        tags=list(dict.fromkeys([*(tags if _is_text(tags) and isinstance(tags, list) else []), *TAGS])),
+        tags=[*dict.fromkeys(tags), TAG, *([EDITED_TAG] if words else [])],
         **{"library_name": "transformers", **inherited},
     )
-    words = edited_words(model)
     described = f"`{type(model).__name__}` with {words}" if words else f"`{type(model).__name__}`"
     text = [
         f"# {title}",
@@ -83,13 +87,14 @@ def model_card(
         "## Use",
         *([NEEDS] if words else []),
         "```python\n" + "\n".join(loading_lines(model, title)) + "\n```",
-        "## How it was made",
+        MADE,
+        *([made] if made else []),
     ]
     kinds = {edit.kind for edit in edits_of(model)}
     if compression is not None:
         text.append(" ".join(_conversion(compression, calibration, report, RotaryScores.kind in kinds)))
-    if "alphas" in kinds:
-        text.append("Heads mix before the output projection; the mixture is the identity until it is trained.")
+    if "alphas" in kinds and MIXING not in made:
+        text.append(MIXING)
     text += notes
     if report is not None:
         rows = [f"| {name} | {value} |" for name, value in _figures(report)]
@@ -120,8 +125,8 @@ def _conversion(
     """Yield sentences on what was converted, and how."""
     how = f"damping {compression.solver.damping:g}, seed {compression.solver.seed}"
     how += "" if calibration is None else f", calibrated on {calibration}"
-    if report and compression.keep is not None:
-        how = f"--keep {compression.keep:g}, {how}"
+    if report and report.choice:
+        yield f"Widths and form were chosen by `--keep`. {report.choice}"
     scores, values = (report.modules, report.values) if report else ((), ())
     dk = [module.dk for module in scores] if report else [compression.dk] if compression.dk else []
     dv = [module.dv for module in values] if report else [compression.dv] if compression.dv else []
@@ -144,8 +149,8 @@ def _conversion(
         yield f"Values{'' if report and report.refits else ' and outputs'} are the source's own."
     if report and report.feed_forward:
         yield (
-            f"{len(report.feed_forward)} feed-forward blocks keep {compression.dff} neurons each, chosen by what "
-            f"leaving them out would cost ({how})."
+            f"{len(report.feed_forward)} feed-forward blocks keep {report.feed_forward[0].dff} neurons each, chosen "
+            f"by what leaving them out would cost ({how})."
         )
     if report and report.refits:
         yield (
@@ -198,16 +203,24 @@ def _licence(inherited: dict[str, Any]) -> str:
     return f"That of the source: {words}{f' ({name})' if isinstance(name, str) else ''}."
 
 
-def _source_card(directory: Path | None) -> dict[str, Any]:
-    """Return the metadata of the source's card; empty without a card that can be read."""
+def _source_card(directory: Path | None) -> tuple[dict[str, Any], str]:
+    """Return the metadata of the source's card and, if this package wrote it, how the source was made.
+
+    Both are empty without a card that can be read.
+    """
     if directory is None or not (directory / CARD).is_file():
-        return {}
+        return {}, ""
     try:
         text = (directory / CARD).read_text(encoding="utf-8")
-        data: Any = ModelCard(text, ignore_metadata_errors=True).data
-        return dict(data.to_dict())
+        card = ModelCard(text, ignore_metadata_errors=True)
+        data: Any = card.data
+        metadata = dict(data.to_dict())
     except Exception:  # a card is written by hand, and nothing depends on it
-        return {}
+        return {}, ""
+    tags = metadata.get("tags")
+    is_ours = isinstance(tags, list) and TAG in tags
+    made = card.text.partition(f"\n{MADE}\n")[2].partition("\n## ")[0] if is_ours else ""
+    return metadata, made.strip()
 
 
 def _is_text(value: Any) -> bool:

@@ -143,7 +143,7 @@ def compress(
             block_report(model, block, chosen.dff or block.width, job.data.length) for block in converted.blocks
         ]
         _install_conversion(model, converted)
-    warnings = (*data.notes, *converted.notes, *warnings_of(converted.planned, chosen))
+    warnings = (*data.notes, *converted.notes, *_warnings(job, chosen, converted))
     if not distributed or process_state().is_main_process:
         for warning in warnings:
             _logger.warning(warning)
@@ -372,6 +372,25 @@ def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, C
             conversion = _refit(job, compression, conversion, converted, dense)
             install_refits(converted, conversion.refits, blocks)
         return replace(conversion, drift=drift_of(converted, dense, job.data.held_back))
+
+
+def _warnings(job: _Job, compression: Compression, converted: _Converted) -> list[str]:
+    """Return warnings of few or random data, and those of `warnings_of`."""
+    vectors = {refitted.report.name: refitted.report.vectors for refitted in converted.refits}
+    blocks = [(block.down, vectors[block.down], block.width) for block in converted.blocks]
+    warnings = warnings_of(converted.planned, compression, blocks)
+    if blocks and not job.data.refit:
+        random, data = "noise", "images or sounds like yours"
+        if job.model.main_input_name == "input_ids":
+            random, data = "random tokens", "texts like yours, or on texts that a language model has 'generated'"
+        warnings.append(f"neurons were chosen on {random} alone, which loses more; calibrate on {data}")
+    narrowed = any(not Task(item.site, compression).is_exact for item in converted.planned)
+    if compression.equal_heads and narrowed and not converted.refits:
+        warnings.append(
+            "heads are equally wide and no layer was refitted, which can lose much of a classifier's accuracy at a "
+            "small score error; calibrate on data like yours, or leave out equal heads"
+        )
+    return warnings
 
 
 def _narrower_blocks(job: _Job, compression: Compression) -> tuple[list[FeedForward], PretrainedConfig | None]:

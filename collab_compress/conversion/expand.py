@@ -235,7 +235,10 @@ def _expand(model: PreTrainedModel, head_width: int | None) -> Expansion:
             _refuse_hooks(site, values.value)
             dense_parts.append((module, NarrowValues.at, _dense_values(site, values, output, head_width)))
     if not dense_parts:
-        raise CompressionError(f"{type(model).__name__} has no converted attention to expand")
+        raise CompressionError(
+            f"{type(model).__name__} has no converted attention to expand; removed neurons and refitted layers "
+            "cannot be restored, so start from the dense checkpoint"
+        )
     for module, at, dense in dense_parts:
         uninstall_(module, at, dense)
     for kind in FORM_KINDS:

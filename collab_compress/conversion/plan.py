@@ -137,7 +137,7 @@ def plan(
                 if progress is not None:
                     progress(task.site.name, len(planned), len(tasks))
                 planned.append(next(results))
-    if progress is not None:
+    if progress is not None and tasks:
         progress("", len(tasks), len(tasks))
     return planned
 
@@ -367,28 +367,42 @@ def rounding(forms: Iterable[MapForm], dk: int | None) -> list[str]:
     ]
 
 
-def warnings_of(planned: Sequence[Planned], compression: Compression) -> list[str]:
-    """Return warnings of a rounded dk, few vectors, solvers that broke down, and heads that lost their scores."""
-    warnings = rounding((item.form for item in planned), compression.dk)
-    few = []
+def few_vectors(seen: Iterable[tuple[str, int, int]]) -> list[str]:
+    """Return a warning of modules whose moments are of few vectors, or none.
+
+    Args:
+        seen: path, number of vectors, and width of the vectors of each module.
+    """
+    few = [(vectors / width, vectors, width, name) for name, vectors, width in seen if 0 < vectors < FEW * width]
+    if not few:
+        return []
+    _, vectors, width, name = min(few, key=lambda entry: entry[0])
+    others = len({name for *_, name in few}) - 1
+    more = f" and {others} more modules" if others else ""
+    return [
+        f"{name}{more} saw few calibration vectors: {vectors} of width {width}, where {FEW} times the width would be "
+        f"{FEW * width}; pass more data, or more sequences of it"
+    ]
+
+
+def warnings_of(
+    planned: Sequence[Planned], compression: Compression, others: Iterable[tuple[str, int, int]] = ()
+) -> list[str]:
+    """Return warnings of a rounded dk, few vectors, solvers that broke down, and heads that lost their scores.
+
+    Args:
+        others: modules that are not planned, but saw vectors too, as for `few_vectors`.
+    """
     starved = []
+    seen = list(others)
     for item in planned:
         for vectors, (projection, _) in zip(item.report.vectors, item.site.inputs, strict=True):
-            width = width_in(projection)
-            if 0 < vectors < FEW * width:
-                few.append((vectors / width, vectors, width, item.site.name))
+            seen.append((item.site.name, vectors, width_in(projection)))
         if isinstance(item.report, ModuleReport):
             for head, share in enumerate(item.report.head_energy or ()):
                 if share < STARVED:
                     starved.append((share, head, item.site.name))
-    if few:
-        _, vectors, width, name = min(few, key=lambda entry: entry[0])
-        others = len({name for *_, name in few}) - 1
-        more = f" and {others} more modules" if others else ""
-        warnings.append(
-            f"{name}{more} saw few calibration vectors: {vectors} of width "
-            f"{width}, where {FEW} times the width would be {FEW * width}; pass more data, or more sequences of it"
-        )
+    warnings = rounding((item.form for item in planned), compression.dk) + few_vectors(seen)
     for item in planned:
         if isinstance(item.report, ModuleReport) and item.report.breakdowns:
             outcome = "it went on with a shifted one" if item.report.sweeps else "it kept its start"
@@ -400,7 +414,8 @@ def warnings_of(planned: Sequence[Planned], compression: Compression) -> list[st
         share, head, name = min(starved)
         warnings.append(
             f"{len(starved)} heads keep less than {STARVED:.0%} of the energy of their scores; head {head} of {name} "
-            f"keeps {max(share, 0):.0%}: score your task, pass a larger dk, or leave out equal heads"
+            f"keeps {max(share, 0):.0%}: score your task, or pass a larger dk"
+            + (", or leave out equal heads" if compression.equal_heads else "")
         )
     return warnings
 

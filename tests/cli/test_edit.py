@@ -168,6 +168,25 @@ def test_recovery_on_texts_refits_layers(run, folder, tmp_path):
     assert "4 layers refitted, 1 step on " in printed
 
 
+def test_a_model_with_dense_attention_is_refitted_alone(run, tmp_path):
+    texts = ("--calibration", "texts.txt", "--device", "cpu")
+    assert run("compress", "dense", "--dff", 16, *texts, "--output", "narrow")[0] == 0
+    code, printed, _ = run("recover", "narrow", *texts, "--output", "out")
+    assert code == 0
+    assert "there was nothing to train: layers were refitted alone" in printed
+    assert json.loads((tmp_path / "out" / "collab_compress.json").read_text())["recovery"]["steps"] == 0
+    code, printed, _ = run("recover", "narrow", *texts, "--steps", 0, "--output", "again")
+    assert code == 0
+    assert "nothing to train" not in printed
+
+
+def test_a_choice_that_keeps_attention_leaves_nothing_to_recover(run):
+    texts = ("--calibration", "texts.txt", "--device", "cpu")
+    code, printed, _ = run("compress", "dense", "--keep", 0.9, "--stock", *texts, "--recover", 2)  # BERT's heads stay
+    assert code == 0
+    assert "Attention stays as it is, so there was nothing to train." in printed
+
+
 def test_recovery_goes_to_the_revision_that_was_converted(run, folder, monkeypatch):
     requests = []
 
@@ -224,7 +243,7 @@ def test_the_number_of_steps_may_be_left_out():
         (["prune", "dense", "--heads", "layer"], "expected MODULE=H,H"),
         (["prune", "dense", "--heads", "layer=0"], "no attention module 'layer'"),
         (["recover", "small"], "pass --dense MODEL"),
-        (["recover", "dense", "--dense", "dense"], "is not converted"),
+        (["recover", "dense", "--dense", "dense"], "pass --calibration FILE to refit its layers to texts"),
         (["recover", "small", "--dense", "dense", "--seed", -1], "seed is -1; expected at least 0"),
         (["recover", "small", "--dense", "dense", "--steps", 0], "expected at least 1, or 0 with texts"),
         (["recover", "small", "--dense", "dense", "--learning-rate", "nan"], "expected a number above 0"),
@@ -266,16 +285,32 @@ def test_expanding_says_what_does_not_come_back(run):
     code, printed, _ = run("expand", "both", "--output", "back")
     assert code == 0
     assert "feed-forward blocks with fewer neurons, stay as they are" in printed
+    assert "feed-forward blocks with fewer neurons, stay as they are" in Path("back", "README.md").read_text("utf-8")
     Path("both", "collab_compress.json").write_text('{"report": 3}', encoding="utf-8")  # written by another library
     assert run("expand", "both", "--output", "again")[0] == 0
+    words = ("--dense", "dense", "--calibration", "texts.txt", "--steps", 0, "--device", "cpu")
+    assert run("recover", "small", *words, "--output", "refitted")[0] == 0
+    assert "Refitted layers" in run("expand", "refitted", "--output", "third")[1]
+
+
+def test_neurons_cannot_be_expanded(run):
+    assert run("compress", "dense", "--dff", 16, "--calibration", "texts.txt", "--output", "narrow")[0] == 0
+    code, _, error = run("expand", "narrow")
+    assert code == 2
+    assert "no converted attention to expand; removed neurons and refitted layers" in error
 
 
 def test_random_tokens_alone_are_warned_of(run):
     options = ("--sequences", 32, "--length", 16, "--device", "cpu")
-    _, printed, _ = run("compress", "dense", "--dff", 16, *options, "--output", "neurons")
-    assert "Neurons were chosen on random tokens alone" in printed
-    _, printed, _ = run("compress", "dense", "--dk", 5, *options, "--output", "scores")
-    assert "Converted on random tokens alone" in printed
+    _, printed, error = run("compress", "dense", "--dff", 16, *options, "--output", "neurons")
+    assert error.count("neurons were chosen on random tokens alone") == 1
+    assert "random" not in printed
+    assert re.search(
+        r"Calibrated on 28 sequences; each module saw at least \d+ vectors\.\nConverted in \S+ s\.\n", printed
+    )
+    _, printed, error = run("compress", "dense", "--dk", 5, *options, "--output", "scores")
+    assert "Converted on random inputs alone" in printed
+    assert error == ""
 
 
 @pytest.mark.parametrize(

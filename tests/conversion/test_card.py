@@ -103,6 +103,32 @@ def test_card_describes_narrow_values(dk, make_tiny, calibration, tmp_path):
     assert scope["model"].num_parameters() == model.num_parameters()
 
 
+def test_card_of_chosen_widths_says_so(make_tiny, calibration):
+    model = make_tiny("bert")
+    report = compress(model, Compression(keep=0.6, solver=Solver(effort="fast")), calibration)
+    card = model_card(model, "half", Origin("small"), report.compression, "texts", report).content
+    assert f"Widths and form were chosen by `--keep`. {report.choice}" in card
+    assert f"feed-forward blocks keep {report.feed_forward[0].dff} neurons each" in card
+
+
+def test_narrower_feed_forward_blocks_are_no_collaborative_attention(make_tiny, calibration):
+    model, compression = make_tiny("bert"), Compression(dff=16)
+    report = compress(model, compression, calibration)
+    assert model_card(model, "narrow", Origin("small"), compression, "texts", report).data.tags == ["collab_compress"]
+
+
+def test_how_the_source_was_made_comes_first(converted, tmp_path):
+    model, report = converted
+    mix_heads_(model)
+    compression = Compression(dk=8, solver=Solver(seed=3))
+    first = model_card(model, "first", Origin("small"), compression, "texts", report)
+    (tmp_path / "README.md").write_text(str(first), encoding="utf-8")
+    second = model_card(model, "second", Origin("first", tmp_path), notes=["Then it was recovered."]).content
+    made = str(first).partition("## How it was made\n\n")[2].partition("\n\n## Figures")[0]
+    assert "R = 8" in made
+    assert f"## How it was made\n\n{made}\n\nThen it was recovered.\n\n## Licence" in second
+
+
 def test_a_base_model_that_is_not_on_the_hub_is_that_of_its_card(converted, source):
     model, report = converted
     card = model_card(model, "out", Origin("mine", source), Compression(dk=8), None, report)

@@ -253,3 +253,24 @@ def test_heads_that_lose_most_of_their_energy_are_named(make_tiny, calibration):
     wide = compress(make_tiny("bert"), Compression(dk=21, form="per-head", equal_heads=True), calibration)
     assert min(min(module.head_energy) for module in wide.modules) > 0.5
     assert not any("energy of their scores" in line for line in wide.warnings)
+
+
+def test_only_equal_heads_are_to_be_left_out(make_tiny, calibration):
+    for equal in (False, True):
+        report = compress(make_tiny("bert"), Compression(dk=3, form="per-head", equal_heads=equal), calibration)
+        assert any("energy of their scores" in line for line in report.warnings)
+        assert any("leave out equal heads" in line for line in report.warnings) == equal
+
+
+def test_equal_heads_without_a_refit_are_warned_of(make_tiny, calibration):
+    def warned(data, dk=12, **options):
+        compression = Compression(dk=dk, form="per-head", solver=Solver(refit=options.pop("refit", None)), **options)
+        return any(
+            "heads are equally wide" in line for line in compress(make_tiny("bert"), compression, data).warnings
+        )
+
+    assert warned(None, equal_heads=True)
+    assert warned(calibration, equal_heads=True, refit=False)
+    assert not warned(calibration, equal_heads=True)
+    assert not warned(None)
+    assert not warned(None, dk=24, equal_heads=True)  # exact

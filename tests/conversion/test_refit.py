@@ -22,6 +22,7 @@ from collab_compress import (
     prune_heads_,
 )
 from collab_compress.conversion import refit as module
+from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.feed_forward import find_feed_forward
 from collab_compress.conversion.refit import DAMPINGS, find_writers, install_refits, refit, refit_
 from collab_compress.errors import CalibrationError, HeadError, UnsupportedModelError
@@ -160,6 +161,48 @@ def test_errors_are_those_of_the_stream(make_tiny):
         assert result.report.vectors == sum(int(batch["attention_mask"].sum()) for batch in used)
 
 
+def slow_choice(inputs, outputs, count):
+    """Keep the neurons without which a ridge regression of the outputs on all others has the largest loss."""
+    inputs, outputs = inputs - inputs.mean(0), outputs - outputs.mean(0)
+    ridge = (DAMPINGS[0] * inputs.square().mean() * len(inputs)) ** 0.5
+    stacked = torch.cat([inputs, ridge * torch.eye(inputs.shape[1], dtype=torch.float64)])
+    right = torch.cat([outputs, outputs.new_zeros(inputs.shape[1], outputs.shape[1])])
+    losses = []
+    for neuron in range(inputs.shape[1]):
+        others = stacked[:, [other for other in range(inputs.shape[1]) if other != neuron]]
+        fitted = others @ torch.linalg.lstsq(others, right).solution
+        losses.append((right - fitted).square().sum())
+    return torch.stack(losses).topk(count).indices.sort().values
+
+
+def test_narrower_blocks_are_those_of_least_squares(make_tiny):
+    """In the first layer, whose inputs are the dense model's."""
+    dense, data, name = make_tiny("bert"), batches(24), "encoder.layer.0.output.dense"
+    model = copy.deepcopy(dense)
+    compress(model, Compression(dff=12), data)
+    weight = dense.get_submodule(name).weight.detach().double().T
+    groups = [torch.cat([shown(dense, "bert", batch)[name][0] for batch in part]) for part in split_held_back(data)]
+    kept = slow_choice(groups[0], groups[0] @ weight, 12)
+    removed = [neuron for neuron in range(len(weight)) if neuron not in kept]
+    fit = slow_fit(*((inputs[:, kept], inputs[:, removed] @ weight[removed]) for inputs in groups))
+    slow = copy.deepcopy(dense)
+    layer, up = slow.get_submodule(name), slow.encoder.layer[0].intermediate.dense
+    layer.weight = torch.nn.Parameter(layer.weight[:, kept])
+    change_(layer, fit)
+    up.weight, up.bias = torch.nn.Parameter(up.weight[kept]), torch.nn.Parameter(up.bias[kept])
+    for part in (name, "encoder.layer.0.intermediate.dense"):
+        assert_same_layer(model, slow, part)
+
+
+def test_all_neurons_are_exact(make_tiny):
+    dense, data = make_tiny("bert"), batches()
+    model = copy.deepcopy(dense)
+    report = compress(model, Compression(dff=32), data)
+    assert all(fit.error_after < 1e-5 for fit in report.refits)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**data[0])[0], dense(**data[0])[0], atol=1e-5, rtol=1e-5)
+
+
 def test_shared_layers_are_fitted_to_all_their_calls(make_tiny):
     """ALBERT's calls each get the dense model's stream, and one change is fitted to all of them."""
     model, dense = pair(make_tiny, "albert")
@@ -238,6 +281,33 @@ def test_random_tokens_refit_only_where_asked():
         model = BertModel(bert_config(tokenizer, num_hidden_layers=2))
         report = compress(model, compression, "synthetic", tokenizer, calibration_options=options)
         assert len(report.refits) == layers
+
+
+@pytest.mark.parametrize(
+    ("family", "random", "data"), [("bert", "random tokens", "texts"), ("vit", "noise", "images")]
+)
+def test_neurons_chosen_on_random_inputs_are_warned_of(family, random, data):
+    tokenizer = word_tokenizer()
+    model = build("vit") if family == "vit" else BertModel(bert_config(tokenizer, num_hidden_layers=2))
+    options = CalibrationOptions(sequences=40)
+    report = compress(model, Compression(dff=16), "synthetic", tokenizer, calibration_options=options)
+    (warning,) = report.warnings
+    assert f"neurons were chosen on {random} alone" in warning
+    assert f"calibrate on {data}" in warning
+
+
+def test_neurons_chosen_on_few_vectors_are_warned_of(make_tiny):
+    report = compress(make_tiny("bert"), Compression(dff=16), batches(6))
+    assert [fit.vectors for fit in report.refits] == [114] * 4
+    (warning,) = report.warnings
+    assert "layer.0.output.dense and 1 more modules saw few calibration vectors: 114 of width 32" in warning
+    assert compress(make_tiny("bert"), Compression(dff=16), batches(24)).warnings == ()
+
+
+def test_feed_forward_blocks_alone_are_no_empty_list_of_maps(make_tiny):
+    calls = []
+    compress(make_tiny("bert"), Compression(dff=16), batches(), progress=lambda *call: calls.append(call))
+    assert calls[0] == ("encoder.layer.0.attention.output.dense", 0, 4)
 
 
 def test_what_cannot_be_refitted_is_refused_and_nothing_changes(make_tiny, batch):
