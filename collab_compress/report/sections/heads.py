@@ -309,8 +309,7 @@ def dominance(context: ReportContext) -> Section:
     pictures: list[Picture] = [
         Heatmaps(
             "What is lost without each head",
-            "The strongest cell of a row is its layer's dominant head. Heads that are faint under zeros can go; "
-            "heads faint under the mean output alone add much the same at every token.",
+            "The strongest cell of a row is its layer's dominant head; heads that are faint under zeros can go.",
             "DropHead, Table 4",
             [context.layer_map(output, vectors) for output, vectors in losses.items()],
             high=float(joined.abs().max()),
