@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 try:
     import qk_norm
     from language_models import equal, shared
-    from quality import DEFAULT_ROWS, DENSE_PARAMETERS, LAYERS, WIDTH, Row
+    from quality import DEFAULT_ROWS, DENSE_PARAMETERS, LAYERS, RECORDS, WIDTH, Row, table
     from quality import HEADS as MINILM_HEADS
     from rivals import dropped, layers_of, low_rank_, per_head_, pooled, taught_, without_heads_
     from timing import ratio
@@ -304,3 +305,20 @@ def test_the_weakest_pairs_of_normalised_keys_are_dropped(normalised, batch):
     wanted = logits(normalised, batch)
     qk_norm.narrow_(attention, x, "dropped, exact", 0.5)
     torch.testing.assert_close(logits(normalised, batch), wanted, atol=2e-4, rtol=1e-3)
+
+
+def test_the_readme_has_the_figures_of_the_records(capsys):
+    table(Namespace(records=RECORDS))
+    kinds = capsys.readouterr().out.split("Calibrated on: ")
+    (with_texts,) = (kind for kind in kinds if kind.startswith("text\n"))
+    found = {line.split(" | ")[0]: line.split(" | ") for line in with_texts.splitlines()}
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    for row, options in {
+        "shared dff=768": "--dff 768",
+        "per-head dk=192 dv=192 dff=768": "--dff 768 --dk 192 --dv 192 --form per-head",
+    }.items():
+        cells = found[f"| {row}"]
+        score, change = cells[1].split(",")[0], cells[-1].removesuffix(" |")
+        mean, half = (float(number) for number in change.split(" ± "))
+        (line,) = (line for line in readme.splitlines() if line.startswith(f"| `{options}`"))
+        assert f"| {score} | {mean:+.1f} ± {half:.1f} |".replace("-", "−") in line
