@@ -45,7 +45,7 @@ PART_START = re.compile(r"<!-- (?:records|claims|findings|forest):")
 IMAGE = "images/forest-{}.svg"
 """Path of a paper's forest plot, from the folder of the Markdown file."""
 Plots: TypeAlias = dict[Path, Callable[[], bytes]]
-NONE = "No records yet."
+NONE = "No records."
 
 
 def run(arguments: Arguments) -> None:
@@ -208,12 +208,18 @@ def _scores(about: str, results: Sequence[Result], path: Path) -> str:
 
 
 def _claims(verdicts: Sequence[Verdict]) -> str:
+    """Return the verdicts, claims without records, and the revisions that are paired."""
     shown = tried(verdicts)
-    others = [f"{verdict.compared} on {verdict.where}" for verdict in verdicts if verdict not in shown]
-    lines = [f"* {verdict.sentence}" for verdict in shown]
-    if others:
-        lines.append(f"* Not tried: {'; '.join(others)}.")
-    return "\n".join(lines)
+    lines = [verdict.sentence for verdict in shown]
+    lacking: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        if verdict not in shown:
+            lacking.setdefault(verdict.claim.says, []).append(verdict.where)
+    lines += [f"No records on {', '.join(where)}: {says}" for says, where in lacking.items()]
+    revisions = {pair for verdict in shown for pair in verdict.revisions.split("; ") if pair}
+    if revisions:
+        lines.append(f"Revisions that are paired: {'; '.join(sorted(revisions))}.")
+    return "\n".join(f"* {line}" for line in lines)
 
 
 def _counts(results: Sequence[Result]) -> str:

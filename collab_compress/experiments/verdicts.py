@@ -91,7 +91,8 @@ class Verdict:
     of_examples: bool = False  # whether the interval includes the chance of the test set
     p: float | None = None  # corrected; None if nothing is tested
     outcome: str = OPEN
-    reasons: tuple[str, ...] = ()  # why it cannot be told, and what is to be known of the records
+    reasons: tuple[str, ...] = ()  # why it cannot be told
+    revisions: str = ""  # of this package that differ within pairs
 
     @property
     def compared(self) -> str:
@@ -101,9 +102,9 @@ class Verdict:
 
     @property
     def short(self) -> str:
-        """The comparison with its difference."""
+        """The claim with its difference."""
         difference = "no pairs" if self.difference is None else f"{signed(self.difference.mean)} {self.unit}".strip()
-        return f"{self.compared} on {self.where} ({difference})"
+        return f"{self.claim.says.removesuffix('.')} ({difference} on {self.where})"
 
     @property
     def sentence(self) -> str:
@@ -227,7 +228,6 @@ def _compared(claim: Claim, tasks: Sequence[str], results: Sequence[Result]) -> 
     values = np.array([fmean(_difference(pair, claim.of) for pair in of_seed) for of_seed in pairs])
     resampled = _resampled(pairs, claim.of)
     flat = [pair for of_seed in pairs for pair in of_seed]
-    revisions = differing_revisions(flat)
     mean = float(values.mean())
     is_finite = bool(np.isfinite(values).all())
     if len(keys) > 1 and is_finite:
@@ -240,7 +240,7 @@ def _compared(claim: Claim, tasks: Sequence[str], results: Sequence[Result]) -> 
         sign=_sign(claim, flat[0][0]),
         difference=estimate(values),
         of_examples=resampled is not None,
-        reasons=(f"it pairs different revisions: {revisions}",) if revisions else (),
+        revisions=differing_revisions(flat),
     )
     undertrained = [
         reason
@@ -254,7 +254,7 @@ def _compared(claim: Claim, tasks: Sequence[str], results: Sequence[Result]) -> 
         reasons += ("a number is not finite",)
     if reasons:
         outcome = UNDERTRAINED if undertrained else OPEN
-        return replace(verdict, outcome=outcome, reasons=(*reasons, *verdict.reasons))
+        return replace(verdict, outcome=outcome, reasons=reasons)
     return replace(verdict, p=p_value(verdict.sign * mean, error, freedom, claim.bounds))
 
 

@@ -22,8 +22,9 @@ def records(tmp_path):
     path = tmp_path / "records.jsonl"
     scores = {("mrpc", "plain"): 80.0, ("mrpc", "drophead"): 81.0, ("rte", "plain"): 60.0}
     scores |= {("trec", "plain"): 85.0, ("trec", "drophead"): 87.0}
+    environments = {("trec", "plain"): {"revision": "aaa"}, ("trec", "drophead"): {"revision": "bbb"}}
     lines = [
-        make_record(task, method, "tuned", seed, score + seed)
+        make_record(task, method, "tuned", seed, score + seed, environment=environments.get((task, method), {}))
         for (task, method), score in scores.items()
         for seed in range(5)
     ]
@@ -80,20 +81,20 @@ def test_generated_parts_are_replaced_and_the_rest_stays(tmp_path, records, caps
     assert "average (%)" in second
     assert "drophead" not in second
     assert "* Holds: DropHead improves over none. (Tables 1 and 3) drophead − plain is +2.00 points (95 %" in claims
-    assert "* Not tried: " in claims
-    assert findings.endswith(
-        "**: 2 comparisons tried: 1 holds, 1 no control. Holds: drophead − plain on trec (+2.00 points).\n\n"
-    )
+    assert "\n* No records on multi30k de-en, trec: Scheduled DropHead improves over none.\n" in claims
+    assert claims.endswith("* Revisions that are paired: bbb and aaa.\n\n")
+    assert "**: 2 comparisons tried: 1 holds, 1 no control. Holds: " in findings
+    assert findings.endswith("Holds: DropHead improves over none (+2.00 points on trec).\n\n")
     assert "**Records**: 25, of 5 methods and stages on a task, 5 of them with 5 seeds or more." in counts
-    assert "The revision of 25 is unknown." in counts
-    assert "No records yet." in rotation
-    assert empty.endswith("Parameters Rotation and Linear Mixing**: No records yet.\n\n")
+    assert "The revision of 15 is unknown." in counts
+    assert "No records." in rotation
+    assert empty.endswith("Parameters Rotation and Linear Mixing**: No records.\n\n")
     assert "](images/forest-drophead.svg)" in forest
     picture = (tmp_path / "images" / "forest-drophead.svg").read_text(encoding="utf-8")
     assert "drophead − plain (trec)" in picture
     assert "holds (n = 5, p = 0)" in picture
-    assert "No records yet." in none
-    assert "No records yet." in other
+    assert "No records." in none
+    assert "No records." in other
     again = (tmp_path / "page.md").read_text()
     text, plots = regenerated(tmp_path / "page.md", read_results(records))
     assert text == again
