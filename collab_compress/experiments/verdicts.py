@@ -1,7 +1,7 @@
 """The papers' claims, and the verdicts of our records: tests of differences paired by seed.
 
-Differences are tested by two-sided t-tests over pairs; a claim that something stays within bounds by two one-sided
-tests (TOST: Schuirmann, 1987), each at 2.5 %, so that p is twice the larger. Where outcomes of single examples are
+Differences are tested by two-sided t-tests over pairs; a bound to one side by a one-sided t-test at 2.5 %, a bound to
+both sides by two (TOST: Schuirmann, 1987); p is twice the larger. Where outcomes of single examples are
 known, p and the 95 % interval include the chance of the test set. Holm's correction is over all claims of a paper,
 those without records too, so that a verdict does not depend on how many have been tried. With p < 0.05 a claim holds
 if the mean is on its side of the bound, and does not if it is on the other.
