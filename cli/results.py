@@ -208,17 +208,13 @@ def _scores(about: str, results: Sequence[Result], path: Path) -> str:
 
 
 def _claims(verdicts: Sequence[Verdict]) -> str:
-    """Return the verdicts, claims without records, and the revisions that are paired."""
+    """Return the verdicts, the claims without pairs, and the revisions that differ within pairs."""
     shown = tried(verdicts)
+    others = [verdict for verdict in verdicts if verdict not in shown]
     lines = [verdict.sentence for verdict in shown]
-    lacking: dict[str, list[str]] = {}
-    for verdict in verdicts:
-        if verdict not in shown:
-            lacking.setdefault(verdict.claim.says, []).append(verdict.where)
-    lines += [f"No records on {', '.join(where)}: {says}" for says, where in lacking.items()]
-    revisions = {pair for verdict in shown for pair in verdict.revisions.split("; ") if pair}
-    if revisions:
-        lines.append(f"Revisions that are paired: {'; '.join(sorted(revisions))}.")
+    lines += [f"No records to compare on {verdict.where}: {verdict.claim.says}" for verdict in others]
+    if revisions := sorted({pair for verdict in shown for pair in verdict.revisions}):
+        lines.append(f"Revisions that are paired: {'; '.join(revisions)}.")
     return "\n".join(f"* {line}" for line in lines)
 
 
@@ -241,8 +237,9 @@ def _findings(paper: str, verdicts: Sequence[Verdict]) -> str:
         return f"* **{title}**: {NONE}"
     lines = [f"* **{title}**: {len(shown)} comparison{'s' * (len(shown) != 1)} tried: {counted(shown)}."]
     for outcome in (HOLDS, FAILS, SAME):
-        if decided := [verdict.short for verdict in shown if verdict.outcome == outcome]:
-            lines.append(f"{outcome.capitalize()}: {'; '.join(decided)}.")
+        said = [f"{one.claim.says[:-1]} ({one.change} on {one.where})" for one in shown if one.outcome == outcome]
+        if said:
+            lines.append(f"{outcome.capitalize()}: {'; '.join(said)}.")
     return " ".join(lines)
 
 

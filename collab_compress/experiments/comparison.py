@@ -308,7 +308,7 @@ def _notes_on_revisions(
         pairs = ((result, by_seed.get((result.column, result.seed), result)) for result in of_variant)
         if revisions := differing_revisions(pairs):
             pair = f"{variant.label} and {baseline.label} of {variant.model}"
-            yield f"{pair} are paired across revisions: {revisions}"
+            yield f"{pair} are paired across revisions: {'; '.join(revisions)}"
 
 
 def _alike(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def _claims_section(verdicts: Sequence[Verdict], source: str) -> Section:
                 "seeds": 0 if difference is None else difference.count,
                 "model": verdict.model,
                 "because": "; ".join(verdict.reasons),
-                "paired revisions": verdict.revisions,
+                "paired revisions": "; ".join(verdict.revisions),
             }
         )
     return Section(

@@ -137,10 +137,10 @@ class Result:
         return {of: drawn for of, drawn in scores.items() if drawn is not None}
 
 
-def differing_revisions(pairs: Iterable[tuple[Result, Result]]) -> str:
-    """Return the revisions of this package that differ within pairs, in words; empty if none does."""
+def differing_revisions(pairs: Iterable[tuple[Result, Result]]) -> tuple[str, ...]:
+    """Return the revisions of this package that differ within pairs, each two in words."""
     revisions = {(ours.revision, other.revision) for ours, other in pairs if ours.revision != other.revision}
-    return "; ".join(sorted(f"{ours or 'unknown'} and {other or 'unknown'}" for ours, other in revisions))
+    return tuple(sorted(f"{ours or 'unknown'} and {other or 'unknown'}" for ours, other in revisions))
 
 
 def read_results(*paths: Path) -> list[Result]:

@@ -1,10 +1,10 @@
 """The papers' claims, and the verdicts of our records: tests of differences paired by seed.
 
 Differences are tested by two-sided t-tests over pairs; a bound to one side by a one-sided t-test at 2.5 %, a bound to
-both sides by two (TOST: Schuirmann, 1987); p is twice the larger. Where outcomes of single examples are
-known, p and the 95 % interval include the chance of the test set. Holm's correction is over all claims of a paper,
-those without records too, so that a verdict does not depend on how many have been tried. With p < 0.05 a claim holds
-if the mean is on its side of the bound, and does not if it is on the other.
+both sides by two (TOST: Schuirmann, 1987); p is twice the larger. Where outcomes of single examples are known, p and
+the 95 % interval include the chance of the test set. Holm's correction is over all claims of a paper, those without
+records too, so that a verdict does not depend on how many have been tried. With p < 0.05 a claim holds if the mean is
+on its side of the bound, and does not if it is on the other.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Verdict:
     p: float | None = None  # corrected; None if nothing is tested
     outcome: str = OPEN
     reasons: tuple[str, ...] = ()  # why it cannot be told
-    revisions: str = ""  # of this package that differ within pairs
+    revisions: tuple[str, ...] = ()  # of this package that differ within pairs
 
     @property
     def compared(self) -> str:
@@ -101,10 +101,9 @@ class Verdict:
         return f"{of}{self.claim.method} − {self.claim.than}"
 
     @property
-    def short(self) -> str:
-        """The claim with its difference."""
-        difference = "no pairs" if self.difference is None else f"{signed(self.difference.mean)} {self.unit}".strip()
-        return f"{self.claim.says.removesuffix('.')} ({difference} on {self.where})"
+    def change(self) -> str:
+        """The mean difference with its unit; empty without pairs."""
+        return "" if self.difference is None else f"{signed(self.difference.mean)} {self.unit}".strip()
 
     @property
     def sentence(self) -> str:
@@ -120,8 +119,7 @@ class Verdict:
         if self.p is not None:
             parts.append(f"p = {short(self.p)}")
         parts.append(f"{self.difference.count} seed{'s' * (self.difference.count != 1)}")
-        difference = f"{signed(self.difference.mean)} {self.unit}".strip()
-        return f"{start} {self.compared} is {difference} ({'; '.join(parts)}) on {self.where}.{reasons}"
+        return f"{start} {self.compared} is {self.change} ({'; '.join(parts)}) on {self.where}.{reasons}"
 
 
 def read_claims() -> dict[str, list[Claim]]:

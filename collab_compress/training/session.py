@@ -193,7 +193,7 @@ class HeadSession:
         for name, penalty in self._penalties.items():
             share = means.get(f"{name}/share", 0.0)
             if penalty.schedule == "constant" and 0 < share < FAINT:
-                self._warn(name, f"penalty {name} is {share:.1e} of the loss: raise its weight, unless it has fallen")
+                self._warn(name, f"penalty {name} is {share:.1e} of the loss; if it began so low, raise its weight")
         for drophead, options in zip(self._dropheads, self.training.drophead, strict=False):  # none once closed
             means[of_kinds("drophead", options.kinds, KINDS)] = drophead.p
         return means

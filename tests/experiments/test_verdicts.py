@@ -223,14 +223,14 @@ def test_pretrained_models_need_no_history(write):
 def test_pairs_of_different_revisions_are_flagged(write):
     write("plain", PLAIN, environment={"revision": "aaa"})
     judged = verdict(write("drophead", BETTER, environment={"revision": "bbb"}))
-    assert (judged.outcome, judged.revisions) == (HOLDS, "bbb and aaa")
+    assert (judged.outcome, judged.revisions) == (HOLDS, ("bbb and aaa",))
     judged = verdict(write("hsic", BETTER), replace(CLAIM, method="hsic"))
-    assert judged.revisions == "unknown and aaa"
+    assert judged.revisions == ("unknown and aaa",)
     write("old", PLAIN)
     judged = verdict(
         write("older", BETTER, environment={"revision": "unknown"}), replace(CLAIM, method="older", than="old")
     )
-    assert judged.revisions == ""
+    assert judged.revisions == ()
 
 
 def test_the_interval_includes_the_test_set_where_outcomes_are_known(tmp_path):

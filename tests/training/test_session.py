@@ -184,7 +184,7 @@ def test_a_faint_penalty_is_warned_of(make_undropped, batch, caplog):
     with caplog.at_level(logging.WARNING):
         session.logs()
     assert "penalty hsic is" in caplog.text
-    assert "raise its weight, unless it has fallen" in caplog.text
+    assert "if it began so low, raise its weight" in caplog.text
 
 
 def step_alphas(training, progress, seed=0, weight_decay=0.1):
