@@ -144,7 +144,9 @@ def tried(verdicts: Iterable[Verdict]) -> list[Verdict]:
 def counted(verdicts: Iterable[Verdict]) -> str:
     """Return how many verdicts there are of each outcome, as text."""
     counts = Counter(verdict.outcome.removesuffix(f", {OPEN}") for verdict in verdicts)
-    return ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common()) or "none"
+    several = {HOLDS: "hold", FAILS: "do not hold"}
+    words = (f"{n} {several.get(outcome, outcome) if n > 1 else outcome}" for outcome, n in counts.most_common())
+    return ", ".join(words) or "none"
 
 
 def judge(claims: Sequence[Claim], results: Sequence[Result]) -> list[Verdict]:

@@ -153,6 +153,8 @@ def test_without_the_control_it_cannot_be_told(write):
     assert judged.sentence == "No control, cannot be told: Heads are better. (Table 1) No record of plain on mrpc."
     assert tried([judged]) == [judged]
     assert counted([judged, judged]) == "2 no control"
+    told = [replace(judged, outcome=outcome) for outcome in ("holds", "holds", "does not hold")]
+    assert counted(told) == "2 hold, 1 does not hold"
     neither = verdict(path, replace(CLAIM, method="hsic"))
     assert (neither.outcome, tried([neither])) == (OPEN, [])
     write("plain", PLAIN, stage="dk128-again", model="a")
