@@ -1,7 +1,8 @@
 """Rivals: known ways to make feed-forward blocks narrower without retraining, to N neurons in every layer.
 
 * `kwon`: "A Fast Post-Training Pruning Framework for Transformers" (Kwon et al., 2022): the Fisher information of
-  masks on labelled data, rearranged by its off-diagonal entries, then one scalar for each neuron. Heads get none.
+  masks on labelled data, rearranged by its off-diagonal entries, then one scalar for each neuron; for each head too
+  if heads are removed.
 * `k-prune`: "Accurate Retraining-free Pruning for Pretrained Encoder-based Language Models" (Park et al., 2024): what
   a neuron adds to its block's output, and the effect of its mask on the model's, measured again for each block.
 * `flap`: "Fluctuation-based Adaptive Structured Pruning for Large Language Models" (An et al., 2024): the variance of
@@ -11,7 +12,7 @@
 
 All get what our conversion gets: the same batches, from the lowest layer up, and the dense model's residual stream as
 the target. K-prune, magnitude and random are refitted as ours is, with attention's output projections; FLAP can be.
-Models of the BERT family are changed in place; the width in their config stays.
+Models of the BERT family are changed in place; the width in their config stays, and removed heads become zeros.
 """
 
 import copy
@@ -36,12 +37,12 @@ TEMPERATURE, REPRESENTATION = 2.0, 2.5e-4  # K-prune's: of the divergence, and t
 
 @dataclass(frozen=True)
 class Block:
-    """A feed-forward block whose neurons are to be chosen.
+    """A feed-forward block whose neurons are to be chosen, or attention whose heads are.
 
     Args:
         index: of its layer.
         layer: of the model that gets narrower.
-        weight: of the second linear layer, transposed, (N, D), in float64.
+        weight: of the linear layer that adds to the residual stream, transposed, (N, D), in float64.
         moments: of the activations, and of the error of the residual stream.
     """
 
@@ -52,11 +53,14 @@ class Block:
 
 
 Choose = Callable[[Block], Tensor]
-"""Returns the neurons to keep, in ascending order."""
+"""Returns the neurons, or the channels of heads, to keep, in ascending order."""
 
 Tune = Callable[[ResidualMoments, ResidualMoments, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""Returns the changes of Wᵀ (N, D), which remove all but the neurons to keep, and of the bias (D,).
+"""Returns the changes of Wᵀ (N, D), which make all but the neurons to keep zero, and of the bias (D,).
 Arguments: moments to fit to, held-back moments, Wᵀ (N, D), the neurons to keep."""
+
+Step = tuple[Choose, Tune]
+"""What is done to one part of every layer."""
 
 Loss = Callable[[Any, Mapping[str, Any]], Tensor]
 
@@ -68,6 +72,7 @@ def narrow_blocks_(
     batches: Sequence[Batch],
     seed: int = 0,
     *,
+    heads: int | None = None,
     labelled: tuple[Iterable[Mapping[str, Any]], Loss | None, int] | None = None,
     refitted: bool = False,
 ) -> None:
@@ -79,25 +84,44 @@ def narrow_blocks_(
         width: neurons that each block keeps.
         batches: to fit to.
         seed: of random neurons.
-        labelled: for `kwon`, the arguments of `mask_gradients`.
+        heads: that each layer keeps, for `kwon`; None keeps all, without scalars.
+        labelled: for `kwon`, the last arguments of `mask_gradients`.
         refitted: whether `flap` is refitted as ours is.
     """
     if kind == "kwon":
         assert labelled is not None
-        gradients = mask_gradients(model, *labelled)
-        narrow_(model, batches, lambda block: rearranged(gradients[block.index], width), scaled, cls_only=True)
-    elif kind == "k-prune":
+        narrow_(model, batches, kwon(model, width, heads, labelled), cls_only=True)
+        return
+    score: Callable[[Block], Tensor]
+    if kind == "k-prune":
         with torch.no_grad():
             targets = [outputs_of(model, batch) for batch in batches]
         score = partial(knowledge, model=model, batches=batches, targets=targets)
-        narrow_(model, batches, lambda block: largest(score(block), width), refit, attention=True)
-    elif kind == "flap":
-        tune = refit if refitted else folded
-        narrow_(model, batches, lambda block: largest(fluctuation(block), width), tune, attention=refitted)
+    elif kind == "random":
+        score = partial(random_scores, generator=torch.Generator().manual_seed(seed))
     else:
-        generator = torch.Generator().manual_seed(seed)
-        score = magnitude if kind == "magnitude" else partial(random_scores, generator=generator)
-        narrow_(model, batches, lambda block: largest(score(block), width), refit, attention=True)
+        score = {"flap": fluctuation, "magnitude": magnitude}[kind]
+    folds = kind == "flap" and not refitted
+    steps: dict[str, Step] = {} if folds else {"attention": (every, refit)}
+    steps["feed-forward"] = (lambda block: largest(score(block), width), folded if folds else refit)
+    narrow_(model, batches, steps)
+
+
+def kwon(model: Any, width: int, heads: int | None, labelled: tuple[Any, ...]) -> dict[str, "Step"]:
+    """Return what Kwon et al. do to both parts of a layer; None keeps all heads, without scalars."""
+    layers = model.base_model.encoder.layer
+    linears = [output_of(layer, part).dense for part in ("feed-forward", "attention") for layer in layers]
+    gradients = mask_gradients(model, linears, *labelled)
+    steps: dict[str, Step] = {"feed-forward": (lambda block: rearranged(gradients[block.index], width), scaled)}
+    if heads is not None:
+        size = layers[0].attention.self.attention_head_size
+
+        def choose(block: Block) -> Tensor:
+            of_heads = gradients[len(layers) + block.index].unflatten(1, (-1, size)).sum(2)
+            return (rearranged(of_heads, heads)[:, None] * size + torch.arange(size)).flatten()
+
+        steps["attention"] = (choose, partial(scaled, size=size))
+    return steps
 
 
 @dataclass
@@ -129,20 +153,16 @@ class Pass:
 def narrow_(
     model: Any,
     batches: Sequence[Batch],
-    choose: Choose,
-    tune: Tune,
+    steps: Mapping[str, Step],
     *,
-    attention: bool = False,
     cls_only: bool = False,
 ) -> None:
-    """Choose the neurons of every block and tune the remaining weights, from the lowest layer up, in place.
+    """Choose neurons of every block, or heads, and tune the remaining weights, from the lowest layer up, in place.
 
     Args:
         model: dense; narrower afterwards.
         batches: to fit to; an eighth is held back.
-        choose: the neurons to keep.
-        tune: the remaining weights.
-        attention: whether attention's output projections are tuned too.
+        steps: of the parts "feed-forward" and "attention"; one that is not named stays as it is.
         cls_only: whether a classifier's last block is fitted to the first tokens alone, the only ones it reads.
     """
     dense = copy.deepcopy(model)
@@ -164,17 +184,18 @@ def narrow_(
                 step.dense = dense_output.LayerNorm(target)
             weight = output.dense.weight.mT.double()
             kept = torch.arange(len(weight))
-            if part == "feed-forward":
+            if part in steps:
+                choose, tune = steps[part]
                 kept = choose(Block(index, layer, weight, moments[0]))
-                cut_(layer.intermediate.dense, kept, 0)
-            if part == "feed-forward" or attention:
                 change, shift = tune(*moments, weight, kept)
                 output.dense.weight.copy_((weight + change).mT)
                 if shift is not None:
                     output.dense.bias.add_(shift)
-            cut_(output.dense, kept, 1)
             for read, step in zip(inputs, passes, strict=True):
-                step.hidden = output.LayerNorm(output.dense(read[..., kept]) + step.hidden)
+                step.hidden = output.LayerNorm(output.dense(read) + step.hidden)
+            if part == "feed-forward":
+                cut_(layer.intermediate.dense, kept, 0)
+                cut_(output.dense, kept, 1)
 
 
 def inputs_of(layer: Any, part: str, hidden: Tensor, mask: Tensor) -> Tensor:
@@ -197,6 +218,11 @@ def cut_(linear: nn.Linear, kept: Tensor, axis: int) -> None:
 
 
 # Which neurons stay
+
+
+def every(block: Block) -> Tensor:
+    """Return the indices of all neurons."""
+    return torch.arange(len(block.weight))
 
 
 def largest(scores: Tensor, width: int) -> Tensor:
@@ -240,7 +266,7 @@ def knowledge(block: Block, model: Any, batches: Sequence[Batch], targets: Seque
     predictive = torch.zeros(len(block.weight), dtype=torch.float64)
     for batch, target in zip(batches, targets, strict=True):
         gate = torch.ones(len(block.weight), requires_grad=True)
-        with torch.enable_grad(), gated([block.layer], [gate]):
+        with torch.enable_grad(), gated([block.layer.output.dense], [gate]):
             outputs = outputs_of(model, batch)
             loss = divergence(outputs, target) if is_classes else mse_loss(outputs, target)
         predictive += torch.autograd.grad(loss, gate)[0].double().square() / 2
@@ -270,15 +296,13 @@ def divergence(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @contextmanager
-def gated(layers: Iterable[Any], gates: Iterable[Tensor]) -> Iterator[None]:
-    """Multiply the neurons of layers by gates that broadcast to (B, T, N)."""
+def gated(linears: Iterable[nn.Linear], gates: Iterable[Tensor]) -> Iterator[None]:
+    """Multiply the inputs of linear layers by gates that broadcast to (B, T, N)."""
 
     def times(gate: Tensor) -> Callable[[Any, Any], Any]:
         return lambda _, args: args[0] * gate
 
-    handles = [
-        layer.output.dense.register_forward_pre_hook(times(gate)) for layer, gate in zip(layers, gates, strict=True)
-    ]
+    handles = [linear.register_forward_pre_hook(times(gate)) for linear, gate in zip(linears, gates, strict=True)]
     try:
         yield
     finally:
@@ -287,22 +311,26 @@ def gated(layers: Iterable[Any], gates: Iterable[Tensor]) -> Iterator[None]:
 
 
 def mask_gradients(
-    model: Any, batches: Iterable[Mapping[str, Any]], loss: Loss | None = None, rows: int = 1
+    model: Any,
+    linears: Sequence[nn.Linear],
+    batches: Iterable[Mapping[str, Any]],
+    loss: Loss | None = None,
+    rows: int = 1,
 ) -> list[Tensor]:
-    """Return for each layer the gradients ∂L_s/∂m of the masks of neurons, one row for each sample s, (S, N).
+    """Return for each linear layer the gradients ∂L_s/∂m of its inputs' masks, one row for each sample s, (S, N).
 
     Args:
         model: dense.
+        linears: of the model.
         batches: with labels.
         loss: of the outputs and a batch, one for each row (B,); by default the model's mean.
         rows: successive rows of a batch that form one sample.
     """
-    layers = model.base_model.encoder.layer
-    collected: list[list[Tensor]] = [[] for _ in layers]
+    collected: list[list[Tensor]] = [[] for _ in linears]
     for batch in batches:
         samples = len(batch["input_ids"]) // rows
-        gates = [torch.ones(samples, 1, layer.output.dense.in_features, requires_grad=True) for layer in layers]
-        with torch.enable_grad(), gated(layers, [gate.repeat_interleave(rows, 0) for gate in gates]):
+        gates = [torch.ones(samples, 1, linear.in_features, requires_grad=True) for linear in linears]
+        with torch.enable_grad(), gated(linears, [gate.repeat_interleave(rows, 0) for gate in gates]):
             outputs = model(**batch)
             total = outputs.loss * samples if loss is None else loss(outputs, batch).sum() / rows
         for gradients, gradient in zip(collected, torch.autograd.grad(total, gates), strict=True):
@@ -349,16 +377,27 @@ def refit(
     return (-lost(weight, kept)).index_copy(0, kept, change), shift
 
 
-def scaled(used: ResidualMoments, held_back: ResidualMoments, weight: Tensor, kept: Tensor) -> tuple[Tensor, None]:
-    """Multiply the weights of each neuron by a scalar, by least squares damped towards 1 (Kwon et al., 3.3)."""
+def scaled(
+    used: ResidualMoments, held_back: ResidualMoments, weight: Tensor, kept: Tensor, size: int = 1
+) -> tuple[Tensor, None]:
+    """Multiply the weights of each neuron or head by a scalar, by least squares damped towards 1 (Kwon et al., 3.3).
+
+    Args:
+        used: moments to fit to.
+        held_back: moments that choose the damping.
+        weight: Wᵀ, (N, D).
+        kept: neurons or channels to keep.
+        size: kept channels in a row that share their scalar.
+    """
     second, crossed = used.moments(centred=False)
     crossed = crossed + second @ lost(weight, kept)
     products = (second * (weight @ weight.mT))[kept][:, kept]
-    target = (crossed * weight).sum(1)[kept]
+    products = products.unflatten(0, (-1, size)).unflatten(2, (-1, size)).sum((1, 3))
+    target = (crossed * weight).sum(1)[kept].unflatten(0, (-1, size)).sum(1)
     changes = []
     for damping in DAMPINGS:
-        damped = products + damping * products.diagonal().mean() * torch.eye(len(kept), dtype=torch.float64)
-        scalars = torch.linalg.solve(damped, target)  # minus 1
+        damped = products + damping * products.diagonal().mean() * torch.eye(len(target), dtype=torch.float64)
+        scalars = torch.linalg.solve(damped, target).repeat_interleave(size)  # minus 1
         changes.append((-lost(weight, kept)).index_copy(0, kept, scalars[:, None] * weight[kept]))
     return min(changes, key=lambda change: held_back.squared_error(change, None)), None
 

@@ -5,13 +5,14 @@
 
 DIR holds the GLUE tasks in their original TSV layout, and Multi30k for mixed texts. Two kinds of tasks are scored:
 Spearman correlation (×100) of mean-pooled MiniLM embeddings on STS-B dev, and the dev scores of GLUE classifiers
-FOLDER/TASK-SEED/tuned/model, which `collab-sweep glue.yaml` fine-tunes.
+FOLDER/TASK/plain/seedN/tuned/model, which `collab-sweep glue_runs/sweeps/glue.yaml output=FOLDER` fine-tunes.
 
 A row is a kind and its widths, such as "shared dk=128", "per-head dk=192 dv=192" or "shared dk=64 recovered":
 
 * shared, per-head: our two forms, with "equal" heads; "refitted" and "recovered" without labels;
 * svd, low-rank, heads: the rivals of rivals.py, with as many parameters as the shared form of the same widths;
-* kwon (with labels), k-prune, flap, magnitude, random: the rivals of feed_forward_rivals.py, at the same dff;
+* kwon (with labels), k-prune, flap, magnitude, random: the rivals of feed_forward_rivals.py, at the same dff; kwon
+  with dk and dv keeps as many whole heads as they hold;
 * dense.
 
 Calibration is on random tokens (synthetic), 512 unlabelled training rows (text), both, 1,024 sentences of other tasks
@@ -72,6 +73,8 @@ DEFAULT_ROWS = (
     *(f"per-head dk=192 dv=192 dff={dff}" for dff in (1152, 768, 512)),
     "per-head dk=128 dv=128 dff=512",
     "per-head dk=192 dv=192 dff=768 equal",
+    "kwon dk=192 dv=192 dff=768",
+    "kwon dk=128 dv=128 dff=512",
 )
 
 
@@ -288,16 +291,17 @@ def smaller_model(row: Row, dense: Any, tokenizer: Any, batches: list[Batch] | N
         labelled = None
         if row.kind == "kwon":  # with labels, the rows that the others calibrate on
             labelled = (*task.labelled(tokenizer, seed, TEXT_ROWS), task.rows_per_sample)
-        narrow_blocks_(row.kind, model, row.dff, batches, seed, labelled=labelled, refitted=row.refitted)
+        heads = None if row.dv is None else row.dv * HEADS // WIDTH
+        narrow_blocks_(row.kind, model, row.dff, batches, seed, heads=heads, labelled=labelled, refitted=row.refitted)
     return model.eval()
 
 
 def find_tasks(args: argparse.Namespace) -> list[Any]:
     """List the tasks that the arguments name."""
     tasks: list[Any] = [] if args.skip_embeddings else [Embeddings(args.data_dir)]
-    for folder in sorted(args.classifiers.glob("*-*/tuned/model")) if args.classifiers else ():
-        name, _, seed = folder.parents[1].name.rpartition("-")
-        tasks.append(Classifier(args.data_dir, name, int(seed), folder))
+    for folder in sorted(args.classifiers.glob("*/plain/seed*/tuned/model")) if args.classifiers else ():
+        name, _, seed, *_ = folder.relative_to(args.classifiers).parts
+        tasks.append(Classifier(args.data_dir, name, int(seed.removeprefix("seed")), folder))
     return tasks
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from collab_compress import Compression, Solver, compress
@@ -84,7 +85,7 @@ def test_with_our_choice_the_refit_is_ours(model, batches):
         return choose_neurons(second, wanted, 8)
 
     dense = copy.deepcopy(model)
-    rivals.narrow_(model, batches, ours, rivals.refit, attention=True)
+    rivals.narrow_(model, batches, {"attention": (rivals.every, rivals.refit), "feed-forward": (ours, rivals.refit)})
     compress(dense, Compression(dff=8, solver=Solver(refit=True)), batches)
     torch.testing.assert_close(outputs(model, batches[0]), outputs(dense, batches[0]), atol=1e-4, rtol=1e-4)
 
@@ -99,23 +100,49 @@ def layer():
     return inputs, torch.randn(80, 4, **options), torch.randn(9, 4, **options), torch.tensor([0, 2, 3, 6, 8])
 
 
+@pytest.mark.parametrize("heads", [1, 3])
+def test_kwon_keeps_the_heads_whose_masks_tell_most(classifier, batches, heads):
+    dense = copy.deepcopy(classifier)
+
+    def losses(value, linear, head):
+        gate = torch.ones(3, WIDTH // 3)
+        gate[head] = value
+        with torch.no_grad(), rivals.gated([linear], [gate.flatten()]):
+            return torch.cat([cross_entropy(dense(**b).logits, labels(b), reduction="none") for b in batches])
+
+    labelled = ([batch | {"labels": labels(batch)} for batch in batches], None, 1)
+    rivals.narrow_blocks_("kwon", classifier, NEURONS, batches, heads=heads, labelled=labelled)
+    for layer, dense_layer in zip(classifier.bert.encoder.layer, dense.bert.encoder.layer, strict=True):
+        linear = dense_layer.attention.output.dense
+        slopes = torch.stack([slope(partial(losses, linear=linear, head=head)) for head in range(3)], dim=1)
+        by_head = layer.attention.output.dense.weight.detach().unflatten(1, (3, -1))
+        kept = by_head.abs().amax((0, 2)).nonzero()[:, 0]
+        assert kept.tolist() == rivals.rearranged(slopes, heads).tolist()
+    if heads == 3:
+        torch.testing.assert_close(outputs(classifier, batches[0]), outputs(dense, batches[0]), atol=1e-5, rtol=1e-5)
+
+
 def moments_of(inputs, residuals):
     moments = ResidualMoments()
     moments.add(inputs, residuals)
     return moments
 
 
-def test_scalars_are_those_of_least_squares(layer, monkeypatch):
+@pytest.mark.parametrize("size", [1, 3])
+def test_scalars_are_those_of_least_squares(layer, monkeypatch, size):
     inputs, residuals, weight, kept = layer
+    if size == 3:
+        kept = torch.tensor([0, 1, 2, 6, 7, 8])  # two heads of three
+    removed = sorted(set(range(9)) - set(kept.tolist()))
     monkeypatch.setattr(rivals, "DAMPINGS", (1e-12,))
     moments = moments_of(inputs, residuals)
-    change, shift = rivals.scaled(moments, moments, weight, kept)
-    columns = torch.stack([torch.outer(inputs[:, j], weight[j]).flatten() for j in kept], dim=1)
+    change, shift = rivals.scaled(moments, moments, weight, kept, size)
+    columns = torch.stack([(inputs[:, group] @ weight[group]).flatten() for group in kept.split(size)], dim=1)
     wanted = (residuals + inputs @ weight).flatten()  # what the block should add
-    scalars = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0]
+    scalars = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0].repeat_interleave(size)
     tuned = weight + change
     torch.testing.assert_close(tuned[kept], scalars[:, None] * weight[kept])
-    assert not tuned[[1, 4, 5, 7]].any()
+    assert not tuned[removed].any()
     assert shift is None
 
 
@@ -135,8 +162,8 @@ def test_fluctuation_is_the_squared_error_that_folding_one_neuron_leaves(layer):
         torch.testing.assert_close((part - part.mean(0)).square().sum(1).mean(), score)
 
 
-def gates_at(neuron, value, shape=()):
-    gate = torch.ones(*shape, NEURONS)
+def gates_at(neuron, value, width=NEURONS):
+    gate = torch.ones(width)
     gate[..., neuron] = value
     return gate
 
@@ -145,14 +172,19 @@ def slope(function, step=1e-2):
     return (function(1 + step) - function(1 - step)) / (2 * step)
 
 
+def second_layers(model):
+    return [layer.output.dense for layer in model.base_model.encoder.layer]
+
+
 def test_mask_gradients_are_those_of_each_sample(classifier, batches):
-    gradients = rivals.mask_gradients(classifier, [b | {"labels": labels(b)} for b in batches[:2]])
-    assert [gradient.shape for gradient in gradients] == [(16, NEURONS)] * LAYERS
-    for index, neuron, sample in ((0, 3, 0), (0, 11, 13), (1, 5, 6)):
+    linears = [*second_layers(classifier), classifier.bert.encoder.layer[0].attention.output.dense]
+    gradients = rivals.mask_gradients(classifier, linears, [b | {"labels": labels(b)} for b in batches[:2]])
+    assert [gradient.shape for gradient in gradients] == [(16, NEURONS)] * LAYERS + [(16, WIDTH)]
+    for index, neuron, sample in ((0, 3, 0), (0, 11, 13), (1, 5, 6), (2, 4, 9)):
         batch = {name: values[sample % 8, None] for name, values in batches[sample // 8].items()}
 
-        def loss(value, layer=classifier.bert.encoder.layer[index], batch=batch, neuron=neuron):
-            with torch.no_grad(), rivals.gated([layer], [gates_at(neuron, value)]):
+        def loss(value, linear=linears[index], batch=batch, neuron=neuron):
+            with torch.no_grad(), rivals.gated([linear], [gates_at(neuron, value, linear.in_features)]):
                 return classifier(**batch, labels=labels(batch)).loss.item()
 
         assert gradients[index][sample, neuron].item() == pytest.approx(slope(loss), rel=2e-2, abs=1e-4)
@@ -162,8 +194,8 @@ def test_samples_of_two_rows_share_their_masks(model, batches):
     def loss(outputs, _):
         return outputs.last_hidden_state[:, 0].square().sum(1)
 
-    single = rivals.mask_gradients(model, batches[:1], loss)
-    pairs = rivals.mask_gradients(model, batches[:1], loss, rows=2)
+    single = rivals.mask_gradients(model, second_layers(model), batches[:1], loss)
+    pairs = rivals.mask_gradients(model, second_layers(model), batches[:1], loss, rows=2)
     for rows, samples in zip(single, pairs, strict=True):
         torch.testing.assert_close(samples, (rows[::2] + rows[1::2]) / 2)
 
@@ -197,7 +229,7 @@ def test_knowledge_is_of_the_outputs_and_of_what_a_neuron_adds(classifier, batch
     scores = rivals.knowledge(block, classifier, batches[:2], wanted)
 
     def loss(value, neuron, batch):
-        with torch.no_grad(), rivals.gated([layer], [gates_at(neuron, value)]):
+        with torch.no_grad(), rivals.gated([layer.output.dense], [gates_at(neuron, value)]):
             teacher, student = ((model(**batch).logits / 2).double().softmax(-1) for model in (dense, classifier))
         return 4 * (teacher * (teacher / student).log()).sum(1).mean().item()
 
