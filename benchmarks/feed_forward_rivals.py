@@ -107,7 +107,7 @@ def narrow_blocks_(
     narrow_(model, batches, steps)
 
 
-def kwon(model: Any, width: int, heads: int | None, labelled: tuple[Any, ...]) -> dict[str, "Step"]:
+def kwon(model: Any, width: int, heads: int | None, labelled: tuple[Any, ...]) -> dict[str, Step]:
     """Return what Kwon et al. do to both parts of a layer; None keeps all heads, without scalars."""
     layers = model.base_model.encoder.layer
     linears = [output_of(layer, part).dense for part in ("feed-forward", "attention") for layer in layers]
@@ -182,20 +182,20 @@ def narrow_(
                 error = target - output.dense(inputs[-1]) - step.hidden
                 moments[place >= len(used)].add(inputs[-1][step.fitted], error[step.fitted])
                 step.dense = dense_output.LayerNorm(target)
-            weight = output.dense.weight.mT.double()
-            kept = torch.arange(len(weight))
             if part in steps:
                 choose, tune = steps[part]
+                weight = output.dense.weight.mT.double()
                 kept = choose(Block(index, layer, weight, moments[0]))
                 change, shift = tune(*moments, weight, kept)
                 output.dense.weight.copy_((weight + change).mT)
                 if shift is not None:
                     output.dense.bias.add_(shift)
+                if part == "feed-forward":
+                    cut_(layer.intermediate.dense, kept, 0)
+                    cut_(output.dense, kept, 1)
+                    inputs = [read[..., kept] for read in inputs]
             for read, step in zip(inputs, passes, strict=True):
                 step.hidden = output.LayerNorm(output.dense(read) + step.hidden)
-            if part == "feed-forward":
-                cut_(layer.intermediate.dense, kept, 0)
-                cut_(output.dense, kept, 1)
 
 
 def inputs_of(layer: Any, part: str, hidden: Tensor, mask: Tensor) -> Tensor:

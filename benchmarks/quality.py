@@ -291,6 +291,7 @@ def smaller_model(row: Row, dense: Any, tokenizer: Any, batches: list[Batch] | N
         labelled = None
         if row.kind == "kwon":  # with labels, the rows that the others calibrate on
             labelled = (*task.labelled(tokenizer, seed, TEXT_ROWS), task.rows_per_sample)
+        assert row.dk == row.dv  # whole heads, if any
         heads = None if row.dv is None else row.dv * HEADS // WIDTH
         narrow_blocks_(row.kind, model, row.dff, batches, seed, heads=heads, labelled=labelled, refitted=row.refitted)
     return model.eval()
@@ -299,7 +300,10 @@ def smaller_model(row: Row, dense: Any, tokenizer: Any, batches: list[Batch] | N
 def find_tasks(args: argparse.Namespace) -> list[Any]:
     """List the tasks that the arguments name."""
     tasks: list[Any] = [] if args.skip_embeddings else [Embeddings(args.data_dir)]
-    for folder in sorted(args.classifiers.glob("*/plain/seed*/tuned/model")) if args.classifiers else ():
+    folders = sorted(args.classifiers.glob("*/plain/seed*/tuned/model")) if args.classifiers else []
+    if args.classifiers and not folders:
+        raise SystemExit(f"no TASK/plain/seedN/tuned/model in {args.classifiers}; fine-tune with collab-sweep first")
+    for folder in folders:
         name, _, seed, *_ = folder.relative_to(args.classifiers).parts
         tasks.append(Classifier(args.data_dir, name, int(seed.removeprefix("seed")), folder))
     return tasks
