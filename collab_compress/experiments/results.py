@@ -80,7 +80,7 @@ class Variant:
     """A row of a table: a model, and what was done to it.
 
     The model is the shortest unambiguous suffix of its path; "fresh" for an untrained one, with the settings in which
-    the shapes of untrained ones on the same task differ.
+    the shapes of untrained ones on the same task differ, and the kind of device if they were trained on several.
     """
 
     model: str
@@ -244,13 +244,17 @@ def _model_names(models: Iterable[str]) -> dict[str, str]:
 
 
 def _fresh_names(records: Mapping[str, Record]) -> dict[str, str]:
-    """Return the names of untrained models: place → "fresh", with the fields in which shapes on a task differ."""
+    """Return the names of untrained models: place → "fresh", with what models on a task differ in, shape or device.
+
+    The same seed draws other numbers on another kind of device, so such models are not compared.
+    """
     columns: dict[Column, dict[str, dict[str, Any]]] = defaultdict(dict)
     for place, record in records.items():
         if not record.recipe.model:
             fresh = {**asdict(Fresh()), **(record.recipe.fresh or {})}
             shape = {name: value for name, value in fresh.items() if name not in NOT_SHAPE}
-            columns[_column(record)][place] = shape
+            device = str(record.environment.get("device", "cpu")).partition(":")[0]
+            columns[_column(record)][place] = {**shape, "device": device}
     names = {}
     for shapes in columns.values():
         first = next(iter(shapes.values()))

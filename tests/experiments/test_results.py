@@ -288,6 +288,18 @@ def test_a_shape_without_a_plain_model_is_compared_with_nothing(write, tmp_path)
     assert "fresh (heads 32) is compared with nothing: no result is plain/tuned in its shape" in comparison.notes
 
 
+def test_models_trained_on_another_kind_of_device_are_not_compared(write, tmp_path):
+    fresh, hsic = {"model": None, "fresh": {"heads": 4}}, {"heads": {"penalties": [{"name": "hsic"}]}}
+    write(35.0, environment={"device": "cpu"}, recipe=fresh)
+    write(36.0, method="hsic", environment={"device": "cuda:0"}, recipe=fresh | hsic)
+    assert changes_of(compare(read_results(tmp_path))) == {}
+    write(35.5, seed=1, environment={"device": "cuda"}, recipe=fresh)
+    write(38.0, method="hsic", seed=1, environment={"device": "cuda:1"}, recipe=fresh | hsic)
+    comparison = compare(read_results(tmp_path))
+    assert changes_of(comparison) == {"hsic": 2.5}
+    assert {line["model"] for line in comparison.lines} == {"fresh (device cpu)", "fresh (device cuda)"}
+
+
 def test_parameters_are_the_mean_of_those_recorded(write, tmp_path):
     write(1.0, parameters=100)
     write(1.0, "rte", parameters=104)
