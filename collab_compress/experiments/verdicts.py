@@ -119,7 +119,8 @@ class Verdict:
         if self.p is not None:
             parts.append(f"p = {short(self.p)}")
         parts.append(f"{self.difference.count} seed{'s' * (self.difference.count != 1)}")
-        return f"{start} {self.compared} is {self.change} ({'; '.join(parts)}) on {self.where}.{reasons}"
+        where = f"{self.where}, {self.model}" if "(" in self.model else self.where  # one of several shapes or devices
+        return f"{start} {self.compared} is {self.change} ({'; '.join(parts)}) on {where}.{reasons}"
 
 
 def read_claims() -> dict[str, list[Claim]]:

@@ -290,6 +290,8 @@ def test_models_do_not_mix_and_the_one_with_most_pairs_counts(write):
     assert (judged.model, judged.difference.count, judged.outcome) == ("minilm", 5, HOLDS)
     judged = verdict(path, replace(CLAIM, model="other"))
     assert (judged.model, judged.difference.mean, judged.outcome) == ("other", 80.0, OPEN)
+    of_a_shape = replace(judged, model="fresh (heads 16)", reasons=())
+    assert of_a_shape.sentence.endswith(" on mrpc, fresh (heads 16).")
     assert verdict(path, replace(CLAIM, model="another")).difference is None
 
 
