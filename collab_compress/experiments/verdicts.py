@@ -2,9 +2,9 @@
 
 Differences are tested by two-sided t-tests over pairs; a bound to one side by a one-sided t-test at 2.5 %, a bound to
 both sides by two (TOST: Schuirmann, 1987); p is twice the larger. Where outcomes of single examples are known, p and
-the 95 % interval include the chance of the test set. Holm's correction is over all claims of a paper, those without
-records too, so that a verdict does not depend on how many have been tried. With p < 0.05 a claim holds if the mean is
-on its side of the bound, and does not if it is on the other.
+the 95 % interval include the chance of the test set; p is never below that without it. Holm's correction is over all
+claims of a paper, those without records too, so that a verdict does not depend on how many have been tried. With p <
+0.05 a claim holds if the mean is on its side of the bound, and does not if it is on the other.
 """
 
 from __future__ import annotations
@@ -256,7 +256,8 @@ def _compared(claim: Claim, tasks: Sequence[str], results: Sequence[Result]) -> 
     if reasons:
         outcome = UNDERTRAINED if undertrained else OPEN
         return replace(verdict, outcome=outcome, reasons=reasons)
-    return replace(verdict, p=p_value(verdict.sign * mean, error, freedom, claim.bounds))
+    errors = (error_of_mean(values, chance) for chance in (resampled, None))
+    return replace(verdict, p=max(p_value(verdict.sign * mean, *error, claim.bounds) for error in errors))
 
 
 def _decided(verdict: Verdict) -> Verdict:

@@ -235,16 +235,16 @@ def test_pairs_of_different_revisions_are_flagged(write):
     assert judged.revisions == ()
 
 
-def test_the_interval_includes_the_test_set_where_outcomes_are_known(tmp_path):
-    """A difference of all seeds alike that a small test set does not bear."""
-    generator, count = np.random.default_rng(0), 60
+@pytest.mark.parametrize(("count", "plain", "ours", "outcome"), [(60, 40, 43, OPEN), (600, 150, 510, HOLDS)])
+def test_the_interval_includes_the_test_set_where_outcomes_are_known(tmp_path, count, plain, ours, outcome):
+    """A difference of all seeds that a small test set does not bear, and one that is large."""
+    generator = np.random.default_rng(0)
     labels = generator.integers(0, 2, count).astype(np.int16)
-    right = {"plain": 40, "drophead": 43}
-    for method, correct in right.items():
+    for method, correct, cycle in (("plain", plain, 2), ("drophead", ours, 3)):
         for seed in range(5):
             folder = tmp_path / "runs" / method / str(seed)
             folder.mkdir(parents=True)
-            places = generator.permutation(count)[: correct + seed % 2]
+            places = generator.permutation(count)[: correct + seed % cycle]
             predictions = np.where(np.isin(np.arange(count), places), labels, 1 - labels).astype(np.int16)
             np.savez(folder / "validation.examples.npz", predictions=predictions, labels=labels)
             score = 100 * np.mean(predictions == labels)
@@ -261,9 +261,10 @@ def test_the_interval_includes_the_test_set_where_outcomes_are_known(tmp_path):
     error, freedom = error_of_mean(np.array(values), np.array(resampled))
     half = stats.t.ppf(0.975, freedom) * error
     assert judged.interval == pytest.approx((np.mean(values) - half, np.mean(values) + half))
-    assert judged.p == pytest.approx(2 * stats.t.sf(np.mean(values) / error, freedom))
-    assert judged.p > 0.05
-    assert judged.outcome == OPEN
+    of_both, of_seeds = 2 * stats.t.sf(np.mean(values) / error, freedom), stats.ttest_1samp(values, 0).pvalue
+    assert judged.p == pytest.approx(max(of_both, of_seeds))
+    assert (of_both > of_seeds) == (outcome == OPEN)
+    assert judged.outcome == outcome
     assert "of seeds and test examples; p = " in judged.sentence
 
 
