@@ -127,8 +127,8 @@ class Compression:
     """
 
     dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = field(default=None, kw_only=False)
-    """Width of queries and keys, all heads together: from 1 to heads × head width, where the conversion is exact; a
-    third of that is where to begin, and collab-analyze MODEL --sections energy suggests one. They stay dense if not
+    """Width of queries and keys, all heads together: from 1 to heads × head width, where the conversion is exact;
+    half of that is where to begin, and collab-analyze MODEL --sections energy suggests one. They stay dense if not
     given."""
 
     dv: Annotated[int | None, tyro.conf.arg(metavar="N")] = None

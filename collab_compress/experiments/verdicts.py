@@ -287,7 +287,7 @@ def _resampled(pairs: Sequence[Sequence[Pair]], of: str) -> np.ndarray | None:
 
 
 def _undertrained(name: str, results: Sequence[Result]) -> list[str]:
-    """Return why models that were trained from nothing are not known to be trained to the end."""
+    """Return why models that were trained from scratch are not known to be trained to the end."""
     gains = [late_gain(result.history) for result in results if result.recipe.get("fresh")]
     known = [gain for gain in gains if gain is not None]
     if len(known) < len(gains):
