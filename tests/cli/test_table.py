@@ -1,9 +1,11 @@
 """Tables that commands print: drawn on a terminal, plain text for programs elsewhere."""
 
+import os
 import sys
 
 import pytest
 from collab_compress_cli.command import COLOURS, table
+from rich.console import Console
 
 LONG = "bert.encoder.layer.11.attention.self." * 3
 HEADER, ROWS = ["module", "dk", "parameters"], [[LONG, "8", "1,200 → 400"], ["[b]b[/b]", "128", "8 → 4"]]
@@ -15,6 +17,7 @@ def colours(monkeypatch):
     for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm-256color"), ("COLUMNS", "60")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(Console, "_environ", os.environ)  # `datasets` replaces os.environ when it maps with processes
 
 
 def test_outside_a_terminal_tables_are_plain(colours):
