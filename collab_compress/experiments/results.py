@@ -253,7 +253,7 @@ def _fresh_names(records: Mapping[str, Record]) -> dict[str, str]:
         if not record.recipe.model:
             fresh = {**asdict(Fresh()), **(record.recipe.fresh or {})}
             shape = {name: value for name, value in fresh.items() if name not in NOT_SHAPE}
-            device = str(record.environment.get("device", "cpu")).partition(":")[0]
+            device = str(record.environment.get("device", "unknown")).partition(":")[0]
             columns[_column(record)][place] = {**shape, "device": device}
     names = {}
     for shapes in columns.values():

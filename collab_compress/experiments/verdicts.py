@@ -256,7 +256,7 @@ def _compared(claim: Claim, tasks: Sequence[str], results: Sequence[Result]) -> 
     if reasons:
         outcome = UNDERTRAINED if undertrained else OPEN
         return replace(verdict, outcome=outcome, reasons=reasons)
-    errors = (error_of_mean(values, chance) for chance in (resampled, None))
+    errors = ((error, freedom), error_of_mean(values))
     return replace(verdict, p=max(p_value(verdict.sign * mean, *error, claim.bounds) for error in errors))
 
 

@@ -263,7 +263,7 @@ def test_the_interval_includes_the_test_set_where_outcomes_are_known(tmp_path, c
     assert judged.interval == pytest.approx((np.mean(values) - half, np.mean(values) + half))
     of_both, of_seeds = 2 * stats.t.sf(np.mean(values) / error, freedom), stats.ttest_1samp(values, 0).pvalue
     assert judged.p == pytest.approx(max(of_both, of_seeds))
-    assert (of_both > of_seeds) == (outcome == OPEN)
+    assert (of_both > of_seeds) == (judged.p > 0.05) == (outcome == OPEN)
     assert judged.outcome == outcome
     assert "of seeds and test examples; p = " in judged.sentence
 
