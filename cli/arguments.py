@@ -1,6 +1,6 @@
 """Arguments of the commands; importing them takes no time, so that `--help` is printed at once."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -172,7 +172,7 @@ class CompressArguments(EditArguments):
       collab-compress minilm --plan --calibration texts.txt --output minilm-widths
       collab-compress bert-base --dk 384 --output bert-base-384
       collab-compress ./my-classifier --dk 256 --calibration sentences.txt --json report.json
-      collab-compress minilm --dk 192 --form per-head
+      collab-compress minilm --dk 128 --head-dim 128
       collab-compress minilm --dk 128 --recover
       collab-compress ./my-classifier --mix
     """
@@ -201,8 +201,8 @@ class CompressArguments(EditArguments):
 
     stock: bool = False
     """Write a plain model, which loads without this package: with narrower feed-forward blocks (--dff), or with
-    narrower heads in families whose config allows that (T5, ViT, DeiT); --dk and --dv then imply --form per-head
-    and --equal-heads, and --keep chooses among such widths alone."""
+    narrower heads in families whose config allows that (T5, ViT, DeiT): --dk and --dv, with heads as wide as those
+    of the values if --head-dim is not given."""
 
     standalone: bool = False
     """Save the modelling code too, so that the model loads without this package by trust_remote_code=True."""
@@ -228,7 +228,7 @@ class CompressArguments(EditArguments):
         others = ("mix", "stock", "standalone", "recover")
         unused = [
             *_changed(self.compression.solver),
-            *(name for name in _changed(self.compression) if name != "form"),
+            *_changed(self.compression),
             *(name for name in others if getattr(self, name) not in (False, None)),
             *(["push-to-hub"] if self.saving.push_to_hub is not None else []),
         ]
@@ -238,15 +238,11 @@ class CompressArguments(EditArguments):
     def _check_stock(self) -> None:
         compression = self.compression
         widths = [width is not None for width in (compression.dk, compression.dv)]
-        if not compression.converts or any(widths) != all(widths) or self.mix or self.standalone:
+        takes = (compression.dff is not None or all(widths)) and any(widths) == all(widths)
+        if not takes or self.mix or self.standalone:
             raise CollabCompressError(
-                "--stock takes --keep SHARE, --dff N, or --dk N and --dv N together, and neither --mix nor "
-                "--standalone"
+                "--stock takes --dff N, or --dk N and --dv N together, and neither --keep, --mix nor --standalone"
             )
-        if compression.keep is not None:
-            object.__setattr__(self, "compression", replace(compression, equal_heads=True))
-        elif all(widths):
-            object.__setattr__(self, "compression", replace(compression, form="per-head", equal_heads=True))
 
     def _check_mix(self) -> None:
         unused = [
@@ -266,9 +262,8 @@ class CompressArguments(EditArguments):
         """Suffix of the model's name in the default name of the output."""
         widths = {name: getattr(self.compression, name) for name in ("keep", "dk", "dv", "dff")}
         converted = "".join(f"-{name}{width}" for name, width in widths.items() if width is not None)
-        form = "" if self.compression.form == "shared" or self.stock else f"-{self.compression.form}"
         recovered = "" if self.recover is None else "-recovered"
-        return converted + form + recovered + ("-stock" if self.stock else "") + ("-mixed" if self.mix else "")
+        return converted + recovered + ("-stock" if self.stock else "") + ("-mixed" if self.mix else "")
 
 
 @dataclass(frozen=True)
@@ -322,7 +317,7 @@ class EvaluateArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpandArguments(EditArguments):
-    """Turn collaborative attention back into dense per-head attention, which loads without this package.
+    """Turn converted attention back into dense heads that compute the same, and load without this package.
 
     Where the scores of a head have a higher rank than its width, the dense form is the nearest one, and the error is
     printed.

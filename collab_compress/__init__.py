@@ -11,7 +11,7 @@ if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
     from collab_compress.checkpoint import EDITS, make_standalone_, register_checkpoint, save_modelling_code
     from collab_compress.conversion.calibrate import Calibrated, calibrate
     from collab_compress.conversion.compress import compress
-    from collab_compress.conversion.expand import Expansion, describe, expand, is_converted, read_factors
+    from collab_compress.conversion.expand import describe, expand, is_converted, read_factors
     from collab_compress.conversion.from_scratch import FromScratch, from_config
     from collab_compress.conversion.report import Drift, ModuleReport, Report
     from collab_compress.errors import (
@@ -44,7 +44,6 @@ __all__ = [
     "Compression",
     "CompressionError",
     "Drift",
-    "Expansion",
     "Factors",
     "FromScratch",
     "HeadMask",

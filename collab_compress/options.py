@@ -16,7 +16,6 @@ Kind: TypeAlias = Literal["encoder", "decoder", "cross"]
 """Self-attention of an encoder or of a decoder, or cross-attention."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-Form: TypeAlias = Literal["shared", "per-head"]
 Method: TypeAlias = Literal["als", "parafac"]
 Effort: TypeAlias = Literal["best", "fast"]
 SECTION_NAMES = (
@@ -141,17 +140,14 @@ class Compression:
     They stay as they are if not given."""
 
     keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
-    """Share of the layers' operations to keep, in place of dk, dv, dff and form: of several widths of attention and
+    """Share of the layers' operations to keep, in place of dk, dv and dff: of several widths of attention and
     of feed-forward blocks that keep it, those that move the outputs least. Operations are counted for inputs of the
     calibration's `length`, or of the length that nine in ten texts do not exceed, or of 128 tokens."""
 
-    form: Form = "shared"
-    """Whether heads share their channels (shared), or each has its own, their number chosen by the singular values
-    (per-head: cheaper on long inputs)."""
-
-    equal_heads: bool = False
-    """In the per-head form: all heads equally wide, as in a stock model. With keep: only widths that a stock model
-    can have."""
+    head_dim: Annotated[int | None, tyro.conf.arg(metavar="K")] = None
+    """Width of one head of queries and keys: how many of the dk shared channels each head reads, its content bias
+    included. The dense heads' width if not given; as much as dk lets every head read all channels, as in the paper,
+    which is slower on long inputs."""
 
     modules: Annotated[str, tyro.conf.arg(metavar="GLOB")] = "*"
     """Convert only attention modules whose path matches. `dff`, `keep` and refitting still change feed-forward blocks
@@ -164,18 +160,14 @@ class Compression:
     """How the conversion is computed."""
 
     def __post_init__(self) -> None:
-        if self.form not in get_args(Form):
-            raise CompressionError(f"unknown form {self.form!r}; expected one of {', '.join(get_args(Form))}")
         if self.keep is None and self.dk is None and self.dv is None and self.dff is None:
             raise CompressionError(
                 "none of dk, dv, dff and keep is given; pass the width of queries and keys, of values, of "
                 "feed-forward blocks, or a share to keep"
             )
-        check_counts(self, CompressionError, "dk", "dv", "dff")
+        check_counts(self, CompressionError, "dk", "dv", "dff", "head_dim")
         if self.keep is not None:
             self._check_keep()
-        if self.equal_heads and self.form != "per-head" and self.keep is None:
-            raise CompressionError("equal_heads is for the per-head form; pass form='per-head' too, or leave it out")
         if not isinstance(self.modules, str):
             raise CompressionError(f"modules is {self.modules!r}; expected a pattern, such as '*layer.0*'")
         if not isinstance(self.kinds, tuple | list | set | frozenset):
@@ -187,24 +179,23 @@ class Compression:
         self._check_solver()
 
     def _check_keep(self) -> None:
-        if (self.dk, self.dv, self.dff, self.form) != (None, None, None, "shared"):
-            raise CompressionError("keep chooses dk, dv, dff and form; leave those out, or leave out keep")
+        if (self.dk, self.dv, self.dff) != (None, None, None):
+            raise CompressionError("keep chooses dk, dv and dff; leave those out, or leave out keep")
         if not isinstance(self.keep, int | float) or not 0 < self.keep < 1:
             raise CompressionError(f"keep is {self.keep!r}; expected a number between 0 and 1")
 
     def _check_solver(self) -> None:
-        """Refuse settings of an iterative solver if none runs."""
+        """Refuse settings of queries and keys where those stay dense."""
         if not isinstance(self.solver, Solver):
             raise CompressionError(f"solver is {self.solver!r}; expected Solver(method='als', …)")
         solver = self.solver
         iterates = (solver.method, solver.effort, solver.sweeps, solver.tolerance) != ("als", "best", None, None)
-        if self.form == "per-head" and iterates:
+        if self.dk is None and self.keep is None and (self.head_dim is not None or iterates):
             raise CompressionError(
-                "the per-head form is solved in closed form; leave out solver, sweeps, tolerance, effort"
+                "head_dim, solver, sweeps, tolerance and effort apply to queries and keys; pass dk, or leave them out"
             )
-        values_alone = self.dk is None and self.keep is None
-        if values_alone and (self.form != "shared" or iterates):
-            raise CompressionError("form, solver, sweeps, tolerance and effort are for queries and keys; pass dk too")
+        if solver.method == "parafac" and self.head_dim is not None and self.head_dim < (self.dk or inf):
+            raise CompressionError("with parafac heads read all channels; leave out head_dim, or pass solver als")
         if (self.dff is not None or self.keep is not None) and solver.refit is False:
             raise CompressionError("dff and keep refit the layers that read the neurons; leave out refit")
 

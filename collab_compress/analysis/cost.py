@@ -1,4 +1,4 @@
-"""Cost of attention and feed-forward blocks, dense and converted: parameters, operations, T*, cache, latency."""
+"""Cost of attention and feed-forward blocks, dense and converted: parameters, operations, cache, latency."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -18,13 +17,12 @@ from transformers import Cache, PreTrainedModel
 
 from collab_compress.analysis.stream import Progress, random_tokens, with_progress
 from collab_compress.architectures import KINDS, AttentionSite, DenseSite, Kind, ValueSite, find_attention
-from collab_compress.attention import FORMS, NarrowValues, ScoreForm, form_for
+from collab_compress.attention import NarrowValues, RotaryScores, ScoreForm, SharedScores
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.conversion.feed_forward import FeedForward, block_report
 from collab_compress.conversion.report import dense_macs, dense_parameters
 from collab_compress.errors import HeadError
-from collab_compress.options import Form
 
 STEADY = 0.25  # spread of a ratio of times, over the ratio, up to which the ratio is meaningful
 
@@ -56,14 +54,11 @@ class MapCost:
         width: channels of all heads together, dk or dv, or neurons dff; None where the map stays dense.
         dense: cost in dense form.
         converted: cost at that width, or in dense form without one.
-        break_even_length: T*, the number of tokens beyond which the converted form costs more; infinite for values
-            and feed-forward blocks, which cost less at any length. None without a width.
     """
 
     width: int | None
     dense: FormCost
     converted: FormCost
-    break_even_length: float | None
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,6 @@ class ModuleCost:
         name: path of the module.
         kind: attention type.
         length: tokens T for which multiply-accumulates are counted.
-        form: `shared` or `per-head` scores.
         scores: cost of scores.
         values: cost of values and outputs.
     """
@@ -82,7 +76,6 @@ class ModuleCost:
     name: str
     kind: Kind
     length: int
-    form: str
     scores: MapCost
     values: MapCost
 
@@ -93,7 +86,6 @@ def module_costs(
     *,
     dk: int | None = None,
     dv: int | None = None,
-    form: Form = "shared",
     kinds: Collection[Kind] = KINDS,
 ) -> list[ModuleCost]:
     """Return the cost of scores, values and outputs of every attention module, dense and converted.
@@ -104,7 +96,6 @@ def module_costs(
         dk: channels R at which dense scores are counted, plus content biases where queries have a bias; converted
             scores keep their width.
         dv: channels at which dense values are counted; narrow values keep their width.
-        form: form at which dense scores are counted; converted scores keep theirs.
         kinds: attention types.
 
     Returns:
@@ -118,19 +109,19 @@ def module_costs(
     if any(number is not None and number < 1 for number in numbers.values()):
         got = ", ".join(f"{name} {number}" for name, number in numbers.items() if number is not None)
         raise HeadError(f"got {got}; expected at least 1")
-    if form not in FORMS:
-        raise HeadError(f"unknown form {form!r}; expected one of {', '.join(FORMS)}")
-    return [_module_cost(site, length, dk, dv, form) for site in find_attention(model, kinds=kinds)]
+    return [_module_cost(site, length, dk, dv) for site in find_attention(model, kinds=kinds)]
 
 
-def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | None, option: Form) -> ModuleCost:
+def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | None) -> ModuleCost:
     module: Any = site.module
     family = site.family
     paths = (family.query, family.key, family.value, family.output)
     query, key, value, output = (_unpadded(site.part(path)) for path in paths)
     widths = DenseSite(**vars(site), query=query, key=key).widths
     biases, value_bias = (query.bias is not None, key.bias is not None), value.bias is not None
-    scores: ScoreForm | None = None if dk is None else form_for(option, site).of(site, dk, content_bias=biases[0])
+    scores: ScoreForm | None = None
+    if dk is not None:
+        scores = RotaryScores.of(site, dk) if family.rotary else SharedScores.of(site, dk, None, biases[0])
     if hasattr(module, "score_form"):
         scores = module.score_form
         biases = value_bias, value_bias and family.key_bias  # dense queries have a bias where values have one
@@ -154,14 +145,13 @@ def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | Non
     )
     all_values = NarrowValues.of(site, site.key_value_width, value_bias)
     dense_values = cost_of(all_values, all_values.value_width)
-    score_cost = MapCost(None, dense, dense, None)
+    score_cost = MapCost(None, dense, dense)
     if scores is not None:
-        score_cost = MapCost(scores.rank, dense, cost_of(scores, cached_keys), scores.break_even(widths))
-    value_cost = MapCost(None, dense_values, dense_values, None)
+        score_cost = MapCost(scores.rank, dense, cost_of(scores, cached_keys))
+    value_cost = MapCost(None, dense_values, dense_values)
     if values is not None:
-        value_cost = MapCost(values.dv, dense_values, cost_of(values, cached_values), inf)
-    form = option if scores is None else scores.option
-    return ModuleCost(site.name, site.kind, length, form, scores=score_cost, values=value_cost)
+        value_cost = MapCost(values.dv, dense_values, cost_of(values, cached_values))
+    return ModuleCost(site.name, site.kind, length, scores=score_cost, values=value_cost)
 
 
 def _unpadded(projection: Any) -> Any:
@@ -205,7 +195,7 @@ def feed_forward_costs(
         report = block_report(model, block, dff or block.width, length)
         dense = FormCost(report.parameters_before, report.macs_before)
         narrower = FormCost(report.parameters_after, report.macs_after)
-        costs[block.down] = MapCost(dff, dense, narrower, None if dff is None else inf)
+        costs[block.down] = MapCost(dff, dense, narrower)
     return costs
 
 

@@ -17,7 +17,7 @@ from collab_compress.conversion.feed_forward import find_feed_forward
 from collab_compress.conversion.plan import Progress
 from collab_compress.conversion.report import PartReport, Report, to_frame
 from collab_compress.errors import CalibrationError, CollabCompressError, UnsupportedModelError
-from collab_compress.options import CalibrationOptions, Compression, Form, Solver
+from collab_compress.options import CalibrationOptions, Compression, Solver
 
 SHARES = (3 / 4, 1 / 2, 3 / 8, 1 / 4)  # of the dense widths
 SEQUENCES = 128  # of the calibration data: few, because the trials are thrown away
@@ -96,7 +96,6 @@ def plan(
     progress: Progress | None = None,
     *,
     calibration_options: CalibrationOptions | None = None,
-    form: Form = "shared",
     shares: Sequence[float] = SHARES,
     timed: bool = True,
 ) -> Plan:
@@ -111,7 +110,6 @@ def plan(
         tokenizer: as for `compress`.
         progress: called with the trial, the number of finished trials and their total.
         calibration_options: as for `compress`.
-        form: of queries and keys.
         shares: of the dense widths; widths are rounded up, and dense ones left out.
         timed: whether to measure the latency of each trial and of the dense model, with 8 sequences in a batch.
 
@@ -119,7 +117,6 @@ def plan(
         UnsupportedModelError: the model's family is not known.
         CalibrationError: calibration data is missing or unusable, or holds fewer than two sequences.
     """
-    Compression(dk=1, form=form)  # refuses an unknown form, which no trial would be made in
     model, tokenizer = transformers_model(model), tokenizer or getattr(model, "tokenizer", None)
     data = read(model, calibration, tokenizer, calibration_options, seed=0)
     for note in data.notes:
@@ -145,7 +142,7 @@ def plan(
                 progress(f"{part}={width}", number * len(shares) + place, total)
             try:
                 converted = sharing_copy(model)
-                report = compress(converted, _compression(part, width, form), few)
+                report = compress(converted, _compression(part, width), few)
                 time = _relative_time(model, converted, few.length) if timed else None
             except CollabCompressError as error:
                 left_out[part], trials_of_part = str(error), []
@@ -169,13 +166,13 @@ def _dense_widths(model: PreTrainedModel, batches: Sequence[Batch], left_out: di
     return widths
 
 
-def _compression(part: str, width: int, form: Form) -> Compression:
+def _compression(part: str, width: int) -> Compression:
     """Return the conversion of one part to a width, with the fast settings of the solver."""
     if part == "dff":
         return Compression(dff=width)
     if part == "dv":
         return Compression(dv=width)
-    return Compression(dk=width, form=form, solver=Solver(effort="fast" if form == "shared" else "best"))
+    return Compression(dk=width, solver=Solver(effort="fast"))
 
 
 def _trial(part: str, width: int, share: float, report: Report, time: float | None) -> Trial:

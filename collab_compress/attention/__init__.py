@@ -1,28 +1,24 @@
-"""Converted attention inside a live model: its forms, projections, attention functions, kernels."""
+"""Converted attention inside a live model: its forms, projections, attention functions."""
 
 from collab_compress.attention.form import HeadRows, MapForm, ScoreForm, ScoreParts
-from collab_compress.attention.forms import FORM_KINDS, FORMS, FormEdit, form_for
+from collab_compress.attention.forms import FORM_KINDS, FormEdit
 from collab_compress.attention.functions import register_attention
 from collab_compress.attention.install import install_, is_converted, uninstall_
-from collab_compress.attention.per_head import PerHeadScores
 from collab_compress.attention.rotary import RotaryScores
 from collab_compress.attention.shared import SharedScores
 from collab_compress.attention.values import NarrowValues, ValueParts
 
 __all__ = [
-    "FORMS",
     "FORM_KINDS",
     "FormEdit",
     "HeadRows",
     "MapForm",
     "NarrowValues",
-    "PerHeadScores",
     "RotaryScores",
     "ScoreForm",
     "ScoreParts",
     "SharedScores",
     "ValueParts",
-    "form_for",
     "install_",
     "is_converted",
     "register_attention",

@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
-from math import inf
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.attention.kernels import Inputs, cached_scores, readers_of
+from collab_compress.attention.decoding import cached_scores
 from collab_compress.attention.projections import (
     Layout,
     PaddedProjection,
@@ -186,7 +185,9 @@ class MapForm(ABC):
             kept_rows = [row for head in kept for row in rows[head]]
             parent, _, name = path.rpartition(".")
             owner = module.get_submodule(parent)
-            cuts.append(Cut(owner, name, remaining(getattr(owner, name), 0, kept_rows)))
+            tensor = getattr(owner, name)
+            is_trained = isinstance(tensor, nn.Parameter)  # indices of channels are not
+            cuts.append(Cut(owner, name, remaining(tensor, 0, kept_rows) if is_trained else tensor[kept_rows]))
             if hasattr(owner, "out_features"):
                 cuts.append(Cut(owner, "out_features", len(kept_rows)))
         return cuts
@@ -199,21 +200,25 @@ class ScoreParts:
     Args:
         query: query projection, D → R.
         key: key projection, D → R, or R + H with its content biases.
-        mixing: mixing matrix (H, R); a buffer where it is fixed.
+        mixing: weights (H, k) of the channels that each head reads, or (G, R) where keys have a rotary embedding.
+        channels: indices of these channels, (H, k); None where all are read.
     """
 
     query: PaddedProjection
     key: PaddedProjection
-    mixing: Tensor
+    mixing: nn.Parameter
+    channels: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
         """List the fitted tensors."""
-        return [tensor.data for tensor in (*self.query.parameters(), *self.key.parameters(), self.mixing)]
+        channels = [] if self.channels is None else [self.channels]
+        fitted = [*self.query.parameters(), *self.key.parameters(), self.mixing]
+        return [*(parameter.data for parameter in fitted), *channels]
 
 
 @dataclass(frozen=True)
 class ScoreForm(MapForm):
-    """The form of a module's scores: projections of R channels for queries and keys, and a mixing matrix (H, R).
+    """The form of a module's scores: projections of R channels for queries and keys, of which heads read some.
 
     Args:
         query: attribute path of the query projection in the attention module; where the stock model keeps it in a
@@ -222,7 +227,7 @@ class ScoreForm(MapForm):
         rank: channels R of all heads together.
         content_bias: whether the module has content biases v.
         scale: factor of the scores; None keeps the model's own.
-        train_mixing: whether the mixing matrix is trained.
+        train_mixing: whether the mixing weights are trained.
     """
 
     query: str
@@ -235,21 +240,6 @@ class ScoreForm(MapForm):
     at: ClassVar[str] = "score_form"
     space: ClassVar[str]
     """The decomposition in words, for model cards."""
-    solvers: ClassVar[tuple[str, ...]]
-    """Names of the solvers that fit this form; the first is the default."""
-
-    @classmethod
-    def of(cls, site: Any, rank: int, content_bias: bool, sizes: Sequence[int] | None = None) -> Self:
-        """Return the form that replaces the scores of a module.
-
-        Args:
-            site: the module, as `architectures` finds it.
-            rank: channels R.
-            content_bias: whether there will be content biases.
-            sizes: channels of each head, once that is known, where none is shared.
-        """
-        paths = {"query": site.family.query, "key": site.family.key}
-        return cls.for_site(site, **paths, rank=rank, content_bias=content_bias)
 
     def rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yield what stored fields must hold, as `MapForm.rules`."""
@@ -262,11 +252,6 @@ class ScoreForm(MapForm):
     def dense_widths(self) -> dict[str, int]:
         """Path of each projection that is replaced → its width in the dense model."""
         return {self.query: self.heads * self.head_width, self.key: self.dense_key_width}
-
-    @property
-    def head_sizes(self) -> tuple[int, ...] | None:
-        """Channels of each head if none is shared, else None."""
-        return None
 
     @property
     def content_channels(self) -> int:
@@ -316,24 +301,27 @@ class ScoreForm(MapForm):
         key = PaddedProjection(key_in, self.rank, self.multiple, content_biases=self.content_channels, **like)
         return query, key
 
-    def build_mixing(self, trained: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return the mixing matrix, one row for each dense key head: an empty parameter, or a filled buffer."""
-        rows = self.dense_key_width // self.head_width
-        empty = torch.empty(rows, self.rank, device=device, dtype=dtype)
-        return nn.Parameter(empty, self.train_mixing and trained)
+    def build_mixing(self, trained: bool, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+        """Return empty mixing weights."""
+        return nn.Parameter(
+            torch.empty(*self.mixing_shape, device=device, dtype=dtype), self.train_mixing and trained
+        )
 
-    def load_(self, parts: ScoreParts, query: Tensor, mixing: Tensor, key: Tensor, content: Tensor | None) -> None:
-        """Copy W̃q (D, R), M (H, R), W̃k (D, R) and v (H, D) or None into `parts`, in place, in their dtype."""
-        with torch.no_grad():
-            parts.query.proj.weight.copy_(query.T)
-            parts.mixing.copy_(mixing)
-            parts.key.proj.weight.copy_(key.T)
-            if parts.key.content_bias is not None and content is not None:
-                parts.key.content_bias.copy_(content)
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Width of one head's queries and keys, content bias included."""
+
+    @property
+    @abstractmethod
+    def mixing_shape(self) -> tuple[int, int]:
+        """Shape of the mixing weights."""
 
     def put_in_(self, module: Any, parts: ScoreParts) -> None:
         """Replace the query and key projections of `module` by `parts`, in place."""
         module.mixing = parts.mixing
+        if parts.channels is not None:
+            module.mixing_channels = nn.Buffer(parts.channels)
         replace_(module, {self.query: parts.query, self.key: parts.key}, self.layout)
         if self.scale is not None:
             module.stock_scaling = scaling_of(module)
@@ -342,75 +330,39 @@ class ScoreForm(MapForm):
     def take_out_(self, module: Any, dense: tuple[Any, Any]) -> None:
         """Restore the dense query and key projections in place, as `put_back_` takes them."""
         put_back_(module, dict(zip((self.query, self.key), dense, strict=True)), self.layout)
-        if hasattr(module, "mixing"):
-            del module.mixing
+        for name in ("mixing", "mixing_channels"):
+            if hasattr(module, name):
+                delattr(module, name)
         if "stock_scaling" in module.__dict__:
             setattr(module, _scaling_name(module), module.__dict__.pop("stock_scaling"))
 
     def finish_(self, module: Any) -> None:
-        """Freeze the mixing matrix if it is not trained."""
+        """Freeze the mixing weights if they are not trained."""
         module.mixing.requires_grad_(self.train_mixing)
-
-    def read(self, name: str, module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return W̃q (D, R), M (H, R), W̃k (D, R) and v (H, D) or None of the module called `name`.
-
-        Raises:
-            UnsupportedModelError: a projection carries an adapter, is quantized, or is offloaded.
-        """
-        query, key = (
-            plain_weight(f"{name}.{path}.proj", module.get_submodule(path).proj) for path in (self.query, self.key)
-        )
-        content = module.get_submodule(self.key).content_bias
-        return query.T, module.mixing.detach(), key.T, None if content is None else content.detach()
 
     def trained(self, module: Any) -> list[nn.Parameter]:
         """List the parameters of the scores of `module`, for training them towards the dense ones."""
-        mixing = [module.mixing] if isinstance(module.mixing, nn.Parameter) else []
-        return [
-            *module.get_submodule(self.query).parameters(),
-            *module.get_submodule(self.key).parameters(),
-            *mixing,
-        ]
+        projections = [module.get_submodule(path) for path in (self.query, self.key)]
+        return [*(parameter for part in projections for parameter in part.parameters()), module.mixing]
 
     # Attention.
 
     @abstractmethod
-    def attend(self, module: Any, inputs: Inputs) -> Tensor:
-        """Return the head outputs (B, H, T, dv), by the fastest kernel for the inputs.
+    def heads_of(self, module: Any, query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        """Return queries (B, H, T, w) and keys (B, H, S, w) of ordinary heads, with content biases as one channel.
+
+        Where groups of heads share a key, there is one key for each group.
 
         Args:
             module: the attention module.
-            inputs: query and key as the module lays out what its projections return.
+            query: as the module lays out what its projection returns, (B, ⌈R/d⌉, T, d).
+            key: likewise, (B, ⌈(R+H)/d⌉, S, d).
+            scaling: factor of the scores in this call.
         """
 
     @abstractmethod
-    def probabilities(self, module: Any, inputs: Inputs) -> Tensor:
-        """Return the attention probabilities (B, H, T, S), before dropout; arguments as for `attend`."""
-
-    def unpack(self, module: Any, inputs: Inputs) -> Inputs:
-        """Return the inputs for a kernel: query (B, T, R), key (B, S, R), content bias (B, S, H) or None.
-
-        A module that scales its queries itself (OPT) calls with another factor than its own. The content biases,
-        which its queries do not reach, get the quotient.
-        """
-        query = inputs.query.transpose(1, 2).flatten(2)  # (B, T, R + padding)
-        key = inputs.key.transpose(1, 2).flatten(2)  # (B, S, R + H + padding)
-        content = key[..., self.rank : self.rank + self.heads] if self.content_bias else None
-        if content is not None and inputs.scaling != scaling_of(module):
-            content = content * (scaling_of(module) / inputs.scaling)
-        return inputs._replace(
-            query=query[..., : self.rank],
-            key=key[..., : self.rank],
-            content=content,
-            mixing=module.mixing,
-            sizes=self.head_sizes or (),
-        )
-
     def head_queries(self, module: Any, query: Tensor) -> Tensor:
-        """Return the queries of each head, (B, T, H, R), from queries as the module lays them out."""
-        query = query.transpose(1, 2).flatten(2)[..., : self.rank]  # (B, T, R)
-        mixing: Tensor = module.mixing
-        return query[..., None, :] * mixing
+        """Return what each head multiplies the R channels of the keys by, (B, T, H, R); `query` as for `heads_of`."""
 
     def cached_scores(self, module: Any, query: Tensor, key: Tensor, scaling: float) -> Tensor:
         """Return the scores of one token, (B, H, S), from keys as they lie in a cache."""
@@ -420,8 +372,7 @@ class ScoreForm(MapForm):
             query = pad(query, (0, padding))
         if self.content_bias:  # which a module that scales its queries does not scale
             query[..., self.rank : self.rank + self.heads].diagonal(0, 1, 2).fill_(scaling_of(module))
-        sizes = self.head_sizes
-        return cached_scores(query, key, readers_of(sizes, key.shape[3], self.content_bias) if sizes else ())
+        return cached_scores(query, key)
 
     # Heads.
 
@@ -436,24 +387,6 @@ class ScoreForm(MapForm):
         for path, width in ((self.query, smaller.rank), (self.key, smaller.rank + smaller.content_channels)):
             cuts.append(Cut(module.get_submodule(path), "padding", padding_of(width, smaller.multiple)))
         return cuts
-
-    # Costs: Dq and Dk input widths of queries and keys, H heads, d head width, R channels, T tokens.
-
-    def break_even(self, widths: tuple[int, int]) -> float:
-        """Return T* for input widths Dq and Dk: up to it the scores take fewer multiply-accumulates than dense ones.
-
-        It is infinite where they always do, 0 where they never do.
-        """
-
-        def saved(length: int) -> int:
-            projections = length * (widths[0] * self.heads * self.head_width + widths[1] * self.dense_key_width)
-            return projections + length**2 * self.heads * self.head_width - self.macs(widths, length)
-
-        growth = saved(1) - saved(2) / 2  # saved(T) = linear · T − growth · T²
-        linear = saved(1) + growth
-        if growth <= 0:
-            return inf if linear >= 0 else 0.0
-        return max(0.0, linear / growth)
 
 
 def _scaling_name(module: Any) -> str:

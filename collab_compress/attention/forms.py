@@ -9,39 +9,15 @@ from typing import Any, TypeVar, get_args, get_origin
 from torch import nn
 from transformers import PreTrainedModel
 
-from collab_compress.attention.form import MapForm, ScoreForm
-from collab_compress.attention.install import IMPLEMENTATIONS, install_
-from collab_compress.attention.per_head import PerHeadScores
+from collab_compress.attention.form import MapForm
+from collab_compress.attention.install import install_
 from collab_compress.attention.rotary import RotaryScores
 from collab_compress.attention.shared import SharedScores
 from collab_compress.attention.values import NarrowValues
-from collab_compress.errors import CheckpointError, CompressionError, one_line
+from collab_compress.errors import CheckpointError, one_line
 
-FORMS: dict[str, type[ScoreForm]] = {form.option: form for form in (SharedScores, PerHeadScores)}
-"""Name of a form of queries and keys → its class."""
-
-ROTARY_FORMS: dict[str, type[ScoreForm]] = {RotaryScores.option: RotaryScores}
-"""The same in models with a rotary embedding."""
-
-FORM_KINDS: dict[str, type[MapForm]] = {
-    form.kind: form for form in (SharedScores, PerHeadScores, RotaryScores, NarrowValues)
-}
+FORM_KINDS: dict[str, type[MapForm]] = {form.kind: form for form in (SharedScores, RotaryScores, NarrowValues)}
 """Name in checkpoints → form."""
-
-
-def form_for(option: str, site: Any) -> type[ScoreForm]:
-    """Return the form of queries and keys for an option and a module.
-
-    Raises:
-        CompressionError: modules with a rotary embedding have no such form.
-    """
-    table = ROTARY_FORMS if site.family.rotary else FORMS
-    if option not in table:
-        raise CompressionError(
-            f"{site.name}: queries and keys with a rotary embedding have no {option} form; pass form "
-            f"{' or '.join(map(repr, table))}"
-        )
-    return table[option]
 
 
 @dataclass(frozen=True)
@@ -56,11 +32,6 @@ class FormEdit:
 
     kind: str
     modules: Mapping[str, MapForm]
-
-    @property
-    def implementations(self) -> tuple[str, ...]:
-        """Attention implementations that the form works with; empty: all."""
-        return IMPLEMENTATIONS if self.kind in (SharedScores.kind, RotaryScores.kind) else ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the edit in JSON types."""

@@ -1,7 +1,7 @@
 """Attention of edited modules as functions of Transformers' attention interface.
 
-Two functions serve every module alike: scores and values converted or dense, with or without hooks on its heads. The
-third hands heads of their own channels to a stock function, such as flex or flash attention.
+Converted scores and values are turned into ordinary heads here, which the stock function of the model's attention
+implementation attends with. Hooks on heads run on its outputs.
 """
 
 import sys
@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.nn.functional import dropout, pad
 from transformers import AttentionInterface
 
+from collab_compress.attention.decoding import HALVES, can_decode, probabilities_, weighted_values
 from collab_compress.attention.form import scaling_of
 from collab_compress.attention.install import HeadCall, for_each_head, head_hooks, wrong_implementation
-from collab_compress.attention.kernels import Inputs, can_decode, probabilities_, softmax, weighted_values
-from collab_compress.attention.per_head import separated
 from collab_compress.errors import UnsupportedModelError
 from collab_compress.transformers_parts import ALL_ATTENTION_FUNCTIONS, sdpa_attention_forward
 
@@ -28,7 +27,7 @@ LEAST_WIDTH, WIDTH_MULTIPLE = 16, 8  # of heads, as flex attention (the least) a
 def collab_sdpa(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend without returning probabilities, by the fastest kernel for the shapes.
+    """Attend without returning probabilities, by PyTorch's fused attention.
 
     Args:
         module: the attention module, with its forms in `score_form` and `value_form` if it is converted.
@@ -47,24 +46,15 @@ def collab_sdpa(
         UnsupportedModelError: the module passes a paged cache, or an argument that changes the scores and is not
             implemented here.
     """
-    hooks, form = head_hooks(module), getattr(module, "score_form", None)
+    hooks = head_hooks(module)
     if any(hook.needs_probs for hook in hooks):
         return collab_eager(module, query, key, value, attention_mask, **options)[0], None
     _refuse_unsupported(module, options, CHOOSE_KEYS | CHANGE_SCORES)
-    inputs = _inputs(module, query, key, value, attention_mask, options)
-    if not hooks and can_decode(inputs):
-        return _attend_to_cache(module, inputs), None
-    value = _split_heads(module, value)
-    if form is None:
-        padding = max(0, query.shape[-1] - value.shape[-1])  # fused kernels want one width
-        padded = pad(value, (0, padding)) if padding else value
-        options.update(is_causal=inputs.causal, position_bias=None)  # older versions ignore it: it is in the mask
-        outputs, _ = sdpa_attention_forward(module, query, key, padded, inputs.mask, **options)
-        outputs = outputs[..., : value.shape[-1]]
-    else:
-        outputs = form.attend(module, inputs._replace(value=for_each_head(value, form.heads)))
-        outputs = outputs.transpose(1, 2).contiguous()  # (B, T, H, dv)
-    return _run_hooks(outputs, HeadCall(module, query, key, value, None)), None
+    mask, causal = _whole_mask(module, attention_mask, query.shape[2], options)
+    if not hooks and not options.get("dropout") and can_decode(query, key, value, mask):
+        return _attend_to_cache(module, query, key, value, mask, _scaling(module, options)), None
+    options.update(is_causal=causal, position_bias=None)  # which is in the mask: older versions ignore it
+    return _attend(sdpa_attention_forward, module, (query, key, value), mask, options)
 
 
 def collab_eager(
@@ -78,20 +68,19 @@ def collab_eager(
     form = getattr(module, "score_form", None)
     _refuse_unsupported(module, options, CHOOSE_KEYS if form is None else CHOOSE_KEYS | CHANGE_SCORES)
     needs_probs = any(hook.needs_probs for hook in head_hooks(module))
-    p, value = options.pop("dropout", 0.0), _split_heads(module, value)
-    if form is None:
-        causal = _is_causal(module, options.pop("is_causal", None), attention_mask, query.shape[2])
-        mask = _additive(attention_mask, query, key, causal)
-        stock = getattr(sys.modules[type(module).__module__], "eager_attention_forward", _eager)
-        # It returns probabilities after dropout; hooks need them before.
-        outputs, probs = stock(module, query, key, value, mask, dropout=0.0 if needs_probs else p, **options)
-    else:
-        probs = form.probabilities(module, _inputs(module, query, key, value, attention_mask, options))
+    p = options.pop("dropout", 0.0)
+    causal = _is_causal(module, options.pop("is_causal", None), attention_mask, query.shape[2])
+    mask = _additive(attention_mask, query, key, causal)
+    heads = _ordinary_heads(module, query, key, value, _scaling(module, options))
+    # Stock functions of some families scale by the width of a head, which a converted one does not have.
+    stock = None if form else getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    # They return probabilities after dropout; hooks need them before.
+    outputs, probs = (stock or _eager)(module, *heads, mask, dropout=0.0 if needs_probs else p, **options)
     dropped = probs
-    if form is not None or (needs_probs and p > 0 and module.training):
-        dropped = dropout(probs, p=p, training=module.training)
-        outputs = (dropped @ for_each_head(value, probs.shape[1])).transpose(1, 2).contiguous()
-    return _run_hooks(outputs, HeadCall(module, query, key, value, probs)), dropped
+    if needs_probs and p > 0 and module.training:
+        dropped = dropout(probs, p=p, training=True)
+        outputs = (dropped @ for_each_head(heads[2], probs.shape[1])).transpose(1, 2).contiguous()
+    return _run_hooks(outputs, HeadCall(module, query, key, heads[2], probs)), dropped
 
 
 def collab_stock(
@@ -99,74 +88,96 @@ def collab_stock(
 ) -> tuple[Tensor, None]:
     """Attend by the stock function of the model's attention implementation, as flex or flash attention.
 
-    Queries, keys and values of all heads are padded with zeros to one width. Arguments are those of `collab_sdpa`,
-    but the mask is the one that the implementation takes.
+    Arguments are those of `collab_sdpa`, but the mask is the one that the implementation takes.
 
     Returns:
         Head outputs as in `collab_sdpa`, and None in place of the probabilities.
 
     Raises:
-        UnsupportedModelError: heads share channels, or have hooks; or as `collab_sdpa`.
+        UnsupportedModelError: there are hooks on the heads; or as `collab_sdpa`.
     """
     name, form = module.config.stock._attn_implementation, getattr(module, "score_form", None)
-    refusals = {
+    for reason, holds in {
         "has hooks on its heads": bool(head_hooks(module)),
-        "shares channels between its heads": form is not None and not form.head_sizes,
         "is edited": name not in ALL_ATTENTION_FUNCTIONS,
-    }
-    for reason, holds in refusals.items():
+    }.items():
         if holds:
             raise wrong_implementation(f"{type(module).__name__} {reason}", name)
     _refuse_unsupported(module, options, CHOOSE_KEYS if form is None else CHOOSE_KEYS | CHANGE_SCORES)
-    options["scaling"], value = _scaling(module, options), _split_heads(module, value)
-    width, of_heads = value.shape[-1], (query, key)
-    if form is not None:
-        value = for_each_head(value, form.heads)
-        of_heads = separated(form.unpack(module, Inputs(query, key, value, scaling=options["scaling"])))
-    widest = max(LEAST_WIDTH, width, of_heads[0].shape[-1])
-    common = -(-widest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
-    padded = (pad(part, (0, common - part.shape[-1])) for part in (*of_heads, value))
-    outputs, *_ = ALL_ATTENTION_FUNCTIONS[name](_WithStockConfig(module), *padded, attention_mask, **options)
-    return _run_hooks(outputs[..., :width], HeadCall(module, query, key, value, None)), None
+    return _attend(ALL_ATTENTION_FUNCTIONS[name], module, (query, key, value), attention_mask, options)
 
 
-class _WithStockConfig:
-    """A view of an edited attention module with the config of its model, which stock functions read."""
+class _StockView:
+    """A view of an edited attention module as stock functions read it: the config of its model, keys of each head."""
 
-    def __init__(self, module: Any) -> None:
-        self.module, self.config = module, module.config.stock
+    def __init__(self, module: Any, has_key_per_head: bool) -> None:
+        self.module, self.config = module, getattr(module.config, "stock", module.config)
+        if has_key_per_head:
+            self.num_key_value_groups = 1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
 
-def _inputs(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
-) -> Inputs:
-    """Return the inputs of a kernel; a position bias becomes a part of the mask, which then hides the future too."""
-    bias, causal = options.get("position_bias"), _is_causal(module, options.get("is_causal"), mask, query.shape[2])
-    if bias is not None:
-        if causal:
-            mask, causal = bias.new_ones(bias.shape[-2:], dtype=torch.bool).tril(), False
-        if mask is None:
-            mask = bias
-        elif mask.dtype == torch.bool:
-            mask = bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
-        else:
-            mask = mask + bias
-    return Inputs(query, key, value, mask, _scaling(module, options), options.get("dropout", 0.0), causal)
+def _attend(
+    stock: Any, module: Any, parts: tuple[Tensor, Tensor, Tensor], mask: Any, options: dict[str, Any]
+) -> tuple[Tensor, None]:
+    """Attend by a stock function with ordinary heads; fused ones want queries, keys and values of one width."""
+    options["scaling"] = _scaling(module, options)
+    heads = _ordinary_heads(module, *parts, options["scaling"])
+    widths = {part.shape[-1] for part in heads}
+    width, padded = heads[2].shape[-1], list(heads)
+    if len(widths) > 1 or stock is not sdpa_attention_forward:
+        common = -(-max(LEAST_WIDTH, *widths) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+        padded = [pad(part, (0, common - part.shape[-1])) for part in heads]
+    view = _StockView(module, heads[0].shape[1] == heads[1].shape[1])
+    outputs, *_ = stock(view, *padded, mask, **options)
+    if outputs.shape[-1] > width:
+        outputs = outputs[..., :width].contiguous()
+    return _run_hooks(outputs, HeadCall(module, *parts[:2], heads[2], None)), None
 
 
-def _attend_to_cache(module: Any, inputs: Inputs) -> Tensor:
+def _ordinary_heads(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values of ordinary heads, (B, H, T, w), (B, G, S, w) and (B, G, S, s).
+
+    G is H, or the number of groups of heads that share keys and values.
+    """
+    form, value = getattr(module, "score_form", None), _split_heads(module, value)
+    if form is not None:
+        query, key = form.heads_of(module, query, key, scaling)
+        value = for_each_head(value, key.shape[1])
+    return query, key, value
+
+
+def _whole_mask(
+    module: Any, mask: Tensor | None, queries: int, options: dict[str, Any]
+) -> tuple[Tensor | None, bool]:
+    """Return the mask with the position bias, if there is one, and whether the future is still to be hidden."""
+    bias, causal = options.get("position_bias"), _is_causal(module, options.get("is_causal"), mask, queries)
+    if bias is None:
+        return mask, causal
+    if causal:
+        mask = bias.new_ones(bias.shape[-2:], dtype=torch.bool).tril()
+    if mask is None:
+        return bias, False
+    if mask.dtype == torch.bool:
+        return bias.masked_fill(~mask, torch.finfo(bias.dtype).min), False
+    return mask + bias, False
+
+
+def _attend_to_cache(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+) -> Tensor:
     """Attend with one new token to keys and values as they lie in a cache, (B, 1, 1, dv of all heads)."""
-    query, key, value = inputs.query, inputs.key, inputs.value
     scores, values = getattr(module, "score_form", None), getattr(module, "value_form", None)
     if scores is None:
         grouped = query.reshape(*key.shape[:2], -1, key.shape[-1])  # (B, Hkv, H/Hkv, d)
-        probs = ((grouped * inputs.scaling) @ key.mT).flatten(1, 2)  # (B, H, S)
+        probs = ((grouped * scaling) @ key.mT).flatten(1, 2)  # (B, H, S)
     else:
-        probs = scores.cached_scores(module, query, key, inputs.scaling)
-    probs = probabilities_(probs, inputs.mask)
+        probs = scores.cached_scores(module, query, key, scaling)
+    probs = probabilities_(probs, mask)
     sizes = (value.shape[-1],) * value.shape[1] if values is None else values.sizes
     return weighted_values(probs, value, sizes, probs.shape[1] // len(sizes)).view(len(query), 1, 1, -1)
 
@@ -192,13 +203,15 @@ def _run_hooks(outputs: Tensor, call: HeadCall) -> Tensor:
 def _eager(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Attend as stock eager attention does, for modules whose family has no function for it."""
-    scores = (query * _scaling(module, options)) @ key.mT
+    """Attend as stock eager attention does, with converted scores, or in a family that has no function for it."""
+    scores = (query * _scaling(module, options)) @ for_each_head(key, query.shape[1]).mT
     for added in (options.get("position_bias"), mask):
         if added is not None:
             scores = scores + added
-    probs = dropout(softmax(scores), p=options["dropout"], training=module.training)
-    return (probs @ value).transpose(1, 2).contiguous(), probs
+    probs = scores.softmax(-1, dtype=torch.float32 if scores.dtype in HALVES else None).to(scores.dtype)
+    probs = dropout(probs, p=options["dropout"], training=module.training)
+    outputs = probs @ for_each_head(value, query.shape[1])
+    return outputs.transpose(1, 2).contiguous(), probs
 
 
 def _refuse_unsupported(module: Any, options: dict[str, Any], names: frozenset[str]) -> None:

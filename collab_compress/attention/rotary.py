@@ -7,7 +7,9 @@ tokens, and m_ic complex ("RoFormer", Su et al., 2021; the sharing is ours). Whe
 are shared among groups, and each head keeps its own queries: x a_iθ(c) in place of x χ_c.
 
 The module projects keys to P·d channels, views them as P pseudo-heads and rotates each channel pair by the frequency
-of its slot. A channel of another frequency is rotated by the difference beforehand. Heads are mixed after the cache.
+of its slot. A channel of another frequency is rotated by the difference beforehand. Heads are mixed after the cache:
+each head's queries by m_i, or, where groups share a key, the keys of each group, κ_c m̄_ic summed over the channels of
+each frequency, which are then as wide as dense ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from collab_compress.attention.form import HeadRows, ScoreForm, ScoreParts, plain_weight
-from collab_compress.attention.kernels import Inputs, fused_attention, in_float32_on_cpu, masked_softmax
 from collab_compress.attention.projections import PaddedProjection, add_pre_hook_, remove_pre_hook_
 from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError, UnsupportedModelError
@@ -170,17 +171,14 @@ class RotaryScores(ScoreForm):
     key_bias: bool = False
 
     kind: ClassVar[str] = "rotary"
-    option: ClassVar[str] = "shared"
     title: ClassVar[str] = "shared rotary attention"
     space: ClassVar[str] = "shared query/key spaces, one for each rotary frequency, with a total width"
-    solvers: ClassVar[tuple[str, ...]] = ("als",)
 
     @classmethod
-    def of(cls, site: Any, rank: int, content_bias: bool, sizes: Sequence[int] | None = None) -> Self:
-        """Return the form for a site, in whole pseudo-heads: R is rounded up to P·d.
+    def of(cls, site: Any, rank: int) -> Self:
+        """Return the form for a site, in whole pseudo-heads, each with all frequencies: R is rounded up to P·d.
 
-        Arguments as for `ScoreForm.of`, but biases stay in the projections whatever `content_bias` says. Each
-        pseudo-head has all frequencies.
+        Biases stay in the projections.
         """
         width, family = site.head_width, site.family
         if site.rotated % 2 or width % 2:
@@ -188,8 +186,12 @@ class RotaryScores(ScoreForm):
                 f"{site.name}: {site.rotated} of {width} channels are rotated; expected even numbers"
             )
         pseudo_heads = -(-rank // width)
-        return replace(
-            super().of(site, pseudo_heads * width, content_bias=False),
+        return cls.for_site(
+            site,
+            query=family.query,
+            key=family.key,
+            rank=pseudo_heads * width,
+            content_bias=False,
             key_heads=site.key_value_heads,
             rotated=site.rotated,
             pairs=family.rotary,
@@ -236,6 +238,16 @@ class RotaryScores(ScoreForm):
         return self.heads * self.head_width if self.grouped else self.rank
 
     # Parameters.
+
+    @property
+    def width(self) -> int:
+        """Width of one head's queries and keys: R, or d where groups of heads share a key."""
+        return self.head_width if self.grouped else self.rank
+
+    @property
+    def mixing_shape(self) -> tuple[int, int]:
+        """Shape (G, R) of the mixing weights."""
+        return self.key_heads, self.rank
 
     def build_projections(
         self, query_in: int, key_in: int, like: dict[str, Any]
@@ -319,10 +331,23 @@ class RotaryScores(ScoreForm):
 
     # Attention.
 
-    def unpack(self, module: Any, inputs: Inputs) -> Inputs:
-        """Return the inputs for a kernel: each head's mixed query (B, H, T, R), and the shared key (B, S, R)."""
-        key = inputs.key[:, : self.rank // self.head_width].transpose(1, 2).flatten(2)
-        return inputs._replace(query=self._mixed(module, inputs.query), key=key)
+    def heads_of(self, module: Any, query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        """Return queries (B, H, T, R) and keys (B, H, S, R); with grouped queries (B, H, T, d) and (B, G, S, d)."""
+        key = key[:, : self.rank // self.head_width]
+        if self.grouped:
+            return query[:, : self.heads], self._group_keys(module, key)
+        key = key.transpose(1, 2).flatten(2).unsqueeze(1)  # (B, 1, S, R)
+        return self._mixed(module, query), key.expand(-1, self.heads, -1, -1)
+
+    def _group_keys(self, module: Any, key: Tensor) -> Tensor:
+        """Sum the channels of each frequency to the keys of each group, (B, P, S, d) to (B, G, S, d)."""
+        by_real, by_imaginary = module.mixing.to(key.dtype).unsqueeze(1).chunk(2, -1)  # (G, 1, R/2)
+        parts = (part.transpose(1, 2).flatten(2).unsqueeze(1) for part in self.pairing.split(key))
+        real, imaginary = parts  # (B, 1, S, R/2)
+        mixed = real * by_real + imaginary * by_imaginary, imaginary * by_real - real * by_imaginary
+        slots = torch.tensor(self.frequencies, device=key.device)
+        sums = (part.new_zeros(*part.shape[:3], self.head_width // 2).index_add(-1, slots, part) for part in mixed)
+        return self.pairing.join(*sums)
 
     def head_queries(self, module: Any, query: Tensor) -> Tensor:
         """Return the rotated queries of each head, (B, T, H, R), from queries as the module lays them out."""
@@ -346,14 +371,6 @@ class RotaryScores(ScoreForm):
             mixed = torch.where(unrotated, separate[0], mixed[0]), torch.where(unrotated, separate[1], mixed[1])
         return self.to_heads(*mixed)
 
-    def attend(self, module: Any, inputs: Inputs) -> Tensor:
-        """Return the head outputs, by PyTorch's fused kernel."""
-        return attend_to_shared_key(self.unpack(module, inputs))
-
-    def probabilities(self, module: Any, inputs: Inputs) -> Tensor:
-        """Return the attention probabilities."""
-        return shared_key_probabilities(self.unpack(module, inputs))
-
     # Heads.
 
     def head_rows(self) -> list[HeadRows]:
@@ -372,9 +389,13 @@ class RotaryScores(ScoreForm):
         return query * self.query_width + (key + self.key_heads) * self.rank
 
     def macs(self, widths: tuple[int, int], length: int) -> int:
-        """T·Dq·(R or H·d) + T·Dk·R + 2·T·H·R + T²·H·R: a complex product is four real ones for each two channels."""
+        """T·Dq·R + T·Dk·R + 2·T·H·R + T²·H·R: a complex product is four real ones for each two channels.
+
+        With grouped queries T·Dq·H·d + T·Dk·R + 2·T·G·R + T²·H·d.
+        """
         projected = length * (widths[0] * self.query_width + widths[1] * self.rank)
-        return projected + (2 * length + length**2) * self.heads * self.rank
+        mixed = 2 * length * self.key_heads * self.rank
+        return projected + mixed + length**2 * self.heads * self.width
 
 
 def _attach_tables(
@@ -397,16 +418,3 @@ def _attach_tables(
     if "hidden_states" in kwargs:
         return args, {**kwargs, "hidden_states": view}
     return (view, *args[1:]), kwargs
-
-
-@in_float32_on_cpu
-def attend_to_shared_key(inputs: Inputs) -> Tensor:
-    """Return head outputs (B, H, T, dv) of queries (B, H, T, R) and a key of all heads (B, S, R)."""
-    key = inputs.key.unsqueeze(1).expand(-1, inputs.query.shape[1], -1, -1)
-    return fused_attention(inputs.query, key, inputs.value, inputs)
-
-
-@in_float32_on_cpu
-def shared_key_probabilities(inputs: Inputs) -> Tensor:
-    """Return attention probabilities (B, H, T, S) of the same."""
-    return masked_softmax((inputs.query * inputs.scaling) @ inputs.key.unsqueeze(1).mT, inputs)

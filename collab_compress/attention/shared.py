@@ -1,263 +1,171 @@
-"""Heads that share channels: W̃q and W̃k serve all of them, a mixing matrix M weights the channels for each head.
+r"""Shared channels, of which each head reads a few: W̃q and W̃k serve all heads.
 
-    score_i(x, y) = s · [ ((x W̃q) ⊙ m_i) · (y W̃k) + v_i · y ]
+    score_i(x, y) = s · [ Σ_{r ∈ S_i} m_ir (x · w̃q_r)(y · w̃k_r) + v_i · y ],  |S_i| = k for all heads
 
-where s is the model's own scale, m_i row i of the mixing matrix, and v_i the content bias of head i
-("Multi-Head Attention: Collaborate Instead of Concatenate", eqs. 7 and 13; costs as in section 3.4).
+where s is the model's own scale, m_i the mixing weights of head i, S_i the channels that it reads, and v_i its content
+bias. If every head reads all R channels, k = R, this is the collaborative form of "Multi-Head Attention: Collaborate
+Instead of Concatenate" (eqs. 7 and 13; costs as in section 3.4). Its scores then take T²·H·R multiplications, where
+with k = d they take as many as dense heads.
 
-Kernels take `Inputs` with query (B, T, R), key (B, S, R) and mixing (H, R), and return head outputs (B, H, T, dv).
+The channels that a head reads are gathered and weighted, and are then an ordinary head, for any attention function.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import dropout, pad
+from torch.nn.functional import pad
 
-from collab_compress.attention.form import HeadRows, ScoreForm
-from collab_compress.attention.kernels import (
-    Biases,
-    Block,
-    Inputs,
-    blocks_of,
-    content_scores,
-    fused_attention,
-    in_float32_on_cpu,
-    masked_softmax,
-    mode_of,
-)
+from collab_compress.attention.form import HeadRows, ScoreForm, ScoreParts, plain_weight, scaling_of
+from collab_compress.errors import CompressionError
 
 
 @dataclass(frozen=True)
 class SharedScores(ScoreForm):
-    """The collaborative form: every head reads all R channels, each by its row m_i of the mixing matrix."""
+    """The shared form: R channels, of which each head reads `reads`, weighted by its row of `mixing` (H, k).
+
+    The module also holds `mixing_channels` (H, k), the indices of the channels in ascending order.
+    """
+
+    reads: int = field(kw_only=True)
 
     kind: ClassVar[str] = "collaborative"
-    option: ClassVar[str] = "shared"
     title: ClassVar[str] = "shared attention"
     space: ClassVar[str] = "a shared query/key space"
-    solvers: ClassVar[tuple[str, ...]] = ("als", "parafac")
 
-    def attend(self, module: Any, inputs: Inputs) -> Tensor:
-        """Return the head outputs, by the fastest kernel for the inputs."""
-        return attend(self.unpack(module, inputs))
+    @classmethod
+    def of(cls, site: Any, rank: int, head_dim: int | None, content_bias: bool) -> Self:
+        """Return the form that replaces the scores of a module.
 
-    def probabilities(self, module: Any, inputs: Inputs) -> Tensor:
-        """Return the attention probabilities."""
-        return attention_probabilities(self.unpack(module, inputs))
+        A content bias takes one of the channels of a head, except where heads read all R (the paper's form), or where
+        d of H·d channels are exact.
+
+        Args:
+            site: the module, as `architectures` finds it.
+            rank: channels R.
+            head_dim: width of a head, content bias included; None for that of the dense heads, d.
+            content_bias: whether there will be content biases.
+
+        Raises:
+            CompressionError: the content bias leaves no channel to read.
+        """
+        paths = {"query": site.family.query, "key": site.family.key}
+        dense = site.head_width
+        head_dim = dense if head_dim is None else head_dim
+        if head_dim >= rank:
+            reads = rank
+        elif rank >= site.heads * dense and head_dim >= dense:
+            reads = dense
+        else:
+            reads = head_dim - content_bias
+        if reads < 1:
+            raise CompressionError(f"{site.name}: head_dim is 1, which the content bias takes; pass at least 2")
+        return cls.for_site(site, **paths, rank=rank, content_bias=content_bias, reads=reads)
+
+    def rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield what stored fields must hold, as `MapForm.rules`."""
+        yield from super().rules()
+        yield "reads", 1 <= self.reads <= self.rank, f"1 to {self.rank}"
+
+    @property
+    def width(self) -> int:
+        """Width w of a head: the channels that it reads, and one for its content bias."""
+        return self.reads + self.content_bias
+
+    # Parameters.
+
+    @property
+    def mixing_shape(self) -> tuple[int, int]:
+        """Shape (H, k) of the mixing weights."""
+        return self.heads, self.reads
+
+    def build(self, module: Any, parent: Any) -> ScoreParts:
+        """Return uninitialised parameters, as `MapForm.build`."""
+        parts = super().build(module, parent)
+        first = torch.arange(self.reads, device=parts.mixing.device)
+        return replace(parts, channels=first.repeat(self.heads, 1))
+
+    def load_(self, parts: ScoreParts, query: Tensor, mixing: Tensor, key: Tensor, content: Tensor | None) -> None:
+        """Copy W̃q (D, R), M (H, R), W̃k (D, R) and v (H, D) or None into `parts`, in place, in their dtype.
+
+        Of each row of M the k largest entries are taken; the others should be zero.
+        """
+        assert parts.channels is not None
+        with torch.no_grad():
+            channels = mixing.abs().topk(self.reads, 1).indices.sort(1).values
+            parts.channels.copy_(channels)
+            parts.mixing.copy_(mixing.gather(1, channels))
+            parts.query.proj.weight.copy_(query.T)
+            parts.key.proj.weight.copy_(key.T)
+            if parts.key.content_bias is not None and content is not None:
+                parts.key.content_bias.copy_(content)
+
+    def read(self, name: str, module: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return W̃q (D, R), M (H, R), W̃k (D, R) and v (H, D) or None of the module called `name`.
+
+        Raises:
+            UnsupportedModelError: a projection carries an adapter, is quantized, or is offloaded.
+        """
+        query, key = (
+            plain_weight(f"{name}.{path}.proj", module.get_submodule(path).proj) for path in (self.query, self.key)
+        )
+        content = module.get_submodule(self.key).content_bias
+        return query.T, self.mixing_matrix(module).detach(), key.T, None if content is None else content.detach()
+
+    def mixing_matrix(self, module: Any) -> Tensor:
+        """Return M (H, R): the mixing weights, and zeros where a head does not read a channel."""
+        zeros = module.mixing.new_zeros(self.heads, self.rank)
+        matrix: Tensor = zeros.scatter(1, module.mixing_channels, module.mixing)
+        return matrix
+
+    # Attention.
+
+    def heads_of(self, module: Any, query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        """Return queries (B, H, T, w) and keys (B, H, S, w), as `ScoreForm.heads_of`."""
+        weights, channels = module.mixing.to(query.dtype), module.mixing_channels
+        if not self.content_bias:
+            query, key = _gathered(query, channels) * weights, _gathered(key, channels)
+            return query.transpose(1, 2), key.transpose(1, 2)
+        # Keys read their content bias, which lies behind the R channels, with a query of 1. A module that scales its
+        # queries itself calls with another factor than its own; the 1 then gets the quotient.
+        behind = torch.arange(self.rank, self.rank + self.heads, device=key.device)
+        key = _gathered(key, torch.cat([channels, behind[:, None]], 1))
+        ones = pad(torch.zeros_like(weights), (0, 1), value=scaling_of(module) / scaling)
+        query = torch.addcmul(ones, _gathered(query, pad(channels, (0, 1))), pad(weights, (0, 1)))
+        return query.transpose(1, 2), key.transpose(1, 2)
+
+    def head_queries(self, module: Any, query: Tensor) -> Tensor:
+        """Return what each head multiplies the R channels of the keys by, (B, T, H, R)."""
+        query = query.transpose(1, 2).flatten(2)[..., : self.rank]  # (B, T, R)
+        return query[..., None, :] * self.mixing_matrix(module)
+
+    # Heads.
 
     def head_rows(self) -> list[HeadRows]:
-        """Return each head's row of the mixing matrix and its content bias."""
-        return [HeadRows.of("mixing", [1] * self.heads), *self.content_rows()]
+        """Return each head's row of the mixing weights, of their channels, and its content bias."""
+        rows = [HeadRows.of(path, [1] * self.heads) for path in ("mixing", "mixing_channels")]
+        return [*rows, *self.content_rows()]
 
     def without(self, kept: Sequence[int]) -> Self:
         """Return the form of the kept heads, with all shared channels."""
         return replace(self, heads=len(kept))
 
+    # Costs: Dq and Dk input widths of queries and keys, H heads, R channels, k read by a head, T tokens.
+
     def parameters(self, widths: tuple[int, int]) -> int:
-        """(Dq + Dk + H)·R, and H·Dk for content biases."""
-        return (sum(widths) + self.heads) * self.rank + widths[1] * self.content_channels
+        """(Dq + Dk)·R + H·k, and H·Dk for content biases."""
+        return sum(widths) * self.rank + self.heads * self.reads + widths[1] * self.content_channels
 
     def macs(self, widths: tuple[int, int], length: int) -> int:
-        """T·(Dq + Dk)·R + T·H·R + T²·H·R, and T·Dk·H for v·y."""
-        work = (length * sum(widths) + length * self.heads + length**2 * self.heads) * self.rank
-        return work + length * widths[1] * self.content_channels
+        """T·(Dq + Dk)·R + T·H·k + T²·H·k, and T·Dk·H for v·y."""
+        projected = length * sum(widths) * self.rank + length * widths[1] * self.content_channels
+        return projected + (length + length**2) * self.heads * self.reads
 
 
-@in_float32_on_cpu
-def attend(inputs: Inputs) -> Tensor:
-    """Attend by the kernel that `benchmarks/speed.py` (CPUs) and `make bench-gpu` found fastest."""
-    if not inputs.query.is_cpu:
-        return sdpa(inputs)
-    mode = mode_of(inputs)
-    if mode == "inference":
-        return blocked(inputs)
-    if mode == "training" and (inputs.mask is None or not inputs.mask.requires_grad):
-        return recomputed(inputs)
-    return folded(inputs)
-
-
-@in_float32_on_cpu
-def attention_probabilities(inputs: Inputs) -> Tensor:
-    """Return the attention probabilities (B, H, T, S), by one product with the shared key."""
-    (batch, length, rank), mixing = inputs.query.shape, _mixing(inputs)
-    mixed = inputs.query.unsqueeze(1) * (mixing * inputs.scaling).unsqueeze(1)  # (B, H, T, R)
-    scores = torch.bmm(mixed.view(batch, -1, rank), inputs.key.transpose(1, 2))  # (B, H·T, S)
-    scores = scores.view(batch, len(mixing), length, -1)  # (B, H, T, S)
-    content = content_scores(inputs)
-    return masked_softmax(scores if content is None else scores + content, inputs)
-
-
-def folded(inputs: Inputs) -> Tensor:
-    """Attend with all scores in memory: differentiable, by the mask too, compilable, any dtypes."""
-    return dropout(attention_probabilities(inputs), p=inputs.dropout) @ inputs.value
-
-
-def sdpa(inputs: Inputs) -> Tensor:
-    """Attend through `scaled_dot_product_attention`.
-
-    The content bias becomes H more channels, which head i reads through a one-hot query; so masks and `is_causal`
-    stay unchanged. Channels are padded to a multiple of 8 for fused kernels.
-    """
-    query, key, mixing = inputs.query, inputs.key, _mixing(inputs)
-    mixed = query.unsqueeze(1) * mixing.unsqueeze(1)  # (B, H, T, R)
-    if inputs.content is not None:
-        one_hot = torch.eye(len(mixing), dtype=query.dtype, device=query.device)
-        mixed = torch.cat([mixed, one_hot[:, None].expand(*mixed.shape[:3], -1)], dim=-1)  # (B, H, T, R+H)
-        key = torch.cat([key, inputs.content], dim=-1)  # (B, S, R+H)
-    padding = -mixed.shape[-1] % 8
-    mixed, key = pad(mixed, (0, padding)), pad(key, (0, padding))
-    return fused_attention(mixed, key.unsqueeze(1).expand(-1, len(mixing), -1, -1), inputs.value, inputs)
-
-
-def blocked(inputs: Inputs) -> Tensor:
-    """Attend block by block through buffers that stay in the processor's cache; inference only.
-
-    The result is a view of a contiguous (B, T, H, dv) tensor if there is more than one block.
-    """
-    query, value = inputs.query, inputs.value
-    scores = _BlockScores(inputs)
-    if scores.biases.is_whole:
-        return scores.probabilities(scores.blocks[0])[1] @ value
-    output = value.new_empty(query.shape[0], query.shape[1], value.shape[1], value.shape[-1])
-    for block in scores.blocks:
-        b, h, t, keys = block
-        output[b, t, h] = (scores.probabilities(block)[1] @ value[b, h, :keys]).transpose(1, 2)
-    return output.transpose(1, 2)
-
-
-def recomputed(inputs: Inputs) -> Tensor:
-    """Attend block by block, differentiably but once, and not by the mask.
-
-    No scores are stored for training: each block of them is computed again in the backward pass, where
-
-        dP = dO Vᵀ    dS = P ⊙ (dP − ⟨dO, O⟩)    dV = Pᵀ dO    dK = Σ_i dS_iᵀ (Q ⊙ m_i)    d(Q ⊙ m_i) = dS_i K
-
-    ("FlashAttention", Dao et al., 2022, algorithm 4, for a key that all heads share). For second derivatives, use
-    eager attention, which keeps what it computes.
-    """
-    output: Tensor = _Recomputed.apply(*inputs)  # type: ignore[no-untyped-call]
-    return output
-
-
-class _BlockScores:
-    """Scores of shared heads, computed block by block in buffers that all blocks share.
-
-    Fresh memory for each block would cost more in page faults than the work done in it.
-    """
-
-    def __init__(self, inputs: Inputs) -> None:
-        rank, keys, mixing = inputs.query.shape[2], inputs.key.shape[1], _mixing(inputs)
-        self.query, self.key, self.scaled_mixing = inputs.query, inputs.key, (mixing * inputs.scaling).unsqueeze(1)
-        self.blocks, queries = blocks_of(inputs, len(mixing), max(keys, rank))
-        self.biases = Biases(inputs, self.blocks)
-        self.size = queries * keys
-        if not self.biases.is_whole:
-            self.mixed, self.scores = self.query.new_empty(queries * rank), self.query.new_empty(self.size)
-
-    def probabilities(self, block: Block) -> tuple[Tensor, Tensor]:
-        """Return the mixed and scaled queries (b, h·t, R), and the probabilities (b, h, t, S), of a block."""
-        b, h, t, keys = block
-        query, key, mixing = self.query, self.key, self.scaled_mixing
-        mixed, scores = None, None
-        if not self.biases.is_whole:
-            query, key, mixing = query[b, t], key[b, :keys], mixing[h]
-        (samples, count, rank), heads = query.shape, len(mixing)
-        if not self.biases.is_whole:
-            rows = samples * heads * count
-            mixed = self.mixed[: rows * rank].view(samples, heads, count, rank)
-            scores = self.scores[: rows * keys].view(samples, heads * count, keys)
-        mixed = torch.mul(query.unsqueeze(1), mixing, out=mixed).flatten(1, 2)
-        scores = torch.bmm(mixed, key.transpose(1, 2), out=scores).view(samples, heads, count, keys)
-        self.biases.add_(scores, block)
-        return mixed, torch.softmax(scores, -1, out=scores)
-
-
-class _Dropout:
-    """Masks of dropout that are the same for the same seed, if drawn block by block in the same order.
-
-    Bits are drawn 64 at once, 16 for each probability, ten times faster than `bernoulli_` draws.
-
-    Args:
-        p: probability of dropping, to 16 bits.
-        seed: of all draws; None drops nothing.
-    """
-
-    def __init__(self, p: float, seed: int | None) -> None:
-        self.generator = None if seed is None else torch.Generator().manual_seed(seed)
-        self.lowest = round(p * 2**16) - 2**15
-        self.factor = 1.0 if seed is None else 2**16 / max(1, 2**15 - self.lowest)
-
-    def mask(self, probs: Tensor) -> Tensor | None:
-        """Draw a one for each probability to keep, a zero for each other; results are to be scaled by `factor`."""
-        if self.generator is None:
-            return None
-        if self.lowest == 2**15:  # no 16 bits
-            return torch.zeros_like(probs)
-        bits = torch.empty(-(-probs.numel() // 4), dtype=torch.int64, device="cpu")
-        bits.random_(-(2**63), 2**63 - 1, generator=self.generator)
-        return (bits.view(torch.int16)[: probs.numel()].view(probs.shape) >= self.lowest).to(probs.dtype)
-
-
-class _Recomputed(torch.autograd.Function):
-    """Attention as `recomputed`; the context keeps no more numbers than inputs and outputs have."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        inputs = Inputs(*arguments)
-        query, value = inputs.query, inputs.value
-        seed = int(torch.randint(2**62, (), device="cpu")) if inputs.dropout > 0 else None
-        drop, scores = _Dropout(inputs.dropout, seed), _BlockScores(inputs)
-        output = value.new_empty(query.shape[0], query.shape[1], value.shape[1], value.shape[-1])
-        for block in scores.blocks:
-            b, h, t, keys = block
-            _, probs = scores.probabilities(block)
-            mask = drop.mask(probs)
-            output[b, t, h] = ((probs if mask is None else probs.mul_(mask)) @ value[b, h, :keys]).transpose(1, 2)
-        if drop.factor != 1:
-            output *= drop.factor
-        ctx.save_for_backward(query, inputs.key, value, inputs.mask, inputs.content, inputs.mixing, output)
-        ctx.options, ctx.seed = (inputs.scaling, inputs.dropout, inputs.causal), seed
-        return output.transpose(1, 2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, content, mixing, output = ctx.saved_tensors
-        scaling, p, causal = ctx.options
-        inputs = Inputs(query, key, value, mask, scaling, p, causal, content, mixing)
-        drop, scores = _Dropout(inputs.dropout, ctx.seed), _BlockScores(inputs)
-        d_query, d_key, d_mixing, d_value = (torch.zeros_like(part) for part in (query, key, mixing, value))
-        d_content = None if content is None else torch.zeros_like(content)
-        dots = (gradient.transpose(1, 2) * output).sum(-1).transpose(1, 2).unsqueeze(-1)  # ⟨dO, O⟩, (B, H, T, 1)
-        buffer = query.new_empty(scores.size)
-        for block in scores.blocks:
-            b, h, t, keys = block
-            mixed, probs = scores.probabilities(block)
-            d_output = gradient[b, h, t] * drop.factor  # (b, h, t, dv)
-            d_scores = buffer[: probs.numel()].view(probs.shape)
-            torch.matmul(d_output, value[b, h, :keys].mT, out=d_scores)  # dP
-            kept = drop.mask(probs)
-            if kept is None:
-                d_value[b, h, :keys] += probs.mT @ d_output
-            else:
-                d_scores.mul_(kept)
-                d_value[b, h, :keys] += kept.mul_(probs).mT @ d_output
-            d_scores.sub_(dots[b, h, t]).mul_(probs)
-            if d_content is not None:
-                d_content[b, :keys, h] += d_scores.sum(2).mT * inputs.scaling
-            joined = d_scores.flatten(1, 2)  # (b, h·t, S)
-            d_key[b, :keys].baddbmm_(joined.mT, mixed)
-            torch.bmm(joined, key[b, :keys], out=mixed)
-            d_mixed = mixed.view(*probs.shape[:3], -1)  # (b, h, t, R), without the scale
-            d_query[b, t] += (d_mixed * scores.scaled_mixing[h]).sum(1)
-            d_mixing[h] += d_mixed.mul_(query[b, t].unsqueeze(1)).sum((0, 2)) * inputs.scaling
-        return d_query, d_key, d_value, None, None, None, None, d_content, d_mixing, None
-
-
-def _mixing(inputs: Inputs) -> Tensor:
-    assert inputs.mixing is not None
-    return inputs.mixing
+def _gathered(projected: Tensor, channels: Tensor) -> Tensor:
+    """Gather the channels (H, w) of each head, from (B, n, L, d) as a module lays them out, to (B, L, H, w)."""
+    joined = projected.transpose(1, 2).flatten(2)  # (B, L, n·d)
+    gathered: Tensor = joined.index_select(-1, channels.flatten()).unflatten(-1, channels.shape)
+    return gathered

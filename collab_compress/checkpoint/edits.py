@@ -33,11 +33,6 @@ class ModelEdit(Protocol):
         ...
 
     @property
-    def implementations(self) -> tuple[str, ...]:
-        """Attention implementations that it works with; empty: all."""
-        ...
-
-    @property
     def modules(self) -> Mapping[str, Any]:
         """Path inside the base model of each changed module → the change."""
         ...

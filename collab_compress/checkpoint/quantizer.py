@@ -35,7 +35,7 @@ from collab_compress.checkpoint.edits import (
     save_apart_,
     with_modules,
 )
-from collab_compress.errors import CheckpointError, UnsupportedModelError
+from collab_compress.errors import CheckpointError
 from collab_compress.transformers_parts import (
     QUANTIZATION_CONFIGS,
     QUANTIZERS,
@@ -162,15 +162,8 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         self.edits, self.quantizes = quantization_config.edits, other is not None
 
     def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:
-        """Remove the guard; refuse attention implementations that edits do not work with."""
+        """Remove the guard."""
         _remove_guard_(config)
-        implementation = config._attn_implementation
-        for edit in self.edits:
-            if implementation is not None and edit.implementations and implementation not in edit.implementations:
-                raise UnsupportedModelError(
-                    f"this checkpoint holds {edit.kind} attention, which runs with attn_implementation 'eager' or "
-                    f"'sdpa', got {implementation!r}; load it with attn_implementation='sdpa'"
-                )
         return config
 
     update_tp_plan = update_attn_implementation  # older versions pass the config here first

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import isinf
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
-from collab_compress.attention import FORM_KINDS, FORMS, RotaryScores
+from collab_compress.attention import FORM_KINDS, RotaryScores, SharedScores
 from collab_compress.checkpoint import edits_of
 from collab_compress.conversion.report import ModuleReport, PartReport, Report, ValueReport, width_range
 from collab_compress.options import Compression
@@ -126,17 +125,16 @@ def _conversion(
     how = f"damping {compression.solver.damping:g}, seed {compression.solver.seed}"
     how += "" if calibration is None else f", calibrated on {calibration}"
     if report and report.choice:
-        yield f"Widths and form were chosen by `--keep`. {report.choice}"
+        yield f"Widths were chosen by `--keep`. {report.choice}"
     scores, values = (report.modules, report.values) if report else ((), ())
     dk = [module.dk for module in scores] if report else [compression.dk] if compression.dk else []
     dv = [module.dv for module in values] if report else [compression.dv] if compression.dv else []
     if dk:
-        option = "per-head" if any(module.sizes for module in scores) else compression.form
-        form = RotaryScores if rotary else FORMS[option]
-        solver = f"solver `{compression.solver.method}`, " if len(form.solvers) > 1 else ""
+        form = RotaryScores if rotary else SharedScores
+        heads = f" with heads {width_range(module.head_dim for module in scores)} wide" if scores else ""
         yield (
-            f"Queries and keys{_count(scores)} were decomposed into {form.space} of R = {width_range(dk)} "
-            f"(`{option}`, {solver}{how}), without retraining."
+            f"Queries and keys{_count(scores)} were decomposed into {form.space} of R = {width_range(dk)}{heads} "
+            f"(solver `{compression.solver.method}`, {how}), without retraining."
         )
     else:
         yield "Queries and keys are the source's own."
@@ -178,9 +176,7 @@ def _figures(report: Report) -> Iterator[tuple[str, str]]:
             yield name, f"{before:,} → {after:,}"
     yield "parameters", f"{report.parameters_before:,} → {report.parameters_after:,}"
     if report.modules:
-        length = min(module.break_even_length for module in report.modules)
         yield "relative error of scores, mean over modules", _error(report.modules)
-        yield "scores take fewer operations", "at any length" if isinf(length) else f"up to {length:.0f} tokens"
     if report.values:
         yield "relative error of what heads add, mean over modules", _error(report.values)
     if report.refits:

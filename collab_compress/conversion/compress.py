@@ -30,7 +30,7 @@ from collab_compress.architectures import (
     refuse_hooks,
     transformers_model,
 )
-from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm, form_for, install_, uninstall_
+from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm, install_, uninstall_
 from collab_compress.attention.projections import width_in
 from collab_compress.calibration import Calibration
 from collab_compress.calibration.batches import is_none, sequence_count
@@ -93,7 +93,7 @@ def compress(
 
     With `dk`, shared projections of width R, a mixing matrix and, where queries have a bias, content biases replace
     the query and key projections of each module ("Multi-Head Attention: Collaborate Instead of Concatenate", eqs.
-    7–13). In the per-head form each head has its own projections, of different widths, and no mixing matrix.
+    7–13). Each head reads `head_dim` of the R channels; all of them in the paper.
     With `dv`, each head's values keep the channels that matter most, and the output projection is fitted to them
     (`narrow_values`). With `dff`, feed-forward blocks keep the neurons that matter most.
     Given texts or batches, the layers that write to the residual stream (output projections, and second layers of
@@ -102,7 +102,7 @@ def compress(
 
     Args:
         model: a Transformers model, or a SentenceTransformer that holds one; dtype and device are kept.
-        compression: widths or the share to keep, the form, and how it is computed.
+        compression: widths or the share to keep, and how it is computed.
         calibration: data that says which input directions matter: "synthetic" (random tokens), None, a file of
             texts, texts or text pairs, or batches, of which an eighth is held back to measure drift; or what
             `calibrate` returned.
@@ -264,8 +264,7 @@ def _check_solver(site: AttentionSite, compression: Compression) -> None:
     if not site.family.rotary:
         return
     solver = compression.solver
-    fits = solver.method in form_for(compression.form, site).solvers
-    if not fits or (solver.centre, solver.tolerance) != (None, None):
+    if (solver.method, solver.centre, solver.tolerance) != ("als", None, None):
         raise CompressionError(
             f"{site.name}: centre, tolerance and other solvers do not apply to rotary embeddings; leave them out"
         )
@@ -307,7 +306,7 @@ def working_device(device: str | None, distributed: bool = False) -> str | None:
 
 
 def _choose(job: _Job, compression: Compression) -> tuple[Candidate, str]:
-    """Choose widths and form by the drift of conversions on a part of the data; return them, and why."""
+    """Choose widths by the drift of conversions on a part of the data; return them, and why."""
     layers = _layers(job, compression)
     used, held_back = sample(job.data.used, TRIAL), sample(job.data.held_back, TRIAL // 4)
     few = replace(job, data=replace(job.data, used=used, held_back=held_back, moments={}))
@@ -384,12 +383,6 @@ def _warnings(job: _Job, compression: Compression, converted: _Converted) -> lis
         if job.model.main_input_name == "input_ids":
             random, data = "random tokens", "texts like yours, or on texts that a language model has 'generated'"
         warnings.append(f"neurons were chosen on {random} alone, which loses more; calibrate on {data}")
-    narrowed = any(not Task(item.site, compression).is_exact for item in converted.planned)
-    if compression.equal_heads and narrowed and not converted.refits:
-        warnings.append(
-            "heads are equally wide and no layer was refitted, which can lose much of a classifier's accuracy at a "
-            "small score error; calibrate on data like yours, or leave out equal heads"
-        )
     return warnings
 
 
@@ -515,7 +508,7 @@ def install_unset_(
     _wants_refit(job, compression)
     by_module: Mapping[str, Compression] = {}
     if compression.keep is not None:
-        candidate = next(_layers(job, compression).starts())
+        candidate = _layers(job, compression).start()
         compression, by_module = candidate.compression, candidate.modules
     tasks = find_tasks(model, compression, bool(job.data.used), by_module)
     working_device(compression.solver.device)

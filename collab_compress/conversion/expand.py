@@ -1,7 +1,7 @@
 """Describe converted models, read their factors, make them dense again: expanded, or with narrower stock heads."""
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Factors
 from collab_compress.heads.sharding import refuse_unwritable
+
+EXACT = 1e-5  # largest relative error of scores that is rounding
 
 
 def describe(model: PreTrainedModel) -> dict[str, str]:
@@ -66,8 +68,8 @@ def read_factors(model: PreTrainedModel) -> dict[str, Factors]:
         model: a converted model.
 
     Returns:
-        query (D, R), mixing (H, R), key (D, R), content_bias (H, D) or None, in the memory of the parameters. Modules
-        in the rotary form have no factors.
+        query (D, R), mixing (H, R), key (D, R), content_bias (H, D) or None; all but `mixing`, which is zero where a
+        head does not read a channel, in the memory of the parameters. Modules in the rotary form have no factors.
 
     Raises:
         UnsupportedModelError: a projection has an adapter, is quantized or offloaded.
@@ -83,45 +85,27 @@ def read_factors(model: PreTrainedModel) -> dict[str, Factors]:
     return factors
 
 
-@dataclass(frozen=True)
-class Expansion:
-    """Report of `expand`.
-
-    Args:
-        errors: module path → relative error of the dense scores over all heads,
-            ‖[T̂_i; v_iᵀ] − [Wq_i; bq_iᵀ]·Wk_iᵀ‖/‖[T̂_i; v_iᵀ]‖; rounding alone if every head's rank is at most d.
-    """
-
-    errors: dict[str, float]
-
-    @property
-    def exact(self) -> bool:
-        """Whether the dense model computes the same, up to rounding."""
-        return max(self.errors.values(), default=0.0) < 1e-5
-
-
 @torch.inference_mode(False)
-def expand(model: PreTrainedModel) -> Expansion:
-    """Turn collaborative attention back into dense attention heads, in place and all or nothing.
+def expand(model: PreTrainedModel) -> None:
+    """Turn converted attention back into dense heads that compute the same, in place and all or nothing.
 
     Each head's (D+1)×D matrix [T̂_i; v_iᵀ] of context and content is factored at width d by truncated singular value
-    decomposition. That is exact if its rank is at most d (always after a conversion at dk = H·d), else the best
-    possible. Narrow values are padded by zeros, which is exact.
+    decomposition, which is exact if its rank is at most d: where a head reads no more than d shared channels, its
+    content bias included, as by default. Narrow values are padded by zeros.
 
     Args:
         model: a converted model.
 
-    Returns:
-        The error of each module. Without other edits the model is stock again, and saves as such.
+    Without other edits the model is stock again, and saves as such.
 
     Raises:
-        CompressionError: nothing is converted, the model is sharded, weights are not finite, or there are content
-            biases where the stock queries have no bias.
+        CompressionError: nothing is converted, the model is sharded, weights are not finite, heads are wider than
+            dense ones, or there are content biases where the stock queries have no bias.
         UnsupportedModelError: a projection has an adapter, is quantized or offloaded.
     """
     model = transformers_model(model)
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
-        return _expand(model, None)
+        _expand(model, None)
 
 
 @torch.inference_mode(False)
@@ -132,15 +116,14 @@ def to_stock(model: PreTrainedModel) -> PreTrainedModel:
     content bias included.
 
     Args:
-        model: both maps of all attention modules converted, queries and keys in the per-head form; best with
-            `equal_heads`, so that no head is wider than the others.
+        model: both maps of all attention modules converted.
 
     Returns:
         A new model on the same device, in the same dtype.
 
     Raises:
-        CompressionError: the family's config has no head width; a module is not converted, or heads share channels;
-            the model has other edits; heads would not be narrower.
+        CompressionError: the family's config has no head width; a module is not converted; the model has other
+            edits; heads would not be narrower.
     """
     model = transformers_model(model)
     refuse_stock(model)
@@ -149,7 +132,7 @@ def to_stock(model: PreTrainedModel) -> PreTrainedModel:
     if width >= sites[0].head_width:
         raise CompressionError(
             f"heads of {type(model).__name__} would be {width} wide, as the stock model's are {sites[0].head_width}; "
-            "pass a smaller dk and dv, or expand the model"
+            "pass a smaller head_dim and dv, or expand the model"
         )
     expanded = copy.deepcopy(model)
     scaling = [site.scaling for site in sites]
@@ -201,20 +184,19 @@ def refuse_stock(model: PreTrainedModel) -> None:
 
 def _needed_width(site: AttentionSite) -> int:
     scores, values = (getattr(site.module, at, None) for at in FORMS_AT)
-    if scores is None or values is None or scores.head_sizes is None:
+    if scores is None or values is None:
         raise CompressionError(
-            f"{site.name}: a stock model needs queries, keys and values of all modules narrower, no channels shared; "
-            "convert with dk, dv, form='per-head' and equal_heads=True"
+            f"{site.name}: a stock model needs queries, keys and values of all modules narrower; convert with dk, "
+            "head_dim and dv"
         )
-    return int(max(max(scores.head_sizes) + scores.content_bias, *values.sizes))
+    return int(max(scores.width, *values.sizes))
 
 
-def _expand(model: PreTrainedModel, head_width: int | None) -> Expansion:
+def _expand(model: PreTrainedModel, head_width: int | None) -> None:
     """Expand a converted model in place, to heads of the model's own width or of another."""
     edits_of(model)  # refuses a model that was loaded without this package
     refuse_unwritable(model, "expand", CompressionError)
     dense_parts: list[tuple[Any, str, Any]] = []
-    errors = {}
     for site in find_attention(model):
         name, module = site.name, site.module
         scores, values = (getattr(module, at, None) for at in FORMS_AT)
@@ -223,11 +205,17 @@ def _expand(model: PreTrainedModel, head_width: int | None) -> Expansion:
             _refuse_content_bias(model, site, scores)
             try:
                 if isinstance(scores, RotaryScores):
-                    query, key, errors[name] = _dense_rotary(name, module)
+                    query, key, error = _dense_rotary(name, module)
                 else:
-                    query, key, errors[name] = _dense_projections(site, scores, head_width)
-            except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-                raise CompressionError(f"{name}: {error} Look for NaN in its weights") from error
+                    query, key, error = _dense_projections(site, scores, head_width)
+            except torch.linalg.LinAlgError as failed:  # type: ignore[attr-defined]
+                raise CompressionError(f"{name}: {failed} Look for NaN in its weights") from failed
+            if error > EXACT:
+                raise CompressionError(
+                    f"{name}: its heads are wider than the {scores.head_width} channels of dense ones, which would "
+                    f"move scores by {error:.1%}; keep the model converted, or convert the dense checkpoint with a "
+                    "smaller head_dim"
+                )
             dense_parts.append((module, ScoreForm.at, (query, key)))
         if values is not None:
             output = values.output_of(module, site.parent)
@@ -243,7 +231,6 @@ def _expand(model: PreTrainedModel, head_width: int | None) -> Expansion:
         uninstall_(module, at, dense)
     for kind in FORM_KINDS:
         forget_edits_(model, kind)
-    return Expansion(errors)
 
 
 def _refuse_hooks(site: AttentionSite, *paths: str) -> None:

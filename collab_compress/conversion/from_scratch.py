@@ -27,7 +27,7 @@ class FromScratch:
     """Untrained collaborative attention for a fresh model."""
 
     dk: int
-    """Shared width R, at least 1; it may exceed H·d."""
+    """Shared width R, at least 1; it may exceed H·d. Every head reads all R channels."""
 
     mixing: MixingStart = "concatenation"
     """How the mixing matrix starts: "concatenation" gives each head its own R/H channels (remaining channels go to
@@ -88,7 +88,7 @@ def from_config(
 def _shared(site: DenseSite, attention: FromScratch) -> tuple[ScoreForm, Any]:
     """Return the form of untrained shared attention, and its parameters."""
     scale = sqrt(site.heads / attention.dk) if attention.scale == "narrow" else None
-    form = SharedScores.of(site, attention.dk, content_bias=site.query.bias is not None)
+    form = SharedScores.of(site, attention.dk, attention.dk, content_bias=site.query.bias is not None)
     form = replace(form, scale=scale, train_mixing=attention.train_mixing)
     parts = _initialised(site, form)
     with torch.no_grad():
@@ -105,7 +105,7 @@ def _rotary(site: DenseSite, attention: FromScratch) -> tuple[ScoreForm, Any]:
             f"{site.name}: rotary heads keep the model's scale, and dk is at most {site.key_value_width} there; got "
             f"scale {attention.scale!r} and dk {attention.dk}"
         )
-    form = replace(RotaryScores.of(site, attention.dk, content_bias=False), train_mixing=attention.train_mixing)
+    form = replace(RotaryScores.of(site, attention.dk), train_mixing=attention.train_mixing)
     parts = _initialised(site, form)
     with torch.no_grad():
         for projection in (parts.query.proj, parts.key.proj):

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import DenseSite, ValueSite
-from collab_compress.attention import MapForm, NarrowValues, RotaryScores, ScoreForm, ValueParts, form_for
+from collab_compress.attention import MapForm, NarrowValues, RotaryScores, ScoreForm, SharedScores, ValueParts
 from collab_compress.attention.projections import width_in
 from collab_compress.attention.rotary import arranged
 from collab_compress.calibration import Batch, gather_moments
@@ -24,7 +24,6 @@ from collab_compress.distributed import on_every_process, process_state
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import (
     Factorization,
-    Factors,
     Moments,
     Narrowing,
     RotaryFactorization,
@@ -49,7 +48,6 @@ Check: TypeAlias = Callable[[], None]
 SiteMoments: TypeAlias = tuple[Moments, ...] | None
 
 FEW = 4  # vectors for each dimension of the inputs: with fewer, a covariance is mostly chance
-STARVED = 0.5  # share of a head's score energy below which its task is at risk
 AT_ONCE = 8  # modules decomposed at a time at most: each has a work space
 STATISTICS_SHARE = 1 / 16  # moments take this share of the model's bytes at a time, …
 STATISTICS_BYTES = 64 * 2**20  # … or this much if that is more
@@ -69,15 +67,17 @@ class Task:
         return width is None or width >= self.site.key_value_width
 
     def form(self, calibrated: bool) -> ScoreForm | NarrowValues:
-        """Return the form of the replacement, before heads get different widths."""
+        """Return the form of the replacement."""
         site, compression = self.site, self.compression
         if isinstance(site, ValueSite):
             return NarrowValues.of(site, compression.dv or 0, site.value.bias is not None)
-        biased = site.query.bias is not None
-        content_bias = biased or (
-            calibrated and not self.is_exact and centres_queries(biased, compression.solver.centre)
-        )
-        return form_for(compression.form, site).of(site, compression.dk or 0, content_bias)
+        dk = compression.dk or 0
+        if site.family.rotary:
+            return RotaryScores.of(site, dk)
+        biased, solver = site.query.bias is not None, compression.solver
+        content_bias = biased or (calibrated and not self.is_exact and centres_queries(biased, solver.centre))
+        head_dim = dk if solver.method == "parafac" else compression.head_dim
+        return SharedScores.of(site, dk, head_dim, content_bias)
 
 
 @dataclass(frozen=True)
@@ -223,16 +223,16 @@ def _decompose(task: Task, moments: SiteMoments, head_weights: Tensor | None, le
             report = value_report(site, values_form, narrowing, length, seconds, vectors)
             return Planned(site, values_form, parts, _dense(site), report)
         solve = _share_rotary if site.family.rotary else _share
-        form, parts, result, energy = solve(site, task.compression, moments, head_weights, check)
+        form, parts, result = solve(site, task.compression, moments, head_weights, check)
     except (ValueError, ImportError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         raise CompressionError(f"{site.name}: {error}") from error
     seconds = perf_counter() - started
-    scores_report = module_report(site, form, result, length, seconds, vectors, energy)
+    scores_report = module_report(site, form, result, length, seconds, vectors)
     return Planned(site, form, parts, _dense(site), scores_report)
 
 
-Shared: TypeAlias = tuple[ScoreForm, Any, Factorization | RotaryFactorization, tuple[float, ...] | None]
-"""Form, its parameters, the solver's result, and the share of each head's energy that is kept."""
+Shared: TypeAlias = tuple[ScoreForm, Any, Factorization | RotaryFactorization]
+"""Form, its parameters, and the solver's result."""
 
 
 def _share(
@@ -241,8 +241,9 @@ def _share(
     """Factor the scores of one module."""
     assert compression.dk is not None
     query_moments, key_moments = moments or (None, None)
-    form_class = form_for(compression.form, site)
     solver = compression.solver
+    form = Task(site, compression).form(moments is not None)
+    assert isinstance(form, SharedScores)
     result = factorize(
         site.query_heads(),
         site.key_heads(),
@@ -250,7 +251,7 @@ def _share(
         query_bias=site.query_bias(),
         query_moments=query_moments,
         key_moments=key_moments,
-        solver=solver.method if solver.method in form_class.solvers else form_class.solvers[0],
+        solver=solver.method,
         seed=solver.seed,
         sweeps=_sweeps(solver, FAST_SWEEPS),
         tolerance=solver.tolerance,
@@ -258,15 +259,13 @@ def _share(
         centre=solver.centre,
         device=solver.device,
         progress=lambda *_: check(),
-        equal=compression.equal_heads,
+        reads=form.reads if form.reads < form.rank else None,
         head_weights=head_weights,
     )
-    form = form_class.of(site, compression.dk, result.factors.content_bias is not None, result.sizes)
     parts = form.build(site.module, site.parent)
     factors = result.factors.to(dtype=parts.mixing.dtype)  # before they move: not every device has float64
     form.load_(parts, factors.query, factors.mixing, factors.key, factors.content_bias)
-    energy = _head_energy(site, result.factors, moments) if compression.form == "per-head" else None
-    return form, parts, result, energy
+    return form, parts, result
 
 
 def _share_rotary(
@@ -275,7 +274,7 @@ def _share_rotary(
     """Share the channels of one module with a rotary embedding."""
     assert compression.dk is not None
     query_moments, key_moments = moments or (None, None)
-    pairing = RotaryScores.of(site, compression.dk, content_bias=False)
+    pairing = RotaryScores.of(site, compression.dk)
     result = factorize_rotary(
         pairing.channels_of(site.query_heads(), site.query.bias),
         pairing.channels_of(site.key_heads(), site.key.bias),
@@ -295,33 +294,11 @@ def _share_rotary(
     parts = form.build(site.module, site.parent)
     query = None if factors.query is None else factors.query[:, order]
     form.load_channels_(parts, query, factors.mixing[:, order], factors.key[:, order], site.query)
-    return form, parts, result, None
+    return form, parts, result
 
 
 def _sweeps(solver: Solver, fast: int) -> int | None:
     return fast if solver.effort == "fast" else solver.sweeps
-
-
-def _head_energy(site: DenseSite, factors: Factors, moments: SiteMoments) -> tuple[float, ...]:
-    """Return the share of each head's score energy that heads without shared channels keep, weighed by the inputs."""
-    assert factors.query is not None
-    like = factors.key
-    covariances = [None, None] if moments is None else [part.covariance().to(like) for part in moments]
-
-    def energy(query: Tensor, key: Tensor) -> float:
-        grams = [
-            side.mT @ (side if covariance is None else covariance @ side)
-            for side, covariance in zip((query, key), covariances, strict=True)
-        ]
-        return float((grams[0] * grams[1]).sum())
-
-    shares = []
-    for query, key, channels in zip(site.query_heads(), site.key_heads(), factors.mixing, strict=True):
-        query, key = query.to(like), key.to(like)
-        lost = energy(torch.cat([query, -factors.query * channels], 1), torch.cat([key, factors.key], 1))
-        total = energy(query, key)
-        shares.append(1 - lost / total if total > 0 else 1.0)
-    return tuple(shares)
 
 
 def _narrow(site: ValueSite, compression: Compression, moments: SiteMoments) -> tuple[NarrowValues, Any, Narrowing]:
@@ -388,20 +365,15 @@ def few_vectors(seen: Iterable[tuple[str, int, int]]) -> list[str]:
 def warnings_of(
     planned: Sequence[Planned], compression: Compression, others: Iterable[tuple[str, int, int]] = ()
 ) -> list[str]:
-    """Return warnings of a rounded dk, few vectors, solvers that broke down, and heads that lost their scores.
+    """Return warnings of a rounded dk, few vectors, and solvers that broke down.
 
     Args:
         others: modules that are not planned, but saw vectors too, as for `few_vectors`.
     """
-    starved = []
     seen = list(others)
     for item in planned:
         for vectors, (projection, _) in zip(item.report.vectors, item.site.inputs, strict=True):
             seen.append((item.site.name, vectors, width_in(projection)))
-        if isinstance(item.report, ModuleReport):
-            for head, share in enumerate(item.report.head_energy or ()):
-                if share < STARVED:
-                    starved.append((share, head, item.site.name))
     warnings = rounding((item.form for item in planned), compression.dk) + few_vectors(seen)
     for item in planned:
         if isinstance(item.report, ModuleReport) and item.report.breakdowns:
@@ -410,13 +382,6 @@ def warnings_of(
                 f"{item.site.name}: {item.report.breakdowns} sweeps of the solver met a singular system; {outcome}; "
                 "look at the module's error, or raise the damping"
             )
-    if starved:
-        share, head, name = min(starved)
-        warnings.append(
-            f"{len(starved)} heads keep less than {STARVED:.0%} of the energy of their scores; head {head} of {name} "
-            f"keeps {max(share, 0):.0%}: score your task, or pass a larger dk"
-            + (", or leave out equal heads" if compression.equal_heads else "")
-        )
     return warnings
 
 

@@ -6,7 +6,6 @@ the output projection separately. H heads, d head width, R shared width, T token
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import isfinite
 from typing import Any
 
 from collab_compress.architectures import DenseSite, ValueSite
@@ -70,30 +69,26 @@ class ModuleReport(PartReport):
 
     Args:
         dk: shared width R.
+        head_dim: width of one head, content bias included.
         weight_error: ‖T − T̂‖/‖T‖ over the stacked Wq·Wkᵀ.
         data_error: the same for the scores on calibration data, or None without.
-        break_even_length: number of tokens T* beyond which the converted scores cost more.
         sweeps: passes of the solver; 0 if exact.
         converged: whether the solver stopped because it made no more progress.
         seconds: time of the decomposition, others running at the same time.
         vectors: number of vectors in the moments, of query and of key inputs; 0 without data.
-        sizes: channels of each head in the per-head form, else None.
         breakdowns: sweeps of the solver that met a singular system. It continues with a shifted system or, if that
             fails, stops with the best factors so far.
-        head_energy: share of each head's score energy that the per-head form keeps, else None.
     """
 
     dk: int
+    head_dim: int
     weight_error: float
     data_error: float | None
-    break_even_length: float
     sweeps: int
     converged: bool
     seconds: float
     vectors: tuple[int, ...]
-    sizes: tuple[int, ...] | None = None
     breakdowns: int = 0
-    head_energy: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -177,7 +172,7 @@ class Report:
         sequences: number of calibration sequences, without those held back.
         warnings: texts that were cut or left out, modules that saw few vectors, solvers that broke down, and others.
         values: values of each converted module.
-        compression: as passed, or with the widths and the form that `keep` chose.
+        compression: as passed, or with the widths that `keep` chose.
         choice: which widths `keep` chose, and why; empty without `keep`.
         calibrating: seconds in which the model ran to gather moments.
         refits: refitted layers, in the order of the forward pass.
@@ -203,12 +198,9 @@ class Report:
         return {"dk": self.modules, "dv": self.values, "dff": self.feed_forward}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report in JSON types; an infinite break-even length becomes None."""
+        """Return the report in JSON types."""
         data = asdict(self)
         del data["compression"]
-        for module in data["modules"]:
-            if not isfinite(module["break_even_length"]):
-                module["break_even_length"] = None
         return data
 
     def to_frame(self) -> Any:
@@ -242,7 +234,6 @@ def module_report(
     length: int,
     seconds: float,
     vectors: tuple[int, ...],
-    head_energy: tuple[float, ...] | None = None,
 ) -> ModuleReport:
     """Return the report of one module's queries and keys; `vectors` counts the inputs of both in the moments."""
     widths, channels = site.widths, (site.width, site.key_value_width)
@@ -250,20 +241,18 @@ def module_report(
     return ModuleReport(
         name=site.name,
         dk=form.rank,
+        head_dim=form.width,
         weight_error=result.weight_error,
         data_error=result.data_error,
         parameters_before=dense_parameters(widths, channels, biases),
         parameters_after=form.parameters(widths),
         macs_before=dense_macs(widths, channels, length),
         macs_after=form.macs(widths, length),
-        break_even_length=form.break_even(widths),
         sweeps=result.sweeps,
         converged=result.converged,
         seconds=seconds,
         vectors=vectors,
-        sizes=form.head_sizes,
         breakdowns=result.breakdowns,
-        head_energy=head_energy,
     )
 
 

@@ -7,6 +7,7 @@ that the ridge makes small are given up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, isfinite, sqrt
 from typing import NamedTuple, TypeAlias
@@ -23,6 +24,9 @@ FAST_SWEEPS = 36
 MOST_SWEEPS = 200  # limit of a run without a number of sweeps, which goes on beyond `SWEEPS` while that pays
 TOLERANCE = 2e-4
 EXACT = 1e-7  # lower errors are rounding: the squares cancel
+STEPS = 5  # in which heads come to read fewer components
+STEP_SWEEPS = 3  # after each of these steps but the last
+LAST_SWEEPS = 20
 WINDOW = 3  # sweeps over which progress is averaged before it counts as stalled
 # A sweep that moves the point by less, relative to its length, has reached a fixed point: further differences of
 # points are mostly rounding, and directions built on them would amplify it.
@@ -111,6 +115,8 @@ def als(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
     heads, values = singular_channels(HeadTensor(tensor.query / norm**0.25, tensor.key / norm**0.25))
     run = _Run(Channels.of(heads), values, rank, options)
     run.descend()
+    if options.reads is not None and options.reads < rank:
+        run.thin(options.reads, values)
     query, mixing, key = (part.double() for part in (run.best.query, run.best.mixing, run.best.key))
     factors = Factors(heads.flat_query @ query * norm**0.25, mixing, heads.flat_key @ key * norm**0.25)
     return Solution(factors, run.sweeps, run.converged, run.breakdowns)
@@ -148,7 +154,14 @@ class Memory:
 
 
 def make_sweep(
-    channels: Channels, point: Iterate, last: Last | None, *, ridge: float, shift: float, memory: Memory
+    channels: Channels,
+    point: Iterate,
+    last: Last | None,
+    *,
+    ridge: float,
+    shift: float,
+    memory: Memory,
+    reads: Tensor | None = None,
 ) -> Sweep:
     """Sweep from a point in the channels' dtype; without a last sweep the line goes along the step.
 
@@ -156,7 +169,7 @@ def make_sweep(
     needed.
     """
     blocks = memory.unused(point.values)
-    swept = point.swept(channels, ridge, shift, blocks[0])
+    swept = point.swept(channels, ridge, shift, blocks[0], reads)
     direction = step = swept.plus(point, -1.0, blocks[1])
     if last is not None:  # Polak-Ribière; a weight of 0 restarts
         last_step, last_direction = last
@@ -186,6 +199,7 @@ class _Run:
         self.converged = self.lowest < EXACT
         self.breakdowns = 0
         self.last: Last | None = None
+        self.reads: Tensor | None = None  # components that each head reads, (H, k); None for all
 
     def descend(self) -> None:
         """Sweep until the error is rounding, progress stalls, sweeps are used up or none is possible."""
@@ -208,9 +222,48 @@ class _Run:
             resting = self.last is None
             if ridge == 0.0:
                 recent.append(error)
-            stalled = len(recent) > WINDOW and recent[-1 - WINDOW] - error < WINDOW * self.tolerance * error
-            self.converged |= ridge == 0.0 and (resting or stalled)
+            self.converged |= ridge == 0.0 and (resting or self._is_stalled(recent))
             faded = faded or resting
+
+    def thin(self, reads: int, values: Tensor) -> None:
+        """Let each head read only `reads` components, those it would lose most without; sweep between the steps.
+
+        If separate heads of equal width, the best truncation of each head, are better, start from those instead.
+
+        Args:
+            reads: k, less than R.
+            values: singular values of the heads, (H, r).
+        """
+        rank = self.rank
+        self._restrict(self.best, [round(rank * (reads / rank) ** (step / STEPS)) for step in range(1, STEPS + 1)])
+        heads = self.point.heads
+        separate, mixing = one_hot(strongest(values, min(rank, heads * reads), equal=True), values, rank)
+        start = Iterate.at(Direction.of(self.channels, separate, mixing, separate))
+        if start.relative_error(self.channels) < self.lowest:
+            thinned = self.lowest, self.best
+            self._restrict(start, [reads])
+            if thinned[0] < self.lowest:
+                self.lowest, self.best = thinned
+
+    def _restrict(self, start: Direction, counts: Sequence[int]) -> None:
+        """Sweep from a point while heads read fewer components, by these numbers in turn; keep the best result."""
+        self.point, self.reads = Iterate.at(start), None
+        for count in counts:
+            self.reads = self.point.strongest_reads(count, self.reads)
+            self.point, self.last = self.point.read_by(self.channels, self.reads), None
+            self._keep(self.point.relative_error(self.channels))
+            recent = [self.lowest]
+            for _ in range(LAST_SWEEPS if count == counts[-1] else STEP_SWEEPS):
+                error = self._advance(self.channels, 0.0)
+                if error is None or self.last is None:
+                    break
+                recent.append(error)
+                if self._is_stalled(recent):
+                    break
+
+    def _is_stalled(self, recent: Sequence[float]) -> bool:
+        """Return whether the last of these errors have fallen by less than the tolerance a sweep."""
+        return len(recent) > WINDOW and recent[-1 - WINDOW] - recent[-1] < WINDOW * self.tolerance * recent[-1]
 
     def _resize(self, width: int, channels: Channels) -> None:
         """Give the point more or fewer components."""
@@ -227,7 +280,9 @@ class _Run:
             self.point = Iterate.at(self.point.seen_by(channels))
             self.last = self.last and (self.last[0].seen_by(channels), self.last[1].seen_by(channels))
         for shift in SHIFTS:
-            sweep = make_sweep(channels, self.point, self.last, ridge=ridge, shift=shift, memory=self.memory)
+            sweep = make_sweep(
+                channels, self.point, self.last, ridge=ridge, shift=shift, memory=self.memory, reads=self.reads
+            )
             if isfinite(sum(sweep.squared + sweep.penalised)):
                 break
             self.breakdowns += shift == SHIFT

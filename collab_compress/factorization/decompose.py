@@ -14,11 +14,11 @@ from collab_compress.factorization.als import als
 from collab_compress.factorization.factors import Factorization, HeadTensor, Progress, Solution, SolverOptions
 from collab_compress.factorization.moments import Moments, Weighting
 from collab_compress.factorization.parafac import parafac
-from collab_compress.factorization.truncation import concatenation, per_head
+from collab_compress.factorization.truncation import concatenation
 
 Solver = Callable[[HeadTensor, int, SolverOptions], Solution]
 
-SOLVERS: dict[str, Solver] = {"als": als, "parafac": parafac, "per-head": per_head}
+SOLVERS: dict[str, Solver] = {"als": als, "parafac": parafac}
 
 
 def factorize(
@@ -37,7 +37,7 @@ def factorize(
     centre: bool | None = None,
     device: torch.device | str | None = None,
     progress: Progress | None = None,
-    equal: bool = False,
+    reads: int | None = None,
     head_weights: Tensor | None = None,
 ) -> Factorization:
     r"""Factor the heads' query-key products into shared projections and a mixing matrix.
@@ -58,7 +58,7 @@ def factorize(
         query_bias: $b_i$, (H, d), or None.
         query_moments: moments of the query projection's inputs, width Dq, or None for no weighting there.
         key_moments: moments of the key projection's inputs, width Dk, or None for no weighting there.
-        solver: a name in `SOLVERS`; "per-head" shares no channel between heads.
+        solver: a name in `SOLVERS`.
         seed: seed of random starts.
         sweeps: most passes over the three factors; None for the solver's default.
         tolerance: as in `SolverOptions`; None for the solver's default.
@@ -68,7 +68,8 @@ def factorize(
         device: device of the work and of the result, with float64; None for the device of `query`, or for the CPU
             where that has no float64.
         progress: called with the sweep's number and the relative error so far.
-        equal: with "per-head", whether all heads get equally many channels instead of the best number for each.
+        reads: number k of channels that each head reads, for "als": its row of the mixing matrix has at most k
+            entries that are not zero. None for all R; at H·d channels, d are exact.
         head_weights: $w_i > 0$, (H,): the error that is minimised is $\sum_i w_i^2 \|T_i - \hat T_i\|^2$, weighted
             where moments are given. None weighs all heads alike.
 
@@ -77,7 +78,8 @@ def factorize(
 
     Raises:
         ValueError: a shape does not fit, a value is not finite or too large, the rank is out of range, the solver
-            is unknown, the moments are singular, or a singular value decomposition fails.
+            is unknown or lets each head read all channels, the moments are singular, or a singular value
+            decomposition fails.
     """
     if solver not in SOLVERS:
         raise ValueError(f"unknown solver: got {solver!r}, expected one of {', '.join(sorted(SOLVERS))}")
@@ -91,12 +93,13 @@ def factorize(
         raise ValueError(f"sweeps is out of range: got {sweeps}, expected 1 or more")
     content_bias = None if bias is None else torch.einsum("hkd,hd->hk", tensor.key, bias)
     has_data = query_moments is not None or key_moments is not None
-    if rank == tensor.full_rank:
+    if reads is not None and (reads < 1 or solver != "als"):
+        raise ValueError(f"reads is out of range: got {reads} with solver {solver!r}, expected 1 or more, with 'als'")
+    if rank == tensor.full_rank and (reads is None or reads >= tensor.head_width):
         return Factorization(
             factors=replace(concatenation(tensor), content_bias=content_bias),
             sweeps=0,
             converged=True,
-            sizes=(tensor.head_width,) * tensor.heads,
             weight_error=0.0,
             data_error=0.0 if has_data else None,
         )
@@ -113,7 +116,7 @@ def factorize(
         head_weights = head_weights.to(device, torch.float64)[:, None]
         weighted = HeadTensor(weighted.query * head_weights[:, None], weighted.key)
     try:
-        solution = SOLVERS[solver](weighted, rank, SolverOptions(sweeps, tolerance, seed, progress, equal))
+        solution = SOLVERS[solver](weighted, rank, SolverOptions(sweeps, tolerance, seed, progress, reads))
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise ValueError(f"the singular value decomposition of the heads failed: {error}") from error
     factors = solution.factors
@@ -131,7 +134,6 @@ def factorize(
         sweeps=solution.sweeps,
         converged=solution.converged,
         breakdowns=solution.breakdowns,
-        sizes=solution.sizes,
         weight_error=weight_error,
         data_error=weighted.relative_error(solution.factors) if has_data else None,
     )

@@ -191,14 +191,14 @@ class SolverOptions:
             error by less than this); None for the solver's default.
         seed: seed of random starts; solvers that start deterministically ignore it.
         progress: called after every sweep with the sweep's number and the relative error so far.
-        equal: whether heads that share no channels are to be equally wide.
+        reads: number k of components that each head reads; None for all R.
     """
 
     sweeps: int | None = None
     tolerance: float | None = None
     seed: int = 0
     progress: Progress | None = None
-    equal: bool = False
+    reads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -211,14 +211,12 @@ class Solution:
         converged: whether the tolerance, rather than the number of sweeps, ended the run.
         breakdowns: number of sweeps that met a system that could not be solved. Each is tried again on a
             slightly different system; a run that cannot go on ends with the best factors so far, not converged.
-        sizes: channels of each head, side by side, where no channel is shared; else None.
     """
 
     factors: Factors
     sweeps: int
     converged: bool
     breakdowns: int = 0
-    sizes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,7 +150,14 @@ class Iterate(Direction):
         squared = self.grams.prod(0).sum()
         return float((1 - 2 * inner + squared).clamp_min(0).sqrt())
 
-    def swept(self, channels: Channels, ridge: float, shift: float = SHIFT, out: Tensor | None = None) -> Direction:
+    def swept(
+        self,
+        channels: Channels,
+        ridge: float,
+        shift: float = SHIFT,
+        out: Tensor | None = None,
+        reads: Tensor | None = None,
+    ) -> Direction:
         """Return the point after least squares for mixing, query, mixing again, and key.
 
         The mixing matrix costs next to nothing, and solving it before either projection saves about a
@@ -161,18 +168,19 @@ class Iterate(Direction):
             ridge: weight of the factors' squared norms beside the squared error.
             shift: as in `solve_normal_equations`; NaNs in the result mean that a system was singular all the same.
             out: memory for the values.
+            reads: components that each head reads, (H, k); None for all.
         """
         swept = Direction(torch.empty_like(self.values) if out is None else out, self.heads)
         query, key, mixing, projected_query, projected_key, mixing_copy = swept.parts
         query_gram, _, key_gram = self.grams
         right = channels.mixing_mttkrp(self.projected_query, self.projected_key)
-        solve_normal_equations(query_gram * key_gram, right, ridge, shift, out=mixing)
+        solve_mixing(query_gram * key_gram, right, ridge, shift, mixing, reads)
         right = channels.mttkrp(mixing, self.projected_key)
         solve_normal_equations(key_gram * (mixing.mT @ mixing), right, ridge, shift, out=query)
         channels.project_query(query, out=projected_query)
         query_gram = query.mT @ projected_query
         right = channels.mixing_mttkrp(projected_query, self.projected_key)
-        solve_normal_equations(query_gram * key_gram, right, ridge, shift, out=mixing)
+        solve_mixing(query_gram * key_gram, right, ridge, shift, mixing, reads)
         right = channels.mttkrp(mixing, projected_query)
         solve_normal_equations(query_gram * (mixing.mT @ mixing), right, ridge, shift, out=key)
         channels.project_key(key, out=projected_key)
@@ -212,6 +220,60 @@ class Iterate(Direction):
         alive = squares[order] > DEAD**2 * squares[order].median()
         return Iterate.at(Direction(self.values[:, order[alive].sort().values], self.heads))
 
+    def read_by(self, channels: Channels, reads: Tensor) -> Iterate:
+        """Return the point with the best mixing matrix whose head i reads the components `reads[i]`, (H, k)."""
+        point = Direction(self.values.clone(), self.heads)
+        query_gram, _, key_gram = self.grams
+        right = channels.mixing_mttkrp(self.projected_query, self.projected_key)
+        solve_mixing(query_gram * key_gram, right, 0.0, SHIFT, point.mixing, reads)
+        point.parts[-1].copy_(point.mixing)
+        return Iterate.at(point)
+
+    def strongest_reads(self, count: int, reads: Tensor | None = None) -> Tensor:
+        r"""Return the components, (H, count), that each head loses most by not reading, of those it reads.
+
+        With G the Gram matrix of the components that head i reads, $G = (\tilde W_Q^\top \tilde W_Q) \circ
+        (\tilde W_K^\top \tilde W_K)$, the squared error grows by $m_{ir}^2 / (G^{-1})_{rr}$ if it no longer reads r,
+        once its other entries are fitted again.
+        """
+        rank = self.mixing.shape[1]
+        if reads is None:
+            reads = torch.arange(rank, device=self.mixing.device).expand(self.heads, rank)
+        query_gram, _, key_gram = self.grams
+        gram = submatrices((query_gram * key_gram).double(), reads)
+        scale = gram.diagonal(dim1=1, dim2=2).clamp_min(torch.finfo(gram.dtype).tiny).rsqrt()
+        gram = gram * scale[:, :, None] * scale[:, None]
+        gram.diagonal(dim1=1, dim2=2).add_(1e-12 * rank)
+        inverse = torch.linalg.inv(gram).diagonal(dim1=1, dim2=2) * scale.square()
+        losses = self.mixing.gather(1, reads).square() / inverse
+        return reads.gather(1, losses.topk(count, 1).indices).sort(1).values
+
+
+def submatrices(gram: Tensor, reads: Tensor) -> Tensor:
+    """Return the rows and columns `reads` (H, k) of a matrix (R, R) for each head, (H, k, k)."""
+    return gram[reads[:, :, None], reads[:, None]]
+
+
+def solve_mixing(
+    gram: Tensor, right: Tensor, ridge: float, shift: float, out: Tensor, reads: Tensor | None = None
+) -> None:
+    """Solve for the mixing matrix (H, R), written to `out`: zero where a head does not read a component.
+
+    Args:
+        gram: of the components, (R, R).
+        right: (H, R).
+        ridge: as for `solve_normal_equations`.
+        shift: likewise.
+        out: memory for the mixing matrix.
+        reads: components that each head reads, (H, k); None for all.
+    """
+    if reads is None:
+        solve_normal_equations(gram, right, ridge, shift, out=out)
+        return
+    rows = right.gather(1, reads).unsqueeze(1)  # (H, 1, k)
+    solution = solve_normal_equations(submatrices(gram, reads), rows, ridge, shift)
+    out.zero_().scatter_(1, reads, solution.squeeze(1))
+
 
 def solve_normal_equations(
     gram: Tensor, right: Tensor, ridge: float, shift: float = SHIFT, out: Tensor | None = None
@@ -219,29 +281,30 @@ def solve_normal_equations(
     """Return X minimising the quadratic whose normal equations are X (gram + ridge·I) = right; solved in float64.
 
     Args:
-        gram: positive semidefinite, possibly singular, (R, R).
-        right: (n, R).
+        gram: positive semidefinite, possibly singular, (R, R), or several, (H, R, R).
+        right: (n, R), or (H, n, R).
         ridge: added to the diagonal.
         shift: added to the diagonal once it is scaled to 1, in units of R times the rounding of one number.
         out: memory for X; None for new memory.
 
     Returns:
-        (n, R); all NaN where even the shifted system has no Cholesky factorization, so that no device is waited for.
+        As `right`; all NaN where even the shifted system has no Cholesky factorization, so that no device is waited
+        for.
     """
     system = gram.to(torch.float64, copy=True)
-    diagonal = system.diagonal()
+    diagonal = system.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(ridge)
     # With a unit diagonal, one small shift covers the rounding of components of every size.
     scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt()
-    system *= scale[:, None] * scale
-    diagonal.add_(shift * ROUNDING[gram.dtype] * len(gram))
+    system *= scale[..., :, None] * scale[..., None, :]
+    diagonal.add_(shift * ROUNDING[gram.dtype] * gram.shape[-1])
     root, info = torch.linalg.cholesky_ex(system)
-    scale = torch.where(info == 0, scale, torch.nan)
-    if len(right) < len(gram):
+    scale = torch.where(info[..., None] == 0, scale, torch.nan).unsqueeze(-2)  # of columns
+    if right.shape[-2] < right.shape[-1]:
         solution = (torch.cholesky_solve((right * scale).mT, root).mT * scale).to(right.dtype)
         return solution if out is None else out.copy_(solution)
     # With many right-hand sides one product costs less than two triangular solves.
-    inverse = torch.cholesky_inverse(root).mul_(scale[:, None] * scale)
+    inverse = torch.cholesky_inverse(root).mul_(scale.mT * scale)
     return torch.matmul(right, inverse.to(right.dtype), out=out)
 
 

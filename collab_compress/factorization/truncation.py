@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from collab_compress.factorization.factors import Factors, HeadTensor, Solution, SolverOptions
+from collab_compress.factorization.factors import Factors, HeadTensor
 
 
 def concatenation(tensor: HeadTensor) -> Factors:
@@ -71,26 +71,3 @@ def singular_channels(tensor: HeadTensor) -> tuple[HeadTensor, Tensor]:
     left, values, right = torch.linalg.svd(query_core @ key_core.mT, full_matrices=False)
     root = values.sqrt()[:, None]
     return HeadTensor(query_basis @ (left * root), key_basis @ (right.mT * root)), values
-
-
-def per_head(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
-    r"""Share out R channels among the heads, none of them shared.
-
-    The mixing matrix is one-hot, as in figure 2b of "Multi-Head Attention: Collaborate Instead of Concatenate"
-    with heads of different sizes $r_i$, $\sum_i r_i = R$. For given sizes each $\hat T_i$ is the truncated
-    singular value decomposition of $T_i$ (Eckart and Young), so the sizes with the lowest error are those of the R
-    largest singular values over all heads: no iteration is needed.
-
-    Args:
-        tensor: the heads, weighted where inputs matter.
-        rank: R, from 1 to H·d.
-        options: with `equal` all sizes are the same, up to one.
-
-    Returns:
-        Factors whose channels are sorted by head, and the sizes $r_i$; a size may be 0.
-    """
-    factors = truncation(tensor, rank, options.equal)
-    heads, order = factors.mixing.argmax(0).sort(stable=True)
-    factors = Factors(factors.query[:, order], factors.mixing[:, order], factors.key[:, order])
-    sizes = torch.bincount(heads, minlength=tensor.heads)
-    return Solution(factors, sweeps=0, converged=True, sizes=tuple(sizes.tolist()))

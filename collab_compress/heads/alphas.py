@@ -64,7 +64,6 @@ class AlphasEdit:
 
     modules: dict[str, int]
     kind: ClassVar[str] = "alphas"
-    implementations: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Describe the edit in JSON types."""

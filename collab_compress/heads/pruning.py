@@ -83,7 +83,6 @@ class PrunedEdit:
 
     modules: dict[str, KeptHeads]
     kind: ClassVar[str] = "pruned"
-    implementations: ClassVar[tuple[str, ...]] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Describe the edit in JSON types."""

@@ -23,9 +23,9 @@ Pair: TypeAlias = tuple[Head, Head]
 
 @dataclass(frozen=True, eq=False)
 class HeadBlock:
-    """A slice, `start` to `stop` along `dim`, of a parameter that belongs to one head."""
+    """A slice, `start` to `stop` along `dim`, of a parameter or buffer that belongs to one head."""
 
-    parameter: nn.Parameter
+    parameter: Tensor
     dim: int
     start: int
     stop: int
@@ -42,9 +42,8 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
     """List the parameter slices from which a head computes its output, in the same order for all heads of one form.
 
     Not the output projection. In the dense form: its rows of the query, key and value weights and biases. In the
-    collaborative form, where heads share queries and keys: its row of the mixing matrix, its content bias, and its
-    rows of the value weight and bias. In the per-head form: its rows of queries and keys instead of a row of the
-    mixing matrix.
+    collaborative form, where heads share queries and keys: its mixing weights with the numbers of the channels that
+    it reads, its content bias, and its rows of the value weight and bias.
 
     Raises:
         HeadError: the module has no such head, or its parameters do not hold it, as in FSDP1 and ZeRO-3.
@@ -73,8 +72,9 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
         refuse_split(site.name, block.parameter)
         shape = tuple(block.parameter.shape)
         fits = len(shape) > block.dim and shape[block.dim] >= block.stop
-        # A parametrized weight is no parameter: it is computed anew in each forward pass.
-        if not (fits and isinstance(block.parameter, nn.Parameter) and block.parameter.is_floating_point()):
+        # A parametrized weight is no parameter: it is computed anew in each forward pass. Whole numbers are indices.
+        is_weight = isinstance(block.parameter, nn.Parameter) and block.parameter.is_floating_point()
+        if not fits or not (is_weight or block.parameter.dtype == torch.int64):
             raise HeadError(
                 f"{site.name}: weights of shape {shape} and type {block.parameter.dtype} do not hold head {head} at "
                 f"{block.start}:{block.stop} of dimension {block.dim}; gather sharded parameters, undo quantization "
@@ -231,13 +231,13 @@ def _check_alike(block: HeadBlock, names: Collection[str], other_names: Collecti
         )
 
 
-def _head_tensors(parameter: nn.Parameter, state: Any) -> dict[str, Tensor]:
+def _head_tensors(parameter: Tensor, state: Any) -> dict[str, Tensor]:
     """Return the parameter, its gradient and its optimizer state, named for messages."""
     gradient = {} if parameter.grad is None else {"a gradient": parameter.grad}
     return {"weights": parameter, **gradient, **_state_tensors(parameter, state)}
 
 
-def _state_tensors(parameter: nn.Parameter, state: Any) -> dict[str, Tensor]:
+def _state_tensors(parameter: Tensor, state: Any) -> dict[str, Tensor]:
     """Return the optimizer state of the parameter's shape, named for messages."""
     tensors = {}
     for name, tensor in state.get(parameter, {}).items():

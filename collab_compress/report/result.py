@@ -33,8 +33,6 @@ GLOSSARY = {
     "much of a layer's output a given width can keep; the relative error is then √(1 − share).",
     "drift": "The relative change of the model's outputs: the norm of the difference, divided by the norm of the "
     "original outputs.",
-    "T*": "The break-even length: with more tokens than this, converted attention takes more operations than dense "
-    "attention.",
     "SVCCA": "Singular vector canonical correlation analysis: the mean correlation of the linear combinations of two "
     "heads' outputs that correlate most. 0: unrelated; 1: each head is a linear function of the other.",
     "CKA": "Centred kernel alignment: whether two heads give the same pairs of tokens similar outputs. 0: unrelated; "

@@ -1,9 +1,8 @@
-"""Section on the cost of layers: parameters, operations, T*, measured latency."""
+"""Section on the cost of layers: parameters, operations, measured latency."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from math import inf
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -60,15 +59,14 @@ def cost(context: ReportContext) -> Section:
     return Section(
         "cost",
         "What a layer costs",
-        f"For {subject}; a part that is not converted costs the same in both forms. T* is the break-even length: "
-        "beyond it converted scores take more operations than dense ones; narrow values and feed-forward blocks take "
-        "fewer at any length. Latencies are of whole attention modules on this machine, dense and converted in "
-        f"turns, medians of {options.rounds} rounds." + note,
+        f"For {subject}; a part that is not converted costs the same in both forms. Latencies are of whole "
+        f"attention modules on this machine, dense and converted in turns, medians of {options.rounds} rounds."
+        + note,
         "Collaborate, section 3.4",
         tables,
         pictures,
         highlights=_highlights(parts, ratios),
-        actions=_latency_actions(ratios, modules),
+        actions=_latency_actions(ratios),
     )
 
 
@@ -90,11 +88,8 @@ def _module_tables(
     if any(module.scores.width for module in modules):
         records = []
         for module in modules:
-            limit = module.scores.break_even_length
             record: dict[str, Cell] = {"layer": context.label(module.name), "module": module.name}
-            record["form"] = module.form if module.scores.width else "dense"
             record |= {"dk": module.scores.width, **_cost_cells(module.scores)}
-            record["T* [tokens]"] = "any" if limit == inf else limit and int(limit)
             records.append(record | _cache_cells("key", module.scores))
         yield Table.of("modules", "Queries and keys of each attention module", records)
     if any(module.values.width for module in modules):
@@ -175,8 +170,8 @@ def _operations(context: ReportContext, widths: Mapping[str, Any], with_blocks: 
             counted.setdefault(part, []).append(_mega_macs(costs))
     return Curves(
         "Operations over length",
-        "Where the curves cross is T*; right of it the converted form does more arithmetic.",
-        "Collaborate, section 3.4; T*: this package (docs/method.md)",
+        "On long inputs most operations are those of the scores, whose number falls with the width of heads alone.",
+        "Collaborate, section 3.4",
         [_two_curves(part, COUNTED, pairs) for part, pairs in counted.items()],
         x_label="T, tokens",
         y_label="million multiply-accumulates a sequence",
@@ -279,11 +274,8 @@ def _highlights(parts: Mapping[str, list[MapCost]], ratios: Mapping[int, float])
             continue
         before = sum(cost.dense.parameters for cost in costs)
         after = sum(cost.converted.parameters for cost in costs)
-        shortest = min(cost.break_even_length for cost in costs if cost.break_even_length is not None)
-        until = "at any length" if shortest == inf else f"up to T* = {shortest:.0f} tokens"
         lines.append(
-            f"{part.capitalize()}: {before:,} parameters dense, {after:,} at {WIDTHS[part]} = "
-            f"{width_range(widths)}; fewer operations {until}."
+            f"{part.capitalize()}: {before:,} parameters dense, {after:,} at {WIDTHS[part]} = {width_range(widths)}."
         )
     if ratios:
         longest = max(ratios)
@@ -293,13 +285,11 @@ def _highlights(parts: Mapping[str, list[MapCost]], ratios: Mapping[int, float])
     return lines
 
 
-def _latency_actions(ratios: Mapping[int, float], modules: Sequence[ModuleCost]) -> list[str]:
+def _latency_actions(ratios: Mapping[int, float]) -> list[str]:
     """Return the lengths at which conversion is faster, and what to do at the others."""
     if not ratios:
         return []
     slower = [str(length) for length, ratio in ratios.items() if ratio > 1]
     times = ", ".join(f"{ratio:.2f} at {length} tokens" for length, ratio in ratios.items())
-    is_limited = any(module.scores.break_even_length not in (None, inf) for module in modules)
-    remedy = "use --form per-head, or stay dense" if is_limited else "stay dense"
-    advice = f"at {', '.join(slower)} {remedy}" if slower else "it pays at all of these"
+    advice = f"at {', '.join(slower)} stay dense" if slower else "it pays at all of these"
     return [f"Time of converted attention over dense attention, without the rest of the model: {times}; {advice}."]
