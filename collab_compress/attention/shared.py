@@ -124,17 +124,15 @@ class SharedScores(ScoreForm):
 
     def heads_of(self, module: Any, query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """Return queries (B, H, T, w) and keys (B, H, S, w), as `ScoreForm.heads_of`."""
-        weights, channels = module.mixing.to(query.dtype), module.mixing_channels
-        if not self.content_bias:
-            query, key = _gathered(query, channels) * weights, _gathered(key, channels)
-            return query.transpose(1, 2), key.transpose(1, 2)
-        # Keys read their content bias, which lies behind the R channels, with a query of 1. A module that scales its
-        # queries itself calls with another factor than its own; the 1 then gets the quotient.
-        behind = torch.arange(self.rank, self.rank + self.heads, device=key.device)
-        key = _gathered(key, torch.cat([channels, behind[:, None]], 1))
-        ones = pad(torch.zeros_like(weights), (0, 1), value=scaling_of(module) / scaling)
-        query = torch.addcmul(ones, _gathered(query, pad(channels, (0, 1))), pad(weights, (0, 1)))
-        return query.transpose(1, 2), key.transpose(1, 2)
+        channels = module.mixing_channels
+        query = _gathered(query, channels) * module.mixing.to(query.dtype)  # (B, T, H, k)
+        if self.content_bias:
+            # Content biases lie behind the R channels of the keys; heads read them with a query of 1. A module that
+            # scales its queries itself calls with another factor than its own; the 1 then gets the quotient.
+            query = pad(query, (0, 1), value=scaling_of(module) / scaling)
+            behind = torch.arange(self.rank, self.rank + self.heads, device=key.device)
+            channels = torch.cat([channels, behind[:, None]], 1)
+        return query.transpose(1, 2), _gathered(key, channels).transpose(1, 2)
 
     def head_queries(self, module: Any, query: Tensor) -> Tensor:
         """Return what each head multiplies the R channels of the keys by, (B, T, H, R)."""
