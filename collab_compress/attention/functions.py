@@ -111,7 +111,8 @@ class _StockView:
     """A view of an edited attention module as stock functions read it: the config of its model, keys of each head."""
 
     def __init__(self, module: Any, has_key_per_head: bool) -> None:
-        self.module, self.config = module, getattr(module.config, "stock", module.config)
+        config = getattr(module, "config", None)
+        self.module, self.config = module, getattr(config, "stock", config)
         if has_key_per_head:
             self.num_key_value_groups = 1
 
