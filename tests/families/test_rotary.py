@@ -252,7 +252,7 @@ def test_a_module_alone_needs_its_angles(model):
     attention = converted.model.layers[0].self_attn
     if attention.k_proj.rotates:
         with pytest.raises(UnsupportedModelError, match="needs position_embeddings"):
-            attention.q_proj(torch.randn(1, 3, 32))
+            attention.k_proj(torch.randn(1, 3, 32))
 
 
 @pytest.mark.parametrize("name", ROTARY)
