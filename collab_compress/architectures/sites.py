@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures.families import FAMILIES, NORMALISED, AttentionFamily
-from collab_compress.errors import UnsupportedModelError
+from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.options import KINDS, Kind
 from collab_compress.transformers_parts import VERSIONS
 
@@ -261,7 +261,10 @@ def find_attention(model: nn.Module, modules: str = "*", kinds: Collection[Kind]
 
     Raises:
         UnsupportedModelError: unknown family; no module matches; a module lacks an attribute its family promises.
+        HeadError: `kinds` is no collection, as ("encoder",) is.
     """
+    if not isinstance(kinds, Collection) or isinstance(kinds, str):
+        raise HeadError(f"kinds is {kinds!r}; expected a tuple of some of {', '.join(KINDS)}, as ('encoder',)")
     model = transformers_model(model)
     owners = _owners(model)
     described = _described(owners)

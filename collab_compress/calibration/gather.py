@@ -185,6 +185,16 @@ def unpadded(values: Tensor, mask: Tensor | None) -> Tensor:
     return vectors[resized.flatten().to(vectors.device)]
 
 
+def as_batch(batch: Any) -> Batch:
+    """Return a batch as a dict, or raise a CalibrationError: iterating over a single batch yields its names."""
+    if not isinstance(batch, Mapping):
+        raise CalibrationError(
+            f"a batch is {batch!r:.80}; expected keyword arguments of the model, as {{'input_ids': …}}; pass several "
+            "batches, or [batch] for a single one"
+        )
+    return dict(batch)
+
+
 def run_batch(model: PreTrainedModel, batch: Batch) -> Any:
     """Run the model on one batch, moved to its device.
 
