@@ -338,7 +338,7 @@ def _draw_schedules(results: Results) -> Pictures:
     """Draw the schedules of DropHead's probability; no record is needed."""
     points = []
     for name, schedule in SCHEDULES.items():
-        points += [Point("", name, step, schedule(step / 100, 0.1, 0.2, 0.2)) for step in range(101)]
+        points += [Point("", name, step, 0.2 * schedule(step / 100, 0.1)) for step in range(101)]
     title, reading = "Probability of DropHead while training", "For p = 0.2 and warmup over a tenth of training."
     return _curves(points, title, reading, "steps, %", "probability", bottom=0.0)
 
