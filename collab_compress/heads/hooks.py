@@ -262,8 +262,8 @@ class HeadMask(HeadHooks):
         sites = find_attention(model, kinds=kinds)
         self.heads = {site.name: site.heads for site in sites}
         self._masks = self._checked({} if masks is None else masks)
-        self._add(sites)
-        self._handle = model.register_forward_pre_hook(_refuse_head_mask, with_kwargs=True)
+        self._handle = transformers_model(model).register_forward_pre_hook(_refuse_head_mask, with_kwargs=True)
+        self._add(sites)  # which removes everything if it fails
 
     def remove(self) -> None:
         """Remove the masks from the model."""

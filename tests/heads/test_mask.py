@@ -210,6 +210,11 @@ def test_head_mask_in_a_call_is_refused_while_heads_are_masked(family, make_tiny
     with HeadMask(model), pytest.raises(HeadError, match=f"{type(model).__name__} got head_mask=, which Trans"):
         model(**batch, head_mask=torch.zeros(2, 3))
     assert not model._forward_pre_hooks
+    if family == "bert":
+        model.config._attn_implementation = "flash_attention_2"
+        with pytest.raises(UnsupportedModelError, match="has hooks on its heads"):
+            HeadMask(model)
+        assert not model._forward_pre_hooks  # of masks that could not be set up
 
 
 @pytest.mark.parametrize(
