@@ -69,7 +69,6 @@ class Record(BaseModel):
     parameters: Natural | None = None
     recipe: Settings = Settings()
     metrics: dict[str, dict[str, Any]] = {}
-    seconds: float | None = None
     history: list[dict[str, Any]] | None = None
     measures: dict[str, dict[str, Any]] | None = None
     environment: dict[str, Any] = {}
@@ -121,7 +120,6 @@ class Result:
     recipe: Mapping[str, Any] = field(repr=False)  # the settings that decide the score at this stage
     place: str  # path of the record, or file and line
     metrics: Mapping[str, Any] = field(default_factory=dict, repr=False)  # split → metric → number
-    seconds: float | None = None  # duration of the stage
     history: Sequence[Mapping[str, Any]] = field(default=(), repr=False)  # the Trainer's log
     measures: Mapping[str, Any] = field(default_factory=dict, repr=False)  # name → numbers, by kind and layer
     examples: Examples = field(default_factory=dict, repr=False)  # outcomes of single examples, where they are known
@@ -201,7 +199,6 @@ def _result(place: str, record: Record, model: str) -> Result:
         recipe={name: _deciding(name, value) for name, value in recipe.items() if name in deciding},
         place=place,
         metrics=mapped(_number, record.metrics),
-        seconds=record.seconds,
         history=mapped(_number, record.history or []),
         measures=mapped(_number, record.measures or {}),
         revision=None if revision == "unknown" else revision,
