@@ -392,7 +392,7 @@ def keep_logs(trainer: Trainer, recipe: Recipe, folder: Path) -> list[TrainerCal
     Returns:
         The callbacks of the recipe's trackers.
     """
-    trainer.args.run_name = f"{recipe.task}-{recipe.method}-seed{recipe.seed}-{folder.name}"
+    trainer.args.run_name = f"{recipe.task}-{recipe.method_name}-seed{recipe.seed}-{folder.name}"
     classes = tuple(get_reporting_integration_callbacks(trainer.args.report_to))
     reporting = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, classes)]
     for callback in reporting:
