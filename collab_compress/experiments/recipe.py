@@ -292,8 +292,8 @@ class Recipe:
             )
         if self.method == PLAIN and self._acting:
             raise RecipeError(
-                f"method is {PLAIN}, the name of the baseline, but the recipe has {self._acting}; give another method, "
-                "or leave it out"
+                f"method is {PLAIN}, the name of the baseline, but the recipe has {self._acting}; give another "
+                "method, or leave it out"
             )
         for name in (self.method, self.conversion):
             if name is not None and (not name or "/" in name or name.startswith(".")):
@@ -502,7 +502,7 @@ class _Loader(yaml.SafeLoader):
     PyYAML reads YAML 1.1, where 010 is 8, 1:30 is 90, no is false, 1e-4 is a text and 2026-01-01 is a date.
     """
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}  # type: ignore[misc]
 
     def get_single_node(self) -> yaml.Node | None:
         """Read a document; its values are counted before PyYAML expands merged mappings (`<<`)."""
