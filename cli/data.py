@@ -143,7 +143,7 @@ def _check(task: Any, model: PreTrainedModel, tokenizer: Any) -> None:
             f"{type(model).__name__} does not answer {task.name}, which takes a sequence classifier of "
             f"{task.num_labels} outputs with its tokenizer; fine-tune one, or pass sentences by --data"
         )
-    task.check_label_order([label for _, label in sorted(config.id2label.items())], "the model")
+    task.check_classes([label for _, label in sorted(config.id2label.items())], "the model")
 
 
 def _predicted(model: PreTrainedModel, batch: Batch) -> Tensor:

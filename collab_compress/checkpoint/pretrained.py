@@ -137,12 +137,15 @@ def load_config(source: str | Path) -> Any:
     return config
 
 
-def load_model(model_class: Any, source: str | Path, **options: Any) -> tuple[Any, dict[str, Any]]:
+def load_model(
+    model_class: Any, source: str | Path, *, new_head: bool = False, **options: Any
+) -> tuple[Any, dict[str, Any]]:
     """Load a model from safetensors in its own folder.
 
     Args:
         model_class: a model class of Transformers, or an auto class.
         source: a model directory.
+        new_head: whether the head may have other shapes than the checkpoint's; such weights are then random.
         options: further ones of `from_pretrained`.
 
     Returns:
@@ -167,6 +170,8 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> tuple[An
     except Exception as error:
         _refuse_weights(source, _reason(error), error)
     for name, stored, expected in sorted(info["mismatched_keys"]):
+        if new_head and not name.startswith(f"{model.base_model_prefix}."):
+            continue
         _refuse_weights(source, f"{name} has shape {tuple(stored)}, the config makes it {tuple(expected)}")
     unread = _unread(model, info["unexpected_keys"])
     if unread:

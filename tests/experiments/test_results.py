@@ -14,8 +14,8 @@ from tiny_recipes import make_record
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_sweep
-from collab_compress.experiments.comparison import Estimate, compare, estimate, without_nulls
-from collab_compress.experiments.outputs import read_records, record_lines
+from collab_compress.experiments.comparison import Estimate, compare, estimate
+from collab_compress.experiments.outputs import read_records, record_lines, without_nulls
 from collab_compress.experiments.papers import read_papers
 from collab_compress.experiments.recipe import Recipe, parse
 from collab_compress.experiments.results import read_results
@@ -384,6 +384,12 @@ def test_settings_that_differ_from_those_of_the_reference_are_noted(write, tmp_p
         ({"metrics": {"test": 5}}, r"metrics\.test is 5; expected a valid dictionary"),
         ({"measures": {"svcca": 5}}, r"measures\.svcca is 5; expected a valid dictionary"),
         ({"history": [{}, 5]}, r"history\.1 is 5; expected a valid dictionary"),
+        ({"history": [{"loss": "x"}]}, r"history has 'x'; expected a number"),
+        ({"measures": {"svcca": {"layers": {"encoder": "abc"}}}}, r"measures has 'abc'; expected a number"),
+        ({"metrics": {"test": {"f1": "x"}}}, r"metrics has 'x'; expected a number"),
+        ({"environment": {"revision": [["x"]]}}, r"environment\.revision is \[\['x'\]\]; expected a valid string"),
+        ({"environment": {"device": 3}}, r"environment\.device is 3; expected a valid string"),
+        ({"method": "\ud800"}, "cannot read the record .*surrogates not allowed"),
     ],
 )
 def test_malformed_records_are_named(write, tmp_path, change, message):
