@@ -19,6 +19,7 @@ from transformers import (
     MBart50Tokenizer,
     MBartTokenizer,
     NllbTokenizer,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaModel,
@@ -315,9 +316,12 @@ def test_a_limit_that_is_no_number_is_refused(words, minilm, limit, monkeypatch)
 
 
 def test_a_tokenizer_of_nothing_is_refused(words, minilm):
-    class Mute:
+    class Mute(PreTrainedTokenizerBase):
         all_special_ids: tuple[int, ...] = ()
         model_max_length = 9
+
+        def __init__(self):
+            pass
 
         def num_special_tokens_to_add(self):
             return 0
