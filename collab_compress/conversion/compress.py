@@ -66,7 +66,7 @@ from collab_compress.conversion.refit import (
 )
 from collab_compress.conversion.report import Drift, ModuleReport, Report, ValueReport
 from collab_compress.distributed import process_state
-from collab_compress.errors import CalibrationError, CompressionError
+from collab_compress.errors import CalibrationError, CompressionError, check_type
 from collab_compress.heads.sharding import refuse_unwritable
 from collab_compress.options import CalibrationOptions, Compression
 
@@ -121,6 +121,7 @@ def compress(
             quantized model.
         CalibrationError: calibration data is missing or unusable, or `calibrate` got another model or other options.
     """
+    check_type("compression", compression, Compression, CompressionError)
     if tokenizer is None:
         tokenizer = getattr(model, "tokenizer", None)  # of a SentenceTransformer
     model = transformers_model(model)
@@ -138,12 +139,13 @@ def compress(
             candidate, choice = _choose(job, placed)
             chosen, by_module = candidate.compression, candidate.modules
         converted = _convert_copy(job, chosen, by_module)
-        parameters_before = model.num_parameters()
+        parameters_before, ties = model.num_parameters(), tied_weights(model)
         feed_forward = [
             block_report(model, block, chosen.dff or block.width, job.data.length) for block in converted.blocks
         ]
         _install_conversion(model, converted)
-    warnings = (*data.notes, *converted.notes, *_warnings(job, chosen, converted))
+    untied = _untied(ties - tied_weights(model))
+    warnings = (*data.notes, *converted.notes, *untied, *_warnings(job, chosen, converted))
     if not distributed or process_state().is_main_process:
         for warning in warnings:
             _logger.warning(warning)
@@ -253,8 +255,9 @@ def _check_width(site: AttentionSite, name: str, width: int | None, projections:
     heads, channels = site.key_value_heads, min([site.head_width, *map(width_in, projections)])
     full = heads * channels
     if width is not None and width > full and width != site.key_value_width:
+        kind = "key–value heads" if heads < site.heads else "heads"
         raise CompressionError(
-            f"{site.name}: {name} is {width}, but {heads} heads × {channels} = {full} is exact already; pass {name} "
+            f"{site.name}: {name} is {width}, but {heads} {kind} × {channels} = {full} is exact already; pass {name} "
             f"between 1 and {full}"
         )
 
@@ -391,6 +394,25 @@ def _warnings(job: _Job, compression: Compression, converted: _Converted) -> lis
             "small score error; calibrate on data like yours, or leave out equal heads"
         )
     return warnings
+
+
+def tied_weights(model: PreTrainedModel) -> set[frozenset[str]]:
+    """Return the names of each parameter that several layers hold; a layer in several places counts once."""
+    names: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            names.setdefault(id(parameter), []).append(name)
+    return {frozenset(group) for group in names.values() if len(group) > 1}
+
+
+def _untied(groups: set[frozenset[str]]) -> list[str]:
+    """Return a warning of weights that were one and no longer are, or none."""
+    pairs = sorted(sorted(group)[:2] for group in groups)
+    return [
+        f"{len(pairs)} weights that several layers shared, such as {first} and {second}, are separate now, which "
+        "takes more parameters"
+        for first, second in pairs[:1]
+    ]
 
 
 def _narrower_blocks(job: _Job, compression: Compression) -> tuple[list[FeedForward], PretrainedConfig | None]:

@@ -164,9 +164,11 @@ def narrower_config(model: PreTrainedModel, blocks: Sequence[FeedForward], width
     built = _built_shapes(model, config)
     changed = {name for name, shape in built.items() if shape != before.get(name)}
     if changed != to_change or any(built[name] != wanted[name] for name in to_change):
+        absent = sorted(set(before) - set(wanted))
+        cause = f" (its {absent[0]} is missing, or shared with another layer)" if absent else ""
         raise UnsupportedModelError(
             f"no attribute of {type(model.config).__name__} sets the width of all {len(blocks)} feed-forward blocks "
-            f"of {type(model).__name__}, and of nothing else; leave out dff"
+            f"of {type(model).__name__}, and of nothing else{cause}; leave out dff"
         )
     return config
 

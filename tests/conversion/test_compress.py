@@ -25,6 +25,7 @@ from transformers import (
     BertPreTrainedModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaModel,
 )
 from transformers.models.bert.modeling_bert import BertEncoder
 
@@ -491,7 +492,7 @@ def test_sequences_and_length_decide_what_is_read(minilm, minilm_tokenizer, tmp_
     read = Compression(dk=384, modules="*layer.0*", solver=Solver(refit=False))
     report = compress(copy.deepcopy(minilm), read, texts, minilm_tokenizer)
     assert (report.sequences, report.drift.sequences) == (35, 5)
-    assert report.warnings == ()
+    assert [warning.partition(" in ")[0] for warning in report.warnings] == ["dk=384 saves nothing"]
     report = compress(
         copy.deepcopy(minilm),
         read,
@@ -859,3 +860,54 @@ def test_models_made_for_inference_are_refused(make_tiny):
     ):
         with pytest.raises(CollabCompressError, match=r"of BertModel was made inside torch\.inference_mode\(\)"):
             function()
+
+
+@pytest.mark.parametrize(
+    ("compression", "options", "error", "message"),
+    [
+        (12, {}, CompressionError, "compression is of type int: 12; expected Compression"),
+        ({"dk": 12}, {}, CompressionError, "compression is of type dict: .*; expected Compression"),
+        (None, {}, CompressionError, "compression is of type NoneType: None; expected Compression"),
+        (Compression(dk=8), {"calibration_options": {}}, CalibrationError, "calibration_options is of type dict: {}"),
+        (Compression(dk=8), {"tokenizer": "bert-base"}, CalibrationError, "tokenizer is of type str: 'bert-base'"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(compression, options, error, message, make_tiny, calibration):
+    with pytest.raises(error, match=message):
+        compress(make_tiny("bert"), compression, calibration, **options)
+
+
+@pytest.mark.parametrize(("heads", "dk", "rounded"), [(2, 16, ()), (1, 8, ()), (1, 4, ("dk 4 was rounded up to 8",))])
+def test_widths_that_save_nothing_are_warned_of(heads, dk, rounded, make_tiny):
+    model = grouped_queries(heads)
+    warnings = compress(model, Compression(dk=dk, dv=8 * heads), None).warnings
+    counted = f"its key–value heads × head width are {heads} × 8 = {8 * heads}, and"
+    expected = (*rounded, f"dk={8 * heads} saves nothing in 1 modules", f"dv={8 * heads} saves nothing in 1 modules")
+    assert all(text.startswith(start) for text, start in zip(warnings, expected, strict=True))
+    assert all(counted in text for text in warnings[len(rounded) :])
+
+
+def grouped_queries(key_value_heads):
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return LlamaModel(LlamaConfig(vocab_size=61, num_key_value_heads=key_value_heads, **sizes))
+
+
+def test_widths_beyond_grouped_queries_name_the_key_value_heads():
+    with pytest.raises(CompressionError, match="dk is 32, but 2 key–value heads × 8 = 16 is exact already"):
+        compress(grouped_queries(2), Compression(dk=32), None)
+
+
+def test_weights_that_layers_shared_are_said_to_be_separate(make_tiny, calibration):
+    model = make_tiny("bert")
+    first, second = (layer.attention.self for layer in model.encoder.layer[:2])
+    second.key.weight = first.key.weight
+    (warning,) = (text for text in compress(model, Compression(dk=8), calibration).warnings if "shared" in text)
+    names = [f"encoder.layer.{place}.attention.self.key.weight" for place in (0, 1)]
+    assert warning.startswith(f"1 weights that several layers shared, such as {names[0]} and {names[1]}, are sep")
+    unchanged = make_tiny("bert")
+    unchanged.encoder.layer[1] = unchanged.encoder.layer[0]  # one layer in two places stays one
+    assert not any("shared" in text for text in compress(unchanged, Compression(dk=8), calibration).warnings)
+    again = make_tiny("bert")
+    again.encoder.layer[1] = again.encoder.layer[0]
+    with pytest.raises(UnsupportedModelError, match=r"else \(its encoder\.layer\.1\..* is missing, or shared"):
+        compress(again, Compression(dff=8), calibration)
