@@ -32,7 +32,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from collab_compress.checkpoint.directory import COMPANIONS
 from collab_compress.checkpoint.edits import names_our_code
 from collab_compress.errors import CheckpointError, one_line
 
@@ -45,7 +44,8 @@ SHORT_NAMES = {
 }
 EMBEDDED = "minilm"
 EMBEDDED_REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
-FETCHED = ["*.safetensors", "*.txt", "README.md", *COMPANIONS]
+FETCHED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.spm", "*.codes", "*.tokenizer", "README.md"]
+FETCHED += ["LICENSE*", "LICENCE*", "COPYING*", "NOTICE*"]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of weights in safetensors
 LEGACY = re.compile(  # tensors that earlier versions of Transformers stored
