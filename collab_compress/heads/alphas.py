@@ -66,6 +66,11 @@ class AlphasEdit:
     kind: ClassVar[str] = "alphas"
     implementations: ClassVar[tuple[str, ...]] = ()
 
+    @property
+    def heads(self) -> dict[str, int]:
+        """Path of each output projection → the number of heads that its attention has."""
+        return self.modules
+
     def to_dict(self) -> dict[str, Any]:
         """Describe the edit in JSON types."""
         return {"modules": dict(self.modules)}
