@@ -124,7 +124,7 @@ class AnalyzeArguments:
 
     data: tyro.conf.OmitArgPrefixes[Inputs]
 
-    options: tyro.conf.OmitArgPrefixes[ReportOptions]
+    report: tyro.conf.OmitArgPrefixes[ReportOptions]
 
     sentence: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """Text whose attention maps are drawn; by default one of the data."""

@@ -98,7 +98,7 @@ def errors_in_one_line(name: str, handler: Handler | None = None, hold_warnings:
         yield
         for message in dict.fromkeys(record.getMessage() for record in warnings.buffer):
             _print_error(name, message)
-        sys.stdout.flush()
+        _flush()
     except SystemExit:
         raise
     except BaseException as error:  # panics of Rust libraries are no `Exception`
@@ -270,6 +270,17 @@ def _print_error(name: str, message: str) -> None:
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     with suppress(OSError):
         print(f"{name}: {shown}", file=sys.stderr, flush=True)
+
+
+def _flush() -> None:
+    """Write what standard output holds back, after the work."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        message = f"everything is done, but standard output cannot be written: {error.strerror}"
+        raise OSError(message) from error
 
 
 def _close_output() -> None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from collab_compress import CheckpointError, CollabCompressError, make_standalone_
 from collab_compress.checkpoint import pretrained
 from collab_compress.checkpoint.directory import (
+    MODULES,
     atomic_directory,
     atomic_file,
     check_upload,
@@ -360,7 +361,8 @@ def finish(
         saving.say(f"Not copied from {source.directory}: {', '.join(left_out[:SHOWN])}{more}.")
     if is_edited and not standalone:
         saving.say("Wherever it is loaded: pip install collab-compress (or convert with --standalone).")
-    saving.say("To use it:\n", *(f"    {line}" for line in loading_lines(model, output)))
+    loading = loading_lines(model, output, sentence_transformers=(output / MODULES).is_file())
+    saving.say("To use it:\n", *(f"    {line}" for line in loading))
     if saving.push_to_hub is not None:
         try:
             address = push_to_hub(output, saving.push_to_hub)

@@ -112,7 +112,9 @@ def write_new(path: Path, text: str) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write to a file, replacing an earlier one as a whole; use `write_new` where a user names the file.
+    """Write to a file, replacing an earlier one as a whole; use `write_new` for a file that must not exist.
+
+    An earlier file keeps its permissions. One with several hard links is overwritten, so that all of them show it.
 
     Args:
         path: missing directories are made.
@@ -128,7 +130,12 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         partial = _partial(path)
         try:
             partial.write_bytes(content.encode() if isinstance(content, str) else content)
-            partial.replace(path)
+            if path.exists():
+                shutil.copymode(path, partial)
+            if path.exists() and path.stat().st_nlink > 1:
+                shutil.copyfile(partial, path)
+            else:
+                partial.replace(path)
         finally:
             _remove(partial)
 

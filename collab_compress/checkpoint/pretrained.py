@@ -83,7 +83,7 @@ def find_directory(name: str, revision: str | None = None) -> Path:
         if not _is_directory(name):
             raise CheckpointError(f"{name} is not a directory; pass a model directory or a hub name")
         if not os.path.isfile(path / "config.json"):
-            raise CheckpointError(f"{path} has no config.json, so it is no model directory")
+            raise CheckpointError(f"{path} has no config.json, so it is no model directory{_gguf_hint(path)}")
         _refuse_pipes(path)
         return path
     if name == EMBEDDED:
@@ -166,8 +166,12 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> tuple[An
         )
     except Exception as error:
         _refuse_weights(source, _reason(error), error)
+    is_pruned = bool(getattr(model.config, "pruned_heads", None))
+    hint = "; Transformers 4 pruned its heads (pruned_heads), which 5 does not read: collab-prune the unpruned one"
     for name, stored, expected in sorted(info["mismatched_keys"]):
-        _refuse_weights(source, f"{name} has shape {tuple(stored)}, the config makes it {tuple(expected)}")
+        _refuse_weights(
+            source, f"{name} has shape {tuple(stored)}, the config makes it {tuple(expected)}{hint * is_pruned}"
+        )
     unread = _unread(model, info["unexpected_keys"])
     if unread:
         _refuse_weights(
@@ -266,6 +270,13 @@ def _refuse_weights(source: str | Path, reason: str, error: Exception | None = N
     raise CheckpointError(f"cannot load weights from {source}: {reason}") from error
 
 
+def _gguf_hint(directory: Path) -> str:
+    """Return what the first GGUF file of a directory is; nothing if there is none."""
+    file = min((path.name for path in directory.glob("*.gguf")), default=None)
+    made_from = "take the checkpoint in safetensors that it was made from"
+    return "" if file is None else f"; {file} is a quantized model for llama.cpp, so {made_from}"
+
+
 def _refuse_pipes(source: str | Path) -> None:
     """Refuse a model directory with pipes or devices, which could block forever, or a folder in place of JSON."""
     for path in Path(source).glob("*"):  # none where there is no such directory
@@ -319,8 +330,15 @@ def _check_weights(source: str | Path) -> None:
         for shard in shards.values():
             _check_shard(index, shard, (".safetensors",))
         names = set(shards.values())
-    files = (directory / name for name in sorted(names))
-    _check_tensors(source, [file for file in files if file.exists()])
+    files = [directory / name for name in sorted(names) if (directory / name).exists()]
+    if not files and any(directory.glob("pytorch_model*.bin")):
+        name = (config.get("architectures") or ["AutoModel"])[0]
+        raise CheckpointError(
+            f"{source} holds pickled weights (pytorch_model.bin), which are not read, as they could run code; if you "
+            f'trust them, convert them: python -c "from transformers import {name}; '
+            f'{name}.from_pretrained({str(source)!r}).save_pretrained({str(source)!r})"'
+        )
+    _check_tensors(source, files)
 
 
 def _check_tensors(source: str | Path, files: Iterable[Path]) -> None:

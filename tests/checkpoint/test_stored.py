@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, GPT2Config, GPT2Model
 
-from collab_compress import CheckpointError, Compression, compress, mix_heads_, prune_heads_
+from collab_compress import CheckpointError, Compression, compress, is_converted, mix_heads_, prune_heads_
 from collab_compress.attention.rotary import RotaryScores
 from collab_compress.attention.values import NarrowValues
 from collab_compress.checkpoint import EditConfig
@@ -189,6 +189,29 @@ def test_a_tensor_under_two_names_is_refused(make_tiny, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=rf"holds {NAME}\.mixing twice, as bert\.{NAME}\.mixing and as {NAME}"):
         AutoModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("change", ["shared", "values", "alphas"])
+def test_a_state_dict_of_the_dense_model_is_refused(change, family, make_tiny):
+    """As `Trainer` loads a checkpoint from before the conversion, without asking for all weights."""
+    tiny = GPT2Config(n_embd=24, n_head=3, n_layer=1, n_positions=8, vocab_size=11)
+    model = make_tiny("bert") if family == "bert" else GPT2Model(tiny)
+    dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if change == "alphas":
+        mix_heads_(model)
+    else:
+        compress(model, Compression(dk=8) if change == "shared" else Compression(dv=12), calibration=None)
+    with pytest.raises(CheckpointError, match=r"the state dict is a dense model's: it holds .*\.weight, which"):
+        model.load_state_dict(dense, strict=False)
+    model.load_state_dict(model.state_dict())
+
+
+def test_a_config_alone_makes_a_dense_model(make_tiny):
+    """As docs/compatibility.md says; Transformers has no hook for anything else."""
+    model = make_tiny("bert")
+    compress(model, Compression(dk=8), calibration=None)
+    assert not is_converted(AutoModel.from_config(model.config))
 
 
 def test_a_layout_that_the_model_has_not_is_refused(tmp_path):

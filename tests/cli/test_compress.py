@@ -325,8 +325,11 @@ def test_an_interrupt_leaves_no_output(python, minilm_path, tmp_path):
 
 
 def test_sentence_transformers_files_travel_along_and_the_model_is_named_as_on_the_hub(run, tmp_path, minilm_path):
-    code, *_ = run("minilm", "--dk", 384, "--output", tmp_path / "out", "--calibration", "none", "--quiet")
+    code, shown, _ = run("minilm", "--dk", 384, "--output", tmp_path / "out", "--calibration", "none")
     assert code == 0
+    assert "from sentence_transformers import SentenceTransformer" in shown
+    assert f'model = SentenceTransformer("{tmp_path / "out"}")' in shown
+    assert 'model = SentenceTransformer("out")' in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (minilm_path / name).read_bytes()
     assert AutoModel.from_pretrained(tmp_path / "out").config.model_type == "bert"

@@ -113,6 +113,17 @@ def test_an_output_that_is_full_or_gone(run):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_an_output_that_is_full_after_the_work(run, make_tiny, tmp_path):
+    make_tiny("bert").save_pretrained(tmp_path / "tiny")
+    full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+    options = ("--dk", 8, "--calibration", "none", "--output", "out")
+    done = run("collab-compress", "tiny", *options, before=full, folder=tmp_path)
+    assert done.returncode == 2
+    assert "everything is done, but standard output cannot be written: No space left on device" in done.stderr
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 def test_yes_runs_nothing(run, make_tiny, tmp_path):
     make_tiny("bert", BertForSequenceClassification).save_pretrained(tmp_path / "evil")
     code = "import pathlib; pathlib.Path('executed').write_text('')\nfrom transformers import *\n"
