@@ -58,7 +58,8 @@ def main_of(
     run: Callable[[Arguments], object],
     edit_words: Callable[[Sequence[str]], Sequence[str]] = list,
 ) -> Callable[..., None]:
-    """Return the main function of a command, which takes command-line words, or those of the process if None.
+    """Return the main function of a command, which takes command-line words, or those of the process
+    if None, or parsed arguments.
 
     Args:
         name: of the command.
@@ -67,9 +68,13 @@ def main_of(
         edit_words: what to do with the words before they are parsed.
     """
 
-    def main(argv: Sequence[str] | None = None) -> None:
+    def main(argv: Sequence[str] | Arguments | None = None) -> None:
         with errors_in_one_line(name):
-            arguments = parse(arguments_class, name, edit_words(sys.argv[1:] if argv is None else argv))
+            if isinstance(argv, arguments_class):  # parsed already
+                arguments = argv
+            else:
+                words: Any = sys.argv[1:] if argv is None else argv
+                arguments = parse(arguments_class, name, edit_words(words))
             silence_libraries()
             run(arguments)
 

@@ -73,6 +73,32 @@ def test_an_interrupt_while_libraries_are_loaded(tmp_path, name, signum):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["minilm", "--dkk", "8"], "Unrecognized options: --dkk"),
+        (["minilm", "--dk", "8", "--output", "."], ". exists; choose another output or remove it"),
+        (["./modle", "--dk", "8"], "./modle is not a directory; pass a model directory or a hub name"),
+        (["minilm", "--recover", "--dk", "0"], "dk is 0"),
+    ],
+)
+def test_a_typing_error_costs_no_import_of_torch(words, message):
+    code = f"""
+import sys
+from collab_compress_cli import start
+sys.argv = ["x", *{words!r}]
+try:
+    start.compress()
+except SystemExit as stop:
+    loaded = {{"torch", "transformers", "huggingface_hub", "numpy"}} & set(sys.modules)
+    assert not loaded, loaded
+    sys.exit(stop.code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert message in done.stderr
+
+
 def test_versions(run):
     for command in COMMANDS:
         done = run(command, "--version")
