@@ -44,6 +44,7 @@ CODES = (
     "Exit codes: 0; 2 for an error (one line on standard error); 70 for an unexpected one, which may be a fault of "
     "this package; 130 when interrupted. COLLAB_COMPRESS_TRACEBACK=1 shows the traceback, --version the version."
 )
+LONGEST_LINE = 1000  # characters of a message
 LONGEST_NUMBER = 30  # digits: more than any option takes, few enough for any library
 UNBOUNDED = 100_000  # columns, wider than any table; and messages, more than any command logs
 BROKEN_PIPE = 128 + 13  # the exit code that a shell reports for SIGPIPE
@@ -272,6 +273,8 @@ def _unexpected_error(error: BaseException) -> str:
 def _print_error(name: str, message: str) -> None:
     """Print one line on standard error, with control characters escaped."""
     line = " ".join(message.split())
+    if len(line) > LONGEST_LINE:  # with a path of thousands of characters
+        line = f"{line[: LONGEST_LINE // 2]} … {line[-LONGEST_LINE // 2 :]}"
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     with suppress(OSError):
         print(f"{name}: {shown}", file=sys.stderr, flush=True)

@@ -154,7 +154,7 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> tuple[An
             folder, or without a place in the model, or the model requires code that comes with it.
     """
     _refuse_pipes(source)
-    _check_weights(source)
+    stored_names = _check_weights(source)
     try:
         model, info = model_class.from_pretrained(
             source,
@@ -172,6 +172,11 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> tuple[An
         _refuse_weights(
             source, f"{name} has shape {tuple(stored)}, the config makes it {tuple(expected)}{hint * is_pruned}"
         )
+    prefix, parameters = f"{model.base_model_prefix}.", model.state_dict().keys()
+    for name in sorted(stored_names & {f"{prefix}{other}" for other in stored_names}):
+        other = name.removeprefix(prefix)
+        if not {name, other} <= parameters:
+            _refuse_weights(source, f"{other} and {name} are the same tensor, stored twice; take one of them out")
     unread = _unread(model, info["unexpected_keys"])
     if unread:
         _refuse_weights(
@@ -306,8 +311,8 @@ def _forget_code_(config: Any) -> None:
         vars(config).pop("auto_map", None)
 
 
-def _check_weights(source: str | Path) -> None:
-    """Refuse weights that are not floats in safetensors in the model's own folder, and adapters."""
+def _check_weights(source: str | Path) -> set[str]:
+    """Return the names of stored tensors; refuse what are no floats in safetensors in the model's folder."""
     directory = Path(source)
     if (directory / "adapter_config.json").exists():
         raise CheckpointError(f"{source} holds a PEFT adapter; merge it into its model and save that")
@@ -338,11 +343,11 @@ def _check_weights(source: str | Path) -> None:
             f'trust them, convert them: python -c "from transformers import {name}; '
             f'{name}.from_pretrained({str(source)!r}).save_pretrained({str(source)!r})"'
         )
-    _check_tensors(source, files)
+    return _check_tensors(source, files)
 
 
-def _check_tensors(source: str | Path, files: Iterable[Path]) -> None:
-    """Refuse damaged files, quantized weights, and weights that are stored twice."""
+def _check_tensors(source: str | Path, files: Iterable[Path]) -> set[str]:
+    """Return the names of tensors; refuse damaged files, quantized weights, and weights in two files."""
     holders: dict[str, Path] = {}
     for path in files:
         if not path.is_file():
@@ -360,6 +365,7 @@ def _check_tensors(source: str | Path, files: Iterable[Path]) -> None:
             if name.endswith("weight") and dtype not in FLOATS:
                 _refuse_weights(source, f"{name} is quantized ({dtype}); take the unquantized checkpoint instead")
         holders |= dict.fromkeys(dtypes, path)
+    return set(holders)
 
 
 def _unread(model: PreTrainedModel, names: Collection[str]) -> list[str]:

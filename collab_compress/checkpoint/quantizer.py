@@ -214,11 +214,11 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         prefix = model.base_model_prefix
         holders: dict[str, str] = {}
         for name in self.stored:
-            loaded_name, pattern = rename_source_key(name, renamings, converters, prefix, expected)[:2]
-            other = holders.setdefault(loaded_name, name)
-            if other != name and pattern is None and loaded_name in expected:
+            loaded_name, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+            first = holders.setdefault(loaded_name, name)
+            if first != name and pattern is None and loaded_name in expected:
                 raise CheckpointError(
-                    f"{type(model).__name__}: the checkpoint holds {loaded_name} twice, as {other} and as {name}; "
+                    f"{type(model).__name__}: the checkpoint holds {loaded_name} twice, as {first} and as {name}; "
                     "take one of them out"
                 )
         loaded = holders.keys()

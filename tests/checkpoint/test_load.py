@@ -169,6 +169,11 @@ def test_a_weight_in_two_shards_is_refused(folder, make_tiny):
     fails(load_model, BertModel, "sharded", words=f"{name} is in {first.name} and in {second.name}")
 
 
+def test_a_weight_under_two_names_is_refused(folder):
+    alter(folder / "model" / "model.safetensors", **{f"bert.{QUERY}.weight": torch.ones(24, 24)})
+    fails(load_model, BertModel, "model", words=f"{QUERY}.weight and bert.{QUERY}.weight are the same tensor, stored")
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "collab_compress.json", "tokenizer.json"])
 def test_a_pipe_is_not_waited_for(folder, name):
     (folder / "model" / name).unlink(missing_ok=True)

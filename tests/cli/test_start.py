@@ -219,6 +219,7 @@ class PanicException(BaseException):
         (OverflowError("int too big"), 2, "a number is too large: int too big"),
         (OSError(2, "No such file", "a\x1b[2J"), 2, "x: a\\x1b[2J: No such file\n"),
         (CheckpointError("a\x07b"), 2, "x: a\\x07b\n"),
+        (CheckpointError("a" * 5000 + " exists"), 2, "a … a"),
     ],
 )
 def test_every_error_is_one_line(capsys, monkeypatch, error, code, words):
