@@ -28,8 +28,8 @@ from collab_compress.conversion.report import RefitReport, ValueReport
 from collab_compress.distributed import process_state
 from collab_compress.report import plan_report, write_report
 
-from .arguments import STEPS
 from .arguments import CompressArguments as Arguments
+from .arguments import with_steps
 from .command import main_of, table
 from .model import (
     Source,
@@ -49,15 +49,6 @@ NOT_REFITTED = (
     "states are refitted too, which repairs part of the loss."
 )
 TIMED_BATCH = 8  # sequences in the batch that is timed
-
-
-def with_steps(words: Sequence[str]) -> list[str]:
-    """Insert the default number of steps after a bare `--recover`."""
-    words = list(words)
-    for place in reversed([place for place, word in enumerate(words) if word == "--recover"]):
-        if not "".join(words[place + 1 : place + 2]).lstrip("-").isdecimal():
-            words.insert(place + 1, str(STEPS))
-    return words
 
 
 def run(arguments: Arguments) -> Report | None:

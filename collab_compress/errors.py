@@ -49,6 +49,7 @@ def check_type(name: str, value: Any, expected: type, error: type[CollabCompress
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error in one line of at most 400 characters."""
-    words = " ".join(str(error).split())
+    """Return the message of an error in one line of at most 400 characters; of the file system, the reason alone."""
+    reason = error.strerror if isinstance(error, OSError) and error.filename is not None else None
+    words = " ".join((reason or str(error)).split())
     return words if len(words) <= LONGEST else words[: LONGEST - 1] + "…"

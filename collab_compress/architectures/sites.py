@@ -548,7 +548,7 @@ def _refuse_unknown_parts(model: nn.Module, modules: str) -> None:
 
 
 def refuse_hooks(path: str, layer: nn.Module, stays: bool = False) -> None:
-    """Refuse a projection with hooks or its own forward pass, which a conversion would lose or feed other values.
+    """Refuse a projection with hooks, a forward pass or parts of its own, which a conversion would lose.
 
     Weight reparametrizations by hooks (`torch.nn.utils.prune`, `weight_norm`) are refused too. Accelerate's forward
     passes only move tensors, and are allowed.
@@ -568,6 +568,9 @@ def refuse_hooks(path: str, layer: nn.Module, stays: bool = False) -> None:
         "a forward pass set on the instance": "forward" in vars(layer) and not hasattr(layer, "_hf_hook"),
     }
     present = [name for name, hook in hooks.items() if hook]
+    if isinstance(layer, nn.Linear | Conv1D) and not stays:
+        parts = {**layer._parameters, **layer._buffers, **layer._modules}.keys() - {"weight", "bias"}
+        present += [f"{part}, a parameter, buffer or module of its own" for part in sorted(parts)]
     if present:
         raise UnsupportedModelError(
             f"{path} ({_class(layer)}) has {present[0]}, which would not survive; remove it (torch.nn.utils.prune."

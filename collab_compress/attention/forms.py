@@ -62,6 +62,11 @@ class FormEdit:
         """Attention implementations that the form works with; empty: all."""
         return IMPLEMENTATIONS if self.kind in (SharedScores.kind, RotaryScores.kind) else ()
 
+    @property
+    def heads(self) -> dict[str, int]:
+        """Path of each module → the number of heads that it has before the edit."""
+        return {name: form.heads for name, form in self.modules.items()}
+
     def to_dict(self) -> dict[str, Any]:
         """Return the edit in JSON types."""
         return {"modules": {name: form.to_dict() for name, form in self.modules.items()}}

@@ -42,6 +42,11 @@ class ModelEdit(Protocol):
         """Path inside the base model of each changed module → the change."""
         ...
 
+    @property
+    def heads(self) -> Mapping[str, int]:
+        """Path of each changed module → the number of heads that its attention has before the edit."""
+        ...
+
     def to_dict(self) -> dict[str, Any]:
         """Return the edit in JSON types."""
         ...

@@ -21,8 +21,9 @@ from collab_compress.attention.projections import width_in
 from collab_compress.attention.values import fill_, output_dim
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.conversion.report import FeedForwardReport
-from collab_compress.conversion.writers import Writer, find_writers, probe_batch, refuse_computed, width_out
+from collab_compress.conversion.writers import Writer, find_writers, probe_batch, width_out
 from collab_compress.errors import UnsupportedModelError
+from collab_compress.heads.sharding import refuse_computed
 
 WIDTHS = (
     "intermediate_size",

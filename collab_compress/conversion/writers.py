@@ -16,7 +16,7 @@ from collab_compress.architectures import AttentionSite, find_attention
 from collab_compress.attention.values import output_dim
 from collab_compress.calibration import Batch, run_batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
-from collab_compress.errors import UnsupportedModelError
+from collab_compress.heads.sharding import refuse_computed
 
 PROBED = 2  # sequences that show where a layer writes to
 EXACT, ROUNDED = 1e-3, 5e-2  # relative error of a sum that counts as linear, in float32 and in half precision
@@ -113,15 +113,6 @@ def width_out(layer: Any) -> int:
     """Return the number of outputs of a linear layer, parametrized or plain; 0 for any other module."""
     kind = type_before_parametrizations(layer)
     return int(layer.weight.shape[1 - output_dim(layer)]) if kind in (nn.Linear, Conv1D) else 0
-
-
-def refuse_computed(name: str, layer: nn.Module) -> None:
-    """Raise UnsupportedModelError if the weight of the layer at path `name` is no parameter of it."""
-    if "weight" not in layer._parameters:
-        raise UnsupportedModelError(
-            f"the weight of {name} is computed from others; make it plain first, by torch.nn.utils.prune.remove, "
-            "remove_weight_norm or parametrize.remove_parametrizations"
-        )
 
 
 class _Seen(NamedTuple):

@@ -85,6 +85,11 @@ class PrunedEdit:
     kind: ClassVar[str] = "pruned"
     implementations: ClassVar[tuple[str, ...]] = ()
 
+    @property
+    def heads(self) -> dict[str, int]:
+        """Path of each module → the number of heads that it has before the edit."""
+        return {name: kept.before for name, kept in self.modules.items()}
+
     def to_dict(self) -> dict[str, Any]:
         """Describe the edit in JSON types."""
         return {"modules": {name: {**asdict(kept), "kept": list(kept.kept)} for name, kept in self.modules.items()}}

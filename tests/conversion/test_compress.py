@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModel,
@@ -764,7 +764,15 @@ HOOKS = {
     "hook": lambda layer: layer.register_forward_hook(lambda _, __, output: 2 * output),
     "backward hook": lambda layer: layer.register_full_backward_hook(lambda *_: None),
     "forward": lambda layer: setattr(layer, "forward", lambda x: 0 * x),
+}
+COMPUTED = {
     "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+    "weight norm": parametrizations.weight_norm,
+}
+PARTS = {
+    "parameter": lambda layer: layer.register_parameter("extra", nn.Parameter(torch.ones(2))),
+    "buffer": lambda layer: layer.register_buffer("extra", torch.ones(2)),
+    "module": lambda layer: layer.register_module("extra", nn.Linear(2, 2)),
 }
 
 
@@ -783,6 +791,32 @@ def test_hooks_are_kept_or_refused(kind, path, make_tiny, batch):
     with pytest.raises(UnsupportedModelError, match=rf"layer\.1\.attention\.{path} \(Linear\) has a .*; remove it"):
         compress(model, Compression(dk=8, dv=12), calibration=None)
     torch.testing.assert_close(model(**batch)[0], hooked)
+
+
+@pytest.mark.parametrize("path", ["attention.self.query", "attention.output.dense", "intermediate.dense"])
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_computed_weights_are_refused_wherever_they_are(kind, path, make_tiny):
+    """They would be saved, and not loaded."""
+    model = make_tiny("bert")
+    COMPUTED[kind](model.encoder.layer[1].get_submodule(path))
+    for function in (
+        lambda: compress(model, Compression(dk=8), calibration=None),
+        lambda: mix_heads_(model),
+        lambda: prune_heads_(model, {"encoder.layer.0.attention.self": [0]}),
+    ):
+        with pytest.raises(
+            UnsupportedModelError, match=rf"weight of encoder\.layer\.1\.{path} is computed from others"
+        ):
+            function()
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_parts_that_would_vanish_with_a_projection_are_refused(kind, make_tiny):
+    model = make_tiny("bert")
+    PARTS[kind](model.encoder.layer[1].attention.self.value)
+    message = r"layer\.1\.attention\.self\.value \(Linear\) has extra, a parameter, buffer or module of its own"
+    with pytest.raises(UnsupportedModelError, match=message):
+        compress(model, Compression(dk=8, dv=12), calibration=None)
 
 
 def test_hooks_of_accelerate_are_allowed(make_tiny, batch):
