@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import ceil
 from typing import Any
 
 import torch
@@ -21,8 +20,9 @@ from collab_compress.architectures import (
     transformers_model,
 )
 from collab_compress.calibration import Batch, Calibration, gather_moments
-from collab_compress.calibration.batches import noted_batches, sequence_count
+from collab_compress.calibration.batches import noted_batches, sample_sequences
 from collab_compress.calibration.gather import batch_masks
+from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.errors import CalibrationError, UnsupportedModelError
 from collab_compress.factorization import Moments
@@ -62,8 +62,8 @@ class Calibrated:
         """Return about so many of the sequences, evenly spaced, an eighth of them held back; moments stay."""
         return replace(
             self,
-            used=sample(self.used, sequences * 7 // 8),
-            held_back=sample(self.held_back, sequences // 8),
+            used=sample_sequences(self.used, sequences * 7 // 8),
+            held_back=sample_sequences(self.held_back, sequences // 8),
             notes=(),
         )
 
@@ -155,6 +155,7 @@ def calibrate(
     tokenizer = tokenizer or getattr(model, "tokenizer", None)
     model = transformers_model(model)
     find_attention(model)  # refuses unknown families before any data are read
+    model = sharing_copy(model)  # so that other threads may run the model meanwhile
     data = read(model, calibration, tokenizer, calibration_options, Solver(seed=seed).seed)
     if not data.used:
         raise CalibrationError("calibration is none, so there is nothing to run the model on; pass data")
@@ -177,8 +178,3 @@ def model_digest(model: PreTrainedModel) -> str:
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
             digest.update(values.view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def sample(batches: Sequence[Batch], sequences: int) -> list[Batch]:
-    """Return batches with about so many sequences, evenly spaced."""
-    return list(batches[:: max(1, ceil(sum(map(sequence_count, batches)) / max(1, sequences)))])

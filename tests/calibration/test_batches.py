@@ -28,7 +28,7 @@ from transformers import (
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
 from collab_compress.calibration import calibration_batches
-from collab_compress.calibration.batches import noted_batches
+from collab_compress.calibration.batches import noted_batches, sample_sequences, sequence_count
 from collab_compress.calibration.files import read_texts
 from collab_compress.errors import CalibrationError
 
@@ -486,3 +486,9 @@ def test_random_targets_are_of_the_decoders_vocabulary(make_tiny, words):
     made = calibration_batches("synthetic", MarianModel(config), tokenizer)
     assert max(int(batch["decoder_input_ids"].max()) for batch in made) < 8
     assert max(int(batch["input_ids"].max()) for batch in made) >= 8
+
+
+@pytest.mark.parametrize(("rows", "wanted", "expected"), [([16] * 21, 256, 256), ([16] * 2, 64, 32), ([9], 4, 9)])
+def test_a_sample_is_as_large_as_it_can_be(rows, wanted, expected):
+    batches = [{"input_ids": torch.ones(count, 3, dtype=torch.long)} for count in rows]
+    assert sum(map(sequence_count, sample_sequences(batches, wanted))) == expected
