@@ -21,7 +21,7 @@ from collab_compress.analysis import Latency, model_latency, plan
 from collab_compress.calibration.batches import BESIDE, text_file
 from collab_compress.checkpoint.directory import to_json, write_new
 from collab_compress.checkpoint.pretrained import find_directory
-from collab_compress.conversion.compress import sharing_copy
+from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.expand import refuse_stock, to_stock
 from collab_compress.conversion.recovery import attention_digest
 from collab_compress.conversion.report import RefitReport, ValueReport
@@ -258,7 +258,7 @@ def _whole_model(report: Report, calibration: str, latency: Latency | None) -> l
         lines.append(NOT_REFITTED)
     if report.drift is not None:
         lines.append(
-            f"Drift of {report.drift.output}: {report.drift.relative_error:.2%} of its norm, on "
+            f"Drift of {report.drift.output}: {report.drift.relative_error:.2%}, on "
             f"{report.drift.sequences} held-back sequences ({calibration})."
         )
     return lines

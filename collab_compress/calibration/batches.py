@@ -416,11 +416,29 @@ def is_divisible(batch: Batch) -> bool:
     return len({len(value) for value in _tensors(batch)}) == 1
 
 
-def slice_batch(batch: Batch, part: slice) -> Batch:
-    """Return some of the sequences of a batch that `is_divisible`."""
+def slice_batch(batch: Batch, part: slice | Tensor) -> Batch:
+    """Return some of the sequences of a batch that `is_divisible`, by a slice or a mask."""
     return {
         name: value[part] if isinstance(value, Tensor) and value.dim() else value for name, value in batch.items()
     }
+
+
+def evenly_spaced(batches: Sequence[Batch], count: int) -> list[Batch]:
+    """Return `count` of the batches, evenly spaced; all if there are no more."""
+    count = min(count, len(batches))
+    return [batches[place * len(batches) // count] for place in range(count)]
+
+
+def sample_sequences(batches: Sequence[Batch], count: int) -> list[Batch]:
+    """Return about `count` sequences, evenly spaced, in batches of up to 16 where batches can be divided."""
+    parts: list[Batch] = []
+    for batch in batches:
+        size = sequence_count(batch)
+        whole = size <= BATCH_SIZE or not is_divisible(batch)
+        starts = range(0, size, BATCH_SIZE)
+        parts += [batch] if whole else [slice_batch(batch, slice(start, start + BATCH_SIZE)) for start in starts]
+    total = max(1, sum(map(sequence_count, parts)))
+    return evenly_spaced(parts, max(1, len(parts) * count // total))
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import ceil
 from typing import Any
 
 import torch
@@ -21,8 +20,9 @@ from collab_compress.architectures import (
     transformers_model,
 )
 from collab_compress.calibration import Batch, Calibration, evaluation_mode, gather_moments, run_batch
-from collab_compress.calibration.batches import noted_batches, sequence_count
+from collab_compress.calibration.batches import noted_batches, sample_sequences
 from collab_compress.calibration.gather import batch_masks
+from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.writers import probe_batch
 from collab_compress.errors import CalibrationError, UnsupportedModelError, check_type
@@ -63,8 +63,8 @@ class Calibrated:
         """Return about so many of the sequences, evenly spaced, an eighth of them held back; moments stay."""
         return replace(
             self,
-            used=sample(self.used, sequences * 7 // 8),
-            held_back=sample(self.held_back, sequences // 8),
+            used=sample_sequences(self.used, sequences * 7 // 8),
+            held_back=sample_sequences(self.held_back, sequences // 8),
             notes=(),
         )
 
@@ -162,6 +162,7 @@ def calibrate(
     tokenizer = tokenizer or getattr(model, "tokenizer", None)
     model = transformers_model(model)
     find_attention(model)  # refuses unknown families before any data are read
+    model = sharing_copy(model)  # so that other threads may run the model meanwhile
     data = read(model, calibration, tokenizer, calibration_options, Solver(seed=seed).seed)
     if not data.used:
         raise CalibrationError("calibration is none, so there is nothing to run the model on; pass data")
@@ -193,12 +194,8 @@ def _positions(model: PreTrainedModel, batch: Batch) -> int:
     def read_shape(_: Any, args: Any, kwargs: Any) -> None:
         positions.append((args[0] if args else kwargs["hidden_states"]).shape[-2])
 
+    model = sharing_copy(model)
     first = find_attention(model)[0].module
     with evaluation_mode(model), first.register_forward_pre_hook(read_shape, with_kwargs=True):
         run_batch(model, probe_batch(batch))
     return positions[0]
-
-
-def sample(batches: Sequence[Batch], sequences: int) -> list[Batch]:
-    """Return batches with about so many sequences, evenly spaced."""
-    return list(batches[:: max(1, ceil(sum(map(sequence_count, batches)) / max(1, sequences)))])

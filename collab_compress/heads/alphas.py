@@ -14,6 +14,7 @@ from collab_compress.attention.form import plain_weight
 from collab_compress.attention.forms import LARGEST, refusing_other_models, stored_modules
 from collab_compress.attention.projections import Replacement
 from collab_compress.checkpoint import (
+    all_or_nothing,
     edits_of,
     forget_edits_,
     is_quantized,
@@ -141,8 +142,9 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
             f"{type(model).__name__}: output projections share weights, which only one α can mix; untie them"
         )
     edit = AlphasEdit(heads_by_path)
-    edit.apply_(model)
-    record_edit_(model, edit)
+    with all_or_nothing(model):
+        edit.apply_(model)
+        record_edit_(model, edit)
 
 
 def alphas_of(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> dict[str, nn.Parameter]:

@@ -29,7 +29,7 @@ from transformers import (
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
 from collab_compress.calibration import calibration_batches
-from collab_compress.calibration.batches import noted_batches
+from collab_compress.calibration.batches import noted_batches, sample_sequences, sequence_count
 from collab_compress.calibration.files import read_texts
 from collab_compress.errors import CalibrationError
 
@@ -560,3 +560,9 @@ def test_data_that_are_alike_are_warned_of(calibration, messages, minilm, minilm
     calibration_batches(calibration, minilm, minilm_tokenizer)
     assert len(caplog.messages) == len(messages)
     assert all(text.startswith(start) for text, start in zip(caplog.messages, messages, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "wanted", "expected"), [([16] * 21, 256, 256), ([16] * 2, 64, 32), ([9], 4, 9)])
+def test_a_sample_is_as_large_as_it_can_be(rows, wanted, expected):
+    batches = [{"input_ids": torch.ones(count, 3, dtype=torch.long)} for count in rows]
+    assert sum(map(sequence_count, sample_sequences(batches, wanted))) == expected

@@ -21,6 +21,7 @@ from transformers import (
     BertForMaskedLM,
     BertForMultipleChoice,
     BertForSequenceClassification,
+    BertForTokenClassification,
     BertModel,
     BertPreTrainedModel,
     LlamaConfig,
@@ -51,7 +52,9 @@ from collab_compress import (
 )
 from collab_compress.architectures import find_dense_attention
 from collab_compress.attention import install_, is_converted
+from collab_compress.calibration import calibration_batches, gather
 from collab_compress.checkpoint import edits_of
+from collab_compress.conversion import compress as conversion
 from collab_compress.conversion.compress import working_device
 from collab_compress.conversion.drift import drift_of, split_held_back
 from collab_compress.factorization import factorize
@@ -109,9 +112,10 @@ def test_report(family, make_tiny, calibration):
         assert module.weight_error > 0
         assert module.macs_after != module.macs_before
     assert report.drift.output == "last_hidden_state"
-    assert (report.sequences, report.drift.sequences) == (28, 4)  # of 8 batches of 4, one is held back
+    assert (report.sequences, report.drift.sequences) == (28, 4)
+    used, _ = split_held_back(calibration)
     real, target = (
-        sum(int(batch.get(name, batch["attention_mask"]).sum()) for batch in calibration[:7])
+        sum(int(batch.get(name, batch["attention_mask"]).sum()) for batch in used)
         for name in ("attention_mask", "decoder_attention_mask")
     )
     for module in report.modules:
@@ -129,19 +133,19 @@ def test_drift_is_measured_on_held_back_data(make_tiny, calibration):
     dense = make_tiny("bert")
     model = copy.deepcopy(dense)
     report = compress(model, Compression(dk=8), calibration)
-    mask = calibration[-1]["attention_mask"].bool()
+    joined = {name: torch.cat([batch[name] for batch in calibration])[4::8] for name in calibration[0]}
+    mask = joined["attention_mask"].bool()
     with torch.no_grad():
-        one, other = (net(**calibration[-1]).last_hidden_state[mask] for net in (dense, model))
+        one, other = (net(**joined).last_hidden_state[mask] for net in (dense, model))
     assert report.drift.relative_error == pytest.approx(float((other - one).norm() / one.norm()), rel=1e-4)
 
 
 def test_a_compiled_forward_pass_does_not_hide_the_drift(make_tiny, calibration):
-    """`model.forward = torch.compile(model.forward)` leaves a function that runs the model itself, not its copy."""
+    """`torch.compile(model.forward)` is a function that runs the model itself, not its copy."""
     model = make_tiny("bert")
-    expected = compress(copy.deepcopy(model), Compression(dk=8), calibration).drift
-    forward = model.forward
-    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
-    assert compress(model, Compression(dk=8), calibration).drift == expected
+    expected = compress(copy.deepcopy(model), Compression(dk=8, dff=16), calibration).drift
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert compress(model, Compression(dk=8, dff=16), calibration).drift == expected
 
 
 class Logger:
@@ -169,13 +173,53 @@ def test_what_cannot_be_copied_does_not_change_the_drift(place, refit, make_tiny
         assert model.encoder.logger.lock is not None
 
 
-def test_a_replaced_forward_pass_makes_no_drift(make_tiny, calibration):
+@pytest.mark.parametrize("path", ["encoder.layer.0", ""])
+def test_a_replaced_forward_pass_is_refused_and_named(path, make_tiny, calibration):
+    """A copy would run the model's own modules, or lose what the function does."""
     model = make_tiny("bert")
-    layer = model.encoder.layer[0]
-    stock = layer.forward
-    layer.forward = lambda *args, **kwargs: stock(*args, **kwargs) * 1.5
-    report = compress(model, Compression(dk=24, solver=Solver(refit=False)), calibration)
-    assert report.drift.relative_error < 1e-5
+    module = model.get_submodule(path)
+    stock = module.forward
+    module.forward = lambda *args, **kwargs: stock(*args, **kwargs)
+    for data in (calibration, None):
+        with pytest.raises(UnsupportedModelError, match=rf"forward pass of {path or 'BertModel'} was replaced by a"):
+            compress(model, Compression(dk=8), data)
+    module.forward = torch.compile(module.forward, backend="eager")
+    with pytest.raises(UnsupportedModelError, match="was replaced by a function"):
+        compress(model, Compression(dk=8), calibration)
+
+
+def test_a_model_may_run_while_it_is_converted(make_tiny, calibration, make_batch, monkeypatch):
+    expected, model = make_tiny("bert"), make_tiny("bert")
+    report = compress(expected, Compression(keep=0.6, solver=Solver(sweeps=2)), calibration)
+    other, run, outputs = make_batch("bert", batch=2, length=7), gather.run_batch, []
+
+    def also_run(of, batch):
+        assert of is not model
+        assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+        with torch.no_grad():
+            outputs.append(model(**other).last_hidden_state)
+        return run(of, batch)
+
+    for place in ("calibration.gather", "conversion.head_weights", "conversion.writers", "conversion.feed_forward"):
+        monkeypatch.setattr(f"collab_compress.{place}.run_batch", also_run)
+    again = compress(model, Compression(keep=0.6, solver=Solver(sweeps=2)), calibration)
+    assert again.drift == report.drift
+    assert equal(state(model), state(expected))
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+def test_a_second_conversion_at_the_same_time_is_refused(make_tiny, calibration):
+    classifier, refused = make_tiny("bert", BertForSequenceClassification), []
+
+    def convert_too(*_):
+        for model in (classifier, classifier.bert):
+            with pytest.raises(CompressionError, match=f"{type(model).__name__} is being converted by another"):
+                compress(model, Compression(dv=12), calibration)
+        refused.append(compress(make_tiny("bert"), Compression(dv=12), None))  # another model
+
+    compress(classifier, Compression(dk=8), None, progress=convert_too)
+    assert refused
+    compress(classifier.bert, Compression(dv=12), None)  # afterwards it may be
 
 
 def test_no_calibration_no_drift(make_tiny):
@@ -218,7 +262,7 @@ def test_a_classifier_keeps_its_head(make_tiny, batch, calibration):
     dense = make_tiny("bert", BertForSequenceClassification)
     model = copy.deepcopy(dense)
     report = compress(model, Compression(dk=24), calibration)
-    assert report.drift.output == "logits"
+    assert report.drift.output == "log probabilities"
     with torch.no_grad():
         torch.testing.assert_close(model(**batch).logits, dense(**batch).logits, atol=2e-5, rtol=1e-4)
 
@@ -261,6 +305,41 @@ def test_nothing_changes_when_interrupted_in_the_swap(family, make_tiny, batch, 
     assert equal(before, state(model))
     with torch.no_grad():
         assert torch.equal(model(**batch).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("step", ["install_refits", "adopt_", "record_edit_"])
+def test_nothing_changes_when_interrupted_after_a_step(step, wrapped, make_tiny, calibration, monkeypatch):
+    around = make_tiny("bert", BertForSequenceClassification)
+    model = around.bert if wrapped else around
+    before, config, take = state(around), around.config.to_dict(), getattr(conversion, step)
+    attributes = {name: set(vars(part)) for name, part in around.named_modules()}
+
+    def interrupt(of, *args):
+        take(of, *args)
+        if of is model:
+            raise KeyboardInterrupt
+
+    compression = Compression(dk=8, dv=12, dff=16, solver=Solver(sweeps=1))
+    with monkeypatch.context() as patched:
+        patched.setattr(conversion, step, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            compress(model, compression, calibration)
+    assert equal(before, state(around))
+    assert around.config is around.bert.config
+    assert around.config.to_dict() == config
+    assert attributes == {name: set(vars(part)) for name, part in around.named_modules()}
+    assert not is_converted(around.bert.encoder.layer[0].attention.self)
+    report = compress(model, compression, calibration)
+    assert report.parameters_after < report.parameters_before
+    assert around.config.intermediate_size == 16
+
+
+def test_models_of_one_config_stay_apart(make_tiny, calibration):
+    model = make_tiny("bert")
+    other = BertModel(model.config)
+    compress(model, Compression(dff=16), calibration)
+    assert (model.config.intermediate_size, other.config.intermediate_size) == (16, 32)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +418,7 @@ def test_a_full_width_is_exact_without_a_run_for_the_weights_of_heads(make_tiny,
 
     monkeypatch.setattr(BertModel, "forward", counted)
     report = compress(make_tiny("bert"), Compression(dk=24, solver=Solver(refit=False)), calibration)
-    assert len(runs) == 2  # of both models, to measure drift
+    assert len(runs) == 2 * len(split_held_back(calibration)[1])  # of both models, to measure drift
     assert {module.head_energy for module in report.modules} == {None}
 
 
@@ -537,6 +616,54 @@ def test_drift_holds_the_outputs_of_one_batch(make_tiny, calibration):
     assert max(widest) <= length * model.config.vocab_size
 
 
+class Offset(nn.Module):
+    def __init__(self, head, offset):
+        super().__init__()
+        self.head, self.offset = head, offset
+
+    def forward(self, hidden):
+        return self.head(hidden) + self.offset
+
+
+@pytest.mark.parametrize(
+    ("model_class", "head"),
+    [(BertForMaskedLM, "cls.predictions.decoder"), (BertForTokenClassification, "classifier")],
+)
+def test_drift_of_logits_is_that_of_log_probabilities(model_class, head, make_tiny, calibration):
+    dense = make_tiny("bert", model_class)
+    dense.get_submodule(head).weight.data *= 20
+    shifted, other = copy.deepcopy(dense), copy.deepcopy(dense)
+    for model in (shifted, other):
+        model.set_submodule(head, Offset(copy.deepcopy(model.get_submodule(head)), 100.0))
+    assert drift_of(shifted, dense, calibration).relative_error < 1e-5
+    torch.manual_seed(1)
+    weight = other.get_submodule(head).head.weight
+    weight.data = torch.randn_like(weight) * weight.std()
+    drift = drift_of(other, shifted, calibration)
+    assert drift.output == "log probabilities"
+    assert drift.relative_error > 0.5
+    squares = torch.zeros(2)
+    for batch in calibration:
+        mask = batch["attention_mask"].bool()
+        with torch.no_grad():
+            old, new = (model(**batch).logits[mask].log_softmax(-1) for model in (shifted, other))
+        squares += torch.stack([(new - old).square().sum(), (old - old.mean(-1, True)).square().sum()])
+    assert drift.relative_error == pytest.approx(float(squares[0] / squares[1]) ** 0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize(("labels", "problem"), [(1, None), (3, "regression"), (3, "multi_label_classification")])
+def test_logits_without_classes_are_compared_as_they_are(labels, problem, calibration):
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=61, hidden_size=24, num_attention_heads=3, num_hidden_layers=1)
+    config.num_labels, config.problem_type = labels, problem
+    dense = BertForSequenceClassification(config).eval()
+    other = copy.deepcopy(dense)
+    other.classifier = Offset(other.classifier, 1.0)
+    drift = drift_of(other, dense, calibration)
+    assert drift.output == "logits"
+    assert drift.relative_error > 1
+
+
 def test_padding_alone_has_no_drift(make_tiny, calibration):
     padding = [{**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])} for batch in calibration]
     model = make_tiny("bert", BertForMaskedLM)
@@ -673,20 +800,40 @@ def test_an_eighth_is_held_back_whatever_the_batches():
         return [{"x": torch.arange(count), **odd} for count in rows]
 
     cases = {
-        (16, 16, 8): ([16, 16, 3], [5]),
-        (4,) * 8: ([4] * 7, [4]),
-        (3, 20, 1): ([3, 18], [2, 1]),
+        (16, 16, 8): ([14, 14, 7], [2, 2, 1]),
+        (4,) * 8: ([3, 4] * 4, [1] * 4),
+        (3, 20, 1): ([3, 17, 1], [3]),
         (9,): ([8], [1]),
         (1,): ([1], []),
         (1, 1): ([1], [1]),
         (): ([], []),
+        (16,) * 64: ([15] * 64, [1] * 64),  # 64 at most
+        (8000,): ([7936], [64]),
     }
     for rows, expected in cases.items():
-        assert tuple(map(sizes, split_held_back(made(*rows)))) == expected
+        used, held_back = map(sizes, split_held_back(made(*rows)))
+        assert (sorted(used), sorted(held_back)) == tuple(map(sorted, expected))
     assert tuple(map(sizes, split_held_back(made(2, 6, odd=torch.ones(7))))) == ([2], [6])  # cannot be divided
     assert tuple(map(sizes, split_held_back(made(6, odd=torch.ones(7))))) == ([6], [])
-    used, held_back = split_held_back(made(3, 20, 1))
-    assert torch.cat([batch["x"] for batch in (*used, *held_back)]).tolist() == [*range(3), *range(20), 0]
+    used, held_back = split_held_back(made(*[16] * 80, odd=torch.ones(7)))
+    assert (len(used), len(held_back)) == (76, 4)
+    parts = [[batch["x"] for batch in group] for group in split_held_back([{"x": torch.arange(40)}])]
+    assert [torch.cat(part).tolist() for part in parts] == [
+        [row for row in range(40) if row % 8 != 4],
+        [4, 12, 20, 28, 36],
+    ]
+
+
+def test_lengths_held_back_are_those_of_the_data(minilm, minilm_tokenizer):
+    """Texts come in batches of one length."""
+    texts = [" ".join(["word"] * (3 + place * 7919 % 90)) for place in range(256)]
+    used, held_back = (
+        torch.cat([batch["attention_mask"].sum(1) for batch in part]).double()
+        for part in split_held_back(calibration_batches(texts, minilm, minilm_tokenizer))
+    )
+    assert len(held_back) == 32
+    assert abs(held_back.mean() - used.mean()) < 3
+    assert abs(held_back.std() - used.std()) < 3
 
 
 def test_one_batch_is_split_to_measure_drift(make_tiny, calibration):
