@@ -165,5 +165,6 @@ class SharedScores(ScoreForm):
 def _gathered(projected: Tensor, channels: Tensor) -> Tensor:
     """Gather the channels (H, w) of each head, from (B, n, L, d) as a module lays them out, to (B, L, H, w)."""
     joined = projected.transpose(1, 2).flatten(2)  # (B, L, n·d)
-    gathered: Tensor = joined.index_select(-1, channels.flatten()).unflatten(-1, channels.shape)
-    return gathered
+    indices = channels.flatten().expand(*joined.shape[:2], -1)
+    gathered: Tensor = joined.gather(2, indices)  # twice as fast as `index_select` on CPUs
+    return gathered.unflatten(-1, channels.shape)
