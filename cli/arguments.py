@@ -321,8 +321,7 @@ class EvaluateArguments:
 class ExpandArguments(EditArguments):
     """Turn converted attention back into dense heads that compute the same, and load without this package.
 
-    Where the scores of a head have a higher rank than its width, the dense form is the nearest one, and the error is
-    printed.
+    Heads that read more channels than a dense head has are refused.
 
     Examples:
       collab-expand minilm-dk384

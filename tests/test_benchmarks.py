@@ -7,26 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    BertModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from collab_compress import Compression, Solver, compress
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 try:
-    import qk_norm
     from language_models import equal, shared
     from quality import DEFAULT_ROWS, DENSE_PARAMETERS, LAYERS, RECORDS, WIDTH, Row, table
     from quality import HEADS as MINILM_HEADS
-    from rivals import dropped, layers_of, low_rank_, per_head_, pooled, taught_, without_heads_
+    from rivals import dropped, layers_of, low_rank_, pooled, svd_, taught_, without_heads_
     from timing import ratio
 finally:
     sys.path.pop(0)
@@ -98,7 +88,7 @@ def test_heads_by_themselves_leave_the_best_scores_and_outputs_on_the_data(model
         read = [layer.attention.self.query, layer.attention.output.dense]
         inputs.append([vectors(model, projection, batch) for projection in read])
     for layer in layers_of(model, [batch]):
-        per_head_(layer, 9, 14, damping=TIGHT)
+        svd_(layer, 9, 14, damping=TIGHT)
     for (x, z), before, after in zip(inputs, dense.encoder.layer, model.encoder.layer, strict=True):
         for head, (size, value_width) in enumerate(zip((3, 3, 3), (5, 5, 4), strict=True)):
             rows = slice(head * HEAD_WIDTH, (head + 1) * HEAD_WIDTH)
@@ -130,7 +120,7 @@ def smaller_part(head_inputs, before, after, rows):
 def test_full_widths_are_exact(model, batch):
     wanted = run(model, batch)
     for layer in layers_of(model, [batch]):
-        per_head_(layer, 24, 24)
+        svd_(layer, 24, 24)
         low_rank_(layer, 24)
     torch.testing.assert_close(run(model, batch), wanted, atol=2e-4, rtol=1e-3)
 
@@ -140,7 +130,7 @@ def test_outputs_stay_where_they_were_on_average(model, batch):
     than the weights that are lost would by themselves."""
     wanted = vectors(model, model.encoder.layer[0].intermediate.dense, batch)
     for layer in layers_of(model, [batch])[:1]:
-        per_head_(layer, None, 6)
+        svd_(layer, None, 6)
     moved = vectors(model, model.encoder.layer[0].intermediate.dense, batch) - wanted
     assert moved.mean(0).norm() < 0.3 * moved.norm(dim=1).mean()
 
@@ -158,11 +148,15 @@ def test_the_most_important_heads_remain(model, batch):
 ROWS = [Row.parse(text) for text in DEFAULT_ROWS]
 
 
-@pytest.mark.parametrize("text", ["shared dk=64", "shared dv=256", "shared dk=192 dv=252"])
+@pytest.mark.parametrize(
+    "text", ["shared dk=64", "shared dv=256", "shared dk=192 head_dim=192 dv=252", "shared dk=192 head_dim=16"]
+)
 def test_a_rows_parameters_are_those_of_the_converted_model(text, minilm):
     row = Row.parse(text)
     before = minilm.num_parameters()
-    compress(minilm, Compression(dk=row.dk, dv=row.dv, solver=Solver(sweeps=1 if row.dk else None)), calibration=None)
+    head_dim, sweeps = (row.head_dim, 1) if row.dk else (None, None)
+    widths = Compression(dk=row.dk, head_dim=head_dim, dv=row.dv, solver=Solver(sweeps=sweeps))
+    compress(minilm, widths, calibration=None)
     assert before - minilm.num_parameters() == LAYERS * (DENSE_PARAMETERS - row.parameters)
 
 
@@ -252,73 +246,14 @@ def test_pooled_heads_are_those_of_grouped_queries(llama, batch):
     torch.testing.assert_close(logits(keys_alone, batch), logits(grouped, batch))
 
 
-QK_NORM = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 1,
-    "intermediate_size": 32,
-    "initializer_range": 0.2,
-}
-
-
-@pytest.fixture(params=["qwen3", "olmo2"])
-def normalised(request):
-    torch.manual_seed(0)
-    if request.param == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**QK_NORM, head_dim=8))
-    else:
-        model = Olmo2ForCausalLM(Olmo2Config(**QK_NORM))
-    for name, parameter in model.named_parameters():
-        if name.endswith(("q_norm.weight", "k_norm.weight")):
-            weights = torch.rand(len(parameter) // 8, 1, 4) + 0.5  # equal for both channels of a pair
-            parameter.data = weights.expand(-1, 2, -1).flatten()
-    return model.eval()
-
-
-@pytest.mark.parametrize("way", qk_norm.WAYS)
-def test_narrowed_normalised_keys_are_exact_at_full_width(normalised, batch, way):
-    attention, wanted = normalised.model.layers[0].self_attn, logits(normalised, batch)
-    x = vectors(normalised, attention.k_proj, batch)
-    cached_norms = 4 if way == "shared, exact" and normalised.config.model_type == "qwen3" else 0
-    qk_norm.narrow_(attention, x, way, 1 + cached_norms / 32)
-    torch.testing.assert_close(logits(normalised, batch), wanted, atol=2e-4, rtol=1e-3)
-    errors = []
-    for share in (0.75, 0.25):
-        qk_norm.narrow_(attention, x, way, share)
-        errors.append((logits(normalised, batch) - wanted).norm())
-    assert 0 < errors[0] < errors[1]
-
-
-def test_the_weakest_pairs_of_normalised_keys_are_dropped(normalised, batch):
-    """Oracle: the stock model with zeros after its norms."""
-    attention = normalised.model.layers[0].self_attn
-    x = vectors(normalised, attention.k_proj, batch)
-    strength = torch.ones(4, 4)
-    for norm, projection in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj)):
-        channels = norm(projection(x.float()).view(-1, 32 // len(norm.weight), len(norm.weight))).view(-1, 4, 2, 4)
-        strength = strength * channels.detach().square().sum(2).mean(0)
-    kept = (strength >= strength.flatten().topk(8).values[-1]).repeat(1, 2)  # (H, d)
-    for norm in (attention.q_norm, attention.k_norm):
-        norm.register_forward_hook(lambda _, __, y: (y.view(*y.shape[:2], 4, 8) * kept).view_as(y))
-    wanted = logits(normalised, batch)
-    qk_norm.narrow_(attention, x, "dropped, exact", 0.5)
-    torch.testing.assert_close(logits(normalised, batch), wanted, atol=2e-4, rtol=1e-3)
-
-
 def test_the_readme_has_the_figures_of_the_records(capsys):
     table(Namespace(records=RECORDS))
     kinds = capsys.readouterr().out.split("Calibrated on: ")
     (with_texts,) = (kind for kind in kinds if kind.startswith("text\n"))
     found = {line.split(" | ")[0]: line.split(" | ") for line in with_texts.splitlines()}
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    for row, options in {
-        "shared dff=768": "--dff 768",
-        "per-head dk=192 dv=192 dff=768": "--dff 768 --dk 192 --dv 192 --form per-head",
-    }.items():
-        cells = found[f"| {row}"]
-        score, change = cells[1].split(",")[0], cells[-1].removesuffix(" |")
-        mean, half = (float(number) for number in change.split(" ± "))
-        (line,) = (line for line in readme.splitlines() if line.startswith(f"| `{options}`"))
-        assert f"| {score} | {mean:+.1f} ± {half:.1f} |".replace("-", "−") in line
+    cells = found["| shared dff=768"]
+    score, change = cells[1].split(",")[0], cells[-1].removesuffix(" |")
+    mean, half = (float(number) for number in change.split(" ± "))
+    (line,) = (line for line in readme.splitlines() if line.startswith("| `--dff 768`, "))
+    assert f"| {score} | {mean:+.1f} ± {half:.1f} |".replace("-", "−") in line
