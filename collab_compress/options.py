@@ -64,11 +64,11 @@ class Solver:
 
     effort: Effort = "best"
     """How long the solver of queries and keys runs: best is its default, fast two fifths of those sweeps, for errors
-    about 2 % higher; a quarter with a rotary embedding."""
+    about 2 % higher."""
 
     sweeps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Most passes over the factors; the solver's own default if not given. Rotary models with grouped queries are
-    solved in closed form, without any."""
+    """Most passes over the factors; the solver's own default if not given. Rotary models are solved in closed form,
+    without any."""
 
     tolerance: Annotated[float | None, tyro.conf.arg(metavar="X")] = None
     """Stop once a sweep lowers the error by less than this share of it (parafac: of the heads' norm); the
