@@ -254,6 +254,11 @@ class ScoreForm(MapForm):
         return {self.query: self.heads * self.head_width, self.key: self.dense_key_width}
 
     @property
+    def query_width(self) -> int:
+        """Channels of the queries, without padding."""
+        return self.rank
+
+    @property
     def content_channels(self) -> int:
         """Number of channels behind the R of the keys that hold content biases: H or none."""
         return self.heads if self.content_bias else 0
@@ -384,7 +389,7 @@ class ScoreForm(MapForm):
         """Return the cuts of `module` that leave the kept heads, in ascending order."""
         smaller = self.without(kept)
         cuts = [Cut(module, self.at, smaller), *self.row_cuts(module, kept)]
-        for path, width in ((self.query, smaller.rank), (self.key, smaller.rank + smaller.content_channels)):
+        for path, width in ((self.query, smaller.query_width), (self.key, smaller.rank + smaller.content_channels)):
             cuts.append(Cut(module.get_submodule(path), "padding", padding_of(width, smaller.multiple)))
         return cuts
 

@@ -1,15 +1,13 @@
-"""Shared channels in models with a rotary embedding: pseudo-heads that the stock module rotates and caches.
+"""Shared keys in models with a rotary embedding: pseudo-heads that the stock module rotates and caches.
 
-    score_i(x, y) = s · Re Σ_c m_ic (x χ_c) conj(y κ_c) e^{iθ(c)n}
+    score_i(x, y) = s · Re Σ_c m_ic (x a_iθ(c)) conj(y κ_c) e^{iθ(c)n}
 
 where two channels that are rotated together are one complex channel c, θ(c) is its frequency, n the distance of the
-tokens, and m_ic complex ("RoFormer", Su et al., 2021; the sharing is ours). Where groups of heads share a key, keys
-are shared among groups, and each head keeps its own queries: x a_iθ(c) in place of x χ_c.
+tokens, and m_ic complex ("RoFormer", Su et al., 2021; the sharing is ours). Each head keeps its queries.
 
 The module projects keys to P·d channels, views them as P pseudo-heads and rotates each channel pair by the frequency
-of its slot. A channel of another frequency is rotated by the difference beforehand. Heads are mixed after the cache:
-each head's queries by m_i, or, where groups share a key, the keys of each group, κ_c m̄_ic summed over the channels of
-each frequency, which are then as wide as dense ones.
+of its slot. A channel of another frequency is rotated by the difference beforehand. After the cache the channels of
+each frequency are summed to the keys of each head or group, Σ_c m̄_ic κ_c, which are as wide as dense ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from collab_compress.attention.form import HeadRows, ScoreForm, ScoreParts, plain_weight
@@ -150,12 +148,12 @@ def arranged(frequencies: Sequence[int], slots: int) -> list[int]:
 
 @dataclass(frozen=True)
 class RotaryScores(ScoreForm):
-    """The shared form of heads with a rotary embedding.
+    """The form of heads with a rotary embedding: they share R channels of keys.
 
     `mixing` is (G, R): for each head, or group of heads, R/2 real parts, then R/2 imaginary ones.
 
     Args:
-        key_heads: number G of key heads in the dense model; if that is less than H, queries are not shared.
+        key_heads: number G of key heads in the dense model.
         rotated: number of rotated channels of a head.
         pairs: as for `Pairing`.
         frequencies: of each channel pair, P·d/2, as for `RotatingProjection`.
@@ -171,8 +169,8 @@ class RotaryScores(ScoreForm):
     key_bias: bool = False
 
     kind: ClassVar[str] = "rotary"
-    title: ClassVar[str] = "shared rotary attention"
-    space: ClassVar[str] = "shared query/key spaces, one for each rotary frequency, with a total width"
+    title: ClassVar[str] = "shared rotary keys"
+    space: ClassVar[str] = "shared key spaces, one for each rotary frequency, with a total width"
 
     @classmethod
     def of(cls, site: Any, rank: int) -> Self:
@@ -223,26 +221,16 @@ class RotaryScores(ScoreForm):
         return Pairing(self.head_width, self.rotated, self.pairs)
 
     @property
-    def unrotated(self) -> tuple[bool, ...]:
-        """Which of the R/2 channel pairs are not rotated; there the mixing matrix holds a real factor of each."""
-        return tuple(frequency >= self.rotated // 2 for frequency in self.frequencies)
-
-    @property
-    def grouped(self) -> bool:
-        """Whether groups of heads share a key, so that queries are each head's own."""
-        return self.key_heads < self.heads
-
-    @property
     def query_width(self) -> int:
-        """Width of the queries: R, or H·d where they are not shared."""
-        return self.heads * self.head_width if self.grouped else self.rank
+        """Width of the queries, which are each head's own, H·d."""
+        return self.heads * self.head_width
 
     # Parameters.
 
     @property
     def width(self) -> int:
-        """Width of one head's queries and keys: R, or d where groups of heads share a key."""
-        return self.head_width if self.grouped else self.rank
+        """Width d of one head's queries and keys."""
+        return self.head_width
 
     @property
     def mixing_shape(self) -> tuple[int, int]:
@@ -253,37 +241,26 @@ class RotaryScores(ScoreForm):
         self, query_in: int, key_in: int, like: dict[str, Any]
     ) -> tuple[PaddedProjection, PaddedProjection]:
         """Return projections of queries and keys from these input widths."""
-        shared = (self.rank, self.pairing, self.frequencies)
-        query: PaddedProjection
-        if self.grouped:
-            query = PaddedProjection(query_in, self.query_width, self.head_width, self.query_bias, **like)
-        else:
-            query = RotatingProjection(query_in, *shared, self.query_bias, **like)
-        return query, RotatingProjection(key_in, *shared, self.key_bias, **like)
+        query = PaddedProjection(query_in, self.query_width, self.head_width, self.query_bias, **like)
+        return query, RotatingProjection(key_in, self.rank, self.pairing, self.frequencies, self.key_bias, **like)
 
-    def load_channels_(
-        self, parts: ScoreParts, query: Tensor | None, mixing: Tensor, key: Tensor, dense: Any
-    ) -> None:
-        """Copy χ and κ (D, R/2) and m (G, R/2), complex, into `parts`, in the order of `frequencies`, in place.
+    def load_channels_(self, parts: ScoreParts, query: Any, mixing: Tensor, key: Tensor) -> None:
+        """Copy the projection `query`, and κ (D, R/2) and m (G, R/2), complex, into `parts`, in place.
 
-        A bias is a further row of χ and κ. Where queries are not shared, χ is None and the projection `dense` is
-        copied.
+        Channels are in the order of `frequencies`. A bias is a further row of κ.
         """
         with torch.no_grad():
             parts.mixing.copy_(torch.cat([mixing.real, mixing.imag], -1))
-            if query is None:
-                parts.query.proj.weight.copy_(dense.weight)
-                if self.query_bias:
-                    parts.query.proj.bias.copy_(dense.bias)
-            else:
-                self._load_projection_(parts.query.proj, query)
-            self._load_projection_(parts.key.proj, key)
+            copies = (query.weight, query.bias), self.key_rows(key)
+            for part, (weight, bias) in zip((parts.query, parts.key), copies, strict=True):
+                part.proj.weight.copy_(weight)
+                if bias is not None:
+                    part.proj.bias.copy_(bias)
 
-    def _load_projection_(self, projection: nn.Linear, channels: Tensor) -> None:
-        rows = self.to_heads(channels.real, channels.imag).mT  # (R, D), or (R, D + 1)
-        projection.weight.copy_(rows[:, : projection.in_features])
-        if projection.bias is not None:
-            projection.bias.copy_(rows[:, -1])
+    def key_rows(self, channels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return weight (2n, D) and bias (2n,) or None of a projection to complex channels (D, n), or (D + 1, n)."""
+        rows = self.to_heads(channels.real, channels.imag).mT
+        return (rows[:, :-1], rows[:, -1]) if self.key_bias else (rows, None)
 
     def channels_of(self, heads: Tensor, bias: Tensor | None) -> Tensor:
         """Pair the channels of dense heads: (H, D, d) to complex (H, D, d/2), a bias (H·d,) as one more row."""
@@ -307,40 +284,35 @@ class RotaryScores(ScoreForm):
         remove_pre_hook_(module, _attach_tables)
         super().take_out_(module, dense)
 
-    def read_channels(self, name: str, module: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the parameters of the scores of the module called `name`, as complex numbers.
+    def read_keys(self, name: str, module: Any) -> Tensor:
+        """Return the complex keys of each head or group, (G, Dk, d/2), of the module called `name`.
 
-        Returns:
-            χ (Dq, R/2), or each head's own (Dq, H·d/2); m (G, R/2); κ (Dk, R/2). A bias is the last row.
+        A bias is the last row.
 
         Raises:
-            UnsupportedModelError: a projection carries an adapter, is quantized, or is offloaded.
+            UnsupportedModelError: the projection carries an adapter, is quantized, or is offloaded.
         """
-        sides = []
-        for path in (self.query, self.key):
-            projection = module.get_submodule(path).proj
-            rows = plain_weight(f"{name}.{path}.proj", projection).mT  # (D, R)
-            if projection.bias is not None:
-                rows = torch.cat([rows, projection.bias.detach()[None]])
-            rows = rows.to(float64_device(rows.device)).double()
-            real, imaginary = self.pairing.split(rows.unflatten(-1, (-1, self.head_width)))
-            sides.append(torch.complex(real.flatten(-2), imaginary.flatten(-2)))
-        mixing = module.mixing.detach().to(sides[0].device).double()
-        mixing = torch.complex(*mixing.chunk(2, -1))
-        return sides[0], mixing, sides[1]
+        projection = module.get_submodule(self.key).proj
+        rows = plain_weight(f"{name}.{self.key}.proj", projection).mT  # (D, R)
+        if projection.bias is not None:
+            rows = torch.cat([rows, projection.bias.detach()[None]])
+        place = float64_device(rows.device)
+        rows = rows.to(place).double()
+        real, imaginary = self.pairing.split(rows.unflatten(-1, (-1, self.head_width)))
+        channels = torch.complex(real.flatten(-2), imaginary.flatten(-2))
+        mixing = torch.complex(*module.mixing.detach().to(place).double().chunk(2, -1))
+        keys = channels.new_zeros(len(mixing), len(channels), self.head_width // 2)
+        slots = torch.tensor(self.frequencies, device=place)
+        return keys.index_add(-1, slots, channels * mixing.conj()[:, None])
 
     # Attention.
 
     def heads_of(self, module: Any, query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        """Return queries (B, H, T, R) and keys (B, H, S, R); with grouped queries (B, H, T, d) and (B, G, S, d)."""
-        key = key[:, : self.rank // self.head_width]
-        if self.grouped:
-            return query[:, : self.heads], self._group_keys(module, key)
-        key = key.transpose(1, 2).flatten(2).unsqueeze(1)  # (B, 1, S, R)
-        return self._mixed(module, query), key.expand(-1, self.heads, -1, -1)
+        """Return queries (B, H, T, d), as they are, and the keys of each head or group, (B, G, S, d)."""
+        return query[:, : self.heads], self._mixed_keys(module, key[:, : self.rank // self.head_width])
 
-    def _group_keys(self, module: Any, key: Tensor) -> Tensor:
-        """Sum the channels of each frequency to the keys of each group, (B, P, S, d) to (B, G, S, d)."""
+    def _mixed_keys(self, module: Any, key: Tensor) -> Tensor:
+        """Sum the channels of each frequency to the keys of each head or group, (B, P, S, d) to (B, G, S, d)."""
         by_real, by_imaginary = module.mixing.to(key.dtype).unsqueeze(1).chunk(2, -1)  # (G, 1, R/2)
         parts = (part.transpose(1, 2).flatten(2).unsqueeze(1) for part in self.pairing.split(key))
         real, imaginary = parts  # (B, 1, S, R/2)
@@ -350,32 +322,22 @@ class RotaryScores(ScoreForm):
         return self.pairing.join(*sums)
 
     def head_queries(self, module: Any, query: Tensor) -> Tensor:
-        """Return the rotated queries of each head, (B, T, H, R), from queries as the module lays them out."""
-        return self._mixed(module, query).transpose(1, 2)
-
-    def _mixed(self, module: Any, query: Tensor) -> Tensor:
-        """Multiply queries by the mixing matrix: (B, P, T, d), or (B, H, T, d) where not shared, to (B, H, T, R)."""
-        mixing: Tensor = module.mixing
-        real, imaginary = self.pairing.split(query[:, : self.query_width // self.head_width])
-        if self.grouped:
-            mixing = mixing.repeat_interleave(self.heads // self.key_heads, 0)
-            slots = torch.tensor(self.frequencies, device=query.device)
-            real, imaginary = real[..., slots], imaginary[..., slots]  # (B, H, T, R/2)
-        else:  # (B, 1, T, R/2)
-            real, imaginary = (part.transpose(1, 2).flatten(2).unsqueeze(1) for part in (real, imaginary))
+        """Return the rotated queries (B, H, T, d), mixed for the R channels of the keys, (B, T, H, R)."""
+        mixing = module.mixing.repeat_interleave(self.heads // self.key_heads, 0)
+        slots = torch.tensor(self.frequencies, device=query.device)
+        real, imaginary = (part[..., slots] for part in self.pairing.split(query[:, : self.heads]))  # (B, H, T, R/2)
         by_real, by_imaginary = mixing.unsqueeze(1).chunk(2, -1)  # (H, 1, R/2)
         mixed = real * by_real - imaginary * by_imaginary, real * by_imaginary + imaginary * by_real
-        if not self.grouped and self.rotated < self.head_width:
-            unrotated = torch.tensor(self.unrotated, device=query.device)
-            separate = real * by_real, imaginary * by_imaginary
-            mixed = torch.where(unrotated, separate[0], mixed[0]), torch.where(unrotated, separate[1], mixed[1])
-        return self.to_heads(*mixed)
+        return self.to_heads(*mixed).transpose(1, 2)
 
     # Heads.
 
     def head_rows(self) -> list[HeadRows]:
-        """Return each head's row of the mixing matrix. Not valid for grouped queries."""
-        return [HeadRows.of("mixing", [1] * self.heads)]
+        """Return each head's rows of the queries and of the mixing weights. Not valid for grouped queries."""
+        names = ("weight", "bias") if self.query_bias else ("weight",)
+        sizes = [self.head_width] * self.heads
+        queries = [HeadRows.of(f"{self.query}.proj.{name}", sizes) for name in names]
+        return [*queries, HeadRows.of("mixing", [1] * self.heads)]
 
     def without(self, kept: Sequence[int]) -> Self:
         """Return the form of the kept heads, with all shared channels."""
@@ -384,18 +346,14 @@ class RotaryScores(ScoreForm):
     # Costs.
 
     def parameters(self, widths: tuple[int, int]) -> int:
-        """Dq·(R or H·d) for queries, Dk·R for keys, G·R, and biases."""
+        """Dq·H·d for queries, Dk·R for keys, G·R, and biases."""
         query, key = widths[0] + self.query_bias, widths[1] + self.key_bias
         return query * self.query_width + (key + self.key_heads) * self.rank
 
     def macs(self, widths: tuple[int, int], length: int) -> int:
-        """T·Dq·R + T·Dk·R + 2·T·H·R + T²·H·R: a complex product is four real ones for each two channels.
-
-        With grouped queries T·Dq·H·d + T·Dk·R + 2·T·G·R + T²·H·d.
-        """
+        """T·Dq·H·d + T·Dk·R + 2·T·G·R + T²·H·d: a complex product is four real ones for each two channels."""
         projected = length * (widths[0] * self.query_width + widths[1] * self.rank)
-        mixed = 2 * length * self.key_heads * self.rank
-        return projected + mixed + length**2 * self.heads * self.width
+        return projected + (2 * length * self.key_heads * self.rank + length**2 * self.query_width)
 
 
 def _attach_tables(
@@ -406,8 +364,7 @@ def _attach_tables(
     They are attached to a view that belongs to this call alone: several threads may run one module at the same time.
     """
     form: RotaryScores = module.score_form
-    projections = [module.get_submodule(path) for path in (form.query, form.key)]
-    if not any(isinstance(projection, RotatingProjection) and projection.rotates for projection in projections):
+    if not module.get_submodule(form.key).rotates:
         return None
     tables = kwargs.get("position_embeddings")
     if tables is None:

@@ -1,11 +1,11 @@
 r"""Shared channels, of which each head reads a few: W̃q and W̃k serve all heads.
 
-    score_i(x, y) = s · [ Σ_{r ∈ S_i} m_ir (x · w̃q_r)(y · w̃k_r) + v_i · y ],  |S_i| = k for all heads
+    score_i(x, y) = s · [ Σ_{r ∈ S_i} m_ir (x · w̃q_r)(y · w̃k_r) + v_i · y ],   |S_i| = k
 
-where s is the model's own scale, m_i the mixing weights of head i, S_i the channels that it reads, and v_i its content
-bias. If every head reads all R channels, k = R, this is the collaborative form of "Multi-Head Attention: Collaborate
-Instead of Concatenate" (eqs. 7 and 13; costs as in section 3.4). Its scores then take T²·H·R multiplications, where
-with k = d they take as many as dense heads.
+where s is the model's own scale, S_i the channels that head i reads, m_i their weights, and v_i its content bias. If
+every head reads all R channels, k = R, this is the collaborative form of "Multi-Head Attention: Collaborate Instead
+of Concatenate" (eqs. 7 and 13; costs as in section 3.4). Its scores then take T²·H·R multiplications, where with
+k = d they take as many as those of dense heads.
 
 The channels that a head reads are gathered and weighted, and are then an ordinary head, for any attention function.
 """

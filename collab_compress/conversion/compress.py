@@ -260,9 +260,11 @@ def _check_width(site: AttentionSite, name: str, width: int | None, projections:
 
 
 def _check_solver(site: AttentionSite, compression: Compression) -> None:
-    """Refuse centred queries, a tolerance and other solvers for a rotary module."""
+    """Refuse centred queries, a tolerance, other solvers and another width of heads for a rotary module."""
     if not site.family.rotary:
         return
+    if compression.head_dim is not None:
+        raise CompressionError(f"{site.name}: heads with a rotary embedding keep their width; leave out head_dim")
     solver = compression.solver
     if (solver.method, solver.centre, solver.tolerance) != ("als", None, None):
         raise CompressionError(

@@ -23,6 +23,7 @@ from collab_compress.attention import (
     ValueParts,
     uninstall_,
 )
+from collab_compress.attention.form import plain_weight
 from collab_compress.attention.install import FORMS_AT
 from collab_compress.attention.values import output_dim
 from collab_compress.checkpoint import edits_of, forget_edits_
@@ -204,8 +205,9 @@ def _expand(model: PreTrainedModel, head_width: int | None) -> None:
             _refuse_hooks(site, scores.query, scores.key)
             _refuse_content_bias(model, site, scores)
             try:
+                error = 0.0
                 if isinstance(scores, RotaryScores):
-                    query, key, error = _dense_rotary(name, module)
+                    query, key = _dense_rotary(name, module)
                 else:
                     query, key, error = _dense_projections(site, scores, head_width)
             except torch.linalg.LinAlgError as failed:  # type: ignore[attr-defined]
@@ -300,60 +302,15 @@ def _head_matrix(context: Tensor, key: Tensor, content: Tensor | None) -> tuple[
     return left, torch.cat([key, content[:, None]], 1)
 
 
-def _dense_rotary(name: str, module: Any) -> tuple[nn.Linear, nn.Linear, float]:
-    """Return dense query and key projections of shared rotary heads, and their relative error."""
+def _dense_rotary(name: str, module: Any) -> tuple[nn.Linear, nn.Linear]:
+    """Return the dense query and key projections of rotary heads that share keys."""
     form: RotaryScores = module.score_form
-    query, mixing, key = form.read_channels(name, module)  # (D, R/2), (G, R/2), (D, R/2)
-    if form.grouped:  # mixed keys are keys of the group
-        frequencies = torch.tensor(form.frequencies, device=key.device)
-        keys = [key.new_zeros(len(key), form.head_width // 2) for _ in mixing]
-        for summed, row in zip(keys, mixing, strict=True):
-            summed.index_add_(1, frequencies, key * row.conj())
-        sides, error = (query, torch.cat(keys, 1)), 0.0
-    else:
-        sides, error = _nearest_rotary_heads(form, query, mixing, key)
-    projections = []
-    for path, channels, biased in zip((form.query, form.key), sides, (form.query_bias, form.key_bias), strict=True):
-        weight = form.to_heads(channels.real, channels.imag)  # (D, H·d), or (D + 1, H·d) with a bias
-        bias = weight[-1] if biased else None
-        like = module.get_submodule(path).proj.weight
-        projections.append(_linear(weight[:-1] if biased else weight, bias, like))
-    return projections[0], projections[1], error
-
-
-def _nearest_rotary_heads(
-    form: RotaryScores, query: Tensor, mixing: Tensor, key: Tensor
-) -> tuple[tuple[Tensor, Tensor], float]:
-    """Return complex queries and keys (D, H·d/2) with one channel for each head and frequency, and their error.
-
-    A frequency of a head gets the nearest matrix of rank one. Channels without rotation are real, and any of them may
-    be shared with any other.
-    """
-    pairs, rotated = form.head_width // 2, form.rotated // 2
-    left, right = query.new_zeros(len(query), form.heads * pairs), key.new_zeros(len(key), form.heads * pairs)
-    lost = total = 0.0
-    still = [channel for channel, frequency in enumerate(form.frequencies) if frequency >= rotated]
-    for head, row in enumerate(mixing):
-        if still:
-            u, s, v = _svd(
-                torch.cat([query.real[:, still] * row.real[still], query.imag[:, still] * row.imag[still]], 1),
-                torch.cat([key.real[:, still], key.imag[:, still]], 1),
-            )
-            count = pairs - rotated
-            rank, columns = min(2 * count, len(s)), slice(head * pairs + rotated, (head + 1) * pairs)
-            for side, vectors in ((left, u), (right, v)):
-                padded = vectors.new_zeros(len(side), 2 * count)
-                padded[:, :rank] = vectors[:, :rank] * s[:rank].sqrt()
-                side[:, columns] = torch.complex(padded[:, :count], padded[:, count:])
-            lost, total = lost + float(s[rank:].square().sum()), total + float(s.square().sum())
-        for frequency in range(rotated):
-            channels = [channel for channel, other in enumerate(form.frequencies) if other == frequency]
-            if channels:
-                u, s, v = _svd(query[:, channels] * row[channels], key[:, channels])
-                column, root = head * pairs + frequency, s[0].sqrt()
-                left[:, column], right[:, column] = u[:, 0] * root, v[:, 0] * root
-                lost, total = lost + float(s[1:].square().sum()), total + float(s.square().sum())
-    return (left, right), (lost / total) ** 0.5 if total else 0.0
+    query = module.get_submodule(form.query).proj
+    plain_weight(f"{name}.{form.query}.proj", query)
+    keys = form.read_keys(name, module)  # (G, D, d/2)
+    weight, bias = form.key_rows(keys.transpose(0, 1).flatten(1))
+    like = module.get_submodule(form.key).proj.weight
+    return query, _linear(weight.T, bias, like)
 
 
 def _svd(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:

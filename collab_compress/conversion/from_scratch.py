@@ -99,7 +99,7 @@ def _shared(site: DenseSite, attention: FromScratch) -> tuple[ScoreForm, Any]:
 
 
 def _rotary(site: DenseSite, attention: FromScratch) -> tuple[ScoreForm, Any]:
-    """Return the form of untrained shared rotary heads, and its parameters, mixing equal for all frequencies."""
+    """Return the form of rotary heads with untrained shared keys, and its parameters."""
     if attention.scale != "model" or attention.dk > site.key_value_width:
         raise CompressionError(
             f"{site.name}: rotary heads keep the model's scale, and dk is at most {site.key_value_width} there; got "
@@ -113,8 +113,7 @@ def _rotary(site: DenseSite, attention: FromScratch) -> tuple[ScoreForm, Any]:
                 projection.bias.zero_()
         start = MIXING_STARTS[attention.mixing](site.key_value_heads, form.rank // site.head_width)  # (G, P)
         real = start.repeat_interleave(site.head_width // 2, 1)
-        elementwise = torch.tensor([not form.grouped and unrotated for unrotated in form.unrotated])
-        parts.mixing.copy_(torch.cat([real, torch.where(elementwise, real, 0.0)], 1))
+        parts.mixing.copy_(torch.cat([real, torch.zeros_like(real)], 1))
     return form, parts
 
 

@@ -33,7 +33,6 @@ from collab_compress.factorization import (
     narrow_values,
 )
 from collab_compress.factorization.als import FAST_SWEEPS
-from collab_compress.factorization.rotary import FAST_SWEEPS as FAST_ROTARY_SWEEPS
 from collab_compress.options import Compression, Solver
 
 Progress: TypeAlias = Callable[[str, int, int], None]
@@ -271,7 +270,7 @@ def _share(
 def _share_rotary(
     site: DenseSite, compression: Compression, moments: SiteMoments, head_weights: Tensor | None, check: Check
 ) -> Shared:
-    """Share the channels of one module with a rotary embedding."""
+    """Share the keys of one module with a rotary embedding."""
     assert compression.dk is not None
     query_moments, key_moments = moments or (None, None)
     pairing = RotaryScores.of(site, compression.dk)
@@ -282,18 +281,15 @@ def _share_rotary(
         query_moments=query_moments,
         key_moments=key_moments,
         damping=compression.solver.damping,
-        sweeps=_sweeps(compression.solver, FAST_ROTARY_SWEEPS),
         rotated=site.rotated // 2,
         device=compression.solver.device,
-        check=check,
         head_weights=head_weights,
     )
     factors = result.factors
     order = arranged(factors.frequencies, site.head_width // 2)
     form = replace(pairing, frequencies=tuple(factors.frequencies[channel] for channel in order))
     parts = form.build(site.module, site.parent)
-    query = None if factors.query is None else factors.query[:, order]
-    form.load_channels_(parts, query, factors.mixing[:, order], factors.key[:, order], site.query)
+    form.load_channels_(parts, site.query, factors.mixing[:, order], factors.key[:, order])
     return form, parts, result
 
 

@@ -1,13 +1,12 @@
-"""Shared rotary channels: the error by explicit rotations, exactness, the best keys of groups, the allocation."""
+"""Shared rotary keys: the error by explicit rotations, exactness, the best keys there are, the allocation."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
 
-from collab_compress.factorization import Moments, factorize, factorize_rotary, rotary
-from collab_compress.factorization.rotary import allocated, decomposed, rotary_error
+from collab_compress.factorization import Moments, RotaryFactors, factorize_rotary, rotary
+from collab_compress.factorization.rotary import allocated, rotary_error
 
 
 def heads(count, width, frequencies, seed=0, common=2):
@@ -43,28 +42,19 @@ def slow_error(query, key, factors, angles, distances):
                 turn = turned(angle * distance)
                 exact = exact + pair(query[head, :, j]) @ turn @ pair(key[head // group, :, j]).T
             for place, j in enumerate(factors.frequencies):
-                channel = query[head, :, j] if factors.query is None else factors.query[:, place]
-                by = factors.mixing[head // group, place]
-                if factors.query is not None and j >= factors.rotated:
-                    mixed = torch.complex(channel.real * by.real, channel.imag * by.imag)
-                else:
-                    mixed = channel * by
+                mixed = query[head, :, j] * factors.mixing[head // group, place]
                 approximate = approximate + pair(mixed) @ turned(angles[j] * distance) @ pair(factors.key[:, place]).T
             lost, total = lost + float((exact - approximate).square().sum()), total + float(exact.square().sum())
     return (lost / total) ** 0.5
 
 
-@pytest.mark.parametrize("rotated", [3, 1, 0])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_the_error_is_that_of_explicit_rotations_averaged_over_distances(groups, rotated):
+def test_the_error_is_that_of_explicit_rotations_averaged_over_distances(groups):
     """Angles are such that frequencies do not interfere: whole turns over all distances."""
-    if groups == 2 and rotated < 3:
-        pytest.skip("groups that share keys share those of each frequency apart, for which angles must differ")
     query, key = heads(4, 7, 3), heads(groups, 6, 3, seed=1)
     distances = torch.arange(8, dtype=torch.float64)
     angles = 2 * torch.pi * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) / 8
-    angles[rotated:] = 0.0
-    result = factorize_rotary(query, key, 4, rotated=rotated)
+    result = factorize_rotary(query, key, 4)
     expected = slow_error(query, key, result.factors, angles, distances)
     assert result.weight_error == pytest.approx(expected, rel=1e-6)
     assert rotary_error(query, key, result.factors) == pytest.approx(expected, rel=1e-6)
@@ -76,7 +66,6 @@ def test_all_channels_are_exact(groups):
     result = factorize_rotary(query, key, 3 * groups)
     assert result.weight_error == 0
     assert rotary_error(query, key, result.factors) < 1e-7
-    assert (result.factors.query is None) == (groups < 4)
 
 
 @pytest.mark.parametrize("groups", [4, 2])
@@ -90,15 +79,22 @@ def test_more_channels_are_better_divided_among_frequencies(groups, monkeypatch)
     assert errors[3] < equal.weight_error
 
 
-def test_groups_get_the_best_keys_there_are(monkeypatch):
+@pytest.mark.parametrize("groups", [4, 2])
+def test_they_are_the_best_keys_there_are(groups, monkeypatch):
     """Keys reach the optimum of Eckart and Young; an independent search does not do better."""
-    query, key = heads(4, 9, 2), heads(2, 9, 2, seed=1)
+    query, key = heads(4, 9, 2), heads(groups, 9, 2, seed=1)
     monkeypatch.setattr(rotary, "allocated", lambda errors, channels: [1] * channels)
     solution = factorize_rotary(query, key, 2)
-    weights = query.norm(dim=1).square().view(2, 2, 2).sum(1).sqrt()  # (G, J)
-    lost = sum(torch.linalg.svdvals((key[:, :, j] * weights[:, j, None]).mT)[1].square().item() for j in range(2))
-    total = sum((key[:, :, j] * weights[:, j, None]).norm().item() ** 2 for j in range(2))
+    weights = query.norm(dim=1).square().view(groups, -1, 2).sum(1).sqrt()  # (G, J)
+    weighted = [(key[:, :, j] * weights[:, j, None]).mT for j in range(2)]
+    lost = sum(torch.linalg.svdvals(keys)[1:].square().sum().item() for keys in weighted)
+    total = sum(keys.norm().item() ** 2 for keys in weighted)
     assert solution.weight_error == pytest.approx((lost / total) ** 0.5, rel=1e-9)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(20):
+        other = solution.factors.key + 0.1 * torch.randn(9, 2, generator=generator, dtype=torch.complex128)
+        rows = [torch.linalg.lstsq(other[:, j, None], key[:, :, j].mT).solution[0].conj() for j in range(2)]
+        assert rotary_error(query, key, RotaryFactors(torch.stack(rows, 1), other, (0, 1))) > solution.weight_error
 
 
 def test_allocation_is_the_best_of_all():
@@ -115,15 +111,6 @@ def test_allocation_is_the_best_of_all():
         assert sum(errors[j, count].item() for j, count in enumerate(counts)) == pytest.approx(best)
 
 
-def test_sweeps_find_slices_that_were_made_from_few_channels():
-    generator = torch.Generator().manual_seed(0)
-    chi, kappa = (torch.randn(1, 6, 2, generator=generator, dtype=torch.complex128) for _ in range(2))
-    # a slice of rank one lies in the span of few channels only where each head has one of them
-    query, key = chi[:, :, [0, 1, 0, 1]], kappa[:, :, [0, 1, 0, 1]]
-    *_, error = decomposed(query, key, 2, 50)
-    assert error.item() < 1e-6 * float((query.norm(dim=1) * key.norm(dim=1)).square().sum())
-
-
 @pytest.mark.parametrize("groups", [4, 2])
 def test_moments_weigh_what_inputs_show(groups):
     """On inputs of few directions the weighted solution has the lower error; biases are the last row."""
@@ -137,8 +124,7 @@ def test_moments_weigh_what_inputs_show(groups):
     root = torch.linalg.cholesky(extended.mH @ extended / 500).mH
     errors = []
     for factors in (weighted.factors, plain.factors):
-        channels = None if factors.query is None else root @ factors.query
-        weighted_factors = replace(factors, query=channels, key=root @ factors.key)
+        weighted_factors = RotaryFactors(factors.mixing, root @ factors.key, factors.frequencies)
         errors.append(rotary_error(root @ query, root @ key, weighted_factors))
     assert weighted.data_error == pytest.approx(errors[0], rel=0.05)
     assert errors[0] < errors[1] + 1e-12
@@ -171,61 +157,6 @@ def test_bad_input_is_refused(change, message):
         factorize_rotary(**arguments)
 
 
-def real_heads(count, width, head_width, channels):
-    """Return queries and keys (H, D, d); each head uses some of a few common real channels."""
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    common, sides = (draw(width, channels), draw(width, channels)), ([], [])
-    for _ in range(count):
-        places, turn = (
-            torch.randperm(channels, generator=generator)[:head_width],
-            torch.linalg.qr(draw(head_width, head_width))[0],
-        )
-        for side, channel in zip(sides, common, strict=True):
-            side.append(channel[:, places] @ turn)
-    return torch.stack(sides[0]), torch.stack(sides[1])
-
-
-def paired(side):
-    return torch.complex(side[..., ::2].contiguous(), side[..., 1::2].contiguous())
-
-
-def test_channels_that_do_not_rotate_are_shared_with_one_another():
-    query, key = real_heads(6, 48, 8, 24)
-    result = factorize_rotary(paired(query), paired(key), 12, rotated=0)
-    assert result.weight_error < 1e-4
-    assert result.weight_error == pytest.approx(factorize(query, key, 24).weight_error, abs=1e-4)
-    factors = result.factors
-    for head in range(6):
-        sides = torch.view_as_real(factors.query), torch.view_as_real(factors.key)
-        mixed = sides[0] * torch.view_as_real(factors.mixing[head])
-        torch.testing.assert_close(
-            mixed.flatten(1) @ sides[1].flatten(1).T, query[head] @ key[head].T, atol=1e-2, rtol=0
-        )
-
-
-def test_rotated_and_other_channels_share_the_width_by_what_they_are_worth():
-    query, key = real_heads(6, 48, 8, 24)
-    rotated = heads(6, 48, 2, common=6)
-    both = [torch.cat([rotated * 3, paired(side)], -1) for side in (query, key)]
-    result = factorize_rotary(*both, 24, rotated=2)
-    numbers = [frequency for frequency in result.factors.frequencies if frequency >= 2]
-    assert 10 <= len(numbers) <= 14
-    assert set(numbers) == {2, 3, 4, 5}
-    assert result.weight_error < 0.05
-
-
-def test_all_unrotated_channels_are_exact_beside_fewer_rotated_ones():
-    query, key = real_heads(3, 20, 4, 12)
-    both = [torch.cat([heads(3, 20, 1, seed=seed) * 1e-3, paired(side)], -1) for seed, side in ((0, query), (1, key))]
-    result = factorize_rotary(*both, 7, rotated=1)
-    assert result.factors.frequencies.count(0) == 1
-    assert result.weight_error < 1e-5
-
-
 @pytest.mark.parametrize("rotated", [3, 1])
 @pytest.mark.parametrize("groups", [4, 2])
 def test_head_weights_weigh_the_errors_of_heads(groups, rotated):
@@ -234,6 +165,4 @@ def test_head_weights_weigh_the_errors_of_heads(groups, rotated):
     result = factorize_rotary(query, key, 5, rotated=rotated, head_weights=weights).factors
     plain = factorize_rotary(query, key, 5, rotated=rotated).factors
     scaled = weights[:, None, None] * query
-    ours = result if result.query is None else replace(result, mixing=weights[:, None] * result.mixing)
-    theirs = plain if plain.query is None else replace(plain, mixing=weights[:, None] * plain.mixing)
-    assert rotary_error(scaled, key, ours) < rotary_error(scaled, key, theirs)
+    assert rotary_error(scaled, key, result) < rotary_error(scaled, key, plain)
