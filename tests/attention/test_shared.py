@@ -51,6 +51,23 @@ def test_gradients_are_those_of_the_formula(function, content, mask, causal):
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-10)
 
 
+@pytest.mark.parametrize("heads", [[2, 1, 0], [1, 2, 0], [0, 2], [1]])
+def test_heads_that_move_or_go_take_their_channels_along(heads):
+    inputs = draw_inputs()
+    module, expected = inputs.module, oracle(inputs)[1][:, :, heads]
+    assert len({tuple(row) for row in module.mixing_channels.tolist()}) == 3
+    if len(heads) < 3:
+        for cut in module.score_form.keep_heads(module, heads):
+            setattr(cut.owner, cut.name, cut.value)
+    else:
+        for path, _ in module.score_form.head_rows():
+            tensor = module.state_dict()[path]
+            tensor.copy_(tensor[heads])
+    found = inputs._replace(value=inputs.value[:, heads])
+    torch.testing.assert_close(found.call(collab_sdpa)[0], expected)
+    torch.testing.assert_close(oracle(found)[1], expected)
+
+
 @pytest.mark.parametrize("own", [1.0, 0.7])
 def test_a_module_that_scales_its_queries_passes_another_factor(own):
     """OPT multiplies queries by its scale and calls with 1; content biases are in the keys, which nothing scales."""

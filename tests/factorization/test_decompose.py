@@ -208,7 +208,9 @@ def test_bad_arguments_are_refused(make_heads):
     refused(make_heads, "damping is out of range: got -1, expected 0 or more", damping=-1)
     refused(make_heads, "sweeps is out of range: got 0, expected 1 or more", sweeps=0)
     refused(make_heads, "reads is out of range: got 0 with solver 'als', expected 1 or more", reads=0)
-    refused(make_heads, "reads is out of range: got 1 with solver 'parafac', .* with 'als'", reads=1, solver="parafac")
+    refused(
+        make_heads, "reads is out of range: got 1 with solver 'parafac', .* with 'als'", reads=1, solver="parafac"
+    )
 
 
 @pytest.mark.parametrize("reads", [None, 3])

@@ -49,10 +49,13 @@ class Inputs(NamedTuple):
         """Call an attention function."""
         return function(self.module, *self.projected, self.value, self.mask, is_causal=self.causal, **options)
 
-    def to(self, dtype: torch.dtype) -> "Inputs":
-        """Convert the module in place, and the rest."""
-        self.module.to(dtype)
-        return self._replace(x=self.x.to(dtype), y=self.y.to(dtype), value=self.value.to(dtype))
+    def to(self, place: Any) -> "Inputs":
+        """Move the module in place, and the rest, to a device or a dtype; a boolean mask keeps its dtype."""
+        self.module.to(place)
+        mask = self.mask
+        if mask is not None and (mask.is_floating_point() or isinstance(place, str)):
+            mask = mask.to(place)
+        return self._replace(x=self.x.to(place), y=self.y.to(place), value=self.value.to(place), mask=mask)
 
     @property
     def leaves(self) -> list[Tensor]:
