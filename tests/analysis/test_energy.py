@@ -1,6 +1,5 @@
 """Energy curves, against singular values of matrices that are formed in full."""
 
-
 import numpy as np
 import pytest
 import torch

@@ -90,7 +90,7 @@ def test_expanding_an_exact_conversion_gives_the_dense_model(run, folder, tmp_pa
 
 
 def test_expanding_heads_that_read_few_channels_is_exact(run, folder, tmp_path):
-    code, printed, error = run("expand", "small", "--output", "out", "--json", "out.json")
+    code, _, error = run("expand", "small", "--output", "out", "--json", "out.json")
     assert (code, error) == (0, "")
     record = json.loads((tmp_path / "out.json").read_text())
     assert record["model"].endswith("small")

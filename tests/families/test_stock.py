@@ -72,9 +72,7 @@ def test_what_has_no_stock_form_says_what_could_be_done_instead():
         to_stock(model)
     wide = copy.deepcopy(model)
     compress(wide, Compression(dk=12, dv=12), calibration=None)
-    with pytest.raises(
-        CompressionError, match="would be 8 wide, as the stock model's are 8; .* smaller head_dim"
-    ):
+    with pytest.raises(CompressionError, match=r"would be 8 wide, as the stock model's are 8; .* smaller head_dim"):
         to_stock(wide)
     compress(model, Compression(dk=12, dv=12, head_dim=4), calibration=[batch])
     mix_heads_(model)
