@@ -319,8 +319,8 @@ class EvaluateArguments:
 class ExpandArguments(EditArguments):
     """Turn converted attention back into dense heads that compute the same, and load without this package.
 
-    Where the scores of a head have a higher rank than its width, the dense form is the nearest one, and the error is
-    printed.
+    Heads that are wider than the dense ones, as a larger --head-dim makes them, are refused: dense heads could not
+    compute the same.
 
     Examples:
       collab-expand minilm-dk384

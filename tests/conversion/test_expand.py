@@ -26,10 +26,10 @@ def test_describe_names_forms_and_widths(make_tiny):
     model = make_tiny("bert")
     assert describe(model) == {}
     assert not is_converted(model)
-    compress(model, Compression(dk=8, modules="*layer.0*"), calibration=None)
+    compress(model, Compression(dk=9, modules="*layer.0*"), calibration=None)
     compress(model, Compression(dv=12), calibration=None)
     assert describe(model) == {
-        "encoder.layer.0.attention.self": "shared attention, dk=8; narrow values, dv=12",
+        "encoder.layer.0.attention.self": "shared attention, dk=9; narrow values, dv=12",
         "encoder.layer.1.attention.self": "narrow values, dv=12",
     }
     assert is_converted(model)
@@ -115,7 +115,7 @@ def test_body_and_whole_model_are_one(make_tiny, batch, tmp_path, converted, exp
 
 def test_weights_that_are_not_finite_are_refused(make_tiny):
     model = make_tiny("bert")
-    compress(model, Compression(dk=8), calibration=None)
+    compress(model, Compression(dk=9), calibration=None)
     model.encoder.layer[1].attention.self.mixing.data[0, 0] = float("nan")
     with pytest.raises(
         CompressionError, match=r"^encoder\.layer\.1\.attention\.self: .* Look for NaN in its weights"
@@ -126,7 +126,7 @@ def test_weights_that_are_not_finite_are_refused(make_tiny):
 
 def test_shipped_code_goes_too(make_tiny, tmp_path):
     model = make_tiny("bert")
-    compress(model, Compression(dk=8), calibration=None)
+    compress(model, Compression(dk=9), calibration=None)
     make_standalone_(model)
     expand(model)
     assert type(model) is BertModel
@@ -137,7 +137,7 @@ def test_shipped_code_goes_too(make_tiny, tmp_path):
 
 def test_frozen_stays_frozen(make_tiny):
     model = make_tiny("bert").requires_grad_(False)
-    compress(model, Compression(dk=8), calibration=None)
+    compress(model, Compression(dk=9), calibration=None)
     expand(model)
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
@@ -145,7 +145,7 @@ def test_frozen_stays_frozen(make_tiny):
 @pytest.mark.parametrize("path", ["self.query", "self.key.proj", "self.value"])
 def test_hooks_on_what_goes_are_refused(path, make_tiny):
     model = make_tiny("bert")
-    compress(model, Compression(dk=8, dv=12), calibration=None)
+    compress(model, Compression(dk=9, dv=12), calibration=None)
     model.encoder.layer[1].attention.get_submodule(path).register_forward_hook(lambda *_: None)
     with pytest.raises(UnsupportedModelError, match=rf"layer\.1\.attention\.{path} .* has a forward hook"):
         expand(model)
@@ -154,7 +154,7 @@ def test_hooks_on_what_goes_are_refused(path, make_tiny):
 
 def test_computed_weights_are_refused(make_tiny):
     model = make_tiny("bert")
-    compress(model, Compression(dk=8), calibration=None)
+    compress(model, Compression(dk=9), calibration=None)
     weight_norm(model.encoder.layer[1].attention.self.key.proj)
     with pytest.raises(UnsupportedModelError, match=r"key\.proj: got .*Parametrized.* make computed weights plain"):
         expand(model)
