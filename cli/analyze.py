@@ -31,7 +31,7 @@ def run(arguments: Arguments) -> ReportResult:
             name, baseline_name = arguments.model, against
     if arguments.sentence is not None and arguments.data.task is None and source.model.config.is_encoder_decoder:
         raise DataError("--sentence is one text, and an encoder–decoder reads two; it shows a pair of --data FILE")
-    loaded = load_data(arguments.data, source.model, source.tokenizer, arguments.options.seed)
+    loaded = load_data(arguments.data, source.model, source.tokenizer, arguments.report.seed)
     with progress_bar("it", common.quiet) as progress:
         context = ReportContext(
             model=source.model,
@@ -43,7 +43,7 @@ def run(arguments: Arguments) -> ReportResult:
             tokenizer=source.tokenizer,
             sentence=loaded.sentence and (arguments.sentence or loaded.sentence),
             score=loaded.score,
-            options=arguments.options,
+            options=arguments.report,
             on_progress=progress,
         )
         result = make_report(context, arguments.sections)

@@ -1,12 +1,14 @@
 """Arguments of the commands; importing them takes no time, so that `--help` is printed at once."""
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from collab_compress.errors import CollabCompressError, DataError
+from collab_compress.errors import CheckpointError, CollabCompressError, DataError
 from collab_compress.options import (
     LARGEST_SEED,
     SECTION_NAMES,
@@ -124,7 +126,7 @@ class AnalyzeArguments:
 
     data: tyro.conf.OmitArgPrefixes[Inputs]
 
-    options: tyro.conf.OmitArgPrefixes[ReportOptions]
+    report: tyro.conf.OmitArgPrefixes[ReportOptions]
 
     sentence: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """Text whose attention maps are drawn; by default one of the data."""
@@ -474,3 +476,25 @@ class ResultsArguments:
 
     quiet: bool = False
     """Print only errors."""
+
+
+def with_steps(words: Sequence[str]) -> list[str]:
+    """Insert the default number of steps after a bare `--recover`."""
+    words = list(words)
+    for place in reversed([place for place, word in enumerate(words) if word == "--recover"]):
+        if not "".join(words[place + 1 : place + 2]).lstrip("-").isdecimal():
+            words.insert(place + 1, str(STEPS))
+    return words
+
+
+def check_places(arguments: Any) -> None:
+    """Refuse a model directory that does not exist and an output that does, before large libraries are imported.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    model, output = getattr(arguments, "model", ""), getattr(arguments, "output", None)
+    if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
+        raise CheckpointError(f"{model} is not a directory; pass a model directory or a hub name")
+    if output is not None and os.path.lexists(output):
+        raise CheckpointError(f"{output} exists; choose another output or remove it")

@@ -44,6 +44,7 @@ CODES = (
     "Exit codes: 0; 2 for an error (one line on standard error); 70 for an unexpected one, which may be a fault of "
     "this package; 130 when interrupted. COLLAB_COMPRESS_TRACEBACK=1 shows the traceback, --version the version."
 )
+LONGEST_LINE = 1000  # characters of a message
 LONGEST_NUMBER = 30  # digits: more than any option takes, few enough for any library
 UNBOUNDED = 100_000  # columns, wider than any table; and messages, more than any command logs
 BROKEN_PIPE = 128 + 13  # the exit code that a shell reports for SIGPIPE
@@ -58,7 +59,8 @@ def main_of(
     run: Callable[[Arguments], object],
     edit_words: Callable[[Sequence[str]], Sequence[str]] = list,
 ) -> Callable[..., None]:
-    """Return the main function of a command, which takes command-line words, or those of the process if None.
+    """Return the main function of a command, which takes command-line words, or those of the process
+    if None, or parsed arguments.
 
     Args:
         name: of the command.
@@ -67,9 +69,13 @@ def main_of(
         edit_words: what to do with the words before they are parsed.
     """
 
-    def main(argv: Sequence[str] | None = None) -> None:
+    def main(argv: Sequence[str] | Arguments | None = None) -> None:
         with errors_in_one_line(name):
-            arguments = parse(arguments_class, name, edit_words(sys.argv[1:] if argv is None else argv))
+            if isinstance(argv, arguments_class):  # parsed already
+                arguments = argv
+            else:
+                words: Any = sys.argv[1:] if argv is None else argv
+                arguments = parse(arguments_class, name, edit_words(words))
             silence_libraries()
             run(arguments)
 
@@ -98,7 +104,7 @@ def errors_in_one_line(name: str, handler: Handler | None = None, hold_warnings:
         yield
         for message in dict.fromkeys(record.getMessage() for record in warnings.buffer):
             _print_error(name, message)
-        sys.stdout.flush()
+        _flush()
     except SystemExit:
         raise
     except BaseException as error:  # panics of Rust libraries are no `Exception`
@@ -267,9 +273,22 @@ def _unexpected_error(error: BaseException) -> str:
 def _print_error(name: str, message: str) -> None:
     """Print one line on standard error, with control characters escaped."""
     line = " ".join(message.split())
+    if len(line) > LONGEST_LINE:  # with a path of thousands of characters
+        line = f"{line[: LONGEST_LINE // 2]} … {line[-LONGEST_LINE // 2 :]}"
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     with suppress(OSError):
         print(f"{name}: {shown}", file=sys.stderr, flush=True)
+
+
+def _flush() -> None:
+    """Write what standard output holds back, after the work."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        message = f"everything is done, but standard output cannot be written: {error.strerror}"
+        raise OSError(message) from error
 
 
 def _close_output() -> None:

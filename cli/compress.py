@@ -21,15 +21,15 @@ from collab_compress.architectures import find_attention
 from collab_compress.calibration.batches import BESIDE, text_file
 from collab_compress.checkpoint.directory import to_json, write_new
 from collab_compress.checkpoint.pretrained import find_directory
-from collab_compress.conversion.compress import sharing_copy
+from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.expand import refuse_stock, to_stock
 from collab_compress.conversion.recovery import attention_digest
 from collab_compress.conversion.report import RefitReport, ValueReport
 from collab_compress.distributed import process_state
 from collab_compress.report import plan_report, write_report
 
-from .arguments import STEPS
 from .arguments import CompressArguments as Arguments
+from .arguments import with_steps
 from .command import main_of, table
 from .model import (
     Source,
@@ -49,15 +49,6 @@ NOT_REFITTED = (
     "states are refitted too, which repairs part of the loss."
 )
 TIMED_BATCH = 8  # sequences in the batch that is timed
-
-
-def with_steps(words: Sequence[str]) -> list[str]:
-    """Insert the default number of steps after a bare `--recover`."""
-    words = list(words)
-    for place in reversed([place for place, word in enumerate(words) if word == "--recover"]):
-        if not "".join(words[place + 1 : place + 2]).lstrip("-").isdecimal():
-            words.insert(place + 1, str(STEPS))
-    return words
 
 
 def run(arguments: Arguments) -> Report | None:
@@ -271,7 +262,7 @@ def _whole_model(report: Report, calibration: str, latency: Latency | None) -> l
         lines.append(NOT_REFITTED)
     if report.drift is not None:
         lines.append(
-            f"Drift of {report.drift.output}: {report.drift.relative_error:.2%} of its norm, on "
+            f"Drift of {report.drift.output}: {report.drift.relative_error:.2%}, on "
             f"{report.drift.sequences} held-back sequences ({calibration})."
         )
     return lines

@@ -1,5 +1,6 @@
 """Data of `collab-analyze` and `collab-prune`: random tokens, a file of texts, or a task's labelled data."""
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ SHORT = (5, 14)  # least and most words of a sentence whose attention maps are l
 SENTENCE = "The animal did not cross the street because it was too tired."
 SPLITS = ("validation", "validation_matched", "test", "train")  # of a task: the first that exists is read
 LABELLED = 256  # rows for the gradient of the loss
+
+_logger = logging.getLogger("collab_compress.cli")  # held with the warnings of the library
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,9 @@ def load_data(data: Inputs, model: PreTrainedModel, tokenizer: Any, seed: int) -
     if data.data is None:
         return _synthetic(data, model, tokenizer, seed)
     words = f"sentences of {data.data.name}"
-    texts = read_texts(data.data)
+    texts, notes = read_texts(data.data)
+    for note in notes:
+        _logger.warning(note)
     batches = calibration_batches(texts, model, tokenizer, sequences=data.sentences, length=data.length, seed=seed)
     return Loaded(batches, words, _short(texts))
 
@@ -143,7 +148,7 @@ def _check(task: Any, model: PreTrainedModel, tokenizer: Any) -> None:
             f"{type(model).__name__} does not answer {task.name}, which takes a sequence classifier of "
             f"{task.num_labels} outputs with its tokenizer; fine-tune one, or pass sentences by --data"
         )
-    task.check_label_order([label for _, label in sorted(config.id2label.items())], "the model")
+    task.check_classes([label for _, label in sorted(config.id2label.items())], "the model")
 
 
 def _predicted(model: PreTrainedModel, batch: Batch) -> Tensor:

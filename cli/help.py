@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout, suppress
@@ -86,7 +87,8 @@ def help_text(name: str) -> str:
     printed = io.StringIO()
     with redirect_stdout(printed), suppress(SystemExit):
         parse(arguments_class, name, ["--help"])
-    return "\n".join(_filled([line.rstrip() for line in printed.getvalue().strip().splitlines()]))
+    text = re.sub(r"-options options", " options", printed.getvalue().strip())
+    return "\n".join(_filled([line.rstrip() for line in text.splitlines()]))
 
 
 def _filled(lines: Sequence[str]) -> Iterator[str]:

@@ -1,9 +1,10 @@
 """Models and outputs of the commands: what they load and check before the work, and what they save after it."""
 
+import inspect
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -19,12 +20,14 @@ from transformers import PreTrainedModel
 from collab_compress import CheckpointError, CollabCompressError, make_standalone_
 from collab_compress.checkpoint import pretrained
 from collab_compress.checkpoint.directory import (
+    MODULES,
     atomic_directory,
     atomic_file,
     check_upload,
     companions_of,
     copy_companions,
     has_tokenizer,
+    not_copied,
     push_to_hub,
     refuse_place,
     to_json,
@@ -39,6 +42,7 @@ from .arguments import AUTO, EditArguments, Saving
 
 _logger = logging.getLogger("collab_compress.cli")  # held with the warnings of the library
 RECORD = "collab_compress.json"
+SHOWN = 8  # names of files that are not copied
 RUNS_AS = (None, "eager", "sdpa")  # attention implementations that a config may name
 
 
@@ -139,7 +143,10 @@ def load_source(name: str, edited: bool = False, revision: str | None = None) ->
 
 
 def load_model(directory: Path, edited: bool = False) -> PreTrainedModel:
-    """Load the class that the config names, in the checkpoint's own dtype, from safetensors only.
+    """Load a model in the checkpoint's own dtype, from safetensors only.
+
+    Its class is the one that the config names; the base model if none of the weights of the head is stored. A pooler
+    without weights is left out.
 
     Args:
         directory: where its files are.
@@ -156,22 +163,42 @@ def load_model(directory: Path, edited: bool = False) -> PreTrainedModel:
             f"{directory / 'config.json'}: attn_implementation is {implementation!r}; expected eager or sdpa, so "
             "remove that entry"
         )
-    model_class = _model_class(directory, config)
-    model, loading = pretrained.load_model(model_class, directory, dtype="auto")
+    model, loading = pretrained.load_model(_model_class(directory, config), directory, dtype="auto")
+    if _lacks_head(model, loading["missing_keys"]):
+        named, head = type(model), min(loading["missing_keys"])
+        model, loading = pretrained.load_model(type(model.base_model), directory, dtype="auto")
+        message = "%s: the config names %s, but no weights of its head are stored, such as %s; loaded as %s"
+        _logger.warning(message, directory, named.__name__, head, type(model).__name__)
+    if _lacks_pooler(model, loading["missing_keys"]):
+        model, loading = pretrained.load_model(type(model), directory, dtype="auto", add_pooling_layer=False)
+        _logger.warning("%s: no weights of the pooler are stored; %s has none", directory, type(model).__name__)
     missing, unexpected = sorted(loading["missing_keys"]), sorted(loading["unexpected_keys"])
     if missing:
         raise CheckpointError(
-            f"{directory} lacks weights that {model_class.__name__} needs, such as {missing[0]}, which would be "
+            f"{directory} lacks weights that {type(model).__name__} needs, such as {missing[0]}, which would be "
             "random; use a complete checkpoint"
         )
     if unexpected:
         message = "%s: ignored %d tensors that %s does not use, such as %s"
-        _logger.warning(message, directory, len(unexpected), model_class.__name__, unexpected[0])
+        _logger.warning(message, directory, len(unexpected), type(model).__name__, unexpected[0])
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{directory}: {name} holds NaN or infinite values; the checkpoint is damaged")
     model.eval()
     return model
+
+
+def _lacks_head(model: PreTrainedModel, missing: Collection[str]) -> bool:
+    """Return whether all weights that a checkpoint lacks are those of the head, and none of the head is stored."""
+    head = {name for name in model.state_dict() if not name.startswith(f"{model.base_model_prefix}.")}
+    stored = head - set(missing) - set(model.all_tied_weights_keys)
+    return bool(missing) and model.base_model is not model and head.issuperset(missing) and not stored
+
+
+def _lacks_pooler(model: PreTrainedModel, missing: Collection[str]) -> bool:
+    """Return whether a checkpoint lacks a pooler alone, and the class can be built without one."""
+    is_optional = "add_pooling_layer" in inspect.signature(type(model).__init__).parameters
+    return bool(missing) and is_optional and all(name.startswith("pooler.") for name in missing)
 
 
 def _refuse_quantized(directory: Path, config: Any, edited: bool) -> None:
@@ -329,9 +356,13 @@ def finish(
         if report_file is not None:
             report_file.write_text(text, encoding="utf-8")
     saving.say(*lines, f"\nSaved to {output}.")
+    if left_out := not_copied(source.directory):
+        more = f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
+        saving.say(f"Not copied from {source.directory}: {', '.join(left_out[:SHOWN])}{more}.")
     if is_edited and not standalone:
         saving.say("Wherever it is loaded: pip install collab-compress (or convert with --standalone).")
-    saving.say("To use it:\n", *(f"    {line}" for line in loading_lines(model, output)))
+    loading = loading_lines(model, output, sentence_transformers=(output / MODULES).is_file())
+    saving.say("To use it:\n", *(f"    {line}" for line in loading))
     if saving.push_to_hub is not None:
         try:
             address = push_to_hub(output, saving.push_to_hub)

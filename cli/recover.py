@@ -155,7 +155,7 @@ def recovery_lines(recovery: dict[str, Any], calibration: str) -> list[str]:
     if "drift" in recovery:
         lines.append(
             f"Drift of {recovery['output']} on up to {MEASURED} sequences: {recovery['drift_before']:.2%} → "
-            f"{recovery['drift']:.2%} of its norm."
+            f"{recovery['drift']:.2%}."
         )
     return lines
 

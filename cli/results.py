@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from collab_compress.checkpoint.directory import atomic_file, to_json, write_atomically
-from collab_compress.errors import CheckpointError, RecipeError
+from collab_compress.errors import CheckpointError, RecipeError, one_line
 from collab_compress.experiments.comparison import compare
 from collab_compress.experiments.examples import ENDING, Arrays, Examples, gather_examples, packed, read_examples
 from collab_compress.experiments.forest import forest_plot
@@ -168,7 +168,7 @@ def regenerated(path: Path, results: Sequence[Result]) -> tuple[str, Plots]:
     try:
         text = path.read_bytes().decode()  # with its line ends
     except (OSError, ValueError) as error:
-        raise RecipeError(f"cannot read {path}: {error}") from error
+        raise RecipeError(f"cannot read {path}: {one_line(error)}") from error
     complete = len(PART.findall(text))
     if not complete or len(PART_START.findall(text)) != complete:
         raise RecipeError(

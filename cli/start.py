@@ -7,8 +7,12 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Sequence
 from functools import partial
+from importlib import reload
+from typing import Any
 
+OPTIONS_ONLY = "COLLAB_COMPRESS_OPTIONS_ONLY"  # keeps the library from importing torch and Transformers
 COMMANDS = {
     "collab-analyze": "analyze.main",
     "collab-compress": "compress.main",
@@ -47,13 +51,35 @@ def start(name: str) -> None:
         if {"-h", "--help"} & set(sys.argv[1:]):
             print_help(name)
             return
+        arguments = parsed(name)
         if not sys.warnoptions:  # PYTHONWARNINGS=default shows them
             warnings.simplefilter("ignore")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ["RUST_BACKTRACE"] = "0"  # of tokenizers, which print it themselves
         module, function = COMMANDS[name].split(".")
         main = getattr(import_module(f".{module}", __package__), function)
-    main()
+    main() if arguments is None else main(arguments)
+
+
+def parsed(name: str) -> Any:
+    """Return the arguments of a command, read without importing torch and Transformers; None for recipes."""
+    os.environ[OPTIONS_ONLY] = "1"
+    import collab_compress
+
+    from . import arguments
+    from .command import parse
+
+    words: Sequence[str] = sys.argv[1:]
+    arguments_class = getattr(arguments, f"{name.removeprefix('collab-').capitalize()}Arguments", None)
+    result = None
+    if arguments_class is not None:
+        words = arguments.with_steps(words) if name == "collab-compress" else words
+        result = parse(arguments_class, name, words)
+        arguments.check_places(result)
+    del os.environ[OPTIONS_ONLY]
+    if not hasattr(collab_compress, "compress"):
+        reload(collab_compress)
+    return result
 
 
 def _open_streams() -> None:
@@ -69,7 +95,7 @@ def _open_streams() -> None:
 
 def print_help(name: str) -> None:
     """Print the help of a command, without importing torch and Transformers."""
-    os.environ["COLLAB_COMPRESS_OPTIONS_ONLY"] = "1"  # this process ends when the help is printed
+    os.environ[OPTIONS_ONLY] = "1"  # this process ends when the help is printed
     from .help import help_text
 
     print(help_text(name))

@@ -1,4 +1,4 @@
-"""Which devices have float64."""
+"""Which devices have float64, and which work is done on."""
 
 import torch
 
@@ -8,6 +8,22 @@ WITHOUT_FLOAT64 = ("mps",)
 def float64_device(device: torch.device) -> torch.device:
     """Return the device itself, or the CPU if the device has no float64 (Apple's MPS)."""
     return device if has_float64(device) else torch.device("cpu")
+
+
+def work_device(device: torch.device | str | None, weights: torch.Tensor) -> torch.device:
+    """Return a device for work in float64: the given one, or by default that of the weights, or the CPU.
+
+    Raises:
+        ValueError: the device is unknown or absent, has no float64, or is `meta`.
+    """
+    try:
+        place = float64_device(weights.device) if device is None else torch.device(device)
+        torch.empty(0, dtype=torch.float64, device=place)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"cannot work on device {device}: {str(error).partition(chr(10))[0]}") from error
+    if "meta" in (place.type, weights.device.type):
+        raise ValueError("tensors on the meta device have no values; load the weights first")
+    return place
 
 
 def has_float64(device: torch.device) -> bool:

@@ -1,5 +1,7 @@
 """Exceptions of this package; every message says what happened, where, and what to do."""
 
+from typing import Any
+
 LONGEST = 400  # characters of a message
 
 
@@ -39,7 +41,15 @@ class DataError(CollabCompressError):
     """A data set is missing or malformed, or predictions cannot be scored."""
 
 
+def check_type(name: str, value: Any, expected: type, error: type[CollabCompressError]) -> None:
+    """Raise `error` for an argument of another type than expected, such as a dict of options in place of a class."""
+    if not isinstance(value, expected):
+        got = f"{name} is of type {type(value).__name__}: {value!r}"[:LONGEST]
+        raise error(f"{got}; expected {expected.__name__}")
+
+
 def one_line(error: BaseException) -> str:
-    """Return the message of an error in one line of at most 400 characters."""
-    words = " ".join(str(error).split())
+    """Return the message of an error in one line of at most 400 characters; of the file system, the reason alone."""
+    reason = error.strerror if isinstance(error, OSError) and error.filename is not None else None
+    words = " ".join((reason or str(error)).split())
     return words if len(words) <= LONGEST else words[: LONGEST - 1] + "…"

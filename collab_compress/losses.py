@@ -1,7 +1,8 @@
 """Losses on heads' vectors, attention probabilities and mixing matrices: pure tensor mathematics.
 
 Vectors are (B, T, H, d), attention probabilities (B, H, T, S), masks (B, T). All losses compute in float32 at least,
-whatever the caller's autocast, and raise a ValueError where a shape does not fit.
+whatever the caller's autocast, and raise a ValueError where a shape does not fit. Squares of the inputs, and in
+`hsic` their fourth powers, must be finite in that dtype too: otherwise the loss is NaN or wrong.
 """
 
 from __future__ import annotations
@@ -108,16 +109,23 @@ def orthogonality(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Returns:
         A scalar in float32, or float64 if x is; 0 without unpadded tokens.
+
+    Raises:
+        ValueError: a shape does not fit, or there are no heads or channels.
     """
     _check("x", x, "(B, T, H, d)", mask, (0, 1))
     heads, width = x.shape[2:]
+    if not (heads and width):
+        raise ValueError(f"x has no heads or no channels: got {tuple(x.shape)}, expected (B, T, H, d)")
     with _no_autocast(x):
         vectors = _full_precision(x).flatten(0, 1)  # (N, H, d)
         gram = vectors @ vectors.mT if heads <= width else vectors.mT @ vectors  # (N, n, n)
         residual = gram - torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
         with torch.no_grad():
-            right = _dominant_vectors(residual)
-            left = normalize(residual @ right, dim=1, eps=torch.finfo(gram.dtype).tiny)
+            tiny = torch.finfo(gram.dtype).tiny
+            scaled = residual / residual.abs().amax((1, 2), keepdim=True).clamp(min=tiny)
+            right = _dominant_vectors(scaled)
+            left = normalize(scaled @ right, dim=1, eps=tiny)
         # A singular value's derivative is that of lᵀ A r with its two singular vectors held fixed. Unlike
         # |rᵀ A r| this stays right where r mixes eigenvectors of +σ and −σ.
         norms = (left * (residual @ right)).sum((1, 2))
@@ -184,7 +192,8 @@ def bhattacharyya(probs: Tensor, mask: Tensor | None = None, per_sequence: bool 
     the BLEU of the plain one.
 
     Args:
-        probs: attention probabilities before dropout, (B, H, T, S), finite, 0 at padded keys.
+        probs: attention probabilities before dropout, (B, H, T, S), finite, 0 at padded keys; the loss is NaN where
+            one is negative, as attention scores may be.
         mask: True at queries, False at padding, (B, T) bool, or None.
         per_sequence: whether sequences with unpadded queries count alike, however long they are, in place of queries.
 
@@ -218,30 +227,24 @@ def nuclear_norm(alphas: Tensor) -> Tensor:
         return norms.where(finite, torch.nan)  # svdvals raises, where a Trainer goes on with NaN
 
 
-def nuclear_growth(alphas: Tensor, growth: float, previous: float | Tensor | None = None) -> Tensor:
+def nuclear_growth(alphas: Tensor, growth: float) -> Tensor:
     r"""Return by how much each nuclear norm falls short of a step's growth.
 
     $$L_{nuc} = \|\alpha(\Theta_0)\|_* + \Delta_r - \|\alpha(\Theta)\|_*$$
 
-    equation 7 of "Multi-Head Rotation", for one matrix; the paper sums it over all of them. Without `previous`,
-    $\Theta_0$ is the present alphas, detached, as in the authors' code: the value is always $\Delta_r$ and the
-    gradient always raises the norm. With `previous` the loss is clipped at 0, so that it stops once the norm has
-    grown by $\Delta_r$ since then.
+    equation 7 of "Multi-Head Rotation", for one matrix; the paper sums it over all of them. $\Theta_0$ is the
+    present alphas, detached, as in the authors' code: the value is always $\Delta_r$ and the gradient always raises
+    the norm.
 
     Args:
         alphas: (…, H, H).
         growth: $\Delta_r$.
-        previous: the nuclear norms one step before, (…), taken as constants.
 
     Returns:
         One for each matrix, (…), in float32, or float64 if alphas is.
     """
     norm = nuclear_norm(alphas)
-    if previous is None:
-        return norm.detach() + growth - norm
-    if isinstance(previous, Tensor):
-        previous = previous.detach()
-    return torch.relu(previous + growth - norm)
+    return norm.detach() + growth - norm
 
 
 def kl_divergence(probs: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -303,14 +306,14 @@ def _median_distance(distances: Tensor, both: Tensor) -> Tensor:
 
 
 def _dominant_vectors(matrices: Tensor) -> Tensor:
-    """Unit eigenvectors of the eigenvalues largest in magnitude of symmetric (N, n, n), (N, n, 1).
+    """Unit eigenvectors of the eigenvalues largest in magnitude of symmetric (N, n, n), entries up to 1, (N, n, 1).
 
     By squaring the matrices over and over, four times faster than `eigh` on CPU at n = 12. Where eigenvalues
     tie the result is some combination of their eigenvectors; for the zero matrix it is zero.
     """
     size = matrices.shape[-1]
     tiny = torch.finfo(matrices.dtype).tiny
-    power = matrices / matrices.abs().amax((1, 2), keepdim=True).clamp(min=tiny)
+    power = matrices
     # Whatever the gap, the power 2^k leaves a shortfall of about n / (2 e 2^k) at most. Even powers are
     # positive semi-definite: their trace bounds their norm.
     squarings = math.log2(2 * size / (SLACK * torch.finfo(matrices.dtype).eps))

@@ -87,10 +87,19 @@ class Metric(evaluate.Metric):  # type: ignore[misc]
 
     def compute(self, *, predictions: Any = None, references: Any = None, **options: Any) -> dict[str, float]:
         """Return the results on all added batches and on this one."""
-        if self.writer is None and predictions is None and references is None:  # nothing was added in this process
-            return self._compute([], [])
+        if self.writer is None and not any(
+            values is not None and len(values) for values in (predictions, references)
+        ):
+            return self._compute([], [])  # nothing was added in this process
         result: dict[str, float] = super().compute(predictions=predictions, references=references, **options)
         return result
+
+    def add_batch(self, *, predictions: Any = None, references: Any = None, **options: Any) -> None:
+        """Add the predictions and references of a batch."""
+        try:
+            super().add_batch(predictions=predictions, references=references, **options)
+        except (OverflowError, ValueError) as error:
+            raise DataError(f"{type(self).__name__} cannot score these values: {one_line(error)}") from error
 
     def _compute(self, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
         """Score all rows."""
@@ -269,7 +278,11 @@ class Perplexity(Metric):
         tokens = sum(references)
         if tokens <= 0 or min(references) < 0:
             raise DataError(f"the token counts sum to {tokens}; expected more than 0, and no negative counts")
-        nll = math.fsum(predictions) / tokens
+        try:
+            nll = math.fsum(predictions) / tokens
+        except (OverflowError, ValueError):  # beyond float64, or inf − inf
+            with np.errstate(over="ignore", invalid="ignore"):
+                nll = float(np.sum(predictions) / tokens)
         return {"perplexity": math.inf if nll >= math.log(1e308) else math.exp(nll), "nll": nll}
 
 
@@ -283,7 +296,12 @@ def token_losses(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tenso
     """
     if shift:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    losses = cross_entropy(logits.transpose(1, 2).float(), labels, ignore_index=UNLABELLED, reduction="none")
+    try:
+        losses = cross_entropy(logits.transpose(1, 2).float(), labels, ignore_index=UNLABELLED, reduction="none")
+    except IndexError as error:  # on a CPU; an accelerator asserts
+        raise DataError(
+            f"a label is none of the {logits.shape[-1]} classes of the logits: {one_line(error)}"
+        ) from error
     both = torch.stack([losses, (labels != UNLABELLED).to(losses)])
     return both.to(float64_device(losses.device)).double().sum(2).T
 

@@ -127,12 +127,13 @@ class Compression:
 
     dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = field(default=None, kw_only=False)
     """Width of queries and keys, all heads together: from 1 to heads × head width, where the conversion is exact;
-    half of that is where to begin, and collab-analyze MODEL --sections energy suggests one. They stay dense if not
-    given."""
+    with grouped queries the key–value heads count (SmolLM2-135M: 3 × 64 = 192, not 576). Half of that is where to
+    begin, and collab-analyze MODEL --sections energy suggests one. They stay dense if not given."""
 
     dv: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Width of values and of what the output projection reads, all heads together: from 1 to heads × head width,
-    where the conversion is exact; two thirds of that is where to begin. They stay dense if not given."""
+    where the conversion is exact; with grouped queries the key–value heads count. Two thirds of
+    that is where to begin. They stay dense if not given."""
 
     dff: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Width of all feed-forward blocks: from 1 to the model's own (`intermediate_size` of most configs); half of that

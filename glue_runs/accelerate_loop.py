@@ -69,7 +69,7 @@ def train(recipe: Recipe) -> None:
     set_seed(recipe.seed, device_specific=True)  # each process drops other heads
     accelerator.init_trackers("collab_compress", {"task": task.name, "seed": recipe.seed, "heads": str(recipe.heads)})
     bar, done = tqdm(total=steps, unit=" steps", disable=not accelerator.is_main_process), 0
-    with bar, HeadSession(model, recipe.heads, optimizer, warmup / steps) as session:  # of the model, not `wrapped`
+    with bar, HeadSession(model, recipe.heads, optimizer, warmup / steps, tokenizer) as session:  # not of `wrapped`
         for epoch in range(math.ceil(tuning.epochs)):
             wrapped.train()
             for number, batch in enumerate(data):

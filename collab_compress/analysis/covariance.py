@@ -153,9 +153,12 @@ class JointCovariance:
 
 def check_representations(representations: Sequence[Tensor]) -> None:
     """Raise a HeadError if representations are not matrices (N, d_i) of the same N."""
-    if not representations or any(x.ndim != 2 or len(x) != len(representations[0]) for x in representations):
+    first = representations[0] if representations else None
+    if first is None or any(x.ndim != 2 or len(x) != len(first) or not x.shape[1] for x in representations):
         shapes = ", ".join(str(tuple(x.shape)) for x in representations)
-        raise HeadError(f"representations do not fit together: got {shapes}; expected (N, d), all of the same N")
+        raise HeadError(
+            f"representations do not fit together: got {shapes}; expected (N, d), d above 0, all of the same N"
+        )
 
 
 def rounding_variance(power: Tensor, width: Tensor | int, precision: float) -> Tensor:

@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from collab_compress.analysis.stream import Batches, Progress, read_heads, unpadded_vectors, with_progress
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention.install import HeadCall
-from collab_compress.calibration import Batch
+from collab_compress.calibration import Batch, as_batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
 from collab_compress.conversion.drift import main_output, token_mask
 from collab_compress.errors import HeadError
-from collab_compress.heads import HeadMask, least_important, masks_without
+from collab_compress.heads import HeadMask, Tap, least_important, masks_without
 
 Score: TypeAlias = Callable[[PreTrainedModel], float]
 Masks: TypeAlias = dict[str, Tensor]
@@ -116,13 +116,15 @@ def dominant_heads(
         heads: module path → the one head to silence there, as a dominant head on other data; every head of every
             module if not given.
         ablation: what replaces the output of a silenced head: `zero`; `mean`, its mean over the tokens of
-            `reference`; or `resample`, its output at the same position of the previous sequence in the batch.
+            `reference`; or `resample`, its outputs for the tokens of the previous sequence in the batch, without
+            padding, from the first token again where that sequence is shorter.
         reference: batches for the means, keyword arguments for the model.
         progress: as for `with_progress`, over scores, or over batches for the drift.
 
     Raises:
         HeadError: neither or both of score and batches, a score that is no finite number, an unknown ablation,
-            `mean` without reference, or `resample` in a batch of one sequence.
+            `mean` without reference; or `resample` in a batch of one sequence, or while a part of the model runs
+            alone, as the encoder does in generation, where padding is not known.
     """
     sites = find_attention(model, kinds=kinds)
     every = [(site.name, head) for site in sites for head in range(site.heads)]
@@ -193,7 +195,7 @@ def split_sequences(batches: Batches) -> tuple[list[Batch], list[Batch]]:
     """
     choosing: list[Batch] = []
     scoring: list[Batch] = []
-    for batch in map(dict, batches):
+    for batch in map(as_batch, batches):
         if sequence_count(batch) > 1 and is_divisible(batch):
             choosing.append(slice_batch(batch, slice(0, None, 2)))
             scoring.append(slice_batch(batch, slice(1, None, 2)))
@@ -212,7 +214,14 @@ class AblatedHeads(HeadMask):
 
     def __init__(self, model: PreTrainedModel, means: Mapping[str, Tensor] | None = None) -> None:
         self._means = means
+        self._tap = Tap(model, ()) if means is None else None  # reads padding masks, before this acts on a call
         super().__init__(model)
+
+    def remove(self) -> None:
+        """Remove the hooks from the model."""
+        super().remove()
+        if self._tap is not None:
+            self._tap.remove()
 
     def act(self, site: AttentionSite, outputs: Tensor, call: HeadCall) -> Tensor:
         """Replace the silenced heads of outputs (B, T, H, s)."""
@@ -224,12 +233,27 @@ class AblatedHeads(HeadMask):
             if name not in self._means:
                 raise HeadError(f"{name} does not run on the reference batches; pass some on which it does")
             others = self._means[name].to(outputs)
-        elif len(outputs) > 1:
-            others = outputs.roll(1, 0)
         else:
-            raise HeadError(f"{name}: a batch of one sequence has no other to resample from; pass larger batches")
+            others = self._resampled(name, outputs)
         masked: Tensor = super().act(site, outputs, call)
         return masked + others * (1 - mask.to(outputs))[:, None]
+
+    def _resampled(self, name: str, outputs: Tensor) -> Tensor:
+        """Return the outputs for the previous sequence, its k-th unpadded token for the k-th of each sequence."""
+        if len(outputs) == 1:
+            raise HeadError(f"{name}: a batch of one sequence has no other to resample from; pass larger batches")
+        readings = [] if self._tap is None else self._tap.take()
+        if not readings:
+            raise HeadError(
+                f"{name} runs outside a call of the whole model, so padding is not known; use another ablation"
+            )
+        others, mask = outputs.roll(1, 0), readings[-1].masks.query  # (B, T)
+        if mask is None:
+            return others
+        numbers = (mask.cumsum(1) - 1).clamp(min=0) % mask.sum(1).roll(1).clamp(min=1)[:, None]  # k of each token
+        tokens_first = mask.int().argsort(dim=1, descending=True, stable=True)
+        positions = tokens_first.roll(1, 0).gather(1, numbers).to(others.device)
+        return others.gather(1, positions[..., None, None].expand_as(others))
 
 
 def _ablation(model: PreTrainedModel, ablation: Ablation, reference: Batches | None) -> HeadMask:
@@ -284,7 +308,7 @@ def _drifts(
 ) -> list[float]:
     """Return the drift of the outputs under each mask; every batch is read once."""
     differences, norm = [0.0] * len(masks), 0.0
-    for batch in map(dict, with_progress(batches, progress, "batches")):
+    for batch in map(as_batch, with_progress(batches, progress, "batches")):
         mask.set({})
         dense = _unpadded_output(model, batch)
         norm += float(dense.square().sum())

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress.analysis.stream import Batches, Progress, with_progress
 from collab_compress.architectures import DenseSite, ValueSite, find_attention
 from collab_compress.attention.form import plain_weight
-from collab_compress.calibration import Batch, evaluation_mode, gather_moments, run_batch
+from collab_compress.calibration import Batch, as_batch, evaluation_mode, gather_moments, run_batch
 from collab_compress.calibration.gather import batch_masks, masks_of, unpadded
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.expand import read_factors
@@ -225,7 +225,7 @@ def head_energy(
     """
     modules = score_factors(model)
     sites = [parts.site for parts in modules]
-    listed = None if batches is None else [dict(batch) for batch in batches]  # the model runs on them twice
+    listed = None if batches is None else list(map(as_batch, batches))  # the model runs on them twice
     moments = _moments_of(model, sites, listed, progress)
     weights = head_weights(model, sites, listed or [])
     energies = {}
@@ -331,7 +331,7 @@ def _moments_of(
     """Return moments of the inputs of each site in float64 on the CPU; nothing without batches."""
     if batches is None:
         return [()] * len(sites)
-    watched = (dict(batch) for batch in with_progress(batches, progress, "batches"))
+    watched = map(as_batch, with_progress(batches, progress, "batches"))
     return [
         tuple(side.to("cpu", torch.float64) for side in inputs) for inputs in gather_moments(model, sites, watched)
     ]
@@ -365,7 +365,7 @@ def feed_forward_energy(
         CalibrationError: the model does not take the batches.
         UnsupportedModelError: the model has no such block, or its family is not known.
     """
-    used, held_back = split_held_back([dict(batch) for batch in batches])
+    used, held_back = split_held_back(list(map(as_batch, batches)))
     if not (used and held_back):
         raise HeadError("neurons are fitted on some sequences and measured on others; pass two sequences at least")
     blocks = find_feed_forward(model, used[0]) if blocks is None else blocks

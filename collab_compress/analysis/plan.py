@@ -12,7 +12,8 @@ from collab_compress.analysis.cost import model_latency
 from collab_compress.architectures import find_attention, transformers_model
 from collab_compress.calibration import Batch, Calibration
 from collab_compress.conversion.calibrate import Calibrated, read
-from collab_compress.conversion.compress import compress, sharing_copy
+from collab_compress.conversion.compress import compress
+from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.feed_forward import find_feed_forward
 from collab_compress.conversion.plan import Progress
 from collab_compress.conversion.report import PartReport, Report, to_frame
@@ -118,6 +119,7 @@ def plan(
         CalibrationError: calibration data is missing or unusable, or holds fewer than two sequences.
     """
     model, tokenizer = transformers_model(model), tokenizer or getattr(model, "tokenizer", None)
+    model = sharing_copy(model)  # so that other threads may run the model meanwhile
     data = read(model, calibration, tokenizer, calibration_options, seed=0)
     for note in data.notes:
         _logger.warning(note)

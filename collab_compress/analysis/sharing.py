@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.analysis.energy import ScoreFactors, score_factors
 from collab_compress.analysis.stream import Batches, Progress, with_progress
-from collab_compress.calibration import evaluation_mode, run_batch
+from collab_compress.calibration import as_batch, evaluation_mode, run_batch
 from collab_compress.calibration.gather import AttentionMasks, attention_masks, masks_of
 from collab_compress.errors import HeadError
 from collab_compress.heads import alphas_of
@@ -148,11 +148,11 @@ def content_share(model: PreTrainedModel, batches: Batches, *, progress: Progres
             for side in ("query", "key"):
                 projection = getattr(watcher.parts.site, side)
                 hooks.enter_context(projection.register_forward_pre_hook(partial(watcher.add_input, side)))
-        for batch in with_progress(batches, progress, "batches"):
+        for batch in map(as_batch, with_progress(batches, progress, "batches")):
             masks = attention_masks(model, (), (), batch)
             for watcher in watchers:
                 watcher.begin(masks_of(watcher.parts.site, masks))
-            run_batch(model, dict(batch))
+            run_batch(model, batch)
     shares = {}
     for watcher in watchers:
         name = watcher.parts.site.name

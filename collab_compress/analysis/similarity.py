@@ -72,7 +72,13 @@ class SVCCA:
         return self.coefficients[pairs].mean(0)[: int(self.directions[pairs].max())]
 
 
-def svcca(responses: JointCovariance, variance: float = 0.99, threshold: float = 0.0) -> SVCCA:
+def svcca(
+    responses: JointCovariance | Tensor,
+    other: Tensor | None = None,
+    *,
+    variance: float = 0.99,
+    threshold: float = 0.0,
+) -> SVCCA:
     r"""Return SVCCA (singular vector canonical correlation analysis) of all pairs of representations.
 
     The singular value decomposition of the centred $X_i$ (N×d) keeps the directions with the most variance that
@@ -87,7 +93,9 @@ def svcca(responses: JointCovariance, variance: float = 0.99, threshold: float =
     tokens than directions they are 1.
 
     Args:
-        responses: covariance from `head_covariances` or `JointCovariance.of`.
+        responses: covariance from `head_covariances` or `JointCovariance.of`; or the first of two matrices of
+            features (N, d).
+        other: the second, of the same N tokens; the result is then of one pair.
         variance: share of each representation's variance to keep, above 0, up to 1. Directions whose variance is no
             more than rounding are never kept.
         threshold: least coefficient that counts in means and curves ("top SVCCA coefficients with a threshold such
@@ -98,8 +106,10 @@ def svcca(responses: JointCovariance, variance: float = 0.99, threshold: float =
         directions and similarity 0, also with itself; so has a pair without a coefficient above the threshold.
 
     Raises:
-        HeadError: the share or the threshold is not in range.
+        HeadError: the share or the threshold is not in range; `responses` is neither; or two matrices do not fit
+            together.
     """
+    responses = _joint(responses, other)
     if not 0 < variance <= 1:
         raise HeadError(f"share of variance to keep is {variance}; expected above 0, up to 1")
     if not 0 <= threshold < 1:
@@ -133,7 +143,7 @@ def _whitening(responses: JointCovariance, variance: float) -> list[Tensor]:
     return matrices
 
 
-def cka(responses: JointCovariance) -> Tensor:
+def cka(responses: JointCovariance | Tensor, other: Tensor | None = None) -> Tensor:
     r"""Return linear CKA of all pairs of representations, computed from their covariance.
 
     $$\mathrm{CKA}(i, j) = \frac{\|C_{ij}\|_F^2}{\|C_{ii}\|_F \, \|C_{jj}\|_F}$$
@@ -144,15 +154,34 @@ def cka(responses: JointCovariance) -> Tensor:
     tokens than directions, or `sample_cka(…, unbiased=True)`.
 
     Args:
-        responses: covariance from `head_covariances` or `JointCovariance.of`.
+        responses: covariance from `head_covariances` or `JointCovariance.of`; or the first of two matrices of
+            features (N, d).
+        other: the second, of the same N tokens.
 
     Returns:
-        (n, m) in float64, between 0 and 1; 0 for a representation that never varies, also with itself.
+        (n, m) in float64, between 0 and 1, (1, 1) of two matrices; 0 for a representation that never varies, also
+        with itself.
+
+    Raises:
+        HeadError: `responses` is neither, or two matrices do not fit together.
     """
+    responses = _joint(responses, other)
     squares = responses.sum_blocks(responses.sum_blocks(responses.matrix.square()).mT)  # (n, n)
     norms = squares.diagonal().sqrt() * responses.varies()
     rows, columns = responses.rows, responses.columns
     return _ratio(squares[: rows.stop, columns.start :], norms[: rows.stop], norms[columns.start :])
+
+
+def _joint(responses: JointCovariance | Tensor, other: Tensor | None) -> JointCovariance:
+    """Return the covariance of what similarities compare, or raise a HeadError."""
+    if isinstance(responses, Tensor) and isinstance(other, Tensor):
+        return JointCovariance.of([responses, other], leading=1)
+    if not isinstance(responses, JointCovariance) or other is not None:
+        raise HeadError(
+            f"cannot compare {type(responses).__name__} and {type(other).__name__}; expected one JointCovariance, or "
+            "two tensors (N, d) of the same N tokens"
+        )
+    return responses
 
 
 def sample_cka(tokens: Tensor | Sequence[Tensor], kernel: Kernel = "rbf", *, unbiased: bool = False) -> Tensor:

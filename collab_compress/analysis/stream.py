@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, Kind
-from collab_compress.calibration import evaluation_mode, run_batch
+from collab_compress.calibration import as_batch, evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.calibration.synthetic import vocabulary_size
 from collab_compress.devices import float64_device
@@ -75,7 +75,7 @@ def read_heads(
         for batch in with_progress(batches, progress, "batches"):
             ran = True
             for model in models:
-                run_batch(model, dict(batch))
+                run_batch(model, as_batch(batch))
             yield [_named(tap.take(), modules) for tap in taps]
     if not ran:
         raise HeadError("no batches to run the model on; pass some, and a list where they are read more than once")

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures.families import FAMILIES, NORMALISED, AttentionFamily
-from collab_compress.errors import UnsupportedModelError
+from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.options import KINDS, Kind
 from collab_compress.transformers_parts import VERSIONS
 
@@ -261,7 +261,10 @@ def find_attention(model: nn.Module, modules: str = "*", kinds: Collection[Kind]
 
     Raises:
         UnsupportedModelError: unknown family; no module matches; a module lacks an attribute its family promises.
+        HeadError: `kinds` is no collection, as ("encoder",) is.
     """
+    if not isinstance(kinds, Collection) or isinstance(kinds, str):
+        raise HeadError(f"kinds is {kinds!r}; expected a tuple of some of {', '.join(KINDS)}, as ('encoder',)")
     model = transformers_model(model)
     owners = _owners(model)
     described = _described(owners)
@@ -545,7 +548,7 @@ def _refuse_unknown_parts(model: nn.Module, modules: str) -> None:
 
 
 def refuse_hooks(path: str, layer: nn.Module, stays: bool = False) -> None:
-    """Refuse a projection with hooks or its own forward pass, which a conversion would lose or feed other values.
+    """Refuse a projection with hooks, a forward pass or parts of its own, which a conversion would lose.
 
     Weight reparametrizations by hooks (`torch.nn.utils.prune`, `weight_norm`) are refused too. Accelerate's forward
     passes only move tensors, and are allowed.
@@ -565,6 +568,9 @@ def refuse_hooks(path: str, layer: nn.Module, stays: bool = False) -> None:
         "a forward pass set on the instance": "forward" in vars(layer) and not hasattr(layer, "_hf_hook"),
     }
     present = [name for name, hook in hooks.items() if hook]
+    if isinstance(layer, nn.Linear | Conv1D) and not stays:
+        parts = {**layer._parameters, **layer._buffers, **layer._modules}.keys() - {"weight", "bias"}
+        present += [f"{part}, a parameter, buffer or module of its own" for part in sorted(parts)]
     if present:
         raise UnsupportedModelError(
             f"{path} ({_class(layer)}) has {present[0]}, which would not survive; remove it (torch.nn.utils.prune."

@@ -245,6 +245,7 @@ class ScoreForm(MapForm):
         """Yield what stored fields must hold, as `MapForm.rules`."""
         yield from super().rules()
         yield "scale", self.scale is None or self.scale > 0, "a number above 0"
+        yield "scale", self.scale is None or not self.train_mixing, "none, as the mixing matrix is trained"
 
     # Widths of queries and keys.
 

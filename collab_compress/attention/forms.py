@@ -33,6 +33,11 @@ class FormEdit:
     kind: str
     modules: Mapping[str, MapForm]
 
+    @property
+    def heads(self) -> dict[str, int]:
+        """Path of each module → the number of heads that it has before the edit."""
+        return {name: form.heads for name, form in self.modules.items()}
+
     def to_dict(self) -> dict[str, Any]:
         """Return the edit in JSON types."""
         return {"modules": {name: form.to_dict() for name, form in self.modules.items()}}

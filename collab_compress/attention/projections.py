@@ -8,8 +8,22 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from transformers.pytorch_utils import Conv1D
 
+from collab_compress.errors import CheckpointError
 
-class PaddedProjection(nn.Module):
+
+class Replacement(nn.Module):
+    """A module in place of a linear layer, which refuses the weights of that layer where a state dict holds them."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}weight" in state_dict:  # as Trainer resumes, which would ignore it
+            raise CheckpointError(
+                f"the state dict is a dense model's: it holds {prefix}weight, which this model has converted; load "
+                "it before converting, or take a checkpoint of the converted model"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class PaddedProjection(Replacement):
     """A projection x ↦ [x·W + b, x·vᵀ, 0] in place of that of H concatenated heads.
 
     Queries and keys that heads share are R channels wide, values dv. Keys of a model with content biases v (H, D)
@@ -107,7 +121,7 @@ class Layout(NamedTuple):
         return torch.stack(heads, 1).flatten(0, 2)
 
 
-class QKVProjection(nn.Module):
+class QKVProjection(Replacement):
     """Separate queries, keys and values in place of a fused layer, because some of them are converted.
 
     Args:

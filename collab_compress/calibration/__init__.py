@@ -1,6 +1,14 @@
 """Calibration data, and the moments of attention inputs on them."""
 
 from collab_compress.calibration.batches import Calibration, calibration_batches
-from collab_compress.calibration.gather import Batch, evaluation_mode, gather_moments, run_batch
+from collab_compress.calibration.gather import Batch, as_batch, evaluation_mode, gather_moments, run_batch
 
-__all__ = ["Batch", "Calibration", "calibration_batches", "evaluation_mode", "gather_moments", "run_batch"]
+__all__ = [
+    "Batch",
+    "Calibration",
+    "as_batch",
+    "calibration_batches",
+    "evaluation_mode",
+    "gather_moments",
+    "run_batch",
+]

@@ -2,16 +2,17 @@
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from numpy import ndarray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from collab_compress.calibration.files import Text, read_folder, read_texts, split_columns
+from collab_compress.calibration.files import Text, read_folder, read_texts, split_columns, texts_of
 from collab_compress.calibration.gather import Batch, forward_arguments
 from collab_compress.calibration.synthetic import (
     BATCH_SIZE,
@@ -27,7 +28,7 @@ from collab_compress.calibration.synthetic import (
     usable_length,
     vocabulary_size,
 )
-from collab_compress.errors import CalibrationError, one_line
+from collab_compress.errors import CalibrationError, check_type, one_line
 from collab_compress.options import CalibrationOptions
 
 Calibration: TypeAlias = str | Path | Sequence[Text] | Iterable[Mapping[str, Tensor]] | None
@@ -36,6 +37,7 @@ _logger = logging.getLogger(__name__)
 
 LENGTH = 64  # tokens beside noise, and positions of a sound
 BESIDE = "synthetic+"
+MOST_UNKNOWN = 0.1  # share of tokens that the tokenizer does not know, without a warning
 
 
 def calibration_batches(
@@ -94,23 +96,24 @@ def noted_batches(
     The last are all batches that are not made from random tokens or noise.
     """
     CalibrationOptions(sequences=sequences, length=length)  # checks both
-    if is_none(calibration):
-        return [], [], []
     if isinstance(tokenizer, ProcessorMixin):
         tokenizer = getattr(tokenizer, "tokenizer", None)
+    if tokenizer is not None:
+        check_type("tokenizer", tokenizer, PreTrainedTokenizerBase, CalibrationError)
+    if is_none(calibration):
+        return [], [], []
     columns = getattr(calibration, "column_names", getattr(calibration, "columns", None))
     if columns is not None:
         raise CalibrationError(
             f"got a data set with columns {list(columns)}; pass the one with the texts, as in "
             "calibration=data['text'], or pairs, as in list(zip(data['source'], data['target']))"
         )
-    items = None if isinstance(calibration, str | Path) else _items(calibration, sequences)
-    if items is not None and not items:
-        raise CalibrationError("calibration data is empty; pass at least one batch or text, or None")
+    ready, rows = ([], None) if isinstance(calibration, str | Path) else _items(calibration, sequences)
     notes: list[str] = []
     given: list[Batch] | None = None
-    if items is not None and isinstance(items[0], Mapping):
-        batches = items
+    if ready:
+        batches = ready
+        notes += _shifted_positions(model, batches)
         ids = [batch["input_ids"] for batch in batches if "input_ids" in batch]
         longest = max((tokens.shape[-1] for tokens in ids if tokens.dim()), default=0)
         if length is not None and longest > length:
@@ -124,7 +127,7 @@ def noted_batches(
             "calibration from random tokens or texts needs the model's tokenizer, and there is none: pass "
             "tokenizer=…, ready batches, or calibration 'none' to weigh all directions of the input alike"
         )
-    elif items is None and calibration == "generated":
+    elif rows is None and calibration == "generated":
         batches = generated_batches(model, tokenizer, sequences, length, seed)
     elif is_synthetic(calibration):
         batches = synthetic_batches(model, tokenizer, sequences, length, seed)
@@ -132,9 +135,10 @@ def noted_batches(
         if length is not None and limit is not None and limit < length:
             notes.append(f"random sequences have {limit} tokens, the most the model takes, and not {length}")
     else:
-        texts = (
-            [_text(place, item) for place, item in enumerate(items)] if items else read_texts(_source(calibration))
-        )
+        if rows is None:
+            texts, notes = read_texts(_source(calibration))
+        else:  # a stream may have no end
+            texts, notes = texts_of(rows, "calibration", None if hasattr(calibration, "__len__") else sequences)
         sample = sampled(texts, sequences, seed)
         if len(sample) < len(texts):
             notes.append(f"calibration uses {len(sample)} of {len(texts)} texts, drawn at random")
@@ -142,14 +146,14 @@ def noted_batches(
         batches, cut = _text_batches(model, tokenizer, sample, limit, seed)
         if cut:
             notes.append(f"{cut} of {len(sample)} texts are longer than {limit} tokens and are cut there")
-        if items is None and str(calibration).startswith(BESIDE):
+        if rows is None and str(calibration).startswith(BESIDE):
             given = batches
             batches = given + synthetic_batches(model, tokenizer, sequences, length, seed)
             batches = sampled(batches, None, seed)
     _check_vocabulary(model, batches)
     if given is None:
         given = [] if is_synthetic(calibration) else batches
-    return batches, notes, given
+    return batches, [*notes, *_alike(given, tokenizer)], given
 
 
 def _check_vocabulary(model: PreTrainedModel, batches: Sequence[Batch]) -> None:
@@ -190,8 +194,8 @@ def _media_batches(
     if reads_images_too(model) or model.config.is_encoder_decoder:
         if tokenizer is None:
             raise CalibrationError(
-                f"{type(model).__name__} reads tokens beside {', '.join(inputs)}; pass its tokenizer=…, or "
-                "ready batches"
+                f"{type(model).__name__} reads tokens beside {', '.join(inputs)}, and there is no tokenizer; save "
+                "its processor beside the model's files, or, in Python, pass tokenizer=… or ready batches"
             )
         limit = usable_length(length, model, tokenizer) or length
         drawn = synthetic_batches(model, tokenizer, count, limit, seed, source=reads_images_too(model))
@@ -230,11 +234,11 @@ def _text_batches(
         try:
             if translates:
                 batch = encode_pairs(model, tokenizer, part, padding=True, **options)
-            elif tokenizer.pad_token_id is not None:
-                batch = dict(tokenizer(part, **options, padding=True, return_tensors="pt"))
             else:
-                encoded = tokenizer(part, **options)
-                columns = {name: [torch.tensor(row) for row in rows] for name, rows in encoded.items()}
+                encoded = encode(tokenizer, part, **options)
+                columns = {
+                    name: [torch.tensor(row, dtype=torch.long) for row in rows] for name, rows in encoded.items()
+                }
                 (batch,) = pad(columns, "attention_mask", tokenizer)
             widths = [batch[name].shape[1] for name in ("input_ids", "decoder_input_ids") if name in batch]
             if length is not None and max(widths) == length:
@@ -259,8 +263,8 @@ def encode_pairs(
     """
     sources, targets = (list(side) for side in zip(*pairs, strict=True))
     known = forward_arguments(model)
-    batch = tokenizer(sources, return_tensors="pt", **options)
-    target = encode(tokenizer, targets, True, return_tensors="pt", padding_side="right", **options)
+    batch = encode(tokenizer, sources, return_tensors="pt", **options)
+    target = encode(tokenizer, targets, True, return_tensors="pt", **options)
     labels, mask = target["input_ids"], target["attention_mask"]
     shift: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if shift is None:  # a model without a head
@@ -299,51 +303,101 @@ def _source(calibration: Any) -> str:
     return source
 
 
-def _items(calibration: Any, sequences: int | None) -> list[Any]:
-    """Return the texts of calibration data, or batches with up to `sequences` sequences."""
+def _items(calibration: Any, sequences: int | None) -> tuple[list[Batch], Iterator[Any] | None]:
+    """Return ready batches with up to `sequences` sequences and None, or no batches and the rows of texts."""
     if isinstance(calibration, bytes | Mapping) or not isinstance(calibration, Iterable):
         raise CalibrationError(
             f"calibration is a {type(calibration).__name__}; expected 'synthetic', 'generated', 'none', a file of "
             "texts, texts, or batches"
         )
-    items: list[Any] = []
+    items = iter(calibration)
+    first = list(islice(items, 1))
+    if not first:
+        raise CalibrationError("calibration data is empty; pass at least one batch or text, or None")
+    items = chain(first, items)
+    if not isinstance(first[0], Mapping):
+        return [], items
+    batches: list[Batch] = []
     count = 0
-    is_stream = not hasattr(calibration, "__len__")
-    for place, item in enumerate(calibration):
-        is_batch = isinstance(item, Mapping)
-        if items and is_batch != isinstance(items[0], Mapping):
-            raise CalibrationError("calibration mixes batches and texts; pass one or the other")
-        items.append(_batch(place, item) if is_batch else item)
-        if not is_batch:
-            if is_stream and len(items) == sequences:  # it may have no end
-                break
-            continue
-        count += sequence_count(items[-1])
+    for place, item in enumerate(items):
+        batches.append(_batch(place, item))
+        count += sequence_count(batches[-1])
         if sequences is not None and count >= sequences:
-            if is_divisible(items[-1]):
-                items[-1] = slice_batch(items[-1], slice(sequence_count(items[-1]) - (count - sequences)))
+            if is_divisible(batches[-1]):
+                batches[-1] = slice_batch(batches[-1], slice(sequence_count(batches[-1]) - (count - sequences)))
             break
-    return items
+    return batches, None
 
 
-def _batch(place: int, item: Mapping[str, Any]) -> Batch:
+def _batch(place: int, item: Any) -> Batch:
+    """Return a copy of a ready batch, after checking what every model needs."""
+    if not isinstance(item, Mapping):
+        raise CalibrationError(
+            f"calibration item {place} is a {type(item).__name__} among batches; pass batches only"
+        )
     batch = dict(item)
     ids = batch.get("input_ids", torch.zeros(1))
     if not isinstance(ids, Tensor) or not ids.numel():
         got = "empty" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
         raise CalibrationError(f"calibration batch {place}: input_ids is {got}; expected a tensor of token ids")
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided):
+            kind = "on the meta device, without values" if value.is_meta else f"of layout {value.layout}"
+            raise CalibrationError(f"calibration batch {place}: {name} is {kind}; expected a dense tensor of values")
+        if isinstance(value, Tensor) and name.endswith("mask") and value.dim() == 2 and not bool((value >= 0).all()):
+            raise CalibrationError(
+                f"calibration batch {place}: {name} holds negative numbers or NaN; expected 1 at tokens, 0 at padding"
+            )
     return batch
 
 
-def _text(place: int, item: Any) -> Text:
-    if isinstance(item, str):
-        return str(item)  # NumPy strings are a subclass
-    item = item.tolist() if isinstance(item, ndarray) else item
-    if isinstance(item, tuple | list) and len(item) == 2 and all(isinstance(part, str) for part in item):
-        return item[0], item[1]
-    raise CalibrationError(
-        f"calibration item {place} is a {type(item).__name__}; expected a text, a pair of texts, or a batch"
-    )
+def _shifted_positions(model: PreTrainedModel, batches: Sequence[Batch]) -> list[str]:
+    """Return a warning of sequences that are padded on the left, where positions then count from the padding."""
+    is_rotary = bool(getattr(model.config.get_text_config(), "rope_parameters", None))  # only distances count
+    if is_rotary or "position_ids" not in forward_arguments(model):
+        return []
+    count = 0
+    for batch in batches:
+        mask = batch.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2 and batch.get("position_ids") is None:
+            count += int(((mask[:, 0] == 0) & (mask != 0).any(1)).sum())
+    advice = "so positions may count from the padding; pad them on the right, or pass position_ids"
+    return [f"{count} calibration sequences are padded on the left without position_ids, {advice}"] if count else []
+
+
+def _alike(batches: Sequence[Batch], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+    """Return warnings of calibration sequences that say little: alike, of one token, or unknown to the tokenizer."""
+    sequences = [sequence for batch in batches for sequence in _unpadded_tokens(batch)]
+    notes = []
+    distinct = len({sequence for sequence in sequences if len(sequence) > 1})
+    if 2 * distinct < len(sequences):
+        notes.append(
+            f"only {distinct:,} of {len(sequences):,} calibration sequences are distinct and longer than a token, so "
+            "drift and errors on them say little about other inputs; pass more varied data"
+        )
+    special = set(getattr(tokenizer, "all_special_ids", ()))
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    counts: Counter[int | None] = Counter(chain.from_iterable(sequences))
+    total = sum(count for token, count in counts.items() if token == unknown or token not in special)
+    if counts[unknown] > MOST_UNKNOWN * total:
+        notes.append(
+            f"{counts[unknown] / total:.0%} of the tokens of the calibration data are unknown to the tokenizer; pass "
+            "texts of a language that it knows"
+        )
+    return notes
+
+
+def _unpadded_tokens(batch: Batch) -> list[tuple[int, ...]]:
+    """Return the tokens of each sequence of a batch, those of its target after them; none beside images or sounds."""
+    if "input_ids" not in batch or "pixel_values" in batch:
+        return []
+    sides = []
+    for name, mask_name in (("input_ids", "attention_mask"), ("decoder_input_ids", "decoder_attention_mask")):
+        ids, mask = batch.get(name), batch.get(mask_name)
+        if isinstance(ids, Tensor) and ids.dim() == 2:
+            kept = mask != 0 if isinstance(mask, Tensor) and mask.shape == ids.shape else torch.ones_like(ids).bool()
+            sides.append([row[tokens].tolist() for row, tokens in zip(ids, kept, strict=True)])
+    return [tuple(chain.from_iterable(rows)) for rows in zip(*sides, strict=True)]
 
 
 def sequence_count(batch: Batch) -> int:
@@ -362,11 +416,29 @@ def is_divisible(batch: Batch) -> bool:
     return len({len(value) for value in _tensors(batch)}) == 1
 
 
-def slice_batch(batch: Batch, part: slice) -> Batch:
-    """Return some of the sequences of a batch that `is_divisible`."""
+def slice_batch(batch: Batch, part: slice | Tensor) -> Batch:
+    """Return some of the sequences of a batch that `is_divisible`, by a slice or a mask."""
     return {
         name: value[part] if isinstance(value, Tensor) and value.dim() else value for name, value in batch.items()
     }
+
+
+def evenly_spaced(batches: Sequence[Batch], count: int) -> list[Batch]:
+    """Return `count` of the batches, evenly spaced; all if there are no more."""
+    count = min(count, len(batches))
+    return [batches[place * len(batches) // count] for place in range(count)]
+
+
+def sample_sequences(batches: Sequence[Batch], count: int) -> list[Batch]:
+    """Return about `count` sequences, evenly spaced, in batches of up to 16 where batches can be divided."""
+    parts: list[Batch] = []
+    for batch in batches:
+        size = sequence_count(batch)
+        whole = size <= BATCH_SIZE or not is_divisible(batch)
+        starts = range(0, size, BATCH_SIZE)
+        parts += [batch] if whole else [slice_batch(batch, slice(start, start + BATCH_SIZE)) for start in starts]
+    total = max(1, sum(map(sequence_count, parts)))
+    return evenly_spaced(parts, max(1, len(parts) * count // total))
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

@@ -1,12 +1,12 @@
 """Read calibration data from files: texts by line or by column, and folders of images or sounds."""
 
 import csv
-import io
 import json
 import os
 import wave
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import isnan
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,6 +26,7 @@ JSON_LINES = (".jsonl", ".ndjson")
 IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 SOUNDS = (".wav",)
 LONGEST_NAME = 255  # characters of a path that messages show in full
+MOST_CHARACTERS = 2**28  # of texts that are read, and of one line of a file
 
 
 def split_columns(source: str | Path) -> tuple[str, list[str]]:
@@ -39,73 +40,132 @@ def split_columns(source: str | Path) -> tuple[str, list[str]]:
     return name, [column.strip() for column in columns.split(",")]
 
 
-def read_texts(source: str | Path) -> list[Text]:
-    """Read texts or text pairs, without blank ones.
+def read_texts(source: str | Path) -> tuple[list[Text], list[str]]:
+    """Read texts or text pairs of a file or a data set, by the rule of `texts_of`.
 
     Args:
         source: a file with one text a line, or two with a tab between them; `FILE:column`, or `FILE:first,second` for
             pairs, of a csv, tsv or jsonl file; `NAME:column` or `NAME:configuration:column` of the training split of
             a data set, on the hub or in a folder that `datasets` reads.
 
+    Returns:
+        The texts, and a sentence for each thing left out.
+
     Raises:
         CalibrationError: the source cannot be read, is not UTF-8, has no text, or lacks the columns.
     """
+    return texts_of(_read_rows(source), str(source))
+
+
+def texts_of(rows: Iterable[Any], source: str, most: int | None = None) -> tuple[list[Text], list[str]]:
+    """Return the texts and text pairs of rows from anywhere, without rows that lack a text.
+
+    A text that is blank or missing (None, NaN) is left out, and so is a pair without one of its texts. Reading ends
+    after 268 million characters.
+
+    Args:
+        rows: texts, or pairs of them.
+        source: of the rows, for messages.
+        most: number of texts to read; None for all.
+
+    Returns:
+        The texts as they are, and a sentence for each thing left out.
+
+    Raises:
+        CalibrationError: a row is something else, or there is no text.
+    """
+    texts: list[Text] = []
+    count = characters = 0
+    notes = []
+    for row in rows:
+        if characters > MOST_CHARACTERS:
+            notes.append(f"only the first {count:,} texts of {source} are read: {characters:,} characters")
+            break
+        parts = _parts(row, source, count)
+        count += 1
+        if all(part and part.strip() for part in parts):
+            texts.append(parts[0] if len(parts) == 1 else (parts[0], parts[1]))
+            characters += sum(map(len, parts))
+            if len(texts) == most:  # the rows may have no end
+                break
+    if not texts:
+        blank = f"; all {count:,} are blank, or lack one text of a pair" if count else ""
+        raise CalibrationError(f"{source} has no texts{blank}; pass at least one")
+    if len(texts) < count:
+        notes.append(
+            f"{count - len(texts):,} of {count:,} texts are blank, or lack one text of a pair, and are left out"
+        )
+    return texts, notes
+
+
+def _parts(row: Any, source: str, place: int) -> tuple[str, ...]:
+    """Return the text or the two texts of a row, "" for a missing one."""
+    row = row.tolist() if isinstance(row, np.ndarray) else row
+    values = tuple(row) if isinstance(row, tuple | list) and len(row) == 2 else (row,)
+    parts = ["" if value is None or (isinstance(value, float) and isnan(value)) else value for value in values]
+    wrong = next((part for part in parts if not isinstance(part, str)), None)
+    if wrong is not None:
+        raise CalibrationError(
+            f"{source}: item {place} is or holds a {type(wrong).__name__}; expected a text, or a pair of texts"
+        )
+    return tuple(map(str, parts))  # NumPy strings are a subclass
+
+
+def _read_rows(source: str | Path) -> Iterator[Any]:
+    """Return an iterator over the texts or pairs of a file or a data set, blank and missing ones among them."""
     name, columns = split_columns(source)
     path = Path(name)
     suffix = path.suffix.lower()
     if len(columns) > 2:
         raise CalibrationError(f"{source} names {len(columns)} columns; expected one of texts, or two of pairs")
+    if os.path.exists(path) and not (os.path.isfile(path) or (columns and os.path.isdir(path))):
+        raise CalibrationError(f"cannot read calibration texts from {path}: expected a file")  # a pipe may never end
     if columns and not os.path.isfile(path) and suffix not in (*SEPARATORS, *JSON_LINES, ".txt"):
         return _select(_load_data_set(name, columns), name, columns)
-    content = _read(path)
+    lines = _read_lines(path)
     if suffix in JSON_LINES:
-        return _select(_parse_json_lines(path, content), name, columns)
+        return _select(_parse_json_lines(path, lines), name, columns)
     if suffix == ".csv" or (suffix in SEPARATORS and columns):
-        return _select(_parse_table(path, content, SEPARATORS[suffix]), name, columns)
+        return _select(_parse_table(path, lines, SEPARATORS[suffix]), name, columns)
     if columns:
         raise CalibrationError(f"{path} has no columns to choose from; expected a .csv, .tsv or .jsonl file")
-    return _parse_lines(path, content)
+    return _split_lines(path, lines)
 
 
-def _read(path: Path) -> str:
-    if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would wait for ever
-        raise CalibrationError(f"cannot read calibration texts from {path}: expected a file")
+def _read_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file, with their ends."""
     try:
-        content = path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            while line := file.readline(MOST_CHARACTERS + 1):
+                if len(line) > MOST_CHARACTERS:
+                    raise CalibrationError(
+                        f"{path} has a line of more than {MOST_CHARACTERS:,} characters; divide it"
+                    )
+                if "\0" in line:
+                    raise CalibrationError(f"{path} holds NUL characters, as UTF-16 does; expected texts in UTF-8")
+                yield line
     except (OSError, ValueError) as error:
         name = str(path) if len(str(path)) <= LONGEST_NAME else f"{str(path)[:60]}…"
         reason = getattr(error, "strerror", None) or error
         advice = "; if it is a text, pass a list of texts" if " " in str(path) and not os.path.exists(path) else ""
         raise CalibrationError(f"cannot read calibration texts from {name}: {reason}{advice}") from error
-    if "\0" in content:
-        raise CalibrationError(f"{path} holds NUL characters, as UTF-16 does; expected texts in UTF-8")
-    return content
 
 
-def _parse_lines(path: Path, content: str) -> list[Text]:
-    texts: list[Text] = []
-    for line in content.split("\n"):
-        first, *rest = (part.strip() for part in line.strip().split("\t"))
-        if len(rest) > 1:
+def _split_lines(path: Path, lines: Iterable[str]) -> Iterator[Any]:
+    for line in lines:
+        parts = tuple(line.rstrip("\r\n").split("\t"))
+        if len(parts) > 2:
             raise CalibrationError(
-                f"{path} has a line of {len(rest) + 1} columns, {line.strip()[:40]!r}; expected one text a line, or "
+                f"{path} has a line of {len(parts)} columns, {line.strip()[:40]!r}; expected one text a line, or "
                 f"two with a tab between them; name columns of a .csv, .tsv or .jsonl file as {path.name}:COLUMN"
             )
-        if rest:
-            texts.append((first, rest[0]))
-        elif first:
-            texts.append(first)
-    if not texts:
-        raise CalibrationError(f"{path} has no text; expected one text a line")
-    return texts
+        yield parts if len(parts) == 2 else line.rstrip("\r\n")
 
 
-def _parse_table(path: Path, content: str, separator: str) -> list[Mapping[str, Any]]:
+def _parse_table(path: Path, lines: Iterable[str], separator: str) -> Iterator[Mapping[str, Any]]:
     quoting: Any = csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL  # GLUE's tsv files quote nothing
-    lines = io.StringIO(content, newline="")
     table = csv.DictReader(lines, delimiter=separator, quoting=quoting, strict=True)
-    rows: list[Mapping[str, Any]] = []
-    limit = csv.field_size_limit(max(len(content), csv.field_size_limit()))
+    limit = csv.field_size_limit(MOST_CHARACTERS)
     try:
         repeated = [name for name, count in Counter(table.fieldnames or ()).items() if count > 1]
         if repeated:
@@ -116,17 +176,15 @@ def _parse_table(path: Path, content: str, separator: str) -> list[Mapping[str, 
                     f"{path}, line {table.line_num}: more columns than the first line names; quote texts that hold "
                     "the separator"
                 )
-            rows.append(row)
-        return rows
+            yield row
     except csv.Error as error:
         raise CalibrationError(f"cannot read calibration texts from {path}: {error}") from error
     finally:
         csv.field_size_limit(limit)
 
 
-def _parse_json_lines(path: Path, content: str) -> list[Mapping[str, Any]]:
-    rows = []
-    for number, line in enumerate(content.split("\n"), 1):
+def _parse_json_lines(path: Path, lines: Iterable[str]) -> Iterator[Mapping[str, Any]]:
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -135,8 +193,7 @@ def _parse_json_lines(path: Path, content: str) -> list[Mapping[str, Any]]:
             raise CalibrationError(f"{path}, line {number}: {error}; expected one JSON object a line") from error
         if not isinstance(row, Mapping):
             raise CalibrationError(f"{path}, line {number}: a {type(row).__name__}; expected one JSON object a line")
-        rows.append(row)
-    return rows
+        yield row
 
 
 def _load_data_set(name: str, columns: Sequence[str]) -> Any:
@@ -165,24 +222,13 @@ def _check_columns(name: str, columns: Sequence[str], present: Sequence[str]) ->
         )
 
 
-def _select(rows: Iterable[Mapping[str, Any]], name: str, columns: Sequence[str]) -> list[Text]:
-    """Return the texts of one column or the pairs of two, without rows where one is missing."""
-    texts: list[Text] = []
+def _select(rows: Iterable[Mapping[str, Any]], name: str, columns: Sequence[str]) -> Iterator[Any]:
+    """Yield the values of one column, or the pairs of two."""
     for number, row in enumerate(rows):
         if number == 0:
             _check_columns(name, columns, list(row))
-        values = [row.get(column) for column in columns]
-        for value in values:
-            if value is not None and not isinstance(value, str):
-                raise CalibrationError(
-                    f"{name}:{','.join(columns)} holds values of type {type(value).__name__}; expected texts"
-                )
-        parts = [value.strip() for value in values if value and value.strip()]
-        if len(parts) == len(columns):
-            texts.append(parts[0] if len(parts) == 1 else (parts[0], parts[1]))
-    if not texts:
-        raise CalibrationError(f"{name} has no texts in {', '.join(columns) or 'it'}")
-    return texts
+        values = tuple(row.get(column) for column in columns)
+        yield values if len(values) == 2 else values[0]
 
 
 def read_folder(folder: Path, model: PreTrainedModel, count: int | None, seed: int) -> tuple[dict[str, Tensor], int]:

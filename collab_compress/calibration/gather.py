@@ -185,20 +185,59 @@ def unpadded(values: Tensor, mask: Tensor | None) -> Tensor:
     return vectors[resized.flatten().to(vectors.device)]
 
 
+def as_batch(batch: Any) -> Batch:
+    """Return a batch as a dict, or raise a CalibrationError: iterating over a single batch yields its names."""
+    if not isinstance(batch, Mapping):
+        raise CalibrationError(
+            f"a batch is {batch!r:.80}; expected keyword arguments of the model, as {{'input_ids': …}}; pass several "
+            "batches, or [batch] for a single one"
+        )
+    return dict(batch)
+
+
 def run_batch(model: PreTrainedModel, batch: Batch) -> Any:
-    """Run the model on one batch, moved to its device.
+    """Run the model on one batch, moved to its device, without a key-value cache.
 
     Raises:
         CalibrationError: the model does not take such batches.
     """
-    moved = {name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    moved: dict[str, Any] = {
+        name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in batch.items()
+    }
+    parameters = inspect.signature(model.forward).parameters
+    if "use_cache" in parameters:
+        moved.setdefault("use_cache", False)
+    if "return_dict" in parameters or any(each.kind == each.VAR_KEYWORD for each in parameters.values()):
+        moved["return_dict"] = True
     try:
-        return model(**moved, return_dict=True)
+        return model(**moved)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise CalibrationError(
-            f"{type(model).__name__} cannot run on the given batches ({reason}); pass batches made for it"
+            f"{type(model).__name__} cannot run on the given batches ({reason}); {_cause(model, batch, reason)}"
         ) from error
+
+
+def _cause(model: PreTrainedModel, batch: Batch, reason: str) -> str:
+    """Return what is known to be wrong with a batch that a model failed on, or what it holds."""
+    shapes = {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
+    contents = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "no tensors"
+    tokens = [shape for name, shape in shapes.items() if name.endswith(("input_ids", "attention_mask"))]
+    length, positions = max((shape[-1] for shape in tokens), default=0), _positions(model)
+    if len({shape[0] for shape in tokens}) > 1:
+        return f"its tensors have different numbers of sequences: {contents}"
+    if positions is not None and length > positions:
+        return f"its sequences have {length} tokens, and the model has {positions} positions; pass shorter ones"
+    if "padding token" in reason:
+        return "set model.config.pad_token_id to the token that the batches are padded with"
+    if model.main_input_name not in batch and "inputs_embeds" not in batch:
+        return f"it reads {model.main_input_name}, and the batch holds {contents}; pass batches made for it"
+    return f"the batch holds {contents}"
+
+
+def _positions(model: PreTrainedModel) -> int | None:
+    positions = getattr(model.config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None
 
 
 @contextmanager

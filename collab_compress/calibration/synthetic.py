@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import inf, prod
 from typing import Any, TypeAlias, TypeVar
 
@@ -275,17 +276,21 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], targ
 
 
 def encode(tokenizer: Any, text: Any, target: bool = False, **options: Any) -> Any:
-    """Tokenize a text or a list of texts; targets of a translation as such, if their language is set."""
-    language = getattr(tokenizer, "tgt_lang", None)
-    if target:
-        try:
-            return tokenizer(text_target=text, **options)
-        except (KeyError, ValueError, TypeError):  # the target's language is not set
-            pass
-        finally:
-            if hasattr(tokenizer, "tgt_lang"):
-                tokenizer.tgt_lang = language  # some tokenizers overwrite it
-    return tokenizer(text, **options)
+    """Tokenize a text or a list of texts, cut and padded on the right whatever the tokenizer is set to.
+
+    Targets of a translation are tokenized as such, if their language is set.
+    """
+    names = ("padding_side", "truncation_side", "tgt_lang")
+    before = {name: getattr(tokenizer, name) for name in names if hasattr(tokenizer, name)}
+    tokenizer.padding_side = tokenizer.truncation_side = "right"  # decoders that generate are set to "left"
+    try:
+        with suppress(KeyError, ValueError, TypeError):  # the target's language is not set
+            if target:
+                return tokenizer(text_target=text, **options)
+        return tokenizer(text, **options)
+    finally:
+        for name, value in before.items():  # some tokenizers overwrite tgt_lang
+            setattr(tokenizer, name, value)
 
 
 def _separator(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], special: SpecialTokens) -> list[int] | None:

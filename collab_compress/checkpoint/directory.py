@@ -1,6 +1,5 @@
 """Model directories: atomic writing, files that are copied along with a model, uploads to the hub."""
 
-import fnmatch
 import json
 import os
 import re
@@ -29,29 +28,43 @@ TOKENIZER_FILES = (
 )
 RUST_OS_ERROR = re.compile(r"\(os error \d+\)")  # in errors of safetensors and tokenizers, such as a full disk
 MODULES = "modules.json"  # of sentence-transformers
-COMPANIONS = (  # tokenizers, processors, settings, licences; no weights, code or data
-    "*.json",
-    "*.jinja",
-    "*.model",
-    "*.spm",
-    "*.codes",
-    "*.tiktoken",
-    "vocab*.txt",
-    "merges*.txt",
-    "dict.txt",
-    "emoji.txt",
-    "LICENSE*",
-    "LICENCE*",
-    "COPYING*",
-    "NOTICE*",
+TEMPLATES = "additional_chat_templates"  # folder of Transformers
+TOKENIZERS = """
+    special_tokens_map.json added_tokens.json merges.txt bpe.codes dict.txt emoji.json normalizer.json byte_maps.json
+    entity_vocab.json prophetnet.tokenizer sentencepiece.bpe.model sentencepiece.model spm.model spm_char.model
+    tiktoken.model target.spm target_vocab.json vocab-src.json vocab-tgt.json word_shape.json word_pronunciation.json
+    chat_template.json chat_template.jinja
+"""
+PROCESSORS = """
+    preprocessor_config.json processor_config.json video_preprocessor_config.json audio_tokenizer_config.json
+    speaker_embeddings_path.json
+"""
+SENTENCE_TRANSFORMERS = """
+    config_sentence_transformers.json sentence_bert_config.json sentence_roberta_config.json
+    sentence_distilbert_config.json sentence_camembert_config.json sentence_albert_config.json
+    sentence_xlnet_config.json sentence_xlm-roberta_config.json router_config.json
+"""
+LICENCES = [f"{name}{end}" for name in ("LICENSE", "LICENCE", "COPYING", "NOTICE") for end in ("", ".txt", ".md")]
+COMPANIONS = {
+    *TOKENIZER_FILES,
+    *TOKENIZERS.split(),
+    *PROCESSORS.split(),
+    *SENTENCE_TRANSFORMERS.split(),
+    *LICENCES,
+    MODULES,
+    "generation_config.json",
+}
+"""Names of the files that are copied along with a model."""
+MODULE_FILES = {
+    *("config.json", "model.safetensors.index.json", "idf.json"),
+    *(f"{name}_config.json" for name in ("wordembedding", "whitespacetokenizer", "phrasetokenizer", "lstm", "cnn")),
+}
+"""Names of the files that are copied, besides `COMPANIONS` and weights, from the folder of a further module."""
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+REPLACED = re.compile(
+    rf"{WEIGHTS.pattern}|model\.safetensors\.index\.json|config\.json|README\.md|collab_compress\.json|\..*"
 )
-NOT_COPIED = (  # written for the new model, or belong to other weights or a training run
-    "config.json",
-    "*.index.json",
-    "adapter_*.json",
-    "trainer_state.json",
-    "*_results.json",
-)
+"""Names of files that are written for the new model, and of hidden ones."""
 PICKLED = (".bin", ".pt", ".pth")
 
 
@@ -99,7 +112,9 @@ def write_new(path: Path, text: str) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write to a file, replacing an earlier one as a whole; use `write_new` where a user names the file.
+    """Write to a file, replacing an earlier one as a whole; use `write_new` for a file that must not exist.
+
+    An earlier file keeps its permissions. One with several hard links is overwritten, so that all of them show it.
 
     Args:
         path: missing directories are made.
@@ -115,7 +130,12 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         partial = _partial(path)
         try:
             partial.write_bytes(content.encode() if isinstance(content, str) else content)
-            partial.replace(path)
+            if path.exists():
+                shutil.copymode(path, partial)
+            if path.exists() and path.stat().st_nlink > 1:
+                shutil.copyfile(partial, path)
+            else:
+                partial.replace(path)
         finally:
             _remove(partial)
 
@@ -218,28 +238,47 @@ def companions_of(directory: Path) -> list[Path]:
     """List the files to copy along with a model, relative to its directory.
 
     These are its tokenizer, its processor, its generation settings, licences, and the further modules of
-    sentence-transformers; not weights, code, its model card, or data.
+    sentence-transformers, by the names that these libraries give them; nothing else.
 
     Raises:
-        CheckpointError: a file cannot be read, `modules.json` is invalid, or a further module has pickled weights.
+        CheckpointError: a file cannot be read or is a link out of the directory, `modules.json` is invalid, or a
+            further module has pickled weights.
     """
-    paths = [path for path in directory.iterdir() if _matches(path, COMPANIONS) and not _matches(path, NOT_COPIED)]
-    paths += (directory / "additional_chat_templates").glob("*.jinja")
+    paths = [path for path in directory.iterdir() if path.name in COMPANIONS]
+    paths += (directory / TEMPLATES).glob("*.jinja")
     folders = sentence_transformers_folders(directory)
     for folder in folders:
         inside = list((directory / folder).rglob("*"))
-        weights = [path for path in inside if path.suffix == ".safetensors"]
-        if not weights and any(path.suffix in PICKLED for path in inside):
+        if any(path.suffix in PICKLED for path in inside) and not any(map(_holds_weights, inside)):
             raise CheckpointError(
                 f"{directory / folder} has weights that are no safetensors; load and save the model by "
                 "sentence-transformers first"
             )
-        paths += weights + [path for path in inside if _matches(path, COMPANIONS)]
+        paths += [path for path in inside if path.name in COMPANIONS | MODULE_FILES or _holds_weights(path)]
     companions = sorted({path for path in paths if path.is_file()})
     for path in (*companions, *(directory / folder for folder in folders)):
         if not os.access(path, os.R_OK):
             raise CheckpointError(f"cannot read {path}: Permission denied")
+        _refuse_link_out(path, directory)
     return [path.relative_to(directory) for path in companions]
+
+
+def not_copied(directory: Path) -> list[str]:
+    """List the files and folders of a model directory that are neither copied along nor written anew, by name."""
+    copied = {path.parts[0] for path in companions_of(directory)} | {TEMPLATES}
+    names = {path.name for path in directory.iterdir() if not REPLACED.fullmatch(path.name)}
+    return sorted(names - copied - set(sentence_transformers_folders(directory)))
+
+
+def _holds_weights(path: Path) -> bool:
+    return WEIGHTS.fullmatch(path.name) is not None
+
+
+def _refuse_link_out(path: Path, directory: Path) -> None:
+    """Refuse a link to a file outside a model directory, except into the hub's cache, which is made of links."""
+    root, file = _final(directory), _final(path)
+    if not file.is_relative_to(root) and not file.is_relative_to(root.parent.parent / "blobs"):
+        raise CheckpointError(f"{path} is a link out of the model directory; put the file itself there, or remove it")
 
 
 def copy_companions(directory: Path, target: Path) -> None:
@@ -281,10 +320,6 @@ def _drop_auto_map(path: Path) -> None:
         if b'"auto_map"' in stored and isinstance(settings := json.loads(stored), dict):
             settings.pop("auto_map", None)
             path.write_text(to_json(settings), encoding="utf-8")
-
-
-def _matches(path: Path, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch.fnmatchcase(path.name, pattern) for pattern in patterns)
 
 
 def check_upload(name: str) -> None:

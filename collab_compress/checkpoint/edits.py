@@ -7,7 +7,8 @@ of the model, so that a config that is passed on rebuilds them.
 
 import copy
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -35,6 +36,11 @@ class ModelEdit(Protocol):
     @property
     def modules(self) -> Mapping[str, Any]:
         """Path inside the base model of each changed module → the change."""
+        ...
+
+    @property
+    def heads(self) -> Mapping[str, int]:
+        """Path of each changed module → the number of heads that its attention has before the edit."""
         ...
 
     def to_dict(self) -> dict[str, Any]:
@@ -194,7 +200,7 @@ def record_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
 
     The model gets its own copy of a config that it may share with other models.
     """
-    _copy_configs_(model)
+    copy_configs_(model)
     keep_edit_(model, edit)
     describe_all_(model)
     keep_on_one_device_(model, edit)
@@ -217,6 +223,39 @@ def keep_on_one_device_(model: PreTrainedModel, edit: ModelEdit) -> None:
     """Forbid `device_map="auto"` to split an edited module, in place, because it holds parameters itself."""
     edited = {type(model.base_model.get_submodule(name)).__name__ for name in edit.modules}
     model._no_split_modules = {*(model._no_split_modules or ()), *edited}
+
+
+@contextmanager
+def all_or_nothing(model: PreTrainedModel) -> Iterator[None]:
+    """Restore the modules of `model` and their configs, in place, if the block fails or is interrupted.
+
+    Parameters that were replaced are restored. Values that were written into tensors are not.
+    """
+    classes = [(module, type(module)) for module in model.modules()]
+    attributes = _config_holders(model)
+    for value in [value for holder in attributes for value in holder.values()]:
+        if isinstance(value, dict):  # parameters, modules inside, hooks
+            attributes.append(value)
+        elif isinstance(value, PretrainedConfig):
+            attributes += map(vars, configs_inside(value))
+    before = [(holder, list(holder.items())) for holder in attributes]  # copies would be taken for holders
+    try:
+        yield
+    except BaseException:
+        for module, stock_class in classes:
+            module.__class__ = stock_class
+        for holder, values in before:
+            holder.clear()
+            holder.update(values)
+        raise
+
+
+def configs_inside(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """Yield a config and those inside it."""
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PretrainedConfig):
+            yield from configs_inside(value)
 
 
 # Edits in configs.
@@ -303,7 +342,7 @@ def kept_conversions(conversions: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _copy_configs_(model: PreTrainedModel) -> None:
+def copy_configs_(model: PreTrainedModel) -> None:
     """Copy the configs of `model`, of the models inside it and of those around it, in place.
 
     Models built from one config share the object, and edits of one must not be stored with another. A model around

@@ -32,7 +32,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from collab_compress.checkpoint.directory import COMPANIONS
 from collab_compress.checkpoint.edits import names_our_code
 from collab_compress.errors import CheckpointError, one_line
 
@@ -45,7 +44,8 @@ SHORT_NAMES = {
 }
 EMBEDDED = "minilm"
 EMBEDDED_REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
-FETCHED = ["*.safetensors", "*.txt", "README.md", *COMPANIONS]
+FETCHED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.spm", "*.codes", "*.tokenizer", "README.md"]
+FETCHED += ["LICENSE*", "LICENCE*", "COPYING*", "NOTICE*"]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of weights in safetensors
 LEGACY = re.compile(  # tensors that earlier versions of Transformers stored
@@ -83,7 +83,7 @@ def find_directory(name: str, revision: str | None = None) -> Path:
         if not _is_directory(name):
             raise CheckpointError(f"{name} is not a directory; pass a model directory or a hub name")
         if not os.path.isfile(path / "config.json"):
-            raise CheckpointError(f"{path} has no config.json, so it is no model directory")
+            raise CheckpointError(f"{path} has no config.json, so it is no model directory{_gguf_hint(path)}")
         _refuse_pipes(path)
         return path
     if name == EMBEDDED:
@@ -137,12 +137,15 @@ def load_config(source: str | Path) -> Any:
     return config
 
 
-def load_model(model_class: Any, source: str | Path, **options: Any) -> tuple[Any, dict[str, Any]]:
+def load_model(
+    model_class: Any, source: str | Path, *, new_head: bool = False, **options: Any
+) -> tuple[Any, dict[str, Any]]:
     """Load a model from safetensors in its own folder.
 
     Args:
         model_class: a model class of Transformers, or an auto class.
         source: a model directory.
+        new_head: whether the head may have other shapes than the checkpoint's; such weights are then random.
         options: further ones of `from_pretrained`.
 
     Returns:
@@ -154,7 +157,7 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> tuple[An
             folder, or without a place in the model, or the model requires code that comes with it.
     """
     _refuse_pipes(source)
-    _check_weights(source)
+    stored_names = _check_weights(source)
     try:
         model, info = model_class.from_pretrained(
             source,
@@ -166,8 +169,19 @@ def load_model(model_class: Any, source: str | Path, **options: Any) -> tuple[An
         )
     except Exception as error:
         _refuse_weights(source, _reason(error), error)
+    is_pruned = bool(getattr(model.config, "pruned_heads", None))
+    hint = "; Transformers 4 pruned its heads (pruned_heads), which 5 does not read: collab-prune the unpruned one"
     for name, stored, expected in sorted(info["mismatched_keys"]):
-        _refuse_weights(source, f"{name} has shape {tuple(stored)}, the config makes it {tuple(expected)}")
+        if new_head and not name.startswith(f"{model.base_model_prefix}."):
+            continue
+        _refuse_weights(
+            source, f"{name} has shape {tuple(stored)}, the config makes it {tuple(expected)}{hint * is_pruned}"
+        )
+    prefix, parameters = f"{model.base_model_prefix}.", model.state_dict().keys()
+    for name in sorted(stored_names & {f"{prefix}{other}" for other in stored_names}):
+        other = name.removeprefix(prefix)
+        if not {name, other} <= parameters:
+            _refuse_weights(source, f"{other} and {name} are the same tensor, stored twice; take one of them out")
     unread = _unread(model, info["unexpected_keys"])
     if unread:
         _refuse_weights(
@@ -266,6 +280,13 @@ def _refuse_weights(source: str | Path, reason: str, error: Exception | None = N
     raise CheckpointError(f"cannot load weights from {source}: {reason}") from error
 
 
+def _gguf_hint(directory: Path) -> str:
+    """Return what the first GGUF file of a directory is; nothing if there is none."""
+    file = min((path.name for path in directory.glob("*.gguf")), default=None)
+    made_from = "take the checkpoint in safetensors that it was made from"
+    return "" if file is None else f"; {file} is a quantized model for llama.cpp, so {made_from}"
+
+
 def _refuse_pipes(source: str | Path) -> None:
     """Refuse a model directory with pipes or devices, which could block forever, or a folder in place of JSON."""
     for path in Path(source).glob("*"):  # none where there is no such directory
@@ -295,8 +316,8 @@ def _forget_code_(config: Any) -> None:
         vars(config).pop("auto_map", None)
 
 
-def _check_weights(source: str | Path) -> None:
-    """Refuse weights that are not floats in safetensors in the model's own folder, and adapters."""
+def _check_weights(source: str | Path) -> set[str]:
+    """Return the names of stored tensors; refuse what are no floats in safetensors in the model's folder."""
     directory = Path(source)
     if (directory / "adapter_config.json").exists():
         raise CheckpointError(f"{source} holds a PEFT adapter; merge it into its model and save that")
@@ -319,12 +340,19 @@ def _check_weights(source: str | Path) -> None:
         for shard in shards.values():
             _check_shard(index, shard, (".safetensors",))
         names = set(shards.values())
-    files = (directory / name for name in sorted(names))
-    _check_tensors(source, [file for file in files if file.exists()])
+    files = [directory / name for name in sorted(names) if (directory / name).exists()]
+    if not files and any(directory.glob("pytorch_model*.bin")):
+        name = (config.get("architectures") or ["AutoModel"])[0]
+        raise CheckpointError(
+            f"{source} holds pickled weights (pytorch_model.bin), which are not read, as they could run code; if you "
+            f'trust them, convert them: python -c "from transformers import {name}; '
+            f'{name}.from_pretrained({str(source)!r}).save_pretrained({str(source)!r})"'
+        )
+    return _check_tensors(source, files)
 
 
-def _check_tensors(source: str | Path, files: Iterable[Path]) -> None:
-    """Refuse damaged files, quantized weights, and weights that are stored twice."""
+def _check_tensors(source: str | Path, files: Iterable[Path]) -> set[str]:
+    """Return the names of tensors; refuse damaged files, quantized weights, and weights in two files."""
     holders: dict[str, Path] = {}
     for path in files:
         if not path.is_file():
@@ -342,6 +370,7 @@ def _check_tensors(source: str | Path, files: Iterable[Path]) -> None:
             if name.endswith("weight") and dtype not in FLOATS:
                 _refuse_weights(source, f"{name} is quantized ({dtype}); take the unquantized checkpoint instead")
         holders |= dict.fromkeys(dtypes, path)
+    return set(holders)
 
 
 def _unread(model: PreTrainedModel, names: Collection[str]) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 
+from collab_compress.architectures import find_attention
 from collab_compress.checkpoint.edits import (
     MARK,
     METHOD,
@@ -32,6 +33,7 @@ from collab_compress.checkpoint.edits import (
     keep_on_one_device_,
     kept_conversions,
     models_in,
+    path_in_base,
     save_apart_,
     with_modules,
 )
@@ -74,7 +76,7 @@ def describe_edits_when_saving(before_saving: Callable[[PreTrainedModel, Path], 
     ) -> Any:
         if before_saving is not None and is_main_process:
             before_saving(self, Path(save_directory))
-        with _described(self):
+        with _describing(self):
             return save(self, save_directory, is_main_process, *args, **options)
 
     @functools.wraps(describe)
@@ -86,7 +88,7 @@ def describe_edits_when_saving(before_saving: Callable[[PreTrainedModel, Path], 
 
 
 @contextmanager
-def _described(model: PreTrainedModel) -> Iterator[None]:
+def _describing(model: PreTrainedModel) -> Iterator[None]:
     """Make the configs of `model` and of its parts describe their edits within this context."""
     description = vars(model.config).get("quantization_config")
     is_edited = any(MARK in vars(inner) for inner in models_in(model))
@@ -182,6 +184,7 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         self.absent = [name for _, names in located for name in names]
         self.edits = [edit for edit, _ in located if edit.modules]
         for edit in self.edits:
+            _check_heads(edit, model)
             edit.apply_(model)
             keep_on_one_device_(model, edit)
         if not UPDATES_CONVERSIONS:
@@ -202,7 +205,16 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         renamings = [conversion for conversion in used if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in used if isinstance(conversion, WeightConverter)]
         prefix = model.base_model_prefix
-        loaded = {rename_source_key(name, renamings, converters, prefix, expected)[0] for name in self.stored}
+        holders: dict[str, str] = {}
+        for name in self.stored:
+            loaded_name, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+            first = holders.setdefault(loaded_name, name)
+            if first != name and pattern is None and loaded_name in expected:
+                raise CheckpointError(
+                    f"{type(model).__name__}: the checkpoint holds {loaded_name} twice, as {first} and as {name}; "
+                    "take one of them out"
+                )
+        loaded = holders.keys()
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
         edited = {name for edit in self.edits for name in edit.modules}
         like_absent = {_any_layer(".".join(name.split(".")[-2:])) for name in self.absent}
@@ -316,6 +328,21 @@ def _located(edit: ModelEdit, model: PreTrainedModel) -> tuple[ModelEdit, list[s
         else:
             modules[path] = spec
     return with_modules(edit, modules), absent
+
+
+def _check_heads(edit: ModelEdit, model: PreTrainedModel) -> None:
+    """Refuse an edit whose modules have another number of heads, which the config may say without other shapes."""
+    heads = {}
+    for site in find_attention(model):
+        heads[path_in_base(model, site.module)] = heads[path_in_base(model, site.part(site.family.output))] = (
+            site.heads
+        )
+    for name, expected in edit.heads.items():
+        if heads.get(name, expected) != expected:
+            raise CheckpointError(
+                f"the stored edit of {name} has {expected} heads, but the config makes {heads[name]}; restore the "
+                "config.json that was saved with the weights"
+            )
 
 
 def _path_in(known: Sequence[str], name: str, prefix: str) -> str | None:

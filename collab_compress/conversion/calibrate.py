@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import ceil
 from typing import Any
 
 import torch
@@ -20,11 +19,13 @@ from collab_compress.architectures import (
     find_dense_values,
     transformers_model,
 )
-from collab_compress.calibration import Batch, Calibration, gather_moments
-from collab_compress.calibration.batches import noted_batches, sequence_count
+from collab_compress.calibration import Batch, Calibration, evaluation_mode, gather_moments, run_batch
+from collab_compress.calibration.batches import noted_batches, sample_sequences
 from collab_compress.calibration.gather import batch_masks
+from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.drift import split_held_back
-from collab_compress.errors import CalibrationError, UnsupportedModelError
+from collab_compress.conversion.writers import probe_batch
+from collab_compress.errors import CalibrationError, UnsupportedModelError, check_type
 from collab_compress.factorization import Moments
 from collab_compress.options import CalibrationOptions, Solver
 
@@ -62,8 +63,8 @@ class Calibrated:
         """Return about so many of the sequences, evenly spaced, an eighth of them held back; moments stay."""
         return replace(
             self,
-            used=sample(self.used, sequences * 7 // 8),
-            held_back=sample(self.held_back, sequences // 8),
+            used=sample_sequences(self.used, sequences * 7 // 8),
+            held_back=sample_sequences(self.held_back, sequences // 8),
             notes=(),
         )
 
@@ -96,7 +97,8 @@ def read(
     if isinstance(calibration, Calibrated):
         calibration.check(model, options, seed)
         return calibration
-    options = options or CalibrationOptions()
+    options = CalibrationOptions() if options is None else options
+    check_type("calibration_options", options, CalibrationOptions, CalibrationError)
     batches, notes, given = noted_batches(
         calibration, model, tokenizer, sequences=options.sequences, length=options.length, seed=seed
     )
@@ -104,7 +106,7 @@ def read(
         *split_held_back(batches),
         notes=notes,
         refit=bool(given),
-        length=typical_length(options, model, given),
+        length=typical_length(options, model, given if model.main_input_name == "input_ids" else batches),
         options=options,
         seed=seed,
         moments={},
@@ -112,17 +114,22 @@ def read(
 
 
 def typical_length(options: CalibrationOptions, model: PreTrainedModel, batches: Sequence[Batch] = ()) -> int:
-    """Return the number of tokens, or positions of a sound, for which costs count.
+    """Return the number of tokens, or positions of an image or a sound, for which costs count.
 
-    That is `length` if given, else the length that nine in ten calibration sequences do not exceed, else 128. Batches
-    are calibration data other than random tokens.
+    That is `length` if given, else the length that nine in ten calibration sequences do not exceed, else the
+    positions of an image or a sound of the first batch, else 128.
+
+    Args:
+        batches: of texts, or of images or sounds, noise included.
     """
     given = [batch for batch in batches if isinstance(batch.get("attention_mask"), Tensor)]
     masks = [batch_masks(model, batch)["encoder"].query for batch in given if batch["attention_mask"].dim() == 2]
     lengths = [mask.sum(1).float().cpu() for mask in masks if mask is not None]
-    if options.length is not None or not lengths:
-        return options.length or TYPICAL
-    return max(1, int(torch.cat(lengths).quantile(COMMON, interpolation="lower")))
+    if options.length is None and lengths:
+        return max(1, int(torch.cat(lengths).quantile(COMMON, interpolation="lower")))
+    if options.length is None and batches and model.main_input_name != "input_ids":
+        return _positions(model, batches[0])
+    return options.length or TYPICAL
 
 
 @torch.inference_mode(False)
@@ -155,6 +162,7 @@ def calibrate(
     tokenizer = tokenizer or getattr(model, "tokenizer", None)
     model = transformers_model(model)
     find_attention(model)  # refuses unknown families before any data are read
+    model = sharing_copy(model)  # so that other threads may run the model meanwhile
     data = read(model, calibration, tokenizer, calibration_options, Solver(seed=seed).seed)
     if not data.used:
         raise CalibrationError("calibration is none, so there is nothing to run the model on; pass data")
@@ -179,6 +187,15 @@ def model_digest(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def sample(batches: Sequence[Batch], sequences: int) -> list[Batch]:
-    """Return batches with about so many sequences, evenly spaced."""
-    return list(batches[:: max(1, ceil(sum(map(sequence_count, batches)) / max(1, sequences)))])
+def _positions(model: PreTrainedModel, batch: Batch) -> int:
+    """Return the number of positions that the first attention module of a model reads."""
+    positions: list[int] = []
+
+    def read_shape(_: Any, args: Any, kwargs: Any) -> None:
+        positions.append((args[0] if args else kwargs["hidden_states"]).shape[-2])
+
+    model = sharing_copy(model)
+    first = find_attention(model)[0].module
+    with evaluation_mode(model), first.register_forward_pre_hook(read_shape, with_kwargs=True):
+        run_batch(model, probe_batch(batch))
+    return positions[0]

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.attention import FORM_KINDS, RotaryScores, SharedScores
 from collab_compress.checkpoint import edits_of
+from collab_compress.checkpoint.directory import MODULES
 from collab_compress.conversion.report import ModuleReport, PartReport, Report, ValueReport, width_range
 from collab_compress.options import Compression
 
@@ -80,12 +81,13 @@ def model_card(
         **{"library_name": "transformers", **inherited},
     )
     described = f"`{type(model).__name__}` with {words}" if words else f"`{type(model).__name__}`"
+    holds_modules = origin.directory is not None and (origin.directory / MODULES).is_file()
     text = [
         f"# {title}",
         f"{described}, made from `{origin.repository or origin.name}` with collab-compress.",
         "## Use",
         *([NEEDS] if words else []),
-        "```python\n" + "\n".join(loading_lines(model, title)) + "\n```",
+        "```python\n" + "\n".join(loading_lines(model, title, holds_modules)) + "\n```",
         MADE,
         *([made] if made else []),
     ]
@@ -102,14 +104,16 @@ def model_card(
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n")
 
 
-def loading_lines(model: PreTrainedModel, path: str | Path) -> list[str]:
-    """Return the lines of code that load an edited or stock model."""
+def loading_lines(model: PreTrainedModel, path: str | Path, sentence_transformers: bool = False) -> list[str]:
+    """Return the lines of code that load an edited or stock model, or the SentenceTransformer that holds it."""
     name, words = type(model).__name__, edited_words(model)
-    return [
-        *([f"import collab_compress  # lets Transformers rebuild the {words}"] if words else []),
-        f"from transformers import {name}",
-        f'model = {name}.from_pretrained("{path}")',
-    ]
+    loading = [f"from transformers import {name}", f'model = {name}.from_pretrained("{path}")']
+    if sentence_transformers:
+        loading = [
+            "from sentence_transformers import SentenceTransformer",
+            f'model = SentenceTransformer("{path}")',
+        ]
+    return [*([f"import collab_compress  # lets Transformers rebuild the {words}"] if words else []), *loading]
 
 
 def edited_words(model: PreTrainedModel) -> str:

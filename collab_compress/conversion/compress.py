@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from time import perf_counter
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -30,12 +29,13 @@ from collab_compress.architectures import (
     refuse_hooks,
     transformers_model,
 )
-from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm, install_, uninstall_
+from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm, install_
 from collab_compress.attention.projections import width_in
 from collab_compress.calibration import Calibration
-from collab_compress.calibration.batches import is_none, sequence_count
-from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
-from collab_compress.conversion.calibrate import Calibrated, read, sample
+from collab_compress.calibration.batches import is_none, sample_sequences, sequence_count
+from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
+from collab_compress.conversion.calibrate import Calibrated, read
+from collab_compress.conversion.copies import conversion_of, sharing_copy
 from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.feed_forward import (
     FeedForward,
@@ -66,7 +66,7 @@ from collab_compress.conversion.refit import (
 )
 from collab_compress.conversion.report import Drift, ModuleReport, Report, ValueReport
 from collab_compress.distributed import process_state
-from collab_compress.errors import CalibrationError, CompressionError
+from collab_compress.errors import CalibrationError, CompressionError, check_type
 from collab_compress.heads.sharding import refuse_unwritable
 from collab_compress.options import CalibrationOptions, Compression
 
@@ -121,29 +121,33 @@ def compress(
             quantized model.
         CalibrationError: calibration data is missing or unusable, or `calibrate` got another model or other options.
     """
+    check_type("compression", compression, Compression, CompressionError)
     if tokenizer is None:
         tokenizer = getattr(model, "tokenizer", None)  # of a SentenceTransformer
     model = transformers_model(model)
     started = perf_counter()
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):  # new layers are initialised before they are filled
+    with conversion_of(model), torch.random.fork_rng(devices):  # new layers are initialised before they are filled
         device = working_device(compression.solver.device, distributed)
         if compression.keep is None:  # refuse what cannot be converted before any data are read
             find_tasks(model, compression, calibrated=not is_none(calibration))
-        data = read(model, calibration, tokenizer, calibration_options, compression.solver.seed)
-        job = _Job(model, data, progress, distributed)
+        dense = sharing_copy(model)  # so that other threads may run the model meanwhile
+        data = read(dense, calibration, tokenizer, calibration_options, compression.solver.seed)
+        job = _Job(dense, data, progress, distributed)
         placed = compression.with_solver(device=device)
         chosen, choice, by_module = placed, "", {}
         if compression.keep is not None:
             candidate, choice = _choose(job, placed)
             chosen, by_module = candidate.compression, candidate.modules
         converted = _convert_copy(job, chosen, by_module)
-        parameters_before = model.num_parameters()
+        parameters_before, ties = model.num_parameters(), tied_weights(model)
         feed_forward = [
             block_report(model, block, chosen.dff or block.width, job.data.length) for block in converted.blocks
         ]
-        _install_conversion(model, converted)
-    warnings = (*data.notes, *converted.notes, *_warnings(job, chosen, converted))
+        with all_or_nothing(model):
+            _install_conversion(model, converted)
+    untied = _untied(ties - tied_weights(model))
+    warnings = (*data.notes, *converted.notes, *untied, *_warnings(job, chosen, converted))
     if not distributed or process_state().is_main_process:
         for warning in warnings:
             _logger.warning(warning)
@@ -171,7 +175,7 @@ def compress(
 class _Job:
     """A model to convert, and its data."""
 
-    model: PreTrainedModel  # dense
+    model: PreTrainedModel  # dense, a copy that shares the tensors of the model to convert
     data: Calibrated
     progress: Progress | None = None
     distributed: bool = False
@@ -253,8 +257,9 @@ def _check_width(site: AttentionSite, name: str, width: int | None, projections:
     heads, channels = site.key_value_heads, min([site.head_width, *map(width_in, projections)])
     full = heads * channels
     if width is not None and width > full and width != site.key_value_width:
+        kind = "key–value heads" if heads < site.heads else "heads"
         raise CompressionError(
-            f"{site.name}: {name} is {width}, but {heads} heads × {channels} = {full} is exact already; pass {name} "
+            f"{site.name}: {name} is {width}, but {heads} {kind} × {channels} = {full} is exact already; pass {name} "
             f"between 1 and {full}"
         )
 
@@ -310,7 +315,8 @@ def working_device(device: str | None, distributed: bool = False) -> str | None:
 def _choose(job: _Job, compression: Compression) -> tuple[Candidate, str]:
     """Choose widths by the drift of conversions on a part of the data; return them, and why."""
     layers = _layers(job, compression)
-    used, held_back = sample(job.data.used, TRIAL), sample(job.data.held_back, TRIAL // 4)
+    used, held_back = job.data.used, job.data.held_back
+    used, held_back = sample_sequences(used, TRIAL), sample_sequences(held_back, TRIAL // 4)
     few = replace(job, data=replace(job.data, used=used, held_back=held_back, moments={}))
 
     def drift(candidate: Candidate) -> float:
@@ -367,12 +373,12 @@ def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, C
         conversion = _Converted(planned, sum(seconds), blocks, config)
         if not job.data.held_back:
             return conversion
-        dense, converted = sharing_copy(model), sharing_copy(model)  # which run alike, whatever wraps the model
+        converted = sharing_copy(model)
         _install(converted, planned)
         if refits:
-            conversion = _refit(job, compression, conversion, converted, dense)
+            conversion = _refit(job, compression, conversion, converted)
             install_refits(converted, conversion.refits, blocks)
-        return replace(conversion, drift=drift_of(converted, dense, job.data.held_back))
+        return replace(conversion, drift=drift_of(converted, model, job.data.held_back))
 
 
 def _warnings(job: _Job, compression: Compression, converted: _Converted) -> list[str]:
@@ -386,6 +392,25 @@ def _warnings(job: _Job, compression: Compression, converted: _Converted) -> lis
             random, data = "random tokens", "texts like yours, or on texts that a language model has 'generated'"
         warnings.append(f"neurons were chosen on {random} alone, which loses more; calibrate on {data}")
     return warnings
+
+
+def tied_weights(model: PreTrainedModel) -> set[frozenset[str]]:
+    """Return the names of each parameter that several layers hold; a layer in several places counts once."""
+    names: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            names.setdefault(id(parameter), []).append(name)
+    return {frozenset(group) for group in names.values() if len(group) > 1}
+
+
+def _untied(groups: set[frozenset[str]]) -> list[str]:
+    """Return a warning of weights that were one and no longer are, or none."""
+    pairs = sorted(sorted(group)[:2] for group in groups)
+    return [
+        f"{len(pairs)} weights that several layers shared, such as {first} and {second}, are separate now, which "
+        "takes more parameters"
+        for first, second in pairs[:1]
+    ]
 
 
 def _narrower_blocks(job: _Job, compression: Compression) -> tuple[list[FeedForward], PretrainedConfig | None]:
@@ -410,17 +435,11 @@ def _wants_refit(job: _Job, compression: Compression) -> bool:
     return has_data and (job.data.refit if compression.solver.refit is None else compression.solver.refit)
 
 
-def _refit(
-    job: _Job,
-    compression: Compression,
-    conversion: _Converted,
-    converted: PreTrainedModel,
-    dense: PreTrainedModel,
-) -> _Converted:
+def _refit(job: _Job, compression: Compression, conversion: _Converted, converted: PreTrainedModel) -> _Converted:
     """Add the layers with new weights; or a note, if refitting fails that was not asked for."""
     narrower = {block.down: compression.dff or block.width for block in conversion.blocks}
     try:
-        refits = refit(converted, dense, job.data.used, job.data.held_back, job.progress, narrower=narrower)
+        refits = refit(converted, job.model, job.data.used, job.data.held_back, job.progress, narrower=narrower)
     except CalibrationError as error:
         if compression.solver.refit or conversion.blocks:
             raise
@@ -429,59 +448,19 @@ def _refit(
     return replace(conversion, refits=of_first_process(refits) if job.distributed else refits, notes=notes)
 
 
-def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of a model that shares its tensors, and hooks and attributes that cannot be copied.
-
-    A module of the copy runs the forward pass of its class, not a function in its place.
-    """
-    tensors = [*model.parameters(), *model.buffers()]
-    for module in model.modules():
-        tensors += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
-    try:
-        copied = copy.deepcopy(model, memo.copy())
-    except Exception:  # whatever an attribute raises
-        for module in model.modules():
-            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-            for value in (*hooks, *vars(module).values()):
-                if not _can_be_copied(value, memo):
-                    memo[id(value)] = value
-        copied = copy.deepcopy(model, memo)
-    for module in copied.modules():
-        if isinstance(vars(module).get("forward"), FunctionType):  # as by torch.compile; it runs the original
-            del module.forward
-    return copied
-
-
-def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
-    if isinstance(value, dict):  # as the modules inside, which have attributes of their own
-        return True
-    try:
-        copy.deepcopy(value, memo.copy())
-    except Exception:
-        return False
-    return True
-
-
 def _install(model: PreTrainedModel, planned: Sequence[Planned]) -> None:
-    """Install the replacements in all modules of the model or of its copy, or in none if one fails."""
-    try:
-        for item in planned:
-            module, parts = model.get_submodule(item.site.name), item.parts
-            if isinstance(item.form, NarrowValues):
-                parent = model.get_submodule(item.site.name.rpartition(".")[0])
-                parts = replace(parts, output=item.form.output_of(module, parent))
-            install_(module, item.form, parts)
-    except BaseException:
-        for item in planned:
-            if model.get_submodule(item.site.name) is item.site.module:  # a copy is thrown away
-                uninstall_(item.site.module, item.form.at, item.dense)
-        raise
+    """Install the replacements in the modules of the model or of its copy, in place."""
+    for item in planned:
+        module, parts = model.get_submodule(item.site.name), item.parts
+        if isinstance(item.form, NarrowValues):
+            parent = model.get_submodule(item.site.name.rpartition(".")[0])
+            parts = replace(parts, output=item.form.output_of(module, parent))
+        install_(module, item.form, parts)
 
 
 def _install_conversion(model: PreTrainedModel, converted: _Converted) -> None:
-    """Install a conversion in the model, and record it for checkpoints."""
-    paths = [path_in_base(model, item.site.module) for item in converted.planned]
+    """Install a conversion in the model, in place, and record it for checkpoints."""
+    paths = [path_in_base(model, model.get_submodule(item.site.name)) for item in converted.planned]
     _install(model, converted.planned)
     install_refits(model, converted.refits, converted.blocks)
     if converted.config is not None:

@@ -1,6 +1,6 @@
 """Measure how far a conversion moves the model's outputs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,34 +14,41 @@ from collab_compress.devices import has_float64
 from collab_compress.errors import CalibrationError
 
 HELD_BACK = 8  # one sequence in this many
+MOST_HELD_BACK = 64  # sequences
 
 
 def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Split batches into those to calibrate on and those to measure drift on: one sequence in eight, at least one.
+    """Split batches into the sequences to calibrate on and those to measure errors on: one in eight, from 1 to 64.
 
-    A batch is divided if needed, and if the first dimension of its tensors is the sequences. A single sequence is not
-    held back.
+    Sequences are held back evenly spaced, from all batches, so that their lengths are those of the data. If the first
+    dimension of some batch's tensors is not the sequences, whole batches are held back. A single sequence, or a
+    single batch that cannot be divided, is not held back.
     """
-    used, held_back = list(batches), []
-    wanted = max(1, sum(map(sequence_count, batches)) // HELD_BACK)
-    while wanted > 0 and used:
-        count = sequence_count(used[-1])
-        if count > wanted and is_divisible(used[-1]):
-            batch = used.pop()
-            held_back.append(slice_batch(batch, slice(count - wanted, None)))
-            used.append(slice_batch(batch, slice(count - wanted)))
-        elif len(used) > 1 and (count <= wanted or not held_back):
-            held_back.append(used.pop())
-        else:
-            break
-        wanted -= count
-    return used, held_back[::-1]
+    divisible = all(map(is_divisible, batches))
+    sizes = [sequence_count(batch) if divisible else 1 for batch in batches]
+    sequences, items = sum(map(sequence_count, batches)), sum(sizes)
+    if items < 2:
+        return list(batches), []
+    count = max(1, items * min(sequences // HELD_BACK, MOST_HELD_BACK) // sequences)
+    is_held_back = torch.zeros(items, dtype=torch.bool, device="cpu")
+    for place in range(count):
+        is_held_back[(2 * place + 1) * items // (2 * count)] = True
+    used: list[Batch] = []
+    held_back: list[Batch] = []
+    for batch, mask in zip(batches, is_held_back.split(sizes), strict=True):
+        for group, chosen in ((used, ~mask), (held_back, mask)):
+            if bool(chosen.all()):
+                group.append(batch)
+            elif bool(chosen.any()):
+                group.append(slice_batch(batch, chosen))
+    return used, held_back
 
 
 def drift_of(model: PreTrainedModel, dense: PreTrainedModel, batches: Sequence[Batch]) -> Drift | None:
     """Return the relative error of the main output of a converted model: logits, or the first output but a loss.
 
-    Padding does not count. The outputs of one batch are in memory at a time.
+    Logits that a softmax reads are compared as log probabilities, which a constant added to all of them does not
+    change. Padding does not count. The outputs of one batch are in memory at a time.
 
     Args:
         model: converted.
@@ -49,7 +56,8 @@ def drift_of(model: PreTrainedModel, dense: PreTrainedModel, batches: Sequence[B
         batches: keyword arguments for both models.
 
     Returns:
-        The drift; None without batches, or if the dense output is 0 everywhere but at padding.
+        The drift; None without batches, or if the dense output is 0 everywhere but at padding, or its classes are
+        all equally probable.
 
     Raises:
         CalibrationError: an output is not finite, or the two have different shapes.
@@ -70,13 +78,24 @@ def _squared_errors(model: PreTrainedModel, dense: PreTrainedModel, batch: Batch
             f"{tuple(new.shape)}; pass the dense model that was converted"
         )
     mask = token_mask(dense, batch, name, old)
+    are_probabilities = _has_classes(dense, name, old)
     difference = norm = 0.0
     for place in range(len(old)):  # one sequence at a time in float64
         tokens = slice(None) if mask is None else mask[place]
         before, after = (_float64(output[place][tokens]) for output in (old, new))
+        if are_probabilities and before.numel():
+            before, after = before.log_softmax(-1), after.log_softmax(-1)
         difference += float((after - before).square().sum())
+        if are_probabilities and before.numel():
+            before = before - before.mean(-1, keepdim=True)
         norm += float(before.square().sum())
-    return name, len(old), difference, norm
+    return "log probabilities" if are_probabilities else name, len(old), difference, norm
+
+
+def _has_classes(model: PreTrainedModel, name: str, output: Tensor) -> bool:
+    """Return whether a softmax over the last dimension of an output gives probabilities."""
+    by_class = name.endswith("logits") and output.dim() <= 3 and output.shape[-1] > 1  # not pixels of images
+    return by_class and model.config.problem_type not in ("regression", "multi_label_classification")
 
 
 def main_output(model: PreTrainedModel, batch: Batch) -> tuple[str, Tensor]:
@@ -87,6 +106,9 @@ def main_output(model: PreTrainedModel, batch: Batch) -> tuple[str, Tensor]:
     """
     with evaluation_mode(model):
         output = run_batch(model, batch)
+    if not isinstance(output, Mapping):  # of a class that takes no return_dict
+        values = output if isinstance(output, tuple) else (output,)
+        output = {f"output {number}": value for number, value in enumerate(values)}
     named = {name: value for name, value in output.items() if isinstance(value, Tensor) and name != "loss"}
     name = "logits" if "logits" in named else next(iter(named))
     if not bool(torch.isfinite(named[name]).all()):

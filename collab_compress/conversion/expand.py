@@ -26,7 +26,7 @@ from collab_compress.attention import (
 from collab_compress.attention.form import plain_weight
 from collab_compress.attention.install import FORMS_AT
 from collab_compress.attention.values import output_dim
-from collab_compress.checkpoint import edits_of, forget_edits_
+from collab_compress.checkpoint import all_or_nothing, edits_of, forget_edits_
 from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Factors
@@ -229,10 +229,11 @@ def _expand(model: PreTrainedModel, head_width: int | None) -> None:
             f"{type(model).__name__} has no converted attention to expand; removed neurons and refitted layers "
             "cannot be restored, so start from the dense checkpoint"
         )
-    for module, at, dense in dense_parts:
-        uninstall_(module, at, dense)
-    for kind in FORM_KINDS:
-        forget_edits_(model, kind)
+    with all_or_nothing(model):
+        for module, at, dense in dense_parts:
+            uninstall_(module, at, dense)
+        for kind in FORM_KINDS:
+            forget_edits_(model, kind)
 
 
 def _refuse_hooks(site: AttentionSite, *paths: str) -> None:

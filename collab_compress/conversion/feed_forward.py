@@ -6,7 +6,7 @@ description of them.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -20,9 +20,11 @@ from collab_compress.attention.form import remaining
 from collab_compress.attention.projections import width_in
 from collab_compress.attention.values import fill_, output_dim
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
+from collab_compress.checkpoint.edits import configs_inside, copy_configs_
 from collab_compress.conversion.report import FeedForwardReport
-from collab_compress.conversion.writers import Writer, find_writers, probe_batch, refuse_computed, width_out
+from collab_compress.conversion.writers import Writer, find_writers, probe_batch, width_out
 from collab_compress.errors import UnsupportedModelError
+from collab_compress.heads.sharding import refuse_computed
 
 WIDTHS = (
     "intermediate_size",
@@ -103,7 +105,7 @@ def _find_ups(model: PreTrainedModel, down: str, batch: Batch) -> dict[str, Tens
         outputs = width_out(up)
         if outputs not in (width, 2 * width) or name == down or name.split(".")[: len(layer_parts)] != layer_parts:
             continue
-        places = torch.arange(outputs)
+        places = torch.arange(outputs, device="cpu")
         for neurons in (places % width, places.div(outputs // width, rounding_mode="floor")):
             after = _neurons(model, layer, batch, (up, changed[neurons]))
             moved = (after - before).abs().amax(0) > 0
@@ -152,7 +154,8 @@ def narrower_config(model: PreTrainedModel, blocks: Sequence[FeedForward], width
     to_change = {name for name, shape in _shapes(model).items() if wanted[name] != shape}
     config = copy.deepcopy(model.config)
     before = _built_shapes(model, config)
-    for part in _configs(config):
+    other = ""
+    for part in configs_inside(config):
         for attribute in WIDTHS:
             value = getattr(part, attribute, None)
             if attribute in part.to_dict() and value in (None, *(block.width for block in blocks)):
@@ -161,22 +164,19 @@ def narrower_config(model: PreTrainedModel, blocks: Sequence[FeedForward], width
                 changed = {name for name in before if name in built and built[name] != before[name]}
                 if not changed or not changed <= to_change or len(built) != len(before):
                     setattr(part, attribute, value)
+                    if changed & to_change:
+                        name = min(changed - to_change, default="")
+                        other = f" ({attribute} sets that of {name} too, which was found in no block)" if name else ""
     built = _built_shapes(model, config)
     changed = {name for name, shape in built.items() if shape != before.get(name)}
     if changed != to_change or any(built[name] != wanted[name] for name in to_change):
+        absent = sorted(set(before) - set(wanted))
+        cause = f" (its {absent[0]} is missing, or shared with another layer)" if absent else ""
         raise UnsupportedModelError(
             f"no attribute of {type(model.config).__name__} sets the width of all {len(blocks)} feed-forward blocks "
-            f"of {type(model).__name__}, and of nothing else; leave out dff"
+            f"of {type(model).__name__}, and of nothing else{other}{cause}; leave out dff"
         )
     return config
-
-
-def _configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """Yield a config and those inside it."""
-    yield config
-    for value in vars(config).values():
-        if isinstance(value, PretrainedConfig):
-            yield from _configs(value)
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -238,6 +238,7 @@ def adopt_(model: PreTrainedModel, config: PretrainedConfig) -> None:
     """Set the widths of `config` in the model's own config, and in the numbers that modules keep of it, in place."""
     with torch.device("meta"):
         narrower, dense = (type(model)(copy.deepcopy(width_config)) for width_config in (config, model.config))
+    copy_configs_(model)
     modules, before = dict(model.named_modules()), dict(dense.named_modules())
     for name, module in narrower.named_modules():
         for attribute, value in vars(module).items():
@@ -245,7 +246,7 @@ def adopt_(model: PreTrainedModel, config: PretrainedConfig) -> None:
             if name in modules and isinstance(value, int) and isinstance(old, int) and value != old:
                 setattr(modules[name], attribute, value)
     held = [getattr(module, "config", None) for module in model.modules()]  # models inside may hold copies
-    for part, source in list(zip(_configs(model.config), _configs(config), strict=True)):
+    for part, source in list(zip(configs_inside(model.config), configs_inside(config), strict=True)):
         copies = {id(part): part, **{id(other): other for other in held if type(other) is type(part)}}
         for target in copies.values():
             for attribute in WIDTHS:

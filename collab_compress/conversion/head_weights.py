@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress.architectures import AttentionSite
 from collab_compress.attention.install import HeadCall, for_each_head
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
-from collab_compress.calibration.batches import sequence_count
+from collab_compress.calibration.batches import sample_sequences
 from collab_compress.calibration.gather import AttentionMasks, MaskKind, batch_masks, masks_of, resize_mask
 from collab_compress.heads.hooks import HeadHooks
 
@@ -47,7 +47,7 @@ def head_weights(
     if not sites or not batches:
         return {}
     with evaluation_mode(model), _Watcher(sites) as watcher:
-        for batch in batches[:: max(1, sum(map(sequence_count, batches)) // ENOUGH)]:
+        for batch in sample_sequences(batches, ENOUGH):
             watcher.masks = batch_masks(model, batch)
             run_batch(model, batch)
     return {name: _normalised(squares) for name, squares in watcher.squares.items()}

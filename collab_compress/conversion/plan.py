@@ -358,10 +358,28 @@ def few_vectors(seen: Iterable[tuple[str, int, int]]) -> list[str]:
     ]
 
 
+def without_savings(planned: Sequence[Planned]) -> list[str]:
+    """Return a warning of queries and keys, and one of values, that take no fewer parameters than dense."""
+    warnings = []
+    for part, kind in (("dk", ModuleReport), ("dv", ValueReport)):
+        items = [item for item in planned if isinstance(item.report, kind)]
+        items = [item for item in items if item.report.parameters_after >= item.report.parameters_before]
+        if items:
+            site, report = items[0].site, items[0].report
+            heads = "key–value heads" if site.key_value_heads < site.heads else "heads"
+            warnings.append(
+                f"{part}={getattr(report, part)} saves nothing in {len(items)} modules, such as {site.name}: its "
+                f"{heads} × head width are {site.key_value_heads} × {site.head_width} = {site.key_value_width}, and "
+                f"{report.parameters_before:,} parameters become {report.parameters_after:,}; pass a smaller {part}, "
+                "or leave it out"
+            )
+    return warnings
+
+
 def warnings_of(
     planned: Sequence[Planned], compression: Compression, others: Iterable[tuple[str, int, int]] = ()
 ) -> list[str]:
-    """Return warnings of a rounded dk, few vectors, and solvers that broke down.
+    """Return warnings of a rounded dk, widths that save nothing, few vectors, and solvers that broke down.
 
     Args:
         others: modules that are not planned, but saw vectors too, as for `few_vectors`.
@@ -370,7 +388,8 @@ def warnings_of(
     for item in planned:
         for vectors, (projection, _) in zip(item.report.vectors, item.site.inputs, strict=True):
             seen.append((item.site.name, vectors, width_in(projection)))
-    warnings = rounding((item.form for item in planned), compression.dk) + few_vectors(seen)
+    warnings = rounding((item.form for item in planned), compression.dk) + without_savings(planned)
+    warnings += few_vectors(seen)
     for item in planned:
         if isinstance(item.report, ModuleReport) and item.report.breakdowns:
             outcome = "it went on with a shifted one" if item.report.sweeps else "it kept its start"

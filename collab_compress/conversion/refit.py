@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +32,10 @@ from collab_compress.architectures import transformers_model
 from collab_compress.attention.projections import width_in
 from collab_compress.attention.values import fill_
 from collab_compress.calibration import Batch, Calibration, calibration_batches, evaluation_mode, run_batch
-from collab_compress.calibration.batches import sequence_count, token_count
-from collab_compress.calibration.gather import batch_masks, forward_arguments, masks_of, unpadded
+from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch, token_count
+from collab_compress.calibration.gather import batch_masks, masks_of, unpadded
+from collab_compress.calibration.synthetic import sampled
+from collab_compress.checkpoint import all_or_nothing
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.feed_forward import FeedForward, cut_
 from collab_compress.conversion.plan import Progress
@@ -46,8 +47,8 @@ from collab_compress.factorization.least_squares import ResidualMoments, choice_
 
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # shares of the inputs' mean variance, chosen by held-back data
 ROUNDING = 1e-5  # relative error of the stream that is rounding alone
-ROOM = 2 * 2**30  # bytes of hidden states, of both models together
-MOST = 512  # batches to fit to, and as many held back: each has two or three threads
+ROOM = 2 * 2**30  # bytes of hidden states to fit to, of both models together; a quarter more for those held back
+MOST = 512  # batches to fit to: each has two threads
 PASSES_PER_TRIM = 8  # forward passes that run between two calls of malloc_trim, which takes milliseconds
 
 _logger = logging.getLogger(__name__)
@@ -91,12 +92,12 @@ def refit(
     """
     if not held_back:
         raise CalibrationError("refitting takes at least two sequences, one of them held back; pass more data")
-    used, held_back = (batches[:: ceil(len(batches) / MOST)] for batches in (used, held_back))
     with evaluation_mode(model), evaluation_mode(dense):
         writers = find_writers(model, used[0])
         _check_same(writers, model, dense)
+        held_back = _fit_memory(model, writers, held_back, ROOM // 4)
         unfitted = [] if narrower else held_back  # batches that run without any refit too
-        used = _fit_memory(model, writers, used, [*held_back, *unfitted])
+        used = _fit_memory(model, writers, used, ROOM)
         sequences = sum(map(sequence_count, used))
         release = _can_release(dense, writers, used[0])
         batches = [*used, *held_back]
@@ -191,21 +192,22 @@ def refit_(
     batches = calibration_batches(calibration, dense, tokenizer, sequences=sequences, length=length, seed=seed)
     used, held_back = split_held_back(batches)
     results = refit(model, dense, used, held_back, progress)
-    install_refits(model, results)
+    with all_or_nothing(model):
+        install_refits(model, results)
     for note in notes_on(results, used):
         _logger.warning(note)
     return tuple(result.report for result in results)
 
 
 def notes_on(results: Sequence[Refitted], used: Sequence[Batch]) -> tuple[str, ...]:
-    """Return a sentence on the batches that `refit` left out of those it was to fit layers to, if it did."""
+    """Return a note if `refit` fitted layers to some of the sequences only."""
     count = sum(map(sequence_count, used))
     fitted = results[0].report.sequences if results else count
     if fitted == count:
         return ()
     return (
-        f"layers were refitted to {fitted} of {count} calibration sequences, evenly spaced: at most {MOST} batches, "
-        f"whose hidden states take at most {ROOM / 2**30:g} GiB",
+        f"layers were refitted to {fitted} of {count} calibration sequences, drawn at random: they come in at most "
+        f"{MOST} batches, and their hidden states take at most {ROOM / 2**30:g} GiB",
     )
 
 
@@ -226,19 +228,28 @@ def check_models(model: PreTrainedModel, dense: PreTrainedModel) -> None:
 
 
 def _fit_memory(
-    model: PreTrainedModel, writers: Sequence[Writer], batches: Sequence[Batch], others: Sequence[Batch]
+    model: PreTrainedModel, writers: Sequence[Writer], batches: Sequence[Batch], room: int
 ) -> list[Batch]:
-    """Return as many batches, evenly spaced, as there is memory for their hidden states and those of `others`.
+    """Return as many batches, drawn at random, as have hidden states that fit into `room` bytes; one at least.
+
+    The number of sequences depends on their mean length, so that more of them never leave fewer.
 
     While a token waits at a writer, both models hold the embeddings, the inputs of the layer, what the writer adds to
     and the sum; the converted model holds the writer's inputs too.
     """
     layers: list[Any] = [model.get_submodule(writer.name) for writer in writers]
     numbers = max((width_in(layer) + 8 * width_out(layer) for layer in layers), default=1)  # for each token
-    tokens = [token_count(batch) for batch in batches]
-    most = ROOM / (numbers * model.dtype.itemsize) - sum(map(token_count, others))
-    step = -(-sum(tokens) // int(max(most, *tokens)))
-    return list(batches[::step])
+    tokens = room // (numbers * model.dtype.itemsize)
+    sequences = sum(map(sequence_count, batches))
+    wanted = sequences * tokens // max(1, sum(map(token_count, batches)))
+    if wanted >= sequences and len(batches) <= MOST:
+        return list(batches)
+    fitted: list[Batch] = []
+    for batch in sampled(batches, MOST, seed=0):
+        if not fitted or wanted > 0:
+            fitted.append(slice_batch(batch, slice(max(1, wanted))) if is_divisible(batch) else batch)
+        wanted -= sequence_count(batch)
+    return fitted
 
 
 def _check_same(writers: Sequence[Writer], model: PreTrainedModel, dense: PreTrainedModel) -> None:
@@ -332,11 +343,10 @@ def _forward_passes(
     model: PreTrainedModel, batches: Sequence[Batch], release: bool, keep_inputs: bool = False
 ) -> Iterator[list[_Pass]]:
     """Yield a forward pass for each batch, not begun yet, and end them all afterwards."""
-    options: Any = {"use_cache": False} if "use_cache" in forward_arguments(model) else {}
 
     def run(batch: Batch) -> None:
         with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
-            run_batch(model, {**batch, **options})
+            run_batch(model, batch)
 
     passes = [_Pass(partial(run, batch), release, keep_inputs) for batch in batches]
     try:

@@ -148,8 +148,9 @@ class Drift:
     """Relative error of the converted model's outputs on held-back calibration batches.
 
     Args:
-        output: name of the output.
-        relative_error: ‖converted − dense‖/‖dense‖, padding left out.
+        output: name of the output; "log probabilities" for logits over classes or tokens.
+        relative_error: ‖converted − dense‖/‖dense‖, padding left out; the mean over the classes is subtracted from
+            log probabilities in the denominator.
         sequences: number of sequences.
     """
 
@@ -219,7 +220,9 @@ class Report:
         before, after = self.parameters_before, self.parameters_after
         lines = [f"{before:,} → {after:,} parameters ({after / before - 1:+.1%})"]
         if self.drift is not None:
-            lines.append(f"outputs move by {self.drift.relative_error:.1%} on held-back data")
+            drift = self.drift
+            moved = f"outputs ({drift.output}) move by {drift.relative_error:.1%}"
+            lines.append(f"{moved} on {drift.sequences} held-back sequences")
         for part, entries in self._parts().items():
             if entries:
                 widths = width_range(getattr(entry, part) for entry in entries)

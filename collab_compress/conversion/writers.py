@@ -16,9 +16,10 @@ from collab_compress.architectures import AttentionSite, find_attention
 from collab_compress.attention.values import output_dim
 from collab_compress.calibration import Batch, run_batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
-from collab_compress.errors import UnsupportedModelError
+from collab_compress.heads.sharding import refuse_computed
 
 PROBED = 2  # sequences that show where a layer writes to
+SMALL = 1e-2  # of the stream's standard deviation: a smaller change of it would be lost in rounding
 EXACT, ROUNDED = 1e-3, 5e-2  # relative error of a sum that counts as linear, in float32 and in half precision
 
 
@@ -115,15 +116,6 @@ def width_out(layer: Any) -> int:
     return int(layer.weight.shape[1 - output_dim(layer)]) if kind in (nn.Linear, Conv1D) else 0
 
 
-def refuse_computed(name: str, layer: nn.Module) -> None:
-    """Raise UnsupportedModelError if the weight of the layer at path `name` is no parameter of it."""
-    if "weight" not in layer._parameters:
-        raise UnsupportedModelError(
-            f"the weight of {name} is computed from others; make it plain first, by torch.nn.utils.prune.remove, "
-            "remove_weight_norm or parametrize.remove_parametrizations"
-        )
-
-
 class _Seen(NamedTuple):
     """A tensor among a module's "inputs" or "outputs"."""
 
@@ -143,7 +135,9 @@ def _find_sum(model: PreTrainedModel, layer_name: str, batch: Batch) -> tuple[st
     generator = torch.Generator().manual_seed(0)
     size = torch.rand(outputs.shape[:-1], generator=generator, device="cpu")[..., None] + 0.5
     noise = torch.randn(outputs.shape, generator=generator, device="cpu")
-    change = (noise * size * (outputs.float().std().item() or 1.0)).to(outputs)
+    spread = torch.stack([seen.value.float().std() for seen in unchanged])
+    scale = torch.maximum(spread[0], SMALL * spread.median()).item() or 1.0
+    change = (noise * size * scale).to(outputs)
     with _watched(model, layer, change) as changed:
         run_batch(model, batch)
     tolerance = ROUNDED if outputs.dtype in (torch.float16, torch.bfloat16) else EXACT

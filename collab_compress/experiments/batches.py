@@ -50,10 +50,9 @@ class ByLength(Sampler[int]):
 class ByTokens(Sampler[list[int]]):
     """One process's batches of about as many tokens, padding included, in random order.
 
-    Rows, sorted by length, fill one batch after another; an epoch draws the order of the batches. Processes take them
-    in turn, and the first come again where the last step lacks some, so that every process has as many, every step is
-    whole, and all epochs have the same number. A process with two passes a step has the batches of two processes with
-    one.
+    Rows, sorted by length, fill one batch after another; an epoch draws the order of the batches. Batches are dealt
+    to processes in turn. The last step repeats the first batches if it is short, so that every process has as many
+    and all epochs have the same number. A process with two passes a step has the batches of two processes with one.
 
     Args:
         lengths: of each row; (rows,).

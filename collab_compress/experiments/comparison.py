@@ -13,6 +13,7 @@ import pandas as pd
 from scipy import stats
 
 from collab_compress.errors import RecipeError
+from collab_compress.experiments.outputs import without_nulls
 from collab_compress.experiments.results import (
     FRESH,
     NOT_SHAPE,
@@ -32,8 +33,8 @@ REFERENCE = "plain/tuned"
 CONTROL = "plain/dense-again"
 """What glue.yaml calls the dense model tuned again."""
 UNTUNED_REFERENCE = "plain/given"
-ALIKE = ("files", "fresh", "max_length", "translation", "tuning")
-"""Settings in which rows are expected not to differ."""
+SHARED_SETTINGS = ("files", "fresh", "max_length", "translation", "tuning")
+"""Settings that compared runs must share."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,7 @@ def _notes_on_seeds(recipes: Recipes) -> Iterator[str]:
 
 
 def _notes_on_rows(recipes: Recipes, baselines: Mapping[Variant, Variant]) -> Iterator[str]:
-    """Yield the settings of `ALIKE` in which a row differs from its baseline."""
+    """Yield the settings of `SHARED_SETTINGS` in which a row differs from its baseline."""
     for variant, columns in recipes.items():
         if (baseline := baselines.get(variant)) is None:
             continue
@@ -312,8 +313,8 @@ def _notes_on_revisions(
 
 
 def _alike(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of `ALIKE`, with one entry for each setting of an untrained model."""
-    settings = {name: recipe[name] for name in ALIKE if name in recipe}
+    """Return the settings of `SHARED_SETTINGS`, with one entry for each setting of an untrained model."""
+    settings = {name: recipe[name] for name in SHARED_SETTINGS if name in recipe}
     fresh = settings.pop("fresh", None) or {}
     return settings | {f"fresh.{name}": value for name, value in fresh.items() if name != "attention"}
 
@@ -321,12 +322,3 @@ def _alike(recipe: Mapping[str, Any]) -> dict[str, Any]:
 def _differing(recipes: Sequence[Mapping[str, Any]], fields: Iterable[str]) -> str:
     settings = [without_nulls(recipe) for recipe in recipes]
     return ", ".join(name for name in sorted(fields) if any(s.get(name) != settings[0].get(name) for s in settings))
-
-
-def without_nulls(value: Any) -> Any:
-    """Return nested settings without fields that are None: records that are older than a field lack it."""
-    if isinstance(value, Mapping):
-        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
-    if isinstance(value, list | tuple):
-        return [without_nulls(inner) for inner in value]
-    return value

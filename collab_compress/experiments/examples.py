@@ -1,4 +1,4 @@
-"""Outcomes of single examples, from which scores are computed again on resampled test sets.
+"""Predictions for each example, for bootstrap intervals.
 
 A stage leaves `SPLIT.examples.npz` beside its record, with arrays of one row for each example:
 

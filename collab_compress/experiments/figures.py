@@ -120,36 +120,29 @@ def _heads(result: Result) -> Mapping[str, Any]:
     return result.recipe.get("heads") or {}
 
 
-def _draw_widths(results: Results, of: str, again: bool, title: str) -> Pictures:
-    """Draw `score` or `seconds` of conversions at each shared width, where there are several, and of the dense model.
-
-    Args:
-        results: all results.
-        of: field of results.
-        again: whether conversions that were fine-tuned again are drawn too.
-        title: of the picture.
-    """
+def _draw_widths(results: Results) -> Pictures:
+    """Draw the scores of conversions at each shared width, where there are several, and of the dense model."""
     points: list[Point] = []
     widths: dict[str, set[int]] = defaultdict(set)
     for result in results:
-        group, width, value = _group(result), (result.recipe.get("compression") or {}).get("dk"), getattr(result, of)
-        if width is None or value is None or not result.variant.conversion or (result.variant.again and not again):
+        group, width = _group(result), (result.recipe.get("compression") or {}).get("dk")
+        if width is None or not result.variant.conversion:
             continue
         widths[group].add(width)
         name = re.sub(r"\d+", "", result.variant.conversion).strip("-")
         name = {"dk": "converted", "cp": "weights alone", "dk-recovered": "recovered"}.get(name, name)
         curve = f"{name}, fine-tuned again" if result.variant.again else name
-        points.append(Point(group, curve, width, value))
-    for result in results if of == "score" else ():
+        points.append(Point(group, curve, width, result.score))
+    for result in results:
         if _is_plain(result) and widths[_group(result)]:
             ends = (min(widths[_group(result)]), max(widths[_group(result)]))
             points += [Point(_group(result), "dense", end, result.score) for end in ends]
     points = [point for point in points if len(widths[point.picture]) > 1]
-    return _curves(points, title, "Mean over seeds.", "shared width", of)
+    return _curves(points, "Score against the shared width", "Mean over seeds.", "shared width", "score")
 
 
 def _draw_sizes(results: Results) -> Pictures:
-    """Draw the scores of untrained models against width of queries and keys, parameters, and training time."""
+    """Draw the scores of untrained models against the width of queries and keys, and against parameters."""
     points: dict[str, list[Point]] = defaultdict(list)
     fresh = [result for result in results if result.recipe.get("fresh")]
     collaborative = {_group(result) for result in fresh if result.recipe["fresh"].get("attention")}
@@ -162,17 +155,14 @@ def _draw_sizes(results: Results) -> Pictures:
         sizes = {
             "width": attention.get("dk") if attention else settings.get("width"),
             "parameters": None if result.parameters is None else result.parameters / 1e6,
-            "training time": result.seconds,
         }
         for axis, x in sizes.items():
             if x is not None:
                 points[axis].append(Point(_group(result), curve, x, result.score, key=_name(result)))
     flat = "The flatter a curve, the less narrower queries and keys cost."
-    left = "Higher to the left is better"
     axes = {
         "width": (flat, "width of queries and keys, all heads"),
-        "parameters": (f"{left}.", "parameters, millions"),
-        "training time": (f"{left}; times are of runs side by side.", "training, s"),
+        "parameters": ("Higher to the left is better.", "parameters, millions"),
     }
     pictures = []
     for axis, (reading, x_label) in axes.items():
@@ -338,7 +328,7 @@ def _draw_schedules(results: Results) -> Pictures:
     """Draw the schedules of DropHead's probability; no record is needed."""
     points = []
     for name, schedule in SCHEDULES.items():
-        points += [Point("", name, step, schedule(step / 100, 0.1, 0.2, 0.2)) for step in range(101)]
+        points += [Point("", name, step, 0.2 * schedule(step / 100, 0.1)) for step in range(101)]
     title, reading = "Probability of DropHead while training", "For p = 0.2 and warmup over a tenth of training."
     return _curves(points, title, reading, "steps, %", "probability", bottom=0.0)
 

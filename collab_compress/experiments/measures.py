@@ -37,7 +37,7 @@ from collab_compress.checkpoint.directory import mapped
 from collab_compress.distributed import process_state
 from collab_compress.experiments.outputs import lacking, read_record, write_record
 from collab_compress.experiments.recipe import Tuning
-from collab_compress.experiments.workload import Workload
+from collab_compress.experiments.workload import TokenModel, Workload
 from collab_compress.heads import alphas_of, confidence, head_importance
 from collab_compress.heads.importance import end_tokens
 from collab_compress.transformers_parts import UNLABELLED
@@ -55,7 +55,7 @@ ORDERS = 3
 """Orders of random heads in the pruning curve."""
 
 GROUPS = 16
-"""Groups of measured rows that are left out in turn, for errors of similarities."""
+"""Number of jackknife groups."""
 
 DIGITS = {"mixing": 4, "alphas": 4}
 """Significant digits of large matrices; other numbers have six."""
@@ -77,15 +77,24 @@ class Subject:
         self.workload, self.model, self.tokenizer = workload, model, workload.new_tokenizer()
         scored = workload.scored()
         self.split = next((name for name in scored if name.startswith("validation")), scored[0])
-        rows: Dataset = workload.encode(DatasetDict({self.split: workload.texts[self.split]}))[self.split]
+        self.texts: Dataset = workload.texts[self.split]
+        if not isinstance(workload, TokenModel):  # whose rows are blocks of all texts
+            self.texts = self._drawn(self.texts)
+        rows: Dataset = workload.encode(DatasetDict({self.split: self.texts}))[self.split]
+        rows = self._drawn(rows) if isinstance(workload, TokenModel) else rows
         arguments = {*forward_arguments(model), "labels"}
         self._rows = rows.select_columns([name for name in rows.column_names if name in arguments])
-        self._order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
         self._collate = workload.collator(model, self.tokenizer)
 
+    @staticmethod
+    def _drawn(rows: Dataset) -> Dataset:
+        """Return up to `ROWS` random rows, the same for all models."""
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:ROWS]
+        return rows.select(order.tolist())
+
     def places(self, first: int = 0, end: int = ROWS) -> list[int]:
-        """Return the indices of rows, the same for all models; long rows come first."""
-        return sorted(self._order[first:end], key=lambda place: -len(self._rows[place]["input_ids"]))
+        """Return the indices of measured rows; long rows come first."""
+        return sorted(range(len(self._rows))[first:end], key=lambda place: -len(self._rows[place]["input_ids"]))
 
     def batches(self, places: list[int]) -> list[Batch]:
         """Return batches of rows, with labels."""
@@ -105,7 +114,7 @@ class Subject:
     @cached_property
     def scoring(self) -> list[int]:
         """Rows on which the model is scored without some heads: up to half of the measured ones."""
-        return self.places(0, min(SCORED, len(self._order[:ROWS]) // 2))
+        return self.places(0, min(SCORED, len(self._rows) // 2))
 
     @cached_property
     def choosing(self) -> list[int]:
@@ -153,8 +162,7 @@ class Subject:
         batches = self.batches(places)
         if self.workload.task.kind != "translation":
             return lambda model: self._score_logits(model, batches)
-        texts = self.workload.texts[self.split]
-        references = [texts[place]["target"] for place in places]
+        references = [self.texts[place]["target"] for place in places]
         return lambda model: self._score_translations(model, batches, references)
 
     def _score_translations(self, model: Any, batches: list[Batch], references: list[str]) -> float:

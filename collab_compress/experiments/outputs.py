@@ -43,6 +43,17 @@ BASE = (*DATA, "model", "revision", "fresh", "seed", "tuning", "heads")
 CONVERTED = (*BASE, "compression", "calibration", "calibration_options", "recovery")
 """Fields of a recipe that decide the converted model and its score."""
 
+LOGGING = {"logging_steps", "logging_strategy", "disable_tqdm"}
+NEUTRAL_ARGUMENTS = {
+    *LOGGING,
+    "eval_strategy",
+    "eval_steps",
+    "predict_with_generate",
+    "generation_num_beams",
+    "generation_max_length",
+}
+"""Training arguments that do not decide a score, where evaluations do not choose the best checkpoint."""
+
 LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "tokenizers")
 SCORERS = ("evaluate", "sacrebleu", "scikit-learn", "scipy")
 CHECKOUT = Path(__file__).parents[2]
@@ -202,11 +213,18 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _refuse_foreign(recipe: Recipe, stages: Sequence[str]) -> None:
-    """Refuse folders that no experiment made, and a model that lies in the output."""
-    output = recipe.output
+    """Refuse folders that no experiment made, an output in the model or among the data, and a model in the output."""
+    output, place = recipe.output, recipe.output.resolve()
     for name in (recipe.model, recipe.fresh and recipe.fresh.config):
-        if isinstance(name, str) and Path(name).is_dir() and Path(name).resolve().is_relative_to(output.resolve()):
-            raise RecipeError(f"the model {name} lies in the output {output}; choose another output")
+        if isinstance(name, str) and (model := Path(name)).is_dir():
+            if model.resolve().is_relative_to(place):
+                raise RecipeError(f"the model {name} lies in the output {output}; choose another output")
+            if place.is_relative_to(model.resolve()):
+                raise RecipeError(f"the output {output} lies in the model {name}; choose another output")
+    for folder in {file.parent for files in _data_files(recipe, recipe.trains).values() for file in files}:
+        is_in_use = Path.cwd().is_relative_to(folder.resolve())  # as data_dir=. of a project
+        if place.is_relative_to(folder.resolve()) and not is_in_use:
+            raise RecipeError(f"the output {output} lies among the data in {folder}; choose another output")
     if _is_foreign(output):
         if any(map(is_ours, output.glob("*/"))):
             raise RecipeError(LOST.format(output))
@@ -261,15 +279,7 @@ def settings_of(recipe: Recipe, train: bool) -> dict[str, Any]:
             if config.is_file():
                 settings["fresh"]["config"] = _digests([config])
         if recipe.data_dir is not None:
-            languages = recipe.translation
-            files = task_files(
-                recipe.task,
-                recipe.data_dir,
-                source=languages.source,
-                target=languages.target,
-                files=recipe.files,
-                train=train,
-            )
+            files = _data_files(recipe, train)
             settings["data_dir"] = {split: _digests(paths) for split, paths in files.items()}
             settings["files"] = None
         texts = None if recipe.compression is None else text_file(recipe.calibration)
@@ -281,6 +291,21 @@ def settings_of(recipe: Recipe, train: bool) -> dict[str, Any]:
     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
         raise RecipeError(f"cannot read what {recipe.task} starts from: {error}") from error
     return settings
+
+
+def _data_files(recipe: Recipe, train: bool) -> dict[str, list[Path]]:
+    """Return split → files of the task; none from the hub."""
+    if recipe.data_dir is None:
+        return {}
+    languages = recipe.translation
+    return task_files(
+        recipe.task,
+        recipe.data_dir,
+        source=languages.source,
+        target=languages.target,
+        files=recipe.files,
+        train=train,
+    )
 
 
 def _digests(paths: Iterable[Path]) -> dict[str, list[list[str]]]:
@@ -309,13 +334,38 @@ def _file_digest(path: Path, size: int, changed: int) -> str:
 
 
 def _differing(marked: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the fields in which two settings differ, with the files that changed; names of files do not count."""
+    """Yield the fields in which two settings differ, with the files that changed.
+
+    Names of files, nulls and training arguments that do not decide a score do not count.
+    """
     for name, value in wanted.items():
-        if _nameless(marked.get(name)) != _nameless(value):
+        if _comparable(name, marked.get(name)) != _comparable(name, value):
             before, now = list(_files(marked.get(name))), list(_files(value))
             pairs = zip(before, now, strict=True) if len(before) == len(now) else ()
             changed = dict.fromkeys(file for (_, old), (file, new) in pairs if old != new)
             yield f"{name} ({', '.join(changed)} changed)" if changed else name
+
+
+def _comparable(name: str, setting: Any) -> Any:
+    return _nameless(without_nulls(without_neutral(name, setting)))
+
+
+def without_neutral(name: str, setting: Any) -> Any:
+    """Return a field of a recipe without the training arguments that do not decide a score."""
+    arguments = setting.get("arguments") if name in ("tuning", "again") and isinstance(setting, dict) else None
+    if not isinstance(arguments, dict):
+        return setting
+    neutral = LOGGING if arguments.get("load_best_model_at_end") else NEUTRAL_ARGUMENTS
+    return {**setting, "arguments": {name: value for name, value in arguments.items() if name not in neutral}}
+
+
+def without_nulls(value: Any) -> Any:
+    """Return nested settings without fields that are None, which those written by earlier versions lack."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(inner) for inner in value]
+    return value
 
 
 def _nameless(value: Any) -> Any:
@@ -464,6 +514,7 @@ def _text(path: Path) -> str:
 def _parsed(text: str, place: str) -> dict[str, Any]:
     try:
         record: Any = json.loads(text)
+        json.dumps(record, ensure_ascii=False).encode()  # raises where an escape is half a character
     except (ValueError, RecursionError) as error:
         raise RecipeError(f"cannot read the record {place}: {error}") from error
     if not isinstance(record, dict):

@@ -208,7 +208,6 @@ QUANTITIES: dict[str, Quantity] = {
     "score": Quantity(lambda result: result.score),
     "perplexity": Quantity(partial(_metric, "perplexity"), "", False),
     "parameters": Quantity(lambda result: result.parameters, "", False),
-    "seconds": Quantity(lambda result: result.seconds, "s", False),
     "task loss": Quantity(partial(_logged, "task_loss"), "nats", False),
     "training overlap": Quantity(partial(_logged, "bhattacharyya"), ""),
     "overlap": Quantity(_overlap, ""),

@@ -229,7 +229,7 @@ def _record(
     scores = [workload.metric.benchmark_score(metrics[split]) for split in scored_splits(metrics)]
     return {
         "task": recipe.task,
-        "method": recipe.method,
+        "method": recipe.method_name,
         "stage": stage,
         "conversion": None if stage in ("given", "tuned") else recipe.conversion_name,
         "again": stage == recipe.again_name,

@@ -10,7 +10,7 @@ from functools import cache
 from itertools import chain
 from math import ceil, inf
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args, get_type_hints
+from typing import Any, ClassVar, TypeVar, cast, get_args, get_type_hints
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -22,6 +22,8 @@ from collab_compress.tasks import TASKS
 from collab_compress.training import HeadTraining
 
 MOST_STEPS = 10**9
+PLAIN = "plain"
+"""Method of the models that others are compared with."""
 
 LARGEST_FILE = 1 << 20
 """Most bytes of a recipe's file."""
@@ -31,6 +33,9 @@ MOST_VALUES = 100_000
 
 MOST_DIGITS = 30
 """Most digits of an integer in a recipe."""
+
+MOST_PROBLEMS = 10
+"""Most problems of a recipe that an error names."""
 
 UNUSABLE = re.compile("[\0\ud800-\udfff]")
 """Characters that no name of a file can have."""
@@ -228,8 +233,9 @@ class Recipe:
     heads: HeadTraining = field(default_factory=HeadTraining)
     """Methods that act on heads, in both fine-tunings."""
 
-    method: str = "plain"
-    """Name of the experiment in tables."""
+    method: str | None = None
+    """Name of the experiment in tables. If not given, it says what acts on heads, as in drophead0.2-agreement0.1, or
+    `plain`, the baseline's name, where nothing does."""
 
     translation: TranslationOptions = field(default_factory=TranslationOptions)
     """Languages and beam search, if the task is translation."""
@@ -284,6 +290,11 @@ class Recipe:
             raise RecipeError(
                 "heads acts in fine-tuning, and there is none; give tuning or again, or leave heads out"
             )
+        if self.method == PLAIN and self._acting:
+            raise RecipeError(
+                f"method is {PLAIN}, the name of the baseline, but the recipe has {self._acting}; give another "
+                "method, or leave it out"
+            )
         for name in (self.method, self.conversion):
             if name is not None and (not name or "/" in name or name.startswith(".")):
                 raise RecipeError(f"{name!r} cannot name a folder")
@@ -294,6 +305,24 @@ class Recipe:
     def trains(self) -> bool:
         """Whether there is a fine-tuning."""
         return self.tuning is not None or self.again is not None
+
+    @property
+    def _acting(self) -> str:
+        """What acts on heads in training, as a name; empty if nothing does. A penalty of weight 0 only measures."""
+        heads, attention = self.heads, self.fresh and self.fresh.attention
+        names = [f"collaborative{attention.dk}"] if attention else []
+        for name, strength, schedule in (
+            *(("drophead", dropout.p, dropout.schedule) for dropout in heads.drophead),
+            *((penalty.name, penalty.strength, penalty.schedule) for penalty in heads.penalties),
+        ):
+            names += [f"{name}{strength:g}" + f"-{schedule}" * (schedule != "constant")] if strength else []
+        names += [name for name in ("alphas", "rotation") if getattr(heads, name) is not None]
+        return "-".join(names)
+
+    @property
+    def method_name(self) -> str:
+        """Name of the method."""
+        return self.method or self._acting or PLAIN
 
     @property
     def conversion_name(self) -> str | None:
@@ -387,7 +416,7 @@ def problems_of(error: ValidationError, options_class: Any = None) -> str:
         types = dict.fromkeys(str(one["loc"][len(union)]) for one in of_union)
         problems.append(f"{'.'.join(map(str, union))} is {repr(value)[:60]}; expected {' or '.join(types)}")
         errors = [one for one in errors if one["loc"][: len(union)] != union]
-    for details in errors:
+    for details in errors[:MOST_PROBLEMS]:
         *_, name = path = list(map(str, details["loc"]))
         field_name, value = ".".join(path), repr(details["input"])[:60]
         if details["type"] == "unexpected_keyword_argument":
@@ -405,7 +434,8 @@ def problems_of(error: ValidationError, options_class: Any = None) -> str:
             problems.append(f"{field_name} is {value}; expected a list, as in [{details['input']}]")
         else:
             problems.append(f"{field_name} is {value}; {details['msg'].replace('Input should be', 'expected')}")
-    return "; ".join(problems)
+    more = len(errors) - MOST_PROBLEMS
+    return "; ".join(problems) + f"; and {more} more" * (more > 0)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -420,8 +450,8 @@ def _load(path: Path) -> dict[str, Any]:
     return data
 
 
-def set_field(data: dict[str, Any], override: str) -> None:
-    """Set one field of nested mappings, in place, by a setting such as `compression.dk=128`.
+def set_field(data: dict[str, Any], override: str) -> Any:
+    """Set one field of nested mappings, in place, by a setting such as `compression.dk=128`; return its value.
 
     Raises:
         RecipeError: it is no `field=value`, or the field is in a value that has none.
@@ -441,6 +471,7 @@ def set_field(data: dict[str, Any], override: str) -> None:
         inner[last] = _yaml(text)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise RecipeError(f"{override[:80]!r}: cannot read the value: {_one_line(error)}") from error
+    return inner[last]
 
 
 def _yaml(text: str) -> Any:
@@ -466,7 +497,12 @@ def _one_line(error: Exception) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 1e-4 as a number, as YAML 1.2 does and 1.1 does not; refuses repeated keys and aliases that multiply."""
+    """Reads plain scalars as YAML 1.2 does; refuses repeated keys and aliases that multiply.
+
+    PyYAML reads YAML 1.1, where 010 is 8, 1:30 is 90, no is false, 1e-4 is a text and 2026-01-01 is a date.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}  # type: ignore[misc]
 
     def get_single_node(self) -> yaml.Node | None:
         """Read a document; its values are counted before PyYAML expands merged mappings (`<<`)."""
@@ -496,6 +532,17 @@ def _count_values(node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
     return counts[node]
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
-)
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = loader.construct_scalar(node)
+    return int(text, 0 if text[:2] in ("0o", "0x") else 10)
+
+
+for tag, scalars in {  # the core schema of YAML 1.2, and `<<` of 1.1
+    "null": r"(~|null|Null|NULL|)$",
+    "bool": r"(true|True|TRUE|false|False|FALSE)$",
+    "int": r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$",
+    "float": r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$",
+    "merge": r"<<$",
+}.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(scalars), None)
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)

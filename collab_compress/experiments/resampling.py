@@ -15,6 +15,9 @@ from collab_compress.metrics import METRICS
 DRAWS = 2000
 """Resampled test sets."""
 
+BLOCK = 100
+"""Resampled test sets that are scored at once."""
+
 Score: TypeAlias = Callable[[Arrays, np.ndarray], np.ndarray]
 """Function of the outcomes of n examples, and of how often each is drawn (draws, n), to scores (draws,)."""
 
@@ -35,7 +38,8 @@ def resampled_scores(metric: str, task: str, examples: Examples) -> np.ndarray |
     scores = []
     for split, arrays in examples.items():
         counts = _draws(len(arrays[needed]), crc32(f"{task} {split}".encode()), DRAWS)
-        scores.append(compute(arrays, counts))
+        blocks = np.array_split(counts, -(-len(counts) // BLOCK))
+        scores.append(np.concatenate([compute(arrays, block.astype(np.float64)) for block in blocks]))
     mean: np.ndarray = METRICS[metric].scale * np.mean(scores, axis=0)
     return mean
 
@@ -74,9 +78,10 @@ def error_of_mean(values: np.ndarray, resampled: np.ndarray | None = None) -> tu
 
 @lru_cache(maxsize=4)
 def _draws(count: int, seed: int, draws: int) -> np.ndarray:
-    """Return how often each of `count` examples is drawn, (draws, count)."""
+    """Return how often each of `count` examples is drawn, (draws, count); once on average, so a byte holds it."""
     generator = np.random.default_rng([count, seed])
-    return generator.multinomial(count, np.full(count, 1 / count), size=draws).astype(np.float64)
+    chances = np.full(count, 1 / count)
+    return np.stack([generator.multinomial(count, chances).astype(np.uint8) for _ in range(draws)])
 
 
 def _confusion(arrays: Arrays, counts: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from collab_compress.checkpoint.directory import mapped
 from collab_compress.errors import RecipeError
 from collab_compress.experiments.examples import Examples, read_examples
-from collab_compress.experiments.outputs import BASE, CONVERTED, read_records
+from collab_compress.experiments.outputs import BASE, CONVERTED, read_records, without_neutral
 from collab_compress.experiments.recipe import problems_of
 from collab_compress.experiments.resampling import check_score, resampled_scores
 from collab_compress.experiments.untrained import Fresh
@@ -22,21 +22,8 @@ from collab_compress.metrics import METRICS
 from collab_compress.tasks import TASKS
 
 FRESH = "fresh"
-NEUTRAL_ARGUMENTS = {
-    "logging_steps",
-    "logging_strategy",
-    "eval_strategy",
-    "eval_steps",
-    "predict_with_generate",
-    "generation_num_beams",
-    "generation_max_length",
-    "disable_tqdm",
-}
-"""Training arguments that do not decide a score."""
-
-TUNINGS = {"tuning", "again"}
 NOT_SHAPE = {"dropout", "attention_dropout", "attention"}
-"""Settings of a fresh model in which methods may differ; models that differ in others are named differently."""
+"""Settings that a method may change in a fresh model. Any other difference makes it another model."""
 
 
 Natural = Annotated[int, Field(ge=0, lt=2**63)]
@@ -54,6 +41,15 @@ class Settings(BaseModel):
     translation: dict[str, Any] | None = None
 
 
+class Environment(BaseModel):
+    """What a record was made with, as far as tables depend on it."""
+
+    model_config = ConfigDict(strict=True)
+
+    revision: str | None = None
+    device: str = "unknown"
+
+
 class Record(BaseModel):
     """The fields of a `result.json` that tables are made from; others are ignored."""
 
@@ -69,10 +65,9 @@ class Record(BaseModel):
     parameters: Natural | None = None
     recipe: Settings = Settings()
     metrics: dict[str, dict[str, Any]] = {}
-    seconds: float | None = None
     history: list[dict[str, Any]] | None = None
     measures: dict[str, dict[str, Any]] | None = None
-    environment: dict[str, Any] = {}
+    environment: Environment = Environment()
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,6 @@ class Result:
     recipe: Mapping[str, Any] = field(repr=False)  # the settings that decide the score at this stage
     place: str  # path of the record, or file and line
     metrics: Mapping[str, Any] = field(default_factory=dict, repr=False)  # split → metric → number
-    seconds: float | None = None  # duration of the stage
     history: Sequence[Mapping[str, Any]] = field(default=(), repr=False)  # the Trainer's log
     measures: Mapping[str, Any] = field(default_factory=dict, repr=False)  # name → numbers, by kind and layer
     examples: Examples = field(default_factory=dict, repr=False)  # outcomes of single examples, where they are known
@@ -189,37 +183,35 @@ def _checked(place: str, content: dict[str, Any]) -> Record:
 
 
 def _result(place: str, record: Record, model: str) -> Result:
-    recipe, revision = record.recipe.model_dump(exclude_unset=True), record.environment.get("revision")
+    recipe, revision = record.recipe.model_dump(exclude_unset=True), record.environment.revision
     deciding = {*(CONVERTED if record.conversion else BASE), *(["again"] if record.again else [])}
     deciding -= {"seed", "data_dir"}  # what seeds share, wherever the data are
     return Result(
         variant=Variant(model, record.method, record.stage, record.conversion, record.again),
         column=_column(record),
         seed=record.seed,
-        score=float(_number(record.score)),
+        score=math.nan if record.score is None else record.score,
         parameters=record.parameters,
-        recipe={name: _deciding(name, value) for name, value in recipe.items() if name in deciding},
+        recipe={name: without_neutral(name, value) for name, value in recipe.items() if name in deciding},
         place=place,
-        metrics=mapped(_number, record.metrics),
-        seconds=record.seconds,
-        history=mapped(_number, record.history or []),
-        measures=mapped(_number, record.measures or {}),
+        metrics=_numbers(place, "metrics", record.metrics),
+        history=_numbers(place, "history", record.history or []),
+        measures=_numbers(place, "measures", record.measures or {}),
         revision=None if revision == "unknown" else revision,
     )
 
 
-def _deciding(name: str, setting: Any) -> Any:
-    """Return a setting without the training arguments that do not decide a score."""
-    arguments = setting.get("arguments") if name in TUNINGS and isinstance(setting, dict) else None
-    if not isinstance(arguments, dict):
-        return setting
-    deciding = {name: value for name, value in arguments.items() if name not in NEUTRAL_ARGUMENTS}
-    return {**setting, "arguments": deciding}
+def _numbers(place: str, field: str, values: Any) -> Any:
+    """Return the numbers of a record's field, nested; NaN for null, which stands for numbers that are not finite."""
 
+    def number(value: Any) -> Any:
+        if not isinstance(value, int | float | None):
+            raise RecipeError(
+                f"{place} is no record of an experiment: {field} has {repr(value)[:60]}; expected a number"
+            )
+        return math.nan if value is None else value
 
-def _number(value: Any) -> Any:
-    """Return a recorded number; NaN for null, which stands for numbers that are not finite."""
-    return math.nan if value is None else value
+    return mapped(number, values)
 
 
 def _column(record: Record) -> Column:
@@ -253,7 +245,7 @@ def _fresh_names(records: Mapping[str, Record]) -> dict[str, str]:
         if not record.recipe.model:
             fresh = {**asdict(Fresh()), **(record.recipe.fresh or {})}
             shape = {name: value for name, value in fresh.items() if name not in NOT_SHAPE}
-            device = str(record.environment.get("device", "unknown")).partition(":")[0]
+            device = record.environment.device.partition(":")[0]
             columns[_column(record)][place] = {**shape, "device": device}
     names = {}
     for shapes in columns.values():

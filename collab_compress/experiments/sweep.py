@@ -64,8 +64,8 @@ class Sweep:
     """The scale to run; the first if not given."""
 
     shard: str | None = None
-    """Part that this worker runs first, as 2/4 for the second of four workers that share the output; then it runs
-    what is left of the others' parts, also of workers that were killed."""
+    """Worker i of n that share the output, as 2/4. A worker that has finished its runs takes over unfinished runs of
+    the others."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "output", Path(self.output).expanduser())
@@ -125,14 +125,18 @@ class Sweep:
 def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     """Read a sweep from a YAML file and settings such as `base.data_dir=data` or `only.seeds=[0]`.
 
-    The fields of the scale replace those of the file, and settings replace both.
+    The fields of the scale replace those of the file, and settings replace both. A setting of `base` that is null, as
+    `base.again=null`, also holds for tasks that have the field themselves.
 
     Raises:
         RecipeError: the file cannot be read, there is no such scale, or a field is unknown.
     """
     settings = _at_scale(read_settings(path, overrides), str(path))
     for override in overrides:
-        set_field(settings, override)
+        value = set_field(settings, override)
+        if value is None and override.startswith("base."):
+            for task in list(settings.get("tasks") or ()):
+                set_field(settings, override.replace("base.", f"tasks.{task}.", 1))
     if settings.get("recipe"):
         settings["recipe"] = Path(path).parent / str(settings["recipe"])
     return parse(Sweep, settings, str(path))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -333,6 +334,12 @@ def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> Trai
         raise RecipeError(f"{workload.task.name} has scores, not classes; leave label_smoothing_factor out")
     refuse_deepspeed(tuning.arguments)
     _check_types(workload.arguments_class, tuning.arguments)
+    workers, cores = tuning.arguments.get("dataloader_num_workers", 0), os.cpu_count() or 1
+    if workers > cores:
+        raise RecipeError(
+            f"training arguments: dataloader_num_workers is {workers}; expected at most the {cores} cores of this "
+            "machine"
+        )
     try:
         arguments = workload.arguments_class(str(folder), seed=recipe.seed, **(defaults | tuning.arguments))
     except Exception as error:  # whatever Transformers, Accelerate and PyTorch raise
@@ -361,7 +368,7 @@ def _check_types(arguments_class: type[TrainingArguments], values: Mapping[str, 
 
 @contextmanager
 def _naming_full_disks(checkpoints: Path) -> Iterator[None]:
-    """Raise what libraries raise when a disk is full as one line."""
+    """Report a full disk as one RecipeError."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -392,7 +399,7 @@ def keep_logs(trainer: Trainer, recipe: Recipe, folder: Path) -> list[TrainerCal
     Returns:
         The callbacks of the recipe's trackers.
     """
-    trainer.args.run_name = f"{recipe.task}-{recipe.method}-seed{recipe.seed}-{folder.name}"
+    trainer.args.run_name = f"{recipe.task}-{recipe.method_name}-seed{recipe.seed}-{folder.name}"
     classes = tuple(get_reporting_integration_callbacks(trainer.args.report_to))
     reporting = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, classes)]
     for callback in reporting:

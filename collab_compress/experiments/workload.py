@@ -1,5 +1,6 @@
 """What each kind of task adds to a recipe: model class, encoding, collator and score."""
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from copy import deepcopy
@@ -47,6 +48,7 @@ from collab_compress.tasks import (
 )
 from collab_compress.training import HeadSeq2SeqTrainer, HeadTrainer
 
+logger = logging.getLogger(__name__)
 MASK_SEED = 0
 """Seed of the masked tokens that are scored, whatever the recipe's seed is."""
 
@@ -105,12 +107,15 @@ class Workload(ABC):
         """Return a copy of the tokenizer: padding and truncation change it, and that would be saved."""
         return deepcopy(self.tokenizer)
 
-    def load_model(self, directory: str | Path, trained: bool = True, **head: Any) -> PreTrainedModel:
+    def load_model(
+        self, directory: str | Path, trained: bool = True, *, new_head: bool = False, **head: Any
+    ) -> PreTrainedModel:
         """Load a model with a head for the task.
 
         Args:
             directory: of the model.
             trained: whether the checkpoint must have the head's weights; otherwise they are drawn with the seed.
+            new_head: whether the head is drawn with the seed also where the checkpoint has one, of another task.
             head: fields of the config.
 
         Raises:
@@ -120,7 +125,9 @@ class Workload(ABC):
         chosen = self.recipe.attn_implementation
         attention = {} if chosen is None else {"attn_implementation": chosen}
         try:
-            model, info = pretrained.load_model(self.model_class, directory, dtype=torch.float32, **attention, **head)
+            model, info = pretrained.load_model(
+                self.model_class, directory, new_head=new_head, dtype=torch.float32, **attention, **head
+            )
         except CheckpointError as error:
             raise RecipeError(f"{directory} cannot be loaded for {self.task.name}: {error}") from error
         if trained and info["missing_keys"]:
@@ -128,6 +135,12 @@ class Workload(ABC):
                 f"{directory} was not trained for {self.task.name}: it lacks weights, such as "
                 f"{min(info['missing_keys'])}; give tuning"
             )
+        of_head = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
+        if new_head and not of_head <= set(info["missing_keys"]):
+            logger.warning("the head of %s is of another task; a new one is drawn for %s", directory, self.task.name)
+            fresh = self.model_class.from_config(model.config, dtype=torch.float32).eval()
+            for name in {name.partition(".")[0] for name in of_head}:
+                setattr(model, name, getattr(fresh, name))
         return model
 
     @abstractmethod
@@ -202,21 +215,27 @@ class Classification(Workload):
 
     model_class = AutoModelForSequenceClassification
 
-    def load_model(self, directory: str | Path, trained: bool = True, **head: Any) -> PreTrainedModel:
+    def load_model(
+        self, directory: str | Path, trained: bool = True, *, new_head: bool = False, **head: Any
+    ) -> PreTrainedModel:
         """Load a model with an output for each class of the task, or one for a score.
+
+        A model of another task gets a new head if it is not `trained`.
 
         Raises:
             RecipeError: as `Workload.load_model`.
-            DataError: a trained model has the classes in another order.
+            DataError: a trained model has other classes, or the task's in another order.
         """
-        if self.task.kind == "regression":
-            return super().load_model(directory, trained, num_labels=1, problem_type="regression")
+        labels = [label for _, label in sorted(load_config(directory).id2label.items())]
         if trained:
-            numbers = load_config(directory).label2id
-            self.task.check_label_order(sorted(numbers, key=numbers.__getitem__), str(directory))
+            self.task.check_classes(labels, str(directory))
+        new_head = new_head or not self.task.has_classes(labels)
+        if self.task.kind == "regression":
+            return super().load_model(directory, trained, new_head=new_head, num_labels=1, problem_type="regression")
         return super().load_model(
             directory,
             trained,
+            new_head=new_head,
             problem_type="single_label_classification",
             id2label=dict(enumerate(self.task.labels)),
             label2id={label: number for number, label in enumerate(self.task.labels)},

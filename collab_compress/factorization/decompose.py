@@ -9,10 +9,16 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from collab_compress.devices import float64_device
 from collab_compress.factorization.als import als
-from collab_compress.factorization.factors import Factorization, HeadTensor, Progress, Solution, SolverOptions
-from collab_compress.factorization.moments import Moments, Weighting
+from collab_compress.factorization.factors import (
+    Factorization,
+    HeadTensor,
+    Progress,
+    Solution,
+    SolverOptions,
+    checked_weights,
+)
+from collab_compress.factorization.moments import Moments, Weighting, check_moments
 from collab_compress.factorization.parafac import parafac
 from collab_compress.factorization.truncation import concatenation
 
@@ -83,9 +89,11 @@ def factorize(
     """
     if solver not in SOLVERS:
         raise ValueError(f"unknown solver: got {solver!r}, expected one of {', '.join(sorted(SOLVERS))}")
-    device = float64_device(query.device) if device is None else torch.device(device)
-    tensor = HeadTensor(_checked("query", query, device), _checked("key", key, device))
-    bias = None if query_bias is None else _checked("query_bias", query_bias, device)
+    tensor = HeadTensor(checked_weights("query", query, device), checked_weights("key", key, device))
+    bias = None if query_bias is None else checked_weights("query_bias", query_bias, device)
+    device = tensor.query.device
+    if head_weights is not None:
+        head_weights = checked_weights("head_weights", head_weights, device)
     _check_sizes(tensor, rank, bias, (query_moments, key_moments), head_weights)
     if not (damping >= 0 and isfinite(damping)):
         raise ValueError(f"damping is out of range: got {damping}, expected 0 or more, and finite")
@@ -113,7 +121,7 @@ def factorize(
     )
     weighted = weighting.apply(tensor)
     if head_weights is not None:
-        head_weights = head_weights.to(device, torch.float64)[:, None]
+        head_weights = head_weights[:, None]
         weighted = HeadTensor(weighted.query * head_weights[:, None], weighted.key)
     try:
         solution = SOLVERS[solver](weighted, rank, SolverOptions(sweeps, tolerance, seed, progress, reads))
@@ -144,15 +152,6 @@ def centres_queries(query_bias: bool, centre: bool | None) -> bool:
     return query_bias if centre is None else centre
 
 
-def _checked(name: str, values: Tensor, device: torch.device) -> Tensor:
-    """Return weights in float64 on the device, once they are known to be finite floats."""
-    if not values.is_floating_point():
-        raise ValueError(f"{name} is not floating point: got {values.dtype}, expected a floating dtype")
-    if not bool(torch.isfinite(values).all()):
-        raise ValueError(f"{name} is not finite: got nan or inf, expected finite weights")
-    return values.detach().to(device).to(torch.float64)  # in this order: not every device has float64
-
-
 def _check_sizes(
     tensor: HeadTensor,
     rank: int,
@@ -170,10 +169,7 @@ def _check_sizes(
             f"query_bias does not fit the heads: got {tuple(bias.shape)}, expected (H, d) = {(heads, width)}"
         )
     for side, weights, inputs in zip(("query", "key"), (tensor.query, tensor.key), moments, strict=True):
-        if inputs is not None and inputs.width != weights.shape[1]:
-            raise ValueError(
-                f"{side}_moments do not fit the heads: got width {inputs.width}, expected {weights.shape[1]}"
-            )
+        check_moments(f"{side}_moments", inputs, weights.shape[1])
     if head_weights is not None and (head_weights.shape != (heads,) or not bool((head_weights > 0).all())):
         raise ValueError(
             f"head_weights do not fit the heads: got {tuple(head_weights.shape)}, expected ({heads},), all above 0"

@@ -10,7 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collab_compress.devices import work_device
+
 Progress = Callable[[int, float], None]
+
+
+def checked_weights(name: str, values: Tensor, device: torch.device | str | None) -> Tensor:
+    """Return weights in float64 on a device (`work_device`).
+
+    Raises:
+        ValueError: they are no tensor of finite floats, or the device cannot be used.
+    """
+    if not isinstance(values, Tensor):
+        raise ValueError(f"{name} is no tensor: got {type(values).__name__}, expected torch.Tensor")
+    if not values.is_floating_point():
+        raise ValueError(f"{name} is not floating point: got {values.dtype}, expected a floating dtype")
+    place = work_device(device, values)
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"{name} is not finite: got nan or inf, expected finite weights")
+    return values.detach().to(place).to(torch.float64)  # in this order: not every device has float64
 
 
 @dataclass(frozen=True)

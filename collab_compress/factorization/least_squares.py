@@ -116,7 +116,7 @@ class ResidualMoments:
 
 
 def fit(moments: ResidualMoments, damping: float, bias: bool) -> tuple[Tensor, Tensor | None]:
-    """Return Δᵀ (N, D) and δ (D,), or None for δ without a bias; λ is the damping times the inputs' mean variance.
+    """Return Δᵀ (N, D) and δ (D,), or None for δ without a bias; λ is as `damped_` adds it.
 
     Raises:
         ValueError: the moments are singular, or not finite.
@@ -125,10 +125,17 @@ def fit(moments: ResidualMoments, damping: float, bias: bool) -> tuple[Tensor, T
     message = "the inputs' moments are singular; pass a larger damping, or more data"
     if not bool(torch.isfinite(crossed).all()):
         raise ValueError(message)
-    second.diagonal().add_(damping * second.diagonal().mean())
+    damped_(second, damping)
     change = torch.cholesky_solve(crossed, cholesky(second, message))
     mean, residual = moments.means()
     return change, residual - mean @ change if bias else None
+
+
+def damped_(second: Tensor, damping: float) -> Tensor:
+    """Add λ to the variances (N, N), in place: the damping times their mean, or 1 if nothing varies."""
+    variance = float(second.diagonal().mean())
+    second.diagonal().add_(damping * variance if variance > 0 else 1.0)
+    return second
 
 
 def choice_moments(
@@ -145,8 +152,7 @@ def choice_moments(
     """
     second, crossed = moments.moments(centred=bias)
     wanted = (crossed + second @ weight) * gain.to(crossed)
-    second.diagonal().add_(damping * second.diagonal().mean())
-    return second, wanted
+    return damped_(second, damping), wanted
 
 
 def choose_neurons(second: Tensor, crossed: Tensor, count: int, block: int = BLOCK) -> Tensor:

@@ -43,7 +43,13 @@ class Moments:
 
     @classmethod
     def of(cls, inputs: Tensor) -> Moments:
-        """Return the moments of vectors (..., D), in float64 (on the CPU where their device has none)."""
+        """Return the moments of vectors (..., D), in float64 (on the CPU where their device has none).
+
+        Raises:
+            ValueError: there is no vector, or a value is not finite.
+        """
+        if not inputs.ndim or not inputs.shape[-1]:
+            raise ValueError(f"moments are of vectors: got shape {tuple(inputs.shape)}, expected (..., D)")
         vectors = inputs.reshape(-1, inputs.shape[-1]).to(float64_device(inputs.device)).double()
         return cls(vectors.mean(0), vectors.mT @ vectors / len(vectors), float(len(vectors)))
 
@@ -60,6 +66,18 @@ class Moments:
     def to(self, *args: Any, **kwargs: Any) -> Moments:
         """Return the moments on another device or in another dtype; arguments as for `Tensor.to`."""
         return Moments(self.mean.to(*args, **kwargs), self.second.to(*args, **kwargs), self.count)
+
+
+def check_moments(name: str, moments: Moments | None, width: int) -> None:
+    """Refuse what are no moments of this width.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if not isinstance(moments, Moments | None):
+        raise ValueError(f"{name} are no moments: got {type(moments).__name__}, expected Moments.of(inputs)")
+    if moments is not None and moments.width != width:
+        raise ValueError(f"{name} do not fit the heads: got width {moments.width}, expected {width}")
 
 
 def cholesky(matrix: Tensor, message: str, upper: bool = False) -> Tensor:

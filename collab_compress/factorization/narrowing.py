@@ -9,8 +9,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from collab_compress.devices import float64_device
-from collab_compress.factorization.moments import Moments, cholesky, damp
+from collab_compress.factorization.factors import checked_weights
+from collab_compress.factorization.moments import Moments, check_moments, cholesky, damp
 
 CONSTANT = 1e-10  # share of the variance in the second moments below which there is only rounding
 
@@ -72,15 +72,22 @@ def narrow_values(
         device: device of the work; None for the device of the weights, or the CPU if that has no float64.
 
     Raises:
-        ValueError: sizes do not fit, or the moments are singular even after damping.
+        ValueError: shapes, sizes or moments do not fit, a value is not finite, the device cannot be used, or the
+            moments are singular even after damping.
     """
+    value, output = checked_weights("value", value, device), checked_weights("output", output, device)
+    if value.ndim != 3 or output.ndim != 3 or len(output) % len(value) or value.shape[2] != output.shape[1]:
+        raise ValueError(
+            f"value and output heads do not fit together: got {tuple(value.shape)} and {tuple(output.shape)}; "
+            "expected (Hkv, D, d) and (H, d, D) with Hkv a divisor of H"
+        )
     heads, width, _ = output.shape
     count = len(value)
+    check_moments("moments", moments, heads * width)
     if len(sizes) != count or not all(0 <= size <= width for size in sizes) or not any(sizes):
         raise ValueError(f"sizes do not fit: got {tuple(sizes)}, expected {count} numbers from 0 to {width}")
     group = heads // count
-    place = float64_device(output.device) if device is None else torch.device(device)
-    value, output = value.detach().to(place).double(), output.detach().to(place).double()
+    place = output.device
     white = torch.block_diag(*(value.mT @ value).repeat_interleave(group, 0))  # (H·d, H·d)
     joint = white
     if moments is not None:

@@ -12,7 +12,9 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.attention.form import plain_weight
 from collab_compress.attention.forms import LARGEST, refusing_other_models, stored_modules
+from collab_compress.attention.projections import Replacement
 from collab_compress.checkpoint import (
+    all_or_nothing,
     edits_of,
     forget_edits_,
     is_quantized,
@@ -23,7 +25,7 @@ from collab_compress.errors import CheckpointError, HeadError
 from collab_compress.heads.sharding import refuse_unwritable
 
 
-class MixedProjection(nn.Module):
+class MixedProjection(Replacement):
     """An output projection H·d → D that mixes the heads first: Z'_i = Σ_j α_ij Z_j, then Z' ↦ Z'·Wo + bo.
 
     Multi-Head Mixing of "Multi-Head Rotation – a Multi-Head Attention Utilisation Using Parameters Rotation and
@@ -64,6 +66,11 @@ class AlphasEdit:
 
     modules: dict[str, int]
     kind: ClassVar[str] = "alphas"
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """Path of each output projection → the number of heads that its attention has."""
+        return self.modules
 
     def to_dict(self) -> dict[str, Any]:
         """Describe the edit in JSON types."""
@@ -134,8 +141,9 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
             f"{type(model).__name__}: output projections share weights, which only one α can mix; untie them"
         )
     edit = AlphasEdit(heads_by_path)
-    edit.apply_(model)
-    record_edit_(model, edit)
+    with all_or_nothing(model):
+        edit.apply_(model)
+        record_edit_(model, edit)
 
 
 def alphas_of(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> dict[str, nn.Parameter]:

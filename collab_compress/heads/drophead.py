@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention.install import HeadCall
-from collab_compress.errors import HeadError
+from collab_compress.heads.checks import check_number
 from collab_compress.heads.hooks import HeadHooks
 
 
@@ -50,8 +50,7 @@ class DropHead(HeadHooks):
 
     @p.setter
     def p(self, p: float) -> None:
-        if not 0 <= p < 1:
-            raise HeadError(f"DropHead's p is {p}; expected a probability of dropping, from 0 to below 1")
+        check_number("DropHead's p", p, 0, below=1)
         self._p = p
         for tensor in self._tensors.values():
             tensor.fill_(p)

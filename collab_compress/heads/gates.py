@@ -14,6 +14,7 @@ from collab_compress.architectures import KINDS, AttentionSite, Kind, find_atten
 from collab_compress.attention.install import HeadCall
 from collab_compress.errors import HeadError
 from collab_compress.heads.alphas import MixedProjection, output_weight
+from collab_compress.heads.checks import check_number
 from collab_compress.heads.hooks import HeadHooks
 from collab_compress.heads.sharding import refuse_unwritable
 
@@ -37,7 +38,7 @@ class HeadGates(HeadHooks):
         optimizer.add_param_group({"params": gates.parameters(), "lr": 0.05})
         (model(**batch).loss + 0.01 * gates.penalty()).backward()
         ...
-        closed = gates.closed()
+        closed = gates.closed(keep_one=True)
         gates.fold_()  # the model now computes without gates what it computed with them
         prune_heads_(model, closed)
 
@@ -49,10 +50,11 @@ class HeadGates(HeadHooks):
     Raises:
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
         HeadError: an output projection is wrapped or quantized, or shares its weight with another, or the model is
-            sharded, so that gates could not be folded into it.
+            sharded, so that gates could not be folded into it; or `start` is no finite number.
     """
 
     def __init__(self, model: PreTrainedModel, kinds: Collection[Kind] = KINDS, start: float = 2.0) -> None:
+        check_number("start of head gates", start)
         self._model = model
         sites = find_attention(model, kinds=kinds)
         _check(model, sites)
@@ -87,17 +89,27 @@ class HeadGates(HeadHooks):
         """Return the gates of evaluation: module path → (H,), from 0 to 1."""
         return {name: _gate(log_alpha.detach()) for name, log_alpha in self.log_alphas.items()}
 
-    def closed(self) -> dict[str, list[int]]:
-        """Return the heads whose gate is 0 in evaluation: module path → heads; modules without any are left out."""
+    def closed(self, *, keep_one: bool = False) -> dict[str, list[int]]:
+        """Return the heads whose gate is 0 in evaluation: module path → heads; modules without any are left out.
+
+        Args:
+            keep_one: where all heads of a module are closed, leave out the one with the largest ln α, as removal
+                must. `fold_` makes its output 0, so the outputs of the model are the same with it.
+        """
         closed = {name: (gates == 0).nonzero().flatten().tolist() for name, gates in self.values().items()}
+        if keep_one:
+            for name, heads in closed.items():
+                if len(heads) == len(self.log_alphas[name]):
+                    heads.remove(int(self.log_alphas[name].argmax()))
         return {name: heads for name, heads in closed.items() if heads}
 
     def fold_(self) -> None:
         """Multiply the gates of evaluation into the output projections, in place, and remove them from the model.
 
         Raises:
-            HeadError: as for the class; nothing has changed then.
+            HeadError: as for the class, or the gates have been removed; nothing has changed then.
         """
+        self._check_present()
         values = self.values()
         with torch.no_grad():
             for name, weight, sizes in _check(self._model, [hook.site for hook in self._hooks]):

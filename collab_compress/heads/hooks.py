@@ -19,6 +19,7 @@ from collab_compress.calibration.gather import (
     resize_mask,
 )
 from collab_compress.errors import HeadError
+from collab_compress.heads.checks import check_mapping
 from collab_compress.heads.pruning import check_heads
 
 Part = Literal["outputs", "values", "probs", "queries", "keys"]
@@ -29,6 +30,7 @@ class HeadHooks:
     """Base of what hooks on the heads of attention modules, until `remove` or the end of a `with` block."""
 
     needs_probs = False
+    training = False  # whether they act in training mode only
     _hooks: Sequence["SiteHook"] = ()
 
     def _add(self, sites: Sequence[AttentionSite], *, first: bool = False) -> None:
@@ -61,6 +63,11 @@ class HeadHooks:
             remove_head_hook_(hook.site.module, hook)
         self._hooks = ()
 
+    def _check_present(self) -> None:
+        if not self._hooks:
+            name = type(self).__name__
+            raise HeadError(f"this {name} has been removed from the model; make a new {name}")
+
     def __enter__(self) -> Self:
         return self
 
@@ -78,7 +85,8 @@ class SiteHook:
     @property
     def needs_probs(self) -> bool:
         """Whether attention probabilities must be computed."""
-        return self.hooks.needs_probs
+        # By the module's mode, in which gradient checkpointing repeats a pass too.
+        return self.hooks.needs_probs and (self.site.module.training or not self.hooks.training)
 
     def __call__(self, outputs: Tensor, call: HeadCall) -> Tensor:
         """Return the head outputs (B, T, H, dv) with which the module continues."""
@@ -139,9 +147,10 @@ class Tap(HeadHooks):
         kinds: Collection[Kind] = KINDS,
         training: bool = False,
     ) -> None:
-        self.parts: frozenset[Part] = frozenset((parts,) if isinstance(parts, str) else parts)
+        several = isinstance(parts, Collection) and not isinstance(parts, str)
+        self.parts: frozenset[Any] = frozenset(parts if several else (parts,))
         if unknown := self.parts - set(PARTS):
-            raise HeadError(f"a tap cannot read {', '.join(sorted(unknown))}; it reads {', '.join(PARTS)}")
+            raise HeadError(f"a tap cannot read {', '.join(sorted(map(str, unknown)))}; it reads {', '.join(PARTS)}")
         self.training = training
         self.needs_probs = "probs" in self.parts
         model = transformers_model(model)
@@ -235,6 +244,7 @@ class HeadMask(HeadHooks):
     0 silences a head, 1 leaves it unchanged; any number is allowed, and the result is differentiable in the mask. A
     module that serves several layers (ALBERT) has one mask for all of them. Masks apply before heads are mixed or
     projected, and after a `Tap`. Works in training and evaluation, on edited modules, and under `torch.compile`.
+    While it is on, `head_mask=` in a call of the model is an error: Transformers 5 would ignore it.
 
     Args:
         model: stock or edited; attention runs as `eager` or `sdpa`.
@@ -251,8 +261,14 @@ class HeadMask(HeadHooks):
     ) -> None:
         sites = find_attention(model, kinds=kinds)
         self.heads = {site.name: site.heads for site in sites}
-        self._masks = self._checked(masks or {})
-        self._add(sites)
+        self._masks = self._checked({} if masks is None else masks)
+        self._handle = transformers_model(model).register_forward_pre_hook(_refuse_head_mask, with_kwargs=True)
+        self._add(sites)  # which removes everything if it fails
+
+    def remove(self) -> None:
+        """Remove the masks from the model."""
+        super().remove()
+        self._handle.remove()
 
     def set(self, masks: Mapping[str, Tensor]) -> None:
         """Replace all masks; modules that are not named become unmasked.
@@ -265,11 +281,11 @@ class HeadMask(HeadHooks):
             HeadError: a module is not known or its mask has the wrong shape, and the masks stay as they were; or the
                 masks have been removed.
         """
-        if not self._hooks:
-            raise HeadError("these masks have been removed from the model; make a new HeadMask")
+        self._check_present()
         self._masks = self._checked(masks)
 
     def _checked(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        check_mapping("masks", masks, "tensor (heads,)")
         for name, mask in masks.items():
             if name not in self.heads:
                 raise HeadError(f"no attention module {name!r} to mask; there are {', '.join(self.heads)}")
@@ -293,6 +309,14 @@ class HeadMask(HeadHooks):
                 "(for generation with beams, one a beam), or one mask (heads,) for all"
             )
         return outputs * mask.to(outputs)[..., None, :, None]  # (B, T, H, dv) · (1 or B, 1, H, 1)
+
+
+def _refuse_head_mask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("head_mask") is not None:
+        raise HeadError(
+            f"{type(model).__name__} got head_mask=, which Transformers no longer applies; pass masks of heads to "
+            "HeadMask, as {'path of an attention module': tensor (heads,)}"
+        )
 
 
 def masks_without(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -> dict[str, Tensor]:

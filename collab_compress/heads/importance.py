@@ -8,8 +8,9 @@ from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, Kind, transformers_model
-from collab_compress.calibration import evaluation_mode, run_batch
+from collab_compress.calibration import as_batch, evaluation_mode, run_batch
 from collab_compress.errors import HeadError
+from collab_compress.heads.checks import check_mapping, check_number
 from collab_compress.heads.hooks import HeadMask, Part, Reading, Tap
 
 
@@ -172,7 +173,7 @@ def _sums(
         for batch in batches:
             if not sums:
                 sums = {site.name: torch.zeros(site.heads + 1, dtype=torch.float64) for site in tap.sites}
-            run_batch(model, dict(batch))
+            run_batch(model, as_batch(batch))
             token_ids = _token_ids(model, batch) if excluded else {}
             for reading in tap.take():
                 query_ids, key_ids = token_ids.get(reading.site.kind, (None, None))
@@ -188,11 +189,15 @@ def _sums(
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: Any = None) -> set[int]:
-    """Return the ids of the tokens that end a sequence: those of the model's config, and of a tokenizer, if any."""
+    """Return the ids of the tokens that end a sequence: those of the model's config, and of a tokenizer, if any.
+
+    Args:
+        tokenizer: or a processor that has one; others, as of images, have no such tokens.
+    """
     of_config = getattr(model.config, "eos_token_id", None)  # some configs, as MobileBERT's, name none
     ends = {of_config} if isinstance(of_config, int | None) else set(of_config)
-    if tokenizer is not None:
-        ends |= {tokenizer.eos_token_id, tokenizer.sep_token_id}
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    ends |= {getattr(tokenizer, name, None) for name in ("eos_token_id", "sep_token_id")}
     return {token for token in ends if token is not None}
 
 
@@ -242,18 +247,18 @@ def head_importance(
             given, the model's loss, for which batches need labels.
 
     Returns:
-        Path of the attention module → (H,) on the CPU, of norm 1, or all 0 where the loss does not depend on any
-        head. A module that serves several layers (ALBERT) sums them before the absolute value.
+        Path of the attention module → (H,) on the CPU, of norm 1, or all 0 in a module on which the loss does not
+        depend. A module that serves several layers (ALBERT) sums them before the absolute value.
 
     Raises:
         UnsupportedModelError: the model's family is not known.
-        HeadError: no batches, no loss or one without gradient, a gradient that is not finite.
+        HeadError: no batches, no loss or one without gradient, a gradient that is not finite or 0 for all heads.
     """
     model = transformers_model(model)
     with HeadMask(model) as mask, evaluation_mode(model), torch.enable_grad():
         sums = {name: torch.zeros(heads, dtype=torch.float64) for name, heads in mask.heads.items()}
         samples = 0
-        for batch in batches:
+        for batch in map(as_batch, batches):
             inputs = {
                 key: value.to(model.device) if isinstance(value, Tensor) else value for key, value in batch.items()
             }
@@ -271,6 +276,11 @@ def head_importance(
             samples += size
     if not samples:
         raise HeadError("head importance needs at least one batch, got none")
+    if not any(values.any() for values in sums.values()):
+        raise HeadError(
+            "the gradient of the loss is 0 in all heads, so none is more important than another; check that batches "
+            "have labels other than -100 (in masked language modelling, some masked tokens)"
+        )
     importance = {}
     for name, values in sums.items():
         if not values.isfinite().all():
@@ -324,12 +334,12 @@ def least_important(
     Raises:
         HeadError: the share is not between 0 and 1, or an importance is no vector of finite numbers.
     """
-    if not 0 <= share <= 1:
-        raise HeadError(f"share of heads is {share}; expected 0 to 1")
+    check_mapping("importances", importance, "tensor (heads,)")
+    check_number("share of heads", share, 0, 1)
     ranked: list[tuple[float, str, int]] = []
     spared = set()
     for name, values in importance.items():
-        if values.dim() != 1 or not len(values) or not values.isfinite().all():
+        if not isinstance(values, Tensor) or values.dim() != 1 or not len(values) or not values.isfinite().all():
             raise HeadError(f"importance of {name}: got {values}; expected one finite number a head")
         ranked += [(value, name, head) for head, value in enumerate(values.tolist())]
         if keep_one:

@@ -15,7 +15,7 @@ from collab_compress.attention.form import Cut, plain_weight, remaining
 from collab_compress.attention.forms import from_stored, refusing_other_models, stored_modules
 from collab_compress.attention.install import FORMS_AT, STOCK_HEADS, head_hooks, lay_out_
 from collab_compress.attention.values import JOINT_WIDTH
-from collab_compress.checkpoint import is_quantized, path_in_base, record_edit_
+from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
 from collab_compress.errors import CheckpointError, CompressionError, HeadError
 from collab_compress.heads.sharding import refuse_unwritable
 
@@ -83,6 +83,11 @@ class PrunedEdit:
 
     modules: dict[str, KeptHeads]
     kind: ClassVar[str] = "pruned"
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """Path of each module → the number of heads that it has before the edit."""
+        return {name: kept.before for name, kept in self.modules.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """Describe the edit in JSON types."""
@@ -200,8 +205,9 @@ def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -
         return
     shared = _shared_parts(model)
     edit = PrunedEdit({path_in_base(model, site.module): _kept(site, heads, shared) for site, heads in chosen})
-    edit.apply_(model)
-    record_edit_(model, edit)
+    with all_or_nothing(model):
+        edit.apply_(model)
+        record_edit_(model, edit)
 
 
 def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) -> KeptHeads:

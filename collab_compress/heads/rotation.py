@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.errors import HeadError
-from collab_compress.heads.importance import average_distance, confidence
+from collab_compress.heads.importance import average_distance, confidence, end_tokens
 from collab_compress.heads.swap import (
     Head,
     Pair,
@@ -65,7 +65,8 @@ class RotationOptions:
     layer's other heads (AVG_L2), or `confidence`."""
 
     exclude: tuple[int, ...] | None = None
-    """Tokens whose positions do not count for importance; the config's end-of-sequence tokens if not given."""
+    """Tokens whose positions do not count for importance; if not given, the end-of-sequence tokens of the config and
+    of the tokenizer that a Trainer or a session has."""
 
     kinds: tuple[Kind, ...] = KINDS
     """Kinds of attention whose heads rotate; not used by `manual`."""
@@ -244,6 +245,7 @@ class Rotator:
     Args:
         model: stock or edited, whole or sharded by FSDP2; not its `DistributedDataParallel` wrapper.
         rotation: which heads swap, and when.
+        tokenizer: its end-of-sequence tokens do not count for importance either, unless `rotation.exclude` is given.
 
     Raises:
         HeadError: the model does not have the heads that the strategy needs, or they cannot be swapped, as under
@@ -251,8 +253,9 @@ class Rotator:
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
     """
 
-    def __init__(self, model: PreTrainedModel, rotation: RotationOptions) -> None:
+    def __init__(self, model: PreTrainedModel, rotation: RotationOptions, tokenizer: Any = None) -> None:
         self.model, self.rotation = transformers_model(model), rotation
+        self._excluded = end_tokens(self.model, tokenizer) if rotation.exclude is None else rotation.exclude
         self.history: list[RotationEvent] = []
         self._latest: float | None = None  # epoch of the last call
         self._swapped: tuple[Pair, ...] = ()  # pairs to swap back
@@ -378,9 +381,7 @@ class Rotator:
                     "pass batches=, of held-out data"
                 )
             measure = confidence if rotation.importance == "confidence" else average_distance
-            scores = measure(
-                self.model, batches, exclude=rotation.exclude, kinds=rotation.kinds, across_processes=True
-            )
+            scores = measure(self.model, batches, exclude=self._excluded, kinds=rotation.kinds, across_processes=True)
         pairs: list[Pair] = []
         for sites in self._sites_by_kind().values():
             pairs += STRATEGIES[rotation.strategy](rotation, sites, scores, epoch)

@@ -1,12 +1,13 @@
-"""Gather, write and reject sharded parameters."""
+"""Gather and write sharded parameters; refuse models whose parameters cannot be changed or saved."""
 
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
+from transformers.pytorch_utils import Conv1D
 
-from collab_compress.errors import CollabCompressError, HeadError
+from collab_compress.errors import CollabCompressError, HeadError, UnsupportedModelError
 
 
 def full_tensor(tensor: Any) -> Tensor:
@@ -52,9 +53,26 @@ def refuse_split(where: str, parameter: Any) -> None:
         )
 
 
+def refuse_computed(name: str, layer: nn.Module) -> None:
+    """Raise UnsupportedModelError if the weight of the layer at path `name` is no parameter of it."""
+    if "weight" not in layer._parameters:
+        raise UnsupportedModelError(
+            f"the weight of {name} is computed from others; make it plain first, by torch.nn.utils.prune.remove, "
+            "remove_weight_norm or parametrize.remove_parametrizations"
+        )
+
+
 def refuse_unwritable(model: nn.Module, what: str, kind: type[CollabCompressError] = HeadError) -> None:
-    """Raise an error of class `kind`, before the call named `what`, if the model is sharded or made for inference."""
+    """Refuse a model that cannot be changed or saved, before the call named `what`.
+
+    Raises:
+        CollabCompressError: of class `kind`: it is sharded, or was made in inference mode.
+        UnsupportedModelError: the weight of a layer is computed from others, which no checkpoint describes.
+    """
     reshard_(model)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D | nn.Embedding):
+            refuse_computed(name, module)
     for name, parameter in model.named_parameters():
         if parameter.is_inference():
             raise kind(

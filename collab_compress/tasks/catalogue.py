@@ -113,20 +113,32 @@ class Task:
             raise DataError(f"{self.name}: {self._unknown(label)}")
         return label
 
-    def check_label_order(self, labels: Sequence[Any], of: str) -> None:
-        """Refuse the classes of a model if they are the task's in another order; case does not count.
+    def has_classes(self, labels: Sequence[Any]) -> bool:
+        """Return whether a model's outputs are the task's; case does not count, and numbers are no names.
 
         Args:
-            labels: in the order of the model's outputs.
+            labels: the names of the model's outputs, in their order; LABEL_0, LABEL_1, … if they have none. That of a
+                regression does not count.
+        """
+        names = [str(label).lower().removeprefix("label_") for label in labels]
+        named, numbered = [label.lower() for label in self.labels], list(map(str, range(len(self.labels))))
+        return len(names) == self.num_labels and (self.kind == "regression" or names in (named, numbered))
+
+    def check_classes(self, labels: Sequence[Any], of: str) -> None:
+        """Refuse a model with other outputs, or with the task's classes in another order (`has_classes`).
+
+        Args:
+            labels: the names of the model's outputs, in their order.
             of: the model, in words.
 
         Raises:
-            DataError: naming both orders.
+            DataError: naming both.
         """
-        order, expected = [str(label).lower() for label in labels], [label.lower() for label in self.labels]
-        if order != expected and sorted(order) == sorted(expected):
+        if not self.has_classes(labels):
             raise DataError(
-                f"{of} has its classes in the order {', '.join(order)}; {self.name} has {', '.join(expected)}"
+                f"{of} has the classes {', '.join(map(str, labels))[:200]}; {self.name} has "
+                f"{', '.join(self.labels) or 'one score'}, in this order; fine-tune it on {self.name}, or correct "
+                "id2label and label2id in its config.json if these only name the same classes differently"
             )
 
     def label(self, written: Any, layout: Layout, place: Place) -> int | float:

@@ -3,16 +3,15 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import inf
-from numbers import Real
 from typing import Literal
 
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import HeadError
 from collab_compress.heads import RotationOptions
+from collab_compress.heads.checks import check_number
 from collab_compress.training.penalties import LOSSES
 
-Schedule = Callable[[float, float, float, float], float]
+Schedule = Callable[[float, float], float]
 
 
 @dataclass(frozen=True)
@@ -20,13 +19,10 @@ class DropHeadOptions:
     """Drop heads while training."""
 
     p: float = 0.2
-    """Probability of dropping a head, from 0 to below 1; the end of a rising schedule."""
+    """Probability of dropping a head, from 0 to below 1; the largest of a schedule."""
 
     schedule: str = "constant"
     """Schedule of p: constant, curriculum, anti-curriculum or scheduled."""
-
-    start: float | None = None
-    """Start of a falling schedule; p if not given."""
 
     kinds: tuple[Kind, ...] = KINDS
     """Kinds of attention: encoder, decoder, cross."""
@@ -35,9 +31,7 @@ class DropHeadOptions:
     """Whether kept heads are scaled up and one always stays; otherwise heads are only set to zero."""
 
     def __post_init__(self) -> None:
-        for name, value in (("p", self.p), ("start", self.start)):
-            if value is not None and not (isinstance(value, Real) and 0 <= value < 1):
-                raise HeadError(f"DropHead's {name} is {value!r}; expected a probability, from 0 to below 1")
+        check_number("DropHead's p", self.p, 0, below=1)
         _known("schedule", self.schedule, SCHEDULES)
         _known_kinds("DropHead", self.kinds)
 
@@ -53,26 +47,15 @@ class PenaltyOptions:
     """Weight of the penalty; the paper's if not given."""
 
     schedule: str = "constant"
-    """Schedule of the weight or share: constant, curriculum, anti-curriculum or scheduled."""
+    """Schedule of the weight: constant, curriculum, anti-curriculum or scheduled."""
 
     kinds: tuple[Kind, ...] | None = None
     """Kinds of attention: encoder, decoder, cross; the paper's choice if not given."""
 
-    share: float | None = None
-    """In place of a weight: the size of the weighted penalty as a share of the training loss, as 0.1. The weight then
-    follows from both at each forward pass and is treated as a constant."""
-
     def __post_init__(self) -> None:
         _known("loss", self.name, LOSSES)
         _known("schedule", self.schedule, SCHEDULES)
-        if self.weight is not None and not (isinstance(self.weight, Real) and self.weight >= 0):
-            raise HeadError(f"the weight of {self.name} is {self.weight!r}; expected 0 or more")
-        of_loss = self.weight is None and isinstance(self.share, Real) and 0 <= self.share < inf
-        if self.share is not None and not of_loss:
-            raise HeadError(
-                f"{self.name} has weight {self.weight} and share {self.share!r}; expected either a weight, or a "
-                "share of the training loss, 0 or more"
-            )
+        check_number(f"the weight of {self.name}", self.strength, 0)
         if self.kinds is not None:
             _known_kinds(f"penalty {self.name}", self.kinds)
 
@@ -83,8 +66,8 @@ class PenaltyOptions:
 
     @property
     def strength(self) -> float:
-        """The share, or the weight, or the paper's weight where neither is given."""
-        return next(value for value in (self.share, self.weight, LOSSES[self.name].weight) if value is not None)
+        """The weight, the paper's where none is given."""
+        return LOSSES[self.name].weight if self.weight is None else self.weight
 
 
 @dataclass(frozen=True)
@@ -103,23 +86,15 @@ class AlphasOptions:
     batch, as the authors' 40. The weight is then divided by the number of labels in each batch."""
 
     growth: float = 1e-4
-    """Δr, by which a matrix's nuclear norm should grow in a step; no effect in the `printed` form, where its gradient
-    is zero."""
-
-    growth_form: Literal["printed", "hinge"] = "printed"
-    """`printed`: as in the paper and the authors' code, which always raises the norm. `hinge`: compares with the norm
-    one step before and stops once it has grown by Δr."""
+    """Δr, the value of the growth loss of a matrix. It has no gradient, so that norms grow all the time."""
 
     kinds: tuple[Kind, ...] = KINDS
     """Kinds of attention whose heads are mixed: encoder, decoder, cross."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.frozen_ratio, Real) or not 0 <= self.frozen_ratio <= 1:
-            raise HeadError(f"frozen_ratio of alphas is {self.frozen_ratio!r}; expected 0 to 1")
-        for name, value in (("growth_weight", self.growth_weight), ("growth", self.growth)):
-            if not isinstance(value, Real) or not value >= 0:
-                raise HeadError(f"{name} of alphas is {value!r}; expected 0 or more")
-        _known("growth form", self.growth_form, ("hinge", "printed"))
+        check_number("frozen_ratio of alphas", self.frozen_ratio, 0, 1)
+        check_number("growth_weight of alphas", self.growth_weight, 0)
+        check_number("growth of alphas", self.growth, 0)
         _known("growth_beside", self.growth_beside, ("mean", "sum"))
         _known_kinds("alphas", self.kinds)
 
@@ -174,26 +149,24 @@ def of_kinds(name: str, kinds: tuple[Kind, ...], usual: tuple[Kind, ...]) -> str
     return name if set(kinds) == set(usual) else f"{name}/{'+'.join(kind for kind in KINDS if kind in kinds)}"
 
 
-def constant(progress: float, warmup: float, start: float, end: float) -> float:
-    """Return `end`."""
-    return end
+def constant(progress: float, warmup: float) -> float:
+    """Stay at 1."""
+    return 1.0
 
 
-def curriculum(progress: float, warmup: float, start: float, end: float) -> float:
-    """Grow from 0 to `end`."""
-    return end * progress
+def curriculum(progress: float, warmup: float) -> float:
+    """Grow from 0 to 1."""
+    return progress
 
 
-def anti_curriculum(progress: float, warmup: float, start: float, end: float) -> float:
-    """Fall from `start` to 0."""
-    return start * (1 - progress)
+def anti_curriculum(progress: float, warmup: float) -> float:
+    """Fall from 1 to 0."""
+    return 1 - progress
 
 
-def scheduled(progress: float, warmup: float, start: float, end: float) -> float:
-    """Fall from `start` to 0 over the learning rate's warmup, then grow to `end` at the last step."""
-    if progress < warmup:
-        return start * (1 - progress / warmup)
-    return end * (progress - warmup) / (1 - warmup) if warmup < 1 else 0.0
+def scheduled(progress: float, warmup: float) -> float:
+    """Fall from 1 to 0 over the learning rate's warmup, then grow to 1 at the last step."""
+    return 1 - progress / warmup if progress < warmup else (progress - warmup) / (1 - warmup)
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -202,7 +175,8 @@ SCHEDULES: dict[str, Schedule] = {
     "anti-curriculum": anti_curriculum,
     "scheduled": scheduled,
 }
-"""Name → function of progress (0 at the first step, 1 at the last), share of the warmup, start and end value."""
+"""Name → function of progress (0 at the first step, 1 at the last) and the share of the warmup, below 1, to the share
+of p or of a weight."""
 
 
 def _known(what: str, name: str, table: Iterable[str]) -> None:

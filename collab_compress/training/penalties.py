@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, Kind, find_attention
-from collab_compress.calibration import evaluation_mode, run_batch
+from collab_compress.calibration import as_batch, evaluation_mode, run_batch
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import Part, Tap
 from collab_compress.losses import agreement, agreement_probs, bhattacharyya, hsic, orthogonality
@@ -69,16 +69,21 @@ class HeadLosses(Tap):
             tapped |= {*kinds}
         super().__init__(model, {loss.part for loss, _ in self.losses.values()}, tapped, training)
 
-    def values(self) -> dict[str, Tensor]:
-        """Return the unweighted losses of the last forward pass; omits losses whose modules were not called."""
+    def values(self, measured: Collection[str] = ()) -> dict[str, Tensor]:
+        """Return the unweighted losses of the last forward pass; omits losses whose modules were not called.
+
+        Args:
+            measured: names of losses that need no gradient.
+        """
         readings = self.take()
         losses = {}
         for name, (loss, kinds) in self.losses.items():
             values: list[Tensor] = []
-            for reading in readings:
-                if reading.site.kind in kinds:
-                    value = loss.function(getattr(reading, loss.part), reading.mask_of(loss.part))
-                    values.append(value.to(values[0].device) if values else value)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and name not in measured):
+                for reading in readings:
+                    if reading.site.kind in kinds:
+                        value = loss.function(getattr(reading, loss.part), reading.mask_of(loss.part))
+                        values.append(value.to(values[0].device) if values else value)
             if values:
                 stacked = torch.stack(values)
                 losses[name] = stacked.mean() if loss.reduction == "mean" else stacked.sum()
@@ -105,7 +110,7 @@ def measure(
     by_name = {name: (name, LOSSES[name].kinds) for name in losses}
     with HeadLosses(model, by_name, training=False) as head_losses, evaluation_mode(model):
         for batch in batches:
-            run_batch(model, dict(batch))
+            run_batch(model, as_batch(batch))
             values.append(head_losses.values())
     if not values:
         raise CalibrationError("there is no batch to measure on")

@@ -14,8 +14,9 @@ from collab_compress.architectures import KINDS
 from collab_compress.errors import HeadError
 from collab_compress.heads import DropHead, Rotator
 from collab_compress.heads.alphas import MixedProjection, mixed_projections
+from collab_compress.heads.checks import check_number
 from collab_compress.heads.sharding import full_tensor, refuse_split, reshard_
-from collab_compress.losses import nuclear_growth, nuclear_norm
+from collab_compress.losses import nuclear_growth
 from collab_compress.training.head_training import SCHEDULES, AlphasOptions, HeadTraining, of_kinds
 from collab_compress.training.penalties import LOSSES, HeadLosses
 from collab_compress.transformers_parts import UNLABELLED
@@ -24,7 +25,6 @@ logger = logging.getLogger(__name__)
 TASK = "task_loss"
 GROWTH = "nuclear-growth"
 FAINT = 1e-4  # a penalty below this share of the loss hardly acts
-TINY = 1e-12  # keeps the weight of a penalty of 0 finite
 
 
 class HeadSession:
@@ -35,7 +35,7 @@ class HeadSession:
             for epoch in range(epochs):
                 session.epoch(epoch, validation_batches)
                 for batch in data:
-                    session.step(done / (steps - 1))
+                    session.step(done / max(steps - 1, 1))  # done: steps before this one
                     loss = model(**batch).loss
                     (loss + session.penalty(loss)).backward()
                     ...
@@ -49,17 +49,26 @@ class HeadSession:
         model: the bare model, not its distributed wrapper; with `training.alphas` it has alphas (`mix_heads_`).
         training: the methods that act on its heads.
         optimizer: the one that trains it; needed for alphas and rotation.
-        warmup: share of the steps in which the learning rate rises, for the schedule of that name.
+        warmup: share of the steps in which the learning rate rises, for the schedule `scheduled`.
+        tokenizer: the model's; its end-of-sequence tokens do not count for the importance by which heads rotate.
 
     Raises:
-        HeadError: the model or the optimizer lacks the alphas; an optimizer is needed; `Rotator` or `Tap` refuse; or
-            DeepSpeed is used, which is not supported.
+        HeadError: the model or the optimizer lacks the alphas; an optimizer is needed; the warmup is 1 or more, and
+            a schedule needs it; `Rotator` or `Tap` refuse; or DeepSpeed is used, which is not supported.
         UnsupportedModelError: the model's family is not known.
     """
 
     def __init__(
-        self, model: PreTrainedModel, training: HeadTraining, optimizer: Any = None, warmup: float = 0.0
+        self,
+        model: PreTrainedModel,
+        training: HeadTraining,
+        optimizer: Any = None,
+        warmup: float = 0.0,
+        tokenizer: Any = None,
     ) -> None:
+        schedules = [*(o.schedule for o in training.drophead), *(o.schedule for o in training.penalties)]
+        if "scheduled" in schedules:
+            check_number("warmup of the schedule 'scheduled'", warmup, 0, below=1)
         self.training, self.optimizer, self.warmup = training, optimizer, warmup
         self.penalty_called = False
         self._alphas: AlphasTraining | None = None
@@ -82,7 +91,7 @@ class HeadSession:
             if training.rotation is not None:
                 if optimizer is None:
                     raise HeadError("rotation moves the optimizer's state with the heads; pass optimizer=")
-                self._rotator = Rotator(model, training.rotation)
+                self._rotator = Rotator(model, training.rotation, tokenizer)
                 self._rotator.check(optimizer)
             if training.alphas is not None:
                 mixed = [projection for _, projection in mixed_projections(model, training.alphas.kinds)]
@@ -102,16 +111,17 @@ class HeadSession:
 
         Args:
             progress: share of the training that is done, from 0 at the first step to 1 at the last.
+
+        Raises:
+            HeadError: progress is not from 0 to 1, or the session is closed.
         """
         self._check_open()
+        check_number("progress of the training", progress, 0, 1)
         self.penalty_called = False
         for drophead, options in zip(self._dropheads, self.training.drophead, strict=True):
-            start = options.p if options.start is None else options.start
-            drophead.p = SCHEDULES[options.schedule](progress, self.warmup, start, options.p)
+            drophead.p = options.p * SCHEDULES[options.schedule](progress, self.warmup)
         for name, penalty in self._penalties.items():
-            self._weights[name] = SCHEDULES[penalty.schedule](
-                progress, self.warmup, penalty.strength, penalty.strength
-            )
+            self._weights[name] = penalty.strength * SCHEDULES[penalty.schedule](progress, self.warmup)
         if self._alphas is not None:
             self._alphas.step(progress)
             self._weights[GROWTH] = self._alphas.options.growth_weight
@@ -134,17 +144,17 @@ class HeadSession:
         """Return the weighted sum of all penalties of the last forward pass, to add to the training loss.
 
         Args:
-            loss: the training loss, to log it, and to warn if a penalty is too small to act; needed for penalties
-                that are a share of it.
+            loss: the training loss, to log it, and to warn if a penalty is too small to act.
             labels: of the batch, −100 where there is none; needed for nuclear growth beside a summed loss.
 
         Raises:
-            HeadError: a penalty is a share of the loss, and there is no loss; or labels are needed.
+            HeadError: labels are needed.
         """
         self.penalty_called = True
         values: dict[str, Tensor] = {}
+        measured = {name for name, weight in self._weights.items() if weight == 0}  # with 0 · NaN the loss were NaN
         if self._losses is not None:
-            values = self._losses.values()
+            values = self._losses.values(measured)
             if not values:
                 self._warn(
                     "nothing", "no head was read in this step, so there is no penalty; is the model in train()?"
@@ -156,26 +166,22 @@ class HeadSession:
             self._add(TASK, loss)
         total = torch.zeros((), device=self._device)
         for name, value in values.items():
-            weighted = self._weight(name, value, loss, labels) * value
-            total = total + weighted.to(self._device)
+            weighted = self._weight(name, labels) * value
+            if name not in measured:
+                total = total + weighted.to(self._device)
             self._add(name, value)
             if loss is not None:
                 self._add(f"{name}/share", (weighted / loss.to(value.device)).abs())
         return total
 
-    def _weight(self, name: str, value: Tensor, loss: Tensor | None, labels: Tensor | None) -> float | Tensor:
-        """Return the weight of a penalty with this value, now."""
+    def _weight(self, name: str, labels: Tensor | None) -> float | Tensor:
+        """Return the weight of a penalty, now."""
         alphas = self.training.alphas
         if name == GROWTH and alphas is not None and alphas.growth_beside == "sum":
             if labels is None:
                 raise HeadError("growth_beside='sum' divides by the number of labels; pass labels= to penalty()")
-            return self._weights[name] / labels.ne(UNLABELLED).sum().clamp(min=1).to(value.device)
-        penalty = self._penalties.get(name)
-        if penalty is None or penalty.share is None:
-            return self._weights[name]
-        if loss is None:
-            raise HeadError(f"penalty {name} is a share of the training loss; pass the loss to penalty()")
-        return self._weights[name] * loss.detach().abs().to(value.device) / value.detach().abs().clamp_min(TINY)
+            return self._weights[name] / labels.ne(UNLABELLED).sum().clamp(min=1).to(self._device)
+        return self._weights[name]
 
     def logs(self) -> dict[str, float]:
         """Return the unweighted mean of each penalty and its share of the loss, over the passes since the last call.
@@ -200,21 +206,12 @@ class HeadSession:
 
     def state_dict(self) -> dict[str, Any]:
         """Return, in JSON types, the state that a resumed run needs to continue identically."""
-        state: dict[str, Any] = {}
-        if self._rotator is not None:
-            state["rotation"] = self._rotator.state_dict()
-        if self._alphas is not None:
-            norms = self._alphas.norms
-            state["norms"] = None if norms is None else norms.tolist()
-        return state
+        return {} if self._rotator is None else {"rotation": self._rotator.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state; weights are those of its checkpoint."""
         if self._rotator is not None and "rotation" in state:
             self._rotator.load_state_dict(state["rotation"])
-        if self._alphas is not None:
-            norms = state.get("norms")
-            self._alphas.norms = None if norms is None else torch.tensor(norms, dtype=torch.float64)
 
     def close(self) -> None:
         """Remove everything but the trained weights from the model."""
@@ -273,8 +270,6 @@ class AlphasTraining:
                 "the optimizer does not step the alphas; call mix_heads_(model) before making the optimizer"
             )
         self.projections, self.options = projections, options
-        self.norms: Tensor | None = None  # at the start of the step, for the hinge, (modules,)
-        self._previous: Tensor | None = None  # one step before
         self._frozen = False
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
         new = [p.alphas for p in projections if isinstance(p.alphas, DTensor) and p.alphas not in inner.state]
@@ -286,16 +281,12 @@ class AlphasTraining:
         """Begin an optimizer step."""
         options = self.options
         self._freeze(progress < options.frozen_ratio or options.frozen_ratio == 1)  # progress ends at 1
-        if not self._frozen and options.growth_weight > 0 and options.growth_form == "hinge":
-            with torch.no_grad():
-                norms = nuclear_norm(self._stacked())
-            self._previous, self.norms = norms if self.norms is None else self.norms.to(norms), norms
 
     def growth(self) -> Tensor | None:
         """Return the unweighted nuclear growth loss, summed over all matrices; None while alphas are frozen."""
         if self._frozen or self.options.growth_weight == 0:
             return None
-        return nuclear_growth(self._stacked(), self.options.growth, self._previous).sum()
+        return nuclear_growth(self._stacked(), self.options.growth).sum()
 
     def remove(self) -> None:
         """Restore the modules."""

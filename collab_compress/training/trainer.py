@@ -199,7 +199,9 @@ class _HeadCallback(TrainerCallback):  # type: ignore[misc]
         """Open the session, and restore its state from a checkpoint."""
         trainer, steps = self.trainer, max(state.max_steps, 1)
         warmup = args.get_warmup_steps(steps) / steps
-        self.session = HeadSession(trainer.model, trainer.head_training, trainer.optimizer, warmup)
+        self.session = HeadSession(
+            trainer.model, trainer.head_training, trainer.optimizer, warmup, trainer.processing_class
+        )
         self.epoch = int((state.epoch or 0) + 1e-6)
         if STATE in state.stateful_callbacks:
             self.session.load_state_dict(state.stateful_callbacks[STATE]["attributes"]["saved"])

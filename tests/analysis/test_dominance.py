@@ -93,27 +93,75 @@ def replaced(model, heads, ablation, batches):
     """Let hooks on output projections replace the parts of their inputs that come from heads."""
     sites = [site for site in find_attention(model) if site.name in heads]
     means = {site.name: mean_input(model, site, batches).unflatten(-1, (site.heads, -1)) for site in sites}
+    running = {}
 
     def replace(_, args, site):
         split = args[0].unflatten(-1, (site.heads, -1)).clone()
+        mask = running[mask_name(site, running)].bool()
         for head in heads[site.name]:
-            split[:, :, head] = means[site.name][head] if ablation == "mean" else split[:, :, head].roll(1, 0)
+            resampled = of_previous_sequence(split[:, :, head], mask)
+            split[:, :, head] = means[site.name][head] if ablation == "mean" else resampled
         return (split.flatten(-2),)
 
     handles = [site.part(site.family.output).register_forward_pre_hook(partial(replace, site=site)) for site in sites]
+    handles.append(model.register_forward_pre_hook(lambda _, __, batch: running.update(batch), with_kwargs=True))
     yield
     for handle in handles:
         handle.remove()
 
 
+def of_previous_sequence(vectors, mask):
+    """Return the vectors of the previous sequence, its k-th token for the k-th, from the first again at its end."""
+    result = vectors.clone()
+    for sequence in range(len(vectors)):
+        others = vectors[sequence - 1][mask[sequence - 1]]
+        for number, position in enumerate(mask[sequence].nonzero()):
+            result[sequence, position] = others[number % len(others)]
+    return result
+
+
+def mask_name(site, batch):
+    decodes = site.kind != "encoder" and "decoder_attention_mask" in batch
+    return "decoder_attention_mask" if decodes else "attention_mask"
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_resampling_does_not_read_padding(make_tiny, batch, side):
+    model, tokens = make_tiny("bert"), batch["input_ids"]
+    mask = torch.ones_like(tokens)
+    mask[1, 4:] = 0
+    if side == "left":
+        mask = mask.flip(1)
+    first, second = (
+        dominant_heads(
+            model,
+            batches=[{"input_ids": torch.where(mask == 1, tokens, padding), "attention_mask": mask}],
+            ablation="resample",
+        ).changes
+        for padding in (0, 17)
+    )
+    for name, changes in first.items():
+        torch.testing.assert_close(changes, second[name])
+
+
+def test_resampling_refuses_a_part_of_the_model_alone(make_tiny, make_batch):
+    model, batch = make_tiny("marian"), make_batch("marian")
+    message = "runs outside a call of the whole model, so padding is not known"
+    with torch.no_grad(), pytest.raises(HeadError, match=message):
+        dominant_heads(
+            model,
+            lambda m: float(m.get_encoder()(batch["input_ids"])[0].sum()),
+            kinds=("encoder",),
+            ablation="resample",
+        )
+    assert not any(head_hooks(site.module) for site in find_attention(model))
+
+
 def mean_input(model, site, batches):
     """Return the mean input of a module's output projection over unpadded tokens."""
     inputs = []
-    mask_name = "attention_mask"
-    if site.kind != "encoder" and "decoder_attention_mask" in batches[0]:
-        mask_name = "decoder_attention_mask"
     for batch in batches:
-        mask = batch[mask_name].bool()
+        mask = batch[mask_name(site, batch)].bool()
         handle = site.part(site.family.output).register_forward_pre_hook(
             lambda _, args, mask=mask: inputs.append(args[0][mask])
         )

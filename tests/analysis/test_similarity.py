@@ -38,7 +38,7 @@ def oracle(x, y, variance):
 @pytest.mark.parametrize("variance", [0.5, 0.9, 0.99, 1.0])
 def test_every_pair_is_that_of_the_two_step_definition(draw, variance):
     x = draw(heads=4).numpy()
-    result = svcca(JointCovariance.of(list(draw(heads=4).unbind(1))), variance)
+    result = svcca(JointCovariance.of(list(draw(heads=4).unbind(1))), variance=variance)
     for i in range(4):
         for j in range(4):
             right = oracle(x[:, i], x[:, j], variance)
@@ -58,7 +58,7 @@ def test_coefficients_are_those_of_scikit_learn(draw):
     model = CCA(n_components=3, max_iter=5000, tol=1e-12).fit(x[:, 0], x[:, 1])
     a, b = model.transform(x[:, 0], x[:, 1])
     right = [np.corrcoef(a[:, k], b[:, k])[0, 1] for k in range(3)]
-    result = svcca(JointCovariance.of(list(torch.tensor(x).unbind(1))), 1.0)
+    result = svcca(JointCovariance.of(list(torch.tensor(x).unbind(1))), variance=1.0)
     np.testing.assert_allclose(result.coefficients[0, 1], right, atol=1e-6)
 
 
@@ -96,10 +96,10 @@ def test_affine_maps_do_not_change_svcca(draw):
     turn = torch.randn(5, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     moved = [x[:, 0] @ turn + 7, x[:, 1] * 0.01]
     torch.testing.assert_close(
-        svcca(JointCovariance.of(moved), 1.0).coefficients,
-        svcca(JointCovariance.of(list(x.unbind(1))), 1.0).coefficients,
+        svcca(JointCovariance.of(moved), variance=1.0).coefficients,
+        svcca(JointCovariance.of(list(x.unbind(1))), variance=1.0).coefficients,
     )
-    same = svcca(JointCovariance.of([x[:, 0], moved[0]]), 1.0)
+    same = svcca(JointCovariance.of([x[:, 0], moved[0]]), variance=1.0)
     assert float(same.similarity[0, 1]) == pytest.approx(1)
     rotation = torch.linalg.qr(turn).Q
     torch.testing.assert_close(
@@ -111,14 +111,14 @@ def test_affine_maps_do_not_change_svcca(draw):
 def test_svcca_of_independent_noise():
     """The largest canonical correlation of independent Gaussians tends to 2 √(d/N) for d ≪ N (Wachter, 1980)."""
     x = torch.randn(20_000, 2, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    coefficients = svcca(JointCovariance.of(list(x.unbind(1))), 1.0).coefficients[0, 1]
+    coefficients = svcca(JointCovariance.of(list(x.unbind(1))), variance=1.0).coefficients[0, 1]
     assert float(coefficients[0]) == pytest.approx(2 * (50 / 20_000) ** 0.5, rel=0.05)
 
 
 def test_a_head_with_itself_is_1_and_few_tokens_are_1_too(draw):
     result = svcca(JointCovariance.of(list(draw().unbind(1))))
     torch.testing.assert_close(result.similarity.diagonal(), torch.ones(3, dtype=torch.float64))
-    few = svcca(JointCovariance.of(list(draw(tokens=4).unbind(1))), 1.0)
+    few = svcca(JointCovariance.of(list(draw(tokens=4).unbind(1))), variance=1.0)
     torch.testing.assert_close(few.similarity, torch.ones(3, 3, dtype=torch.float64))
     assert (few.directions == 3).all()
 
@@ -138,11 +138,10 @@ def test_svcca_of_a_head_that_never_varies_is_0(draw, dtype):
 def test_directions_that_are_rounding_only_are_never_kept(draw, dtype):
     x = draw().to(dtype)
     x[:, :, 3:] = x[:, :, :2] * 2  # three directions are left
-    result = svcca(JointCovariance.of(list(x.unbind(1))), 1.0)
+    result = svcca(JointCovariance.of(list(x.unbind(1))), variance=1.0)
     assert (result.directions == 3).all()
-    np.testing.assert_allclose(
-        result.coefficients[0, 1, :3], oracle(*(x[:, head, :3].double().numpy() for head in (0, 1)), 1.0), atol=1e-5
-    )
+    expected = oracle(*(x[:, head, :3].double().numpy() for head in (0, 1)), 1.0)
+    np.testing.assert_allclose(result.coefficients[0, 1, :3], expected, atol=1e-5)
 
 
 def test_a_single_head_has_no_pairs(draw):
@@ -164,6 +163,23 @@ def test_a_single_head_has_no_pairs(draw):
 def test_the_variance_and_the_threshold_must_be_in_range(draw, options, message):
     with pytest.raises(HeadError, match=message):
         svcca(JointCovariance.of(list(draw().unbind(1))), **options)
+
+
+@pytest.mark.parametrize("measure", [cka, lambda *x: svcca(*x).similarity])
+def test_two_matrices_can_be_compared_as_they_are(draw, measure):
+    one, other = draw(heads=2).unbind(1)
+    expected = measure(JointCovariance.of([one, other]))[0, 1]
+    assert measure(one, other).shape == (1, 1)
+    torch.testing.assert_close(measure(one, other)[0, 0], expected)
+    for arguments, message in (
+        ((one,), "cannot compare Tensor and NoneType; expected one JointCovariance, or two tensors"),
+        ((one, [1]), "cannot compare Tensor and list"),
+        ((JointCovariance.of([one, other]), one), "cannot compare JointCovariance and Tensor"),
+        ((one, other[1:]), r"do not fit together: got .*expected \(N, d\)"),
+        ((one, other[:, :0]), r"do not fit together: got .*expected \(N, d\)"),
+    ):
+        with pytest.raises(HeadError, match=message):
+            measure(*arguments)
 
 
 def linear(x):

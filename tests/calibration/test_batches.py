@@ -19,6 +19,7 @@ from transformers import (
     MBart50Tokenizer,
     MBartTokenizer,
     NllbTokenizer,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaModel,
@@ -28,7 +29,7 @@ from transformers import (
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
 from collab_compress.calibration import calibration_batches
-from collab_compress.calibration.batches import noted_batches
+from collab_compress.calibration.batches import noted_batches, sample_sequences, sequence_count
 from collab_compress.calibration.files import read_texts
 from collab_compress.errors import CalibrationError
 
@@ -132,7 +133,7 @@ def test_a_file_of_texts(tmp_path, minilm, minilm_tokenizer):
 def test_lines_of_a_file_end_where_editors_end_them(tmp_path):
     file = tmp_path / "texts.txt"
     file.write_bytes("\ufeffone\u2028text\x0c\x85more\r\ntwo\ttexts\n".encode())
-    assert read_texts(file) == ["one\u2028text\x0c\x85more", ("two", "texts")]
+    assert read_texts(file) == (["one\u2028text\x0c\x85more", ("two", "texts")], [])
 
 
 def test_a_file_of_pairs(tmp_path, minilm, minilm_tokenizer):
@@ -181,7 +182,8 @@ def test_every_text_is_read_in_full(minilm, minilm_tokenizer, caplog):
 
 
 def test_texts_left_out_are_warned_of(minilm, minilm_tokenizer, caplog):
-    texts = ["word " * 70 for _ in range(3)] + ["word " * 300 for _ in range(20)] + [("word " * 200, "word " * 100)]
+    texts = [f"{n} " + "word " * 69 for n in range(3)] + [f"{n} " + "word " * 299 for n in range(20)]
+    texts.append(("word " * 200, "word " * 100))
     minilm.config.max_position_embeddings = 256
     batches = calibration_batches(texts, minilm, minilm_tokenizer)
     assert max(batch["input_ids"].shape[1] for batch in batches) == 256
@@ -314,9 +316,12 @@ def test_a_limit_that_is_no_number_is_refused(words, minilm, limit, monkeypatch)
 
 
 def test_a_tokenizer_of_nothing_is_refused(words, minilm):
-    class Mute:
+    class Mute(PreTrainedTokenizerBase):
         all_special_ids: tuple[int, ...] = ()
         model_max_length = 9
+
+        def __init__(self):
+            pass
 
         def num_special_tokens_to_add(self):
             return 0
@@ -354,9 +359,10 @@ def test_none(minilm, nothing):
         (7, True, "calibration is a int; expected"),
         ("", True, "calibration '' names no file; expected 'synthetic', .* or a file of texts"),
         ("synthetic+", True, r"calibration 'synthetic\+' names no file; expected"),
-        (["text", {"input_ids": torch.ones(1, 1)}], True, "mixes batches and texts"),
-        (["text", 3], True, "calibration item 1 is a int; expected a text, a pair of texts, or a batch"),
-        ([("one", "two", "three")], True, "calibration item 0 is a tuple; expected a text, a pair of texts"),
+        (["text", {"input_ids": torch.ones(1, 1)}], True, "item 1 is or holds a dict; expected a text"),
+        (["text", 3], True, "calibration: item 1 is or holds a int; expected a text, or a pair"),
+        ([("one", "two", "three")], True, "calibration: item 0 is or holds a tuple; expected a text, or a pair"),
+        ([{"input_ids": torch.ones(1, 1)}, "text"], True, "item 1 is a str among batches; pass batches only"),
         ([{"input_ids": [[1, 2]]}], True, "batch 0: input_ids is a list; expected a tensor"),
         ([{"input_ids": torch.ones(0, 4).long()}], True, "batch 0: input_ids is empty; expected a tensor"),
         ({"input_ids": torch.ones(1, 4).long()}, True, "calibration is a dict; expected"),
@@ -486,3 +492,77 @@ def test_random_targets_are_of_the_decoders_vocabulary(make_tiny, words):
     made = calibration_batches("synthetic", MarianModel(config), tokenizer)
     assert max(int(batch["decoder_input_ids"].max()) for batch in made) < 8
     assert max(int(batch["input_ids"].max()) for batch in made) >= 8
+
+
+def decoder(name):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = getattr(transformers, f"{name}Config")(vocab_size=61, max_position_embeddings=20, **sizes)
+    return getattr(transformers, f"{name}Model")(config)
+
+
+def test_what_a_tokenizer_is_set_to_for_generation_does_not_count(words):
+    model, texts = decoder("GPT2"), ["w5 w6 w7", "w8 w9 w10 w11 w12 w13"]
+    (expected,) = calibration_batches(texts, model, words, length=5)
+    tokenizer = copy.deepcopy(words)
+    tokenizer.padding_side = tokenizer.truncation_side = "left"
+    (batch,) = calibration_batches(texts, model, tokenizer, length=5)
+    assert batch["attention_mask"][:, 0].tolist() == [1, 1]
+    for name, tensor in expected.items():
+        assert torch.equal(batch[name], tensor)
+    assert (tokenizer.padding_side, tokenizer.truncation_side) == ("left", "left")
+
+
+@pytest.mark.parametrize(("name", "warns"), [("GPT2", True), ("Llama", False)])
+def test_ready_batches_that_are_padded_on_the_left_are_warned_of(name, warns, batch, caplog):
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][1:, :3] = 0
+    model = translator(name) if name == "Marian" else decoder(name)
+    calibration_batches([batch], model)
+    message = "2 calibration sequences are padded on the left without position_ids, so positions may count"
+    assert [text.startswith(message) for text in caplog.messages] == [True] * warns
+    caplog.clear()
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    calibration_batches([{**batch, "position_ids": positions}], model)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("input_ids", torch.ones(2, 4, dtype=torch.long, device="meta"), "input_ids is on the meta device"),
+        ("input_ids", torch.ones(2, 4).long().to_sparse(), r"input_ids is of layout torch\.sparse_coo"),
+        (
+            "attention_mask",
+            torch.full((2, 4), float("nan")),
+            "attention_mask holds negative numbers or NaN; expected 1",
+        ),
+        ("attention_mask", torch.full((2, 4), -1), "attention_mask holds negative numbers or NaN"),
+        ("decoder_attention_mask", torch.full((2, 4), -1), "decoder_attention_mask holds negative numbers or NaN"),
+    ],
+)
+def test_batches_without_usable_values_are_refused(name, value, message, make_tiny):
+    batch = {"input_ids": torch.ones(2, 4).long(), name: value}
+    with pytest.raises(CalibrationError, match=f"calibration batch 0: {message}"):
+        calibration_batches([batch], make_tiny("bert"))
+
+
+@pytest.mark.parametrize(
+    ("calibration", "messages"),
+    [
+        (["a dog runs"] * 9 + ["a cat"], ["only 2 of 10 calibration sequences are distinct and longer"]),
+        (["a dog runs", "it rains", "two men play"], []),
+        (["a dog ☃ ☃"], ["50% of the tokens of the calibration data are unknown to the tokenizer"]),
+        ([{"input_ids": torch.arange(5)[:, None]}], ["only 0 of 5 calibration sequences are distinct and longer"]),
+        ([{"input_ids": torch.arange(10).view(5, 2)}], []),
+    ],
+)
+def test_data_that_are_alike_are_warned_of(calibration, messages, minilm, minilm_tokenizer, caplog):
+    calibration_batches(calibration, minilm, minilm_tokenizer)
+    assert len(caplog.messages) == len(messages)
+    assert all(text.startswith(start) for text, start in zip(caplog.messages, messages, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "wanted", "expected"), [([16] * 21, 256, 256), ([16] * 2, 64, 32), ([9], 4, 9)])
+def test_a_sample_is_as_large_as_it_can_be(rows, wanted, expected):
+    batches = [{"input_ids": torch.ones(count, 3, dtype=torch.long)} for count in rows]
+    assert sum(map(sequence_count, sample_sequences(batches, wanted))) == expected

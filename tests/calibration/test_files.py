@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 
 import pandas as pd
 import pytest
@@ -9,7 +10,7 @@ from datasets import Dataset
 
 from collab_compress.calibration import calibration_batches
 from collab_compress.calibration.batches import text_file
-from collab_compress.calibration.files import read_texts, split_columns
+from collab_compress.calibration.files import read_texts, split_columns, texts_of
 from collab_compress.errors import CalibrationError
 
 ROWS = [
@@ -40,8 +41,9 @@ def table(request, tmp_path, monkeypatch):
 
 
 def test_columns(table):
-    assert read_texts(f"{table}:first") == FIRST
-    assert read_texts(f"{table}:first,second") == PAIRS  # a row without one of the texts is no pair
+    assert read_texts(f"{table}:first") == (FIRST, [])
+    left_out = ["1 of 3 texts are blank, or lack one text of a pair, and are left out"]
+    assert read_texts(f"{table}:first,second") == (PAIRS, left_out)
     with pytest.raises(CalibrationError, match=r"has the columns id, first, second; say which holds the texts"):
         read_texts(f"{table}:nothing")
     with pytest.raises(CalibrationError, match="names 3 columns"):
@@ -73,15 +75,15 @@ def test_a_table_needs_a_column(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "column", "message"),
     [
-        ("rows.jsonl", '{"text": 1}\n', "text", "rows.jsonl:text holds values of type int; expected texts"),
+        ("rows.jsonl", '{"text": 1}\n', "text", "rows.jsonl:text: item 0 is or holds a int; expected a text"),
         ("rows.jsonl", '{"text": "a"}\n[1]\n', "text", "line 2: a list; expected one JSON object a line"),
         ("rows.jsonl", '{"text": "a"\n', "text", "line 1: .*; expected one JSON object a line"),
-        ("rows.csv", "text\n\n", "text", "has no texts in text"),
+        ("rows.csv", "text\n\n", "text", "rows.csv:text has no texts"),
         ("rows.jsonl", '{"text": ' + "[" * 100_000, "text", "line 1: .*recursion.*; expected one JSON object a line"),
         ("rows.csv", "text,text\na,b\n", "text", "rows.csv has several columns 'text'; expected one of each name"),
         ("rows.csv", "text,id\na, b,1\n", "text", "rows.csv, line 2: more columns than the first line names; quote"),
         ("rows.csv", 'text\na\n"b\nc\n', "text", "cannot read .*unexpected end of data"),
-        ("rows.csv", "", "text", "has no texts in text"),
+        ("rows.csv", "", "text", "rows.csv:text has no texts"),
         ("rows.txt", "a dog\n", "text", "rows.txt has no columns to choose from"),
     ],
 )
@@ -102,7 +104,7 @@ def test_files_and_data_sets_that_are_missing(tmp_path, monkeypatch):
 def test_a_colon_in_a_name_is_no_column(tmp_path):
     file = tmp_path / "one:two"
     file.write_text("a dog\n", encoding="utf-8")
-    assert read_texts(file) == ["a dog"]
+    assert read_texts(file) == (["a dog"], [])
     assert split_columns("C:\\missing.txt") == ("C:\\missing.txt", [])
     assert split_columns("org/name:mrpc:a, b") == ("org/name:mrpc", ["a", "b"])
 
@@ -127,5 +129,55 @@ def test_long_texts_of_a_table(tmp_path):
     """Longer than the csv module reads by default; its limit, which is everyone's, stays."""
     limit, text = csv.field_size_limit(), "a dog " * 30_000
     (tmp_path / "rows.csv").write_text(f"text\n{text}\n", encoding="utf-8")
-    assert read_texts(f"{tmp_path / 'rows.csv'}:text") == [text.strip()]
+    assert read_texts(f"{tmp_path / 'rows.csv'}:text") == ([text], [])
     assert csv.field_size_limit() == limit
+
+
+ROWS_OF_TEXTS = ["a dog", "", None, " \t ", "two  men ", ("a", "pair"), ("no", " "), (None, "pair"), float("nan")]
+
+
+def test_rows_without_a_text_are_left_out_wherever_they_come_from(tmp_path):
+    kept = ["a dog", "two  men ", ("a", "pair")]
+    assert texts_of(ROWS_OF_TEXTS, "calibration") == (
+        kept,
+        ["6 of 9 texts are blank, or lack one text of a pair, and are left out"],
+    )
+    (tmp_path / "rows.txt").write_text("a dog\n\n  \r\ntwo  men \na\tpair\nno\t \n\tpair\n", encoding="utf-8")
+    texts, (note,) = read_texts(tmp_path / "rows.txt")
+    assert texts == kept
+    assert note.startswith("4 of 7 texts are blank")
+    with pytest.raises(CalibrationError, match="calibration has no texts; all 2 are blank"):
+        texts_of(["", " "], "calibration")
+
+
+def test_blank_texts_of_a_list_are_left_out_with_a_word(minilm, minilm_tokenizer, caplog):
+    data = Dataset.from_dict({"text": ["a dog runs", "", None, "a cat"]})
+    (expected,) = calibration_batches(["a dog runs", "a cat"], minilm, minilm_tokenizer)
+    for rows in (data["text"], pd.Series(data["text"][:]), iter(data["text"])):
+        caplog.clear()
+        (batch,) = calibration_batches(rows, minilm, minilm_tokenizer)
+        assert batch["input_ids"].tolist() == expected["input_ids"].tolist()
+        assert caplog.messages == ["2 of 4 texts are blank, or lack one text of a pair, and are left out"]
+
+
+def test_more_texts_than_memory_takes_are_not_read(tmp_path, monkeypatch):
+    def rows():
+        while True:
+            yield "a dog runs"
+
+    monkeypatch.setattr("collab_compress.calibration.files.MOST_CHARACTERS", 100)
+    texts, notes = texts_of(rows(), "calibration")
+    assert texts == ["a dog runs"] * 11
+    assert notes == ["only the first 11 texts of calibration are read: 110 characters"]
+    (tmp_path / "line.txt").write_text("a dog " * 100)
+    with pytest.raises(CalibrationError, match=r"line\.txt has a line of more than 100 characters; divide it"):
+        read_texts(tmp_path / "line.txt")
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "/dev/zero:text", "pipe.csv:text", "pipe:text"])
+def test_devices_and_pipes_are_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for pipe in ("pipe", "pipe.csv"):
+        os.mkfifo(pipe)
+    with pytest.raises(CalibrationError, match="expected a file"):
+        read_texts(name)

@@ -1,10 +1,17 @@
 import pytest
 import torch
 from recorded import recorded_inputs
-from transformers import BertModel
+from transformers import (
+    BertModel,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    GPT2Model,
+)
 
+from collab_compress import Compression, compress
 from collab_compress.architectures import find_dense_attention
-from collab_compress.calibration import gather_moments
+from collab_compress.calibration import gather_moments, run_batch
 from collab_compress.calibration.gather import _Sums
 from collab_compress.errors import CalibrationError
 
@@ -129,3 +136,80 @@ def test_an_argument_that_is_none_is_left_out(make_tiny, batch):
         gather_moments(model, sites, batches), gather_moments(model, sites, batches[::-1]), strict=True
     ):
         assert [moment.count for moment in moments] == [moment.count for moment in expected]
+
+
+GPT2 = {"vocab_size": 61, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "pad_token_id": None}
+
+
+def test_decoders_run_without_a_cache():
+    model, batch = GPT2LMHeadModel(GPT2Config(**GPT2)), {"input_ids": torch.ones(2, 5, dtype=torch.long)}
+    assert run_batch(model, batch).past_key_values is None
+    assert run_batch(model, {**batch, "use_cache": True}).past_key_values is not None
+
+
+class Plain(BertModel):
+    """A model whose forward pass takes two arguments alone."""
+
+    def forward(self, input_ids, attention_mask):
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask)
+
+
+class Tuples(BertModel):
+    def forward(self, input_ids, attention_mask):
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, return_dict=False)
+
+
+class Tensors(BertModel):
+    def forward(self, input_ids, attention_mask):
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+
+
+@pytest.mark.parametrize(
+    ("model_class", "output"), [(Plain, "last_hidden_state"), (Tuples, "output 0"), (Tensors, "output 0")]
+)
+def test_a_forward_pass_need_not_take_return_dict(model_class, output, make_tiny, calibration):
+    drifts = []
+    for kind in (BertModel, model_class):
+        report = compress(make_tiny("bert", kind), Compression(dk=8, dv=12, dff=16), calibration)
+        drifts.append(report.drift)
+    assert drifts[1].output == output
+    assert drifts[1].relative_error == drifts[0].relative_error
+
+
+def ids(rows, length, **others):
+    return {"input_ids": torch.ones(rows, length, dtype=torch.long), **others}
+
+
+@pytest.mark.parametrize(
+    ("model_class", "batch", "message"),
+    [
+        (
+            GPT2Model,
+            ids(3, 17),
+            r"in self\); its sequences have 17 tokens, and the model has 16 positions",
+        ),
+        (
+            GPT2ForSequenceClassification,
+            ids(3, 5),
+            r"padding token is defined\.\); set model\.config\.pad_token_id",
+        ),
+        (
+            GPT2Model,
+            ids(3, 5, attention_mask=torch.ones(2, 5, dtype=torch.long)),
+            r"different numbers of sequences: input_ids \(3, 5\), attention_mask \(2, 5\)$",
+        ),
+        (
+            GPT2Model,
+            {"pixel_values": torch.ones(1, 3)},
+            r"reads input_ids, and the batch holds pixel_values \(1, 3\)",
+        ),
+        (
+            GPT2Model,
+            ids(3, 5, token_type_ids=torch.full((3, 5), 99)),
+            r"\(index out of range in self\); the batch holds input_ids \(3, 5\), token_type_ids \(3, 5\)$",
+        ),
+    ],
+)
+def test_an_error_of_the_model_is_passed_on_with_its_cause(model_class, batch, message):
+    with pytest.raises(CalibrationError, match=message):
+        run_batch(model_class(GPT2Config(**GPT2)), batch)

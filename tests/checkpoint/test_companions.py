@@ -1,11 +1,20 @@
 """What is copied along with a model: tokenizer, processor, licences, folders of sentence-transformers."""
 
+import ast
 import json
 import os
+from pathlib import Path
 
 import pytest
+import transformers
 
-from collab_compress.checkpoint.directory import companions_of, copy_companions, sentence_transformers_folders
+from collab_compress.checkpoint.directory import (
+    COMPANIONS,
+    companions_of,
+    copy_companions,
+    not_copied,
+    sentence_transformers_folders,
+)
 from collab_compress.errors import CheckpointError
 
 COPIED = """
@@ -19,7 +28,8 @@ NOT_COPIED = """
     config.json README.md model.safetensors model.safetensors.index.json pytorch_model.bin model.onnx modeling.py
     training_args.bin optimizer.pt notes.md customers.csv trainer_state.json eval_results.json adapter_config.json
     texts.txt tensors.safetensors .env runs/events other/config.json other/chat_template.jinja 2_Dense/code.py
-    2_Dense/pytorch_model.bin
+    2_Dense/pytorch_model.bin 2_Dense/customers.json credentials.json customer_messages.json
+    LICENSE.key vocab-customers.txt
 """
 
 
@@ -74,3 +84,42 @@ def test_a_name_that_is_no_folder_of_the_model(folder, path):
     (folder / "modules.json").write_text(json.dumps([{"path": path}]), encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"modules\.json names "):
         companions_of(folder)
+
+
+def test_what_is_left_out_is_named(folder):
+    written = {"config.json", "README.md", "model.safetensors", "model.safetensors.index.json", ".env"}
+    top = {name.partition("/")[0] for name in NOT_COPIED.split()} - {"2_Dense"}
+    assert not_copied(folder) == sorted(top - written)
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "2_Dense/config.json", "additional_chat_templates/tool_use.jinja"])
+def test_a_link_out_of_the_folder_is_not_followed(folder, tmp_path, name):
+    (tmp_path / "key").write_text("secret", encoding="utf-8")
+    (folder / name).unlink()
+    (folder / name).symlink_to(tmp_path / "key")
+    with pytest.raises(CheckpointError, match=f"{name} is a link out of the model directory"):
+        companions_of(folder)
+    (folder / name).unlink()
+    (folder / name).symlink_to(folder / "notes.md")
+    assert companions_of(folder)
+
+
+def test_the_links_of_the_hubs_cache_are_followed(folder, tmp_path):
+    snapshot, blobs = tmp_path / "models--org--name" / "snapshots" / "0a1b", tmp_path / "models--org--name" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for name in ("config.json", "tokenizer.json", "LICENSE"):
+        (folder / name).rename(blobs / name)
+        (snapshot / name).symlink_to(os.path.join("..", "..", "blobs", name))
+    copy_companions(snapshot, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out")) == ["LICENSE", "tokenizer.json"]
+
+
+def test_files_of_every_tokenizer_are_known():
+    names = set()
+    for source in (Path(transformers.__file__).parent / "models").glob("*/tokenization_*.py"):
+        for node in ast.parse(source.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "VOCAB_FILES_NAMES":
+                names |= set(ast.literal_eval(node.value).values())
+    assert {"vocab.txt", "spiece.model", "target.spm"} <= names
+    assert names <= COMPANIONS

@@ -17,6 +17,18 @@ from collab_compress.checkpoint.directory import (
 from collab_compress.errors import CheckpointError
 
 
+def test_a_file_keeps_its_permissions_and_hard_links(tmp_path):
+    for name in ("private", "linked"):
+        (tmp_path / name).write_text("before", encoding="utf-8")
+        (tmp_path / name).chmod(0o600)
+    os.link(tmp_path / "linked", tmp_path / "other")
+    for name in ("private", "linked"):
+        write_atomically(tmp_path / name, "after")
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "other").read_text(encoding="utf-8") == "after"
+    assert sorted(os.listdir(tmp_path)) == ["linked", "other", "private"]
+
+
 def test_appears_whole(tmp_path):
     with atomic_directory(tmp_path / "deep" / "model") as directory:
         (directory / "file").write_text("x", encoding="utf-8")

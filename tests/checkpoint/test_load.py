@@ -83,7 +83,13 @@ def test_code_of_a_tokenizer_is_not_run(folder, load):
 def test_a_pickle_is_not_opened(folder):
     (folder / "model" / "model.safetensors").unlink()
     (folder / "model" / "pytorch_model.bin").write_bytes(pickle.dumps(Payload()))
-    fails(load_model, BertModel, "model", words="no file named model.safetensors")
+    command = "from transformers import BertModel; BertModel.from_pretrained('model').save_pretrained('model')"
+    fails(load_model, BertModel, "model", words=command)
+
+
+def test_a_folder_with_a_gguf_file_alone_is_told_apart(tmp_path):
+    (tmp_path / "small.Q4_1.gguf").touch()
+    fails(find_directory, str(tmp_path), words="small.Q4_1.gguf is a quantized model for llama.cpp, so take the")
 
 
 @pytest.mark.parametrize(
@@ -163,6 +169,11 @@ def test_a_weight_in_two_shards_is_refused(folder, make_tiny):
     fails(load_model, BertModel, "sharded", words=f"{name} is in {first.name} and in {second.name}")
 
 
+def test_a_weight_under_two_names_is_refused(folder):
+    alter(folder / "model" / "model.safetensors", **{f"bert.{QUERY}.weight": torch.ones(24, 24)})
+    fails(load_model, BertModel, "model", words=f"{QUERY}.weight and bert.{QUERY}.weight are the same tensor, stored")
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "collab_compress.json", "tokenizer.json"])
 def test_a_pipe_is_not_waited_for(folder, name):
     (folder / "model" / name).unlink(missing_ok=True)
@@ -196,6 +207,15 @@ def test_weights_that_may_not_be_read_are_named(folder, monkeypatch):
 def test_a_config_that_cannot_be_saved_is_refused_before_the_work(folder):
     change(folder / "model" / "config.json", output_attentions=True)
     fails(load_model, BertModel, "model", words="The `output_attentions` attribute is not supported")
+
+
+def test_heads_that_an_earlier_version_pruned_are_the_reason(folder):
+    change(folder / "model" / "config.json", pruned_heads={"0": [1]})
+    name = "encoder.layer.0.attention.output.dense.weight"
+    alter(folder / "model" / "model.safetensors", **{name: torch.ones(24, 16)})
+    fails(
+        load_model, BertModel, "model", words="Transformers 4 pruned its heads (pruned_heads), which 5 does not read"
+    )
 
 
 def test_a_validation_error_is_reported_in_full(folder):

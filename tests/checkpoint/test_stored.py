@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, GPT2Config, GPT2Model
 
-from collab_compress import CheckpointError, Compression, compress, mix_heads_, prune_heads_
+from collab_compress import CheckpointError, Compression, compress, is_converted, mix_heads_, prune_heads_
 from collab_compress.attention.rotary import RotaryScores
 from collab_compress.attention.values import NarrowValues
 from collab_compress.checkpoint import EditConfig
@@ -44,6 +45,7 @@ DAMAGED = [
     ("collaborative", {"query": None}, "query None; expected str"),
     ("collaborative", {"scale": float("nan")}, "scale nan; expected float | None"),
     ("collaborative", {"scale": -1.0}, "scale -1.0; expected a number above 0"),
+    ("collaborative", {"scale": 1.0}, "scale 1.0; expected none, as the mixing matrix is trained"),
     ("collaborative", {"colour": 3}, "a field 'colour', which is not known"),
     ("collaborative", {"reads": 9}, "reads 9; expected 1 to 8"),
     ("collaborative", {"reads": 0}, "reads 0; expected 1 to 8"),
@@ -153,6 +155,60 @@ def test_weights_of_an_edit_that_the_config_does_not_describe_are_refused(change
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"BertModel: the checkpoint holds .* in place of .* restore the"):
         AutoModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "edit_",
+    [
+        mix_heads_,
+        lambda model: prune_heads_(model, {NAME: [1]}),
+        lambda model: compress(model, Compression(dk=8), calibration=None),
+        lambda model: compress(model, Compression(dv=12), calibration=None),
+    ],
+    ids=["alphas", "pruned", "scores", "values"],
+)
+def test_a_config_with_another_number_of_heads_is_refused(edit_, make_tiny, tmp_path):
+    model = make_tiny("bert")
+    edit_(model)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 6}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"the stored edit of .* has 3 heads, but the config makes 6; restore"):
+        AutoModel.from_pretrained(tmp_path)
+
+
+def test_a_tensor_under_two_names_is_refused(make_tiny, tmp_path):
+    model = make_tiny("bert")
+    compress(model, Compression(dk=8), calibration=None)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"bert.{NAME}.mixing"] = tensors[f"{NAME}.mixing"] + 1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"holds {NAME}\.mixing twice, as bert\.{NAME}\.mixing and as {NAME}"):
+        AutoModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("change", ["shared", "values", "alphas"])
+def test_a_state_dict_of_the_dense_model_is_refused(change, family, make_tiny):
+    """As `Trainer` loads a checkpoint from before the conversion, without asking for all weights."""
+    tiny = GPT2Config(n_embd=24, n_head=3, n_layer=1, n_positions=8, vocab_size=11)
+    model = make_tiny("bert") if family == "bert" else GPT2Model(tiny)
+    dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if change == "alphas":
+        mix_heads_(model)
+    else:
+        compress(model, Compression(dk=8) if change == "shared" else Compression(dv=12), calibration=None)
+    with pytest.raises(CheckpointError, match=r"the state dict is a dense model's: it holds .*\.weight, which"):
+        model.load_state_dict(dense, strict=False)
+    model.load_state_dict(model.state_dict())
+
+
+def test_a_config_alone_makes_a_dense_model(make_tiny):
+    """As docs/compatibility.md says; Transformers has no hook for anything else."""
+    model = make_tiny("bert")
+    compress(model, Compression(dk=8), calibration=None)
+    assert not is_converted(AutoModel.from_config(model.config))
 
 
 def test_a_layout_that_the_model_has_not_is_refused(tmp_path):

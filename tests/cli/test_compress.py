@@ -310,8 +310,11 @@ def test_an_interrupt_leaves_no_output(python, minilm_path, tmp_path):
 
 
 def test_sentence_transformers_files_travel_along_and_the_model_is_named_as_on_the_hub(run, tmp_path, minilm_path):
-    code, *_ = run("minilm", "--dk", 384, "--output", tmp_path / "out", "--calibration", "none", "--quiet")
+    code, shown, _ = run("minilm", "--dk", 384, "--output", tmp_path / "out", "--calibration", "none")
     assert code == 0
+    assert "from sentence_transformers import SentenceTransformer" in shown
+    assert f'model = SentenceTransformer("{tmp_path / "out"}")' in shown
+    assert 'model = SentenceTransformer("out")' in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (minilm_path / name).read_bytes()
     assert AutoModel.from_pretrained(tmp_path / "out").config.model_type == "bert"
@@ -344,7 +347,7 @@ def test_a_card_and_the_licence_travel_along(run, model_dir, tmp_path):
     (model_dir / "README.md").write_text("---\nlicense: mit\nlanguage: en\n---\n# Theirs\n", encoding="utf-8")
     (model_dir / "LICENSE").write_text("do as you like", encoding="utf-8")
     (model_dir / "customers.csv").write_text("secret", encoding="utf-8")
-    code, _, error = run(model_dir, "--dk", 8, "--output", tmp_path / "out")
+    code, printed, error = run(model_dir, "--dk", 8, "--output", tmp_path / "out")
     assert code == 0, error
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert (card.data.license, card.data.language, card.data.library_name) == ("mit", "en", "transformers")
@@ -353,6 +356,7 @@ def test_a_card_and_the_licence_travel_along(run, model_dir, tmp_path):
     assert str(tmp_path) not in card.content
     assert (tmp_path / "out" / "LICENSE").read_text(encoding="utf-8") == "do as you like"
     assert not (tmp_path / "out" / "customers.csv").exists()
+    assert f"Not copied from {model_dir}: customers.csv." in printed
 
 
 @pytest.mark.parametrize("name", ["texts.txt", "link", "pipe", "/dev/null"])

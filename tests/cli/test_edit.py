@@ -9,8 +9,7 @@ import pytest
 import torch
 from collab_compress_cli import compress, edit, recover
 from collab_compress_cli import model as command_model
-from collab_compress_cli.arguments import Inputs
-from collab_compress_cli.compress import with_steps
+from collab_compress_cli.arguments import Inputs, with_steps
 from collab_compress_cli.data import load_data
 from collab_compress_cli.model import load_model, load_source
 from commands import ran

@@ -57,6 +57,7 @@ def test_every_command_is_installed():
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_is_printed_at_once(name):
     text, seconds = printed(name)
+    assert "options options" not in text
     assert seconds < 1.5
     assert text.startswith(f"usage: {name} ")
     assert f"\n  {name} " in text  # an example

@@ -1,14 +1,54 @@
-"""Outputs that collide, devices, and the progress bar."""
+"""Which class is loaded, outputs that collide, devices, and the progress bar."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from collab_compress_cli import model as command_model
-from collab_compress_cli.model import check_outputs, device_of, progress_bar
+from collab_compress_cli.model import check_outputs, device_of, load_model, progress_bar
+from safetensors.torch import load_file, save_file
+from transformers import BertForSequenceClassification, BertModel, MPNetConfig, MPNetModel
 
-from collab_compress.errors import CollabCompressError, CompressionError
+from collab_compress.errors import CheckpointError, CollabCompressError, CompressionError
+
+
+def saved(model, directory, drop="nothing", **entries):
+    """Save a model without the weights whose names begin with `drop`, and with other entries of its config."""
+    model.save_pretrained(directory)
+    weights, config = directory / "model.safetensors", directory / "config.json"
+    kept = {name: tensor for name, tensor in load_file(weights).items() if not name.startswith(drop)}
+    save_file(kept, weights, metadata={"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | entries), encoding="utf-8")
+    return directory
+
+
+def test_weights_without_the_head_that_the_config_names_are_the_base_model(tmp_path, caplog):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 1, "intermediate_size": 32}
+    stored = MPNetModel(MPNetConfig(vocab_size=60, **sizes))
+    model = load_model(saved(stored, tmp_path / "mpnet", architectures=["MPNetForMaskedLM"]))
+    assert type(model) is MPNetModel
+    assert all(value.equal(stored.state_dict()[name]) for name, value in model.state_dict().items())
+    assert "the config names MPNetForMaskedLM, but no weights of its head are stored" in caplog.text
+    assert "such as lm_head.bias; loaded as MPNetModel" in caplog.text
+
+
+def test_half_a_head_is_no_base_model(tmp_path, make_tiny):
+    folder = saved(make_tiny("bert", BertForSequenceClassification), tmp_path / "model", drop="classifier.bias")
+    with pytest.raises(CheckpointError, match=r"BertForSequenceClassification needs, such as classifier\.bias"):
+        load_model(folder)
+
+
+def test_a_pooler_without_weights_is_left_out_where_nothing_reads_it(tmp_path, make_tiny, caplog):
+    model = load_model(saved(make_tiny("bert"), tmp_path / "base", drop="pooler"))
+    assert type(model) is BertModel
+    assert model.pooler is None
+    assert "no weights of the pooler are stored; BertModel has none" in caplog.text
+    classifier = saved(make_tiny("bert", BertForSequenceClassification), tmp_path / "classifier", drop="bert.pooler")
+    with pytest.raises(CheckpointError, match=r"needs, such as bert\.pooler\.dense\.bias"):
+        load_model(classifier)
 
 
 @pytest.mark.parametrize(

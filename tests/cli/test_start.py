@@ -73,6 +73,32 @@ def test_an_interrupt_while_libraries_are_loaded(tmp_path, name, signum):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["minilm", "--dkk", "8"], "Unrecognized options: --dkk"),
+        (["minilm", "--dk", "8", "--output", "."], ". exists; choose another output or remove it"),
+        (["./modle", "--dk", "8"], "./modle is not a directory; pass a model directory or a hub name"),
+        (["minilm", "--recover", "--dk", "0"], "dk is 0"),
+    ],
+)
+def test_a_typing_error_costs_no_import_of_torch(words, message):
+    code = f"""
+import sys
+from collab_compress_cli import start
+sys.argv = ["x", *{words!r}]
+try:
+    start.compress()
+except SystemExit as stop:
+    loaded = {{"torch", "transformers", "huggingface_hub", "numpy"}} & set(sys.modules)
+    assert not loaded, loaded
+    sys.exit(stop.code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert message in done.stderr
+
+
 def test_versions(run):
     for command in COMMANDS:
         done = run(command, "--version")
@@ -111,6 +137,17 @@ def test_an_output_that_is_full_or_gone(run):
     gone = "import os; read, write = os.pipe(); os.close(read); os.dup2(write, 1)\n"
     done = run("collab-results", "--papers", before=gone)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_an_output_that_is_full_after_the_work(run, make_tiny, tmp_path):
+    make_tiny("bert").save_pretrained(tmp_path / "tiny")
+    full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+    options = ("--dk", 8, "--calibration", "none", "--output", "out")
+    done = run("collab-compress", "tiny", *options, before=full, folder=tmp_path)
+    assert done.returncode == 2
+    assert "everything is done, but standard output cannot be written: No space left on device" in done.stderr
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_yes_runs_nothing(run, make_tiny, tmp_path):
@@ -182,6 +219,7 @@ class PanicException(BaseException):
         (OverflowError("int too big"), 2, "a number is too large: int too big"),
         (OSError(2, "No such file", "a\x1b[2J"), 2, "x: a\\x1b[2J: No such file\n"),
         (CheckpointError("a\x07b"), 2, "x: a\\x07b\n"),
+        (CheckpointError("a" * 5000 + " exists"), 2, "a … a"),
     ],
 )
 def test_every_error_is_one_line(capsys, monkeypatch, error, code, words):

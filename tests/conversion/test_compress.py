@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModel,
@@ -21,10 +21,12 @@ from transformers import (
     BertForMaskedLM,
     BertForMultipleChoice,
     BertForSequenceClassification,
+    BertForTokenClassification,
     BertModel,
     BertPreTrainedModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaModel,
 )
 from transformers.models.bert.modeling_bert import BertEncoder
 
@@ -50,7 +52,9 @@ from collab_compress import (
 )
 from collab_compress.architectures import find_dense_attention
 from collab_compress.attention import install_, is_converted
+from collab_compress.calibration import calibration_batches, gather
 from collab_compress.checkpoint import edits_of
+from collab_compress.conversion import compress as conversion
 from collab_compress.conversion.compress import working_device
 from collab_compress.conversion.drift import drift_of, split_held_back
 from collab_compress.factorization import factorize
@@ -108,9 +112,10 @@ def test_report(family, make_tiny, calibration):
         assert module.weight_error > 0
         assert module.macs_after != module.macs_before
     assert report.drift.output == "last_hidden_state"
-    assert (report.sequences, report.drift.sequences) == (28, 4)  # of 8 batches of 4, one is held back
+    assert (report.sequences, report.drift.sequences) == (28, 4)
+    used, _ = split_held_back(calibration)
     real, target = (
-        sum(int(batch.get(name, batch["attention_mask"]).sum()) for batch in calibration[:7])
+        sum(int(batch.get(name, batch["attention_mask"]).sum()) for batch in used)
         for name in ("attention_mask", "decoder_attention_mask")
     )
     for module in report.modules:
@@ -128,19 +133,19 @@ def test_drift_is_measured_on_held_back_data(make_tiny, calibration):
     dense = make_tiny("bert")
     model = copy.deepcopy(dense)
     report = compress(model, Compression(dk=8), calibration)
-    mask = calibration[-1]["attention_mask"].bool()
+    joined = {name: torch.cat([batch[name] for batch in calibration])[4::8] for name in calibration[0]}
+    mask = joined["attention_mask"].bool()
     with torch.no_grad():
-        one, other = (net(**calibration[-1]).last_hidden_state[mask] for net in (dense, model))
+        one, other = (net(**joined).last_hidden_state[mask] for net in (dense, model))
     assert report.drift.relative_error == pytest.approx(float((other - one).norm() / one.norm()), rel=1e-4)
 
 
 def test_a_compiled_forward_pass_does_not_hide_the_drift(make_tiny, calibration):
-    """`model.forward = torch.compile(model.forward)` leaves a function that runs the model itself, not its copy."""
+    """`torch.compile(model.forward)` is a function that runs the model itself, not its copy."""
     model = make_tiny("bert")
-    expected = compress(copy.deepcopy(model), Compression(dk=8), calibration).drift
-    forward = model.forward
-    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
-    assert compress(model, Compression(dk=8), calibration).drift == expected
+    expected = compress(copy.deepcopy(model), Compression(dk=8, dff=16), calibration).drift
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert compress(model, Compression(dk=8, dff=16), calibration).drift == expected
 
 
 class Logger:
@@ -168,13 +173,53 @@ def test_what_cannot_be_copied_does_not_change_the_drift(place, refit, make_tiny
         assert model.encoder.logger.lock is not None
 
 
-def test_a_replaced_forward_pass_makes_no_drift(make_tiny, calibration):
+@pytest.mark.parametrize("path", ["encoder.layer.0", ""])
+def test_a_replaced_forward_pass_is_refused_and_named(path, make_tiny, calibration):
+    """A copy would run the model's own modules, or lose what the function does."""
     model = make_tiny("bert")
-    layer = model.encoder.layer[0]
-    stock = layer.forward
-    layer.forward = lambda *args, **kwargs: stock(*args, **kwargs) * 1.5
-    report = compress(model, Compression(dk=24, solver=Solver(refit=False)), calibration)
-    assert report.drift.relative_error < 1e-5
+    module = model.get_submodule(path)
+    stock = module.forward
+    module.forward = lambda *args, **kwargs: stock(*args, **kwargs)
+    for data in (calibration, None):
+        with pytest.raises(UnsupportedModelError, match=rf"forward pass of {path or 'BertModel'} was replaced by a"):
+            compress(model, Compression(dk=8), data)
+    module.forward = torch.compile(module.forward, backend="eager")
+    with pytest.raises(UnsupportedModelError, match="was replaced by a function"):
+        compress(model, Compression(dk=8), calibration)
+
+
+def test_a_model_may_run_while_it_is_converted(make_tiny, calibration, make_batch, monkeypatch):
+    expected, model = make_tiny("bert"), make_tiny("bert")
+    report = compress(expected, Compression(keep=0.6, solver=Solver(sweeps=2)), calibration)
+    other, run, outputs = make_batch("bert", batch=2, length=7), gather.run_batch, []
+
+    def also_run(of, batch):
+        assert of is not model
+        assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+        with torch.no_grad():
+            outputs.append(model(**other).last_hidden_state)
+        return run(of, batch)
+
+    for place in ("calibration.gather", "conversion.head_weights", "conversion.writers", "conversion.feed_forward"):
+        monkeypatch.setattr(f"collab_compress.{place}.run_batch", also_run)
+    again = compress(model, Compression(keep=0.6, solver=Solver(sweeps=2)), calibration)
+    assert again.drift == report.drift
+    assert equal(state(model), state(expected))
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
+def test_a_second_conversion_at_the_same_time_is_refused(make_tiny, calibration):
+    classifier, refused = make_tiny("bert", BertForSequenceClassification), []
+
+    def convert_too(*_):
+        for model in (classifier, classifier.bert):
+            with pytest.raises(CompressionError, match=f"{type(model).__name__} is being converted by another"):
+                compress(model, Compression(dv=12), calibration)
+        refused.append(compress(make_tiny("bert"), Compression(dv=12), None))  # another model
+
+    compress(classifier, Compression(dk=8), None, progress=convert_too)
+    assert refused
+    compress(classifier.bert, Compression(dv=12), None)  # afterwards it may be
 
 
 def test_no_calibration_no_drift(make_tiny):
@@ -217,7 +262,7 @@ def test_a_classifier_keeps_its_head(make_tiny, batch, calibration):
     dense = make_tiny("bert", BertForSequenceClassification)
     model = copy.deepcopy(dense)
     report = compress(model, Compression(dk=24), calibration)
-    assert report.drift.output == "logits"
+    assert report.drift.output == "log probabilities"
     with torch.no_grad():
         torch.testing.assert_close(model(**batch).logits, dense(**batch).logits, atol=2e-5, rtol=1e-4)
 
@@ -260,6 +305,41 @@ def test_nothing_changes_when_interrupted_in_the_swap(family, make_tiny, batch, 
     assert equal(before, state(model))
     with torch.no_grad():
         assert torch.equal(model(**batch).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("step", ["install_refits", "adopt_", "record_edit_"])
+def test_nothing_changes_when_interrupted_after_a_step(step, wrapped, make_tiny, calibration, monkeypatch):
+    around = make_tiny("bert", BertForSequenceClassification)
+    model = around.bert if wrapped else around
+    before, config, take = state(around), around.config.to_dict(), getattr(conversion, step)
+    attributes = {name: set(vars(part)) for name, part in around.named_modules()}
+
+    def interrupt(of, *args):
+        take(of, *args)
+        if of is model:
+            raise KeyboardInterrupt
+
+    compression = Compression(dk=8, dv=12, dff=16, solver=Solver(sweeps=1))
+    with monkeypatch.context() as patched:
+        patched.setattr(conversion, step, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            compress(model, compression, calibration)
+    assert equal(before, state(around))
+    assert around.config is around.bert.config
+    assert around.config.to_dict() == config
+    assert attributes == {name: set(vars(part)) for name, part in around.named_modules()}
+    assert not is_converted(around.bert.encoder.layer[0].attention.self)
+    report = compress(model, compression, calibration)
+    assert report.parameters_after < report.parameters_before
+    assert around.config.intermediate_size == 16
+
+
+def test_models_of_one_config_stay_apart(make_tiny, calibration):
+    model = make_tiny("bert")
+    other = BertModel(model.config)
+    compress(model, Compression(dff=16), calibration)
+    assert (model.config.intermediate_size, other.config.intermediate_size) == (16, 32)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +420,7 @@ def test_a_full_width_is_exact_without_a_run_for_the_weights_of_heads(make_tiny,
 
     monkeypatch.setattr(BertModel, "forward", counted)
     report = compress(make_tiny("bert"), Compression(dk=24, solver=Solver(refit=False)), calibration)
-    assert len(runs) == 2  # of both models, to measure drift
+    assert len(runs) == 2 * len(split_held_back(calibration)[1])  # of both models, to measure drift
     assert {(module.head_dim, module.weight_error) for module in report.modules} == {(9, 0.0)}
 
 
@@ -493,7 +573,7 @@ def test_sequences_and_length_decide_what_is_read(minilm, minilm_tokenizer, tmp_
     read = Compression(dk=384, modules="*layer.0*", solver=Solver(refit=False))
     report = compress(copy.deepcopy(minilm), read, texts, minilm_tokenizer)
     assert (report.sequences, report.drift.sequences) == (35, 5)
-    assert report.warnings == ()
+    assert [warning.partition(" in ")[0] for warning in report.warnings] == ["dk=384 saves nothing"]
     report = compress(
         copy.deepcopy(minilm),
         read,
@@ -536,6 +616,54 @@ def test_drift_holds_the_outputs_of_one_batch(make_tiny, calibration):
     assert len(most) == 2 * len(calibration)
     assert max(most) == 2
     assert max(widest) <= length * model.config.vocab_size
+
+
+class Offset(nn.Module):
+    def __init__(self, head, offset):
+        super().__init__()
+        self.head, self.offset = head, offset
+
+    def forward(self, hidden):
+        return self.head(hidden) + self.offset
+
+
+@pytest.mark.parametrize(
+    ("model_class", "head"),
+    [(BertForMaskedLM, "cls.predictions.decoder"), (BertForTokenClassification, "classifier")],
+)
+def test_drift_of_logits_is_that_of_log_probabilities(model_class, head, make_tiny, calibration):
+    dense = make_tiny("bert", model_class)
+    dense.get_submodule(head).weight.data *= 20
+    shifted, other = copy.deepcopy(dense), copy.deepcopy(dense)
+    for model in (shifted, other):
+        model.set_submodule(head, Offset(copy.deepcopy(model.get_submodule(head)), 100.0))
+    assert drift_of(shifted, dense, calibration).relative_error < 1e-5
+    torch.manual_seed(1)
+    weight = other.get_submodule(head).head.weight
+    weight.data = torch.randn_like(weight) * weight.std()
+    drift = drift_of(other, shifted, calibration)
+    assert drift.output == "log probabilities"
+    assert drift.relative_error > 0.5
+    squares = torch.zeros(2)
+    for batch in calibration:
+        mask = batch["attention_mask"].bool()
+        with torch.no_grad():
+            old, new = (model(**batch).logits[mask].log_softmax(-1) for model in (shifted, other))
+        squares += torch.stack([(new - old).square().sum(), (old - old.mean(-1, True)).square().sum()])
+    assert drift.relative_error == pytest.approx(float(squares[0] / squares[1]) ** 0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize(("labels", "problem"), [(1, None), (3, "regression"), (3, "multi_label_classification")])
+def test_logits_without_classes_are_compared_as_they_are(labels, problem, calibration):
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=61, hidden_size=24, num_attention_heads=3, num_hidden_layers=1)
+    config.num_labels, config.problem_type = labels, problem
+    dense = BertForSequenceClassification(config).eval()
+    other = copy.deepcopy(dense)
+    other.classifier = Offset(other.classifier, 1.0)
+    drift = drift_of(other, dense, calibration)
+    assert drift.output == "logits"
+    assert drift.relative_error > 1
 
 
 def test_padding_alone_has_no_drift(make_tiny, calibration):
@@ -674,20 +802,40 @@ def test_an_eighth_is_held_back_whatever_the_batches():
         return [{"x": torch.arange(count), **odd} for count in rows]
 
     cases = {
-        (16, 16, 8): ([16, 16, 3], [5]),
-        (4,) * 8: ([4] * 7, [4]),
-        (3, 20, 1): ([3, 18], [2, 1]),
+        (16, 16, 8): ([14, 14, 7], [2, 2, 1]),
+        (4,) * 8: ([3, 4] * 4, [1] * 4),
+        (3, 20, 1): ([3, 17, 1], [3]),
         (9,): ([8], [1]),
         (1,): ([1], []),
         (1, 1): ([1], [1]),
         (): ([], []),
+        (16,) * 64: ([15] * 64, [1] * 64),  # 64 at most
+        (8000,): ([7936], [64]),
     }
     for rows, expected in cases.items():
-        assert tuple(map(sizes, split_held_back(made(*rows)))) == expected
+        used, held_back = map(sizes, split_held_back(made(*rows)))
+        assert (sorted(used), sorted(held_back)) == tuple(map(sorted, expected))
     assert tuple(map(sizes, split_held_back(made(2, 6, odd=torch.ones(7))))) == ([2], [6])  # cannot be divided
     assert tuple(map(sizes, split_held_back(made(6, odd=torch.ones(7))))) == ([6], [])
-    used, held_back = split_held_back(made(3, 20, 1))
-    assert torch.cat([batch["x"] for batch in (*used, *held_back)]).tolist() == [*range(3), *range(20), 0]
+    used, held_back = split_held_back(made(*[16] * 80, odd=torch.ones(7)))
+    assert (len(used), len(held_back)) == (76, 4)
+    parts = [[batch["x"] for batch in group] for group in split_held_back([{"x": torch.arange(40)}])]
+    assert [torch.cat(part).tolist() for part in parts] == [
+        [row for row in range(40) if row % 8 != 4],
+        [4, 12, 20, 28, 36],
+    ]
+
+
+def test_lengths_held_back_are_those_of_the_data(minilm, minilm_tokenizer):
+    """Texts come in batches of one length."""
+    texts = [" ".join(["word"] * (3 + place * 7919 % 90)) for place in range(256)]
+    used, held_back = (
+        torch.cat([batch["attention_mask"].sum(1) for batch in part]).double()
+        for part in split_held_back(calibration_batches(texts, minilm, minilm_tokenizer))
+    )
+    assert len(held_back) == 32
+    assert abs(held_back.mean() - used.mean()) < 3
+    assert abs(held_back.std() - used.std()) < 3
 
 
 def test_one_batch_is_split_to_measure_drift(make_tiny, calibration):
@@ -765,7 +913,15 @@ HOOKS = {
     "hook": lambda layer: layer.register_forward_hook(lambda _, __, output: 2 * output),
     "backward hook": lambda layer: layer.register_full_backward_hook(lambda *_: None),
     "forward": lambda layer: setattr(layer, "forward", lambda x: 0 * x),
+}
+COMPUTED = {
     "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+    "weight norm": parametrizations.weight_norm,
+}
+PARTS = {
+    "parameter": lambda layer: layer.register_parameter("extra", nn.Parameter(torch.ones(2))),
+    "buffer": lambda layer: layer.register_buffer("extra", torch.ones(2)),
+    "module": lambda layer: layer.register_module("extra", nn.Linear(2, 2)),
 }
 
 
@@ -784,6 +940,32 @@ def test_hooks_are_kept_or_refused(kind, path, make_tiny, batch):
     with pytest.raises(UnsupportedModelError, match=rf"layer\.1\.attention\.{path} \(Linear\) has a .*; remove it"):
         compress(model, Compression(dk=8, dv=12), calibration=None)
     torch.testing.assert_close(model(**batch)[0], hooked)
+
+
+@pytest.mark.parametrize("path", ["attention.self.query", "attention.output.dense", "intermediate.dense"])
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_computed_weights_are_refused_wherever_they_are(kind, path, make_tiny):
+    """They would be saved, and not loaded."""
+    model = make_tiny("bert")
+    COMPUTED[kind](model.encoder.layer[1].get_submodule(path))
+    for function in (
+        lambda: compress(model, Compression(dk=8), calibration=None),
+        lambda: mix_heads_(model),
+        lambda: prune_heads_(model, {"encoder.layer.0.attention.self": [0]}),
+    ):
+        with pytest.raises(
+            UnsupportedModelError, match=rf"weight of encoder\.layer\.1\.{path} is computed from others"
+        ):
+            function()
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_parts_that_would_vanish_with_a_projection_are_refused(kind, make_tiny):
+    model = make_tiny("bert")
+    PARTS[kind](model.encoder.layer[1].attention.self.value)
+    message = r"layer\.1\.attention\.self\.value \(Linear\) has extra, a parameter, buffer or module of its own"
+    with pytest.raises(UnsupportedModelError, match=message):
+        compress(model, Compression(dk=8, dv=12), calibration=None)
 
 
 def test_hooks_of_accelerate_are_allowed(make_tiny, batch):
@@ -861,3 +1043,54 @@ def test_models_made_for_inference_are_refused(make_tiny):
     ):
         with pytest.raises(CollabCompressError, match=r"of BertModel was made inside torch\.inference_mode\(\)"):
             function()
+
+
+@pytest.mark.parametrize(
+    ("compression", "options", "error", "message"),
+    [
+        (12, {}, CompressionError, "compression is of type int: 12; expected Compression"),
+        ({"dk": 12}, {}, CompressionError, "compression is of type dict: .*; expected Compression"),
+        (None, {}, CompressionError, "compression is of type NoneType: None; expected Compression"),
+        (Compression(dk=8), {"calibration_options": {}}, CalibrationError, "calibration_options is of type dict: {}"),
+        (Compression(dk=8), {"tokenizer": "bert-base"}, CalibrationError, "tokenizer is of type str: 'bert-base'"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(compression, options, error, message, make_tiny, calibration):
+    with pytest.raises(error, match=message):
+        compress(make_tiny("bert"), compression, calibration, **options)
+
+
+@pytest.mark.parametrize(("heads", "dk", "rounded"), [(2, 16, ()), (1, 8, ()), (1, 4, ("dk 4 was rounded up to 8",))])
+def test_widths_that_save_nothing_are_warned_of(heads, dk, rounded, make_tiny):
+    model = grouped_queries(heads)
+    warnings = compress(model, Compression(dk=dk, dv=8 * heads), None).warnings
+    counted = f"its key–value heads × head width are {heads} × 8 = {8 * heads}, and"
+    expected = (*rounded, f"dk={8 * heads} saves nothing in 1 modules", f"dv={8 * heads} saves nothing in 1 modules")
+    assert all(text.startswith(start) for text, start in zip(warnings, expected, strict=True))
+    assert all(counted in text for text in warnings[len(rounded) :])
+
+
+def grouped_queries(key_value_heads):
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return LlamaModel(LlamaConfig(vocab_size=61, num_key_value_heads=key_value_heads, **sizes))
+
+
+def test_widths_beyond_grouped_queries_name_the_key_value_heads():
+    with pytest.raises(CompressionError, match="dk is 32, but 2 key–value heads × 8 = 16 is exact already"):
+        compress(grouped_queries(2), Compression(dk=32), None)
+
+
+def test_weights_that_layers_shared_are_said_to_be_separate(make_tiny, calibration):
+    model = make_tiny("bert")
+    first, second = (layer.attention.self for layer in model.encoder.layer[:2])
+    second.key.weight = first.key.weight
+    (warning,) = (text for text in compress(model, Compression(dk=8), calibration).warnings if "shared" in text)
+    names = [f"encoder.layer.{place}.attention.self.key.weight" for place in (0, 1)]
+    assert warning.startswith(f"1 weights that several layers shared, such as {names[0]} and {names[1]}, are sep")
+    unchanged = make_tiny("bert")
+    unchanged.encoder.layer[1] = unchanged.encoder.layer[0]  # one layer in two places stays one
+    assert not any("shared" in text for text in compress(unchanged, Compression(dk=8), calibration).warnings)
+    again = make_tiny("bert")
+    again.encoder.layer[1] = again.encoder.layer[0]
+    with pytest.raises(UnsupportedModelError, match=r"else \(its encoder\.layer\.1\..* is missing, or shared"):
+        compress(again, Compression(dff=8), calibration)

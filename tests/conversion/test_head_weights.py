@@ -7,7 +7,8 @@ from transformers.pytorch_utils import Conv1D
 
 from collab_compress import Compression, compress, read_factors
 from collab_compress.architectures import find_attention
-from collab_compress.conversion.head_weights import LEAST, _squares, head_weights
+from collab_compress.conversion import head_weights as module
+from collab_compress.conversion.head_weights import ENOUGH, LEAST, _squares, head_weights
 from collab_compress.heads import Tap
 
 MODELS = {
@@ -130,3 +131,18 @@ def test_no_float64_is_asked_of_a_device_that_has_none(make_tiny, batch, monkeyp
     head_weights(model, find_attention(model), [batch])
     assert torch.float32 in asked
     assert torch.float64 not in asked
+
+
+@pytest.mark.parametrize("rows", [[512], [16] * 32, [300, 4, 208]])
+def test_enough_sequences_are_run_in_small_batches(rows, make_tiny, monkeypatch):
+    model, sizes, run = make_tiny("bert"), [], module.run_batch
+
+    def counted(model, batch):
+        sizes.append(len(batch["input_ids"]))
+        return run(model, batch)
+
+    monkeypatch.setattr(module, "run_batch", counted)
+    batches = [{"input_ids": torch.randint(5, 61, (count, 5))} for count in rows]
+    head_weights(model, find_attention(model), batches)
+    assert max(sizes) <= 16
+    assert ENOUGH - 16 <= sum(sizes) <= ENOUGH

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_families import build, inputs, run
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CLIPConfig, CLIPModel, LlamaConfig, LlamaModel
+from transformers import CLIPConfig, CLIPModel, LlamaConfig, LlamaModel, ViTConfig, ViTModel
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
 from collab_compress.conversion.calibrate import typical_length
@@ -168,6 +168,14 @@ def test_the_length_is_one_that_nine_in_ten_texts_do_not_exceed(make_tiny):
     assert typical_length(CalibrationOptions(), model, batches) == 9
     assert typical_length(CalibrationOptions(length=12), model, batches) == 12
     assert typical_length(CalibrationOptions(), model) == 128
+
+
+def test_images_have_the_length_that_attention_reads():
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = ViTModel(ViTConfig(image_size=8, patch_size=2, **sizes))
+    batches = [{"pixel_values": torch.zeros(3, 3, 8, 8)}]
+    assert typical_length(CalibrationOptions(), model, batches) == 17  # of 4 × 4 patches and [CLS]
+    assert typical_length(CalibrationOptions(length=5), model, batches) == 5
 
 
 def test_the_length_of_a_sound_is_in_positions_that_attention_reads():

@@ -21,9 +21,10 @@ from collab_compress import (
     mix_heads_,
     prune_heads_,
 )
+from collab_compress.attention.values import fill_
 from collab_compress.conversion import refit as module
 from collab_compress.conversion.drift import split_held_back
-from collab_compress.conversion.feed_forward import find_feed_forward
+from collab_compress.conversion.feed_forward import find_feed_forward, narrower_config
 from collab_compress.conversion.refit import DAMPINGS, find_writers, install_refits, refit, refit_
 from collab_compress.errors import CalibrationError, HeadError, UnsupportedModelError
 
@@ -298,9 +299,9 @@ def test_neurons_chosen_on_random_inputs_are_warned_of(family, random, data):
 
 def test_neurons_chosen_on_few_vectors_are_warned_of(make_tiny):
     report = compress(make_tiny("bert"), Compression(dff=16), batches(6))
-    assert [fit.vectors for fit in report.refits] == [114] * 4
+    assert [fit.vectors for fit in report.refits] == [112] * 4
     (warning,) = report.warnings
-    assert "layer.0.output.dense and 1 more modules saw few calibration vectors: 114 of width 32" in warning
+    assert "layer.0.output.dense and 1 more modules saw few calibration vectors: 112 of width 32" in warning
     assert compress(make_tiny("bert"), Compression(dff=16), batches(24)).warnings == ()
 
 
@@ -347,12 +348,12 @@ def test_blocks_in_two_steps_are_those_of_the_second(make_tiny):
 
 
 def test_texts_that_are_left_out_are_named(make_tiny, monkeypatch, caplog):
-    room = 4 * (32 + 8 * 24) * 6 * 27  # six of nine batches: seven to fit to, and one held back, with which two run
+    room = 4 * (32 + 8 * 24) * 6 * 27  # six of seven batches
     monkeypatch.setattr(module, "ROOM", room)
     report = compress(make_tiny("distilbert"), Compression(dv=12), batches(8))
-    note = "layers were refitted to 12 of 21 calibration sequences"
+    note = "layers were refitted to 18 of 21 calibration sequences"
     assert report.sequences == 21
-    assert {(each.sequences, each.vectors) for each in report.refits} == {(12, 84)}
+    assert {(each.sequences, each.vectors) for each in report.refits} == {(18, 126)}
     assert any(note in warning for warning in report.warnings)
     refit_(*pair(make_tiny), None, batches(8))
     assert note in caplog.text
@@ -369,8 +370,18 @@ def test_threads_are_few_however_many_the_batches(make_tiny, monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", watched)
     model, dense = pair(make_tiny)
     results = refit(model, dense, batches(7), batches(4))
-    assert {result.report.sequences for result in results} == {3 * 3}  # every third
-    assert len(started) <= 1 + 2 * 3 + 3 * 2
+    assert {result.report.sequences for result in results} == {3 * 3}
+    assert len(started) <= 1 + 2 * 3 + 3 * 3
+
+
+def test_more_data_never_leave_fewer_to_fit_to(make_tiny, monkeypatch):
+    monkeypatch.setattr(module, "ROOM", 4 * (32 + 8 * 24) * 10 * 27)  # ten batches
+    monkeypatch.setattr(module, "MOST", 12)
+    counts = []
+    for count in (4, 9, 11, 12, 13, 16, 40):
+        report = refit_(*pair(make_tiny), None, batches(count))[0]
+        counts.append(report.sequences)
+    assert counts == [11, 24, 29, 30, 30, 30, 30]
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
@@ -468,6 +479,55 @@ def test_inference_mode_leaves_parameters_that_train(make_tiny):
         refit_(model, dense, None, batches())
     model(**batches()[0])[0].sum().backward()
     assert not any(parameter.is_inference() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-30, 1e-9])
+@pytest.mark.parametrize("part", ["output.dense", "intermediate.dense"])
+@pytest.mark.parametrize("bias", [0.0, 0.5])
+def test_blocks_that_hardly_write_are_narrowed_too(part, factor, bias, make_tiny):
+    model, data = make_tiny("bert"), batches(24)
+    with torch.no_grad():
+        layer = model.encoder.layer[0].get_submodule(part)
+        layer.weight *= factor
+        layer.bias.fill_(bias)
+    dense = copy.deepcopy(model)
+    report = compress(model, Compression(dff=8), data)
+    assert [block.dff for block in report.feed_forward] == [8, 8]
+    assert {fit.name: fit.error_after for fit in report.refits}["encoder.layer.0.output.dense"] < 1e-5
+    with torch.no_grad():
+        layers = [net.encoder.layer[0] for net in (model, dense)]
+        outputs = [layer.output.dense(layer.intermediate(torch.zeros(1, 24))) for layer in layers]
+        torch.testing.assert_close(*outputs, atol=1e-5, rtol=0)
+
+
+def test_the_default_device_does_not_matter(make_tiny):
+    model, data = make_tiny("bert"), batches()
+    with torch.device("meta"):
+        report = compress(model, Compression(dk=8, dv=12, dff=16), data)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert [block.dff for block in report.feed_forward] == [16, 16]
+
+
+def test_a_layer_that_a_width_also_sets_is_named(make_tiny):
+    model = make_tiny("bert")
+    blocks = find_feed_forward(model, batches()[0])
+    with pytest.raises(UnsupportedModelError, match=r"intermediate_size sets that of encoder\.layer\.1\..* too"):
+        narrower_config(model, blocks[:1], 8)
+
+
+def test_an_interrupt_leaves_all_layers_as_they_were(make_tiny, monkeypatch):
+    model, dense = pair(make_tiny)
+    before, filled = {name: tensor.clone() for name, tensor in model.state_dict().items()}, []
+
+    def interrupt(*args):
+        if filled:
+            raise KeyboardInterrupt
+        filled.append(fill_(*args))
+
+    monkeypatch.setattr(module, "fill_", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        refit_(model, dense, None, batches())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_padding_alone_cannot_be_held_back(make_tiny):

@@ -81,6 +81,19 @@ def test_the_model_is_not_taken_for_a_part_of_the_output(start, data_dir, tmp_pa
         run(recipe(data_dir, "outputs", "fresh.config=outputs/start"))
 
 
+def test_nothing_is_written_into_a_model_or_among_the_data(start, data_dir, tmp_path, monkeypatch):
+    before = snapshot(tmp_path)
+    for output, message in ((start / "o", "lies in the model"), (data_dir / "MRPC/o", "lies among the data in")):
+        with pytest.raises(RecipeError, match=rf"the output {output} {message} .*; choose another output"):
+            run(recipe(data_dir, output, f"model={start}"))
+    with pytest.raises(RecipeError, match="lies in the model"):
+        run(recipe(data_dir, start / "o", f"fresh.config={start}"))
+    assert snapshot(tmp_path) == before
+    monkeypatch.chdir(data_dir / "MRPC")  # a project that holds its data
+    with outputs.reserve_output(recipe(data_dir, "o", f"model={start}"), ["tuned"]) as finished:
+        assert not finished
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -121,6 +134,10 @@ DK = "compression={dk: 12}"
         ([DK, "calibration=nowhere.txt"], "nowhere.txt"),
         (["tuning.arguments={adam_beta1: 2}"], "beta"),
         (["tuning.arguments={dataloader_num_workers: -1}"], "num_workers"),
+        (
+            ["tuning.arguments={dataloader_num_workers: 99999}"],
+            r"num_workers is 99999; expected at most the \d+ cores",
+        ),
         (["tuning.arguments={lr_scheduler_kwargs: {nothing: 1}}"], "nothing"),
         ([DK, "again={epochs: 1, arguments: {adam_beta1: 2}}"], "beta"),
     ],
@@ -250,6 +267,26 @@ def test_a_folder_is_known_as_ours_until_it_is_removed(tmp_path, monkeypatch):
     assert is_ours(folder)
     discard(folder)
     assert not folder.exists()
+
+
+def test_what_does_not_decide_a_model_is_no_other_recipe(start, data_dir, tmp_path):
+    output, source = tmp_path / "out", f"model={start}"
+    records = run(recipe(data_dir, output, source))
+    content = json.loads((output / MARK).read_text())
+    del content["recipe"]["tuning"]["batch_tokens"]  # as an earlier version would have written it
+    (output / MARK).write_text(json.dumps(content))
+    for arguments in ("{disable_tqdm: true, logging_steps: 3}", "{eval_strategy: epoch, eval_steps: 1}"):
+        assert run(recipe(data_dir, output, source, f"tuning.arguments={arguments}")) == records
+    for other in ("tuning.arguments.adam_beta2=0.98", "tuning.batch_tokens=200"):
+        with pytest.raises(RecipeError, match="out was made with another tuning; choose another output"):
+            run(recipe(data_dir, output, source, other))
+
+
+def test_evaluations_that_choose_the_best_checkpoint_decide_a_model():
+    best = {"load_best_model_at_end": True, "generation_num_beams": 1, "logging_steps": 5}
+    assert outputs.without_neutral("again", {"arguments": best})["arguments"].keys() == best.keys() - {
+        "logging_steps"
+    }
 
 
 @pytest.mark.parametrize(

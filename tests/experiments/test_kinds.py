@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import sacrebleu
 import torch
+from tiny_words import bert_config, word_tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -16,6 +17,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BartConfig,
+    BertForSequenceClassification,
     DistilBertConfig,
     EvalPrediction,
     GPT2Config,
@@ -427,8 +429,68 @@ def test_classes_in_another_order(questions, tmp_path):
     model.save_pretrained(tmp_path / "other")
     AutoTokenizer.from_pretrained(tmp_path / "out" / "start").save_pretrained(tmp_path / "other")
     changed = ("fresh=null", f"model={tmp_path / 'other'}", "tuning=null", "compression.dk=12", "calibration=none")
-    with pytest.raises(DataError, match=r"has its classes in the order .*; trec has"):
+    with pytest.raises(DataError, match=r"has the classes .*; trec has .*, in this order; fine-tune it on trec"):
         run(recipe(tmp_path / "again", *settings, *changed))
+
+
+@pytest.fixture
+def classifier(tmp_path):
+    """Return a function that saves a classifier with these classes, and returns it with the folder."""
+
+    def save(*names, **config):
+        torch.manual_seed(5)
+        tokenizer = word_tokenizer()
+        classes = {"num_labels": len(names), "id2label": dict(enumerate(names))}
+        classes["label2id"] = {name: number for number, name in enumerate(names)}
+        model = BertForSequenceClassification(bert_config(tokenizer, **classes, **config))
+        for part in (model, tokenizer):
+            part.save_pretrained(tmp_path / "classifier")
+        return model, tmp_path / "classifier"
+
+    return save
+
+
+@pytest.mark.parametrize("names", [("positive", "negative"), ("entailment", "neutral", "contradiction")])
+def test_a_model_of_other_classes_is_not_scored_and_gets_a_new_head_for_training(classifier, data_dir, names, caplog):
+    model, folder = classifier(*names)
+    settings = ("fresh=null", f"model={folder}", "task=mrpc", f"data_dir={data_dir}")
+    with pytest.raises(DataError, match=rf"has the classes {names[0]}, {names[1]}.*; mrpc has not_equivalent, equiv"):
+        run(recipe(folder.parent / "scores", *settings, "tuning=null"))
+    workload = Classification(recipe(folder.parent / "out", *settings))
+    start = workload.load_model(folder, trained=False)
+    assert f"the head of {folder} is of another task; a new one is drawn for mrpc" in caplog.text
+    assert start.classifier.weight.shape == (2, 24)
+    assert not torch.equal(start.classifier.weight, model.classifier.weight[:2])
+    assert 0.3 < start.classifier.weight.detach().std() < 0.5  # as Transformers initializes it
+    assert torch.equal(start.bert.pooler.dense.weight, model.bert.pooler.dense.weight)
+    assert torch.equal(start.classifier.weight, workload.load_model(folder, trained=False).classifier.weight)
+    [record] = run(workload.recipe)
+    assert record["stage"] == "tuned"
+
+
+def test_a_classifier_is_no_start_for_scores_with_its_head(classifier, tmp_path):
+    (tmp_path / "STS-B").mkdir()
+    for split in ("train", "dev"):
+        rows = "".join(f"{row}\tg\tf\ty\t{row}\tn\tn\tred cat\tblue dog\t{row / 2}\n" for row in range(8))
+        (tmp_path / "STS-B" / f"{split}.tsv").write_text(
+            f"index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n{rows}"
+        )
+    _, folder = classifier("positive", "negative")
+    settings = ("fresh=null", f"model={folder}", "task=stsb", f"data_dir={tmp_path}")
+    with pytest.raises(DataError, match="has the classes positive, negative; stsb has one score"):
+        run(recipe(tmp_path / "scores", *settings, "tuning=null"))
+    assert Classification(recipe(tmp_path / "out", *settings)).load_model(folder, trained=False).num_labels == 1
+
+
+@pytest.mark.parametrize("names", [("LABEL_0", "LABEL_1"), ("0", "1"), ("Not_Equivalent", "Equivalent")])
+def test_classes_without_names_are_the_task_s(classifier, data_dir, names, caplog):
+    model, folder = classifier(*names)
+    settings = ("fresh=null", f"model={folder}", "task=mrpc", f"data_dir={data_dir}")
+    [record] = run(recipe(folder.parent / "scores", *settings, "tuning=null"))
+    assert record["stage"] == "given"
+    start = Classification(recipe(folder.parent / "out", *settings)).load_model(folder, trained=False)
+    assert torch.equal(start.classifier.weight, model.classifier.weight)
+    assert "another task" not in caplog.text
 
 
 def test_half_precision_checkpoints_are_tuned_in_full(text, tmp_path):

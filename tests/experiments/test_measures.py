@@ -30,6 +30,7 @@ from collab_compress.analysis import (
 from collab_compress.architectures import find_attention
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import measures, read_recipe, run
+from collab_compress.experiments.workload import Classification
 from collab_compress.heads import HeadMask, alphas_of, confidence, head_importance
 
 FRESH = "fresh={layers: 2, width: 24, heads: 3, feed_forward: 32, dropout: 0.0, max_length: 40, vocab_size: 60}"
@@ -184,6 +185,19 @@ def test_a_finished_run_is_measured_and_nothing_else(translated, sentences, tmp_
         assert measures["pruning"]["random"][place] == near(
             mean(bleu_without(drawn_order, share) for drawn_order in orders)
         )
+
+
+def test_only_measured_rows_are_tokenized(start, data_dir, tmp_path, monkeypatch):
+    workload = Classification(read_recipe(overrides=mrpc(start, data_dir, tmp_path / "out", "tuning={}")))
+    workload.tokenizer = AutoTokenizer.from_pretrained(start)
+    model = workload.load_model(start, trained=False)
+    whole = measures.Subject(workload, model)
+    rows, encode, encoded = [whole._rows[place] for place in whole.places(0, 3)], workload.encode, []
+    monkeypatch.setattr(measures, "ROWS", 3)
+    monkeypatch.setattr(workload, "encode", lambda texts: encoded.append(len(texts["validation"])) or encode(texts))
+    few = measures.Subject(workload, model)
+    assert encoded == [3]
+    assert [few._rows[place] for place in few.places()] == rows
 
 
 def test_one_group_of_rows_has_no_error(text, tmp_path, monkeypatch):

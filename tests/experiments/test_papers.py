@@ -196,7 +196,6 @@ def test_choosing():
         ("dominant cross", None),
         ("half pruned", -5.0),
         ("perplexity", 12.5),
-        ("seconds", 60),
         ("parameters", 1000),
         ("task loss", 3.0),
         ("training overlap", 0.25),
@@ -206,7 +205,7 @@ def test_choosing():
 def test_quantities(write, of, expected):
     history = [{"task_loss": 4.0, "epoch": 1}, {"task_loss": 3.0, "bhattacharyya": 0.25, "epoch": 2}, {"epoch": 2}]
     metrics = {"validation": {"perplexity": 9.0}, "test": {"perplexity": 12.5}}
-    more = {"history": history, "metrics": metrics, "seconds": 60, "parameters": 1000}
+    more = {"history": history, "metrics": metrics, "parameters": 1000}
     path = write("plain", [80.0], measures=MEASURES, **more)
     values = readings(read_results(path), "plain", "mrpc", of)
     assert values == ({} if expected is None else {("minilm", 0): pytest.approx(expected)})

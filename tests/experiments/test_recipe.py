@@ -1,3 +1,4 @@
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from yaml.constructor import SafeConstructor
 
 from collab_compress.errors import RecipeError
 from collab_compress.experiments import read_recipe
+from collab_compress.experiments import recipe as recipe_module
 from collab_compress.experiments.recipe import read_settings
 
 RECIPE = """
@@ -123,7 +125,7 @@ def test_calibration_is_a_choice(path):
             r": fresh\.config is 3; expected str or dict\[str,any\]; fresh\.layers is 'a'",
         ),
         ("output=~nobody-here/x", "home directory"),
-        ("tuning.epochs=yes", r"tuning\.epochs is True; expected a valid number"),
+        ("tuning.epochs=yes", r"tuning\.epochs is 'yes'; expected a valid number"),
         ("heads.penalties=[{name: hsic, weight: .inf}]", r"heads\.penalties\.0\.weight is inf; expected a finite"),
         ("heads.rotation.epochs=1", r"heads\.rotation\.epochs is 1; expected a list, as in \[1\]"),
         ("heads.rotation.strategy=x", r"heads\.rotation\.strategy is 'x'; expected 'manual', 'hard', 'in-layer'"),
@@ -132,6 +134,11 @@ def test_calibration_is_a_choice(path):
         ("files=a", "files is 'a'; expected an object"),
         ("trackers=wandb", r"trackers is 'wandb'; expected a list, as in \[wandb\]"),
         ("tuning={epochs: 1, epochs: 2}", "epochs appears twice"),
+        ("seed=1:30", "seed is '1:30'; expected a valid integer"),
+        (
+            "method=plain",
+            "method is plain, the name of the baseline, but the recipe has drophead0.2-scheduled-hsic1-",
+        ),
     ],
 )
 def test_mistakes_are_named(path, override, message):
@@ -154,6 +161,43 @@ def test_numbers_lists_and_places_as_people_write_them(path, monkeypatch):
     assert (recipe.trackers, recipe.conversion) == (("wandb",), "e4")
     assert (recipe.output, recipe.data_dir) == (Path("/home/me/x"), Path("/home/me/y"))
     assert read_recipe(path, ["trackers=[wandb, aim]"]).trackers == ("wandb", "aim")
+
+
+def test_scalars_are_those_of_yaml_1_2(tmp_path):
+    text = (
+        "a: [010, 0o17, 0x1F, 1e-4, 5., -.5e+1, +3, .inf, true, ~, null]\nb: [1:30, no, on, 1_000, 2026-01-01, 0b1]"
+    )
+    (tmp_path / "scalars.yaml").write_text(text)
+    settings = read_settings(tmp_path / "scalars.yaml", ["c="])
+    assert settings["a"] == [10, 15, 31, 1e-4, 5.0, -5.0, 3, math.inf, True, None, None]
+    assert settings["b"] == ["1:30", "no", "on", "1_000", "2026-01-01", "0b1"]
+    assert settings["c"] is None
+
+
+def test_few_of_many_unknown_fields_are_named(path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(recipe_module, "get_close_matches", lambda *_, **__: calls.append(1) or ["model"])
+    with path.open("a") as file:
+        file.writelines(f"modle{number}: 1\n" for number in range(40))
+    with pytest.raises(RecipeError, match=r"no field modle9; did you mean model\?; and 30 more$"):
+        read_recipe(path)
+    assert len(calls) == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        (["heads={}"], "plain"),
+        (["heads={penalties: [{name: bhattacharyya, weight: 0.0}]}"], "plain"),
+        (["heads={drophead: [{p: 0.2}], penalties: [{name: agreement, weight: 0.1}]}"], "drophead0.2-agreement0.1"),
+        (["heads={penalties: [{name: hsic}]}"], "hsic1e-07"),
+        ([], "drophead0.2-scheduled-hsic1-alphas-rotation"),
+        (["method=mine"], "mine"),
+        (["heads={}", "model=null", "fresh={attention: {dk: 8}}"], "collaborative8"),
+    ],
+)
+def test_a_method_is_named_by_what_acts_on_heads(path, changes, name):
+    assert read_recipe(path, changes).method_name == name
 
 
 def test_an_alias_is_not_set_with_what_it_stands_for(tmp_path):

@@ -80,6 +80,10 @@ def test_results_on_the_same_examples_get_the_same_draws():
     assert not np.array_equal(same, resampled_scores("accuracy", "imdb", {"test": arrays}))
 
 
+def test_draws_are_kept_in_bytes():
+    assert resampling._draws(500, 1, 30).nbytes == 500 * 30
+
+
 def test_without_the_outcomes_that_a_score_needs_there_is_none():
     assert resampled_scores("accuracy", "trec", {}) is None
     assert resampled_scores("bleu", "multi30k", {"test": {"losses": np.ones(3), "tokens": np.ones(3)}}) is None

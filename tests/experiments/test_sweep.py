@@ -102,6 +102,23 @@ def test_a_scale_is_laid_over_the_sweep_and_settings_over_both(path, tmp_path):
     assert len(recipes()) == 8
 
 
+def test_null_reaches_tasks_that_have_the_field_themselves(path):
+    settings = yaml.safe_load(path.read_text())
+    settings["base"]["again"] = TUNING
+    settings["tasks"] = {"mrpc": {"again": {"epochs": 2}}, "rte": None, "cola": {"max_length": 16}}
+    path.write_text(yaml.safe_dump(settings, sort_keys=False))
+    agains = {recipe.task: recipe.again.epochs for recipe in read_sweep(path).recipes()}
+    assert agains == {"mrpc": 2, "rte": 1, "cola": 1}
+    assert {recipe.again for recipe in read_sweep(path, ["base.again=null"]).recipes()} == {None}
+    tuned = list(read_sweep(path, ["base.again=null", "tasks.rte.again={epochs: 3}"]).recipes())
+    assert {recipe.task: recipe.again and recipe.again.epochs for recipe in tuned} == {
+        "mrpc": None,
+        "rte": 3,
+        "cola": None,
+    }
+    assert {recipe.max_length for recipe in tuned if recipe.task == "cola"} == {16}
+
+
 def test_base_extends_a_recipe_beside_the_sweep(path):
     recipe = {"task": "rte", "output": "elsewhere", "max_length": 32, "tuning": {"epochs": 5, "warmup": 0.2}}
     (path.parent / "shared.yaml").write_text(yaml.safe_dump(recipe))

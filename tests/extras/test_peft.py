@@ -34,7 +34,7 @@ def adapted(model, **options):
 def classifier(make_tiny, tmp_path):
     """Return a converted classifier, saved as `tmp_path / "base"` too."""
     model = make_tiny("bert", BertForSequenceClassification)
-    compress(model, Compression(dk=8), calibration=None)
+    compress(model, Compression(dk=9), calibration=None)
     model.save_pretrained(tmp_path / "base")
     return AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
 

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -205,6 +206,12 @@ def test_bad_arguments_are_refused(make_heads):
     narrow = Moments.of(sample(9, 4, 0))
     refused(make_heads, "query_moments do not fit the heads: got width 4, expected 5", query_moments=narrow)
     refused(make_heads, "key_moments do not fit the heads: got width 4, expected 6", key_moments=narrow)
+    refused(make_heads, "key_moments are no moments: got Tensor, expected Moments", key_moments=torch.ones(6, 6))
+    refused(make_heads, "query is no tensor: got ndarray, expected torch.Tensor", query=np.ones((2, 5, 2)))
+    refused(make_heads, "head_weights is no tensor: got ndarray", head_weights=np.ones(2))
+    refused(make_heads, "on the meta device have no values", query=torch.ones(2, 5, 2, device="meta"))
+    refused(make_heads, "on the meta device have no values", device="meta")
+    refused(make_heads, "cannot work on device nowhere: Expected one of cpu", device="nowhere")
     refused(make_heads, "damping is out of range: got -1, expected 0 or more", damping=-1)
     refused(make_heads, "sweeps is out of range: got 0, expected 1 or more", sweeps=0)
     refused(make_heads, "reads is out of range: got 0 with solver 'als', expected 1 or more", reads=0)

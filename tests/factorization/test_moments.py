@@ -32,6 +32,9 @@ def test_bad_moments_are_refused():
         Moments(torch.ones(2), torch.ones(3, 3), 1)
     with pytest.raises(ValueError, match="moments need at least one vector: got count 0, expected > 0"):
         Moments(torch.ones(2), torch.ones(2, 2), 0)
+    for inputs, shape in ((torch.tensor(1.0), r"\(\)"), (torch.zeros(3, 0), r"\(3, 0\)")):
+        with pytest.raises(ValueError, match=rf"moments are of vectors: got shape {shape}, expected"):
+            Moments.of(inputs)
     with pytest.raises(ValueError, match="moments are not finite: got nan or inf"):
         Moments(torch.tensor([1.0, float("nan")]), torch.ones(2, 2), 1)
 

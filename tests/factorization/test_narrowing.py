@@ -28,6 +28,25 @@ def added(outputs, heads, output):
     return total
 
 
+def test_bad_arguments_are_refused(layer):
+    value, output, outputs = layer
+    moments = Moments.of(outputs)
+    for message, arguments in (
+        ("value is not finite", (value * torch.nan, output, SIZES, moments)),
+        ("output is not finite", (value, output * torch.inf, SIZES, moments)),
+        (
+            "moments do not fit the heads: got width 14, expected 15",
+            (value, output, SIZES, Moments.of(outputs[:, 1:])),
+        ),
+        ("moments are no moments: got Tensor", (value, output, SIZES, moments.second)),
+        ("value is no tensor: got ndarray", (value.numpy(), output, SIZES, moments)),
+        ("value and output heads do not fit together", (value[:, :, 1:], output, SIZES, moments)),
+        ("value and output heads do not fit together", (value[:2], output, SIZES[:2], moments)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            narrow_values(*arguments)
+
+
 @pytest.mark.parametrize("fold", [True, False])
 def test_error_is_what_the_layer_loses_on_the_data(layer, fold):
     value, output, outputs = layer

@@ -113,7 +113,7 @@ def test_padded_sound_is_left_out_of_the_moments():
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("clip", "CLIPModel reads tokens beside pixel_values; pass its tokenizer=…"),
+        ("clip", "CLIPModel reads tokens beside pixel_values, and there is no tokenizer; save its processor beside"),
         ("patchtst", "PatchTSTModel reads past_values, not texts; pass batches of them"),
     ],
 )

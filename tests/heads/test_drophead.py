@@ -126,9 +126,9 @@ def test_gradient_checkpointing_repeats_the_same_draw(make_tiny, batch):
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
-@pytest.mark.parametrize("p", [-0.1, 1.0, float("nan")])
+@pytest.mark.parametrize("p", [-0.1, 1.0, float("nan"), "a", None])
 def test_p_is_a_probability_below_one(make_tiny, p):
-    with pytest.raises(HeadError, match="expected a probability of dropping, from 0 to below 1"):
+    with pytest.raises(HeadError, match=f"DropHead's p is {p!r}; expected 0 to below 1"):
         DropHead(make_tiny("bert"), p)
 
 

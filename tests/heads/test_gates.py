@@ -87,6 +87,39 @@ def test_folded_gates_compute_the_same_and_closed_heads_can_be_pruned(edit, fami
         torch.testing.assert_close(outputs(model, batch), actual, rtol=1e-4, atol=1e-5)
 
 
+def test_the_recipe_of_the_docstring_when_all_heads_of_a_layer_close(make_tiny, batch):
+    model = make_tiny("bert")
+    gates = spread_(HeadGates(model))
+    first = next(iter(gates.log_alphas))
+    with torch.no_grad():
+        gates.log_alphas[first].copy_(torch.tensor([-9.0, -5.0, -7.0]))
+    assert gates.closed()[first] == [0, 1, 2]
+    actual, closed = outputs(model, batch), gates.closed(keep_one=True)
+    assert closed[first] == [0, 2]
+    gates.fold_()
+    prune_heads_(model, closed)
+    torch.testing.assert_close(outputs(model, batch), actual, rtol=1e-4, atol=1e-5)
+
+
+def test_gates_fold_once_and_not_after_removal(make_tiny):
+    model = make_tiny("bert")
+    for end in (HeadGates.remove, HeadGates.fold_):
+        gates = HeadGates(model)
+        end(gates)
+        weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
+        with pytest.raises(HeadError, match="this HeadGates has been removed from the model; make a new HeadGates"):
+            gates.fold_()
+        assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("start", [float("nan"), float("inf"), None, "2"])
+def test_gates_start_at_a_finite_number(start, make_tiny):
+    model = make_tiny("bert")
+    with pytest.raises(HeadError, match=f"start of head gates is {start!r}; expected a finite number"):
+        HeadGates(model, start=start)
+    assert not any(head_hooks(layer.attention.self) for layer in model.encoder.layer)
+
+
 @pytest.mark.parametrize("edit", [HeadGates, mix_heads_])
 def test_what_would_be_folded_into_pruned_weights_is_refused(edit, make_tiny):
     """Their weights are computed anew before each forward pass, which would lose what is folded in."""

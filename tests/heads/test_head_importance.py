@@ -212,12 +212,28 @@ def test_least_important(share, keep_one, expected):
     assert least_important(IMPORTANCE, share, keep_one=keep_one) == expected
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), "a", None])
 def test_a_share_beyond_all_is_refused(share):
     with pytest.raises(HeadError, match="expected 0 to 1"):
         least_important(IMPORTANCE, share)
 
 
 def test_importance_that_is_no_number_is_refused():
-    with pytest.raises(HeadError, match=r"importance of a: got .*expected one finite number a head"):
-        least_important({"a": torch.tensor([0.1, float("nan")])}, 0.5)
+    for values in (torch.tensor([0.1, float("nan")]), [1, 2]):
+        with pytest.raises(HeadError, match=r"importance of a: got .*expected one finite number a head"):
+            least_important({"a": values}, 0.5)
+    with pytest.raises(HeadError, match=r"importances are \[1, 2\]; expected module path → tensor"):
+        least_important([1, 2], 0.5)
+
+
+def test_importance_without_a_single_label_is_refused(make_tiny, batch):
+    """The loss is 0 for all masks, which would rank the first layer's heads below all others."""
+    model = make_tiny("bert", BertForMaskedLM)
+    labels = torch.full_like(batch["input_ids"], -100)
+    unlabelled = {**batch, "labels": labels}
+    with pytest.raises(HeadError, match=r"gradient of the loss is 0 in all heads.*labels other than -100"):
+        head_importance(model, [unlabelled])
+    labels = labels.clone()
+    labels[0, 1] = 5
+    importance = head_importance(model, [{**batch, "labels": labels}, unlabelled])
+    assert all(values.any() for values in importance.values())

@@ -7,11 +7,13 @@ import torch
 from forms import converted, in_turns
 from transformers import BertLMHeadModel, BertModel, MarianMTModel
 
-from collab_compress import UnsupportedModelError
+from collab_compress import UnsupportedModelError, head_importance
+from collab_compress.analysis import dominant_heads, head_covariances
 from collab_compress.architectures import find_attention
 from collab_compress.attention.install import head_hooks
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import average_distance, confidence, swap_heads_
+from collab_compress.training import measure
 
 END = 7  # a token that counts as the end of a sequence here
 
@@ -239,6 +241,24 @@ def test_nothing_to_measure_is_an_error(make_tiny, batch):
         confidence(model, [batch], exclude=range(61))
     with pytest.raises(HeadError, match="expected 'outputs' or 'probs'"):
         average_distance(model, [batch], of="values")
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        confidence,
+        average_distance,
+        head_importance,
+        head_covariances,
+        lambda model, batches: measure(model, batches, ["agreement"]),
+        lambda model, batches: dominant_heads(model, batches=batches),
+    ],
+)
+def test_one_batch_in_place_of_several_is_named(measured, make_tiny, batch):
+    with pytest.raises(
+        CalibrationError, match=r"a batch is 'input_ids'; expected keyword .* or \[batch\] for a single"
+    ):
+        measured(make_tiny("bert"), batch)
 
 
 def test_broken_weights_are_an_error(make_tiny, batch):

@@ -103,7 +103,7 @@ def test_setting_replaces_all_masks(make_tiny, batch):
         unmasked = hidden(model, batch)
     assert torch.equal(unmasked, hidden(model, batch))
     mask.remove()
-    with pytest.raises(HeadError, match="have been removed from the model; make a new HeadMask"):
+    with pytest.raises(HeadError, match="this HeadMask has been removed from the model; make a new HeadMask"):
         mask.set({})
 
 
@@ -200,6 +200,36 @@ def test_a_wrong_mask_is_refused_and_changes_nothing(mask, message, make_tiny, b
         assert torch.equal(hidden(model, batch), before)
     with pytest.raises(HeadError, match=message):
         HeadMask(model, {name: mask})
+    assert not any(head_hooks(site.module) for site in find_attention(model))
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert", "albert"])
+def test_head_mask_in_a_call_is_refused_while_heads_are_masked(family, make_tiny, batch):
+    """Transformers 5 takes and ignores it."""
+    model = make_tiny(family)
+    with HeadMask(model), pytest.raises(HeadError, match=f"{type(model).__name__} got head_mask=, which Trans"):
+        model(**batch, head_mask=torch.zeros(2, 3))
+    assert not model._forward_pre_hooks
+    if family == "bert":
+        model.config._attn_implementation = "flash_attention_2"
+        with pytest.raises(UnsupportedModelError, match="has hooks on its heads"):
+            HeadMask(model)
+        assert not model._forward_pre_hooks  # of masks that could not be set up
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: HeadMask(model, [1]), r"masks are \[1\]; expected module path → tensor \(heads,\)"),
+        (lambda model: Tap(model, None), "a tap cannot read None; it reads outputs, values"),
+        (lambda model: Tap(model, kinds=None), r"kinds is None; expected a tuple of some of encoder, decoder, cross"),
+        (lambda model: HeadMask(model, kinds="encoder"), r"kinds is 'encoder'; .* as \('encoder',\)"),
+    ],
+)
+def test_arguments_of_wrong_types_are_refused(make, message, make_tiny):
+    model = make_tiny("bert")
+    with pytest.raises(HeadError, match=message):
+        make(model)
     assert not any(head_hooks(site.module) for site in find_attention(model))
 
 

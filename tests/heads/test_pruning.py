@@ -196,10 +196,6 @@ def adapter(model):
     model.encoder.layer[0].attention.output.dense = Adapter(24, 24)
 
 
-def parametrized(model):
-    nn.utils.parametrizations.weight_norm(model.encoder.layer[0].attention.self.value)
-
-
 def tied(model):
     model.encoder.layer[0].attention.self.value.weight = model.encoder.layer[1].attention.self.value.weight
 
@@ -234,7 +230,6 @@ def integers(model):
             {FIRST: [0]},
             r"attention\.output\.dense: got .*Adapter, expected a plain torch\.nn\.Linear of floats; merge",
         ),
-        (parametrized, {FIRST: [0]}, r"self\.value: got .*ParametrizedLinear, expected a plain torch\.nn\.Linear"),
         (integers, {FIRST: [0]}, r"self\.value: .*undo quantization"),
         (tied, {FIRST: [0]}, r"self\.value is shared with another module, .* untie them first"),
         (tied_whole, {FIRST: [0]}, r"self\.query is shared with another module"),

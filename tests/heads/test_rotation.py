@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -429,6 +430,39 @@ def test_a_shared_layer_has_no_other_to_swap_with(make_tiny, calibration):
 def test_kinds_that_a_model_lacks_are_refused():
     with pytest.raises(UnsupportedModelError, match="cross"):
         Rotator(bert(), RotationOptions("random", epochs=(0,), kinds=("cross",)))
+
+
+def test_the_tokenizers_ends_do_not_count_for_importance(calibration):
+    """A BERT's config names no end of a sequence; its tokenizer does."""
+    tokenizer = SimpleNamespace(eos_token_id=None, sep_token_id=3)
+    model, batches = bert(2), with_separators(calibration)
+    rotation = RotationOptions("hard", epochs=(0,), k=4, importance="confidence")
+    pairs = {}
+    for name, excluded in (("words", (3,)), ("all", ())):
+        order = ranked(confidence(model, batches, exclude=excluded))
+        pairs[name] = tuple(zip(order[:4], order[::-1], strict=False))
+    assert pairs["words"] != pairs["all"]
+    for part in (tokenizer, SimpleNamespace(tokenizer=tokenizer)):  # or a processor that has it
+        (event,) = Rotator(copy.deepcopy(model), rotation, part).epoch(0, batches=batches)
+        assert event.pairs == pairs["words"]
+    images = SimpleNamespace(size=224)  # a processor without tokens
+    for part, options in (
+        (None, rotation),
+        (images, rotation),
+        (tokenizer, dataclasses.replace(rotation, exclude=())),
+    ):
+        (event,) = Rotator(copy.deepcopy(model), options, part).epoch(0, batches=batches)
+        assert event.pairs == pairs["all"]
+
+
+def with_separators(batches):
+    """Return batches whose sequences end with token 3, as BERT's do with [SEP]."""
+    ended = []
+    for batch in batches:
+        tokens, lengths = batch["input_ids"].clone(), batch["attention_mask"].sum(1)
+        tokens[torch.arange(len(tokens)), lengths - 1] = 3
+        ended.append({**batch, "input_ids": tokens})
+    return ended
 
 
 def test_importance_needs_data(calibration):

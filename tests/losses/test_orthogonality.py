@@ -98,6 +98,19 @@ def test_zero_vectors_have_norm_one(heads, width):
     assert not x.grad.any()
 
 
+def test_float32_of_large_vectors(make_vectors):
+    """Their Gram matrix is finite, and its square is not."""
+    x, mask = make_vectors(2, 3, 4, 5, seed=0)
+    x = x.detach() * 1e10
+    torch.testing.assert_close(orthogonality(x.float(), mask).double(), oracle(x, mask), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 0, 4), (2, 3, 4, 0)])
+def test_nothing_is_not_orthogonal(shape):
+    with pytest.raises(ValueError, match=r"x has no heads or no channels: got \(2, 3, "):
+        orthogonality(torch.zeros(shape))
+
+
 @pytest.mark.parametrize("scale", [0.05, 0.2, 1.0])
 def test_float32_at_the_size_of_a_real_layer(make_vectors, scale):
     x, mask = make_vectors(4, 32, 12, 32)

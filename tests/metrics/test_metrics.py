@@ -256,3 +256,27 @@ def test_what_cannot_be_loaded(monkeypatch):
         load_metric("accuracy", tokenize="13a")
     with pytest.raises(DataError, match="tokenizer 'ja-mecab' cannot be used: Japanese tokenization requires"):
         load_metric("bleu", tokenize="ja-mecab")
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1e300, 2**70])
+@pytest.mark.parametrize("name", ["accuracy", "accuracy+f1", "matthews"])
+def test_classes_that_are_no_integers_are_refused(name, value):
+    with pytest.raises(DataError, match=r"cannot score these values: .*(convert|large)"):
+        load_metric(name).compute(predictions=[value], references=[1])
+
+
+def test_losses_beyond_float64_are_infinite_or_nan():
+    perplexity = load_metric("perplexity")
+    assert perplexity.compute(predictions=[1e308, 1e308], references=[1, 1])["perplexity"] == math.inf
+    assert math.isnan(perplexity.compute(predictions=[math.inf, -math.inf], references=[1, 1])["perplexity"])
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_nothing_cannot_be_scored(name):
+    with pytest.raises(DataError, match="nothing to score"):
+        load_metric(name).compute(predictions=[], references=[])
+
+
+def test_labels_beyond_the_classes_are_refused():
+    with pytest.raises(DataError, match="a label is none of the 5 classes of the logits: Target 9"):
+        token_losses(torch.zeros(1, 3, 5), torch.tensor([[0, 9, 1]]))

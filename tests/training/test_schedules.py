@@ -15,17 +15,11 @@ from collab_compress.training import SCHEDULES
 )
 def test_points_of_the_figure(name, points):
     for progress, value in points:
-        assert SCHEDULES[name](progress, 0.1, 0.2, 0.2) == pytest.approx(value)
-
-
-def test_start_and_end_may_differ():
-    assert SCHEDULES["scheduled"](0.0, 0.5, 0.3, 0.1) == pytest.approx(0.3)
-    assert SCHEDULES["scheduled"](1.0, 0.5, 0.3, 0.1) == pytest.approx(0.1)
-    assert SCHEDULES["anti-curriculum"](0.0, 0.5, 0.3, 0.1) == pytest.approx(0.3)
+        assert 0.2 * SCHEDULES[name](progress, 0.1) == pytest.approx(value)
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-@pytest.mark.parametrize("warmup", [0.0, 0.06, 1.0])
-def test_values_stay_between_zero_and_the_ends(name, warmup):
+@pytest.mark.parametrize("warmup", [0.0, 0.06, 0.99])
+def test_values_stay_between_zero_and_one(name, warmup):
     for step in range(101):
-        assert 0 <= SCHEDULES[name](step / 100, warmup, 0.3, 0.2) <= 0.3
+        assert 0 <= SCHEDULES[name](step / 100, warmup) <= 1

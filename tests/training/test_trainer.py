@@ -9,11 +9,14 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForSequenceClassification,
     BertForSequenceClassification,
+    BertTokenizerFast,
     GPT2Config,
     GPT2LMHeadModel,
     MarianMTModel,
@@ -24,7 +27,15 @@ from transformers import (
 
 from collab_compress import Compression, compress
 from collab_compress.errors import HeadError
-from collab_compress.heads import RotationOptions, alphas_of, merge_alphas_, mix_heads_, prune_heads_
+from collab_compress.heads import (
+    RotationOptions,
+    alphas_of,
+    confidence,
+    merge_alphas_,
+    mix_heads_,
+    prune_heads_,
+    rotation,
+)
 from collab_compress.training import (
     AlphasOptions,
     DropHeadOptions,
@@ -649,6 +660,28 @@ def test_epochs_are_passes_over_the_data(make_tiny, tmp_path):
     trainer.train()
     history = trainer.state.stateful_callbacks["HeadState"]["attributes"]["saved"]["rotation"]["history"]
     assert [event["epoch"] for event in history] == [0, 1, 2]
+
+
+def test_the_ends_of_the_processing_class_do_not_count_for_importance(make_tiny, tmp_path, monkeypatch):
+    excluded = []
+
+    def measured(model, batches, *, exclude, **options):
+        excluded.append(exclude)
+        return confidence(model, batches, exclude=exclude, **options)
+
+    monkeypatch.setattr(rotation, "confidence", measured)
+    training = HeadTraining(rotation=RotationOptions("hard", (0,), importance="confidence"))
+    tokenizer = BertTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"[PAD]": 0, "[SEP]": 3}, "[PAD]")))
+    trainer = HeadTrainer(
+        classifier(make_tiny),
+        arguments(tmp_path, max_steps=1),
+        train_dataset=dataset(),
+        eval_dataset=dataset(8, 7, 1),
+        processing_class=tokenizer,
+        head_training=training,
+    )
+    trainer.train()
+    assert excluded == [{tokenizer.sep_token_id}]
 
 
 def test_validation_data_may_be_several(make_tiny, tmp_path):
