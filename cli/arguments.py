@@ -321,7 +321,7 @@ class EvaluateArguments:
 class ExpandArguments(EditArguments):
     """Turn converted attention back into dense heads that compute the same, and load without this package.
 
-    Heads that read more channels than a dense head has are refused.
+    Heads that are wider than the dense ones, as a larger --head-dim makes them, are refused.
 
     Examples:
       collab-expand minilm-dk384

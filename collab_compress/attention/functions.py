@@ -21,7 +21,8 @@ from collab_compress.transformers_parts import ALL_ATTENTION_FUNCTIONS, sdpa_att
 # Arguments of stock attention functions that choose the keys to read, and those that change the scores.
 CHOOSE_KEYS = frozenset(("block_indices", "indices"))
 CHANGE_SCORES = frozenset(("s_aux", "sinks", "softcap"))
-LEAST_WIDTH, WIDTH_MULTIPLE = 16, 8  # of heads, as flex attention (the least) and flash attention take them on a GPU
+LEAST_WIDTH = 16  # of heads, as flex attention takes them on a GPU
+WIDTH_MULTIPLE = 8  # of heads, as flash attention takes them
 
 
 def collab_sdpa(

@@ -151,12 +151,11 @@ class Layers:
         return min(neurons, self.neurons) if neurons > 0 else None
 
     def _compression(self, widths: _Widths | None, dff: int | None) -> Compression:
-        compression = replace(self.compression, keep=None, dff=dff)
-        if widths is not None:
-            compression = replace(compression, dk=widths.dk, head_dim=widths.head_dim, dv=widths.dv)
-        if compression.dk is None:  # no solver iterates
-            compression = compression.with_solver(method="als", effort="best", sweeps=None, tolerance=None)
-        return compression
+        dk, head_dim, dv = (None,) * 3 if widths is None else (widths.dk, widths.head_dim, widths.dv)
+        solver = self.compression.solver
+        if dk is None:  # no solver iterates
+            solver = replace(solver, method="als", effort="best", sweeps=None, tolerance=None)
+        return replace(self.compression, keep=None, dk=dk, head_dim=head_dim, dv=dv, dff=dff, solver=solver)
 
     def start(self) -> Candidate:
         """Return the candidate with the most even split.

@@ -240,10 +240,7 @@ class _Run:
         separate, mixing = one_hot(strongest(values, min(rank, heads * reads), equal=True), values, rank)
         start = Iterate.at(Direction.of(self.channels, separate, mixing, separate))
         if start.relative_error(self.channels) < self.lowest:
-            thinned = self.lowest, self.best
             self._restrict(start, [reads])
-            if thinned[0] < self.lowest:
-                self.lowest, self.best = thinned
 
     def _restrict(self, start: Direction, counts: Sequence[int]) -> None:
         """Sweep from a point while heads read fewer components, by these numbers in turn; keep the best result."""

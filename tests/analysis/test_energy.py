@@ -1,7 +1,5 @@
 """Energy curves, against singular values of matrices that are formed in full."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -130,7 +128,7 @@ def test_heads_that_share_all_need_fewer_dimensions_together():
 def test_a_conversion_lies_between_the_bounds(bert, calibration):
     rank = 12
     energies = head_energy(bert)
-    report = compress(bert, Compression(dk=rank), calibration=None)
+    report = compress(bert, Compression(dk=rank, head_dim=rank), calibration=None)
     for module in report.modules:
         energy = energies[module.name]
         assert module.weight_error <= (1 - float(energy.unshared[rank])) ** 0.5 + 1e-6
@@ -146,14 +144,11 @@ def test_with_batches_it_is_weighed_as_in_a_conversion_with_the_same(family, bia
             site.query.register_parameter("bias", None)
     used, _ = split_held_back(calibration)
     energies = head_energy(model, iter(used))
-    apart, shared = (
-        compress(copy.deepcopy(model), Compression(dk=rank, form=form, solver=solver), calibration)
-        for form, solver in (("per-head", Solver(refit=False)), ("shared", Solver(sweeps=5, refit=False)))
-    )
-    for module, shared_module in zip(apart.modules, shared.modules, strict=True):
+    compression = Compression(dk=rank, head_dim=rank, solver=Solver(sweeps=5, refit=False))
+    for module in compress(model, compression, calibration).modules:
         energy = energies[module.name]
-        assert module.data_error**2 == pytest.approx(1 - float(energy.unshared[rank]), abs=1e-6)
-        assert shared_module.data_error >= (1 - float(energy.shared[rank])) ** 0.5 - 1e-6
+        assert module.data_error <= (1 - float(energy.unshared[rank])) ** 0.5 + 1e-6
+        assert module.data_error >= (1 - float(energy.shared[rank])) ** 0.5 - 1e-6
 
 
 def test_zero_weights_need_no_component():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from collab_compress import CalibrationError, CalibrationOptions, Compression, CompressionError, compress
+from collab_compress import CalibrationError, CalibrationOptions, Compression, compress
 from collab_compress.analysis import Latency, Plan, Trial, plan
 from collab_compress.analysis.plan import _with_knee
 
@@ -70,11 +70,6 @@ def test_the_knee_is_where_the_loss_begins_to_rise():
     assert Plan(tuple(trials), 9, {}).knees == {"dv": 12}
     straight = _with_knee([trial(0.75, 1.0), trial(0.5, 2**0.5), trial(0.25, 3**0.5)])
     assert Plan(tuple(straight), 9, {}).knees == {}
-
-
-def test_an_unknown_form_is_refused(make_tiny, batch):
-    with pytest.raises(CompressionError, match="unknown form 'narrow'"):
-        plan(make_tiny("bert"), [batch], form="narrow")
 
 
 def test_too_little_data_is_refused(make_tiny):

@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from collab_compress import Compression, HeadMask, Solver, compress
-from collab_compress.attention import functions, kernels
-from collab_compress.attention.kernels import cached_scores, channel_indices, readers_of, weighted_values
+from collab_compress.attention import decoding, functions
+from collab_compress.attention.decoding import cached_scores, channel_indices, readers_of, weighted_values
 
 IDS = {"vocab_size": 61, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 
@@ -41,14 +41,14 @@ def llama(groups=4):
 
 
 CASES = {
-    "shared": (gpt2, Compression(dk=13, solver=Solver(sweeps=1))),
-    "shared, whole pieces": (gpt2, Compression(dk=16, solver=Solver(sweeps=1))),
-    "per-head": (gpt2, Compression(dk=10, form="per-head")),
+    "some channels": (gpt2, Compression(dk=13, head_dim=5, solver=Solver(sweeps=1))),
+    "all channels": (gpt2, Compression(dk=13, head_dim=13, solver=Solver(sweeps=1))),
+    "whole pieces": (gpt2, Compression(dk=16, solver=Solver(sweeps=1))),
     "values": (gpt2, Compression(dv=12)),
     "unequal values": (gpt2, Compression(dv=10)),
     "both": (gpt2, Compression(dk=9, dv=12, solver=Solver(sweeps=1))),
     "fixed heads": (opt, Compression(dk=9, dv=12, solver=Solver(sweeps=1))),
-    "fixed heads, scaled queries": (opt, Compression(dk=12, form="per-head")),
+    "fixed heads, some channels": (opt, Compression(dk=12, head_dim=6, solver=Solver(sweeps=1))),
     "rotary": (llama, Compression(dk=16, dv=16, solver=Solver(sweeps=1))),
     "grouped": (lambda: llama(2), Compression(dk=8, dv=8, solver=Solver(sweeps=1))),
     "grouped, unequal values": (lambda: llama(2), Compression(dv=7)),
@@ -71,8 +71,8 @@ def decoded(monkeypatch):
     """Return a list of whether each call of the attention function used the decoding path."""
     decisions = []
 
-    def spy(inputs):
-        decisions.append(kernels.can_decode(inputs))
+    def spy(*inputs):
+        decisions.append(decoding.can_decode(*inputs))
         return decisions[-1]
 
     monkeypatch.setattr(functions, "can_decode", spy)
@@ -92,14 +92,13 @@ def token_after(model, ids, past=None, **options):
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_decoding_gives_the_ordinary_outputs(case, padded, decoded, monkeypatch):
     if padded:  # with the smallest blocks as well
-        monkeypatch.setattr(kernels, "CACHE_BYTES", 1)
-        monkeypatch.setattr(kernels, "LONG", 1)
+        monkeypatch.setattr(decoding, "CACHE_BYTES", 1)
     model = converted(case)
     ids = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(1))
     options = {"attention_mask": torch.ones_like(ids).index_fill(1, torch.arange(3), 0)} if padded else {}
     states = token_after(model, ids, **options)
     assert decoded == [False, False, True, True]
-    monkeypatch.setattr(functions, "can_decode", lambda _: False)
+    monkeypatch.setattr(functions, "can_decode", lambda *_: False)
     torch.testing.assert_close(states, token_after(model, ids, **options), rtol=1e-4, atol=1e-5)
 
 
@@ -136,9 +135,9 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("case", ["shared", "per-head", "both", "unequal values", "fixed heads", "rotary", "grouped"])
+@pytest.mark.parametrize("case", ["some channels", "both", "unequal values", "fixed heads", "rotary", "grouped"])
 def test_only_scores_grow_with_the_cache(case, monkeypatch):
-    monkeypatch.setattr(kernels, "CACHE_BYTES", 1)  # products of keys pass through a buffer of constant size
+    monkeypatch.setattr(decoding, "CACHE_BYTES", 1)  # products of keys pass through a buffer of constant size
     model, largest, real = converted(case), [], functions._attend_to_cache
 
     def watched(*inputs):
@@ -161,14 +160,3 @@ def test_heads_and_pieces():
     torch.testing.assert_close(weighted_values(rows, value, (3, 3, 2), 2), torch.cat(expected, -1)[:, 0])
     query, key = torch.randn(2, 3, 8), torch.randn(2, 2, 5, 4)
     torch.testing.assert_close(cached_scores(query, key), query @ key.transpose(1, 2).flatten(2).mT)
-
-
-def test_pieces_are_read_by_the_heads_that_have_channels_there(monkeypatch):
-    assert readers_of((3, 2), 4, content_bias=True) == (slice(0, 2), slice(0, 2))
-    assert readers_of((4, 0, 4), 4, content_bias=True) == (slice(0, 1), slice(2, 3), slice(0, 3))
-    monkeypatch.setattr(kernels, "LONG", 1)
-    query, key = torch.zeros(2, 3, 12), torch.randn(2, 3, 5, 4)
-    query[:, 0, :4], query[:, 2, 4:8] = torch.randn(2, 4), torch.randn(2, 4)
-    query[..., 8:11] = torch.eye(3)
-    scores = cached_scores(query, key, readers_of((4, 0, 4), 4, content_bias=True))
-    torch.testing.assert_close(scores, query @ key.transpose(1, 2).flatten(2).mT)

@@ -28,7 +28,7 @@ def llama():
 RANDOM = threading.local()
 CASES = {
     "shared": (gpt2, Compression(dk=8, dv=13, solver=Solver(sweeps=3))),
-    "per-head": (gpt2, Compression(dk=11, form="per-head")),
+    "some channels": (gpt2, Compression(dk=11, solver=Solver(sweeps=3))),
     "rotary": (llama, Compression(dk=16, dv=16, solver=Solver(sweeps=3))),
 }
 
@@ -63,7 +63,7 @@ def test_threads_get_what_one_thread_gets(case, implementation):
 
 
 def test_threads_get_what_one_thread_gets_with_mixed_and_masked_heads():
-    model = converted("per-head", "sdpa")
+    model = converted("some channels", "sdpa")
     mix_heads_(model)
     model.requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -78,7 +78,7 @@ def test_threads_get_what_one_thread_gets_with_dropped_heads(monkeypatch):
     def draws(*shape, device):
         return torch.empty(shape, device=device).uniform_(generator=RANDOM.generator)
 
-    model = converted("per-head", "sdpa").train().requires_grad_(False)
+    model = converted("some channels", "sdpa").train().requires_grad_(False)
     monkeypatch.setattr(torch, "rand", draws)  # threads share the global generator
     drophead = DropHead(model, 0.4)
     compare_threads(model)

@@ -55,7 +55,7 @@ def rounding(monkeypatch):
     monkeypatch.setattr(quantizer, "QUANTIZES", ("rounded",))
 
 
-@pytest.mark.parametrize("widths", [{"dk": 9}, {"dk": 13, "dv": 14, "form": "per-head"}])
+@pytest.mark.parametrize("widths", [{"dk": 9}, {"dk": 13, "dv": 14, "head_dim": 5}])
 @pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForSequenceClassification])
 def test_it_is_what_quantizing_afterwards_gives(widths, auto_class, make_tiny, batch, tmp_path):
     model = make_tiny("bert", auto_class._model_mapping[type(make_tiny("bert").config)])

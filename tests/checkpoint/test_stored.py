@@ -13,6 +13,7 @@ from collab_compress.checkpoint import EditConfig
 
 NAME = "encoder.layer.0.attention.self"
 SCORES = {"heads": 3, "head_width": 8, "query": "query", "key": "key", "rank": 8, "content_bias": True}
+SCORES["reads"] = 3
 ROTARY = RotaryScores(3, 8, "q", "k", 16, False, key_heads=3, rotated=8, frequencies=tuple(range(4)) * 2).to_dict()
 VALUES = NarrowValues(
     heads=3, head_width=8, value="value", output="output", sizes=(4, 4, 2), value_bias=True
@@ -30,7 +31,6 @@ PRUNED = {
 }
 STORED = {
     "collaborative": SCORES,
-    "per-head": {**SCORES, "sizes": [3, 3, 2]},
     "rotary": ROTARY,
     "narrow-values": VALUES,
     "pruned": PRUNED,
@@ -47,11 +47,8 @@ DAMAGED = [
     ("collaborative", {"scale": -1.0}, "scale -1.0; expected a number above 0"),
     ("collaborative", {"scale": 1.0}, "scale 1.0; expected none, as the mixing matrix is trained"),
     ("collaborative", {"colour": 3}, "a field 'colour', which is not known"),
-    ("per-head", {"sizes": 3}, "sizes 3; expected tuple[int, ...]"),
-    ("per-head", {"sizes": [4, 4]}, "sizes (4, 4); expected 3 numbers, one a head"),
-    ("per-head", {"sizes": [3, 3, 3]}, "sizes (3, 3, 3); expected 8 in all"),
-    ("per-head", {"sizes": [9, -2, 1]}, "sizes [9, -2, 1]; expected tuple[int, ...]"),
-    ("per-head", {"sizes": [9, 0, 0], "rank": 9}, "expected at most 8 for a head"),
+    ("collaborative", {"reads": 9}, "reads 9; expected 1 to 8"),
+    ("collaborative", {"reads": 0}, "reads 0; expected 1 to 8"),
     ("rotary", {"head_width": 7}, "head_width 7; expected an even number"),
     ("rotary", {"key_heads": 2}, "key_heads 2; expected a divisor of 3"),
     ("rotary", {"rotated": 9}, "rotated 9; expected an even number up to 8"),

@@ -19,8 +19,6 @@ from transformers import (
     BertForSequenceClassification,
     T5Config,
     T5ForConditionalGeneration,
-    ViTConfig,
-    ViTModel,
 )
 
 from collab_compress import Compression, compress, read_factors
@@ -49,8 +47,13 @@ def test_converts_a_classifier_and_says_how_to_load_it(run, loaded, model_dir, t
     report_file = tmp_path / "report.json"
     code, printed, error = run(model_dir, "--dk", 8, "--output", output, "--json", report_file)
     assert code == 0, error
-    for part in ("bert.encoder.layer.1.attention.self", "T*", "Drift of logits", "import collab_compress"):
-        assert part in printed
+    for part in (
+        "bert.encoder.layer.1.attention.self",
+        "dk score error",
+        "Drift of logits",
+        "import collab_compress",
+    ):
+        assert part in " ".join(printed.split())
     model = loaded(printed)
     assert type(model) is BertForSequenceClassification
     assert len(read_factors(model)) == 2
@@ -72,7 +75,6 @@ def test_values_too_and_what_that_saves(run, loaded, model_dir, tmp_path):
     code, printed, error = run(model_dir, "--dv", 12, "--output", tmp_path / "values")
     assert code == 0, error
     assert "Query/key" not in printed
-    assert "T*" not in printed
     assert not read_factors(loaded(printed))
 
 
@@ -82,7 +84,7 @@ def test_a_share_to_keep_is_reported_as_widths(run, loaded, model_dir, tmp_path)
     assert code == 0, error
     assert printed.startswith("Kept ")
     stored = json.loads((output / "collab_compress.json").read_text(encoding="utf-8"))["compression"]
-    assert f"dk {stored['dk']}, dv {stored['dv']}, dff {stored['dff']}, form {stored['form']}." in printed
+    assert f"dk {stored['dk']}, dv {stored['dv']}, dff {stored['dff']}." in printed
     assert "operations at 8 tokens" in printed
     assert loaded(printed).num_parameters() < 0.999 * AutoModel.from_pretrained(model_dir).num_parameters()
 
@@ -91,9 +93,9 @@ def test_a_stock_model_needs_no_package(run, model_dir, tmp_path, fails, stock_p
     assert "the head width of a stock BertForSequenceClassification" in fails(
         model_dir, "--dk", 12, "--dv", 12, "--stock", "--output", tmp_path / "out"
     )
-    for widths in (("--dk", 12), ("--dk", 12, "--dff", 16), ("--dv", 12, "--dff", 16)):
+    for widths in (("--dk", 12), ("--dk", 12, "--dff", 16), ("--dv", 12, "--dff", 16), ("--keep", 0.6)):
         message = fails(model_dir, *widths, "--stock", "--output", tmp_path / "out")
-        assert "--stock takes --keep SHARE, --dff N, or --dk N and --dv N together" in message
+        assert "--stock takes --dff N, or --dk N and --dv N together, and neither --keep" in message
     assert run(model_dir, "--dff", 16, "--stock", "--output", tmp_path / "blocks")[0] == 0
     done = stock_python(
         "from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1])", tmp_path / "blocks"
@@ -116,21 +118,6 @@ assert model.config.d_kv == 4, model.config
     assert done.returncode == 0, done.stderr
 
 
-def test_keep_chooses_among_the_widths_of_a_stock_model(run, model_dir, tmp_path, stock_python):
-    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 32}
-    ViTModel(ViTConfig(image_size=8, patch_size=4, **sizes)).save_pretrained(tmp_path / "vit")
-    for name, keep, said in (("vit", 0.6, "with equal heads."), ("tiny", 0.9, "(attention stays as it is: the head")):
-        options = ("--stock", "--length", 8, "--sequences", 16, "--output", tmp_path / f"{name}-kept")
-        code, printed, error = run(tmp_path / name, "--keep", keep, *options)
-        assert code == 0, error
-        assert said in printed.partition("\n")[0]
-        assert "import collab_compress" not in printed
-        done = stock_python("from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1])", options[-1])
-        assert done.returncode == 0, done.stderr
-    assert AutoModel.from_pretrained(tmp_path / "vit-kept").config.head_dim < 8
-    assert AutoModel.from_pretrained(tmp_path / "tiny-kept").config.intermediate_size < 32
-
-
 def test_the_amount_of_calibration_data_is_an_option_and_reported(run, model_dir, tmp_path, caplog):
     texts = tmp_path / "texts.txt"
     texts.write_text("".join(f"text number {n} of a user\n" for n in range(30)), encoding="utf-8")
@@ -146,19 +133,14 @@ def test_the_amount_of_calibration_data_is_an_option_and_reported(run, model_dir
     assert [module["vectors"] for module in stored["report"]["modules"]] == [[126, 126]] * 2
 
 
-def test_heads_that_share_no_channels(run, loaded, monkeypatch, model_dir, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    code, printed, error = run("tiny", "--dk", 13, "--form", "per-head")
+def test_heads_of_a_width(run, loaded, model_dir, tmp_path):
+    code, printed, error = run(model_dir, "--dk", 13, "--head-dim", 5, "--output", tmp_path / "out")
     assert code == 0, error
-    model = loaded(printed)
-    for part in ("Channels of each head:", "at any length", "rebuild the smaller heads", "tiny-dk13-per-head"):
-        assert part in printed
-    assert "--form" not in printed
-    stored = json.loads((tmp_path / "tiny-dk13-per-head" / "collab_compress.json").read_text(encoding="utf-8"))
-    assert stored["compression"]["form"] == "per-head"
-    for module in stored["report"]["modules"]:
-        assert f"{module['name']}: {' '.join(map(str, module['sizes']))}" in printed
-        assert read_factors(model)[module["name"]].mixing.sum(1).tolist() == module["sizes"]
+    factors = read_factors(loaded(printed))
+    assert {count for each in factors.values() for count in each.mixing.count_nonzero(1).tolist()} == {4}
+    stored = json.loads((tmp_path / "out" / "collab_compress.json").read_text(encoding="utf-8"))
+    assert stored["compression"]["head_dim"] == 5
+    assert {(module["dk"], module["head_dim"]) for module in stored["report"]["modules"]} == {(13, 5)}
 
 
 def test_the_whole_model_comes_first_with_its_time_beside_dense(run, model_dir, tmp_path):
@@ -206,7 +188,10 @@ def test_calibration_file_modules_and_standalone(run, model_dir, tmp_path):
         (["--dk", "8", "--sequences", "0"], "sequences is 0; expected at least 1"),
         (["--dk", "8", "--length", "0"], "length is 0; expected at least 1"),
         (["--dk", "25"], "pass dk between 1 and 24"),
-        (["--dk", "8", "--form", "per-head", "--sweeps", "5"], "leave out solver, sweeps, tolerance"),
+        (
+            ["--dv", "8", "--head-dim", "5"],
+            "head_dim, solver, sweeps, tolerance and effort apply to queries and keys",
+        ),
         (["--dk", "8", "--solver", "magic"], "invalid choice 'magic'"),
         (["--dk", "8", "--calibration", "nowhere.txt"], "cannot read calibration texts from nowhere.txt"),
         (["--dk", "8", "--modules", "nothing"], "matches 'nothing'"),
@@ -439,15 +424,15 @@ def test_a_plan_is_printed_and_nothing_is_converted(run, model_dir, tmp_path, mo
     assert [row[:2] for row in rows] == [[trial["part"], trial["width"]] for trial in trials]
 
 
-@pytest.mark.parametrize(("knees", "form"), [({"dk": 8, "dff": 16}, " --form per-head"), ({"dv": 12}, "")])
-def test_the_command_for_the_knees_converts_as_the_plan_tried(knees, form, run, model_dir, monkeypatch):
+@pytest.mark.parametrize("knees", [{"dk": 8, "dff": 16}, {"dv": 12}])
+def test_the_command_for_the_knees_converts_as_the_plan_tried(knees, run, model_dir, monkeypatch):
     trials = [Trial(part, width, 0.5, 0.1, 0.9, 0.5, None, knee=True) for part, width in knees.items()]
     monkeypatch.setattr(command, "plan", lambda *_, **__: Plan(tuple(trials), 8, {}))
     data = " --calibration 'my texts.txt' --sequences 6"
-    code, printed, error = run(model_dir, "--plan", "--form", "per-head", *shlex.split(data))
+    code, printed, error = run(model_dir, "--plan", *shlex.split(data))
     assert code == 0, error
     widths = " ".join(f"--{part} {width}" for part, width in knees.items())
-    assert f"At the knees: collab-compress {model_dir} {widths}{form}{data}\n" in printed
+    assert f"At the knees: collab-compress {model_dir} {widths}{data}\n" in printed
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from collab_compress_cli import arguments
 from collab_compress_cli.start import COMMANDS
 
 from collab_compress.architectures import KINDS
-from collab_compress.attention import FORMS
 from collab_compress.experiments import Recipe, Sweep
 from collab_compress.experiments.papers import read_papers
+from collab_compress.factorization import SOLVERS
 from collab_compress.options import SECTION_NAMES, Method
 from collab_compress.report import SECTIONS
 from collab_compress.tasks import TASKS
@@ -71,8 +71,7 @@ def described(name):
 
 
 CHECKED = [  # options whose values are looked up in tables, and what they may be
-    ("collab-compress", "solver", lambda: FORMS["shared"].solvers),
-    ("collab-compress", "form", lambda: FORMS),
+    ("collab-compress", "solver", lambda: SOLVERS),
     ("collab-compress", "kinds", lambda: KINDS),
     ("collab-analyze", "sections", lambda: SECTIONS),
     *(
@@ -85,7 +84,7 @@ CHECKED = [  # options whose values are looked up in tables, and what they may b
 
 def test_names_in_options_are_those_of_the_tables():
     assert tuple(SECTIONS) == SECTION_NAMES
-    assert set(get_args(Method)) == set(FORMS["shared"].solvers)
+    assert set(get_args(Method)) == set(SOLVERS)
 
 
 @pytest.mark.parametrize(("name", "option", "values"), CHECKED)

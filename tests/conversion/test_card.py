@@ -58,21 +58,13 @@ def test_card_names_model_and_source(converted, source):
         "`BertForSequenceClassification` with shared attention, made from `org/small`",
         "\n".join(loading_lines(model, "small-dk8")),
         "of 2 attention modules",
-        "R = 8",
-        "(`shared`, solver `als`, damping 0.001, seed 3",
+        "into a shared query/key space of R = 8 with heads 9 wide (solver `als`, damping 0.001, seed 3",
         "calibrated on texts",
         f"| parameters | {before:,} → {after:,} |",
         f"{report.drift.relative_error:.2%}",
         "other (friendly)",
     ):
         assert part in card.content
-
-
-def test_a_form_with_one_solver_names_none(make_tiny, calibration):
-    model, compression = make_tiny("bert"), Compression(dk=8, form="per-head")
-    report = compress(model, compression, calibration)
-    card = model_card(model, "heads", Origin("small"), compression, "texts", report).content
-    assert "(`per-head`, damping 0.001, seed 0, calibrated on texts), without retraining." in card
 
 
 @pytest.mark.parametrize("dk", [None, 8])
@@ -107,7 +99,7 @@ def test_card_of_chosen_widths_says_so(make_tiny, calibration):
     model = make_tiny("bert")
     report = compress(model, Compression(keep=0.6, solver=Solver(effort="fast")), calibration)
     card = model_card(model, "half", Origin("small"), report.compression, "texts", report).content
-    assert f"Widths and form were chosen by `--keep`. {report.choice}" in card
+    assert f"Widths were chosen by `--keep`. {report.choice}" in card
     assert f"feed-forward blocks keep {report.feed_forward[0].dff} neurons each" in card
 
 

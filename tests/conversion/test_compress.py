@@ -124,7 +124,7 @@ def test_report(family, make_tiny, calibration):
         key = target if "decoder" in module.name and "encoder_attn" not in module.name else real
         assert module.vectors == (passes * query, passes * key)
     assert report.warnings == ()
-    assert json.loads(json.dumps(report.to_dict()))["modules"][0]["break_even_length"] is None  # R = d: any length
+    assert json.loads(json.dumps(report.to_dict()))["modules"][0]["head_dim"] == 9  # R channels and the content bias
     without = compress(make_tiny(family), Compression(dk=8), calibration=None)
     assert (without.modules[0].vectors, without.sequences) == ((0, 0), 0)
 
@@ -366,11 +366,13 @@ def test_models_of_one_config_stay_apart(make_tiny, calibration):
             lambda: Compression(dk=8, solver=Solver(effort="fast", method="parafac")),
             "leave out sweeps and other solvers",
         ),
+        (lambda: Compression(dv=8, solver=Solver(effort="fast")), "tolerance and effort apply to queries and keys"),
+        (lambda: Compression(dv=8, head_dim=4), "head_dim, solver, .* apply to queries and keys; pass dk"),
+        (lambda: Compression(dk=8, head_dim=0), "head_dim is 0; expected at least 1"),
         (
-            lambda: Compression(dk=8, form="per-head", solver=Solver(effort="fast")),
-            "leave out solver, sweeps, tolerance, effort",
+            lambda: Compression(dk=8, head_dim=4, solver=Solver(method="parafac")),
+            "with parafac heads read all channels; leave out head_dim, or pass solver als",
         ),
-        (lambda: Compression(dv=8, solver=Solver(effort="fast")), "tolerance and effort are for queries and keys"),
         (lambda: CalibrationOptions(sequences=0), "sequences is 0; expected at least 1"),
         (lambda: CalibrationOptions(length=2.5), r"length is 2\.5; expected a whole number"),
         (lambda: Compression(dk=8, solver=Solver(damping=-1.0)), r"damping is -1\.0; expected 0 or more"),
@@ -419,7 +421,7 @@ def test_a_full_width_is_exact_without_a_run_for_the_weights_of_heads(make_tiny,
     monkeypatch.setattr(BertModel, "forward", counted)
     report = compress(make_tiny("bert"), Compression(dk=24, solver=Solver(refit=False)), calibration)
     assert len(runs) == 2 * len(split_held_back(calibration)[1])  # of both models, to measure drift
-    assert {module.head_energy for module in report.modules} == {None}
+    assert {(module.head_dim, module.weight_error) for module in report.modules} == {(9, 0.0)}
 
 
 def test_widths_may_be_numbers_of_numpy(make_tiny, tmp_path):
@@ -448,7 +450,7 @@ def test_dense_modules_can_be_converted_later(make_tiny, make_batch, tmp_path, l
     parts = [
         Compression(dk=7, kinds=["encoder"], modules="*layers.0*"),
         Compression(dk=24, kinds=["encoder"], modules="*layers.1*"),
-        Compression(dk=9, kinds=["decoder"], form="per-head"),
+        Compression(dk=9, head_dim=4, kinds=["decoder"]),
         Compression(dk=12, kinds=["cross"]),
     ]
     model, factors = copy.deepcopy(dense), {}
@@ -987,7 +989,7 @@ def test_inference_mode_leaves_parameters_that_train(make_tiny, batch):
     """The caller's random number generator does not advance."""
     model, state = make_tiny("bert"), torch.get_rng_state()
     with torch.inference_mode():
-        compress(model, Compression(dk=8, dv=12), [batch])
+        compress(model, Compression(dk=9, dv=12), [batch])
     model(**batch)[0].sum().backward()
     with torch.inference_mode():
         expand(model)

@@ -26,7 +26,7 @@ from collab_compress.distributed import end_processes, process_state
 folder, rank = sys.argv[1], process_state().process_index
 batches = torch.load(folder + "/batches.pt", weights_only=True)
 forms = {
-    "per-head": Compression(dk=7, form="per-head"),
+    "narrow heads": Compression(dk=7, head_dim=3, solver=Solver(sweeps=12)),
     "both": Compression(dk=7, dv=12, solver=Solver(sweeps=12)),
     "share": Compression(keep=0.6, solver=Solver(sweeps=2)),
 }
@@ -77,7 +77,7 @@ def test_two_processes_convert_as_one(python, dense, calibration, tmp_path):
     done = python.both(PROGRAM, tmp_path)
     assert done.returncode == 0, done.stderr
     forms = {
-        "per-head": Compression(7, form="per-head"),
+        "narrow heads": Compression(7, head_dim=3, solver=Solver(sweeps=12)),
         "both": Compression(7, dv=12, solver=Solver(sweeps=12)),
         "share": Compression(keep=0.6, solver=Solver(sweeps=2)),
     }

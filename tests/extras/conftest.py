@@ -13,7 +13,7 @@ from collab_compress import Compression, compress
 SHAPES = [(1, 9), (3, 9), (2, 14), (4, 30)]  # batch, length; rows of a batch end in padding
 OTHERS = ("gpt2", "t5", "vit")  # heads in one layer with values; a position bias and no content bias; images
 OF_BERT = {
-    "per-head": Compression(dk=8, form="per-head"),
+    "some channels": Compression(dk=13, head_dim=5),
     "narrow": Compression(dk=8, dv=12),
     "unequal": Compression(dv=10),
 }

@@ -9,7 +9,7 @@ from scipy.stats import spearmanr
 from tiny_words import WORDS, sentences, word_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, Solver, compress
 from collab_compress.external_evaluation import lm_eval_scores, mteb_scores
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]  # warnings of these libraries are ignored
@@ -40,7 +40,7 @@ def test_mteb_on_a_converted_model(minilm_path):
             self.dataset, self.data_loaded = DatasetDict(validation=Dataset.from_dict(columns)), True
 
     model = SentenceTransformer(str(minilm_path), device="cpu", local_files_only=True)
-    compress(model, Compression(dk=192, form="per-head"), calibration=None)
+    compress(model, Compression(dk=192, solver=Solver(sweeps=2)), calibration=None)
     [score] = mteb_scores(model, [Local()], batch_size=8)
     one, other = (model.encode(texts, normalize_embeddings=True) for texts in (ones, others))
     expected = spearmanr((one * other).sum(1), scores).statistic

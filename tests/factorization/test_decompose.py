@@ -22,13 +22,15 @@ def bias_of(tensor, seed=0):
 
 
 @settings(max_examples=30, deadline=None)
-@given(SHAPES, st.booleans(), st.booleans())
-def test_full_rank_is_exact(make_heads, dense_of, shape, weighted, biased):
+@given(SHAPES, st.booleans(), st.booleans(), st.sampled_from([None, 0, 2]))
+def test_full_rank_is_exact(make_heads, dense_of, shape, weighted, biased, more):
     tensor = make_heads(*shape)
     bias = bias_of(tensor) if biased else None
     moments = (Moments.of(sample(30, shape[1], 1)), Moments.of(sample(30, shape[2], 2)))
     moments = {"query_moments": moments[0], "key_moments": moments[1]} if weighted else {}
-    result = factorize(tensor.query, tensor.key, tensor.full_rank, query_bias=bias, **moments)
+    reads = None if more is None else tensor.head_width + more
+    result = factorize(tensor.query, tensor.key, tensor.full_rank, query_bias=bias, reads=reads, **moments)
+    assert result.factors.mixing.count_nonzero(1).tolist() == [tensor.head_width] * tensor.heads
     torch.testing.assert_close(dense_of(result.factors), tensor.dense())
     assert result.converged
     assert result.sweeps == 0
@@ -42,15 +44,15 @@ def test_full_rank_is_exact(make_heads, dense_of, shape, weighted, biased):
 
 
 @settings(max_examples=30, deadline=None)
-@given(SHAPES, st.integers(1, 15), st.booleans())
-def test_reported_errors_are_the_dense_ones(make_heads, dense_of, shape, rank, centre):
+@given(SHAPES, st.integers(1, 15), st.booleans(), st.sampled_from([None, 1, 2]))
+def test_reported_errors_are_the_dense_ones(make_heads, dense_of, shape, rank, centre, reads):
     tensor = make_heads(*shape)
     rank = min(rank, tensor.full_rank - 1)
     if rank < 1:
         return
     query_moments, key_moments = Moments.of(sample(30, shape[1], 1)), Moments.of(sample(30, shape[2], 2))
     moments = {"query_moments": query_moments, "key_moments": key_moments}
-    result = factorize(tensor.query, tensor.key, rank, centre=centre, sweeps=15, **moments)
+    result = factorize(tensor.query, tensor.key, rank, centre=centre, sweeps=15, reads=reads, **moments)
     residual = tensor.dense() - dense_of(result.factors)
     assert result.weight_error == pytest.approx((residual.norm() / tensor.dense().norm()).item(), abs=1e-6)
     roots = Weighting.of(query_moments, key_moments, damping=1e-3, centre_query=centre, centre_key=centre)
@@ -109,11 +111,10 @@ def test_weighting_lowers_the_weighted_error_and_costs_the_unweighted(make_heads
     assert plain.factors.content_bias is None
 
 
-@pytest.mark.parametrize("solver", ["als", "per-head"])
-def test_queries_without_a_bias_get_no_content_bias_unless_asked(make_heads, solver):
+def test_queries_without_a_bias_get_no_content_bias_unless_asked(make_heads):
     """The mean query's part stays in the factors: those of second moments, keys centred, are the ones found."""
     tensor, moments = make_heads(3, 8, 8, 3), Moments.of(sample(50, 8, 3))
-    arguments = {"query_moments": moments, "key_moments": moments, "solver": solver}
+    arguments = {"query_moments": moments, "key_moments": moments}
     silent, folded = (factorize(tensor.query, tensor.key, 4, centre=centre, **arguments) for centre in (None, True))
     assert silent.factors.content_bias is None
     assert folded.factors.content_bias is not None
@@ -213,31 +214,28 @@ def test_bad_arguments_are_refused(make_heads):
     refused(make_heads, "cannot work on device nowhere: Expected one of cpu", device="nowhere")
     refused(make_heads, "damping is out of range: got -1, expected 0 or more", damping=-1)
     refused(make_heads, "sweeps is out of range: got 0, expected 1 or more", sweeps=0)
+    refused(make_heads, "reads is out of range: got 0 with solver 'als', expected 1 or more", reads=0)
+    refused(
+        make_heads, "reads is out of range: got 1 with solver 'parafac', .* with 'als'", reads=1, solver="parafac"
+    )
 
 
-@pytest.mark.parametrize("solver", ["als", "per-head"])
-def test_head_weights_weigh_the_squared_errors_of_heads(solver, make_heads, dense_of):
+@pytest.mark.parametrize("reads", [None, 3])
+def test_head_weights_weigh_the_squared_errors_of_heads(reads, make_heads, dense_of):
     tensor = make_heads(3, 6, 5, 4)
     weights = torch.tensor([0.1, 1.0, 3.0])
     reports = []
     options = {"head_weights": weights, "progress": lambda *report: reports.append(report)}
-    solution = factorize(tensor.query, tensor.key, 6, solver=solver, **options)
-    plain = factorize(tensor.query, tensor.key, 6, solver=solver)
+    solution = factorize(tensor.query, tensor.key, 6, reads=reads, **options)
+    plain = factorize(tensor.query, tensor.key, 6, reads=reads)
 
     def errors(result):
         return (tensor.dense() - dense_of(result.factors)).square().sum((1, 2))
 
     weighted = (weights.double().square() * errors(solution)).sum()
     total = (weights.double().square() * tensor.dense().square().sum((1, 2))).sum()
-    if solver == "als":
-        assert reports[-1][1] == pytest.approx(float((weighted / total).sqrt()), rel=1e-6)
+    assert reports[-1][1] == pytest.approx(float((weighted / total).sqrt()), rel=1e-6)
     assert weighted < (weights.double().square() * errors(plain)).sum()
-    if solver == "per-head":
-        scaled = factorize(weights[:, None, None] * tensor.query, tensor.key, 6, solver=solver)
-        assert solution.sizes == scaled.sizes
-        for head, size in enumerate(solution.sizes):  # truncated, whatever the weight
-            values = torch.linalg.svdvals(tensor.dense()[head])
-            assert float(errors(solution)[head]) == pytest.approx(float(values[size:].square().sum()), rel=1e-6)
 
 
 @pytest.mark.parametrize("weights", [torch.ones(2), torch.tensor([1.0, 0.0, 1.0])])

@@ -69,6 +69,51 @@ def test_a_sweep_is_four_dense_least_squares(make_heads, make_point, factors_of,
     torch.testing.assert_close(ours.query.norm(dim=0), ours.key.norm(dim=0), rtol=1e-6, atol=1e-8)
 
 
+def entry_by_entry(factors, head, reads):
+    """Return the products of the components that a head reads, as columns, (Dq·Dk, k)."""
+    return torch.stack([torch.outer(factors.query[:, r], factors.key[:, r]).flatten() for r in reads.tolist()], 1)
+
+
+@given(SHAPES, st.integers(1, 6), st.integers(1, 6), st.integers(0, 99))
+def test_mixing_weights_of_the_components_read_are_dense_least_squares(
+    make_heads, make_point, factors_of, shape, rank, count, seed
+):
+    tensor = make_heads(*shape, seed=seed)
+    point, factors = make_point(tensor, rank, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    reads = torch.stack([torch.randperm(rank, generator=generator)[:count] for _ in range(tensor.heads)])
+    mixing = factors_of(tensor, point.read_by(Channels.of(tensor), reads)).mixing
+    for head, dense in enumerate(tensor.dense()):
+        design = entry_by_entry(factors, head, reads[head])
+        fit = design @ torch.linalg.lstsq(design, dense.flatten()[:, None], driver="gelsd").solution
+        ours = design @ mixing[head, reads[head]]
+        torch.testing.assert_close(ours, fit[:, 0], rtol=1e-6, atol=1e-6 * float(dense.norm()))
+        assert set(mixing[head].nonzero()[:, 0].tolist()) <= set(reads[head].tolist())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("among", [None, 5])
+def test_a_head_goes_on_reading_what_it_would_lose_most_without(make_heads, make_point, among, seed):
+    """Against a refit of the other entries of each head without each of its components."""
+    tensor = make_heads(3, 7, 6, 3, seed=seed)
+    point, factors = make_point(tensor, 7, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    reads = torch.stack([torch.randperm(7, generator=generator)[: among or 7].sort().values for _ in range(3)])
+    point = point.read_by(Channels.of(tensor), reads)
+
+    def lost(head, components):
+        design, dense = entry_by_entry(factors, head, components), tensor.dense()[head].flatten()
+        return float((dense - design @ torch.linalg.lstsq(design, dense[:, None]).solution[:, 0]).square().sum())
+
+    for count in range(1, reads.shape[1]):
+        kept = point.strongest_reads(count, None if among is None else reads)
+        for head in range(3):
+            losses = {int(r): lost(head, reads[head][reads[head] != r]) for r in reads[head]}
+            assert sorted(losses, key=losses.get, reverse=True)[:count] == sorted(
+                kept[head].tolist(), key=losses.get, reverse=True
+            )
+
+
 @given(SHAPES, st.integers(1, 6))
 def test_free_error_matches_the_dense_error(make_heads, make_point, dense_of, shape, rank):
     tensor = make_heads(*shape)

@@ -229,6 +229,15 @@ def test_saves_loads_and_trains(kin, tmp_path, load_cleanly, set_dropout_):
         assert parameter.grad.abs().sum() > 0
 
 
+@pytest.mark.every_family
+def test_heads_that_are_no_wider_expand_exactly(kin):
+    model, batch = build_low(kin), inputs(kin)
+    before = run(model, batch)
+    expand(model)
+    torch.testing.assert_close(run(model, batch), before, atol=5e-5, rtol=1e-3)
+    assert read_factors(model) == {}
+
+
 def test_saves_and_loads_with_its_code(kin, tmp_path, load_cleanly):
     model, batch = build_low(kin), inputs(kin)
     make_standalone_(model)
@@ -278,9 +287,11 @@ def test_untrained_models_can_be_made(kin, tmp_path):
 
 def test_calibrates_on_batches(kin):
     """On its calibration data, a calibrated conversion is nearer to the dense model than an uncalibrated one."""
-    dense, blind, model = build(kin), build_low(kin), build(kin)
+    dense, blind, model = build(kin), build(kin), build(kin)
     batches = [inputs(kin, seed) for seed in range(4)]
-    report = compress(model, Compression(dk=7, solver=Solver(sweeps=3, refit=False)), calibration=batches)
+    compression = Compression(dk=7, solver=Solver(sweeps=3, refit=False))
+    report = compress(model, compression, calibration=batches)
+    compress(blind, compression, calibration=None)
     errors = [sum(float((run(one, x) - run(dense, x)).norm()) for x in batches) for one in (model, blind)]
     if kin not in FAMILIES or not FAMILIES[kin].rotary:  # one head for three random ones leaves it to chance
         assert errors[0] < errors[1]

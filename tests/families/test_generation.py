@@ -118,11 +118,11 @@ def test_queries_have_biases_where_values_have_them(name):
         assert (site.query.bias is None) == (site.part(site.family.value).bias is None) == (name == "t5")
 
 
-@pytest.mark.parametrize("form", ["shared", "per-head"])
+@pytest.mark.parametrize("head_dim", [None, 5])
 @pytest.mark.parametrize("centre", [None, True, False])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("calibrated", [True, False])
-def test_the_room_of_opt_is_known_before_any_work(form, centre, biased, calibrated, monkeypatch):
+def test_the_room_of_opt_is_known_before_any_work(head_dim, centre, biased, calibrated, monkeypatch):
     """The largest accepted dk works; larger ones are refused before calibration."""
     config = OPTConfig(**{**TINIES["opt"].settings, "enable_bias": biased})
     batches = [inputs("opt", seed) for seed in range(3)] if calibrated else None
@@ -132,9 +132,7 @@ def test_the_room_of_opt_is_known_before_any_work(form, centre, biased, calibrat
     refused = [dk for dk in (22, 23, 24) if biases and (dk < 24 or biased)]
     for dk in (21, 22, 23, 24):
         model = OPTModel(config)
-        options = Compression(
-            dk=dk, form=form, solver=Solver(centre=centre, sweeps=None if form == "per-head" else 1, refit=False)
-        )
+        options = Compression(dk=dk, head_dim=head_dim, solver=Solver(centre=centre, sweeps=1, refit=False))
         if dk in refused:
             with monkeypatch.context() as patched:
                 patched.setattr("collab_compress.conversion.calibrate.noted_batches", None)  # not reached

@@ -7,7 +7,7 @@ import torch
 import transformers
 from tiny_families import TINIES, build, inputs, run
 
-from collab_compress import Compression, Solver, compress, mix_heads_
+from collab_compress import Compression, compress, mix_heads_
 from collab_compress.architectures import FAMILIES, find_attention
 from collab_compress.conversion.expand import to_stock
 from collab_compress.errors import CompressionError
@@ -21,7 +21,7 @@ def test_the_table_names_every_config_with_a_free_width(kin):
     if any(name.endswith("_config") for name in tiny.settings):
         return  # configs of the parts of a model have rows of their own
     if kin in FAMILIES and FAMILIES[kin].rotary:
-        return  # there is no per-head form with a rotary embedding
+        return  # a rotary embedding rotates whole heads
     for name in WIDTHS:
         try:
             config = getattr(transformers, f"{tiny.name}Config")(**{**tiny.settings, name: 5})
@@ -35,17 +35,17 @@ def test_the_table_names_every_config_with_a_free_width(kin):
 
 @pytest.mark.parametrize(
     ("name", "widths"),
-    [*(("t5", widths) for widths in [(12, 12), (9, 12), (10, 8)]), ("vit", (10, 8))],
+    [*(("t5", widths) for widths in [(12, 12, 4), (9, 12, 3), (17, 8, 5)]), *(("vit", (10, 8, k)) for k in (5, 3))],
 )
 def test_equals_the_converted_model_and_loads_without_this_package(name, widths, tmp_path, stock_reload):
     model, batch = build(name), inputs(name)
-    dk, dv = widths
-    compress(model, Compression(dk=dk, dv=dv, form="per-head", equal_heads=True), calibration=[batch, batch])
+    dk, dv, head_dim = widths
+    compress(model, Compression(dk=dk, dv=dv, head_dim=head_dim), calibration=[batch, batch])
     before = run(model, batch)
     stock = to_stock(model)
     torch.testing.assert_close(run(stock, batch), before, atol=2e-5, rtol=1e-4)
     assert torch.equal(run(model, batch), before)
-    assert getattr(stock.config, FAMILIES[model.config.model_type].free_width) < 8
+    assert getattr(stock.config, FAMILIES[model.config.model_type].free_width) == max(head_dim, -(-dv // 3))
     assert stock.num_parameters() <= model.num_parameters() + 3 * model.num_parameters() // 10
     stock.save_pretrained(tmp_path / "stock")
     torch.save(batch, tmp_path / "stock" / "batch.pt")
@@ -59,7 +59,7 @@ def test_equals_the_converted_model_and_loads_without_this_package(name, widths,
 def test_frozen_weights_of_a_stock_model_stay_frozen():
     model, batch = build("t5"), inputs("t5")
     model.encoder.requires_grad_(False)
-    compress(model, Compression(dk=12, dv=12, form="per-head", equal_heads=True), calibration=[batch, batch])
+    compress(model, Compression(dk=12, dv=12, head_dim=4), calibration=[batch, batch])
     trained = {name for name, parameter in to_stock(model).named_parameters() if parameter.requires_grad}
     assert trained == {name for name, _ in build("t5").named_parameters() if name.startswith("decoder.")}
 
@@ -70,15 +70,11 @@ def test_what_has_no_stock_form_says_what_could_be_done_instead():
     model, batch = build("t5"), inputs("t5")
     with pytest.raises(CompressionError, match="needs queries, keys and values of all modules narrower"):
         to_stock(model)
-    shared = copy.deepcopy(model)
-    compress(shared, Compression(dk=12, dv=12, solver=Solver(sweeps=2)), calibration=None)
-    with pytest.raises(CompressionError, match="no channels shared"):
-        to_stock(shared)
     wide = copy.deepcopy(model)
-    compress(wide, Compression(dk=24, dv=24, form="per-head"), calibration=None)
-    with pytest.raises(CompressionError, match="would be 8 wide, as the stock model's are 8; pass a smaller dk"):
+    compress(wide, Compression(dk=12, dv=12), calibration=None)
+    with pytest.raises(CompressionError, match=r"would be 8 wide, as the stock model's are 8; .* smaller head_dim"):
         to_stock(wide)
-    compress(model, Compression(dk=12, dv=12, form="per-head", equal_heads=True), calibration=[batch])
+    compress(model, Compression(dk=12, dv=12, head_dim=4), calibration=[batch])
     mix_heads_(model)
     with pytest.raises(CompressionError, match="no room for alphas"):
         to_stock(model)
@@ -87,7 +83,7 @@ def test_what_has_no_stock_form_says_what_could_be_done_instead():
 def test_inference_mode_leaves_parameters_that_train():
     """The caller's random number generator does not advance."""
     model = build("t5")
-    compress(model, Compression(dk=9, dv=9, form="per-head", equal_heads=True), calibration=None)
+    compress(model, Compression(dk=9, dv=9, head_dim=3), calibration=None)
     state = torch.get_rng_state()
     with torch.inference_mode():
         stock = to_stock(model)

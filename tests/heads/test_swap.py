@@ -115,7 +115,8 @@ def test_a_collaborative_head_is_its_mixing_row_its_content_bias_and_its_values(
     before = copy.deepcopy(model.state_dict())
     swap_heads_(model, [((FIRST, 0), (FIRST, 2))])
     expected = copy.deepcopy(before)
-    rows = {"mixing": [(0, 2)], "key.content_bias": [(0, 2)]}
+    assert not torch.equal(*before[f"{FIRST}.mixing_channels"][[0, 2]])
+    rows = {name: [(0, 2)] for name in ("mixing", "mixing_channels", "key.content_bias")}
     rows |= {f"value.{name}": [(row, 16 + row) for row in range(WIDTH)] for name in ("weight", "bias")}
     for name, pairs in rows.items():
         for i, j in pairs:

@@ -317,8 +317,7 @@ def test_cost(context, section):
     for row, cost in zip(table(cost_section, "modules").rows, module_costs(context.model, dk=6), strict=True):
         dense, converted = cost.scores.dense, cost.scores.converted
         numbers = (dense.parameters, converted.parameters, dense.macs / 1e6, converted.macs / 1e6)
-        assert row[3:8] == (6, *numbers)
-        assert row[8] == "any"  # fewer channels than a head has
+        assert row[2:7] == (6, *numbers)
     assert [row[1] for row in table(cost_section, "latency").rows] == [4, 4, 8, 8]  # 500 is beyond the positions
     assert all(row[2] > 0 and row[5] <= row[4] <= row[6] for row in table(cost_section, "latency").rows)
     macs = picture(cost_section, "Operations over length").panels[0].curves[0]
@@ -354,12 +353,9 @@ def test_cost_of_whole_layers(context, section):
     assert {row["dff"] for row in make_report(wider, ["cost"]).table("cost", "blocks")} == {block.width - 1}
 
 
-@pytest.mark.parametrize(
-    ("widths", "remedy"), [({"dk": 12}, True), ({"dk": 12, "form": "per-head"}, False), ({"dv": 6}, False)]
-)
-def test_the_per_head_form_is_advised_only_where_scores_have_a_break_even_length(context, widths, remedy):
-    (action,) = _latency_actions({8: 0.5, 64: 2.0}, module_costs(context.model, 128, **widths))
-    assert action.endswith("at 64 use --form per-head, or stay dense." if remedy else "; at 64 stay dense.")
+def test_lengths_at_which_conversion_is_slower_are_named():
+    (action,) = _latency_actions({8: 0.5, 64: 2.0})
+    assert action.endswith("0.50 at 8 tokens, 2.00 at 64 tokens; at 64 stay dense.")
 
 
 def test_mixing(context, bert):

@@ -15,7 +15,7 @@ from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from collab_compress import Compression, Solver, compress
-from collab_compress.architectures import FAMILIES, find_dense_attention
+from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention
 
 VOCABULARY, WIDTH, HEADS, LAYERS, POSITIONS = 61, 24, 3, 2, 80
 IDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
@@ -423,12 +423,13 @@ def build(name: str, class_name: str = "") -> PreTrainedModel:
 @cache
 def _converted(name: str, class_name: str) -> PreTrainedModel:
     model = build(name, class_name)
-    compress(model, Compression(dk=7, solver=Solver(sweeps=3)), calibration=None)
+    head_dim = None if find_attention(model)[0].family.rotary else 4
+    compress(model, Compression(dk=7, head_dim=head_dim, solver=Solver(sweeps=3)), calibration=None)
     return model
 
 
 def build_low(name: str, class_name: str = "") -> PreTrainedModel:
-    """Return a model of a family converted to dk = 7, which happens once."""
+    """Return a model of a family converted to dk = 7, with heads 4 wide, which happens once."""
     return copy.deepcopy(_converted(name, class_name))
 
 
