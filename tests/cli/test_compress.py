@@ -50,7 +50,7 @@ def test_converts_a_classifier_and_says_how_to_load_it(run, loaded, model_dir, t
     for part in (
         "bert.encoder.layer.1.attention.self",
         "dk score error",
-        "Drift of logits",
+        "Drift of log probabilities",
         "import collab_compress",
     ):
         assert part in " ".join(printed.split())
@@ -165,7 +165,9 @@ def test_dtype_is_kept(run, make_tiny, tmp_path):
     make_tiny("bert").to(torch.bfloat16).save_pretrained(tmp_path / "tiny")
     code, *_ = run(tmp_path / "tiny", "--dk", 8, "--calibration", "none", "--output", tmp_path / "out")
     assert code == 0
-    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    channels = {name for name, tensor in saved.items() if tensor.dtype != torch.bfloat16}
+    assert all(name.endswith(".mixing_channels") for name in channels)
 
 
 def test_calibration_file_modules_and_standalone(run, model_dir, tmp_path):

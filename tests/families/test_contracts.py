@@ -212,8 +212,8 @@ def test_saves_loads_and_trains(kin, tmp_path, load_cleanly, set_dropout_):
     compress(model, Compression(dv=10), calibration=None)
     model.save_pretrained(tmp_path)
     for auto_class in (type(model), *([AutoModel] if type(model.config) in AutoModel._model_mapping else [])):
-        loaded = load_cleanly(auto_class, tmp_path)
-        assert torch.equal(run(loaded, batch), run(model, batch))
+        loaded = load_cleanly(auto_class, tmp_path)  # products round differently where memory is aligned differently
+        torch.testing.assert_close(run(loaded, batch), run(model, batch), atol=5e-6, rtol=1e-5)
         for parameter in (*model.parameters(), *loaded.parameters()):
             assert parameter.is_contiguous()  # fully_shard takes no others
     for module in set_dropout_(model, 0.0).train().modules():
