@@ -180,8 +180,8 @@ class Compression:
         self._check_solver()
 
     def _check_keep(self) -> None:
-        if (self.dk, self.dv, self.dff) != (None, None, None):
-            raise CompressionError("keep chooses dk, dv and dff; leave those out, or leave out keep")
+        if (self.dk, self.dv, self.dff, self.head_dim) != (None, None, None, None):
+            raise CompressionError("keep chooses dk, dv, dff and head_dim; leave those out, or leave out keep")
         if not isinstance(self.keep, int | float) or not 0 < self.keep < 1:
             raise CompressionError(f"keep is {self.keep!r}; expected a number between 0 and 1")
 

@@ -39,8 +39,8 @@ class SharedScores(ScoreForm):
     def of(cls, site: Any, rank: int, head_dim: int | None, content_bias: bool) -> Self:
         """Return the form that replaces the scores of a module.
 
-        A content bias takes one of the channels of a head, except where heads read all R (the paper's form), or where
-        d of H·d channels are exact.
+        A content bias takes one of the channels of a head, except where `head_dim` lets heads read all R (the paper's
+        form), or where d of H·d channels are exact.
 
         Args:
             site: the module, as `architectures` finds it.
@@ -53,13 +53,12 @@ class SharedScores(ScoreForm):
         """
         paths = {"query": site.family.query, "key": site.family.key}
         dense = site.head_width
-        head_dim = dense if head_dim is None else head_dim
-        if head_dim >= rank:
+        if head_dim is not None and head_dim >= rank:
             reads = rank
-        elif rank >= site.heads * dense and head_dim >= dense:
+        elif rank >= site.heads * dense and (head_dim is None or head_dim >= dense):
             reads = dense
         else:
-            reads = head_dim - content_bias
+            reads = min(rank, (dense if head_dim is None else head_dim) - content_bias)
         if reads < 1:
             raise CompressionError(f"{site.name}: head_dim is 1, which the content bias takes; pass at least 2")
         return cls.for_site(site, **paths, rank=rank, content_bias=content_bias, reads=reads)
