@@ -174,7 +174,7 @@ def narrower_config(model: PreTrainedModel, blocks: Sequence[FeedForward], width
         cause = f" (its {absent[0]} is missing, or shared with another layer)" if absent else ""
         raise UnsupportedModelError(
             f"no attribute of {type(model.config).__name__} sets the width of all {len(blocks)} feed-forward blocks "
-            f"of {type(model).__name__}, and of nothing else{other}{cause}; leave out dff"
+            f"of {type(model).__name__}, and of nothing else{cause or other}; leave out dff"
         )
     return config
 

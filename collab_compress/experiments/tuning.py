@@ -343,7 +343,8 @@ def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> Trai
     try:
         arguments = workload.arguments_class(str(folder), seed=recipe.seed, **(defaults | tuning.arguments))
     except Exception as error:  # whatever Transformers, Accelerate and PyTorch raise
-        raise RecipeError(f"training arguments: {one_line(error)}") from error
+        file = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+        raise RecipeError(f"training arguments: {file}{one_line(error)}") from error
     if arguments.eval_strategy != "no" and not any(split.startswith("validation") for split in workload.texts):
         raise RecipeError(
             f"training arguments: eval_strategy is {arguments.eval_strategy.value}, but {workload.task.name} has no "

@@ -70,9 +70,6 @@ def refuse_unwritable(model: nn.Module, what: str, kind: type[CollabCompressErro
         UnsupportedModelError: the weight of a layer is computed from others, which no checkpoint describes.
     """
     reshard_(model)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D | nn.Embedding):
-            refuse_computed(name, module)
     for name, parameter in model.named_parameters():
         if parameter.is_inference():
             raise kind(
@@ -84,3 +81,6 @@ def refuse_unwritable(model: nn.Module, what: str, kind: type[CollabCompressErro
                 f"{what}: {name} of {type(model).__name__} is sharded, and new parameters would not be; call it "
                 "before the model is sharded, or on the full model that a checkpoint loads"
             )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D | nn.Embedding):
+            refuse_computed(name, module)

@@ -44,9 +44,7 @@ def test_unknown_arguments_are_ignored_as_in_stock_models(converted, implementat
         compress(model, Compression(dk=8), calibration=None)
     with torch.no_grad(), HeadMask(model, {} if converted else {ATTENTION: torch.ones(3)}):
         expected = model(**batch).last_hidden_state
-        outputs = model(
-            **batch, my_flag=True, seq_idx=torch.zeros(2, 8), head_mask=torch.ones(2, 3)
-        ).last_hidden_state
+        outputs = model(**batch, my_flag=True, seq_idx=torch.zeros(2, 8)).last_hidden_state
     assert torch.equal(outputs, expected)
 
 

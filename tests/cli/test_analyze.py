@@ -146,7 +146,7 @@ def test_an_encoder_reads_both_texts_of_a_pair(run, folder):
     [
         (["dense", "--data", "missing.txt"], "cannot read"),
         (["dense", "--data", "bytes.txt"], "cannot read"),
-        (["dense", "--data", "empty.txt"], "empty.txt has no text; expected one text a line"),
+        (["dense", "--data", "empty.txt"], "empty.txt has no texts; all 2 are blank"),
         (["nothing"], "nothing"),
         (["dense", "--against", "./nothing"], "nothing is not a directory"),
         (["translator", "--data", "sentences.txt"], "is no pair; an encoder–decoder reads a source and a target"),

@@ -47,13 +47,8 @@ def test_converts_a_classifier_and_says_how_to_load_it(run, loaded, model_dir, t
     report_file = tmp_path / "report.json"
     code, printed, error = run(model_dir, "--dk", 8, "--output", output, "--json", report_file)
     assert code == 0, error
-    for part in (
-        "bert.encoder.layer.1.attention.self",
-        "dk score error",
-        "Drift of log probabilities",
-        "import collab_compress",
-    ):
-        assert part in " ".join(printed.split())
+    for part in ("bert.encoder.layer.1.attention.self", "Drift of log probabilities", "import collab_compress"):
+        assert part in printed
     model = loaded(printed)
     assert type(model) is BertForSequenceClassification
     assert len(read_factors(model)) == 2

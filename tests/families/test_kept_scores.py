@@ -18,9 +18,9 @@ def batch(seed=0):
     return {"input_ids": tokens, "attention_mask": mask}
 
 
-def outputs(model):
+def outputs(model, seed=0):
     with torch.no_grad():
-        return model(**batch())[0][batch()["attention_mask"].bool()]
+        return model(**batch(seed))[0][batch(seed)["attention_mask"].bool()]
 
 
 @pytest.mark.parametrize("name", KEEPING)
@@ -63,11 +63,12 @@ def test_layers_in_front_of_a_normalisation_are_refitted(name):
     """Their outputs come nearer to the dense ones, though the stream only gets them normalised."""
     dense = make_rotary(name)
     refitted, plain = copy.deepcopy(dense), copy.deepcopy(dense)
-    data = [batch(seed) for seed in range(1, 33)]
+    data = [batch(seed) for seed in range(1, 49)]
     refits = compress(refitted, Compression(dv=8), data).refits
     compress(plain, Compression(dv=8, solver=Solver(refit=False)), data)
     assert [fit.name.rpartition(".")[2] for fit in refits] == ["o_proj", "down_proj"] * 2
     smaller = [fit.error_after < fit.error_before for fit in refits]
     assert smaller == [False, True, True, True]  # the first is as the conversion has fitted it
-    errors = [(outputs(model) - outputs(dense)).norm() for model in (refitted, plain)]
+    others = range(200, 232)  # not seen
+    errors = [sum((outputs(m, seed) - outputs(dense, seed)).norm() for seed in others) for m in (refitted, plain)]
     assert errors[0] < errors[1]

@@ -217,7 +217,7 @@ def test_widths_are_whole_heads(model):
     report = compress(converted, Compression(dk=11, solver=Solver(sweeps=3)), calibration=None)
     assert {module.dk for module in report.modules} == {16}
     assert any("dk 11 was rounded up to 16" in warning for warning in report.warnings)
-    with pytest.raises(CompressionError, match="dk is 17, but 2 heads × 8 = 16 is exact already"):
+    with pytest.raises(CompressionError, match="dk is 17, but 2 key–value heads × 8 = 16 is exact already"):
         compress(model("llama-grouped"), Compression(dk=17), calibration=None)
 
 
