@@ -63,7 +63,7 @@ def test_layers_in_front_of_a_normalisation_are_refitted(name):
     """Their outputs come nearer to the dense ones, though the stream only gets them normalised."""
     dense = make_rotary(name)
     refitted, plain = copy.deepcopy(dense), copy.deepcopy(dense)
-    data = [batch(seed) for seed in range(1, 49)]
+    data = [batch(seed) for seed in range(1, 33)]
     refits = compress(refitted, Compression(dv=8), data).refits
     compress(plain, Compression(dv=8, solver=Solver(refit=False)), data)
     assert [fit.name.rpartition(".")[2] for fit in refits] == ["o_proj", "down_proj"] * 2
