@@ -199,6 +199,7 @@ class _Run:
         self.converged = self.lowest < EXACT
         self.breakdowns = 0
         self.last: Last | None = None
+        self.is_stuck = False  # whether a system could not be solved by any shift
         self.reads: Tensor | None = None  # components that each head reads, (H, k); None for all
 
     def descend(self) -> None:
@@ -250,8 +251,8 @@ class _Run:
             self.point, self.last = self.point.read_by(self.channels, self.reads), None
             self._keep(self.point.relative_error(self.channels))
             recent = [self.lowest]
-            for _ in range(LAST_SWEEPS if count == counts[-1] else STEP_SWEEPS):
-                error = self._advance(self.channels, 0.0)
+            for _ in range(min(self.limit, LAST_SWEEPS if count == counts[-1] else STEP_SWEEPS)):
+                error = None if self.is_stuck else self._advance(self.channels, 0.0)
                 if error is None or self.last is None:
                     break
                 recent.append(error)
@@ -284,6 +285,7 @@ class _Run:
                 break
             self.breakdowns += shift == SHIFT
         else:
+            self.is_stuck = True
             return None
         length = positive_minimiser(sweep.penalised[1:])
         moved = sweep.moved > FIXED**2 * sweep.size

@@ -226,6 +226,8 @@ class Iterate(Direction):
         query_gram, _, key_gram = self.grams
         right = channels.mixing_mttkrp(self.projected_query, self.projected_key)
         solve_mixing(query_gram * key_gram, right, 0.0, SHIFT, point.mixing, reads)
+        as_before = torch.zeros_like(self.mixing).scatter(1, reads, self.mixing.gather(1, reads))
+        point.mixing.copy_(torch.where(point.mixing.isfinite(), point.mixing, as_before))  # of a singular system
         point.parts[-1].copy_(point.mixing)
         return Iterate.at(point)
 

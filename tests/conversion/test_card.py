@@ -58,7 +58,7 @@ def test_card_names_model_and_source(converted, source):
         "`BertForSequenceClassification` with shared attention, made from `org/small`",
         "\n".join(loading_lines(model, "small-dk8")),
         "of 2 attention modules",
-        "into a shared query/key space of R = 8 with heads 9 wide (solver `als`, damping 0.001, seed 3",
+        "into a shared query/key space of R = 8 with heads 8 wide (solver `als`, damping 0.001, seed 3",
         "calibrated on texts",
         f"| parameters | {before:,} → {after:,} |",
         f"{report.drift.relative_error:.2%}",

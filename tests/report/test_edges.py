@@ -58,7 +58,7 @@ def test_narrow_values(family, dk, dv, make_tiny, make_batch):
     assert ("modules" in tables) == (dk is not None)
     assert len(tables["latency"].rows) == len(tables["values"].rows)
     assert ("mixing" in report.omitted) == (dk is None)
-    lines = [line for line in report.highlights if f"at dv = {dv}; fewer operations at any length" in line]
+    lines = [line for line in report.highlights if f"at dv = {dv}." in line]
     assert len(lines) == 1
     assert "Values and outputs: " in lines[0]
     planned = make_report(
