@@ -25,7 +25,6 @@ from transformers import (
     BertModel,
     BertPreTrainedModel,
     LlamaConfig,
-    LlamaForCausalLM,
     LlamaModel,
 )
 from transformers.models.bert.modeling_bert import BertEncoder
