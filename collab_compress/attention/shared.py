@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from collab_compress.attention.form import HeadRows, ScoreForm, ScoreParts, plain_weight, scaling_of
-from collab_compress.errors import CompressionError
+from collab_compress.errors import CheckpointError, CompressionError
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,20 @@ class SharedScores(ScoreForm):
         )
         content = module.get_submodule(self.key).content_bias
         return query.T, self.mixing_matrix(module).detach(), key.T, None if content is None else content.detach()
+
+    def finish_(self, module: Any) -> None:
+        """Freeze the mixing weights if they are not trained, and check the channels that a checkpoint holds.
+
+        Raises:
+            CheckpointError: a head reads a channel that there is not.
+        """
+        super().finish_(module)
+        channels = module.mixing_channels
+        if not channels.is_meta and not bool(((channels >= 0) & (channels < self.rank)).all()):
+            raise CheckpointError(
+                f"mixing_channels of a converted module has numbers from {int(channels.min())} to "
+                f"{int(channels.max())}; expected 0 to {self.rank - 1}; the checkpoint is damaged"
+            )
 
     def mixing_matrix(self, module: Any) -> Tensor:
         """Return M (H, R): the mixing weights, and zeros where a head does not read a channel."""

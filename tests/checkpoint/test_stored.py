@@ -220,3 +220,16 @@ def test_a_layout_that_the_model_has_not_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"h\.0\.attn has even True; .* c_attn\.query lies in a Conv1D"):
         AutoModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("number", [-1, 7])
+def test_channels_that_there_are_not_are_refused(number, make_tiny, tmp_path):
+    model = make_tiny("bert")
+    compress(model, Compression(dk=7), calibration=None)
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in weights if name.endswith("mixing_channels"))
+    weights[name][0, 0] = number
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"mixing_channels .* expected 0 to 6; the checkpoint is damaged"):
+        AutoModel.from_pretrained(tmp_path)
