@@ -56,7 +56,8 @@ def test_layers_keep_at_most_the_share_of_operations(keep, make_tiny):
     assert all(part.macs_after <= part.macs_before for part in parts)
     assert sum(part.macs_after for part in parts) <= keep * sum(part.macs_before for part in parts)
     chosen = report.compression
-    assert f"dk {chosen.dk}, dv {chosen.dv}, dff {chosen.dff}" in report.choice
+    widths = {"dk": chosen.dk, "dv": chosen.dv, "dff": chosen.dff}  # attention may stay dense
+    assert ", ".join(f"{name} {width}" for name, width in widths.items() if width is not None) in report.choice
     assert model.config.intermediate_size == chosen.dff
 
 
