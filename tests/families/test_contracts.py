@@ -214,6 +214,8 @@ def test_saves_loads_and_trains(kin, tmp_path, load_cleanly, set_dropout_):
     for auto_class in (type(model), *([AutoModel] if type(model.config) in AutoModel._model_mapping else [])):
         loaded = load_cleanly(auto_class, tmp_path)  # products round differently where memory is aligned differently
         torch.testing.assert_close(run(loaded, batch), run(model, batch), atol=5e-6, rtol=1e-5)
+        if auto_class is type(model):
+            torch.testing.assert_close(loaded.state_dict(), model.state_dict(), atol=0, rtol=0)
         for parameter in (*model.parameters(), *loaded.parameters()):
             assert parameter.is_contiguous()  # fully_shard takes no others
     for module in set_dropout_(model, 0.0).train().modules():
