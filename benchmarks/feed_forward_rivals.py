@@ -28,7 +28,7 @@ from torch.nn.functional import kl_div, mse_loss
 
 from collab_compress.calibration import Batch
 from collab_compress.conversion.drift import split_held_back
-from collab_compress.conversion.refit import DAMPINGS
+from collab_compress.conversion.fit import DAMPINGS
 from collab_compress.factorization.least_squares import ResidualMoments, fit
 
 KINDS = ("kwon", "k-prune", "flap", "magnitude", "random")

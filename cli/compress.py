@@ -173,7 +173,6 @@ def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | No
             tokenizer=source.tokenizer,
             progress=lambda name, done, total: progress(f"fitting {name}" if name else "done", done, total),
             calibration_options=arguments.calibration_options,
-            distributed=distributed,
         )
     if dense is None:
         return report, None
@@ -269,12 +268,11 @@ def _whole_model(report: Report, calibration: str, latency: Latency | None) -> l
 
 
 def refit_line(refits: Sequence[RefitReport]) -> str:
-    """Return the error of the hidden states after the last of some refitted layers, before and after refitting."""
+    """Return the error of the hidden states after the last of some refitted layers."""
     last = refits[-1]
-    before = "" if last.error_before is None else f"{last.error_before:.1%} → "
     return (
         f"Refitted {len(refits)} layers towards the dense model's hidden states: error after the last of them "
-        f"{before}{last.error_after:.1%}."
+        f"{last.error_after:.1%}."
     )
 
 
@@ -302,8 +300,7 @@ def _calibration(report: Report) -> list[str]:
     counts += [refit.vectors for refit in report.refits]
     vectors = min(filter(None, counts), default=0)  # none where a map keeps its full width
     lines = [f"Calibrated on {report.sequences:,} sequences; each module saw at least {vectors:,} vectors."]
-    running = f"; {report.calibrating:.1f} s of it ran the model on calibration data" if report.calibrating else ""
-    return [*(lines if vectors else []), f"Converted in {report.seconds:.1f} s{running}."]
+    return [*(lines if vectors else []), f"Converted in {report.seconds:.1f} s."]
 
 
 def _mixing_lines(heads: dict[str, int]) -> list[str]:

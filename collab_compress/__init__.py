@@ -9,7 +9,6 @@ import os
 if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
     from collab_compress.attention import FORM_KINDS, FormEdit, register_attention
     from collab_compress.checkpoint import EDITS, make_standalone_, register_checkpoint, save_modelling_code
-    from collab_compress.conversion.calibrate import Calibrated, calibrate
     from collab_compress.conversion.compress import compress
     from collab_compress.conversion.expand import describe, expand, is_converted, read_factors
     from collab_compress.conversion.from_scratch import FromScratch, from_config
@@ -36,7 +35,6 @@ if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Calibrated",
     "CalibrationError",
     "CalibrationOptions",
     "CheckpointError",
@@ -52,7 +50,6 @@ __all__ = [
     "Solver",
     "UnsupportedModelError",
     "alphas_of",
-    "calibrate",
     "compress",
     "describe",
     "expand",

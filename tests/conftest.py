@@ -37,7 +37,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 import collab_compress  # noqa: F401  (lets from_pretrained rebuild converted models)
-from collab_compress.conversion import plan
+from collab_compress.conversion import maps
 
 disable_progress_bar()
 settings.register_profile("busy machines", deadline=None)  # where time tells nothing of the code
@@ -102,7 +102,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         pytest_collection_finish()
 
 
-FACTORIZE = plan.factorize
+FACTORIZE = maps.factorize
 
 
 def in_few_sweeps(*arguments: object, **options: object) -> object:
@@ -126,7 +126,7 @@ def compiled_anew(request: pytest.FixtureRequest) -> None:
 def decomposed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reuse decompositions of tiny heads between tests, except in those that use `decomposed_anew`."""
     if "decomposed_anew" not in request.fixturenames:
-        monkeypatch.setattr(plan, "factorize", REMEMBERED)
+        monkeypatch.setattr(maps, "factorize", REMEMBERED)
 
 
 @pytest.fixture

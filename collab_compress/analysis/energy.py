@@ -28,8 +28,9 @@ from collab_compress.calibration.gather import batch_masks, masks_of, unpadded
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.expand import read_factors
 from collab_compress.conversion.feed_forward import FeedForward, find_feed_forward
+from collab_compress.conversion.fit import DAMPINGS, ROUNDING
 from collab_compress.conversion.head_weights import head_weights
-from collab_compress.conversion.refit import DAMPINGS, ROOM, ROUNDING
+from collab_compress.conversion.room import ROOM
 from collab_compress.conversion.writers import width_out
 from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.factorization import HeadTensor, centres_queries

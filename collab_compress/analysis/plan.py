@@ -11,11 +11,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from collab_compress.analysis.cost import model_latency
 from collab_compress.architectures import find_attention, transformers_model
 from collab_compress.calibration import Batch, Calibration
-from collab_compress.conversion.calibrate import Calibrated, read
 from collab_compress.conversion.compress import compress
 from collab_compress.conversion.copies import sharing_copy
+from collab_compress.conversion.data import read
 from collab_compress.conversion.feed_forward import find_feed_forward
-from collab_compress.conversion.plan import Progress
+from collab_compress.conversion.maps import Progress
 from collab_compress.conversion.report import PartReport, Report, to_frame
 from collab_compress.errors import CalibrationError, CollabCompressError, UnsupportedModelError
 from collab_compress.options import CalibrationOptions, Compression, Solver
@@ -92,7 +92,7 @@ class Plan:
 
 def plan(
     model: PreTrainedModel,
-    calibration: Calibration | Calibrated = "synthetic",
+    calibration: Calibration = "synthetic",
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
     *,

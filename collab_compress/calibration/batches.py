@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from collab_compress.errors import CalibrationError, check_type, one_line
 from collab_compress.options import CalibrationOptions
 
 Calibration: TypeAlias = str | Path | Sequence[Text] | Iterable[Mapping[str, Tensor]] | None
+
+Item = TypeVar("Item")
 
 _logger = logging.getLogger(__name__)
 
@@ -423,20 +425,26 @@ def slice_batch(batch: Batch, part: slice | Tensor) -> Batch:
     }
 
 
-def evenly_spaced(batches: Sequence[Batch], count: int) -> list[Batch]:
-    """Return `count` of the batches, evenly spaced; all if there are no more."""
-    count = min(count, len(batches))
-    return [batches[place * len(batches) // count] for place in range(count)]
+def evenly_spaced(items: Sequence[Item], count: int) -> list[Item]:
+    """Return `count` of the items, evenly spaced; all if there are no more."""
+    count = min(count, len(items))
+    return [items[place * len(items) // count] for place in range(count)]
 
 
-def sample_sequences(batches: Sequence[Batch], count: int) -> list[Batch]:
-    """Return about `count` sequences, evenly spaced, in batches of up to 16 where batches can be divided."""
+def in_parts(batches: Sequence[Batch]) -> list[Batch]:
+    """Return the batches in parts of up to 16 sequences, where they can be divided."""
     parts: list[Batch] = []
     for batch in batches:
         size = sequence_count(batch)
         whole = size <= BATCH_SIZE or not is_divisible(batch)
         starts = range(0, size, BATCH_SIZE)
         parts += [batch] if whole else [slice_batch(batch, slice(start, start + BATCH_SIZE)) for start in starts]
+    return parts
+
+
+def sample_sequences(batches: Sequence[Batch], count: int) -> list[Batch]:
+    """Return about `count` sequences, evenly spaced, in batches of up to 16 where batches can be divided."""
+    parts = in_parts(batches)
     total = max(1, sum(map(sequence_count, parts)))
     return evenly_spaced(parts, max(1, len(parts) * count // total))
 

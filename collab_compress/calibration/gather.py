@@ -2,9 +2,9 @@
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -258,10 +258,6 @@ def gather_moments(
 ) -> list[tuple[Moments, ...]]:
     """Run the model on `batches` and gather first and second moments of the inputs of each site's projections.
 
-    Padding does not count. A module that serves several layers (ALBERT) pools them. If queries and keys read the same
-    tensor, as in self-attention, it is summed once. The first batch with the same arguments shows how often modules
-    are called; in later ones the model is stopped after the last call.
-
     Args:
         model: dense; left in the mode it was in.
         sites: attention modules of `model`.
@@ -273,34 +269,45 @@ def gather_moments(
     Raises:
         CalibrationError: a module saw no token, an input was not finite, or a mask is not (batch, tokens).
     """
-    calls = _Calls()
-    watchers = [_Watcher(site, calls) for site in sites]
-    call_counts: dict[frozenset[str], int] = {}
-    with evaluation_mode(model), ExitStack() as hooks:
-        for watcher in watchers:
-            for place, (projection, _) in enumerate(watcher.site.inputs):
-                hooks.enter_context(projection.register_forward_pre_hook(partial(watcher.add, place)))
+    with evaluation_mode(model), InputMoments(sites) as gathered:
         for batch in batches:
-            masks = batch_masks(model, batch)
-            for watcher in watchers:
-                watcher.masks = masks_of(watcher.site, masks)
-            names = frozenset(name for name, value in batch.items() if value is not None)
-            calls.count, calls.last = 0, call_counts.get(names)
-            with suppress(_AllSeen):
-                run_batch(model, batch)
-            call_counts[names] = max(calls.count, call_counts.get(names, 0))
-    return [watcher.moments() for watcher in watchers]
+            gathered.masks = batch_masks(model, batch)
+            run_batch(model, batch)
+    return gathered.moments()
 
 
-class _AllSeen(Exception):
-    """Raised in the model when all modules have seen their inputs of a batch."""
+class InputMoments:
+    """Moments of the inputs of attention projections, summed while modules run inside a `with` block.
 
+    Padding does not count. A module that serves several layers (ALBERT) pools them. If queries and keys read the same
+    tensor, as in self-attention, it is summed once.
 
-class _Calls:
-    """Number of projections called in this batch, and the number of the last one, if known."""
+    Args:
+        sites: attention modules.
+    """
 
-    count = 0
-    last: int | None = None
+    masks: Mapping[MaskKind, AttentionMasks] = {}
+    """Masks of the batch that runs next."""
+
+    def __init__(self, sites: Sequence[DenseSite | ValueSite]) -> None:
+        self._watchers = [_Watcher(site) for site in sites]
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> Self:
+        for watcher in self._watchers:
+            for place, (projection, _) in enumerate(watcher.site.inputs):
+                self._hooks.enter_context(projection.register_forward_pre_hook(partial(self._add, watcher, place)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+
+    def _add(self, watcher: "_Watcher", place: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        watcher.add(place, args[0], masks_of(watcher.site, self.masks))
+
+    def moments(self) -> list[tuple[Moments, ...]]:
+        """Return the moments of each site, as `gather_moments`."""
+        return [watcher.moments() for watcher in self._watchers]
 
 
 class _Sums:
@@ -333,29 +340,25 @@ class _Sums:
 
 
 class _Watcher:
-    """The inputs of one module's projections, added up by hooks."""
+    """The inputs of one module's projections, added up."""
 
-    def __init__(self, site: DenseSite | ValueSite, calls: _Calls) -> None:
+    def __init__(self, site: DenseSite | ValueSite) -> None:
         self.site = site
-        self.masks = AttentionMasks(None, None)
-        self._calls = calls
         self._sums: list[_Sums | None] = [None] * len(site.inputs)
         self._query_input: Tensor | None = None
 
-    def add(self, place: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Add the inputs of one call of a projection; a hook."""
-        query_input, self._query_input = self._query_input, args[0] if place == 0 and len(self._sums) > 1 else None
-        if not place or args[0] is not query_input:
-            vectors = self._vectors(args[0], getattr(self.masks, self.site.inputs[place][1]))
-            sums = self._sums[place]
-            if sums is None and len(vectors):
-                wide = vectors if vectors.dtype == torch.float64 else vectors.float()
-                sums = self._sums[place] = _Sums(wide.mean(0))
-            if sums is not None:
-                sums.add(vectors)
-        self._calls.count += 1
-        if self._calls.count == self._calls.last:
-            raise _AllSeen
+    def add(self, place: int, inputs: Tensor, masks: AttentionMasks) -> None:
+        """Add the inputs (B, T, D) of one call of a projection."""
+        query_input, self._query_input = self._query_input, inputs if place == 0 and len(self._sums) > 1 else None
+        if place and inputs is query_input:
+            return
+        vectors = self._vectors(inputs, getattr(masks, self.site.inputs[place][1]))
+        sums = self._sums[place]
+        if sums is None and len(vectors):
+            wide = vectors if vectors.dtype == torch.float64 else vectors.float()
+            sums = self._sums[place] = _Sums(wide.mean(0))
+        if sums is not None:
+            sums.add(vectors)
 
     def _vectors(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Return the tokens of x (B, T, D) that are no padding, (N, D)."""

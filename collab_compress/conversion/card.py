@@ -184,9 +184,7 @@ def _figures(report: Report) -> Iterator[tuple[str, str]]:
     if report.values:
         yield "relative error of what heads add, mean over modules", _error(report.values)
     if report.refits:
-        last = report.refits[-1]
-        before_refit = "" if last.error_before is None else f"{last.error_before:.2%} → "
-        yield "error of the last layer's hidden states, refitted", f"{before_refit}{last.error_after:.2%}"
+        yield "error of the last layer's hidden states, refitted", f"{report.refits[-1].error_after:.2%}"
     if report.drift is not None:
         yield f"drift of {report.drift.output} on held-back sequences", f"{report.drift.relative_error:.2%}"
 

@@ -8,16 +8,13 @@ only then changes the model.
 import copy
 import logging
 import os
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
 from time import perf_counter
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import (
@@ -29,13 +26,14 @@ from collab_compress.architectures import (
     refuse_hooks,
     transformers_model,
 )
-from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm, install_
+from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm
 from collab_compress.attention.projections import width_in
-from collab_compress.calibration import Calibration
+from collab_compress.calibration import Calibration, evaluation_mode
 from collab_compress.calibration.batches import is_none, sample_sequences, sequence_count
 from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
-from collab_compress.conversion.calibrate import Calibrated, read
+from collab_compress.conversion.chain import single_layers
 from collab_compress.conversion.copies import conversion_of, sharing_copy
+from collab_compress.conversion.data import Data, read
 from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.feed_forward import (
     FeedForward,
@@ -44,29 +42,21 @@ from collab_compress.conversion.feed_forward import (
     find_feed_forward,
     narrower_config,
 )
-from collab_compress.conversion.head_weights import head_weights
+from collab_compress.conversion.fit import Refitted, check_weights, install_refits
 from collab_compress.conversion.keep import Candidate, Layers, choose
-from collab_compress.conversion.plan import (
+from collab_compress.conversion.layers import Parts, convert_layers_, install_maps_
+from collab_compress.conversion.maps import (
     Planned,
     Progress,
     Site,
     Task,
     empty_plan,
-    plan,
-    plan_distributed,
+    replacement,
     warnings_of,
 )
-from collab_compress.conversion.refit import (
-    Refitted,
-    check_weights,
-    install_refits,
-    notes_on,
-    of_first_process,
-    refit,
-)
 from collab_compress.conversion.report import Drift, ModuleReport, Report, ValueReport
-from collab_compress.distributed import process_state
-from collab_compress.errors import CalibrationError, CompressionError, check_type
+from collab_compress.conversion.writers import find_writers
+from collab_compress.errors import CompressionError, UnsupportedModelError, check_type
 from collab_compress.heads.sharding import refuse_unwritable
 from collab_compress.options import CalibrationOptions, Compression
 
@@ -78,12 +68,11 @@ TRIAL = 256  # sequences on which each choice of widths is tried
 def compress(
     model: PreTrainedModel,
     compression: Compression,
-    calibration: Calibration | Calibrated = "synthetic",
+    calibration: Calibration = "synthetic",
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
     *,
     calibration_options: CalibrationOptions | None = None,
-    distributed: bool = False,
 ) -> Report:
     """Convert the attention modules of `model` into collaborative form, in place and all or nothing.
 
@@ -104,13 +93,10 @@ def compress(
         model: a Transformers model, or a SentenceTransformer that holds one; dtype and device are kept.
         compression: widths or the share to keep, and how it is computed.
         calibration: data that says which input directions matter: "synthetic" (random tokens), None, a file of
-            texts, texts or text pairs, or batches, of which an eighth is held back to measure drift; or what
-            `calibrate` returned.
+            texts, texts or text pairs, or batches, of which an eighth is held back to measure drift.
         tokenizer: of the model; not needed for batches, None, and a SentenceTransformer.
-        progress: called with a module's name, how many are done, and how many there are.
+        progress: called with a layer's name, how many are done, and how many there are.
         calibration_options: number and length of the calibration sequences.
-        distributed: whether the processes that `accelerate launch` started share the modules between them. All
-            of them must call this with the same arguments; each gets the whole conversion.
 
     Returns:
         Errors, costs and drift.
@@ -119,7 +105,7 @@ def compress(
         UnsupportedModelError: the model, or a module of it, cannot be converted.
         CompressionError: dk or dv beyond H·d, weights that are not finite, a module that is already converted, a
             quantized model.
-        CalibrationError: calibration data is missing or unusable, or `calibrate` got another model or other options.
+        CalibrationError: calibration data is missing or unusable, or too little.
     """
     check_type("compression", compression, Compression, CompressionError)
     if tokenizer is None:
@@ -128,12 +114,12 @@ def compress(
     started = perf_counter()
     devices = [model.device] if model.device.type == "cuda" else []
     with conversion_of(model), torch.random.fork_rng(devices):  # new layers are initialised before they are filled
-        device = working_device(compression.solver.device, distributed)
+        device = working_device(compression.solver.device)
         if compression.keep is None:  # refuse what cannot be converted before any data are read
             find_tasks(model, compression, calibrated=not is_none(calibration))
         dense = sharing_copy(model)  # so that other threads may run the model meanwhile
         data = read(dense, calibration, tokenizer, calibration_options, compression.solver.seed)
-        job = _Job(dense, data, progress, distributed)
+        job = _Job(dense, data, progress)
         placed = compression.with_solver(device=device)
         chosen, choice, by_module = placed, "", {}
         if compression.keep is not None:
@@ -148,9 +134,8 @@ def compress(
             _install_conversion(model, converted)
     untied = _untied(ties - tied_weights(model))
     warnings = (*data.notes, *converted.notes, *untied, *_warnings(job, chosen, converted))
-    if not distributed or process_state().is_main_process:
-        for warning in warnings:
-            _logger.warning(warning)
+    for warning in warnings:
+        _logger.warning(warning)
     reports = [item.report for item in converted.planned]
     alike = all(other == chosen for other in by_module.values())
     return Report(
@@ -165,7 +150,6 @@ def compress(
         values=tuple(report for report in reports if isinstance(report, ValueReport)),
         compression=(chosen if alike else compression).with_solver(device=compression.solver.device),
         choice=choice,
-        calibrating=converted.seconds,
         refits=tuple(refitted.report for refitted in converted.refits),
         feed_forward=tuple(feed_forward),
     )
@@ -176,9 +160,13 @@ class _Job:
     """A model to convert, and its data."""
 
     model: PreTrainedModel  # dense, a copy that shares the tensors of the model to convert
-    data: Calibrated
+    data: Data
     progress: Progress | None = None
-    distributed: bool = False
+
+    def report(self, name: str, done: int, total: int) -> None:
+        """Report progress, if anyone wants to know."""
+        if self.progress is not None:
+            self.progress(name, done, total)
 
 
 def find_tasks(
@@ -284,24 +272,16 @@ def _check_weights(site: AttentionSite, projections: Iterable[tuple[str, Any]]) 
         check_weights((f"{site.path(path)}.{name}", weight) for name, weight in projection.named_parameters())
 
 
-def working_device(device: str | None, distributed: bool = False) -> str | None:
+def working_device(device: str | None) -> str | None:
     """Return the device to decompose on; None, if none is given, leaves each module where its weights are.
 
     "cuda" is each process's own GPU if a launcher started several on one machine.
 
     Raises:
-        CompressionError: there is no such device, or several processes would share one.
+        CompressionError: there is no such device.
     """
     if device is None:
         return None
-    if distributed and process_state().num_processes > 1:
-        kind, _, number = device.partition(":")
-        places = gather_object([(platform.node(), device)])  # all processes must get here
-        if number and kind != "cpu" and len(set(places)) < len(places):
-            raise CompressionError(
-                f"device {device!r} would hold {places.count((platform.node(), device))} processes; pass {kind!r}, "
-                "and each takes its own"
-            )
     rank = os.environ.get("LOCAL_RANK", "")
     if device == "cuda" and rank.isdecimal() and int(rank) < torch.cuda.device_count():
         device = f"cuda:{rank}"
@@ -317,12 +297,11 @@ def _choose(job: _Job, compression: Compression) -> tuple[Candidate, str]:
     layers = _layers(job, compression)
     used, held_back = job.data.used, job.data.held_back
     used, held_back = sample_sequences(used, TRIAL), sample_sequences(held_back, TRIAL // 4)
-    few = replace(job, data=replace(job.data, used=used, held_back=held_back, moments={}))
+    few = replace(job, data=replace(job.data, used=used, held_back=held_back))
 
     def drift(candidate: Candidate) -> float:
         measured = _convert_copy(few, candidate.compression, candidate.modules).drift
-        error = inf if measured is None else measured.relative_error
-        return float(gather_object([error])[0]) if job.distributed else error
+        return inf if measured is None else measured.relative_error
 
     return choose(layers, drift)
 
@@ -340,7 +319,6 @@ class _Converted:
     """A conversion that is not yet installed in the model."""
 
     planned: list[Planned]  # replacements of attention maps
-    seconds: float  # in which the model ran to gather moments
     blocks: list[FeedForward]  # that become narrower
     config: PretrainedConfig | None  # of the model with narrower blocks
     refits: Sequence[Refitted] = ()
@@ -349,36 +327,47 @@ class _Converted:
 
 
 def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, Compression]) -> _Converted:
-    """Compute the conversion, and try it in a copy that shares the model's weights."""
-    model = job.model
-    tasks = find_tasks(model, compression, bool(job.data.used), by_module)
-    refits = compression.dff is not None or _wants_refit(job, compression)
+    """Compute the conversion in a copy that shares the model's weights."""
+    model, data = job.model, job.data
+    tasks = find_tasks(model, compression, bool(data.used), by_module)
+    with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
+        parts, config, notes = _parts(job, compression, tasks)
+        if not data.used:
+            planned = []
+            for number, task in enumerate(tasks):
+                job.report(task.site.name, number, len(tasks))
+                planned.append(replacement(task, None, None, data.length))
+            job.report("", len(tasks), len(tasks))
+            return _Converted(planned, [], None)
+        converted = sharing_copy(model)
+        planned, refits = convert_layers_(
+            converted, model, parts, data.used, data.held_back, length=data.length, progress=job.report
+        )
+        drift = drift_of(converted, model, data.held_back)
+    return _Converted(planned, list(parts.blocks), config, refits, drift, notes)
+
+
+def _parts(
+    job: _Job, compression: Compression, tasks: list[Task]
+) -> tuple[Parts, PretrainedConfig | None, tuple[str, ...]]:
+    """Return what is to be converted, the config of a model with narrower blocks, and notes for the report."""
+    model, data, dff = job.model, job.data, compression.dff
+    blocks, config = narrower_blocks(model, data, dff)
+    refits = wants_refit(data, compression)
+    if not data.used or not (refits or any(not task.is_exact for task in tasks)):
+        return Parts(tasks), config, ()
     if refits:
         check_weights(model.named_parameters())
-    blocks, config = _narrower_blocks(job, compression)
-    seconds: list[float] = []
-    with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
-        sites = [task.site for task in tasks if isinstance(task.site, DenseSite) and not task.is_exact]
-        decompose = partial(
-            plan,
-            model,
-            batches=job.data.used,
-            progress=job.progress,
-            on_gathered=seconds.append,
-            weights=head_weights(model, sites, job.data.used),
-            moments=job.data.moments,
-            length=job.data.length,
-        )
-        planned = plan_distributed(tasks, decompose) if job.distributed else decompose(tasks)
-        conversion = _Converted(planned, sum(seconds), blocks, config)
-        if not job.data.held_back:
-            return conversion
-        converted = sharing_copy(model)
-        _install(converted, planned)
-        if refits:
-            conversion = _refit(job, compression, conversion, converted)
-            install_refits(converted, conversion.refits, blocks)
-        return replace(conversion, drift=drift_of(converted, model, job.data.held_back))
+    try:
+        with evaluation_mode(model):
+            layers = single_layers(model, data.used[0])
+            writers = find_writers(model, layers) if refits else []
+    except UnsupportedModelError as error:
+        if dff is not None or compression.solver.refit:
+            raise
+        notes = (f"no layer was refitted: {error}",) if refits else ()
+        return Parts(tasks, in_layers=False), None, notes
+    return Parts(tasks, writers, blocks, dff or 0), config, ()
 
 
 def _warnings(job: _Job, compression: Compression, converted: _Converted) -> list[str]:
@@ -413,55 +402,45 @@ def _untied(groups: set[frozenset[str]]) -> list[str]:
     ]
 
 
-def _narrower_blocks(job: _Job, compression: Compression) -> tuple[list[FeedForward], PretrainedConfig | None]:
-    """Return the feed-forward blocks to make narrower, and the config of a model with those."""
-    if compression.dff is None:
+def narrower_blocks(
+    model: PreTrainedModel, data: Data, dff: int | None
+) -> tuple[list[FeedForward], PretrainedConfig | None]:
+    """Return the feed-forward blocks to make narrower, and the config of a model with those.
+
+    Raises:
+        CompressionError: there are no data to choose neurons by, or a block is narrower already.
+        UnsupportedModelError: the model has no blocks that can be made narrower.
+    """
+    if dff is None:
         return [], None
-    if not job.data.held_back:
+    if not data.held_back:
         raise CompressionError("dff takes calibration data of at least two sequences; pass texts")
-    blocks = find_feed_forward(job.model, job.data.used[0])
+    blocks = find_feed_forward(model, data.used[0])
     for block in blocks:
-        if compression.dff > block.width:
+        if dff > block.width:
             raise CompressionError(
-                f"{block.down} reads {block.width} neurons, and dff is {compression.dff}; pass up to {block.width}"
+                f"{block.down} reads {block.width} neurons, and dff is {dff}; pass up to {block.width}"
             )
-    return blocks, narrower_config(job.model, blocks, compression.dff)
+    return blocks, narrower_config(model, blocks, dff)
 
 
-def _wants_refit(job: _Job, compression: Compression) -> bool:
-    has_data = bool(job.data.held_back)
-    if compression.solver.refit and not has_data:
+def wants_refit(data: Data, compression: Compression) -> bool:
+    """Return whether layers are refitted.
+
+    Raises:
+        CompressionError: they should be, and there are too few data.
+    """
+    if compression.solver.refit and not data.held_back:
         raise CompressionError("refit takes calibration data of at least two sequences; pass more, or leave it out")
-    return has_data and (job.data.refit if compression.solver.refit is None else compression.solver.refit)
-
-
-def _refit(job: _Job, compression: Compression, conversion: _Converted, converted: PreTrainedModel) -> _Converted:
-    """Add the layers with new weights; or a note, if refitting fails that was not asked for."""
-    narrower = {block.down: compression.dff or block.width for block in conversion.blocks}
-    try:
-        refits = refit(converted, job.model, job.data.used, job.data.held_back, job.progress, narrower=narrower)
-    except CalibrationError as error:
-        if compression.solver.refit or conversion.blocks:
-            raise
-        return replace(conversion, notes=(f"no layer was refitted: {error}",))
-    notes = notes_on(refits, job.data.used)
-    return replace(conversion, refits=of_first_process(refits) if job.distributed else refits, notes=notes)
-
-
-def _install(model: PreTrainedModel, planned: Sequence[Planned]) -> None:
-    """Install the replacements in the modules of the model or of its copy, in place."""
-    for item in planned:
-        module, parts = model.get_submodule(item.site.name), item.parts
-        if isinstance(item.form, NarrowValues):
-            parent = model.get_submodule(item.site.name.rpartition(".")[0])
-            parts = replace(parts, output=item.form.output_of(module, parent))
-        install_(module, item.form, parts)
+    if compression.dff is not None:
+        return True
+    return bool(data.held_back) and (data.refit if compression.solver.refit is None else compression.solver.refit)
 
 
 def _install_conversion(model: PreTrainedModel, converted: _Converted) -> None:
     """Install a conversion in the model, in place, and record it for checkpoints."""
     paths = [path_in_base(model, model.get_submodule(item.site.name)) for item in converted.planned]
-    _install(model, converted.planned)
+    install_maps_(model, converted.planned)
     install_refits(model, converted.refits, converted.blocks)
     if converted.config is not None:
         adopt_(model, converted.config)
@@ -485,8 +464,8 @@ def install_unset_(
     be run afterwards. Arguments and errors are those of `compress`.
     """
     job = _Job(model, read(model, calibration, tokenizer, options, compression.solver.seed))
-    _narrower_blocks(job, compression)
-    _wants_refit(job, compression)
+    narrower_blocks(job.model, job.data, compression.dff)
+    wants_refit(job.data, compression)
     by_module: Mapping[str, Compression] = {}
     if compression.keep is not None:
         candidate = _layers(job, compression).start()
@@ -494,4 +473,4 @@ def install_unset_(
     tasks = find_tasks(model, compression, bool(job.data.used), by_module)
     working_device(compression.solver.device)
     for task in tasks:
-        _install(model, [empty_plan(task.site, task.form(bool(job.data.used)))])
+        install_maps_(model, [empty_plan(task.site, task.form(bool(job.data.used)))])

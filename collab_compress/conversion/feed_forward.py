@@ -6,7 +6,7 @@ description of them.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,10 +19,11 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress.attention.form import remaining
 from collab_compress.attention.projections import width_in
 from collab_compress.attention.values import fill_, output_dim
-from collab_compress.calibration import Batch, evaluation_mode, run_batch
+from collab_compress.calibration import Batch, evaluation_mode
 from collab_compress.checkpoint.edits import configs_inside, copy_configs_
+from collab_compress.conversion.chain import Layers, single_layers
 from collab_compress.conversion.report import FeedForwardReport
-from collab_compress.conversion.writers import Writer, find_writers, probe_batch, width_out
+from collab_compress.conversion.writers import Writer, find_writers, width_out
 from collab_compress.errors import UnsupportedModelError
 from collab_compress.heads.sharding import refuse_computed
 
@@ -71,19 +72,13 @@ def find_feed_forward(model: PreTrainedModel, batch: Batch) -> list[FeedForward]
         batch: keyword arguments for the model, of which two sequences are run.
 
     Raises:
-        UnsupportedModelError: the model has no such block, or its family is not known.
+        UnsupportedModelError: the model has no such block, its layers cannot be called alone, or its family is not
+            known.
         CalibrationError: the model does not take such batches.
     """
-    batch = probe_batch(batch)
-    blocks = []
     with evaluation_mode(model):
-        writers = find_writers(model, batch)
-        projections = {writer.site.path(writer.site.family.output) for writer in writers}
-        for writer in writers:
-            if writer.name not in projections and writer.name.removesuffix(".proj") not in projections:  # mixed heads
-                ups = _find_ups(model, writer.name, batch)
-                if ups:
-                    blocks.append(FeedForward(writer, ups, width_in(model.get_submodule(writer.name))))
+        layers = single_layers(model, batch)
+        blocks = blocks_of(model, layers, find_writers(model, layers))
     if not blocks:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no feed-forward block of plain linear layers, one neuron beside the other "
@@ -92,22 +87,32 @@ def find_feed_forward(model: PreTrainedModel, batch: Batch) -> list[FeedForward]
     return blocks
 
 
-def _find_ups(model: PreTrainedModel, down: str, batch: Batch) -> dict[str, Tensor]:
-    """Return the layers each of whose outputs changes one neuron that `down` reads, and no other."""
-    layer = model.get_submodule(down)
-    width = width_in(layer)
-    parts = down.split(".")
-    layer_parts = parts[: next(place for place, part in enumerate(parts) if part.isdecimal()) + 1]
+def blocks_of(model: PreTrainedModel, layers: Layers, writers: Sequence[Writer]) -> list[FeedForward]:
+    """Return the feed-forward blocks of a model whose second layers are among `writers`; as `find_feed_forward`."""
+    projections = {writer.site.path(writer.site.family.output) for writer in writers}
+    blocks = []
+    for writer in writers:
+        if writer.name not in projections and writer.name.removesuffix(".proj") not in projections:  # mixed heads
+            ups = _find_ups(model, writer, layers[writer.layer])
+            if ups:
+                blocks.append(FeedForward(writer, ups, width_in(model.get_submodule(writer.name))))
+    return blocks
+
+
+def _find_ups(model: PreTrainedModel, writer: Writer, run: Callable[[], Tensor]) -> dict[str, Tensor]:
+    """Return the layers each of whose outputs changes one neuron that the writer reads, and no other."""
+    down = model.get_submodule(writer.name)
+    width = width_in(down)
     changed = torch.rand(width, generator=torch.Generator().manual_seed(0), device="cpu") < 0.5
-    before = _neurons(model, layer, batch)
+    before = _neurons(down, run)
     ups = {}
-    for name, up in model.named_modules():
+    for name, up in model.get_submodule(writer.layer).named_modules(prefix=writer.layer):
         outputs = width_out(up)
-        if outputs not in (width, 2 * width) or name == down or name.split(".")[: len(layer_parts)] != layer_parts:
+        if outputs not in (width, 2 * width) or name == writer.name:
             continue
         places = torch.arange(outputs, device="cpu")
         for neurons in (places % width, places.div(outputs // width, rounding_mode="floor")):
-            after = _neurons(model, layer, batch, (up, changed[neurons]))
+            after = _neurons(down, run, (up, changed[neurons]))
             moved = (after - before).abs().amax(0) > 0
             if bool(moved.any()) and not bool(moved[~changed].any()):
                 ups[name] = neurons
@@ -115,9 +120,7 @@ def _find_ups(model: PreTrainedModel, down: str, batch: Batch) -> dict[str, Tens
     return ups
 
 
-def _neurons(
-    model: PreTrainedModel, layer: nn.Module, batch: Batch, change: tuple[nn.Module, Tensor] | None = None
-) -> Tensor:
+def _neurons(down: nn.Module, run: Callable[[], Tensor], change: tuple[nn.Module, Tensor] | None = None) -> Tensor:
     """Return the inputs (n, N) of a layer's first call, with some outputs of another layer's first call changed."""
     inputs: list[Tensor] = []
     changed: list[Tensor] = []
@@ -132,9 +135,9 @@ def _neurons(
         changed.append(torch.where(change[1].to(output.device), output * -1.5 + 1, output))
         return changed[0]
 
-    up = layer if change is None else change[0]
-    with layer.register_forward_pre_hook(record), up.register_forward_hook(alter):
-        run_batch(model, batch)
+    up = down if change is None else change[0]
+    with down.register_forward_pre_hook(record), up.register_forward_hook(alter):
+        run()
     return inputs[0].float().cpu()
 
 

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from collab_compress.architectures import DenseSite, find_dense_attention
 from collab_compress.attention import FormEdit, RotaryScores, ScoreForm, SharedScores, install_
 from collab_compress.checkpoint import path_in_base, record_edit_
-from collab_compress.conversion.plan import rounding
+from collab_compress.conversion.maps import rounding
 from collab_compress.errors import CompressionError
 from collab_compress.options import check_counts
 

@@ -46,21 +46,26 @@ def head_weights(
     """
     if not sites or not batches:
         return {}
-    with evaluation_mode(model), _Watcher(sites) as watcher:
+    with evaluation_mode(model), HeadWeights(sites) as watcher:
         for batch in sample_sequences(batches, ENOUGH):
             watcher.masks = batch_masks(model, batch)
             run_batch(model, batch)
-    return {name: _normalised(squares) for name, squares in watcher.squares.items()}
+    return watcher.weights()
 
 
-class _Watcher(HeadHooks):
-    """Add up w² of the heads of attention modules."""
+class HeadWeights(HeadHooks):
+    """The weights of `head_weights`, summed while modules run inside a `with` block.
+
+    Args:
+        sites: dense attention modules.
+    """
 
     needs_probs = True
     masks: Mapping[MaskKind, AttentionMasks] = {}
+    """Masks of the batch that runs next."""
 
     def __init__(self, sites: Sequence[AttentionSite]) -> None:
-        self.squares = {site.name: torch.zeros(site.heads, dtype=torch.float64, device="cpu") for site in sites}
+        self._squares = {site.name: torch.zeros(site.heads, dtype=torch.float64, device="cpu") for site in sites}
         self._add(sites)
 
     def act(self, site: AttentionSite, outputs: Tensor, call: HeadCall) -> Tensor:
@@ -73,8 +78,12 @@ class _Watcher(HeadHooks):
             mask = resize_mask(mask, squares.shape[dim])
             if mask is not None and mask.shape == (squares.shape[0], squares.shape[dim]):
                 squares = squares * mask.to(squares.device).unsqueeze(1).unsqueeze(5 - dim)
-        self.squares[site.name] += squares.sum((0, 2, 3)).cpu().double()
+        self._squares[site.name] += squares.sum((0, 2, 3)).cpu().double()
         return outputs
+
+    def weights(self) -> dict[str, Tensor | None]:
+        """Return the weights by path of the module, as `head_weights`."""
+        return {name: _normalised(squares) for name, squares in self._squares.items()}
 
 
 def _gram(site: AttentionSite, width: int) -> Tensor | None:

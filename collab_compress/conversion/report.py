@@ -129,9 +129,9 @@ class RefitReport:
 
     Args:
         name: path of the layer.
-        error_before: ‖converted − dense‖ over the norm of the dense stream less its mean, without any refit; None if
-            feed-forward blocks become narrower, which takes one.
-        error_after: the same, with this layer and those below it refitted.
+        error_before: ‖converted − dense‖ over the norm of the dense stream less its mean, with the layers below
+            refitted but not this one; None if it reads fewer neurons, which takes a refit.
+        error_after: the same, with this layer refitted too.
         vectors: number of vectors that the layer was fitted to.
         sequences: number of sequences that they are from.
     """
@@ -175,7 +175,6 @@ class Report:
         values: values of each converted module.
         compression: as passed, or with the widths that `keep` chose.
         choice: which widths `keep` chose, and why; empty without `keep`.
-        calibrating: seconds in which the model ran to gather moments.
         refits: refitted layers, in the order of the forward pass.
         feed_forward: feed-forward blocks with fewer neurons.
     """
@@ -191,7 +190,6 @@ class Report:
     values: tuple[ValueReport, ...] = ()
     compression: Compression | None = None
     choice: str = ""
-    calibrating: float = 0.0
     refits: tuple[RefitReport, ...] = ()
     feed_forward: tuple[FeedForwardReport, ...] = ()
 

@@ -1,6 +1,9 @@
-"""Find the layers that write to the residual stream by running the model, whatever its architecture."""
+"""Find the linear layers that write to the residual stream, whatever a model's architecture.
 
-from collections.abc import Iterator, Mapping
+Each numbered layer of the model is called alone, with and without a change of what a linear layer in it returns.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +17,9 @@ from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import AttentionSite, find_attention
 from collab_compress.attention.values import output_dim
-from collab_compress.calibration import Batch, run_batch
-from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
+from collab_compress.conversion.chain import Layers
 from collab_compress.heads.sharding import refuse_computed
 
-PROBED = 2  # sequences that show where a layer writes to
 SMALL = 1e-2  # of the stream's standard deviation: a smaller change of it would be lost in rounding
 EXACT, ROUNDED = 1e-3, 5e-2  # relative error of a sum that counts as linear, in float32 and in half precision
 
@@ -28,86 +29,77 @@ class Writer:
     """A linear layer whose outputs are added to the residual stream, as they are or normalised first.
 
     Args:
-        name: path of the layer.
-        at: path of the first module that reads or returns the sum; the layer itself if its outputs are normalised
-            first, as those are what can be compared.
+        name: path of the linear layer.
+        layer: path of the numbered layer that holds it.
+        at: path of the first module that reads or returns the sum; the linear layer itself if its outputs are
+            normalised first, as those are what can be compared.
         shown: whether the sum is among the module's "inputs" or "outputs".
         gain: factor of each channel before outputs are added, (D,).
-        site: attention module of the same layer, whose masks say what is padding.
-        shared: whether the layer is called more than once in a forward pass, as in ALBERT.
+        site: attention module called before it, whose masks say what is padding.
     """
 
     name: str
+    layer: str
     at: str
     shown: str
     gain: Tensor
     site: AttentionSite
-    shared: bool = False
 
 
-def find_writers(model: PreTrainedModel, batch: Batch) -> list[Writer]:
-    """Find the layers that write to the residual stream, in the order in which they are called.
+def find_writers(model: PreTrainedModel, layers: Layers) -> list[Writer]:
+    """Find the linear layers that write to the residual stream, in the order in which they are called.
 
     Candidates are the output projections of attention, and linear layers of the same width inside numbered layers. A
     candidate writes to the stream if a change of its outputs appears unchanged, or times a constant for each channel,
-    in what a later module reads or returns, added to something else. So does one whose outputs a normalisation reads,
-    as in Gemma 3.
+    in what a later module of its layer reads or returns, added to something else. So does one whose outputs a
+    normalisation reads, as in Gemma 3.
 
     Args:
         model: in evaluation mode.
-        batch: to run it on.
+        layers: of the model, as `single_layers` returns them.
 
     Raises:
         UnsupportedModelError: a candidate's weight is no parameter of it, so that it could not be refitted.
     """
-    batch = probe_batch(batch)
-    writers = []
-    for name, site, calls in _candidates(model, batch):
-        target = _find_sum(model, name, batch)
-        if target is not None:
-            writers.append(Writer(name, *target, site, calls > 1))
-    return writers
+    return [
+        Writer(name, layer, *target, site)
+        for layer, run in layers.items()
+        for name, site in _candidates(model, layer, run)
+        if (target := _find_sum(model, layer, name, run)) is not None
+    ]
 
 
-def _candidates(model: PreTrainedModel, batch: Batch) -> list[tuple[str, AttentionSite, int]]:
-    """Return the linear layers that may write to the stream, in the order of calls.
+def _candidates(model: PreTrainedModel, layer: str, run: Callable[[], Tensor]) -> list[tuple[str, AttentionSite]]:
+    """Return the linear layers of a numbered layer that may write to the stream, in the order of calls.
 
     Returns:
-        Path, the attention module called before (or after, if none is), and the number of calls.
+        Path, and the attention module called before; the layer's first, or the model's, if none is.
     """
     sites = find_attention(model)
     outputs = [site.path(site.family.output) for site in sites]
     projections: list[Any] = [model.get_submodule(path) for path in outputs]
-    widths = {width_out(getattr(layer, "proj", layer)) for layer in projections} - {0}  # mixed heads wrap it
+    widths = {width_out(getattr(projection, "proj", projection)) for projection in projections} - {0}  # mixed heads
     inside_attention = tuple(f"{site.name}." for site in sites)
-    calls: dict[str, int] = {}
-    nearest: dict[str, AttentionSite] = {}
-    latest = sites[0]
+    own = [site for site in sites if site.name.startswith(f"{layer}.")]
+    latest = (own or sites)[0]
+    found: dict[str, AttentionSite] = {}
 
     def attended(site: AttentionSite, *_: Any) -> None:
         nonlocal latest
         latest = site
 
-    def count(name: str, *_: Any) -> None:
-        calls[name] = calls.get(name, 0) + 1
-        nearest.setdefault(name, latest)
+    def note(name: str, *_: Any) -> None:
+        found.setdefault(name, latest)
 
     with ExitStack() as hooks:
-        for site in sites:
+        for site in own:
             hooks.enter_context(site.module.register_forward_pre_hook(partial(attended, site)))
-        for name, module in model.named_modules():
-            is_numbered = any(part.isdecimal() for part in name.split("."))
-            may_write = name in outputs or (is_numbered and not name.startswith(inside_attention))
-            if may_write and width_out(module) in widths:
+        for name, module in model.get_submodule(layer).named_modules(prefix=layer):
+            if width_out(module) in widths and (name in outputs or not name.startswith(inside_attention)):
                 refuse_computed(name, module)
-                hooks.enter_context(module.register_forward_hook(partial(count, name)))
-        run_batch(model, batch)
-    return [(name, nearest[name], number) for name, number in calls.items()]
-
-
-def probe_batch(batch: Batch) -> Batch:
-    """Return the first sequences of a batch, enough to see how a model is built; all if it cannot be divided."""
-    return slice_batch(batch, slice(PROBED)) if sequence_count(batch) > PROBED and is_divisible(batch) else batch
+                hooks.enter_context(module.register_forward_hook(partial(note, name)))
+        run()
+    return list(found.items())
 
 
 def width_out(layer: Any) -> int:
@@ -124,13 +116,12 @@ class _Seen(NamedTuple):
     value: Tensor
 
 
-def _find_sum(model: PreTrainedModel, layer_name: str, batch: Batch) -> tuple[str, str, Tensor] | None:
-    """Return where the outputs of a layer have been added to something: path, "inputs" or "outputs", and gain."""
-    layer = model.get_submodule(layer_name)
-    with _watched(model, layer) as unchanged:
-        run_batch(model, batch)
-    if not unchanged:
-        return None
+def _find_sum(
+    model: PreTrainedModel, layer: str, name: str, run: Callable[[], Tensor]
+) -> tuple[str, str, Tensor] | None:
+    """Return where the outputs of a linear layer have been added to something: path, "inputs" or "outputs", gain."""
+    with _watched(model, layer, name) as unchanged:
+        run()
     outputs = unchanged[0].value
     generator = torch.Generator().manual_seed(0)
     size = torch.rand(outputs.shape[:-1], generator=generator, device="cpu")[..., None] + 0.5
@@ -138,8 +129,8 @@ def _find_sum(model: PreTrainedModel, layer_name: str, batch: Batch) -> tuple[st
     spread = torch.stack([seen.value.float().std() for seen in unchanged])
     scale = torch.maximum(spread[0], SMALL * spread.median()).item() or 1.0
     change = (noise * size * scale).to(outputs)
-    with _watched(model, layer, change) as changed:
-        run_batch(model, batch)
+    with _watched(model, layer, name, change) as changed:
+        run()
     tolerance = ROUNDED if outputs.dtype in (torch.float16, torch.bfloat16) else EXACT
     added = change.float().flatten(0, -2)
     normalised = False
@@ -156,12 +147,12 @@ def _find_sum(model: PreTrainedModel, layer_name: str, batch: Batch) -> tuple[st
             return before.name, before.shown, gain
         class_name = type(model.get_submodule(before.name)).__name__
         normalised |= before.shown == "inputs" and "norm" in class_name.lower()
-    return (layer_name, "outputs", torch.ones_like(added[0])) if normalised else None
+    return (name, "outputs", torch.ones_like(added[0])) if normalised else None
 
 
 @contextmanager
-def _watched(model: PreTrainedModel, layer: nn.Module, change: Tensor | None = None) -> Iterator[list[_Seen]]:
-    """Record the first outputs of `layer`, to which `change` is added, and what modules read and return after it."""
+def _watched(model: PreTrainedModel, layer: str, writer: str, change: Tensor | None = None) -> Iterator[list[_Seen]]:
+    """Record the first outputs of a linear layer, with `change` added, and what its layer's modules see after it."""
     recorded: list[_Seen] = []
 
     def begin(_: nn.Module, __: Any, output: Tensor) -> Tensor | None:
@@ -182,10 +173,10 @@ def _watched(model: PreTrainedModel, layer: nn.Module, change: Tensor | None = N
         record(name, "outputs", output)
 
     with ExitStack() as hooks:
-        hooks.enter_context(layer.register_forward_hook(begin))
-        for name, module in model.named_modules():
+        hooks.enter_context(model.get_submodule(writer).register_forward_hook(begin))
+        for name, module in model.get_submodule(layer).named_modules(prefix=layer):
             hooks.enter_context(module.register_forward_pre_hook(partial(on_inputs, name), with_kwargs=True))
-            if module is not layer:
+            if name != writer:
                 hooks.enter_context(module.register_forward_hook(partial(on_outputs, name)))
         yield recorded
 

@@ -191,7 +191,6 @@ def _convert(workload: Workload, source: Path, folder: Path) -> None:
         recipe.calibration,
         tokenizer=tokenizer,
         calibration_options=recipe.calibration_options,
-        distributed=processes.num_processes > 1,
     )
     description = report.to_dict()
     if recipe.recovery is not None:

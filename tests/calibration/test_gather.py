@@ -80,31 +80,6 @@ def test_inputs_that_are_not_finite_are_an_error(make_tiny, batch):
         gather_moments(model, find_dense_attention(model), [batch])
 
 
-def test_the_model_is_stopped_after_the_last_module_that_is_watched(make_tiny, calibration):
-    """The model is stopped from the second batch on; moments still cover all batches."""
-    model = make_tiny("bert")
-    first, last = find_dense_attention(model)[:1], model.encoder.layer[-1]
-    reached = []
-    handle = last.register_forward_hook(lambda *_: reached.append(True))
-    both = [*calibration, *calibration]
-    (moment,) = gather_moments(model, first, both)[0][:1]
-    handle.remove()
-    tokens = unpadded_inputs(model, first[0], "query", both)
-    assert len(reached) == 1
-    assert moment.count == len(tokens)
-    torch.testing.assert_close(moment.second, tokens.T @ tokens / len(tokens))
-
-
-def test_batches_with_other_arguments_are_run_in_full_once(make_tiny, calibration):
-    model = make_tiny("bert")
-    reached = []
-    handle = model.encoder.layer[-1].register_forward_hook(lambda *_: reached.append(True))
-    bare = [{"input_ids": batch["input_ids"]} for batch in calibration]
-    gather_moments(model, find_dense_attention(model)[:1], [*calibration, *bare, *calibration, *bare])
-    handle.remove()
-    assert len(reached) == 2
-
-
 def test_a_large_mean_costs_no_digits():
     generator = torch.Generator().manual_seed(0)
     vectors = 1e3 + 1e-1 * torch.randn(4096, 8, generator=generator)

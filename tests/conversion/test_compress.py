@@ -199,7 +199,7 @@ def test_a_model_may_run_while_it_is_converted(make_tiny, calibration, make_batc
             outputs.append(model(**other).last_hidden_state)
         return run(of, batch)
 
-    for place in ("calibration.gather", "conversion.head_weights", "conversion.writers", "conversion.feed_forward"):
+    for place in ("calibration.gather", "conversion.chain"):
         monkeypatch.setattr(f"collab_compress.{place}.run_batch", also_run)
     again = compress(model, Compression(keep=0.6, solver=Solver(sweeps=2)), calibration)
     assert again.drift == report.drift
@@ -276,7 +276,7 @@ def test_nothing_changes_when_a_module_cannot_be_decomposed(family, make_tiny, m
             raise ValueError("no")
         return factorize(*args, **kwargs)
 
-    monkeypatch.setattr("collab_compress.conversion.plan.factorize", fails_at_the_last)
+    monkeypatch.setattr("collab_compress.conversion.maps.factorize", fails_at_the_last)
     with pytest.raises(CompressionError, match=r"attn.*: no|attention.*: no"):
         compress(model, Compression(dk=8), calibration=None)
     assert equal(before, state(model))
@@ -298,7 +298,7 @@ def test_nothing_changes_when_interrupted_in_the_swap(family, make_tiny, batch, 
         install_(*args)
 
     rounds = itertools.count()
-    monkeypatch.setattr("collab_compress.conversion.compress.install_", interrupt)
+    monkeypatch.setattr("collab_compress.conversion.layers.install_", interrupt)
     with pytest.raises(KeyboardInterrupt):
         compress(model, Compression(dk=8), calibration)
     assert equal(before, state(model))
@@ -878,12 +878,6 @@ def test_fast_is_a_third_of_the_sweeps(make_tiny, calibration):
     ]
     assert [module.sweeps for module in reports] == [36, 36]
     assert reports[0].data_error == reports[1].data_error
-
-
-def test_the_report_has_the_time_of_calibration(make_tiny, calibration):
-    report = compress(make_tiny("bert"), Compression(dk=7, solver=Solver(sweeps=1)), calibration)
-    assert 0 < report.calibrating < report.seconds
-    assert compress(make_tiny("bert"), Compression(dk=7, solver=Solver(sweeps=1)), None).calibrating == 0.0
 
 
 def test_a_config_that_cannot_be_copied_is_refused(make_tiny):

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPConfig, CLIPModel, LlamaConfig, LlamaModel, ViTConfig, ViTModel
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
-from collab_compress.conversion.calibrate import typical_length
+from collab_compress.conversion.data import typical_length
 from collab_compress.conversion.keep import LONG, STEP, Layers, choose
 from collab_compress.errors import CompressionError
 

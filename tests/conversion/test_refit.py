@@ -1,8 +1,6 @@
 """Refitting what layers write to the residual stream, against least squares on gathered activations."""
 
 import copy
-import gc
-import threading
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from tiny_families import build, inputs
 from tiny_words import bert_config, word_tokenizer
 from torch.nn.utils.parametrize import register_parametrization
 from torch.nn.utils.prune import l1_unstructured
-from transformers import AutoModel, BertModel, Cache
+from transformers import AutoModel, BertModel
 
 from collab_compress import (
     CalibrationOptions,
@@ -22,10 +20,14 @@ from collab_compress import (
     prune_heads_,
 )
 from collab_compress.attention.values import fill_
-from collab_compress.conversion import refit as module
+from collab_compress.conversion import fit as module
+from collab_compress.conversion.chain import single_layers
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.feed_forward import find_feed_forward, narrower_config
-from collab_compress.conversion.refit import DAMPINGS, find_writers, install_refits, refit, refit_
+from collab_compress.conversion.fit import DAMPINGS, install_refits
+from collab_compress.conversion.refit import refit, refit_
+from collab_compress.conversion.room import Room
+from collab_compress.conversion.writers import find_writers
 from collab_compress.errors import CalibrationError, HeadError, UnsupportedModelError
 
 WRITERS = {
@@ -146,14 +148,14 @@ def test_layers_are_fitted_one_after_the_other(make_tiny):
 def test_errors_are_those_of_the_stream(make_tiny):
     model, dense = pair(make_tiny)
     used, held_back = batches(24), batches(6, seed=100)
-    before = [shown(model, "bert", batch) for batch in held_back]
     results = refit(model, dense, used, held_back)
     assert any(result.report.error_after < 0.99 * result.report.error_before for result in results)
-    install_refits(model, results)
-    after = [shown(model, "bert", batch) for batch in held_back]
     target = [shown(dense, "bert", batch) for batch in held_back]
     for result in results:
         name = result.report.name
+        before = [shown(model, "bert", batch) for batch in held_back]
+        install_refits(model, [result])
+        after = [shown(model, "bert", batch) for batch in held_back]
         streams = [torch.cat([notes[name][2] for notes in group]) for group in (before, after, target)]
         spread = sum((notes[name][2] - notes[name][2].mean(0)).square().sum() for notes in target) ** 0.5
         errors = result.report.error_before, result.report.error_after
@@ -223,7 +225,6 @@ def test_shared_layers_are_fitted_to_all_their_calls(make_tiny):
     assert fit is not None
     change_(slow.get_submodule(f"{inner}.attention.dense"), fit)
     assert_same_layer(model, slow, f"{inner}.attention.dense")
-    assert_same_layer(model, dense, f"{inner}.ffn_output")  # from the dense stream it does what it did
 
 
 def attended(model, dense, name, batch):
@@ -308,7 +309,7 @@ def test_neurons_chosen_on_few_vectors_are_warned_of(make_tiny):
 def test_feed_forward_blocks_alone_are_no_empty_list_of_maps(make_tiny):
     calls = []
     compress(make_tiny("bert"), Compression(dff=16), batches(), progress=lambda *call: calls.append(call))
-    assert calls[0] == ("encoder.layer.0.attention.output.dense", 0, 4)
+    assert calls == [("encoder.layer.0", 0, 2), ("encoder.layer.1", 1, 2), ("", 2, 2)]
 
 
 def test_what_cannot_be_refitted_is_refused_and_nothing_changes(make_tiny, batch):
@@ -347,77 +348,43 @@ def test_blocks_in_two_steps_are_those_of_the_second(make_tiny):
     assert model.encoder.layer[0].intermediate.dense.out_features == 12
 
 
-def test_texts_that_are_left_out_are_named(make_tiny, monkeypatch, caplog):
-    room = 4 * (32 + 8 * 24) * 6 * 27  # six of seven batches
-    monkeypatch.setattr(module, "ROOM", room)
-    report = compress(make_tiny("distilbert"), Compression(dv=12), batches(8))
-    note = "layers were refitted to 18 of 21 calibration sequences"
-    assert report.sequences == 21
-    assert {(each.sequences, each.vectors) for each in report.refits} == {(18, 126)}
-    assert any(note in warning for warning in report.warnings)
-    refit_(*pair(make_tiny), None, batches(8))
-    assert note in caplog.text
+@pytest.mark.parametrize("family", ["bert", "albert", "t5"])
+def test_hidden_states_in_files_give_the_same(family, monkeypatch):
+    """All data are used, however little memory there is for their hidden states."""
+    models, reports = [build(family), build(family)], []
+    kept, keep = [], Room.keep
+    monkeypatch.setattr(Room, "keep", lambda room, tensor: kept.append(room.taken) or keep(room, tensor))
+    for model, size in zip(models, (2**31, 4000), strict=True):
+        monkeypatch.setattr(Room.__init__, "__defaults__", (size,))
+        kept.clear()
+        reports.append(compress(model, Compression(dff=16), [inputs(family, seed) for seed in range(8)]))
+        assert max(kept) <= size
+    assert reports[0].refits == reports[1].refits
+    assert all(torch.equal(one, other) for one, other in zip(*(model.parameters() for model in models), strict=True))
 
 
-def test_threads_are_few_however_many_the_batches(make_tiny, monkeypatch):
-    monkeypatch.setattr(module, "MOST", 3)
-    started, start = [], threading.Thread.start
-
-    def watched(thread):
-        started.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", watched)
-    model, dense = pair(make_tiny)
-    results = refit(model, dense, batches(7), batches(4))
-    assert {result.report.sequences for result in results} == {3 * 3}
-    assert len(started) <= 1 + 2 * 3 + 3 * 3
-
-
-def test_more_data_never_leave_fewer_to_fit_to(make_tiny, monkeypatch):
-    monkeypatch.setattr(module, "ROOM", 4 * (32 + 8 * 24) * 10 * 27)  # ten batches
-    monkeypatch.setattr(module, "MOST", 12)
-    counts = []
-    for count in (4, 9, 11, 12, 13, 16, 40):
-        report = refit_(*pair(make_tiny), None, batches(count))[0]
-        counts.append(report.sequences)
-    assert counts == [11, 24, 29, 30, 30, 30, 30]
-
-
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_waiting_passes_hold_neurons_once(family, monkeypatch):
-    """Those of the converted model, one tensor a batch, and no key-value cache."""
-    model, data = build(family), [inputs(family, seed) for seed in range(4)]
-    width = find_feed_forward(model, data[0])[0].width
-    held = []
-
-    def solve(*args):
-        tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
-        neurons = [tensor for tensor in tensors if tensor.shape[-1:] == (width,) and tensor.dim() == 3]
-        caches = [thing for thing in gc.get_objects() if isinstance(thing, Cache)]
-        held.append((len(neurons), len(caches)))
-        return solve_(*args)
-
-    solve_ = module._solve
-    monkeypatch.setattr(module, "_solve", solve)
-    compress(model, Compression(dff=16), data)
-    assert held == [(0, 0), (5, 0)] * 2  # a batch is split to hold a part back
+def test_room_is_given_back():
+    with Room(100) as room:
+        first = room.keep(torch.zeros(10))
+        second = room.keep(torch.ones(20))
+        assert room.taken == 40
+        del first
+        third = room.keep(torch.ones(20))
+        assert room.taken == 80
+        assert torch.equal(second, third)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_error_ends_all_passes(error, make_tiny, monkeypatch):
+def test_an_error_leaves_models_as_they_were(error, make_tiny, monkeypatch):
     model, dense = pair(make_tiny)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    threads = set(threading.enumerate())
 
     def failing(*_):
         raise error("no")
 
-    monkeypatch.setattr(module, "_solve", failing)
+    monkeypatch.setattr(module, "fit", failing)
     with pytest.raises(error):
         refit(model, dense, batches(), batches(2))
-    assert set(threading.enumerate()) == threads
-    assert module._current_pass() is None
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in dense.modules())
 
@@ -430,7 +397,7 @@ def test_an_error_of_the_model_is_raised(make_tiny):
 
 def test_writers_are_layers_whose_outputs_are_added(make_tiny, batch):
     model = make_tiny("bert")
-    writers = find_writers(model, batch)
+    writers = find_writers(model, single_layers(model, batch))
     assert [(writer.at, writer.shown) for writer in writers] == [
         (f"encoder.layer.{layer}.{total}", "inputs") for layer in range(2) for total in SUMS["bert"]
     ]

@@ -22,7 +22,8 @@ from collab_compress.architectures import FAMILIES, find_attention, find_dense_a
 from collab_compress.attention.form import scaling_of
 from collab_compress.attention.install import add_head_hook_
 from collab_compress.conversion.drift import drift_of
-from collab_compress.conversion.refit import install_refits, refit
+from collab_compress.conversion.fit import install_refits
+from collab_compress.conversion.refit import refit
 from collab_compress.errors import CalibrationError, CompressionError, UnsupportedModelError
 from collab_compress.report import ReportContext, ReportOptions, make_report
 

@@ -1,26 +1,18 @@
-"""Compute the replacement of each attention map, in threads or processes, without touching the model."""
+"""Compute the replacement of an attention map, scores or values, without touching the model."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
-from accelerate.utils import broadcast, gather_object
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from collab_compress.architectures import DenseSite, ValueSite
 from collab_compress.attention import MapForm, NarrowValues, RotaryScores, ScoreForm, SharedScores, ValueParts
 from collab_compress.attention.projections import width_in
 from collab_compress.attention.rotary import arranged
-from collab_compress.calibration import Batch, gather_moments
 from collab_compress.conversion.report import ModuleReport, ValueReport, module_report, value_report
-from collab_compress.devices import float64_device
-from collab_compress.distributed import on_every_process, process_state
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import (
     Factorization,
@@ -41,15 +33,9 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 Site: TypeAlias = DenseSite | ValueSite
 """An attention module by one of its maps: scores or values."""
 
-Check: TypeAlias = Callable[[], None]
-"""Called by solvers before each sweep; raises to end the work."""
-
 SiteMoments: TypeAlias = tuple[Moments, ...] | None
 
 FEW = 4  # vectors for each dimension of the inputs: with fewer, a covariance is mostly chance
-AT_ONCE = 8  # modules decomposed at a time at most: each has a work space
-STATISTICS_SHARE = 1 / 16  # moments take this share of the model's bytes at a time, …
-STATISTICS_BYTES = 64 * 2**20  # … or this much if that is more
 
 
 @dataclass(frozen=True)
@@ -90,128 +76,18 @@ class Planned:
     report: ModuleReport | ValueReport
 
 
-def plan(
-    model: PreTrainedModel,
-    tasks: Sequence[Task],
-    batches: Sequence[Batch],
-    progress: Progress | None = None,
-    on_gathered: Callable[[float], None] | None = None,
-    *,
-    weights: Mapping[str, Tensor | None] | None = None,
-    moments: Mapping[tuple[str, type], tuple[Moments, ...]] | None = None,
-    length: int = 128,
-) -> list[Planned]:
-    """Decompose maps, in groups whose moments take little memory beside the model.
-
-    The model runs on all batches once for each group without known moments. Without batches all directions of the
-    inputs count alike.
+def replacement(task: Task, moments: SiteMoments, head_weights: Tensor | None, length: int) -> Planned:
+    """Solve for the replacement of one map, and build it.
 
     Args:
-        on_gathered: called after each run on all batches, with its seconds.
-        weights: path of a module → weight of each head's score error, (H,); all alike by default.
-        moments: known ones: (path of a module, class of its site) → moments of its inputs.
-        length: tokens for which reports count multiply-accumulates.
+        task: the map.
+        moments: of the inputs of its projections; None to count all their directions alike.
+        head_weights: weight of each head's score error, (H,); all alike by default.
+        length: tokens for which the report counts multiply-accumulates.
 
     Raises:
-        CompressionError: a map cannot be decomposed.
-        CalibrationError: a module saw no token, or an input was not finite.
+        CompressionError: the map cannot be decomposed.
     """
-    needs_moments = bool(batches) and not all(task.is_exact for task in tasks)
-    planned: list[Planned] = []
-    for group in _groups(model, tasks) if needs_moments else [list(tasks)]:
-        known = [(moments or {}).get((task.site.name, type(task.site))) for task in group]
-        of_group: Sequence[SiteMoments] = known if needs_moments else [None] * len(group)
-        if needs_moments and None in known:
-            started = perf_counter()
-            of_group = gather_moments(model, [task.site for task in group], batches)
-            if on_gathered is not None:
-                on_gathered(perf_counter() - started)
-        jobs: list[Callable[[Check], Planned]] = [
-            partial(_decompose, task, part, (weights or {}).get(task.site.name), length)
-            for task, part in zip(group, of_group, strict=True)
-        ]
-        del of_group  # jobs hold them until they are done
-        with closing(_run(jobs, _thread_count(group))) as results:
-            for task in group:
-                if progress is not None:
-                    progress(task.site.name, len(planned), len(tasks))
-                planned.append(next(results))
-    if progress is not None and tasks:
-        progress("", len(tasks), len(tasks))
-    return planned
-
-
-def _groups(model: PreTrainedModel, tasks: Sequence[Task]) -> Iterator[list[Task]]:
-    """Yield consecutive tasks whose moments fit into memory together; one that does not fit is alone."""
-    room = max(STATISTICS_BYTES, int(model.get_memory_footprint() * STATISTICS_SHARE))
-    group: list[Task] = []
-    taken = 0
-    for task in tasks:
-        size = sum(8 * width_in(projection) ** 2 for projection, _ in task.site.inputs)
-        if len(task.site.inputs) > 1 and task.site.kind != "cross":  # queries and keys read the same input
-            size //= 2
-        if group and taken + size > room:
-            yield group
-            group, taken = [], 0
-        group.append(task)
-        taken += size
-    yield group
-
-
-def _thread_count(tasks: Sequence[Task]) -> int:
-    """Return how many maps are decomposed at a time: several on a CPU, as matrices are too small for its threads."""
-    devices = {
-        task.compression.solver.device or float64_device(projection.weight.device).type
-        for task in tasks
-        for projection, _ in task.site.inputs
-    }
-    if devices != {"cpu"} or tasks[0].compression.solver.method == "parafac":
-        return 1
-    return min(len(tasks), AT_ONCE, torch.get_num_threads())
-
-
-def _run(jobs: list[Callable[[Check], Planned]], thread_count: int) -> Generator[Planned, None, None]:
-    """Run jobs, each in a thread if there are several threads, and yield their results in order.
-
-    An error or an interrupt ends all of them at their next sweep. Results depend on the number of threads by rounding
-    only.
-    """
-    if thread_count == 1:
-        while jobs:
-            yield jobs.pop(0)(lambda: None)
-        return
-    failures: list[BaseException] = []
-
-    def check() -> None:
-        if failures:
-            raise CancelledError
-
-    def run(job: Callable[[Check], Planned]) -> Planned:
-        try:
-            return job(check)
-        except BaseException as error:
-            failures.append(error)
-            raise
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads // thread_count)
-    pool = ThreadPoolExecutor(thread_count)
-    try:
-        futures = [pool.submit(run, jobs.pop(0)) for _ in range(len(jobs))]
-        for future in futures:
-            yield future.result()
-    except CancelledError:
-        raise failures[0] from None
-    except BaseException as error:
-        failures.append(error)
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(threads)
-
-
-def _decompose(task: Task, moments: SiteMoments, head_weights: Tensor | None, length: int, check: Check) -> Planned:
-    """Solve for the replacement of one map, and build it."""
     site = task.site
     started = perf_counter()
     vectors = tuple(int(part.count) for part in moments) if moments else (0,) * len(site.inputs)
@@ -222,7 +98,7 @@ def _decompose(task: Task, moments: SiteMoments, head_weights: Tensor | None, le
             report = value_report(site, values_form, narrowing, length, seconds, vectors)
             return Planned(site, values_form, parts, _dense(site), report)
         solve = _share_rotary if site.family.rotary else _share
-        form, parts, result = solve(site, task.compression, moments, head_weights, check)
+        form, parts, result = solve(site, task.compression, moments, head_weights)
     except (ValueError, ImportError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         raise CompressionError(f"{site.name}: {error}") from error
     seconds = perf_counter() - started
@@ -234,9 +110,7 @@ Shared: TypeAlias = tuple[ScoreForm, Any, Factorization | RotaryFactorization]
 """Form, its parameters, and the solver's result."""
 
 
-def _share(
-    site: DenseSite, compression: Compression, moments: SiteMoments, head_weights: Tensor | None, check: Check
-) -> Shared:
+def _share(site: DenseSite, compression: Compression, moments: SiteMoments, head_weights: Tensor | None) -> Shared:
     """Factor the scores of one module."""
     assert compression.dk is not None
     query_moments, key_moments = moments or (None, None)
@@ -257,7 +131,6 @@ def _share(
         damping=solver.damping,
         centre=solver.centre,
         device=solver.device,
-        progress=lambda *_: check(),
         reads=form.reads if form.reads < form.rank else None,
         head_weights=head_weights,
     )
@@ -268,7 +141,7 @@ def _share(
 
 
 def _share_rotary(
-    site: DenseSite, compression: Compression, moments: SiteMoments, head_weights: Tensor | None, check: Check
+    site: DenseSite, compression: Compression, moments: SiteMoments, head_weights: Tensor | None
 ) -> Shared:
     """Share the keys of one module with a rotary embedding."""
     assert compression.dk is not None
@@ -398,27 +271,6 @@ def warnings_of(
                 "look at the module's error, or raise the damping"
             )
     return warnings
-
-
-def plan_distributed(tasks: Sequence[Task], plan: Callable[[Sequence[Task]], list[Planned]]) -> list[Planned]:
-    """Plan a part of the tasks in each process, and return the plans of all, in order.
-
-    Raises:
-        CompressionError: the plan of another process failed; the error itself in the process that failed.
-    """
-    state = process_state()
-    rank, count = state.process_index, state.num_processes
-    mine = on_every_process(lambda: plan(tasks[rank::count]) if tasks[rank::count] else [], CompressionError)
-    described = gather_object([(rank + place * count, item.form, item.report) for place, item in enumerate(mine)])
-    planned = []
-    for number, form, report in sorted(described, key=lambda entry: int(entry[0])):
-        is_mine = number % count == rank
-        item = mine[number // count] if is_mine else empty_plan(tasks[number].site, form, report)
-        for tensor in item.parts.tensors():
-            sent = tensor.to(state.device)  # where processes can reach each other
-            tensor.copy_(broadcast(sent, number % count))
-        planned.append(item)
-    return planned
 
 
 def empty_plan(site: Site, form: MapForm, report: Any = None) -> Planned:

@@ -1,0 +1,166 @@
+"""Run the numbered layers of a model one at a time, on hidden states that are kept between them.
+
+One pass through the whole model captures what each layer is called with. A layer can then be called alone, on any
+hidden states, with its other arguments as they were. Most layers read what the layer before them returned, so a stack
+of them is a chain; where it begins (the embeddings, or a decoder behind its encoder) the model itself has to run.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from collab_compress.architectures import find_attention
+from collab_compress.calibration import Batch, run_batch
+from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
+from collab_compress.errors import UnsupportedModelError
+
+PROBED = 2  # sequences that show how a model is built
+SAME = 1e-4  # relative error of a layer that is called alone, which is rounding
+
+Layers: TypeAlias = Mapping[str, Callable[[], Tensor]]
+"""Path of each numbered layer → a function that calls it alone, as its model does first on some batch."""
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One call of a numbered layer in a forward pass.
+
+    Args:
+        name: path of the layer.
+        args: positional arguments but the hidden states; without a cache.
+        kwargs: keyword arguments but the hidden states; without a cache.
+        hidden: hidden states (B, T, D) that it read; None if the call before it returned them.
+        keyword: name of the argument of hidden states; empty if they are the first positional one.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    hidden: Tensor | None
+    keyword: str
+
+    def run(self, model: nn.Module, hidden: Tensor) -> Tensor:
+        """Call the layer of `model` on hidden states (B, T, D), and return those that it returns."""
+        layer = model.get_submodule(self.name)
+        hidden = hidden.to(next(layer.parameters()).device)
+        if self.keyword:
+            return _hidden_states(layer(*self.args, **{self.keyword: hidden}, **self.kwargs))
+        return _hidden_states(layer(hidden, *self.args, **self.kwargs))
+
+
+def layer_of(path: str) -> str:
+    """Return the path of the numbered layer that holds the module at `path`; empty if none does."""
+    parts = path.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+    return "" if number is None else ".".join(parts[: number + 1])
+
+
+def numbered_layers(model: PreTrainedModel) -> list[str]:
+    """Return the paths of the numbered layers beside and among those with attention, in the model's order."""
+    lists = {layer_of(site.name).rpartition(".")[0] for site in find_attention(model)} - {""}
+    return [
+        f"{path}.{name}"
+        for path in dict.fromkeys(name for name, _ in model.named_modules() if name in lists)
+        for name, _ in model.get_submodule(path).named_children()
+    ]
+
+
+def capture(model: PreTrainedModel, batch: Batch, keep: Callable[[Tensor], Tensor] | None = None) -> list[LayerCall]:
+    """Run the model on a batch, in evaluation mode, and return the calls of its numbered layers in order.
+
+    Args:
+        model: as for `find_attention`.
+        batch: keyword arguments for it.
+        keep: copies hidden states to where they are kept.
+    """
+    calls: list[LayerCall] = []
+    returned: list[Tensor] = []
+
+    def before(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        others, named = list(args), {key: _without_cache(value) for key, value in kwargs.items()}
+        keyword = "" if args else "hidden_states" if "hidden_states" in named else next(iter(named))
+        hidden = named.pop(keyword) if keyword else others.pop(0)
+        follows = bool(returned) and hidden is returned[-1]
+        reads_more = any(value is output for value in (*others, *named.values()) for output in returned)
+        start = None if follows and not reads_more else hidden if keep is None else keep(hidden)
+        calls.append(LayerCall(name, tuple(map(_without_cache, others)), named, start, keyword))
+
+    def after(_: nn.Module, __: Any, output: Any) -> None:
+        returned.append(_hidden_states(output))
+
+    with ExitStack() as hooks:
+        for name in numbered_layers(model):
+            layer = model.get_submodule(name)
+            hooks.enter_context(layer.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(after))
+        run_batch(model, batch)
+    return calls
+
+
+def single_layers(model: PreTrainedModel, batch: Batch) -> Layers:
+    """Return the numbered layers of a model, to be called alone on the first sequences of a batch.
+
+    Args:
+        model: in evaluation mode.
+        batch: keyword arguments for the model.
+
+    Raises:
+        UnsupportedModelError: a layer returns something else where it is called alone, or is called again after
+            others.
+        CalibrationError: the model does not take such batches.
+    """
+    if sequence_count(batch) > PROBED and is_divisible(batch):
+        batch = slice_batch(batch, slice(PROBED))
+    outputs: list[Tensor] = []
+
+    def record(_: nn.Module, __: Any, output: Any) -> None:
+        outputs.append(_hidden_states(output).clone())
+
+    with ExitStack() as hooks:
+        for name in numbered_layers(model):
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(record))
+        calls = capture(model, batch)
+    by_layer(calls)
+    layers: dict[str, Callable[[], Tensor]] = {}
+    hidden = torch.empty(0)
+    for call, output in zip(calls, outputs, strict=True):
+        hidden = hidden if call.hidden is None else call.hidden
+        layers.setdefault(call.name, partial(call.run, model, hidden))
+        hidden = call.run(model, hidden)
+        if hidden.shape != output.shape or bool((hidden - output).norm() > SAME * output.norm()):
+            raise UnsupportedModelError(
+                f"{call.name} of {type(model).__name__} returns something else where it is called alone"
+            )
+    return layers
+
+
+def by_layer(calls: Sequence[LayerCall]) -> dict[str, range]:
+    """Return each layer with the numbers of its calls, several in turn where it serves as several (ALBERT).
+
+    Raises:
+        UnsupportedModelError: a layer is called again after others.
+    """
+    layers: dict[str, range] = {}
+    for number, call in enumerate(calls):
+        first = layers.get(call.name, range(number, number))
+        if first.stop != number:
+            raise UnsupportedModelError(f"{call.name} is called again after other layers")
+        layers[call.name] = range(first.start, number + 1)
+    return layers
+
+
+def _without_cache(value: Any) -> Any:
+    return None if isinstance(value, Cache) else value
+
+
+def _hidden_states(output: Any) -> Tensor:
+    """Return the hidden states that a layer returns, alone or first."""
+    while not isinstance(output, Tensor):
+        output = next(iter(output.values())) if isinstance(output, Mapping) else output[0]
+    return output

@@ -1,0 +1,96 @@
+"""Calibration data as a conversion takes them: read, and split into what is used and what is held back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from collab_compress.architectures import find_attention
+from collab_compress.calibration import Batch, Calibration, evaluation_mode, run_batch
+from collab_compress.calibration.batches import in_parts, noted_batches
+from collab_compress.calibration.gather import batch_masks
+from collab_compress.conversion.copies import sharing_copy
+from collab_compress.conversion.drift import split_held_back
+from collab_compress.errors import CalibrationError, check_type
+from collab_compress.options import CalibrationOptions
+
+TYPICAL = 128  # tokens, if nothing says how long inputs are
+COMMON = 0.9  # share of the calibration sequences that are no longer than the length that counts
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """Calibration data as a conversion takes them.
+
+    Args:
+        used: batches to calibrate on.
+        held_back: batches to measure errors on.
+        notes: sentences on data that were left out.
+        refit: whether layers are refitted by default: not to random tokens.
+        length: tokens for which costs count.
+    """
+
+    used: Sequence[Batch]
+    held_back: Sequence[Batch]
+    notes: Sequence[str]
+    refit: bool
+    length: int
+
+
+def read(
+    model: PreTrainedModel,
+    calibration: Calibration,
+    tokenizer: Any,
+    options: CalibrationOptions | None,
+    seed: int,
+) -> Data:
+    """Read calibration data for `model`, and hold an eighth back.
+
+    Raises:
+        CalibrationError: the data are missing or unusable, or a mask is not (B, T).
+    """
+    options = CalibrationOptions() if options is None else options
+    check_type("calibration_options", options, CalibrationOptions, CalibrationError)
+    batches, notes, given = noted_batches(
+        calibration, model, tokenizer, sequences=options.sequences, length=options.length, seed=seed
+    )
+    for batch in batches:
+        batch_masks(model, batch)  # refuses masks that do not say what is padding
+    length = typical_length(options, model, given if model.main_input_name == "input_ids" else batches)
+    return Data(*split_held_back(batches), notes=notes, refit=bool(given), length=length)
+
+
+def typical_length(options: CalibrationOptions, model: PreTrainedModel, batches: Sequence[Batch] = ()) -> int:
+    """Return the number of tokens, or positions of an image or a sound, for which costs count.
+
+    That is `length` if given, else the length that nine in ten calibration sequences do not exceed, else the
+    positions of an image or a sound of the first batch, else 128.
+
+    Args:
+        batches: of texts, or of images or sounds, noise included.
+    """
+    given = [batch for batch in batches if isinstance(batch.get("attention_mask"), Tensor)]
+    masks = [batch_masks(model, batch)["encoder"].query for batch in given if batch["attention_mask"].dim() == 2]
+    lengths = [mask.sum(1).float().cpu() for mask in masks if mask is not None]
+    if options.length is None and lengths:
+        return max(1, int(torch.cat(lengths).quantile(COMMON, interpolation="lower")))
+    if options.length is None and batches and model.main_input_name != "input_ids":
+        return _positions(model, batches[0])
+    return options.length or TYPICAL
+
+
+def _positions(model: PreTrainedModel, batch: Batch) -> int:
+    """Return the number of positions that the first attention module of a model reads."""
+    positions: list[int] = []
+
+    def read_shape(_: Any, args: Any, kwargs: Any) -> None:
+        positions.append((args[0] if args else kwargs["hidden_states"]).shape[-2])
+
+    model = sharing_copy(model)
+    first = find_attention(model)[0].module
+    with evaluation_mode(model), first.register_forward_pre_hook(read_shape, with_kwargs=True):
+        run_batch(model, in_parts([batch])[0])
+    return positions[0]

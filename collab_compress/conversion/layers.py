@@ -1,0 +1,306 @@
+"""Convert a model one numbered layer after the other, on all calibration data.
+
+For each layer, the dense one runs on the hidden states that the dense model has there. From the inputs of its
+projections follow its new scores and values. Then what it adds to the residual stream is refitted (`fit`) on the
+hidden states that the converted model has there, so that each layer also repairs what those below it lost. Hidden
+states of both models then move on to the next layer.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from collab_compress.architectures import AttentionSite, DenseSite
+from collab_compress.attention import NarrowValues, install_
+from collab_compress.calibration import Batch, evaluation_mode, gather_moments
+from collab_compress.calibration.batches import evenly_spaced, in_parts, sequence_count
+from collab_compress.calibration.gather import InputMoments, batch_masks, masks_of
+from collab_compress.conversion.chain import LayerCall, by_layer, capture, layer_of
+from collab_compress.conversion.feed_forward import FeedForward
+from collab_compress.conversion.fit import Fit, Refitted, install_refits, solve
+from collab_compress.conversion.head_weights import ENOUGH, HeadWeights, head_weights
+from collab_compress.conversion.maps import Planned, Progress, Task, replacement
+from collab_compress.conversion.room import Room
+from collab_compress.conversion.writers import Writer, stream_of
+from collab_compress.errors import CalibrationError
+from collab_compress.factorization import Moments
+
+
+class Gathered(NamedTuple):
+    """What the dense model's attention maps are converted by.
+
+    Args:
+        moments: for each task, of the inputs of its projections.
+        head_weights: path of a module → weight of each head's score error, (H,).
+    """
+
+    moments: Sequence[tuple[Moments, ...]]
+    head_weights: Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What of a model is to be converted.
+
+    Args:
+        tasks: attention maps.
+        writers: layers to refit, in the order of calls; none to refit nothing.
+        blocks: feed-forward blocks to make narrower.
+        dff: number of neurons that those keep.
+        in_layers: whether the model's numbered layers can be called alone (`single_layers`).
+    """
+
+    tasks: Sequence[Task] = ()
+    writers: Sequence[Writer] = ()
+    blocks: Sequence[FeedForward] = ()
+    dff: int = 0
+    in_layers: bool = True
+
+
+@torch.no_grad()
+def convert_layers_(
+    converted: PreTrainedModel,
+    dense: PreTrainedModel,
+    parts: Parts,
+    used: Sequence[Batch],
+    held_back: Sequence[Batch],
+    *,
+    same_inputs: bool = True,
+    length: int = 128,
+    progress: Progress | None = None,
+) -> tuple[list[Planned], list[Refitted]]:
+    """Convert the layers of a model in place; return the maps, in the order of `parts.tasks`, and the refits.
+
+    Args:
+        converted: a copy of the dense model, or a converted one that is only to be refitted.
+        dense: the dense model; another object, which may share tensors.
+        parts: what is to be converted.
+        used: batches to fit to.
+        held_back: batches to choose dampings and to measure errors on.
+        same_inputs: whether what lies before the first layer is the same in both models.
+        length: tokens for which reports count multiply-accumulates.
+        progress: called with a layer's name, how many are done, and how many there are.
+
+    Raises:
+        CalibrationError: batches take different ways through the model, or a module saw no token.
+        CompressionError: a map cannot be decomposed.
+    """
+    used, held_back = in_parts(used), in_parts(held_back)
+    planned: dict[tuple[str, type], Planned] = {}
+    refits: list[Refitted] = []
+
+    def replace_maps(tasks: Sequence[Task], gathered: Gathered | None) -> None:
+        moments = [None] * len(tasks) if gathered is None else gathered.moments
+        for task, task_moments in zip(tasks, moments, strict=True):
+            weights = None if gathered is None else gathered.head_weights.get(task.site.name)
+            item = replacement(task, task_moments, weights, length)
+            planned[task.site.name, type(task.site)] = item
+            install_maps_(converted, [item])
+
+    replace_maps([task for task in parts.tasks if task.is_exact], None)
+    tasks = [task for task in parts.tasks if not task.is_exact]
+    with evaluation_mode(dense), evaluation_mode(converted), Room() as room:
+        states = _States(dense, converted, room)
+        if parts.in_layers and (tasks or parts.writers):
+            states.capture(used, held_back)
+        layers = states.layers
+        elsewhere = [task for task in tasks if layer_of(task.site.name) not in layers]
+        if elsewhere:
+            replace_maps(elsewhere, gather_all(dense, elsewhere, used))
+        for done, layer in enumerate(layers):
+            if progress is not None:
+                progress(layer, done, len(layers))
+            states.enter(layer, same_inputs)
+            of_layer = [task for task in tasks if layer_of(task.site.name) == layer]
+            writers = [writer for writer in parts.writers if writer.layer == layer]
+            replace_maps(of_layer, states.run_dense(of_layer, writers))
+            for writer in writers:
+                neurons = parts.dff if writer.name in {block.down for block in parts.blocks} else None
+                module: Any = converted.get_submodule(writer.name)
+                refits.append(solve(states.fit(writer), writer, module, neurons, states.sequences))
+                install_refits(converted, refits[-1:], parts.blocks)
+            if parts.writers:
+                states.run_converted()
+        if progress is not None:
+            progress("", len(layers), len(layers))
+    return [planned[task.site.name, type(task.site)] for task in parts.tasks], refits
+
+
+def gather_all(model: PreTrainedModel, tasks: Sequence[Task], batches: Sequence[Batch]) -> Gathered:
+    """Gather what attention maps need by running the whole model on the batches."""
+    moments = gather_moments(model, [task.site for task in tasks], batches)
+    return Gathered(moments, head_weights(model, _weighed(tasks), batches))
+
+
+def install_maps_(model: PreTrainedModel, planned: Sequence[Planned]) -> None:
+    """Install replacements of attention maps in a model or in its copy, in place."""
+    for item in planned:
+        module, parts = model.get_submodule(item.site.name), item.parts
+        if isinstance(item.form, NarrowValues):
+            parent = model.get_submodule(item.site.name.rpartition(".")[0])
+            parts = replace(parts, output=item.form.output_of(module, parent))
+        install_(module, item.form, parts)
+
+
+def _weighed(tasks: Sequence[Task]) -> list[AttentionSite]:
+    """Return the modules whose score errors are weighted by head."""
+    return [task.site for task in tasks if isinstance(task.site, DenseSite) and not task.is_exact]
+
+
+class _States:
+    """The hidden states of both models on all batches, before one of their layers.
+
+    A layer that is called several times in turn (ALBERT) is entered once. What is fitted to each of its calls then
+    starts from the dense model's hidden states, so that errors do not add up.
+    """
+
+    def __init__(self, dense: PreTrainedModel, converted: PreTrainedModel, room: Room) -> None:
+        self.dense, self.converted, self.keep = dense, converted, room.keep
+        self.layers: Mapping[str, range] = {}
+
+    def capture(self, used: Sequence[Batch], held_back: Sequence[Batch]) -> None:
+        """Run the dense model on all batches, and keep the calls of its layers."""
+        self.batches, self.used = [*used, *held_back], range(len(used))
+        self.sequences = sum(map(sequence_count, used))
+        self.masks = [batch_masks(self.dense, batch) for batch in self.batches]
+        self.calls = self.converted_calls = self._captured(self.dense)
+        self.layers = by_layer(self.calls[0])
+
+    def _captured(self, model: PreTrainedModel) -> list[list[LayerCall]]:
+        calls = [capture(model, batch, self.keep) for batch in self.batches]
+        if len({tuple(call.name for call in of_batch) for of_batch in calls}) > 1:
+            raise CalibrationError("batches take different ways through the model; pass batches of one kind")
+        return calls
+
+    def enter(self, layer: str, same_inputs: bool) -> None:
+        """Go on to a layer. Where it begins a stack, both models run up to there."""
+        self.places = self.layers[layer]
+        first = self.places.start
+        if self.calls[0][first].hidden is None:
+            return
+        if first or not same_inputs:
+            self.converted_calls = self._captured(self.converted)
+        self.hidden, self.converted_hidden = (_read_by(calls, first) for calls in (self.calls, self.converted_calls))
+
+    def run_dense(self, tasks: Sequence[Task], writers: Sequence[Writer]) -> Gathered:
+        """Run the dense layer on all batches; gather what its maps need, and keep the stream after each writer."""
+        gathered = InputMoments([task.site for task in tasks])
+        self.inputs: list[list[Tensor]] = [[] for _ in self.batches]
+        self.targets: list[list[dict[str, Tensor]]] = [[] for _ in self.batches]
+        sites = _weighed(tasks)
+        weighed = evenly_spaced(self.used, max(1, len(self.used) * ENOUGH // self.sequences)) if sites else []
+        with written_by(self.dense, writers) as written:
+
+            def run(number: int) -> None:
+                for place in self.places:
+                    self.inputs[number].append(self.hidden[number])
+                    output = self.calls[number][place].run(self.dense, self.hidden[number])
+                    self.targets[number].append({name: self.keep(call.stream) for name, call in written.items()})
+                    written.clear()
+                    self.hidden[number] = self.keep(output)
+
+            with gathered:
+                with HeadWeights(sites) as weights:
+                    for number in weighed:
+                        gathered.masks = weights.masks = self.masks[number]
+                        run(number)
+                for number in self.used:
+                    if number not in weighed:
+                        gathered.masks = self.masks[number]
+                        run(number)
+            for number in range(len(self.used), len(self.batches)):
+                run(number)
+        return Gathered(gathered.moments(), weights.weights())
+
+    def fit(self, writer: Writer) -> Fit:
+        """Run the converted layer on all batches up to a writer, and gather what it is to be fitted to."""
+        gathered = Fit()
+        with written_by(self.converted, [writer], stop=True) as written:
+            for number, masks in enumerate(self.masks):
+                mask = masks_of(writer.site, masks).query
+                starts = self.inputs[number] if len(self.places) > 1 else [self.converted_hidden[number]]
+                for place, start, targets in zip(self.places, starts, self.targets[number], strict=True):
+                    with suppress(_Written):
+                        self.converted_calls[number][place].run(self.converted, start)
+                    if writer.name not in written or writer.name not in targets:
+                        raise CalibrationError(f"{writer.name} is not called with every batch; pass batches alike")
+                    call = written.pop(writer.name)
+                    gathered.add(call.inputs, call.stream, targets[writer.name], writer, mask, number in self.used)
+        return gathered
+
+    def run_converted(self) -> None:
+        """Run the converted layer on all batches, unless nothing reads what it returns."""
+        stop = self.places.stop
+        if stop == len(self.calls[0]) or self.calls[0][stop].hidden is not None:
+            return
+        for number, calls in enumerate(self.converted_calls):
+            hidden = self.converted_hidden[number]
+            for place in self.places:
+                hidden = calls[place].run(self.converted, hidden)
+            self.converted_hidden[number] = self.keep(hidden)
+
+
+def _read_by(calls: list[list[LayerCall]], number: int) -> list[Tensor]:
+    """Return the hidden states that the first layer of a stack read on each batch."""
+    read = [of_batch[number].hidden for of_batch in calls]
+    return [hidden for hidden in read if hidden is not None]
+
+
+class WriterCall(NamedTuple):
+    """One call of a writer: its inputs (B, T, N), and the residual stream (B, T, D) after it."""
+
+    inputs: Tensor
+    stream: Tensor
+
+
+class _Written(Exception):
+    """Raised in a layer when its writer has written."""
+
+
+@contextmanager
+def written_by(
+    model: PreTrainedModel, writers: Sequence[Writer], stop: bool = False
+) -> Iterator[dict[str, WriterCall]]:
+    """Record the first call of each writer by its path; stop the layer after the last of them, if asked for."""
+    calls: dict[str, WriterCall] = {}
+    pending: dict[str, tuple[Tensor, Tensor]] = {}  # inputs and outputs of writers whose outputs are not added yet
+
+    def on_call(name: str, _: nn.Module, args: Any, output: Tensor) -> None:
+        if name not in calls:
+            pending[name] = args[0], output
+
+    def on_stream(at: tuple[str, str], values: Any) -> None:
+        for writer in writers:
+            if (writer.at, writer.shown) != at or writer.name not in pending:
+                continue
+            inputs, output = pending[writer.name]
+            stream = stream_of(values, output.shape)
+            if stream is not None:
+                del pending[writer.name]
+                calls[writer.name] = WriterCall(inputs, stream.clone())
+        if stop and len(calls) == len(writers):
+            raise _Written
+
+    def on_inputs(at: tuple[str, str], _: nn.Module, args: Any, kwargs: Any) -> None:
+        on_stream(at, (*args, *kwargs.values()))
+
+    def on_outputs(at: tuple[str, str], _: nn.Module, __: Any, output: Any) -> None:
+        on_stream(at, output)
+
+    with ExitStack() as hooks:
+        for writer in writers:
+            layer = model.get_submodule(writer.name)
+            hooks.enter_context(layer.register_forward_hook(partial(on_call, writer.name)))
+        for at in dict.fromkeys((writer.at, writer.shown) for writer in writers):
+            module = model.get_submodule(at[0])
+            if at[1] == "inputs":
+                hooks.enter_context(module.register_forward_pre_hook(partial(on_inputs, at), with_kwargs=True))
+            else:
+                hooks.enter_context(module.register_forward_hook(partial(on_outputs, at)))
+        yield calls
