@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,6 +10,7 @@ import tyro
 
 from collab_compress.errors import CheckpointError, CollabCompressError, DataError
 from collab_compress.options import (
+    KEEP,
     LARGEST_SEED,
     SECTION_NAMES,
     CalibrationOptions,
@@ -166,12 +167,15 @@ def _changed(options: Any) -> list[str]:
 class CompressArguments(EditArguments):
     """Make the attention and the feed-forward blocks of a pretrained model smaller, or let its heads mix.
 
+    Without widths, half of the layers' operations are kept, as by --keep 0.5.
+
     Examples:
+      collab-compress minilm
       collab-compress minilm --dk 128
       collab-compress minilm --dff 768 --calibration texts.txt
       collab-compress minilm --dk 192 --dv 252
       collab-compress minilm --keep 0.5 --calibration texts.txt
-      collab-compress minilm --plan --calibration texts.txt --output minilm-widths
+      collab-compress minilm --plan --calibration texts.txt
       collab-compress bert-base --dk 384 --output bert-base-384
       collab-compress ./my-classifier --dk 256 --calibration sentences.txt --json report.json
       collab-compress minilm --dk 128 --head-dim 128
@@ -186,8 +190,7 @@ class CompressArguments(EditArguments):
     same kind of data; by default 150 steps."""
 
     plan: bool = False
-    """Convert nothing: try several widths of each part separately, and print what they cost and lose; with --output
-    DIR, draw it too, as a page with its numbers."""
+    """Convert nothing: print what several widths of each part cost and lose."""
 
     mix: bool = False
     """Add head mixing (alphas), to be trained; alone, or after conversion."""
@@ -218,13 +221,10 @@ class CompressArguments(EditArguments):
         if self.compression.converts:
             if self.recover is not None and self.compression.keeps_attention:
                 raise CollabCompressError("--recover trains converted attention; pass --dk or --dv too")
-        elif not self.mix:
-            raise CollabCompressError(
-                "nothing to do: pass --dk, --dv or --dff N, or --keep SHARE, to convert, --mix to mix heads, or "
-                "--plan to see what widths cost"
-            )
-        else:
+        elif self.mix:
             self._check_mix()
+        else:
+            object.__setattr__(self, "compression", replace(self.compression, keep=KEEP))
 
     def _check_plan(self) -> None:
         others = ("mix", "stock", "standalone", "recover")
@@ -233,6 +233,7 @@ class CompressArguments(EditArguments):
             *_changed(self.compression),
             *(name for name in others if getattr(self, name) not in (False, None)),
             *(["push-to-hub"] if self.saving.push_to_hub is not None else []),
+            *(["output"] if self.output is not None else []),
         ]
         if unused:
             raise CollabCompressError(f"--plan converts nothing; leave out --{unused[0]}")

@@ -1,7 +1,6 @@
 """`collab-compress`: make layers of a pretrained model smaller, or let its heads mix."""
 
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from collab_compress.conversion.expand import refuse_stock, to_stock
 from collab_compress.conversion.recovery import attention_digest
 from collab_compress.conversion.report import RefitReport, ValueReport
 from collab_compress.distributed import process_state
-from collab_compress.report import plan_report, write_report
 
 from .arguments import CompressArguments as Arguments
 from .arguments import with_steps
@@ -115,46 +113,23 @@ main = main_of("collab-compress", Arguments, run, with_steps)
 
 
 def _plan(arguments: Arguments) -> None:
-    """Print and draw what several widths of each part cost and lose, and print the command for the knees."""
+    """Print what several widths of each part cost and lose; convert nothing."""
     saving = arguments.saving
-    check_outputs(
-        {"--output": arguments.output, "--json": saving.json},
-        find_directory(arguments.model, saving.revision),
-        text_file(arguments.calibration),
-    )
+    data = text_file(arguments.calibration)
+    check_outputs({"--json": saving.json}, find_directory(arguments.model, saving.revision), data)
     source = load_source(arguments.model, revision=saving.revision)
     put_on(source.model, arguments.device)
-    with progress_bar("trial", saving.quiet) as progress:
-        trials = plan(
+    with progress_bar("layer", saving.quiet) as progress:
+        table = plan(
             source.model,
             arguments.calibration,
             source.tokenizer,
-            lambda name, done, total: progress(f"trying {name}" if name else "done", done, total),
+            lambda name, done, total: progress(f"measuring {name}" if name else "done", done, total),
             calibration_options=arguments.calibration_options,
         )
-    saving.say(
-        str(trials),
-        "\nEach part was tried separately, on a part of the data. --keep SHARE chooses widths of all parts together.",
-        *([f"At the knees: {_command_at(trials.knees, arguments)}"] if trials.knees else []),
-    )  # before files are written, so that a full disk does not lose it
+    saving.say(str(table), "\nThe loss is of a part by itself, before refitting. --keep SHARE chooses all widths.")
     if saving.json is not None:
-        write_new(saving.json, to_json(asdict(trials)))
-    if arguments.output is not None:
-        write_report(plan_report(trials, source.name, arguments.calibration), arguments.output)
-        saving.say(f"\nPage: {arguments.output / 'index.html'}")
-
-
-def _command_at(knees: Mapping[str, int], arguments: Arguments) -> str:
-    """Return the command that converts as a plan tried it, given part → width, quoted for a shell."""
-    calibration = arguments.calibration
-    options = {
-        **knees,
-        "calibration": None if calibration == "synthetic" else calibration,
-        **asdict(arguments.calibration_options),
-        "revision": arguments.saving.revision,
-    }
-    words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
-    return shlex.join(["collab-compress", arguments.model, *words])
+        write_new(saving.json, to_json(asdict(table)))
 
 
 def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | None]:

@@ -32,6 +32,7 @@ SECTION_NAMES = (
 """Sections of a report, in the order of the page."""
 
 LARGEST_DAMPING = 1e6
+KEEP = 0.5  # share of the layers' operations that a conversion keeps by default
 MOST_SWEEPS = 1_000_000
 LARGEST_SEED = 2**32 - 1  # of NumPy's generators, which take the fewest
 
@@ -141,9 +142,9 @@ class Compression:
     They stay as they are if not given."""
 
     keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
-    """Share of the layers' operations to keep, in place of dk, dv and dff: of several widths of attention and
-    of feed-forward blocks that keep it, those that move the outputs least. Operations are counted for inputs of the
-    calibration's `length`, or of the length that nine in ten texts do not exceed, or of 128 tokens."""
+    """Share of the layers' operations to keep, in place of dk, dv and dff: of all widths of attention and of
+    feed-forward blocks that keep it, those that lose least. Operations are counted for inputs of the calibration's
+    `length`, or of the length that nine in ten texts do not exceed, or of 128 tokens."""
 
     head_dim: Annotated[int | None, tyro.conf.arg(metavar="K")] = None
     """Width of one head of queries and keys: how many of the dk shared channels each head reads, its content bias

@@ -37,7 +37,7 @@ from collab_compress.analysis.energy import (
     value_energy,
 )
 from collab_compress.analysis.patterns import AttentionMap, attention_maps, head_patterns, induction
-from collab_compress.analysis.plan import Plan, Trial, plan
+from collab_compress.analysis.plan import Plan, Row, plan
 from collab_compress.analysis.sharing import (
     ContentShare,
     alpha_matrices,
@@ -65,7 +65,7 @@ __all__ = [
     "ModuleCost",
     "Plan",
     "PruningPoint",
-    "Trial",
+    "Row",
     "ValueEnergy",
     "alpha_matrices",
     "attention_maps",

@@ -2,7 +2,7 @@ r"""Energy: how much of what attention and feed-forward blocks compute their bes
 
 The energy of a matrix is the sum of its squared singular values; curves of cumulative energy show how many
 dimensions suffice. A feed-forward block adds $W_2 a + b$ to the residual stream, where a are the activations of its N
-neurons. Backward elimination keeps dff of these, the set S (`elimination_order`), whose weights are fitted again:
+neurons. Backward elimination keeps dff of these, the set S (`eliminate`), whose weights are fitted again:
 
 $$\min_{W_2', b'}\ \mathbb{E}\,\|(W_2 a + b) - (W_2' a_S + b')\|^2 + \lambda\,\|W_2' - W_2\|^2$$
 """
@@ -34,7 +34,7 @@ from collab_compress.conversion.room import ROOM
 from collab_compress.conversion.writers import width_out
 from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.factorization import HeadTensor, centres_queries
-from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, elimination_order, fit
+from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, eliminate, fit
 from collab_compress.factorization.moments import Moments, Weighting, damp
 from collab_compress.factorization.narrowing import captured
 
@@ -421,7 +421,7 @@ def _feed_forward_energy(
     variance = held_back.squared_error(-weight, held_back.means()[0] @ weight)
     if variance <= ROUNDING**2 * held_back.squared_error(-weight, None):
         return FeedForwardEnergy(torch.tensor(widths), torch.zeros(len(widths), dtype=torch.float64))
-    order = elimination_order(*choice_moments(used, weight, block.writer.gain, damping, bias))
+    order = eliminate(*choice_moments(used, weight, block.writer.gain, damping, bias)).order
     errors = []
     for width in widths:
         kept = order[block.width - width :].sort().values

@@ -9,8 +9,7 @@ import copy
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import inf
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -33,6 +32,7 @@ from collab_compress.calibration.batches import is_none, sample_sequences, seque
 from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
 from collab_compress.conversion.chain import single_layers
 from collab_compress.conversion.copies import conversion_of, sharing_copy
+from collab_compress.conversion.curves import MEASURED
 from collab_compress.conversion.data import Data, read
 from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.feed_forward import (
@@ -43,7 +43,6 @@ from collab_compress.conversion.feed_forward import (
     narrower_config,
 )
 from collab_compress.conversion.fit import Refitted, check_weights, install_refits
-from collab_compress.conversion.keep import Candidate, Layers, choose
 from collab_compress.conversion.layers import Parts, convert_layers_, install_maps_
 from collab_compress.conversion.maps import (
     Planned,
@@ -55,19 +54,19 @@ from collab_compress.conversion.maps import (
     warnings_of,
 )
 from collab_compress.conversion.report import Drift, ModuleReport, Report, ValueReport
+from collab_compress.conversion.widths import Choice, choose_widths
 from collab_compress.conversion.writers import find_writers
 from collab_compress.errors import CompressionError, UnsupportedModelError, check_type
 from collab_compress.heads.sharding import refuse_unwritable
-from collab_compress.options import CalibrationOptions, Compression
+from collab_compress.options import KEEP, CalibrationOptions, Compression
 
 _logger = logging.getLogger(__name__)
-TRIAL = 256  # sequences on which each choice of widths is tried
 
 
 @torch.inference_mode(False)
 def compress(
     model: PreTrainedModel,
-    compression: Compression,
+    compression: Compression = Compression(keep=KEEP),
     calibration: Calibration = "synthetic",
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
@@ -91,7 +90,7 @@ def compress(
 
     Args:
         model: a Transformers model, or a SentenceTransformer that holds one; dtype and device are kept.
-        compression: widths or the share to keep, and how it is computed.
+        compression: widths or the share to keep, and how it is computed; half of the layers' operations by default.
         calibration: data that says which input directions matter: "synthetic" (random tokens), None, a file of
             texts, texts or text pairs, or batches, of which an eighth is held back to measure drift.
         tokenizer: of the model; not needed for batches, None, and a SentenceTransformer.
@@ -123,8 +122,8 @@ def compress(
         placed = compression.with_solver(device=device)
         chosen, choice, by_module = placed, "", {}
         if compression.keep is not None:
-            candidate, choice = _choose(job, placed)
-            chosen, by_module = candidate.compression, candidate.modules
+            widths = _choose(job, placed)
+            chosen, by_module, choice = widths.compression, widths.modules, widths.reason
         converted = _convert_copy(job, chosen, by_module)
         parameters_before, ties = model.num_parameters(), tied_weights(model)
         feed_forward = [
@@ -292,26 +291,16 @@ def working_device(device: str | None) -> str | None:
     return device
 
 
-def _choose(job: _Job, compression: Compression) -> tuple[Candidate, str]:
-    """Choose widths by the drift of conversions on a part of the data; return them, and why."""
-    layers = _layers(job, compression)
-    used, held_back = job.data.used, job.data.held_back
-    used, held_back = sample_sequences(used, TRIAL), sample_sequences(held_back, TRIAL // 4)
-    few = replace(job, data=replace(job.data, used=used, held_back=held_back))
-
-    def drift(candidate: Candidate) -> float:
-        measured = _convert_copy(few, candidate.compression, candidate.modules).drift
-        return inf if measured is None else measured.relative_error
-
-    return choose(layers, drift)
-
-
-def _layers(job: _Job, compression: Compression) -> Layers:
+def _choose(job: _Job, compression: Compression) -> Choice:
+    """Choose widths by what they lose on a part of the data."""
     if not job.data.held_back:
         raise CompressionError(
             "keep chooses by what is lost on calibration data; pass at least two sequences, best your own texts"
         )
-    return Layers(job.model, compression, job.data.length, job.data.used[0])
+    check_weights(job.model.named_parameters())
+    few = sample_sequences(job.data.used, MEASURED)
+    with torch.autocast(job.model.device.type, enabled=False):
+        return choose_widths(job.model, compression, few, job.data.length, job.progress)
 
 
 @dataclass(frozen=True)
@@ -453,7 +442,7 @@ def _install_conversion(model: PreTrainedModel, converted: _Converted) -> None:
 
 def install_unset_(
     model: PreTrainedModel,
-    compression: Compression,
+    compression: Compression = Compression(keep=KEEP),
     calibration: Calibration = "synthetic",
     tokenizer: PreTrainedTokenizerBase | None = None,
     options: CalibrationOptions | None = None,
@@ -468,8 +457,8 @@ def install_unset_(
     wants_refit(job.data, compression)
     by_module: Mapping[str, Compression] = {}
     if compression.keep is not None:
-        candidate = _layers(job, compression).start()
-        compression, by_module = candidate.compression, candidate.modules
+        widths = _choose(job, compression)
+        compression, by_module = widths.compression, widths.modules
     tasks = find_tasks(model, compression, bool(job.data.used), by_module)
     working_device(compression.solver.device)
     for task in tasks:

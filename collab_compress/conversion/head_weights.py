@@ -65,6 +65,7 @@ class HeadWeights(HeadHooks):
     """Masks of the batch that runs next."""
 
     def __init__(self, sites: Sequence[AttentionSite]) -> None:
+        self._tokens = {site.name: 0 for site in sites}
         self._squares = {site.name: torch.zeros(site.heads, dtype=torch.float64, device="cpu") for site in sites}
         self._add(sites)
 
@@ -79,7 +80,13 @@ class HeadWeights(HeadHooks):
             if mask is not None and mask.shape == (squares.shape[0], squares.shape[dim]):
                 squares = squares * mask.to(squares.device).unsqueeze(1).unsqueeze(5 - dim)
         self._squares[site.name] += squares.sum((0, 2, 3)).cpu().double()
+        mask = resize_mask(masks.query, outputs.shape[1])
+        self._tokens[site.name] += outputs.shape[0] * outputs.shape[1] if mask is None else int(mask.sum())
         return outputs
+
+    def mean_squares(self) -> dict[str, float]:
+        """Return the mean of w² over the heads of each module, for one token."""
+        return {name: float(squares.mean()) / max(1, self._tokens[name]) for name, squares in self._squares.items()}
 
     def weights(self) -> dict[str, Tensor | None]:
         """Return the weights by path of the module, as `head_weights`."""

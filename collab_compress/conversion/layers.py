@@ -20,7 +20,7 @@ from collab_compress.architectures import AttentionSite, DenseSite
 from collab_compress.attention import NarrowValues, install_
 from collab_compress.calibration import Batch, evaluation_mode, gather_moments
 from collab_compress.calibration.batches import evenly_spaced, in_parts, sequence_count
-from collab_compress.calibration.gather import InputMoments, batch_masks, masks_of
+from collab_compress.calibration.gather import InputMoments, batch_masks, masks_of, unpadded
 from collab_compress.conversion.chain import LayerCall, by_layer, capture, layer_of
 from collab_compress.conversion.feed_forward import FeedForward
 from collab_compress.conversion.fit import Fit, Refitted, install_refits, solve
@@ -30,6 +30,9 @@ from collab_compress.conversion.room import Room
 from collab_compress.conversion.writers import Writer, stream_of
 from collab_compress.errors import CalibrationError
 from collab_compress.factorization import Moments
+from collab_compress.factorization.least_squares import ResidualMoments
+
+NONE: Mapping[str, ResidualMoments] = {}
 
 
 class Gathered(NamedTuple):
@@ -38,10 +41,12 @@ class Gathered(NamedTuple):
     Args:
         moments: for each task, of the inputs of its projections.
         head_weights: path of a module → weight of each head's score error, (H,).
+        mean_squares: path of a module → mean of the squares of these weights, before they are normalised.
     """
 
     moments: Sequence[tuple[Moments, ...]]
     head_weights: Mapping[str, Tensor | None]
+    mean_squares: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ def convert_layers_(
     replace_maps([task for task in parts.tasks if task.is_exact], None)
     tasks = [task for task in parts.tasks if not task.is_exact]
     with evaluation_mode(dense), evaluation_mode(converted), Room() as room:
-        states = _States(dense, converted, room)
+        states = States(dense, converted, room)
         if parts.in_layers and (tasks or parts.writers):
             states.capture(used, held_back)
         layers = states.layers
@@ -153,7 +158,7 @@ def _weighed(tasks: Sequence[Task]) -> list[AttentionSite]:
     return [task.site for task in tasks if isinstance(task.site, DenseSite) and not task.is_exact]
 
 
-class _States:
+class States:
     """The hidden states of both models on all batches, before one of their layers.
 
     A layer that is called several times in turn (ALBERT) is entered once. What is fitted to each of its calls then
@@ -188,8 +193,16 @@ class _States:
             self.converted_calls = self._captured(self.converted)
         self.hidden, self.converted_hidden = (_read_by(calls, first) for calls in (self.calls, self.converted_calls))
 
-    def run_dense(self, tasks: Sequence[Task], writers: Sequence[Writer]) -> Gathered:
-        """Run the dense layer on all batches; gather what its maps need, and keep the stream after each writer."""
+    def run_dense(
+        self, tasks: Sequence[Task], writers: Sequence[Writer], neurons: Mapping[str, ResidualMoments] = NONE
+    ) -> Gathered:
+        """Run the dense layer on all batches; gather what its maps need, and keep the stream after each writer.
+
+        Args:
+            tasks: maps of the layer.
+            writers: of the layer.
+            neurons: path of a writer → moments of its inputs, to which those are added.
+        """
         gathered = InputMoments([task.site for task in tasks])
         self.inputs: list[list[Tensor]] = [[] for _ in self.batches]
         self.targets: list[list[dict[str, Tensor]]] = [[] for _ in self.batches]
@@ -202,6 +215,11 @@ class _States:
                     self.inputs[number].append(self.hidden[number])
                     output = self.calls[number][place].run(self.dense, self.hidden[number])
                     self.targets[number].append({name: self.keep(call.stream) for name, call in written.items()})
+                    for writer in writers:
+                        if writer.name in neurons and number in self.used:
+                            mask = masks_of(writer.site, self.masks[number]).query
+                            inputs = unpadded(written[writer.name].inputs, mask)
+                            neurons[writer.name].add(inputs, inputs.new_zeros(len(inputs), len(writer.gain)))
                     written.clear()
                     self.hidden[number] = self.keep(output)
 
@@ -216,7 +234,18 @@ class _States:
                         run(number)
             for number in range(len(self.used), len(self.batches)):
                 run(number)
-        return Gathered(gathered.moments(), weights.weights())
+        return Gathered(gathered.moments(), weights.weights(), weights.mean_squares())
+
+    def variance(self, writer: Writer) -> float:
+        """Return the variance of the dense residual stream after a writer, E‖x − mean‖²."""
+        total, squares, count = torch.zeros(()), 0.0, 0
+        for number, masks in enumerate(self.masks):
+            for streams in self.targets[number]:
+                stream = unpadded(streams[writer.name], masks_of(writer.site, masks).query).double()
+                total = total + stream.sum(0)
+                squares += float(stream.square().sum())
+                count += len(stream)
+        return squares / count - float((total / count).square().sum())
 
     def fit(self, writer: Writer) -> Fit:
         """Run the converted layer on all batches up to a writer, and gather what it is to be fitted to."""

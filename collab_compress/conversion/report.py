@@ -228,6 +228,31 @@ class Report:
         return "\n".join([*lines, *self.warnings])
 
 
+def score_costs(site: DenseSite, form: ScoreForm, length: int) -> PartReport:
+    """Return the costs of one module's queries and keys, for inputs of `length` tokens."""
+    widths, channels = site.widths, (site.width, site.key_value_width)
+    biases = site.query.bias is not None, site.key.bias is not None
+    return PartReport(
+        name=site.name,
+        parameters_before=dense_parameters(widths, channels, biases),
+        parameters_after=form.parameters(widths),
+        macs_before=dense_macs(widths, channels, length),
+        macs_after=form.macs(widths, length),
+    )
+
+
+def value_costs(site: ValueSite, form: NarrowValues, length: int) -> PartReport:
+    """Return the costs of one module's values and output projection, for inputs of `length` tokens."""
+    dense = replace(form, sizes=(site.head_width,) * site.key_value_heads)
+    return PartReport(
+        name=site.name,
+        parameters_before=dense.parameters(site.widths),
+        parameters_after=form.parameters(site.widths),
+        macs_before=dense.macs(site.widths, length),
+        macs_after=form.macs(site.widths, length),
+    )
+
+
 def module_report(
     site: DenseSite,
     form: ScoreForm,
@@ -237,18 +262,12 @@ def module_report(
     vectors: tuple[int, ...],
 ) -> ModuleReport:
     """Return the report of one module's queries and keys; `vectors` counts the inputs of both in the moments."""
-    widths, channels = site.widths, (site.width, site.key_value_width)
-    biases = site.query.bias is not None, site.key.bias is not None
     return ModuleReport(
-        name=site.name,
+        **vars(score_costs(site, form, length)),
         dk=form.rank,
         head_dim=form.width,
         weight_error=result.weight_error,
         data_error=result.data_error,
-        parameters_before=dense_parameters(widths, channels, biases),
-        parameters_after=form.parameters(widths),
-        macs_before=dense_macs(widths, channels, length),
-        macs_after=form.macs(widths, length),
         sweeps=result.sweeps,
         converged=result.converged,
         seconds=seconds,
@@ -261,17 +280,11 @@ def value_report(
     site: ValueSite, form: NarrowValues, result: Narrowing, length: int, seconds: float, vectors: tuple[int, ...]
 ) -> ValueReport:
     """Return the report of one module's values; `vectors` counts the output projection's inputs in the moments."""
-    widths = site.widths
-    dense = replace(form, sizes=(site.head_width,) * site.key_value_heads)
     return ValueReport(
-        name=site.name,
+        **vars(value_costs(site, form, length)),
         dv=form.dv,
         weight_error=result.weight_error,
         data_error=result.data_error,
-        parameters_before=dense.parameters(widths),
-        parameters_after=form.parameters(widths),
-        macs_before=dense.macs(widths, length),
-        macs_after=form.macs(widths, length),
         seconds=seconds,
         sizes=form.sizes,
         vectors=vectors,

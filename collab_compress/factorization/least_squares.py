@@ -15,7 +15,7 @@ follow by Schur complements.
 """
 
 from functools import partial
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -156,13 +156,26 @@ def choice_moments(
 
 
 def choose_neurons(second: Tensor, crossed: Tensor, count: int, block: int = BLOCK) -> Tensor:
-    """Return the indices of the neurons to keep, in ascending order, (count,); as `elimination_order`."""
-    order = elimination_order(second, crossed, count, block)
+    """Return the indices of the neurons to keep, in ascending order, (count,); as `eliminate`."""
+    order = eliminate(second, crossed, count, block).order
     return order[len(order) - count :].sort().values
 
 
-def elimination_order(second: Tensor, crossed: Tensor, least: int = 0, block: int = BLOCK) -> Tensor:
-    """Return the indices of all neurons in the order of elimination, (N,); the last k are the best k to keep.
+class Elimination(NamedTuple):
+    """Neurons in the order of their elimination, and what is lost.
+
+    Args:
+        order: indices of all neurons, (N,); the last k are the best k to keep.
+        losses: increase of the squared error with the last k neurons kept and refitted, (N+1,); linear between two
+            rankings. NaN for fewer than are never eliminated.
+    """
+
+    order: Tensor
+    losses: Tensor
+
+
+def eliminate(second: Tensor, crossed: Tensor, least: int = 0, block: int = BLOCK) -> Elimination:
+    """Eliminate neurons, block by block, those first without which the squared error rises least.
 
     Args:
         second: moments E[a aᵀ] of all N activations, damped, (N, N).
@@ -177,14 +190,18 @@ def elimination_order(second: Tensor, crossed: Tensor, least: int = 0, block: in
     inverse = torch.cholesky_inverse(root, out=root)
     weight = inverse @ crossed
     remaining = torch.ones(len(second), dtype=torch.bool, device=second.device)
-    order = []
+    order, losses = [], second.new_full((len(second) + 1,), torch.nan)
+    losses[-1] = 0.0
     for count in range(len(second), least, -block):
         cost = (weight.square().sum(1) / inverse.diagonal()).where(remaining, torch.inf)
         leaving = cost.argsort(stable=True)[: min(block, count - least)]
         rows = inverse[leaving]
         factor = torch.linalg.solve(rows[:, leaving], rows).mT
+        lost = (weight[leaving] * torch.linalg.solve(rows[:, leaving], weight[leaving])).sum()
+        steps = torch.arange(len(leaving), -1, -1, device=lost.device) / len(leaving)
+        losses[count - len(leaving) : count + 1] = losses[count] + lost * steps
         weight.addmm_(factor, weight[leaving], alpha=-1)
         inverse.addmm_(factor, rows, alpha=-1)  # rows and columns of eliminated neurons become 0
         remaining[leaving] = False
         order.append(leaving)
-    return torch.cat([*order, remaining.nonzero()[:, 0]])
+    return Elimination(torch.cat([*order, remaining.nonzero()[:, 0]]), losses)

@@ -2,7 +2,6 @@
 
 from collab_compress.options import ReportOptions
 from collab_compress.report.context import ReportContext, TaskScore
-from collab_compress.report.plan import plan_report
 from collab_compress.report.result import ReportResult, make_report, render_page, to_dict, to_json, write_report
 from collab_compress.report.section import Column, Curve, Curves, Heatmap, Heatmaps, Panel, Section, Table
 from collab_compress.report.sections import SECTIONS
@@ -22,7 +21,6 @@ __all__ = [
     "Table",
     "TaskScore",
     "make_report",
-    "plan_report",
     "render_page",
     "to_dict",
     "to_json",

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import signal
 import sys
 import time
@@ -22,7 +21,7 @@ from transformers import (
 )
 
 from collab_compress import Compression, compress, read_factors
-from collab_compress.analysis import Plan, Trial
+from collab_compress.analysis import Plan, Row
 from collab_compress.checkpoint.pretrained import SHORT_NAMES
 from collab_compress.errors import CollabCompressError
 
@@ -404,39 +403,21 @@ def test_a_plan_is_printed_and_nothing_is_converted(run, model_dir, tmp_path, mo
     empty.mkdir()
     monkeypatch.chdir(empty)
     options = ("--length", 8, "--sequences", 32)
-    code, printed, error = run(model_dir, "--plan", *options, "--json", "plan.json", "--output", "widths")
+    code, printed, error = run(model_dir, "--plan", *options, "--json", "plan.json")
     assert code == 0, error
     header, first, *_ = printed.splitlines()
     assert header.split()[:3] == ["part", "width", "operations"]
     assert first.split()[0] == "dk"
-    trials = json.loads((empty / "plan.json").read_text(encoding="utf-8"))["trials"]
-    assert {trial["part"] for trial in trials} == {"dk", "dv", "dff"}
-    knees = " ".join(f"--{trial['part']} {trial['width']}" for trial in trials if trial["knee"])
-    line = f"At the knees: collab-compress {model_dir} {knees} --sequences 32 --length 8\n"
-    assert (line in printed) == bool(knees)
-    assert sorted(path.name for path in empty.iterdir()) == ["plan.json", "widths"]
-    assert printed.endswith("Page: widths/index.html\n")
-    written = json.loads((empty / "widths" / "numbers.json").read_text(encoding="utf-8"))
-    rows = written["sections"]["plan"]["tables"]["trials"]["rows"]
-    assert [row[:2] for row in rows] == [[trial["part"], trial["width"]] for trial in trials]
-
-
-@pytest.mark.parametrize("knees", [{"dk": 8, "dff": 16}, {"dv": 12}])
-def test_the_command_for_the_knees_converts_as_the_plan_tried(knees, run, model_dir, monkeypatch):
-    trials = [Trial(part, width, 0.5, 0.1, 0.9, 0.5, None, knee=True) for part, width in knees.items()]
-    monkeypatch.setattr(command, "plan", lambda *_, **__: Plan(tuple(trials), 8, {}))
-    data = " --calibration 'my texts.txt' --sequences 6"
-    code, printed, error = run(model_dir, "--plan", *shlex.split(data))
-    assert code == 0, error
-    widths = " ".join(f"--{part} {width}" for part, width in knees.items())
-    assert f"At the knees: collab-compress {model_dir} {widths}{data}\n" in printed
+    rows = json.loads((empty / "plan.json").read_text(encoding="utf-8"))["rows"]
+    assert {row["part"] for row in rows} == {"dk", "dv", "dff"}
+    assert [path.name for path in empty.iterdir()] == ["plan.json"]
 
 
 @pytest.mark.parametrize(
     "options",
     [
         *(["--dk", 8], ["--mix"], ["--recover"], ["--standalone"], ["--push-to-hub", "a/b"]),
-        *(["--modules", "*0*"], ["--kinds", "cross"], ["--sweeps", 3]),
+        *(["--output", "widths"], ["--modules", "*0*"], ["--kinds", "cross"], ["--sweeps", 3]),
     ],
 )
 def test_a_plan_takes_no_conversion(options, fails, model_dir):
@@ -447,17 +428,15 @@ def test_a_plan_has_a_place_before_it_is_made(fails, model_dir, monkeypatch):
     monkeypatch.setattr(command, "plan", lambda *_, **__: pytest.fail("it was planned"))
     assert "config.json exists" in fails(model_dir, "--plan", "--json", model_dir / "config.json")
     assert "which is read" in fails(model_dir, "--plan", "--json", model_dir / "plan.json")
-    assert "which is read" in fails(model_dir, "--plan", "--output", model_dir / "widths")
 
 
 def test_a_plan_that_cannot_be_written_is_printed(run, model_dir, tmp_path, monkeypatch):
     def full_disk(*_):
         raise CollabCompressError("No space left on device")
 
-    trial = Trial("dk", 8, 0.5, 0.1, 0.9, 0.5, None, knee=True)
-    monkeypatch.setattr(command, "plan", lambda *_, **__: Plan((trial,), 8, {}))
-    monkeypatch.setattr(command, "write_report", full_disk)
-    code, printed, error = run(model_dir, "--plan", "--length", 8, "--output", tmp_path / "widths")
+    monkeypatch.setattr(command, "plan", lambda *_, **__: Plan((Row("dk", 8, 0.1, 0.9, 0.5),), 8, {}))
+    monkeypatch.setattr(command, "write_new", full_disk)
+    code, printed, error = run(model_dir, "--plan", "--length", 8, "--json", tmp_path / "plan.json")
     assert (code, "No space left on device" in error) == (2, True)
     assert printed.split()[:3] == ["part", "width", "operations"]
 

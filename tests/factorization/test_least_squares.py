@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from collab_compress.factorization.least_squares import ResidualMoments, choose_neurons, elimination_order, fit
+from collab_compress.factorization.least_squares import ResidualMoments, choose_neurons, eliminate, fit
 
 
 def vectors(count=50, seed=0):
@@ -133,7 +133,7 @@ def test_blocks_leave_as_many():
 def test_the_order_ends_with_the_choice_of_every_count(block):
     activations, targets = problem()
     second, crossed = activations.mT @ activations, activations.mT @ targets
-    order = elimination_order(second, crossed, block=block)
+    order, losses = eliminate(second, crossed, block=block)
     assert sorted(order.tolist()) == list(range(9))
     for count in range(1, 10):
         kept = choose_neurons(second, crossed, count, block).tolist()

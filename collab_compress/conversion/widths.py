@@ -1,0 +1,252 @@
+"""Choose widths that keep a share of the layers' operations and lose least, by the curves of all widths."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from collab_compress.architectures import (
+    AttentionSite,
+    DenseSite,
+    ValueSite,
+    find_attention,
+    find_dense_attention,
+    find_dense_values,
+)
+from collab_compress.attention import NarrowValues, SharedScores
+from collab_compress.calibration import Batch
+from collab_compress.conversion.curves import Part, loss_curves
+from collab_compress.conversion.feed_forward import FeedForward, block_report, find_feed_forward, narrower_config
+from collab_compress.conversion.maps import Progress
+from collab_compress.conversion.report import dense_macs, width_range
+from collab_compress.errors import CompressionError, UnsupportedModelError
+from collab_compress.options import Compression
+
+NEURONS = 32  # wide blocks keep a multiple of it: products of odd widths take longer
+LONG = 512  # tokens beyond which heads are made narrower too, because most operations are those of the scores
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Widths that keep the share of the layers' operations that was asked for.
+
+    Args:
+        compression: of the whole model; dk and dv are those of the first attention module, with a dk if any.
+        modules: path of each attention module → its compression; empty if attention stays dense.
+        kept: share of the layers' operations that the model keeps.
+        reason: a sentence for the report on what was chosen and why.
+    """
+
+    compression: Compression
+    modules: dict[str, Compression]
+    kept: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """Shares of the channels of each head that scores and values keep, None for all, and its operations."""
+
+    scores: float | None
+    values: float | None
+    macs: int
+
+
+class Attention:
+    """The widths of one attention module by the share of its channels, and their costs for inputs of a length."""
+
+    def __init__(self, site: AttentionSite, values: ValueSite, length: int) -> None:
+        query, key = site.part(site.family.query), site.part(site.family.key)
+        self.scores, self.values, self.length = DenseSite(**vars(site), query=query, key=key), values, length
+        self.has_dk = not site.family.rotary
+
+    def dk(self, share: float | None) -> int | None:
+        """Return the width of queries and keys; None if they stay dense."""
+        site = self.scores
+        return None if share is None or not self.has_dk else site.heads * max(1, int(share * site.head_width))
+
+    def dv(self, share: float | None) -> int | None:
+        """Return the width of values; None if they stay dense."""
+        site = self.values
+        width = min(site.head_width, site.value.in_features)
+        return None if share is None else site.key_value_heads * max(1, int(share * width))
+
+    def head_dim(self, share: float | None) -> int | None:
+        """Return the width of heads of queries and keys; None for the dense one."""
+        dk, has_bias = self.dk(share), self.scores.query.bias is not None
+        return None if dk is None or self.length <= LONG else max(dk // self.scores.heads, 1 + has_bias)
+
+    def score_macs(self, share: float | None) -> int:
+        """Return the multiply-accumulates of scores."""
+        site, dk = self.scores, self.dk(share)
+        if dk is None:
+            return dense_macs(site.widths, (site.width, site.key_value_width), self.length)
+        form = SharedScores.of(site, dk, self.head_dim(share), site.query.bias is not None)
+        return form.macs(site.widths, self.length)
+
+    def value_macs(self, share: float | None) -> int:
+        """Return the multiply-accumulates of values and outputs."""
+        site = self.values
+        form = NarrowValues.of(site, self.dv(share) or site.key_value_width, site.value.bias is not None)
+        return form.macs(site.widths, self.length)
+
+
+class Layers:
+    """The attention modules and feed-forward blocks of a dense model, and their costs for inputs of `length` tokens.
+
+    Raises:
+        UnsupportedModelError: an attention module cannot be converted.
+    """
+
+    def __init__(self, model: PreTrainedModel, compression: Compression, length: int, batch: Batch) -> None:
+        where = (model, compression.modules, compression.kinds)
+        sites = find_attention(*where)
+        values = find_dense_values(*where)
+        self.attention = [Attention(site, own, length) for site, own in zip(sites, values, strict=True)]
+        rotary = [site for site in sites if site.family.rotary]
+        if len(rotary) < len(sites):
+            find_dense_attention(*where, [site.name for site in rotary])  # raises if others cannot be converted
+        narrowable = any(not site.family.keeps_scores for site in rotary)
+        self.blocks, why_no_blocks = narrowable_blocks(model, batch)
+        reports = [block_report(model, block, 1, length) for block in self.blocks]
+        self.neurons = min((block.width for block in self.blocks), default=0)
+        self.macs_per_neuron = sum(report.macs_after for report in reports)
+        dense_attention = sum(module.score_macs(None) + module.value_macs(None) for module in self.attention)
+        self.macs = dense_attention + sum(report.macs_before for report in reports)
+        self.length = length
+        reasons = {
+            "queries and keys with a rotary embedding stay dense": "only dk makes them narrower"
+            if narrowable
+            else "",
+            "feed-forward blocks stay as they are": why_no_blocks,
+        }
+        words = [f"{what}: {why}" for what, why in reasons.items() if why]
+        self.why = f" ({'; '.join(words)})" if words else ""
+
+    def splits(self) -> list[Split]:
+        """Return all shares of the channels of heads that scores and values can keep."""
+        finest = max(module.scores.head_width for module in self.attention)
+        shares = [None, *(channels / finest for channels in range(1, finest))]
+        scores = {share: sum(module.score_macs(share) for module in self.attention) for share in shares}
+        values = {share: sum(module.value_macs(share) for module in self.attention) for share in shares}
+        if not any(module.has_dk for module in self.attention):
+            scores = {None: scores[None]}
+        return [Split(one, other, scores[one] + values[other]) for one in scores for other in values]
+
+    def neurons_in(self, macs: float) -> int | None:
+        """Return the number of neurons that each block can have; None if there is no block."""
+        if not self.blocks:
+            return None
+        neurons = int(macs / self.macs_per_neuron + 1e-9)
+        if neurons > 8 * NEURONS:
+            neurons -= neurons % NEURONS
+        return min(neurons, self.neurons)
+
+    def loss_of_scores(self, share: float | None, losses: Mapping[str, Tensor]) -> float:
+        """Return what scores lose at a share of their channels."""
+        widths = {module.scores.name: module.dk(share) for module in self.attention}
+        return sum(float(losses[name][dk]) for name, dk in widths.items() if dk is not None)
+
+    def loss_of_values(self, share: float | None, losses: Mapping[str, Tensor]) -> float:
+        """Return what values lose at a share of their channels."""
+        widths = {module.values.name: module.dv(share) for module in self.attention}
+        return sum(float(losses[name][dv]) for name, dv in widths.items() if dv is not None)
+
+    def choice(self, split: Split, neurons: int | None, compression: Compression) -> Choice:
+        """Return the widths of a split, and of blocks with so many neurons."""
+        dff = None if neurons == self.neurons else neurons
+        own = {
+            module.scores.name: _compression(
+                compression, module.dk(split.scores), module.head_dim(split.scores), module.dv(split.values), dff
+            )
+            for module in self.attention
+        }
+        changed = {name: chosen for name, chosen in own.items() if chosen.dk is not None or chosen.dv is not None}
+        chosen = list(changed.values()) or [_compression(compression, None, None, None, dff)]
+        widths = {
+            "dk": [module.dk for module in changed.values() if module.dk is not None],
+            "dv": [module.dv for module in changed.values() if module.dv is not None],
+            "dff": [] if dff is None else [dff],
+        }
+        words = ", ".join(f"{name} {width_range(numbers)}" for name, numbers in widths.items() if numbers)
+        kept = (split.macs + (neurons or 0) * self.macs_per_neuron) / self.macs
+        reason = f"Kept {kept:.0%} of the layers' operations at {self.length} tokens{self.why}: {words}."
+        first = next((module for module in chosen if module.dk is not None), chosen[0])
+        return Choice(first, changed, kept, reason)
+
+    def curves(
+        self, model: PreTrainedModel, batches: Sequence[Batch], progress: Progress | None
+    ) -> Mapping[Part, Mapping[str, Tensor]]:
+        """Return what is lost at every width: part → path of a module or of a layer that reads neurons → losses."""
+        scores = [module.scores for module in self.attention if module.has_dk]
+        values = [module.values for module in self.attention]
+        losses: dict[Part, dict[str, Tensor]] = {"dk": {}, "dv": {}, "dff": {}}
+        for curve in loss_curves(model, scores, values, self.blocks, batches, progress):
+            losses[curve.part][curve.name] = curve.losses
+        return losses
+
+
+def _compression(
+    compression: Compression, dk: int | None, head_dim: int | None, dv: int | None, dff: int | None
+) -> Compression:
+    """Return the compression of one module to these widths."""
+    solver = compression.solver
+    if dk is None:  # no solver iterates
+        solver = replace(solver, method="als", effort="best", sweeps=None, tolerance=None)
+    return replace(compression, keep=None, dk=dk, head_dim=head_dim, dv=dv, dff=dff, solver=solver)
+
+
+def choose_widths(
+    model: PreTrainedModel,
+    compression: Compression,
+    batches: Sequence[Batch],
+    length: int,
+    progress: Progress | None = None,
+) -> Choice:
+    """Choose the widths that keep a share of the layers' operations and lose least.
+
+    All attention modules keep the same share of the channels of a head, and all feed-forward blocks as many neurons.
+
+    Args:
+        model: dense.
+        compression: with the share, `keep`.
+        batches: to measure losses on.
+        length: tokens for which operations count.
+        progress: called with a layer's name, how many are done, and how many there are.
+
+    Raises:
+        CompressionError: no widths keep so little.
+        UnsupportedModelError: an attention module cannot be converted.
+    """
+    assert compression.keep is not None
+    layers = Layers(model, compression, length, batches[0])
+    room = compression.keep * layers.macs
+    splits = [split for split in layers.splits() if split.macs <= room and layers.neurons_in(room - split.macs) != 0]
+    if not splits:
+        raise CompressionError(
+            f"keep is {compression.keep}: no widths of {len(layers.attention)} attention modules and "
+            f"{len(layers.blocks)} feed-forward blocks keep so little at {length} tokens{layers.why}; pass more, or "
+            "dk, dv and dff"
+        )
+    losses = layers.curves(model, batches, progress)
+    of_neurons = [sum(float(curve[count]) for curve in losses["dff"].values()) for count in range(layers.neurons + 1)]
+    scores = {split.scores: layers.loss_of_scores(split.scores, losses["dk"]) for split in splits}
+    values = {split.values: layers.loss_of_values(split.values, losses["dv"]) for split in splits}
+
+    def loss(split: Split) -> float:
+        neurons = layers.neurons_in(room - split.macs)
+        return scores[split.scores] + values[split.values] + (0.0 if neurons is None else of_neurons[neurons])
+
+    best = min(splits, key=loss)
+    return layers.choice(best, layers.neurons_in(room - best.macs), compression)
+
+
+def narrowable_blocks(model: PreTrainedModel, batch: Batch) -> tuple[list[FeedForward], str]:
+    """Return the feed-forward blocks that can be made narrower, or why there are none."""
+    try:
+        blocks = find_feed_forward(model, batch)
+        narrower_config(model, blocks, max(1, min(block.width for block in blocks) // 2))
+    except UnsupportedModelError as error:
+        return [], str(error).removesuffix("; leave out dff")
+    return blocks, ""
