@@ -92,7 +92,7 @@ class Plan:
 
 def plan(
     model: PreTrainedModel,
-    calibration: Calibration | Calibrated = "synthetic",
+    calibration: Calibration | Calibrated = "auto",
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
     *,

@@ -135,7 +135,7 @@ def typical_length(options: CalibrationOptions, model: PreTrainedModel, batches:
 @torch.inference_mode(False)
 def calibrate(
     model: PreTrainedModel,
-    calibration: Calibration = "synthetic",
+    calibration: Calibration = "auto",
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     calibration_options: CalibrationOptions | None = None,

@@ -78,7 +78,7 @@ TRIAL = 256  # sequences on which each choice of widths is tried
 def compress(
     model: PreTrainedModel,
     compression: Compression,
-    calibration: Calibration | Calibrated = "synthetic",
+    calibration: Calibration | Calibrated = "auto",
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
     *,
@@ -103,9 +103,10 @@ def compress(
     Args:
         model: a Transformers model, or a SentenceTransformer that holds one; dtype and device are kept.
         compression: widths or the share to keep, and how it is computed.
-        calibration: data that says which input directions matter: "synthetic" (random tokens), None, a file of
-            texts, texts or text pairs, or batches, of which an eighth is held back to measure drift; or what
-            `calibrate` returned.
+        calibration: data that says which input directions matter (`calibration_batches`), of which an eighth is held
+            back to measure drift: "auto" (for a model that reads English, texts that come with the package; else
+            random tokens or noise), a file of texts, texts or text pairs, batches, or None; or what `calibrate`
+            returned.
         tokenizer: of the model; not needed for batches, None, and a SentenceTransformer.
         progress: called with a module's name, how many are done, and how many there are.
         calibration_options: number and length of the calibration sequences.
@@ -475,7 +476,7 @@ def _install_conversion(model: PreTrainedModel, converted: _Converted) -> None:
 def install_unset_(
     model: PreTrainedModel,
     compression: Compression,
-    calibration: Calibration = "synthetic",
+    calibration: Calibration = "auto",
     tokenizer: PreTrainedTokenizerBase | None = None,
     options: CalibrationOptions | None = None,
 ) -> None:

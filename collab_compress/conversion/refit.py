@@ -34,7 +34,7 @@ from collab_compress.attention.values import fill_
 from collab_compress.calibration import Batch, Calibration, calibration_batches, evaluation_mode, run_batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch, token_count
 from collab_compress.calibration.gather import batch_masks, masks_of, unpadded
-from collab_compress.calibration.synthetic import sampled
+from collab_compress.calibration.tokenization import sampled
 from collab_compress.checkpoint import all_or_nothing
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.feed_forward import FeedForward, cut_
