@@ -137,7 +137,7 @@ def noted_batches(
         limit = usable_length(length, model, tokenizer)
         if texts:
             given, cut = text_batches(model, tokenizer, texts, limit, seed)
-            if cut:
+            if cut and not is_named(calibration, "auto", "builtin"):
                 notes.append(f"{cut} of {len(texts)} texts are longer than {limit} tokens and are cut there")
         batches = given
         if random:

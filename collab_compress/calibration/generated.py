@@ -36,7 +36,8 @@ def generated_batches(
     sampled from the model ("LLM-QAT: Data-Free Quantization Aware Training for Large Language Models", Liu et al.,
     2023, section 3.1). Where the model ends a text, the next one follows, as in pretraining. A masked language model
     fills a text of masks in random order, a sixteenth of it at a time ("BERT has a Mouth, and It Must Speak", Wang
-    and Cho, 2019; "Mask-Predict", Ghazvininejad et al., 2019).
+    and Cho, 2019; "Mask-Predict", Ghazvininejad et al., 2019). 256 texts of 128 tokens take about four minutes of one
+    core for a decoder of 135 million parameters.
 
     Args:
         model: with a language-model head; left in the mode it was in.
