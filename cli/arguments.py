@@ -20,8 +20,8 @@ from collab_compress.options import (
 )
 
 AUTO = "auto"
-CALIBRATIONS = "synthetic|generated|none|FILE[:COLUMN]|synthetic+FILE|DIR"
-RECOVERY_CALIBRATIONS = "synthetic|generated|FILE[:COLUMN]|synthetic+FILE"
+CALIBRATIONS = "auto|builtin|synthetic|generated|none|FILE[:COLUMN]"
+RECOVERY_CALIBRATIONS = "auto|builtin|synthetic|generated|FILE[:COLUMN]"
 STEPS = 150  # of recovery, with 16 sequences each
 MODEL = "minilm (embedded), a model directory, or a name on the hub (bert-base, org/name)."
 DEVICE = "Where to run models, as torch names it (cpu, cuda:0); auto: the accelerator, if there is one."
@@ -195,12 +195,12 @@ class CompressArguments(EditArguments):
     mix: bool = False
     """Add head mixing (alphas), to be trained; alone, or after conversion."""
 
-    calibration: Annotated[str, tyro.conf.arg(metavar=CALIBRATIONS)] = "synthetic"
-    """Data to calibrate on: random tokens (noise for images and sounds); texts that a model with a language-model
-    head writes itself; none; a file with one text a line (or two, with a tab between: text pairs, or source and
-    target of an encoder–decoder); FILE:COLUMN or FILE:FIRST,SECOND of a .csv, .tsv or .jsonl file; NAME:COLUMN or
-    NAME:CONFIGURATION:COLUMN of the training rows of a data set on the hub; random tokens beside any of these; or a
-    folder of images or 16-bit .wav files, which needs the processor beside the model."""
+    calibration: Annotated[str, tyro.conf.arg(metavar=CALIBRATIONS)] = AUTO
+    """Data to calibrate on: the built-in English texts, with random tokens beside them; random tokens alone (noise
+    for images and sounds); auto: the built-in texts if the model reads English, else random tokens; texts that a
+    model with a language-model head writes itself; none; a file with one text a line (or two, with a tab between:
+    text pairs, or source and target of an encoder–decoder); FILE:COLUMN or FILE:FIRST,SECOND of a .csv, .tsv or
+    .jsonl file; NAME:COLUMN or NAME:CONFIGURATION:COLUMN of the training rows of a data set on the hub."""
 
     calibration_options: tyro.conf.OmitArgPrefixes[CalibrationOptions] = field(default_factory=CalibrationOptions)
 
@@ -252,7 +252,7 @@ class CompressArguments(EditArguments):
             *_changed(self.compression.solver),
             *_changed(self.compression),
             *_changed(self.calibration_options),
-            *(["calibration"] if self.calibration != "synthetic" else []),
+            *(["calibration"] if self.calibration != AUTO else []),
             *(["recover"] if self.recover is not None else []),
         ]
         if unused:
@@ -403,9 +403,11 @@ class RecoverArguments(EditArguments):
     steps: Count = STEPS
     """Most steps, of 16 sequences each; a short file of texts gives fewer."""
 
-    calibration: Annotated[str, tyro.conf.arg(metavar=RECOVERY_CALIBRATIONS)] = "synthetic"
-    """Texts that both models read: random tokens; texts that the dense model writes itself; a file with one text a
-    line; FILE:COLUMN of a .csv, .tsv or .jsonl file; or random tokens beside either file."""
+    calibration: Annotated[str, tyro.conf.arg(metavar=RECOVERY_CALIBRATIONS)] = AUTO
+    """Texts that both models read: the built-in English texts, with random tokens beside them; random tokens alone;
+    auto: layers are refitted to the built-in texts if the model reads English, and attention is trained on random
+    tokens; texts that the dense model writes itself; a file with one text a line; or FILE:COLUMN of a .csv, .tsv or
+    .jsonl file."""
 
     learning_rate: Annotated[float | None, tyro.conf.arg(metavar="RATE")] = None
     """Peak learning rate, by default 1e-3, or 2e-4 where values are converted; it rises over the first eighth of the

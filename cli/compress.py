@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from collab_compress import (
@@ -17,7 +16,7 @@ from collab_compress import (
 )
 from collab_compress.analysis import Latency, model_latency, plan
 from collab_compress.architectures import find_attention
-from collab_compress.calibration.batches import BESIDE, text_file
+from collab_compress.calibration.batches import resolved, text_file
 from collab_compress.checkpoint.directory import to_json, write_new
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion.copies import sharing_copy
@@ -42,9 +41,9 @@ from .model import (
 from .recover import check_steps, recover, recovery_lines, recovery_note
 
 NOT_REFITTED = (
-    "Converted on random inputs alone. With data like yours (--calibration FILE of texts, one a line; FOLDER of "
-    "images or sounds; or generated, for a model with a language-model head) the layers that write to the hidden "
-    "states are refitted too, which repairs part of the loss."
+    "Converted on random inputs alone. With data like yours (--calibration FILE of texts, one a line, or generated, "
+    "for a model with a language-model head; in Python, batches) the layers that write to the hidden states are "
+    "refitted too, which repairs part of the loss."
 )
 TIMED_BATCH = 8  # sequences in the batch that is timed
 
@@ -62,11 +61,12 @@ def run(arguments: Arguments) -> Report | None:
         refuse_stock(source.model)
         arguments = _with_stock_heads(arguments, source)
     digest = attention_digest(source.model)
+    calibration = resolved(arguments.calibration, source.model, source.tokenizer)
     lines: list[str] = []
     report = None
     if arguments.compression.converts:
         report, latency = _convert(source, arguments)
-        lines += _report_lines(report, arguments.calibration, latency)
+        lines += _report_lines(report, calibration, latency)
     recovery = None
     if arguments.recover is not None and not is_converted(source.model):  # by --keep
         lines.append("Attention stays as it is, so there was nothing to train.")
@@ -82,7 +82,7 @@ def run(arguments: Arguments) -> Report | None:
             quiet=arguments.saving.quiet,
             refit=report is None or not report.refits,
         )
-        lines += recovery_lines(recovery, arguments.calibration)
+        lines += recovery_lines(recovery, calibration)
     if arguments.mix:
         mix_heads_(source.model)
     if arguments.stock and report is not None and report.modules:
@@ -103,7 +103,7 @@ def run(arguments: Arguments) -> Report | None:
         notes=[] if recovery is None else [recovery_note(recovery)],
         standalone=arguments.standalone,
         compression=None if report is None else _compression(arguments, report),
-        calibration=None if report is None else _calibration_words(source, arguments.calibration),
+        calibration=None if report is None else _calibration_words(source, calibration),
         report=report,
     )
     return report
@@ -177,12 +177,9 @@ def _conversion_record(arguments: Arguments, report: Report | None) -> dict[str,
 def _calibration_words(source: Source, calibration: str) -> str | None:
     """Return the calibration data in the words of a card; None without any."""
     random = "random tokens" if source.model.main_input_name == "input_ids" else "noise"
-    words = {"synthetic": random, "generated": "texts of its own", "none": None}
-    if calibration in words:
-        return words[calibration]
-    if calibration.startswith(BESIDE):
-        return f"texts and {random}"
-    return "files" if Path(calibration).expanduser().is_dir() else "texts"
+    builtin = "the texts that come with collab_compress and random tokens"
+    words = {"builtin": builtin, "synthetic": random, "generated": "texts of its own", "none": None}
+    return words.get(calibration, "texts")
 
 
 def _with_stock_heads(arguments: Arguments, source: Source) -> Arguments:

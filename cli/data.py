@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from collab_compress.calibration import Batch, calibration_batches, evaluation_mode, run_batch
 from collab_compress.calibration.files import Text, read_texts
 from collab_compress.calibration.gather import forward_arguments
-from collab_compress.calibration.synthetic import BATCH_SIZE, usable_length
+from collab_compress.calibration.tokenization import BATCH_SIZE, usable_length
 from collab_compress.errors import DataError
 from collab_compress.report import TaskScore
 

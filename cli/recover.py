@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from collab_compress import CollabCompressError, is_converted
 from collab_compress.calibration import calibration_batches
-from collab_compress.calibration.batches import is_none, is_synthetic, text_file
+from collab_compress.calibration.batches import is_none, resolved, text_file
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.recovery import attention_digest, recover_
@@ -37,7 +37,9 @@ def run(arguments: Arguments) -> dict[str, Any]:
     inputs = [dense_directory] if data is None else [dense_directory, data]
     source, output = begin(arguments, "-recovered", inputs=inputs)
     trains = is_converted(source.model)
-    if not trains and is_synthetic(arguments.calibration):
+    calibration = resolved(arguments.calibration, source.model, source.tokenizer)
+    check_steps(arguments.steps, calibration)
+    if not trains and calibration == "synthetic":
         raise CollabCompressError(
             f"attention of {arguments.model} is not converted, so there is nothing to train; pass --calibration FILE "
             "to refit its layers to texts"
@@ -61,7 +63,7 @@ def run(arguments: Arguments) -> dict[str, Any]:
         learning_rate=arguments.learning_rate,
     )
     record |= {"recovered_from": arguments.model, "recovery": recovery}
-    lines = recovery_lines(recovery, arguments.calibration)
+    lines = recovery_lines(recovery, calibration)
     if arguments.steps and not trains:
         lines.append(NOT_TRAINED)
     finish(source, output, arguments.saving, record, lines, notes=[recovery_note(recovery)])
@@ -94,7 +96,6 @@ def recover(
     Raises:
         CollabCompressError: the learning rate is out of range, or nothing is converted.
     """
-    texts = not is_synthetic(calibration)
     if learning_rate is not None and not 0 < learning_rate < inf:
         raise CollabCompressError(f"--learning-rate is {learning_rate}; expected a number above 0")
     model = source.model
@@ -105,7 +106,7 @@ def recover(
     before, start = drift_of(model, dense, batches), time.perf_counter()
     recovery: dict[str, Any] = {"steps": steps}
     training_arguments: dict[str, Any] = {"use_cpu": True} if device.startswith("cpu") else {}
-    if texts and refit:
+    if refit and resolved(calibration, dense, source.tokenizer) != "synthetic":
         with progress_bar("layer", quiet) as progress:
             refits = refit_(model, dense, source.tokenizer, calibration, length=length, seed=seed, progress=progress)
         recovery["refits"] = [asdict(report) for report in refits]
@@ -140,7 +141,7 @@ def check_steps(steps: int, calibration: str) -> None:
     """
     if is_none(calibration):
         raise CollabCompressError("recovery trains on calibration data; leave --calibration none out")
-    if steps < 0 or (steps == 0 and is_synthetic(calibration)):
+    if steps < 0 or (steps == 0 and calibration == "synthetic"):
         raise CollabCompressError(
             f"recovery takes {steps} steps; expected at least 1, or 0 with texts, to which layers are refitted"
         )

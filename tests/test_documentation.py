@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, minilm_path: Path, minilm_t
     gpt2 = GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=vocabulary, bos_token_id=101, eos_token_id=102)
     models = {"gpt2-384": GPT2LMHeadModel(gpt2), "my-classifier": tiny_classifier(vocabulary)}
     converted = tiny_classifier(vocabulary)
-    compress(converted, Compression(dk=128), tokenizer=minilm_tokenizer)
+    compress(converted, Compression(dk=128), "synthetic", minilm_tokenizer)
     models["my-classifier-128"] = converted
     for name, model in models.items():
         model.save_pretrained(folder / name)

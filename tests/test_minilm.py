@@ -32,7 +32,7 @@ def test_the_authors_scale_would_be_far_off(minilm, minilm_tokenizer):
     """√(R/H) instead of √d: what this package must never compute."""
     dense = copy.deepcopy(minilm)
     few = CalibrationOptions(sequences=32)
-    compress(minilm, Compression(96, solver=Solver(sweeps=5)), tokenizer=minilm_tokenizer, calibration_options=few)
+    compress(minilm, Compression(96, solver=Solver(sweeps=5)), "synthetic", minilm_tokenizer, calibration_options=few)
     right = (hidden(minilm, minilm_tokenizer) - hidden(dense, minilm_tokenizer)).norm()
     for layer in minilm.encoder.layer:
         assert layer.attention.self.scaling == pytest.approx(32**-0.5)
@@ -46,7 +46,7 @@ def test_data_aware_error_is_small_and_falls_with_rank(minilm, minilm_tokenizer)
     for rank in (64, 128):
         model = copy.deepcopy(minilm)
         compression = Compression(rank, modules="*layer.2*", solver=Solver(sweeps=10))
-        report = compress(model, compression, tokenizer=minilm_tokenizer, calibration_options=few)
+        report = compress(model, compression, "synthetic", minilm_tokenizer, calibration_options=few)
         errors.append(report.modules[0].data_error)
     assert errors == sorted(errors, reverse=True)
     assert errors[1] < 0.17
@@ -64,5 +64,5 @@ def test_sts_b_without_retraining(minilm, minilm_tokenizer, glue):
         sys.path.pop(0)
     task = Embeddings(glue)
     assert task.score(minilm, minilm_tokenizer) == pytest.approx(86.72, abs=0.02)
-    compress(minilm, Compression(dk=64), tokenizer=minilm_tokenizer)
+    compress(minilm, Compression(dk=64), "synthetic", minilm_tokenizer)
     assert task.score(minilm, minilm_tokenizer) > 85.5

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.analysis.stream import Batches, Progress, Readings, observe, random_tokens, read_heads
 from collab_compress.architectures import Kind
-from collab_compress.calibration.batches import encode_pairs
 from collab_compress.calibration.gather import forward_arguments
+from collab_compress.calibration.tokenization import encode_pairs
 from collab_compress.devices import float64_device
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part

@@ -90,7 +90,7 @@ class Plan:
 @torch.inference_mode(False)
 def plan(
     model: PreTrainedModel,
-    calibration: Calibration = "synthetic",
+    calibration: Calibration = "auto",
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
     *,

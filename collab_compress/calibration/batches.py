@@ -1,4 +1,4 @@
-"""Calibration data: random tokens, noise, texts, a model's own texts, files, or ready batches."""
+"""Calibration data of every kind as batches: texts, random tokens, noise, or what the caller has made."""
 
 import logging
 import os
@@ -12,23 +12,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from collab_compress.calibration.files import Text, read_folder, read_texts, split_columns, texts_of
+from collab_compress.calibration.builtin import MOST_UNKNOWN, builtin_texts, why_not_builtin
+from collab_compress.calibration.files import Text, read_texts, split_columns, texts_of
 from collab_compress.calibration.gather import Batch, forward_arguments
-from collab_compress.calibration.synthetic import (
+from collab_compress.calibration.generated import generated_batches
+from collab_compress.calibration.noise import noise_batches, reads_images_too, reads_noise
+from collab_compress.calibration.random_tokens import EQUAL, VARIED, synthetic_batches
+from collab_compress.calibration.tokenization import (
     BATCH_SIZE,
-    EQUAL,
-    encode,
-    generated_batches,
-    noise_for,
-    pad,
-    reads_images_too,
+    pair_separator,
     sampled,
-    start_token,
-    synthetic_batches,
+    text_batches,
     usable_length,
     vocabulary_size,
 )
-from collab_compress.errors import CalibrationError, check_type, one_line
+from collab_compress.errors import CalibrationError, check_type
 from collab_compress.options import CalibrationOptions
 
 Calibration: TypeAlias = str | Path | Sequence[Text] | Iterable[Mapping[str, Tensor]] | None
@@ -37,9 +35,7 @@ Item = TypeVar("Item")
 
 _logger = logging.getLogger(__name__)
 
-LENGTH = 64  # tokens beside noise, and positions of a sound
-BESIDE = "synthetic+"
-MOST_UNKNOWN = 0.1  # share of tokens that the tokenizer does not know, without a warning
+NAMES = ("auto", "builtin", "synthetic", "generated", "none")
 
 
 def calibration_batches(
@@ -54,18 +50,19 @@ def calibration_batches(
     """Make batches for `model` of any kind of calibration data; log a warning for what is left out.
 
     Args:
-        calibration: "synthetic" (random tokens; noise for images, clips and sounds), "generated" (texts that a
-            decoder or a masked language model writes), "none" or None, a file of texts or a column of a file or a
-            data set (`read_texts`), "synthetic+FILE" (both), a folder of images or sounds for models that read
-            those, texts or text pairs (a list, a NumPy array, a column of a pandas table or of a `datasets` data
-            set), or ready batches (a list, a `DataLoader`). For an encoder–decoder a pair is a source and a target,
-            which the decoder reads shifted to the right, as in training.
+        calibration: "builtin" (English texts and text pairs that come with the package, and random tokens beside
+            them), "synthetic" (random tokens; noise for images, clips and sounds), "auto" (builtin for a model that
+            reads English, else synthetic), "generated" (texts that a decoder or a masked language model writes),
+            "none" or None, a file of texts or a column of a file or a data set (`read_texts`), texts or text pairs (a
+            list, a NumPy array, a column of a pandas table or of a `datasets` data set), or ready batches (a list, a
+            `DataLoader`). For an encoder–decoder a pair is a source and a target, which the decoder reads shifted to
+            the right, as in training.
         model: the model they are for; limits the vocabulary and the length.
         tokenizer: needed unless data are ready batches or none, or the model reads no tokens; or the processor that
             holds it.
         sequences: number of random sequences, 384 by default, or 128 of one length, and of images and sounds; of
-            generated texts, 256 by default; of texts, drawn at random, all by default; of ready batches or a stream
-            of texts, the first, all by default.
+            generated texts, 256 by default; of texts, drawn at random, all by default; of built-in texts and random
+            sequences together; of ready batches or a stream of texts, the first, all by default.
         length: tokens of a random sequence, 8 to 128 by default (`synthetic_batches`); of a generated text, 128 by
             default; where texts are cut, at the model's limit by default; positions of a sound, 64 by default. Ready
             batches are not cut.
@@ -111,51 +108,84 @@ def noted_batches(
             "calibration=data['text'], or pairs, as in list(zip(data['source'], data['target']))"
         )
     ready, rows = ([], None) if isinstance(calibration, str | Path) else _items(calibration, sequences)
+    given: list[Batch] = []
     notes: list[str] = []
-    given: list[Batch] | None = None
     if ready:
-        batches = ready
-        notes += _shifted_positions(model, batches)
-        ids = [batch["input_ids"] for batch in batches if "input_ids" in batch]
-        longest = max((tokens.shape[-1] for tokens in ids if tokens.dim()), default=0)
-        if length is not None and longest > length:
-            notes.append(
-                f"calibration batches have up to {longest} tokens a sequence; length {length} cuts texts only"
+        batches = given = ready
+        notes = _notes_on_ready(model, batches, length)
+    elif reads_noise(model):
+        batches = []
+        if is_named(calibration, "auto", "synthetic"):
+            batches = noise_batches(model, tokenizer, sequences, length, seed)
+        if not batches:
+            reads = f"{model.main_input_name} and images" if reads_images_too(model) else model.main_input_name
+            raise CalibrationError(
+                f"{type(model).__name__} reads {reads}, not texts; pass batches of them as its processor makes them"
             )
-    elif model.main_input_name != "input_ids" or reads_images_too(model):
-        batches, notes = _media_batches(calibration, model, tokenizer, sequences, length or LENGTH, seed)
     elif tokenizer is None:
         raise CalibrationError(
             "calibration from random tokens or texts needs the model's tokenizer, and there is none: pass "
             "tokenizer=…, ready batches, or calibration 'none' to weigh all directions of the input alike"
         )
-    elif rows is None and calibration == "generated":
-        batches = generated_batches(model, tokenizer, sequences, length, seed)
-    elif is_synthetic(calibration):
-        batches = synthetic_batches(model, tokenizer, sequences, length, seed)
-        limit = usable_length(length, model, tokenizer)
-        if length is not None and limit is not None and limit < length:
-            notes.append(f"random sequences have {limit} tokens, the most the model takes, and not {length}")
+    elif is_named(calibration, "generated"):
+        batches = given = generated_batches(model, tokenizer, sequences, length, seed)
     else:
         if rows is None:
-            texts, notes = read_texts(_source(calibration))
+            texts, random, notes = _named(str(calibration), model, tokenizer, sequences, length, seed)
         else:  # a stream may have no end
-            texts, notes = texts_of(rows, "calibration", None if hasattr(calibration, "__len__") else sequences)
-        sample = sampled(texts, sequences, seed)
-        if len(sample) < len(texts):
-            notes.append(f"calibration uses {len(sample)} of {len(texts)} texts, drawn at random")
+            most = None if hasattr(calibration, "__len__") else sequences
+            texts, notes = texts_of(rows, "calibration", most)
+            texts, random = _sample(texts, sequences, seed, notes), 0
         limit = usable_length(length, model, tokenizer)
-        batches, cut = _text_batches(model, tokenizer, sample, limit, seed)
-        if cut:
-            notes.append(f"{cut} of {len(sample)} texts are longer than {limit} tokens and are cut there")
-        if rows is None and str(calibration).startswith(BESIDE):
-            given = batches
-            batches = given + synthetic_batches(model, tokenizer, sequences, length, seed)
-            batches = sampled(batches, None, seed)
+        if texts:
+            given, cut = text_batches(model, tokenizer, texts, limit, seed)
+            if cut and not is_named(calibration, "auto", "builtin"):
+                notes.append(f"{cut} of {len(texts)} texts are longer than {limit} tokens and are cut there")
+        batches = given
+        if random:
+            batches = given + synthetic_batches(model, tokenizer, random, length, seed)
+            batches = sampled(batches, None, seed) if given else batches
+            if length is not None and limit is not None and limit < length:
+                notes.append(f"random sequences have {limit} tokens, the most the model takes, and not {length}")
     _check_vocabulary(model, batches)
-    if given is None:
-        given = [] if is_synthetic(calibration) else batches
     return batches, [*notes, *_alike(given, tokenizer)], given
+
+
+def _named(
+    name: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sequences: int | None,
+    length: int | None,
+    seed: int,
+) -> tuple[list[Text], int, list[str]]:
+    """Return texts that have a name or are in a file, the number of random sequences beside them, and notes."""
+    beside, notes = VARIED if length is None else EQUAL, []
+    if name in ("auto", "builtin"):
+        reason = why_not_builtin(model, tokenizer)
+        if reason is not None and name == "builtin":
+            raise CalibrationError(f"the built-in texts are English, and {reason}; pass texts, or 'synthetic'")
+        if reason is not None:
+            notes.append(f"calibration uses random tokens, not the built-in texts: {reason}; pass texts of your own")
+        name = "builtin" if reason is None else "synthetic"
+    if name == "synthetic":
+        return [], sequences or beside, notes
+    if name == "builtin":
+        texts = builtin_texts(pairs=pair_separator(model, tokenizer) is not None)
+        if sequences is not None:  # the same mixture, and more random tokens where there are too few texts
+            beside = max(sequences - len(texts), round(sequences * beside / (len(texts) + beside)))
+            texts = sampled(texts, sequences - beside, seed)
+        return texts, beside, notes
+    texts, notes = read_texts(_source(name))
+    return _sample(texts, sequences, seed, notes), 0, notes
+
+
+def _sample(texts: Sequence[Text], sequences: int | None, seed: int, notes: list[str]) -> list[Text]:
+    """Return so many texts in random order, and note how many are left out."""
+    sample = sampled(texts, sequences, seed)
+    if len(sample) < len(texts):
+        notes.append(f"calibration uses {len(sample)} of {len(texts)} texts, drawn at random")
+    return sample
 
 
 def _check_vocabulary(model: PreTrainedModel, batches: Sequence[Batch]) -> None:
@@ -170,147 +200,49 @@ def _check_vocabulary(model: PreTrainedModel, batches: Sequence[Batch]) -> None:
             )
 
 
-def _media_batches(
-    calibration: Any,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    sequences: int | None,
-    length: int,
-    seed: int,
-) -> tuple[list[Batch], list[str]]:
-    """Return batches of noise or of a folder's files, with random tokens if the model reads those too; and notes."""
-    notes: list[str] = []
-    inputs: dict[str, Tensor] = {}
-    if is_synthetic(calibration):
-        inputs = noise_for(model, sequences or EQUAL, length, seed)
-    elif isinstance(calibration, str | Path) and os.path.isdir(os.path.expanduser(calibration)):
-        inputs, count = read_folder(Path(calibration).expanduser(), model, sequences, seed)
-        if sequences is not None and sequences < count:
-            notes.append(f"calibration uses {sequences} of {count} files, drawn at random")
-    if not inputs:
-        reads = f"{model.main_input_name} and images" if reads_images_too(model) else model.main_input_name
-        raise CalibrationError(
-            f"{type(model).__name__} reads {reads}, not texts; pass batches of them as its processor makes them"
-        )
-    count = min(len(part) for part in inputs.values())
-    if reads_images_too(model) or model.config.is_encoder_decoder:
-        if tokenizer is None:
-            raise CalibrationError(
-                f"{type(model).__name__} reads tokens beside {', '.join(inputs)}, and there is no tokenizer; save "
-                "its processor beside the model's files, or, in Python, pass tokenizer=… or ready batches"
-            )
-        limit = usable_length(length, model, tokenizer) or length
-        drawn = synthetic_batches(model, tokenizer, count, limit, seed, source=reads_images_too(model))
-        inputs = {**{name: torch.cat([batch[name] for batch in drawn]) for name in drawn[0]}, **inputs}
-    starts = range(0, count, BATCH_SIZE)
-    return [{name: part[start : start + BATCH_SIZE] for name, part in inputs.items()} for start in starts], notes
-
-
-def _text_batches(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[Text],
-    length: int | None,
-    seed: int,
-) -> tuple[list[Batch], int]:
-    """Tokenize texts in batches of similar length, in random order; return how many were cut at `length` too."""
-    single = next((text for text in texts if isinstance(text, str)), None)
-    translates = model.config.is_encoder_decoder
-    if translates and single is not None:
-        raise CalibrationError(
-            f"{single[:60]!r} is no pair; an encoder–decoder reads a source and a target: pass FILE:source,target, "
-            "lines with a tab between the two, or a list of pairs"
-        )
-    has_pairs = not all(isinstance(text, str) for text in texts)
-    special = tokenizer.num_special_tokens_to_add(pair=has_pairs and not translates)
-    if length is not None and length <= special:
-        raise CalibrationError(
-            f"length {length} leaves no room for texts beside the {special} special tokens of each; pass a larger one"
-        )
-    options: dict[str, Any] = {"truncation": length is not None, "max_length": length}
-    texts = sorted(texts, key=lambda text: len(text) if isinstance(text, str) else len(text[0]) + len(text[1]))
-    cut = 0
-    batches = []
-    for start in range(0, len(texts), BATCH_SIZE):
-        part = list(texts[start : start + BATCH_SIZE])
-        try:
-            if translates:
-                batch = encode_pairs(model, tokenizer, part, padding=True, **options)
-            else:
-                encoded = encode(tokenizer, part, **options)
-                columns = {
-                    name: [torch.tensor(row, dtype=torch.long) for row in rows] for name, rows in encoded.items()
-                }
-                (batch,) = pad(columns, "attention_mask", tokenizer)
-            widths = [batch[name].shape[1] for name in ("input_ids", "decoder_input_ids") if name in batch]
-            if length is not None and max(widths) == length:
-                sides = zip(*part, strict=True) if translates else [part]
-                rows = [
-                    encode(tokenizer, list(side), target=bool(place), verbose=False)["input_ids"]
-                    for place, side in enumerate(sides)
-                ]
-                cut += sum(max(map(len, row)) > length for row in zip(*rows, strict=True))
-        except Exception as error:  # tokenizers raises plain exceptions
-            raise CalibrationError(f"the texts cannot be encoded: {one_line(error)}") from error
-        batches.append(batch)
-    return sampled(batches, None, seed), cut
-
-
-def encode_pairs(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Any], **options: Any
-) -> Batch:
-    """Tokenize sources and targets for an encoder–decoder; its decoder reads targets shifted to the right.
-
-    The first token is the decoder's start token, as in training (`prepare_decoder_input_ids_from_labels`).
-    """
-    sources, targets = (list(side) for side in zip(*pairs, strict=True))
-    known = forward_arguments(model)
-    batch = encode(tokenizer, sources, return_tensors="pt", **options)
-    target = encode(tokenizer, targets, True, return_tensors="pt", **options)
-    labels, mask = target["input_ids"], target["attention_mask"]
-    shift: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if shift is None:  # a model without a head
-        first = torch.full_like(labels[:, :1], start_token(model.config, labels[0][mask[0] != 0].tolist()))
-        shifted = torch.cat([first, labels[:, :-1]], 1)
-    else:
-        shifted = shift(labels)
-    encoded = {name: value for name, value in batch.items() if name in known}
-    return encoded | {"decoder_input_ids": shifted, "decoder_attention_mask": mask}
-
-
 def is_none(calibration: Any) -> bool:
     """Return whether there is no calibration."""
-    return calibration is None or (isinstance(calibration, str) and calibration == "none")  # arrays compare otherwise
+    return calibration is None or is_named(calibration, "none")
 
 
-def is_synthetic(calibration: Any) -> bool:
-    """Return whether calibration data are random tokens or noise alone."""
-    return isinstance(calibration, str) and calibration == "synthetic"
+def is_named(calibration: Any, *names: str) -> bool:
+    """Return whether calibration data are one of those that have these names."""
+    return isinstance(calibration, str) and calibration in names  # arrays compare otherwise
+
+
+def resolved(calibration: str, model: PreTrainedModel, tokenizer: Any) -> str:
+    """Return "builtin" or "synthetic" for "auto", as `calibration_batches` decides; other data as they are."""
+    if calibration != "auto":
+        return calibration
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer) if isinstance(tokenizer, ProcessorMixin) else tokenizer
+    has_texts = not reads_noise(model) and tokenizer is not None and why_not_builtin(model, tokenizer) is None
+    return "builtin" if has_texts else "synthetic"
 
 
 def text_file(calibration: Any) -> Path | None:
     """Return the file that calibration texts come from, without its columns, or None."""
-    if not isinstance(calibration, str | Path) or str(calibration) in ("synthetic", "generated", "none"):
+    if not isinstance(calibration, str | Path) or str(calibration) in NAMES:
         return None
     return Path(split_columns(_source(calibration))[0])
 
 
 def _source(calibration: Any) -> str:
-    source = os.path.expanduser(str(calibration).removeprefix(BESIDE))
+    source = os.path.expanduser(str(calibration))
     if not source:
-        raise CalibrationError(
-            f"calibration {str(calibration)!r} names no file; expected 'synthetic', 'generated', 'none', or a file "
-            f"of texts, alone or after {BESIDE!r}"
-        )
+        raise CalibrationError(f"calibration '' names no file; expected {_expected()}, or a file of texts")
     return source
+
+
+def _expected() -> str:
+    return ", ".join(map(repr, NAMES))
 
 
 def _items(calibration: Any, sequences: int | None) -> tuple[list[Batch], Iterator[Any] | None]:
     """Return ready batches with up to `sequences` sequences and None, or no batches and the rows of texts."""
     if isinstance(calibration, bytes | Mapping) or not isinstance(calibration, Iterable):
         raise CalibrationError(
-            f"calibration is a {type(calibration).__name__}; expected 'synthetic', 'generated', 'none', a file of "
-            "texts, texts, or batches"
+            f"calibration is a {type(calibration).__name__}; expected {_expected()}, a file of texts, texts, or "
+            "batches"
         )
     items = iter(calibration)
     first = list(islice(items, 1))
@@ -351,6 +283,15 @@ def _batch(place: int, item: Any) -> Batch:
                 f"calibration batch {place}: {name} holds negative numbers or NaN; expected 1 at tokens, 0 at padding"
             )
     return batch
+
+
+def _notes_on_ready(model: PreTrainedModel, batches: Sequence[Batch], length: int | None) -> list[str]:
+    notes = _shifted_positions(model, batches)
+    ids = [batch["input_ids"] for batch in batches if "input_ids" in batch]
+    longest = max((tokens.shape[-1] for tokens in ids if tokens.dim()), default=0)
+    if length is not None and longest > length:
+        notes.append(f"calibration batches have up to {longest} tokens a sequence; length {length} cuts texts only")
+    return notes
 
 
 def _shifted_positions(model: PreTrainedModel, batches: Sequence[Batch]) -> list[str]:

@@ -1,21 +1,16 @@
-"""Read calibration data from files: texts by line or by column, and folders of images or sounds."""
+"""Read calibration texts from files and data sets, by line or by column."""
 
 import csv
 import json
 import os
-import wave
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isnan
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from torch import Tensor
-from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedModel
-from transformers.image_utils import load_image
 
-from collab_compress.calibration.synthetic import sampled
 from collab_compress.errors import CalibrationError, one_line
 
 Text: TypeAlias = str | tuple[str, str]
@@ -23,8 +18,6 @@ Text: TypeAlias = str | tuple[str, str]
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 JSON_LINES = (".jsonl", ".ndjson")
-IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
-SOUNDS = (".wav",)
 LONGEST_NAME = 255  # characters of a path that messages show in full
 MOST_CHARACTERS = 2**28  # of texts that are read, and of one line of a file
 
@@ -229,93 +222,3 @@ def _select(rows: Iterable[Mapping[str, Any]], name: str, columns: Sequence[str]
             _check_columns(name, columns, list(row))
         values = tuple(row.get(column) for column in columns)
         yield values if len(values) == 2 else values[0]
-
-
-def read_folder(folder: Path, model: PreTrainedModel, count: int | None, seed: int) -> tuple[dict[str, Tensor], int]:
-    """Read the images or sounds of a folder and its subfolders with the model's own processor.
-
-    Args:
-        folder: holds images, or 16-bit `.wav` files at the processor's sampling rate.
-        model: its processor is loaded from where the model was loaded from.
-        count: how many files to draw at random; None for all.
-        seed: of the draw.
-
-    Returns:
-        Keyword arguments for the model, each (N, …), and the number of files in the folder.
-
-    Raises:
-        CalibrationError: there are no files, there is no processor, or a file cannot be read.
-    """
-    has_images = model.main_input_name in ("pixel_values", "input_ids")
-    suffixes = IMAGES if has_images else SOUNDS
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in suffixes)
-    for file in files:
-        if not file.is_file():  # reading a pipe would wait for ever
-            raise CalibrationError(f"cannot read calibration data from {file}: expected a file")
-    if not files:
-        raise CalibrationError(
-            f"{folder} holds no {'images' if has_images else 'sounds'} for {type(model).__name__}; expected files "
-            f"that end in {', '.join(suffixes)}, or pass batches as its processor makes them"
-        )
-    chosen = sampled(files, count, seed)
-    return (_process_images(model, chosen) if has_images else _process_sounds(model, chosen)), len(files)
-
-
-def _load_processor(model: PreTrainedModel, auto_class: Any) -> Any:
-    try:
-        return auto_class.from_pretrained(model.name_or_path, trust_remote_code=False)
-    except Exception as error:  # Transformers raises many kinds
-        raise CalibrationError(
-            f"{type(model).__name__} has no processor at {model.name_or_path!r} ({one_line(error)}); save it there "
-            "with processor.save_pretrained, or pass batches that it made"
-        ) from error
-
-
-def _process_images(model: PreTrainedModel, files: Sequence[Path]) -> dict[str, Tensor]:
-    processor = _load_processor(model, AutoImageProcessor)
-    images = []
-    for file in files:
-        try:
-            images.append(load_image(str(file)))
-        except ImportError as error:
-            raise CalibrationError("images are read by Pillow: pip install pillow") from error
-        except Exception as error:  # Pillow has a class of errors for each format
-            raise CalibrationError(f"cannot read the image {file}: {one_line(error)}") from error
-    return _processed(model, lambda: processor(images, return_tensors="pt"))
-
-
-def _process_sounds(model: PreTrainedModel, files: Sequence[Path]) -> dict[str, Tensor]:
-    extractor = _load_processor(model, AutoFeatureExtractor)
-    rate = extractor.sampling_rate
-    sounds = [_read_sound(file, rate) for file in files]
-    # Whisper takes features of one length only, to which its extractor pads by default.
-    options = {} if hasattr(extractor, "nb_max_frames") else {"padding": True}
-    return _processed(model, lambda: extractor(sounds, sampling_rate=rate, return_tensors="pt", **options))
-
-
-def _processed(model: PreTrainedModel, process: Callable[[], Any]) -> dict[str, Tensor]:
-    try:
-        return dict(process())
-    except Exception as error:
-        raise CalibrationError(
-            f"the processor of {type(model).__name__} cannot make batches of the files ({one_line(error)}); pass "
-            "batches"
-        ) from error
-
-
-def _read_sound(file: Path, rate: int) -> Any:
-    """Read a 16-bit `.wav` file as floats (samples,) between -1 and 1, averaged over channels."""
-    try:
-        with wave.open(str(file)) as sound:
-            file_rate, channels, width = sound.getframerate(), sound.getnchannels(), sound.getsampwidth()
-            frames = sound.readframes(sound.getnframes())
-    except (OSError, EOFError, wave.Error) as error:
-        raise CalibrationError(f"cannot read the sound {file}: {error}; expected a 16-bit .wav file") from error
-    if width != 2 or file_rate != rate:
-        raise CalibrationError(
-            f"{file} has {8 * width} bits a sample and {file_rate} samples a second; expected 16 and {rate}; "
-            "convert it"
-        )
-    if len(frames) % (width * channels):
-        raise CalibrationError(f"{file} ends in the middle of a sample; save it again")
-    return np.frombuffer(frames, "<i2").reshape(-1, channels).mean(1, dtype=np.float32) / 2**15

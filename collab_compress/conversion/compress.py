@@ -61,13 +61,14 @@ from collab_compress.heads.sharding import refuse_unwritable
 from collab_compress.options import KEEP, CalibrationOptions, Compression
 
 _logger = logging.getLogger(__name__)
+HALF = Compression(keep=KEEP)
 
 
 @torch.inference_mode(False)
 def compress(
     model: PreTrainedModel,
-    compression: Compression = Compression(keep=KEEP),
-    calibration: Calibration = "synthetic",
+    compression: Compression = HALF,
+    calibration: Calibration = "auto",
     tokenizer: PreTrainedTokenizerBase | None = None,
     progress: Progress | None = None,
     *,
@@ -91,8 +92,9 @@ def compress(
     Args:
         model: a Transformers model, or a SentenceTransformer that holds one; dtype and device are kept.
         compression: widths or the share to keep, and how it is computed; half of the layers' operations by default.
-        calibration: data that says which input directions matter: "synthetic" (random tokens), None, a file of
-            texts, texts or text pairs, or batches, of which an eighth is held back to measure drift.
+        calibration: data that says which input directions matter (`calibration_batches`), of which an eighth is held
+            back to measure drift: "auto" (for a model that reads English, texts that come with the package; else
+            random tokens or noise), a file of texts, texts or text pairs, batches, or None.
         tokenizer: of the model; not needed for batches, None, and a SentenceTransformer.
         progress: called with a layer's name, how many are done, and how many there are.
         calibration_options: number and length of the calibration sequences.
@@ -442,8 +444,8 @@ def _install_conversion(model: PreTrainedModel, converted: _Converted) -> None:
 
 def install_unset_(
     model: PreTrainedModel,
-    compression: Compression = Compression(keep=KEEP),
-    calibration: Calibration = "synthetic",
+    compression: Compression,
+    calibration: Calibration = "auto",
     tokenizer: PreTrainedTokenizerBase | None = None,
     options: CalibrationOptions | None = None,
 ) -> None:

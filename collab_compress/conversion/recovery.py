@@ -25,8 +25,8 @@ from collab_compress.architectures import AttentionSite, find_attention, transfo
 from collab_compress.attention import ScoreForm
 from collab_compress.attention.install import FORMS_AT
 from collab_compress.calibration import Batch, Calibration, calibration_batches, evaluation_mode
-from collab_compress.calibration.batches import is_synthetic
-from collab_compress.calibration.synthetic import BATCH_SIZE
+from collab_compress.calibration.batches import is_named
+from collab_compress.calibration.tokenization import BATCH_SIZE
 from collab_compress.conversion.refit import check_models
 from collab_compress.errors import CalibrationError, CompressionError, HeadError
 from collab_compress.heads import Tap
@@ -47,7 +47,7 @@ def recover_(
     model: PreTrainedModel,
     dense: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    calibration: Calibration = "synthetic",
+    calibration: Calibration = "auto",
     *,
     steps: int = 150,
     learning_rate: float | None = None,
@@ -65,7 +65,8 @@ def recover_(
         model: converted, in any form. A model in half precision is trained in float32, then cast back.
         dense: the model it was converted from; another object.
         tokenizer: of both; as for `compress`.
-        calibration: as for `compress`; with fewer than 16 texts a step, or larger batches, there are fewer steps.
+        calibration: as for `compress`, but "auto" is random tokens; with fewer than 16 texts a step, or larger
+            batches, there are fewer steps.
         steps: most steps; each process takes 16 sequences a step.
         learning_rate: its maximum; 1e-3 by default, or 2e-4 if values are converted, which higher rates make worse.
         seed: of tokens and order; the tokens differ from those of a conversion with the same seed.
@@ -114,9 +115,9 @@ def recover_(
             )
         _check_models(model, dense)
         count = steps * training.world_size
-        synthetic = is_synthetic(calibration)
+        synthetic = is_named(calibration, "auto", "synthetic")
         batches = calibration_batches(
-            calibration,
+            "synthetic" if synthetic else calibration,
             dense,
             tokenizer,
             sequences=BATCH_SIZE * count,

@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset
 from filelock import FileLock, Timeout
 
-from collab_compress.calibration.batches import BESIDE, text_file
+from collab_compress.calibration.batches import text_file
 from collab_compress.calibration.files import split_columns
 from collab_compress.checkpoint.directory import TOKENIZER_FILES, mapped, write_json
 from collab_compress.distributed import process_state
@@ -286,8 +286,6 @@ def settings_of(recipe: Recipe, train: bool) -> dict[str, Any]:
         if texts is not None and texts.expanduser().is_file():
             columns = split_columns(recipe.calibration)[1]
             settings["calibration"] = {"columns": columns, "file": _digests([texts.expanduser()])}
-            if recipe.calibration.startswith(BESIDE):
-                settings["calibration"]["beside"] = "random tokens"
     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
         raise RecipeError(f"cannot read what {recipe.task} starts from: {error}") from error
     return settings

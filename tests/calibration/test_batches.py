@@ -23,8 +23,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaModel,
-    ViTConfig,
-    ViTModel,
 )
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
@@ -147,21 +145,6 @@ def test_a_file_of_pairs(tmp_path, minilm, minilm_tokenizer):
     file.write_text("1\ta dog\ta cat\n", encoding="utf-8")
     with pytest.raises(CalibrationError, match=r"a line of 3 columns, '1\\ta dog\\ta cat'; expected one text"):
         calibration_batches(file, minilm, minilm_tokenizer)
-
-
-def test_random_tokens_beside_texts(tmp_path, minilm, minilm_tokenizer):
-    file = tmp_path / "texts.txt"
-    file.write_text("a dog\n" * 80, encoding="utf-8")
-    batches = calibration_batches(f"synthetic+{file}", minilm, minilm_tokenizer, length=9, seed=3)
-    alone = calibration_batches("synthetic", minilm, minilm_tokenizer, length=9, seed=3)
-    texts = calibration_batches(file, minilm, minilm_tokenizer, seed=3)
-    same, wanted = (sorted((batch["input_ids"] for batch in group), key=str) for group in (batches, [*alone, *texts]))
-    assert all(torch.equal(*group) for group in zip(same, wanted, strict=True))
-    are_texts = [batch["input_ids"].shape[1] == 4 for batch in batches]  # random ones are longer
-    assert (are_texts.count(True), are_texts.count(False)) == (5, 8)
-    assert are_texts not in (sorted(are_texts), sorted(are_texts, reverse=True))
-    with pytest.raises(CalibrationError, match=r"cannot read calibration texts from .*nothing\.txt"):
-        calibration_batches(f"synthetic+{tmp_path / 'nothing.txt'}", minilm, minilm_tokenizer)
 
 
 def test_texts_pairs_and_a_column_of_a_data_set(minilm, minilm_tokenizer):
@@ -357,8 +340,7 @@ def test_none(minilm, nothing):
         ([], True, "calibration data is empty"),
         ([], False, "calibration data is empty"),
         (7, True, "calibration is a int; expected"),
-        ("", True, "calibration '' names no file; expected 'synthetic', .* or a file of texts"),
-        ("synthetic+", True, r"calibration 'synthetic\+' names no file; expected"),
+        ("", True, "calibration '' names no file; expected 'auto', .* or a file of texts"),
         (["text", {"input_ids": torch.ones(1, 1)}], True, "item 1 is or holds a dict; expected a text"),
         (["text", 3], True, "calibration: item 1 is or holds a int; expected a text, or a pair"),
         ([("one", "two", "three")], True, "calibration: item 0 is or holds a tuple; expected a text, or a pair"),
@@ -459,11 +441,6 @@ def test_pipes_are_refused_without_reading(tmp_path):
     os.mkfifo(tmp_path / "texts.txt")
     with pytest.raises(CalibrationError, match=r"texts\.txt: expected a file"):
         read_texts(tmp_path / "texts.txt")
-    os.mkfifo(tmp_path / "a.png")
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vit = ViTModel(ViTConfig(image_size=4, patch_size=2, **sizes))
-    with pytest.raises(CalibrationError, match=r"a\.png: expected a file"):
-        calibration_batches(str(tmp_path), vit)
 
 
 def test_a_tokenizer_that_cannot_read_the_texts(minilm):

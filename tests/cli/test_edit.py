@@ -242,11 +242,20 @@ def test_the_number_of_steps_may_be_left_out():
         (["prune", "dense", "--heads", "layer"], "expected MODULE=H,H"),
         (["prune", "dense", "--heads", "layer=0"], "no attention module 'layer'"),
         (["recover", "small"], "pass --dense MODEL"),
-        (["recover", "dense", "--dense", "dense"], "pass --calibration FILE to refit its layers to texts"),
+        (
+            ["recover", "dense", "--dense", "dense", "--calibration", "synthetic"],
+            "pass --calibration FILE to refit its layers to texts",
+        ),
         (["recover", "small", "--dense", "dense", "--seed", -1], "seed is -1; expected at least 0"),
-        (["recover", "small", "--dense", "dense", "--steps", 0], "expected at least 1, or 0 with texts"),
+        (
+            ["recover", "small", "--dense", "dense", "--steps", 0, "--calibration", "synthetic"],
+            "expected at least 1, or 0 with texts",
+        ),
         (["recover", "small", "--dense", "dense", "--learning-rate", "nan"], "expected a number above 0"),
-        (["recover", "small", "--dense", "minilm", "--steps", 1], "pass the dense model that was converted"),
+        (
+            ["recover", "small", "--dense", "minilm", "--steps", 1, "--calibration", "synthetic"],
+            "pass the dense model that was converted",
+        ),
         (["expand", "exact", "--revision", "main"], "is a local model without revisions"),
         (["expand", "exact", "--push-to-hub", "a/b/c"], "cannot be a name on the hub"),
         (["expand", "exact", "--push-to-hub", "a/b"], "a/b cannot be put on the hub"),

@@ -16,7 +16,7 @@ from collab_compress.conversion.chain import LayerCall
 from collab_compress.conversion.curves import loss_curves
 from collab_compress.conversion.data import typical_length
 from collab_compress.conversion.feed_forward import find_feed_forward
-from collab_compress.conversion.widths import LONG, choose_widths
+from collab_compress.conversion.widths import LONG, NEURON_WEIGHT, choose_widths
 from collab_compress.errors import CompressionError
 
 FAST = Solver(sweeps=2)
@@ -88,8 +88,11 @@ def slow_choice(dense, keep, length, data):
             if neurons < 1:
                 continue
             widths = {"dk": dk, "dv": dv, "dff": min(neurons, 32)}
+            weights = {"dk": 1, "dv": 1, "dff": NEURON_WEIGHT}
             loss = sum(
-                float(curve[widths[part]]) for (part, _), curve in losses.items() if widths[part] is not None
+                weights[part] * float(curve[widths[part]])
+                for (part, _), curve in losses.items()
+                if widths[part] is not None
             )
             best = min(best, (loss, tuple(widths.values())), key=lambda pair: pair[0])
     return best[1]

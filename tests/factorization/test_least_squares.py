@@ -135,6 +135,11 @@ def test_the_order_ends_with_the_choice_of_every_count(block):
     second, crossed = activations.mT @ activations, activations.mT @ targets
     order, losses = eliminate(second, crossed, block=block)
     assert sorted(order.tolist()) == list(range(9))
+    least = (targets - activations @ torch.linalg.lstsq(activations, targets).solution).square().sum()
+    for count in [*range(9, 0, -block), 0]:  # the losses between are interpolated
+        others = activations[:, order[9 - count :]]
+        fitted = others @ torch.linalg.lstsq(others, targets).solution if count else torch.zeros_like(targets)
+        torch.testing.assert_close(losses[count], (targets - fitted).square().sum() - least)
     for count in range(1, 10):
         kept = choose_neurons(second, crossed, count, block).tolist()
         assert sorted(order[9 - count :].tolist()) == kept

@@ -1,24 +1,14 @@
 """Conversions that need no data: random tokens for whoever reads tokens, noise for whoever reads images."""
 
-import io
-import wave
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_families import build, inputs
-from transformers import (
-    CLIPImageProcessorPil,
-    CLIPProcessor,
-    ViTConfig,
-    ViTImageProcessorPil,
-    ViTModel,
-    Wav2Vec2FeatureExtractor,
-)
+from transformers import ViTConfig, ViTModel
 
 from collab_compress import CalibrationError, CalibrationOptions, Compression, Solver, compress
 from collab_compress.calibration import calibration_batches
-from collab_compress.calibration.batches import noted_batches
 from collab_compress.calibration.gather import attention_masks
 
 
@@ -128,110 +118,3 @@ def test_an_unknown_image_size_is_asked_for():
         CalibrationError, match="does not say image_size and num_channels; pass batches of pixel_values"
     ):
         calibration_batches("synthetic", model)
-
-
-@pytest.fixture
-def pictures(tmp_path):
-    """Create a folder of images, and a file that is no image."""
-    image = pytest.importorskip("PIL.Image")
-    folder = tmp_path / "pictures" / "cats"
-    folder.mkdir(parents=True)
-    for number in range(5):
-        pixels = torch.randint(256, (20, 30, 3), generator=torch.Generator().manual_seed(number), dtype=torch.uint8)
-        image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
-    (folder / "notes.txt").write_text("no image", encoding="utf-8")
-    return folder.parent
-
-
-@pytest.fixture
-def sounds(tmp_path):
-    """Create a folder of sounds of two lengths."""
-    folder = tmp_path / "sounds"
-    folder.mkdir()
-    for number in range(4):
-        samples = torch.randint(-9999, 9999, (400 + 100 * (number % 2),), dtype=torch.int16)
-        with wave.open(str(folder / f"{number}.wav"), "wb") as file:
-            file.setparams((1, 2, 16000, len(samples), "NONE", ""))
-            file.writeframes(samples.numpy().tobytes())
-    return folder
-
-
-def saved_with(processor, model, path):
-    """Return the model as loaded from a directory that holds its processor."""
-    model.save_pretrained(path)
-    processor.save_pretrained(path)
-    return type(model).from_pretrained(path)
-
-
-def test_a_folder_of_images(pictures, tokenizer, tmp_path):
-    processor = ViTImageProcessorPil(size={"height": 8, "width": 8})
-    model = saved_with(processor, build("vit"), tmp_path / "vit")
-    batches, notes, _ = noted_batches(pictures, model, None, sequences=3, length=None, seed=0)
-    assert [batch["pixel_values"].shape for batch in batches] == [(3, 3, 8, 8)]
-    assert notes == ["calibration uses 3 of 5 files, drawn at random"]
-    assert compress(model, Compression(dk=7, solver=Solver(sweeps=1)), str(pictures)).drift.relative_error > 0
-    clip = saved_with(CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size=8), build("clip"), tmp_path / "clip")
-    both = CLIPProcessor(CLIPImageProcessorPil(), tokenizer)
-    (batch,) = calibration_batches(pictures, clip, both, length=9)
-    shapes = {name: tuple(part.shape) for name, part in batch.items()}
-    assert shapes == {"pixel_values": (5, 3, 8, 8), "input_ids": (5, 9), "attention_mask": (5, 9)}
-
-
-def test_a_folder_of_sounds(sounds, tmp_path):
-    extractor = Wav2Vec2FeatureExtractor(return_attention_mask=True)
-    model = saved_with(extractor, build("wav2vec2"), tmp_path / "model")
-    (batch,) = calibration_batches(sounds, model)
-    assert batch["input_values"].shape == (4, 500)
-    assert sorted(batch["attention_mask"].sum(1).tolist()) == [400, 400, 500, 500]
-    with wave.open(str(sounds / "9.wav"), "wb") as file:
-        file.setparams((1, 2, 8000, 1, "NONE", ""))
-        file.writeframes(b"\0\0")
-    with pytest.raises(
-        CalibrationError, match=r"9\.wav has 16 bits a sample and 8000 samples a second; expected 16 and"
-    ):
-        calibration_batches(sounds, model)
-
-
-@pytest.mark.parametrize(
-    ("family", "file"),
-    [
-        ("vit", '{"image_processor_type": "Evil", "auto_map": {"AutoImageProcessor": "evil.Evil"}}'),
-        ("wav2vec2", '{"feature_extractor_type": "Evil", "auto_map": {"AutoFeatureExtractor": "evil.Evil"}}'),
-        ("vit", "[1]"),
-        ("vit", '{"image_processor_type": 3}'),
-    ],
-)
-def test_code_of_a_processor_is_not_run(family, file, pictures, sounds, tmp_path, monkeypatch):
-    build(family).save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "preprocessor_config.json").write_text(file)
-    (tmp_path / "model" / "evil.py").write_text("open('executed', 'w')\nclass Evil: pass\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
-    model = type(build(family)).from_pretrained(tmp_path / "model")
-    with pytest.raises(CalibrationError, match="has no processor at"):
-        calibration_batches(pictures if family == "vit" else sounds, model)
-    assert not (tmp_path / "executed").exists()
-
-
-def test_damaged_files_of_a_folder(pictures, sounds, tmp_path, monkeypatch):
-    model = saved_with(Wav2Vec2FeatureExtractor(), build("wav2vec2"), tmp_path / "wav2vec2")
-    content = (sounds / "0.wav").read_bytes()
-    (sounds / "0.wav").write_bytes(content[:-1])
-    with pytest.raises(CalibrationError, match=r"0\.wav ends in the middle of a sample"):
-        calibration_batches(sounds, model)
-    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 100)
-    model = saved_with(ViTImageProcessorPil(), build("vit"), tmp_path / "vit")
-    with pytest.raises(CalibrationError, match=r"cannot read the image .*decompression bomb"):
-        calibration_batches(pictures, model)
-
-
-def test_folders_that_cannot_be_read_are_named(pictures, sounds):
-    with pytest.raises(CalibrationError, match="holds no images for ViTModel; expected files that end in"):
-        calibration_batches(sounds, build("vit"))
-    model = saved_with(ViTImageProcessorPil(), build("vit"), pictures.parent / "vit")
-    (pictures / "broken.png").write_bytes(b"no image")
-    with pytest.raises(CalibrationError, match=r"cannot read the image .*broken\.png"):
-        calibration_batches(pictures, model)
-    with pytest.raises(CalibrationError, match=r"ViTModel has no processor at '' .*; save it there"):
-        calibration_batches(pictures, build("vit"))

@@ -79,7 +79,7 @@ def test_images():
             parameter.data[1:] = parameter.data[0]  # neurons that are alike
     report = checked_report(ReportContext(model, calibration_batches("synthetic", model, sequences=4), options=QUICK))
     [advice] = [action for action in report.actions if "feed-forward" in action]
-    assert "--dff 2 --calibration DIR: every block" in advice
+    assert "begin with compress(model, Compression(dff=2), batches) in Python: every block" in advice
     assert "needs inputs like those that the model reads, as many as there are; with noise it loses" in advice
     latency = next(t for section in report.sections for t in section.tables if t.name == "latency")
     assert {row[1] for row in latency.rows} == {5}  # four patches and one more

@@ -124,7 +124,7 @@ def test_energy_of_feed_forward_blocks(context, section):
     assert f"every feed-forward block: {enough(blocks)} of " in energy.highlights[2]
     _, most, more = enough(blocks).split(", ")
     assert f"begin with collab-compress --dff {most} --calibration texts.txt: every block" in energy.actions[1]
-    assert f"(99 % with --dff {more}). Calibration needs texts" in energy.actions[1]
+    assert f"(99 % with dff={more}). Calibration needs texts" in energy.actions[1]
 
 
 def test_similarity_of_heads_and_layers(context, section):

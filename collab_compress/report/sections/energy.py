@@ -200,13 +200,15 @@ def _dff_advice(context: ReportContext, dff: int, more: int) -> tuple[str, tuple
         return f" No conversion makes these blocks narrower: {error}.", ()
     if dff >= width:
         return "", ()
-    texts, path, count, drawn = "texts", "texts.txt", "a thousand sentences or more", "random tokens"
+    begin, inputs = f"collab-compress --dff {dff} --calibration texts.txt", "texts"
+    count, drawn = "a thousand sentences or more", "random tokens"
     if context.model.main_input_name != "input_ids":
-        texts, path, count, drawn = "inputs", "DIR", "as many as there are", "noise"
+        begin, inputs = f"compress(model, Compression(dff={dff}), batches) in Python", "inputs"
+        count, drawn = "as many as there are", "noise"
     advice = (
-        f"To make feed-forward blocks smaller, begin with collab-compress --dff {dff} --calibration {path}: every "
-        f"block then keeps 95 % of the energy of its output (99 % with --dff {more}). Calibration needs {texts} like "
-        f"those that the model reads, {count}; with {drawn} it loses quality."
+        f"To make feed-forward blocks smaller, begin with {begin}: every block then keeps 95 % of the energy of its "
+        f"output (99 % with dff={more}). Calibration needs {inputs} like those that the model reads, {count}; with "
+        f"{drawn} it loses quality."
     )
     return "", (advice,)
 

@@ -1,0 +1,123 @@
+"""Random tokens as calibration data, the frequent ones more often."""
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from collab_compress.calibration.gather import Batch
+from collab_compress.calibration.tokenization import (
+    check_size,
+    ordinary_tokens,
+    pad,
+    pair_separator,
+    sampled,
+    special_tokens,
+    start_token,
+    usable_length,
+)
+from collab_compress.errors import CalibrationError
+
+SHORTEST, LONGEST = 8, 128  # tokens of a random sequence when no length is given
+VARIED, EQUAL = 384, 128  # random sequences of varied and of equal length: 16,000 and 8,000 tokens
+RANK_SHIFT = 2.7  # Mandelbrot's for English
+PLACEHOLDER = re.compile(r"[\[<].+[\]>]")  # [unused7], <extra_id_3>, <0x0A>
+
+
+def synthetic_batches(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sequences: int | None = None,
+    length: int | None = None,
+    seed: int = 0,
+    source: bool = True,
+) -> list[Batch]:
+    """Draw token ids between the special tokens that the tokenizer adds, frequent ones more often (`likelihoods`).
+
+    Without a length, sequences have 8 to 128 tokens, as often 8 to 16 as 64 to 128. For an encoder whose tokenizer
+    tells pairs of texts apart, half of them are pairs.
+
+    The decoder of an encoder–decoder starts with its start token and what the tokenizer puts before a target (a
+    language code for NLLB, M2M100 and mBART-50). Without `source` there are tokens for the decoder only.
+    """
+    longest = usable_length(length or LONGEST, model, tokenizer) or LONGEST
+    ids = ordinary_tokens(model, tokenizer)
+    prefix, suffix = special_tokens(tokenizer, ids)
+    generator = torch.Generator().manual_seed(seed)
+    shortest = min(SHORTEST, longest) if length is None else longest
+    if longest <= len(prefix) + len(suffix):
+        raise CalibrationError(f"no room for random tokens in sequences of {longest}; pass a larger length")
+    count = sequences or (VARIED if length is None else EQUAL)
+    check_size(count * longest, f"{count} random sequences of up to {longest} tokens")
+    lengths = _draw_lengths(count, max(shortest, len(prefix) + len(suffix) + 1), longest, generator)
+    between = pair_separator(model, tokenizer) if length is None else None
+
+    def draw(ids: list[int]) -> list[Tensor]:
+        tokens, probabilities = torch.tensor(ids), likelihoods(tokenizer, ids)
+        places = torch.multinomial(probabilities, int(lengths.sum()), replacement=True, generator=generator)
+        return list(torch.split(tokens[places], lengths.tolist()))
+
+    rows = enumerate(draw(ids))
+    drawn = [_with_special(row, prefix, between if place % 2 else None, suffix) for place, row in rows]
+    columns = {"input_ids": [row for row, _ in drawn]}
+    if between is not None and "token_type_ids" in tokenizer.model_input_names:
+        columns["token_type_ids"] = [types for _, types in drawn]
+    batches = pad(columns, "attention_mask", tokenizer)
+    if not source:
+        batches = [{} for _ in batches]
+    if model.config.is_encoder_decoder:
+        ids = ordinary_tokens(model, tokenizer, target=True)
+        prefix, suffix = special_tokens(tokenizer, ids, target=True)
+        start = torch.tensor([start_token(model.config, suffix), *prefix])[:longest]
+        targets = draw(ids)
+        for target in targets:
+            target[: len(start)] = start[: len(target)]
+        decoder_batches = pad({"decoder_input_ids": targets}, "decoder_attention_mask", tokenizer)
+        batches = [{**batch, **target} for batch, target in zip(batches, decoder_batches, strict=True)]
+    return sampled(batches, None, seed)
+
+
+def likelihoods(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Tensor:
+    """Estimate how often tokens occur in texts, from the vocabulary alone.
+
+    WordPiece, BPE and unigram vocabularies list their tokens nearly from the most frequent to the rarest, and
+    frequencies of words fall as 1 / (rank + 2.7) (Zipf; Mandelbrot, "An informational theory of the statistical
+    structure of language", 1953). Half of the weight is spread so over tokens of two characters and more; the other
+    half is uniform over all, so that each is seen. Single characters are in alphabetical order, so they get the
+    uniform half only, and a vocabulary of nothing else is uniform.
+
+    Returns:
+        Probabilities (N,) of the tokens `ids`, which are in ascending order, in float64.
+    """
+    tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(list(ids))]
+    is_word = torch.tensor(
+        [len(re.sub(r"\W|_", "", token)) > 1 and not PLACEHOLDER.fullmatch(token) for token in tokens]
+    )
+    uniform = torch.full((len(tokens),), 1 / len(tokens), dtype=torch.float64)
+    if not bool(is_word.any()):
+        return uniform
+    zipf = torch.where(is_word, 1 / (is_word.cumsum(0) + RANK_SHIFT), 0.0).double()
+    return (uniform + zipf / zipf.sum()) / 2
+
+
+def _draw_lengths(count: int, shortest: int, longest: int, generator: torch.Generator) -> Tensor:
+    """Draw ascending lengths (N,), uniform in their logarithm."""
+    uniform = torch.rand(count, generator=generator, dtype=torch.float64).sort().values
+    return (shortest * ((longest + 1) / shortest) ** uniform).long().clamp(shortest, longest)
+
+
+def _with_special(
+    drawn: Tensor, prefix: Sequence[int], between: Sequence[int] | None, suffix: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Overwrite drawn tokens with special tokens where those belong, and return the token type ids too."""
+    ids, types = drawn.clone(), torch.zeros_like(drawn)
+    ids[: len(prefix)] = torch.tensor(prefix, dtype=ids.dtype)
+    ids[len(ids) - len(suffix) :] = torch.tensor(suffix, dtype=ids.dtype)
+    free = len(ids) - len(prefix) - len(suffix) - len(between or ())
+    if between is not None and free > 1:
+        middle = len(prefix) + free // 2
+        ids[middle : middle + len(between)] = torch.tensor(between, dtype=ids.dtype)
+        types[middle + len(between) :] = 1
+    return ids, types

@@ -1,0 +1,133 @@
+"""The texts that come with the package: whole, and read by models that know English only."""
+
+from itertools import chain
+
+import pytest
+import torch
+from tiny_words import bert_config, word_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    BertModel,
+    GPT2Config,
+    GPT2Model,
+    MarianConfig,
+    MarianModel,
+    PreTrainedTokenizerFast,
+    ViTConfig,
+    ViTModel,
+)
+
+from collab_compress import CalibrationOptions, Compression, compress
+from collab_compress.calibration import calibration_batches
+from collab_compress.calibration.batches import noted_batches, resolved
+from collab_compress.calibration.builtin import builtin_texts
+from collab_compress.errors import CalibrationError
+
+SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def characters():
+    """Return a tokenizer of single characters, as one of another script has for English."""
+    alphabet = {chr(code): code - 32 for code in range(32, 127)} | {"[UNK]": 95}
+    inner = Tokenizer(models.WordLevel(alphabet, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", model_max_length=60)
+
+
+def unpadded(batches):
+    return sorted(
+        tuple(row[mask.bool()].tolist())
+        for batch in batches
+        for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    )
+
+
+def marian():
+    sizes = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_start_token_id": 0}
+    return MarianModel(MarianConfig(vocab_size=30522, max_position_embeddings=64, pad_token_id=0, **sizes, **heads))
+
+
+def test_the_texts_are_whole_and_each_is_there_once():
+    pairs, single = builtin_texts(pairs=True), builtin_texts(pairs=False)
+    texts, tuples = pairs[:640], pairs[640:]
+    assert len(tuples) == 480
+    assert single == [*texts, *chain.from_iterable(tuples)]
+    assert len(set(texts)) == 640
+    assert len(set(tuples)) == 480
+    for text in single:
+        assert text == text.strip()
+        assert text.isprintable()
+        assert len(text.split()) > 0
+
+
+def test_random_tokens_stand_beside_the_texts(minilm, minilm_tokenizer):
+    batches, notes, given = noted_batches("auto", minilm, minilm_tokenizer, sequences=None, length=None, seed=3)
+    alone = calibration_batches("synthetic", minilm, minilm_tokenizer, seed=3)
+    encoded = minilm_tokenizer(builtin_texts(pairs=True))
+    assert unpadded(given) == sorted(map(tuple, encoded["input_ids"]))
+    assert unpadded(batches) == sorted([*unpadded(given), *unpadded(alone)])
+    assert sum(int(batch["token_type_ids"].sum()) for batch in given) == sum(map(sum, encoded["token_type_ids"]))
+    assert notes == []
+    named = calibration_batches("builtin", minilm, minilm_tokenizer, seed=3)
+    assert all(torch.equal(one["input_ids"], two["input_ids"]) for one, two in zip(batches, named, strict=True))
+    assert resolved("auto", minilm, minilm_tokenizer) == "builtin"
+
+
+def test_a_decoder_reads_the_texts_of_a_pair_one_by_one(minilm_tokenizer):
+    config = GPT2Config(vocab_size=len(minilm_tokenizer), n_embd=8, n_head=2, n_layer=1)
+    *_, given = noted_batches("auto", GPT2Model(config), minilm_tokenizer, sequences=None, length=None, seed=0)
+    assert unpadded(given) == sorted(map(tuple, minilm_tokenizer(builtin_texts(pairs=False))["input_ids"]))
+
+
+@pytest.mark.parametrize(("sequences", "texts"), [(1, 1), (100, 74), (1504, 1120), (2000, 1120)])
+def test_fewer_sequences_are_the_same_mixture(sequences, texts, minilm, minilm_tokenizer):
+    options = {"sequences": sequences, "length": None, "seed": 0}
+    batches, notes, given = noted_batches("builtin", minilm, minilm_tokenizer, **options)
+    assert len(unpadded(given)) == texts
+    assert len(unpadded(batches)) == sequences
+    assert notes == []
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (characters, r"the tokenizer spells English, 0\.8 characters a token"),
+        (word_tokenizer, "the tokenizer does not know English"),
+    ],
+)
+def test_a_tokenizer_that_does_not_know_english_gets_random_tokens(make, reason, caplog):
+    tokenizer = make()
+    model = BertModel(bert_config(tokenizer, max_position_embeddings=60))
+    batches = calibration_batches("auto", model, tokenizer)
+    (note,) = caplog.messages
+    assert note.startswith("calibration uses random tokens, not the built-in texts: the tokenizer ")
+    assert unpadded(batches) == unpadded(calibration_batches("synthetic", model, tokenizer))
+    with pytest.raises(CalibrationError, match=f"the built-in texts are English, and {reason}; pass texts"):
+        calibration_batches("builtin", model, tokenizer)
+    assert resolved("auto", model, tokenizer) == "synthetic"
+
+
+def test_an_encoder_decoder_gets_random_tokens(minilm_tokenizer):
+    model = marian()
+    batches = calibration_batches("auto", model, minilm_tokenizer)
+    assert unpadded(batches) == unpadded(calibration_batches("synthetic", model, minilm_tokenizer))
+    with pytest.raises(CalibrationError, match="MarianModel reads a source and a target; pass texts, or 'synthetic'"):
+        calibration_batches("builtin", model, minilm_tokenizer)
+
+
+def test_images_get_noise():
+    model = ViTModel(ViTConfig(image_size=4, patch_size=2, **SIZES))
+    batches, noise = (calibration_batches(name, model, sequences=3) for name in ("auto", "synthetic"))
+    assert torch.equal(batches[0]["pixel_values"], noise[0]["pixel_values"])
+    assert resolved("auto", model, None) == "synthetic"
+    for calibration in ("builtin", "photos"):
+        with pytest.raises(CalibrationError, match="ViTModel reads pixel_values, not texts; pass batches"):
+            calibration_batches(calibration, model)
+
+
+def test_layers_are_refitted_by_default(minilm_tokenizer):
+    torch.manual_seed(0)
+    model = BertModel(bert_config(minilm_tokenizer, max_position_embeddings=128)).eval()
+    options = CalibrationOptions(sequences=64)
+    assert compress(model, Compression(dv=12), tokenizer=minilm_tokenizer, calibration_options=options).refits
