@@ -5,11 +5,11 @@ hidden states, with its other arguments as they were. Most layers read what the 
 of them is a chain; where it begins (the embeddings, or a decoder behind its encoder) the model itself has to run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,18 @@ class LayerCall:
         return _hidden_states(layer(hidden, *self.args, **self.kwargs))
 
 
+class Plain(NamedTuple):
+    """Layers that pass on hidden states alone.
+
+    Args:
+        calls: number of calls in a forward pass.
+        in_tuples: whether hidden states are returned as tuples of one.
+    """
+
+    calls: int
+    in_tuples: bool
+
+
 def layer_of(path: str) -> str:
     """Return the path of the numbered layer that holds the module at `path`; empty if none does."""
     parts = path.split(".")
@@ -71,13 +83,17 @@ def numbered_layers(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def capture(model: PreTrainedModel, batch: Batch, keep: Callable[[Tensor], Tensor] | None = None) -> list[LayerCall]:
+def capture(
+    model: PreTrainedModel, batch: Batch, keep: Callable[[Tensor], Tensor] | None = None, plain: Plain | None = None
+) -> list[LayerCall]:
     """Run the model on a batch, in evaluation mode, and return the calls of its numbered layers in order.
 
     Args:
-        model: as for `find_attention`.
+        model: as for `find_attention`; while layers are skipped, nothing else may run it.
         batch: keyword arguments for it.
         keep: copies hidden states to where they are kept.
+        plain: how layers are skipped (`plain_stack`), so that nothing is computed behind the embeddings; None to run
+            them.
     """
     calls: list[LayerCall] = []
     returned: list[Tensor] = []
@@ -86,10 +102,12 @@ def capture(model: PreTrainedModel, batch: Batch, keep: Callable[[Tensor], Tenso
         others, named = list(args), {key: _without_cache(value) for key, value in kwargs.items()}
         keyword = "" if args else "hidden_states" if "hidden_states" in named else next(iter(named))
         hidden = named.pop(keyword) if keyword else others.pop(0)
-        follows = bool(returned) and hidden is returned[-1]
+        follows = bool(calls) if plain else bool(returned) and hidden is returned[-1]
         reads_more = any(value is output for value in (*others, *named.values()) for output in returned)
         start = None if follows and not reads_more else hidden if keep is None else keep(hidden)
         calls.append(LayerCall(name, tuple(map(_without_cache, others)), named, start, keyword))
+        if plain and len(calls) == plain.calls:
+            raise _AllCaptured
 
     def after(_: nn.Module, __: Any, output: Any) -> None:
         returned.append(_hidden_states(output))
@@ -98,9 +116,57 @@ def capture(model: PreTrainedModel, batch: Batch, keep: Callable[[Tensor], Tenso
         for name in numbered_layers(model):
             layer = model.get_submodule(name)
             hooks.enter_context(layer.register_forward_pre_hook(partial(before, name), with_kwargs=True))
-            hooks.enter_context(layer.register_forward_hook(after))
-        run_batch(model, batch)
+            if plain:
+                hooks.enter_context(_skipped(layer, plain))
+            else:
+                hooks.enter_context(layer.register_forward_hook(after))
+        with suppress(_AllCaptured):
+            run_batch(model, batch)
     return calls
+
+
+class _AllCaptured(Exception):
+    """Raised in a model when all calls of its layers are captured."""
+
+
+@contextmanager
+def _skipped(layer: nn.Module, plain: Plain) -> Iterator[None]:
+    """Make a layer return the hidden states that it reads."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
+        return (hidden,) if plain.in_tuples else hidden
+
+    own = vars(layer).get("forward")
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        del layer.forward
+        if own is not None:
+            layer.forward = own
+
+
+def plain_stack(model: PreTrainedModel, batch: Batch) -> Plain | None:
+    """Return how the layers of a model can be skipped, or None if they cannot.
+
+    They can if each returns hidden states alone, which the next one reads: what other arguments it gets then does not
+    depend on the layers before it.
+    """
+    outputs: list[Any] = []
+    with ExitStack() as hooks:
+        for name in numbered_layers(model):
+            layer = model.get_submodule(name)
+            hooks.enter_context(layer.register_forward_hook(lambda _, __, output: outputs.append(output)))
+        calls = capture(model, batch)
+    start, *others = [call.hidden for call in calls]
+    if start is None or any(hidden is not None for hidden in others):
+        return None
+    in_tuples = isinstance(outputs[0], tuple)
+    if in_tuples and all(isinstance(output, tuple) and len(output) == 1 for output in outputs):
+        outputs = [output[0] for output in outputs]
+    same = all(isinstance(output, Tensor) and output.shape == start.shape for output in outputs)
+    return Plain(len(calls), in_tuples) if same else None
 
 
 def single_layers(model: PreTrainedModel, batch: Batch) -> Layers:

@@ -21,7 +21,7 @@ from collab_compress.attention import NarrowValues, install_
 from collab_compress.calibration import Batch, evaluation_mode, gather_moments
 from collab_compress.calibration.batches import evenly_spaced, in_parts, sequence_count
 from collab_compress.calibration.gather import InputMoments, batch_masks, masks_of, unpadded
-from collab_compress.conversion.chain import LayerCall, by_layer, capture, layer_of
+from collab_compress.conversion.chain import LayerCall, by_layer, capture, layer_of, plain_stack
 from collab_compress.conversion.feed_forward import FeedForward
 from collab_compress.conversion.fit import Fit, Refitted, install_refits, solve
 from collab_compress.conversion.head_weights import ENOUGH, HeadWeights, head_weights
@@ -174,11 +174,12 @@ class States:
         self.batches, self.used = [*used, *held_back], range(len(used))
         self.sequences = sum(map(sequence_count, used))
         self.masks = [batch_masks(self.dense, batch) for batch in self.batches]
+        self._plain = plain_stack(self.dense, self.batches[0])
         self.calls = self.converted_calls = self._captured(self.dense)
         self.layers = by_layer(self.calls[0])
 
     def _captured(self, model: PreTrainedModel) -> list[list[LayerCall]]:
-        calls = [capture(model, batch, self.keep) for batch in self.batches]
+        calls = [capture(model, batch, self.keep, self._plain) for batch in self.batches]
         if len({tuple(call.name for call in of_batch) for of_batch in calls}) > 1:
             raise CalibrationError("batches take different ways through the model; pass batches of one kind")
         return calls

@@ -96,7 +96,9 @@ def refit(
                 "model that was converted"
             )
     parts = Parts(writers=writers)
-    _, results = convert_layers_(refitted, dense, parts, used, held_back, same_inputs=False, progress=progress)
+    _, results = convert_layers_(
+        refitted, sharing_copy(dense), parts, used, held_back, same_inputs=False, progress=progress
+    )
     return results
 
 
