@@ -103,7 +103,6 @@ def run(arguments: Arguments) -> Report | None:
         record,
         lines + _mixing_lines(mixed),
         notes=[] if recovery is None else [recovery_note(recovery)],
-        standalone=arguments.standalone,
         compression=None if report is None else _compression(arguments, report),
         calibration=None if report is None else _calibration_words(source, arguments.calibration),
         report=report,

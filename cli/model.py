@@ -17,7 +17,7 @@ import transformers
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from collab_compress import CheckpointError, CollabCompressError, make_standalone_
+from collab_compress import CheckpointError, CollabCompressError
 from collab_compress.checkpoint import pretrained
 from collab_compress.checkpoint.directory import (
     MODULES,
@@ -312,7 +312,6 @@ def finish(
     lines: Sequence[str],
     *,
     notes: Sequence[str] = (),
-    standalone: bool = False,
     **conversion: Any,
 ) -> None:
     """Save the model with its companion files, its card and its record; print lines; upload it if `saving` says so.
@@ -326,7 +325,6 @@ def finish(
         record: for `collab_compress.json` and `--json`.
         lines: to print.
         notes: paragraphs for the card.
-        standalone: whether to save the modelling code too.
         conversion: compression, calibration and report for `model_card`.
 
     Raises:
@@ -342,8 +340,6 @@ def finish(
     with ExitStack() as both:
         report_file = None if saving.json is None else both.enter_context(atomic_file(saving.json))
         partial = both.enter_context(atomic_directory(output))
-        if standalone and is_edited:
-            make_standalone_(model)
         copy_companions(source.directory, partial)
         try:
             model.save_pretrained(partial)
@@ -359,8 +355,8 @@ def finish(
     if left_out := not_copied(source.directory):
         more = f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
         saving.say(f"Not copied from {source.directory}: {', '.join(left_out[:SHOWN])}{more}.")
-    if is_edited and not standalone:
-        saving.say("Wherever it is loaded: pip install collab-compress (or convert with --standalone).")
+    if is_edited:
+        saving.say("Wherever it is loaded: pip install collab-compress.")
     loading = loading_lines(model, output, sentence_transformers=(output / MODULES).is_file())
     saving.say("To use it:\n", *(f"    {line}" for line in loading))
     if saving.push_to_hub is not None:

@@ -20,7 +20,6 @@ from stock_classes import DESCRIBED, FILES
 from transformers import BertConfig, BertModel, PreTrainedModel, Trainer
 from transformers.cache_utils import StaticLayer
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.models.auto import modeling_auto
 from transformers.quantizers.base import HfQuantizer
 
 from collab_compress.attention.forwards import FORWARDS
@@ -136,11 +135,6 @@ def quantizer_runs(hook: str, caller: str) -> Callable[[], bool]:
     return lambda: f"self.{hook}(model" in inspect.getsource(vars(HfQuantizer)[caller])
 
 
-def auto_classes_list_models() -> bool:
-    lists = modeling_auto.AutoModelForSequenceClassification._model_mapping._model_mapping
-    return lists["bert"] == "BertForSequenceClassification"
-
-
 def bert() -> PreTrainedModel:
     return BertModel(BertConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=9))
 
@@ -197,12 +191,6 @@ PARTS = [
          mentions(PreTrainedModel.half, "is_quantized")),
     Part("PreTrainedModel._no_split_modules", "checkpoint/edits.py", "_no_split_modules",
          lambda: hasattr(bert(), "_no_split_modules")),
-    Part("PreTrainedModel._auto_class", "checkpoint/standalone.py", "_auto_class",
-         lambda: BertModel._auto_class is None),
-    Part("_model_mapping of the auto classes", "checkpoint/standalone.py", "_model_mapping",
-         auto_classes_list_models),
-    Part("save_pretrained(is_main_process=)", "checkpoint/quantizer.py", "is_main_process",
-         takes(PreTrainedModel.save_pretrained, "save_directory", "is_main_process")),
     Part("Cache.is_compileable", "attention/install.py", "is_compileable",
          lambda: "is_compileable" in dir(transformers.Cache)),
     Part("StaticLayer.lazy_initialization", "attention/install.py", "lazy_initialization",

@@ -32,7 +32,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from collab_compress.checkpoint.edits import names_our_code
 from collab_compress.errors import CheckpointError, one_line
 
 SHORT_NAMES = {
@@ -312,8 +311,7 @@ def _check_config(path: Path) -> dict[str, Any]:
 
 def _forget_code_(config: Any) -> None:
     """Remove references to code that a stock model's repository holds, in place: it is neither run nor saved."""
-    if not names_our_code(config):
-        vars(config).pop("auto_map", None)
+    vars(config).pop("auto_map", None)
 
 
 def _check_weights(source: str | Path) -> set[str]:

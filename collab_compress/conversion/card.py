@@ -26,7 +26,7 @@ EDITED = {
 }
 NEEDS = (
     "The environment that loads this model needs the package: `pip install collab-compress`, and `import "
-    "collab_compress` before loading. Checkpoints written with `--standalone` need `trust_remote_code=True` instead."
+    "collab_compress` before loading."
 )
 INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag", "library_name", "datasets")
 

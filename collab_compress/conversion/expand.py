@@ -166,10 +166,7 @@ def refuse_stock(model: PreTrainedModel) -> None:
         CompressionError: the family's config has no head width, or heads have a rotary embedding.
     """
     family = FAMILIES.get(model.config.model_type)
-    advice = (
-        "narrow its feed-forward blocks alone (dff), which gives a stock model, or save it with its code for people "
-        "without this package (standalone), or expand it"
-    )
+    advice = "narrow its feed-forward blocks alone (dff), which gives a stock model, or expand it"
     if family is not None and family.rotary:
         raise CompressionError(
             f"heads of {type(model).__name__} are rotated by a rotary embedding, so there are no narrower ones; "

@@ -144,7 +144,7 @@ def test_the_whole_model_comes_first_with_its_time_beside_dense(run, model_dir, 
     assert lines[0].startswith("Whole model: ")
     assert lines[1].startswith("Time at 8 tokens")
     assert "of dense" in lines[1]
-    assert "Wherever it is loaded: pip install collab-compress (or convert with --standalone)." in lines
+    assert "Wherever it is loaded: pip install collab-compress." in lines
 
 
 def test_same_as_the_python_api(run, model_dir, tmp_path):
@@ -165,14 +165,13 @@ def test_dtype_is_kept(run, make_tiny, tmp_path):
     assert all(name.endswith(".mixing_channels") for name in channels)
 
 
-def test_calibration_file_modules_and_standalone(run, model_dir, tmp_path):
+def test_calibration_file_and_modules(run, model_dir, tmp_path):
     texts = tmp_path / "texts.txt"
     texts.write_text("one\ntwo\nthree\n", encoding="utf-8")
-    options = ("--calibration", texts, "--modules", "*layer.0*", "--standalone")
+    options = ("--calibration", texts, "--modules", "*layer.0*")
     code, printed, error = run(model_dir, "--dk", 8, *options, "--output", tmp_path / "out")
     assert code == 0, error
     assert "layer.1" not in printed
-    assert (tmp_path / "out" / "modeling_collab_compress.py").is_file()
 
 
 @pytest.mark.parametrize(
@@ -435,7 +434,7 @@ def test_the_command_for_the_knees_converts_as_the_plan_tried(knees, run, model_
 @pytest.mark.parametrize(
     "options",
     [
-        *(["--dk", 8], ["--mix"], ["--recover"], ["--standalone"], ["--push-to-hub", "a/b"]),
+        *(["--dk", 8], ["--mix"], ["--recover"], ["--push-to-hub", "a/b"]),
         *(["--modules", "*0*"], ["--kinds", "cross"], ["--sweeps", 3]),
     ],
 )
@@ -467,7 +466,7 @@ def test_steps_of_recovery_are_checked_before_conversion(fails, model_dir, monke
     assert "recovery takes 0 steps; expected at least 1" in fails(model_dir, "--dk", 8, "--recover", 0)
 
 
-def test_narrower_feed_forward_blocks_need_no_code_to_stand_alone(run, model_dir, tmp_path):
-    code, printed, error = run(model_dir, "--dff", 16, "--standalone", "--output", tmp_path / "out")
+def test_narrower_feed_forward_blocks_need_no_package(run, model_dir, tmp_path):
+    code, printed, error = run(model_dir, "--dff", 16, "--output", tmp_path / "out")
     assert code == 0, error
     assert "import collab_compress" not in printed

@@ -14,7 +14,6 @@ from collab_compress import (
     compress,
     expand,
     from_config,
-    make_standalone_,
     read_factors,
 )
 from collab_compress.analysis import module_costs
@@ -240,30 +239,22 @@ def test_heads_that_are_no_wider_expand_exactly(kin):
     assert read_factors(model) == {}
 
 
-def test_saves_and_loads_with_its_code(kin, tmp_path, load_cleanly):
+def test_saves_and_loads(kin, tmp_path, load_cleanly):
     model, batch = build_low(kin), inputs(kin)
-    make_standalone_(model)
     model.save_pretrained(tmp_path)
     assert torch.equal(run(load_cleanly(type(model), tmp_path), batch), run(model, batch))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bloom", "mpnet"])
-def test_without_the_package_it_loads_only_by_its_code(name, tmp_path, stock_reload):
+@pytest.mark.parametrize("name", ["gpt2", "mpnet"])
+def test_it_does_not_load_without_the_package(name, tmp_path, stock_reload):
     """Covers fused layers and modules with a forward pass of this package."""
     model, batch = build_low(name), inputs(name)
     torch.save(batch, tmp_path / "batch.pt")
     model.save_pretrained(tmp_path)
     (tmp_path / "copy").mkdir()
-    failed = stock_reload(tmp_path, tmp_path / "copy", False)
+    failed = stock_reload(tmp_path, tmp_path / "copy")
     assert failed.returncode != 0
     assert "LOADED" not in failed.stdout
-    make_standalone_(model)
-    model.save_pretrained(tmp_path)
-    done = stock_reload(tmp_path, tmp_path / "copy", True)
-    assert done.returncode == 0, done.stderr
-    with torch.no_grad():
-        expected = model(**batch)[0]
-    assert torch.equal(torch.load(tmp_path / "copy" / "output.pt", weights_only=True), expected)
 
 
 def test_a_model_with_a_head_shares_checkpoints_with_its_body(generator, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from forms import PAIRS, TURNS, checkpoint_, converted, outputs, randomise_
 from torch import nn
-from transformers import AutoModelForSequenceClassification, BertModel
+from transformers import AutoModelForSequenceClassification
 
 from collab_compress import (
     CheckpointError,
@@ -15,7 +15,6 @@ from collab_compress import (
     alphas_of,
     compress,
     expand,
-    make_standalone_,
     merge_alphas_,
     mix_heads_,
     prune_heads_,
@@ -285,18 +284,6 @@ def test_body_and_whole_model_are_one(of, merged, make_tiny, batch, tmp_path):
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert alphas_of(loaded) == {}
     torch.testing.assert_close(outputs(loaded, batch), before, **CLOSE)
-
-
-def test_shipped_code_goes_with_the_last_edit(make_tiny, tmp_path):
-    model = mixed(make_tiny, "bert")
-    make_standalone_(model)
-    merge_alphas_(model)
-    assert type(model) is BertModel
-    model.save_pretrained(tmp_path)
-    assert not list(tmp_path.glob("*.py"))
-    config = (tmp_path / "config.json").read_text(encoding="utf-8")
-    assert "auto_map" not in config
-    assert "collab" not in config
 
 
 @pytest.mark.parametrize(
