@@ -336,7 +336,6 @@ def _site(
 ) -> AttentionSite:
     """Return the first site of its kind, of a module inside `holders`, the innermost last."""
     causal = family.causal or getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
-    causal = causal or getattr(owner, "causal", False) or family.causal_in in map(_class, holders)
     kind: Kind = "decoder" if causal else "encoder"
     if family.cross and family.cross in name.split("."):
         kind = "cross"
@@ -478,19 +477,13 @@ def _refuse_quantized(path: str, weight: Tensor) -> None:
 
 
 def _refuse_undescribed(site: AttentionSite) -> None:
-    """Refuse a kind or a variant of attention that the family's description leaves out."""
+    """Refuse a kind of attention that the family's description leaves out."""
     family = site.family
     if site.kind in family.undescribed:
         raise UnsupportedModelError(
             f"{site.name}: {site.kind} attention of {family.name} cannot be converted, because "
             f"{family.undescribed[site.kind]}; leave it out with a pattern of module paths, or by kinds"
         )
-    for name, reason in family.must_lack.items():
-        value = getattr(site.module, name, None)
-        if value:
-            raise UnsupportedModelError(
-                f"{site.name}: this {family.name} cannot be converted, because {reason} ({name} is {value})"
-            )
 
 
 def _refuse_scores(name: str, module: nn.Module, reason: str) -> NoReturn:

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 from tiny_families import TINIES, attend_by_, build, build_low, inputs, run
-from transformers import AutoModel, GPT2Model, MptModel, TrOCRConfig, TrOCRForCausalLM
+from torch import nn
+from transformers import AutoModel, GPT2Model
 
 from collab_compress import (
     Compression,
@@ -126,19 +127,6 @@ def mpnet_bias(model, _):
     return lambda module, shape: model.encoder.compute_position_bias(torch.empty(*shape[:2], 1))
 
 
-def bloom_bias(model, batch):
-    """Return BLOOM's score bias: a slope for each head, times the key's position among unpadded tokens."""
-    places = (batch["attention_mask"].cumsum(1) - 1) * batch["attention_mask"]
-    slopes = torch.tensor([2.0**-4, 2.0**-8, 2.0**-2])  # the slopes of two heads, then every other one of four
-    return lambda module, shape: slopes.double()[:, None, None] * places[:, None, None]
-
-
-def mpt_bias(model, _):
-    """Return MPT's score bias: a slope for each head, times the key's distance from the last one."""
-    slopes = torch.tensor([2.0**-4, 2.0**-8, 2.0**-2])
-    return lambda module, shape: slopes.double()[None, :, None, None] * torch.arange(1 - shape[2], 1)
-
-
 def beit_bias(model, _):
     """Return BEiT's score bias, one for each pair of the four patches and the class token."""
     layers = {layer.attention: layer for layer in model.layers}
@@ -148,8 +136,6 @@ def beit_bias(model, _):
 T5_BIAS = ("t5", "mt5", "umt5", "switch_transformers", "pix2struct_text_model")
 BIASES = dict.fromkeys(T5_BIAS, t5_bias) | {
     "beit": beit_bias,
-    "bloom": bloom_bias,
-    "mpt": mpt_bias,
     "mpnet": mpnet_bias,
 }
 
@@ -175,9 +161,11 @@ def test_costs_are_those_of_the_model(kin):
 
 
 def test_cross_attention_counts_the_width_of_each_side():
-    config = TrOCRConfig(**TINIES["trocr"].settings | {"cross_attention_hidden_size": 32})
-    cross = check_costs(TrOCRForCausalLM(config)).modules[1]
-    assert cross.name.endswith("encoder_attn")
+    model = build("bert-cross")
+    attention = model.encoder.layer[0].crossattention.self
+    attention.key, attention.value = nn.Linear(32, 24), nn.Linear(32, 24)
+    cross = check_costs(model).modules[1]
+    assert cross.name.endswith("crossattention.self")
     assert cross.parameters_before == 24 * (24 + 1) + 24 * (32 + 1)
     assert cross.macs_before == 128 * 24 * (24 + 32) + 128**2 * 24
     assert cross.macs_after == 7 * 128 * (24 + 32 + 3 + 128 * 3) + 128 * 32 * 3
@@ -321,13 +309,6 @@ def test_cross_attention_of_gpt2_is_refused():
     with pytest.raises(UnsupportedModelError, match=r"h\.0\.crossattention: cross attention of GPT-2 cannot be"):
         find_dense_attention(model)
     assert len(find_dense_attention(model, "*.attn")) == 2
-
-
-def test_clipped_projections_are_refused():
-    config = build("mpt").config
-    config.attn_config.clip_qkv = 6.0
-    with pytest.raises(UnsupportedModelError, match=r"blocks\.0\.attn: .*MPT .* clipped .*clip_qkv is 6"):
-        find_dense_attention(MptModel(config))
 
 
 def test_cross_attention_without_states_is_named():

@@ -73,7 +73,6 @@ def cached(model, batch):
     ("name", "dk", "keys"),
     [
         ("gpt2", 8, 16),
-        ("bloom", 8, 16),
         ("gpt2", 13, 16),
         ("marian", 8, 16),
         ("marian", 5, 8),
@@ -154,10 +153,10 @@ def counted(model):
 @pytest.mark.parametrize(
     ("name", "dk", "dv"),
     [
-        *product(["gpt2", "marian", "t5", "bert-decoder", "bloom"], [5, 13, 20], [None]),
-        *product(["gpt2", "marian", "t5", "bert-decoder", "bloom", "opt"], [None], [10]),
+        *product(["gpt2", "marian", "t5", "bert-decoder"], [5, 13, 20], [None]),
+        *product(["gpt2", "marian", "t5", "bert-decoder", "opt"], [None], [10]),
         *product(["gpt2", "marian"], [5], [12]),
-        *product(["gpt2", "bloom", "opt"], [13], [16]),
+        *product(["gpt2", "opt"], [13], [16]),
         ("t5", 13, 10),
         ("opt", 5, None),
         ("whisper", 5, 8),
