@@ -10,9 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, get_token
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from huggingface_hub import HfApi
 
 from collab_compress.errors import CheckpointError, one_line
 
@@ -322,43 +320,19 @@ def _drop_auto_map(path: Path) -> None:
             path.write_text(to_json(settings), encoding="utf-8")
 
 
-def check_upload(name: str) -> None:
-    """Refuse an upload that cannot be done, before the work starts.
-
-    Args:
-        name: of the model on the hub, `org/name`, or `name` in the user's own account.
-
-    Raises:
-        CheckpointError: the name is invalid, the hub is switched off, or nobody is logged in.
-    """
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise CheckpointError(f"{name!r} cannot be a name on the hub: {one_line(error)}") from error
-    if constants.HF_HUB_OFFLINE:
-        raise CheckpointError(f"{name} cannot be put on the hub: HF_HUB_OFFLINE is set; unset it")
-    if get_token() is None:
-        raise CheckpointError(
-            f"{name} cannot be put on the hub: nobody is logged in; run hf auth login, or set HF_TOKEN"
-        )
-
-
 def push_to_hub(directory: str | Path, name: str) -> str:
     """Upload the directory of a saved model to the hub, with its card, in one commit.
 
     Args:
         directory: of the model.
-        name: of the model on the hub, as for `check_upload`; the repository is made if there is none.
+        name: of the model on the hub, `org/name`, or `name` in the user's own account.
 
     Returns:
         The model's address.
 
     Raises:
-        CheckpointError: the directory holds no model, or the hub refuses it.
+        CheckpointError: the hub refuses it.
     """
-    if not (Path(directory) / "config.json").is_file():
-        raise CheckpointError(f"{directory} has no config.json, so it is no model directory")
-    check_upload(name)
     api = HfApi()
     try:
         repository = api.create_repo(name, exist_ok=True).repo_id
