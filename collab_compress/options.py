@@ -151,11 +151,8 @@ class Compression:
     which is slower on long inputs."""
 
     modules: Annotated[str, tyro.conf.arg(metavar="GLOB")] = "*"
-    """Convert only attention modules whose path matches. `dff`, `keep` and refitting still change feed-forward blocks
-    everywhere."""
-
-    kinds: tuple[Kind, ...] = KINDS
-    """Convert only attention of these kinds, as with `modules`: encoder and decoder (self-attention), cross."""
+    """Convert only attention modules whose path matches, as '*.encoder.*' or '*.layers.[0-3].*'. `dff`, `keep` and
+    refitting still change feed-forward blocks everywhere."""
 
     solver: Solver = Solver()
     """How the conversion is computed."""
@@ -171,12 +168,6 @@ class Compression:
             self._check_keep()
         if not isinstance(self.modules, str):
             raise CompressionError(f"modules is {self.modules!r}; expected a pattern, such as '*layer.0*'")
-        if not isinstance(self.kinds, tuple | list | set | frozenset):
-            raise CompressionError(f"kinds is {self.kinds!r}; expected a tuple of some of {', '.join(KINDS)}")
-        object.__setattr__(self, "kinds", tuple(self.kinds))  # lists come from JSON and YAML
-        unknown = sorted(set(self.kinds) - set(KINDS))
-        if unknown or not self.kinds:
-            raise CompressionError(f"kinds are {', '.join(unknown) or 'none'}; expected some of {', '.join(KINDS)}")
         self._check_solver()
 
     def _check_keep(self) -> None:

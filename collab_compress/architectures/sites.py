@@ -399,9 +399,7 @@ def _attribute(name: str, module: nn.Module, family: AttentionFamily, path: str)
     )
 
 
-def find_dense_attention(
-    model: nn.Module, modules: str = "*", kinds: Collection[Kind] = KINDS, without: Collection[str] = ()
-) -> list[DenseSite]:
+def find_dense_attention(model: nn.Module, modules: str = "*", without: Collection[str] = ()) -> list[DenseSite]:
     """List every attention module of `model` that can be converted; as `find_attention`, and checks the projections.
 
     Modules at the paths `without` are left out.
@@ -412,20 +410,20 @@ def find_dense_attention(
             plain `nn.Linear`, is quantized, or is not H·d wide; the family's description leaves this kind of
             attention out.
     """
-    sites = [_dense_scores(site) for site in find_attention(model, modules, kinds) if site.name not in without]
+    sites = [_dense_scores(site) for site in find_attention(model, modules) if site.name not in without]
     _refuse_interposed(transformers_model(model), sites)
     _refuse_unknown_parts(transformers_model(model), modules)
     return sites
 
 
-def find_dense_values(model: nn.Module, modules: str = "*", kinds: Collection[Kind] = KINDS) -> list[ValueSite]:
+def find_dense_values(model: nn.Module, modules: str = "*") -> list[ValueSite]:
     """List every attention module of `model` whose values can be converted; as `find_dense_attention`.
 
     Raises:
         UnsupportedModelError: as `find_attention`; the value or output projection is no plain layer, is quantized,
             or is not H·d wide; heads are mixed before it; the family's description leaves this kind out.
     """
-    sites = [_dense_values(site) for site in find_attention(model, modules, kinds)]
+    sites = [_dense_values(site) for site in find_attention(model, modules)]
     _refuse_unknown_parts(transformers_model(model), modules)
     return sites
 
@@ -482,7 +480,7 @@ def _refuse_undescribed(site: AttentionSite) -> None:
     if site.kind in family.undescribed:
         raise UnsupportedModelError(
             f"{site.name}: {site.kind} attention of {family.name} cannot be converted, because "
-            f"{family.undescribed[site.kind]}; leave it out with a pattern of module paths, or by kinds"
+            f"{family.undescribed[site.kind]}; leave it out with a pattern of module paths (modules='…')"
         )
 
 

@@ -203,7 +203,7 @@ def find_tasks(
             f"attention is converted as 'eager' or 'sdpa', the model is set to {implementation!r}; "
             "call model.set_attn_implementation('sdpa') first"
         )
-    where = (model, compression.modules, compression.kinds)
+    where = (model, compression.modules)
     attention = find_attention(*where)
     own = {site.name: (by_module or {}).get(site.name, compression) for site in attention}
     for site in attention:
@@ -247,7 +247,7 @@ def _refuse_converted(site: AttentionSite, compression: Compression) -> None:
     ):
         if width is not None and hasattr(site.module, at):
             raise CompressionError(
-                f"{site.name}: its {what} are already converted; leave it out by modules or kinds, expand the model "
+                f"{site.name}: its {what} are already converted; leave it out by modules, expand the model "
                 "first, or start from the dense checkpoint"
             )
 

@@ -101,7 +101,7 @@ class Layers:
     def __init__(self, model: PreTrainedModel, compression: Compression, length: int, batch: Batch) -> None:
         assert compression.keep is not None
         self.keep, self.compression, self.length = compression.keep, compression, length
-        where = (model, compression.modules, compression.kinds)
+        where = (model, compression.modules)
         self.attention = [
             _Attention(site, values, length)
             for site, values in zip(find_attention(*where), find_dense_values(*where), strict=True)

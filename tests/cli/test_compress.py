@@ -435,7 +435,7 @@ def test_the_command_for_the_knees_converts_as_the_plan_tried(knees, run, model_
     "options",
     [
         *(["--dk", 8], ["--mix"], ["--recover"], ["--push-to-hub", "a/b"]),
-        *(["--modules", "*0*"], ["--kinds", "cross"], ["--sweeps", 3]),
+        *(["--modules", "*0*"], ["--sweeps", 3]),
     ],
 )
 def test_a_plan_takes_no_conversion(options, fails, model_dir):

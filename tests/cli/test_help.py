@@ -14,7 +14,6 @@ import pytest
 from collab_compress_cli import arguments
 from collab_compress_cli.start import COMMANDS
 
-from collab_compress.architectures import KINDS
 from collab_compress.experiments import Recipe, Sweep
 from collab_compress.experiments.papers import read_papers
 from collab_compress.factorization import SOLVERS
@@ -72,7 +71,6 @@ def described(name):
 
 CHECKED = [  # options whose values are looked up in tables, and what they may be
     ("collab-compress", "solver", lambda: SOLVERS),
-    ("collab-compress", "kinds", lambda: KINDS),
     ("collab-analyze", "sections", lambda: SECTIONS),
     *(
         (name, "task", lambda: [task.name for task in TASKS.values() if task.num_labels is not None])

@@ -446,10 +446,10 @@ def test_dense_modules_can_be_converted_later(make_tiny, make_batch, tmp_path, l
     """Ranks and forms by kind and layer: the same as each by itself, through a checkpoint, and back."""
     dense, batch = make_tiny("marian"), make_batch("marian")
     parts = [
-        Compression(dk=7, kinds=["encoder"], modules="*layers.0*"),
-        Compression(dk=24, kinds=["encoder"], modules="*layers.1*"),
-        Compression(dk=9, head_dim=4, kinds=["decoder"]),
-        Compression(dk=12, kinds=["cross"]),
+        Compression(dk=7, modules="encoder.layers.0*"),
+        Compression(dk=24, modules="encoder.layers.1*"),
+        Compression(dk=9, head_dim=4, modules="decoder*self_attn"),
+        Compression(dk=12, modules="*encoder_attn"),
     ]
     model, factors = copy.deepcopy(dense), {}
     for part in parts:
@@ -982,38 +982,9 @@ def test_inference_mode_leaves_parameters_that_train(make_tiny, batch):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("kinds", [("encoder",), ("decoder", "cross"), ["cross"]])
-def test_only_these_kinds(make_tiny, make_batch, kinds):
-    model, batch = make_tiny("marian"), make_batch("marian")
-    with torch.no_grad():
-        before = model(**batch).last_hidden_state
-    compress(model, Compression(dk=24, kinds=kinds), None)
-    names = [name.split(".") for name, module in model.named_modules() if is_converted(module)]
-    converted = {f"{name[0]}.{name[-1]}" for name in names}
-    where = {"encoder": "encoder.self_attn", "decoder": "decoder.self_attn", "cross": "decoder.encoder_attn"}
-    assert converted == {where[kind] for kind in kinds}
-    with torch.no_grad():
-        torch.testing.assert_close(model(**batch).last_hidden_state, before, rtol=1e-4, atol=1e-5)
-
-
-def test_kinds_that_the_model_lacks_are_refused(make_tiny):
-    with pytest.raises(UnsupportedModelError, match="with kind cross"):
-        compress(make_tiny("bert"), Compression(dk=24, kinds=("cross",)), None)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"kinds": ("self",)}, "kinds are self; expected"),
-        ({"kinds": ()}, "kinds are none"),
-        ({"kinds": "encoder"}, "kinds is 'encoder'; expected a tuple"),
-        ({"kinds": 3}, "kinds is 3; expected a tuple"),
-        ({"modules": ["*"]}, r"modules is \['\*'\]; expected a pattern"),
-    ],
-)
-def test_unknown_kinds_and_modules(settings, message):
-    with pytest.raises(CompressionError, match=message):
-        Compression(dk=1, **settings)
+def test_modules_are_no_list():
+    with pytest.raises(CompressionError, match=r"modules is \['\*'\]; expected a pattern"):
+        Compression(dk=1, modules=["*"])
 
 
 def test_models_made_for_inference_are_refused(make_tiny):

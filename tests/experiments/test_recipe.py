@@ -100,7 +100,6 @@ def test_calibration_is_a_choice(path):
         ("tuning.epochs=1e30", r"epochs is 1e\+30; expected a number from 0 to 1000000000"),
         ("seed=true", "seed is True; expected a valid integer"),
         ("compression.dk=true", r"compression\.dk is True; expected a valid integer"),
-        ("compression.kinds=encodr", "kinds"),
         ("tuning.average=0", "average is 0; expected a number from 1 to"),
         ("tuning.epochs=x", "epochs is 'x'; expected a valid number"),
         ("tuning.warmup=2", "warmup is 2.0; expected a share"),
