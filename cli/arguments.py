@@ -159,7 +159,7 @@ class Conversion(Compression):
 def _changed(options: Any) -> list[str]:
     """Return the flags, without dashes, of the options that are not at their defaults."""
     names = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
-    return ["solver" if name == "method" else name.replace("_", "-") for name in names]
+    return [name.replace("_", "-") for name in names]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from collab_compress.conversion.head_weights import head_weights
 from collab_compress.conversion.refit import DAMPINGS, ROOM, ROUNDING
 from collab_compress.conversion.writers import width_out
 from collab_compress.errors import HeadError, UnsupportedModelError
-from collab_compress.factorization import HeadTensor, centres_queries
+from collab_compress.factorization import HeadTensor
 from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, elimination_order, fit
 from collab_compress.factorization.moments import Moments, Weighting, damp
 from collab_compress.factorization.narrowing import captured
@@ -198,7 +198,6 @@ def head_energy(
     model: PreTrainedModel,
     batches: Batches | None = None,
     *,
-    centre: bool | None = None,
     damping: float = 1e-3,
     progress: Progress = False,
 ) -> dict[str, Energy]:
@@ -206,15 +205,14 @@ def head_energy(
 
     Figure 1 of "Multi-Head Attention: Collaborate Instead of Concatenate". With batches it is the energy of the
     weights' outputs on their inputs, weighted as in a conversion: $S_Q W_Q$, $S_K W_K$ and
-    $S_Q W_Q W_K^\top S_K^\top$, where $S^\top S$ is the inputs' covariance plus damping, and queries are multiplied
-    by the weight of their head (`conversion.head_weights`). Most directions of the weights never meet an input. Other
-    arguments and errors are those of `head_covariances`.
+    $S_Q W_Q W_K^\top S_K^\top$, where $S^\top S$ is the inputs' covariance plus damping (of queries without a bias
+    their second moment), and queries are multiplied by the weight of their head (`conversion.head_weights`). Most
+    directions of the weights never meet an input. Other arguments and errors are those of `head_covariances`.
 
     Args:
         model: stock or converted; in a converted one heads are $\tilde W_Q \operatorname{diag}(m_i)$ and
             $\tilde W_K$, and per-head curves have up to R+1 entries.
         batches: keyword arguments for the model, to weigh by; None for bare weights. Padding does not count.
-        centre: weigh by covariances, else by second moments; as `Solver.centre`.
         damping: share of the mean variance that is added to every direction.
 
     Returns:
@@ -232,11 +230,10 @@ def head_energy(
     for parts, inputs in zip(modules, moments, strict=True):
         tensor, heads = parts.tensor, weights.get(parts.site.name)
         if inputs:
-            centred = centres_queries(parts.content is not None, centre)
+            centred = parts.content is not None
             try:
-                tensor = Weighting.of(
-                    *inputs, damping=damping, centre_query=centred, centre_key=centre is not False
-                ).apply(tensor)
+                weighting = Weighting.of(*inputs, damping=damping, centre_query=centred, centre_key=True)
+                tensor = weighting.apply(tensor)
             except ValueError as error:
                 raise HeadError(f"{parts.site.name}: {error}") from error
         if heads is not None:

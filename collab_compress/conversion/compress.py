@@ -32,7 +32,7 @@ from collab_compress.architectures import (
 from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm, install_
 from collab_compress.attention.projections import width_in
 from collab_compress.calibration import Calibration
-from collab_compress.calibration.batches import is_none, sample_sequences, sequence_count
+from collab_compress.calibration.batches import sample_sequences, sequence_count
 from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
 from collab_compress.conversion.calibrate import Calibrated, read
 from collab_compress.conversion.copies import conversion_of, sharing_copy
@@ -130,7 +130,7 @@ def compress(
     with conversion_of(model), torch.random.fork_rng(devices):  # new layers are initialised before they are filled
         device = working_device(compression.solver.device, distributed)
         if compression.keep is None:  # refuse what cannot be converted before any data are read
-            find_tasks(model, compression, calibrated=not is_none(calibration))
+            find_tasks(model, compression)
         dense = sharing_copy(model)  # so that other threads may run the model meanwhile
         data = read(dense, calibration, tokenizer, calibration_options, compression.solver.seed)
         job = _Job(dense, data, progress, distributed)
@@ -184,13 +184,11 @@ class _Job:
 def find_tasks(
     model: PreTrainedModel,
     compression: Compression,
-    calibrated: bool,
     by_module: Mapping[str, Compression] | None = None,
 ) -> list[Task]:
     """Return the maps to convert, scores first, after checking that all of them can be converted.
 
     Args:
-        calibrated: whether there is calibration data.
         by_module: path of a module → its own compression, where widths differ.
     """
     if is_quantized(model):
@@ -218,7 +216,7 @@ def find_tasks(
         if isinstance(site, DenseSite):
             _check_width(site, "dk", task.compression.dk, () if site.family.rotary else (site.query, site.key))
             _check_solver(site, task.compression)
-            form = task.form(calibrated)
+            form = task.form()
             if isinstance(form, ScoreForm):
                 form.check_room()
             _check_weights(site, ((site.family.query, site.query), (site.family.key, site.key)))
@@ -265,16 +263,13 @@ def _check_width(site: AttentionSite, name: str, width: int | None, projections:
 
 
 def _check_solver(site: AttentionSite, compression: Compression) -> None:
-    """Refuse centred queries, a tolerance, other solvers and another width of heads for a rotary module."""
+    """Refuse other solvers and another width of heads for a rotary module."""
     if not site.family.rotary:
         return
     if compression.head_dim is not None:
         raise CompressionError(f"{site.name}: heads with a rotary embedding keep their width; leave out head_dim")
-    solver = compression.solver
-    if (solver.method, solver.centre, solver.tolerance) != ("als", None, None):
-        raise CompressionError(
-            f"{site.name}: centre, tolerance and other solvers do not apply to rotary embeddings; leave them out"
-        )
+    if compression.solver.method != "als":
+        raise CompressionError(f"{site.name}: other solvers do not apply to rotary embeddings; leave out solver")
 
 
 def _check_weights(site: AttentionSite, projections: Iterable[tuple[str, Any]]) -> None:
@@ -351,7 +346,7 @@ class _Converted:
 def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, Compression]) -> _Converted:
     """Compute the conversion, and try it in a copy that shares the model's weights."""
     model = job.model
-    tasks = find_tasks(model, compression, bool(job.data.used), by_module)
+    tasks = find_tasks(model, compression, by_module)
     refits = compression.dff is not None or _wants_refit(job, compression)
     if refits:
         check_weights(model.named_parameters())
@@ -491,7 +486,7 @@ def install_unset_(
     if compression.keep is not None:
         candidate = _layers(job, compression).start()
         compression, by_module = candidate.compression, candidate.modules
-    tasks = find_tasks(model, compression, bool(job.data.used), by_module)
+    tasks = find_tasks(model, compression, by_module)
     working_device(compression.solver.device)
     for task in tasks:
-        _install(model, [empty_plan(task.site, task.form(bool(job.data.used)))])
+        _install(model, [empty_plan(task.site, task.form())])

@@ -200,7 +200,6 @@ def _expand(model: PreTrainedModel, head_width: int | None) -> None:
         scores, values = (getattr(module, at, None) for at in FORMS_AT)
         if scores is not None:
             _refuse_hooks(site, scores.query, scores.key)
-            _refuse_content_bias(model, site, scores)
             try:
                 error = 0.0
                 if isinstance(scores, RotaryScores):
@@ -237,19 +236,6 @@ def _refuse_hooks(site: AttentionSite, *paths: str) -> None:
     for path in paths:
         for part, layer in site.module.get_submodule(path).named_modules(prefix=f"{site.name}.{path}"):
             refuse_hooks(part, layer)
-
-
-def _refuse_content_bias(model: PreTrainedModel, site: AttentionSite, form: ScoreForm) -> None:
-    """Refuse content biases where stock queries have no bias: a reloaded model would lack them."""
-    if not form.content_bias:
-        return
-    value = site.part(site.family.value)
-    if getattr(value, "proj", value).bias is None:  # queries have one exactly where values have
-        raise CompressionError(
-            f"{site.name} has content biases, which centre=True made, and queries of a stock "
-            f"{type(model).__name__} have no bias to hold them; keep the model converted, or convert with "
-            "centre=False and expand that"
-        )
 
 
 def _dense_values(site: AttentionSite, form: NarrowValues, output: Any, head_width: int | None) -> ValueParts:

@@ -154,7 +154,7 @@ class Layers:
         dk, head_dim, dv = (None,) * 3 if widths is None else (widths.dk, widths.head_dim, widths.dv)
         solver = self.compression.solver
         if dk is None:  # no solver iterates
-            solver = replace(solver, method="als", effort="best", sweeps=None, tolerance=None)
+            solver = replace(solver, method="als", sweeps=None)
         return replace(self.compression, keep=None, dk=dk, head_dim=head_dim, dv=dv, dff=dff, solver=solver)
 
     def start(self) -> Candidate:

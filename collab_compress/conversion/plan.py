@@ -27,13 +27,11 @@ from collab_compress.factorization import (
     Moments,
     Narrowing,
     RotaryFactorization,
-    centres_queries,
     factorize,
     factorize_rotary,
     narrow_values,
 )
-from collab_compress.factorization.als import FAST_SWEEPS
-from collab_compress.options import Compression, Solver
+from collab_compress.options import Compression
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with a module's name, how many are done, and how many there are."""
@@ -65,7 +63,7 @@ class Task:
         width = self.compression.dv if isinstance(self.site, ValueSite) else self.compression.dk
         return width is None or width >= self.site.key_value_width
 
-    def form(self, calibrated: bool) -> ScoreForm | NarrowValues:
+    def form(self) -> ScoreForm | NarrowValues:
         """Return the form of the replacement."""
         site, compression = self.site, self.compression
         if isinstance(site, ValueSite):
@@ -73,10 +71,8 @@ class Task:
         dk = compression.dk or 0
         if site.family.rotary:
             return RotaryScores.of(site, dk)
-        biased, solver = site.query.bias is not None, compression.solver
-        content_bias = biased or (calibrated and not self.is_exact and centres_queries(biased, solver.centre))
-        head_dim = dk if solver.method == "parafac" else compression.head_dim
-        return SharedScores.of(site, dk, head_dim, content_bias)
+        head_dim = dk if compression.solver.method == "parafac" else compression.head_dim
+        return SharedScores.of(site, dk, head_dim, site.query.bias is not None)
 
 
 @dataclass(frozen=True)
@@ -241,7 +237,7 @@ def _share(
     assert compression.dk is not None
     query_moments, key_moments = moments or (None, None)
     solver = compression.solver
-    form = Task(site, compression).form(moments is not None)
+    form = Task(site, compression).form()
     assert isinstance(form, SharedScores)
     result = factorize(
         site.query_heads(),
@@ -252,10 +248,8 @@ def _share(
         key_moments=key_moments,
         solver=solver.method,
         seed=solver.seed,
-        sweeps=_sweeps(solver, FAST_SWEEPS),
-        tolerance=solver.tolerance,
+        sweeps=solver.sweeps,
         damping=solver.damping,
-        centre=solver.centre,
         device=solver.device,
         progress=lambda *_: check(),
         reads=form.reads if form.reads < form.rank else None,
@@ -293,10 +287,6 @@ def _share_rotary(
     return form, parts, result
 
 
-def _sweeps(solver: Solver, fast: int) -> int | None:
-    return fast if solver.effort == "fast" else solver.sweeps
-
-
 def _narrow(site: ValueSite, compression: Compression, moments: SiteMoments) -> tuple[NarrowValues, Any, Narrowing]:
     """Narrow the values of one module."""
     assert compression.dv is not None
@@ -306,7 +296,7 @@ def _narrow(site: ValueSite, compression: Compression, moments: SiteMoments) -> 
         site.output_heads(),
         form.sizes,
         moments[0] if moments else None,
-        fold=site.output.bias is not None and compression.solver.centre is not False,
+        fold=site.output.bias is not None,
         damping=compression.solver.damping,
         device=compression.solver.device,
     )

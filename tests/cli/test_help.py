@@ -70,7 +70,6 @@ def described(name):
 
 
 CHECKED = [  # options whose values are looked up in tables, and what they may be
-    ("collab-compress", "solver", lambda: SOLVERS),
     ("collab-analyze", "sections", lambda: SECTIONS),
     *(
         (name, "task", lambda: [task.name for task in TASKS.values() if task.num_labels is not None])
@@ -111,9 +110,8 @@ def literals(kind):
             part = parts.pop()
             if is_dataclass(part):
                 yield from literals(part)
-            elif get_origin(part) is Literal:
-                flag = "solver" if field == "method" else field.replace("_", "-")
-                yield f"--{flag}", get_args(part)
+            elif get_origin(part) is Literal and field != "method":  # of the solver, for Python and recipes
+                yield f"--{field.replace('_', '-')}", get_args(part)
             else:
                 parts += get_args(part)
 

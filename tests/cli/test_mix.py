@@ -55,10 +55,10 @@ def test_after_a_conversion(run, loaded, monkeypatch, model_dir, batch, tmp_path
     ("arguments", "message"),
     [
         ((), "nothing to do: pass --dk, --dv or --dff N, or --keep SHARE, to convert, --mix to mix heads"),
-        (("--solver", "parafac"), "nothing to do"),
+        (("--sweeps", "9"), "nothing to do"),
         (
-            ("--mix", "--solver", "parafac"),
-            "--solver belongs to a conversion; pass --dk, --dv or --dff too, or leave it out",
+            ("--mix", "--sweeps", "9"),
+            "--sweeps belongs to a conversion; pass --dk, --dv or --dff too, or leave it out",
         ),
         (("--mix", "--calibration", "none"), "--calibration belongs to a conversion"),
         (("--mix", "--dk", "0"), "dk is 0; expected at least 1"),

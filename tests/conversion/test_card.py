@@ -65,7 +65,7 @@ def test_card_describes_narrow_values(dk, make_tiny, calibration, tmp_path):
 
 def test_card_of_chosen_widths_says_so(make_tiny, calibration):
     model = make_tiny("bert")
-    report = compress(model, Compression(keep=0.6, solver=Solver(effort="fast")), calibration)
+    report = compress(model, Compression(keep=0.6, solver=Solver(sweeps=9)), calibration)
     card = model_card(model, "half", "small", report.compression, "texts", report).content
     assert f"Widths were chosen by `--keep`. {report.choice}" in card
     assert f"feed-forward blocks keep {report.feed_forward[0].dff} neurons each" in card

@@ -352,19 +352,6 @@ def test_models_of_one_config_stay_apart(make_tiny, calibration):
         (lambda: Compression(dk=8, solver=Solver(method="magic")), "unknown solver 'magic'; expected one of als"),
         (lambda: Compression(dk=8, solver=Solver(sweeps=0)), "sweeps is 0; expected at least 1"),
         (lambda: Compression(dk=8, solver=Solver(sweeps=10**30)), f"sweeps is {10**30}; expected at most 1,000,000"),
-        (
-            lambda: Compression(dk=8, solver=Solver(effort="most")),
-            "unknown effort 'most'; expected one of best, fast",
-        ),
-        (
-            lambda: Compression(dk=8, solver=Solver(effort="fast", sweeps=5)),
-            "effort 'fast' says how many sweeps als makes; leave out sweeps",
-        ),
-        (
-            lambda: Compression(dk=8, solver=Solver(effort="fast", method="parafac")),
-            "leave out sweeps and other solvers",
-        ),
-        (lambda: Compression(dv=8, solver=Solver(effort="fast")), "tolerance and effort apply to queries and keys"),
         (lambda: Compression(dv=8, head_dim=4), "head_dim, solver, .* apply to queries and keys; pass dk"),
         (lambda: Compression(dk=8, head_dim=0), "head_dim is 0; expected at least 1"),
         (
@@ -384,14 +371,6 @@ def test_models_of_one_config_stay_apart(make_tiny, calibration):
         ),
         (lambda: Compression(dk=8, solver=Solver(damping=float("nan"))), "damping is nan; expected 0 or more"),
         (
-            lambda: Compression(dk=8, solver=Solver(tolerance=float("nan"))),
-            "tolerance is nan; expected a finite number, 0 or more",
-        ),
-        (
-            lambda: Compression(dk=8, solver=Solver(tolerance=-1.0)),
-            r"tolerance is -1\.0; expected a finite number, 0 or more",
-        ),
-        (
             lambda: Compression(dk=8, solver=Solver(seed=2**64)),
             "seed is 18446744073709551616; expected at most 4,294,967,295",
         ),
@@ -399,9 +378,7 @@ def test_models_of_one_config_stay_apart(make_tiny, calibration):
         (lambda: Compression(dk=8, solver=Solver(seed="0")), "seed is '0'; expected a whole number"),
         (lambda: Compression(dk=8, solver=Solver(damping="0.1")), "damping is '0.1'; expected 0 or more"),
         (lambda: Compression(dk=8, solver=Solver(damping=None)), "damping is None; expected 0 or more"),
-        (lambda: Compression(dk=8, solver=Solver(tolerance="0.1")), "tolerance is '0.1'; expected a finite number"),
         (lambda: Compression(dk=8, solver=Solver(refit="no")), "refit is 'no'; expected True, False or None"),
-        (lambda: Compression(dk=8, solver=Solver(centre="no")), "centre is 'no'; expected True, False or None"),
     ],
 )
 def test_bad_options_say_what_to_do(make_tiny, options, message):
@@ -867,15 +844,6 @@ def test_parafac_converts_too(make_tiny):
     ours = compress(make_tiny("bert"), Compression(dk=12), calibration=None)
     for one, other in zip(report.modules, ours.modules, strict=True):
         assert 0 < other.weight_error <= one.weight_error
-
-
-def test_fast_is_a_third_of_the_sweeps(make_tiny, calibration):
-    reports = [
-        compress(make_tiny("bert"), Compression(dk=7, solver=Solver(effort=effort, **rest)), calibration).modules[0]
-        for effort, rest in (("fast", {"tolerance": 0.0}), ("best", {"tolerance": 0.0, "sweeps": 36}))
-    ]
-    assert [module.sweeps for module in reports] == [36, 36]
-    assert reports[0].data_error == reports[1].data_error
 
 
 def test_the_report_has_the_time_of_calibration(make_tiny, calibration):

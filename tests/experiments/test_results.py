@@ -463,7 +463,10 @@ def test_the_same_result_twice(write, tmp_path):
     assert str(path) in str(caught.value)
 
 
-REMOVED = {"start": None, "share": None, "growth_form": "printed", "form": "shared", "equal_heads": False}
+REMOVED = {
+    **{"start": None, "share": None, "growth_form": "printed", "form": "shared", "equal_heads": False},
+    **{"effort": "best", "tolerance": None, "centre": None},
+}
 """Options that recipes no longer have → the value in records that means what recipes without it do."""
 
 
