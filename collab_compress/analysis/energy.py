@@ -298,9 +298,7 @@ def value_energy(
 
 
 def _value_energy(site: ValueSite, inputs: tuple[Moments, ...], damping: float) -> ValueEnergy:
-    form = getattr(site.module, "value_form", None)
     count = site.key_value_heads
-    sizes = [len(site.value.weight) // count] * count if form is None else list(form.sizes)
     group = site.heads // count
     output = getattr(site.output, "proj", site.output)
     weight = _exact(plain_weight(site.path(site.family.output), output))
@@ -313,13 +311,12 @@ def _value_energy(site: ValueSite, inputs: tuple[Moments, ...], damping: float) 
     if inputs:
         joint = inputs[0].covariance() if output.bias is not None else inputs[0].second
     else:
-        joint = torch.block_diag(*(head @ head.mT for head in value.split(sizes) for _ in range(group)))
+        joint = torch.block_diag(*(head @ head.mT for head in value.chunk(count) for _ in range(group)))
     damped = damp(joint, damping)
-    alone, together = captured(damped, rows.split([size for size in sizes for _ in range(group)]), group)
+    alone, together = captured(damped, rows.chunk(site.heads), group)
     variances, directions = torch.linalg.eigh(damped)
     root = variances.clamp(min=0).sqrt()[:, None] * directions.mT
-    single: Tensor = nn.utils.rnn.pad_sequence(list(alone), batch_first=True)
-    return ValueEnergy(_cumulative(single), _cumulative(together), _cumulative(_squares(root @ rows)))
+    return ValueEnergy(_cumulative(torch.stack(alone)), _cumulative(together), _cumulative(_squares(root @ rows)))
 
 
 def _moments_of(

@@ -128,13 +128,13 @@ def plan(
         raise CalibrationError("a plan takes calibration data of at least two sequences; pass more")
     few = data.sample(SEQUENCES)
     site = find_attention(model)[0]
-    step = site.head_width if site.family.rotary else 1  # with a rotary embedding dk is a number of heads
+    steps = {"dk": site.head_width if site.family.rotary else 1, "dv": site.key_value_heads}
     left_out: dict[str, str] = {}
     dense_widths = _dense_widths(model, few.used, left_out)
     total = len(dense_widths) * len(shares)
     trials: list[Trial] = []
     for number, (part, dense_width) in enumerate(dense_widths.items()):
-        rounding = step if part == "dk" else 1
+        rounding = steps.get(part, 1)
         rounded = {rounding * math.ceil(share * dense_width / rounding) for share in shares}
         widths = {width for width in rounded if width < dense_width}
         if not widths:

@@ -187,7 +187,7 @@ def _needed_width(site: AttentionSite) -> int:
             f"{site.name}: a stock model needs queries, keys and values of all modules narrower; convert with dk, "
             "head_dim and dv"
         )
-    return int(max(scores.width, *values.sizes))
+    return int(max(scores.width, values.size))
 
 
 def _expand(model: PreTrainedModel, head_width: int | None) -> None:
@@ -241,9 +241,9 @@ def _refuse_hooks(site: AttentionSite, *paths: str) -> None:
 def _dense_values(site: AttentionSite, form: NarrowValues, output: Any, head_width: int | None) -> ValueParts:
     form = form if head_width is None else replace(form, head_width=head_width)
     value, bias, weight = form.read(site.name, site.module, output)
-    dense_bias = None if bias is None else form.widened(bias, 0, form.sizes)
-    dense = _linear(form.widened(value, 1, form.sizes), dense_bias, site.part(form.value).proj.weight)
-    wide = form.widened(weight, 0, form.output_sizes)  # (H·d, D)
+    dense_bias = None if bias is None else form.widened(bias)
+    dense = _linear(form.widened(value), dense_bias, site.part(form.value).proj.weight)
+    wide = form.widened(weight.T).T  # (H·d, D)
     output_weight = nn.Parameter(wide.T.contiguous() if output_dim(output) else wide, output.weight.requires_grad)
     return ValueParts(dense, output, output_weight, output.bias)
 

@@ -294,7 +294,7 @@ def _narrow(site: ValueSite, compression: Compression, moments: SiteMoments) -> 
     result = narrow_values(
         site.value_heads(),
         site.output_heads(),
-        form.sizes,
+        form.size,
         moments[0] if moments else None,
         fold=site.output.bias is not None,
         damping=compression.solver.damping,
@@ -321,12 +321,16 @@ def _narrow(site: ValueSite, compression: Compression, moments: SiteMoments) -> 
     return form, parts, result
 
 
-def rounding(forms: Iterable[MapForm], dk: int | None) -> list[str]:
-    """Return a warning of a dk that rotary forms round up, or none."""
-    rounded = [form for form in forms if isinstance(form, RotaryScores) and form.rank != dk]
+def rounding(forms: Sequence[MapForm], dk: int | None, dv: int | None = None) -> list[str]:
+    """Return warnings of a dk that rotary forms round, and of a dv that narrow values round."""
+    rotary = [form for form in forms if isinstance(form, RotaryScores) and form.rank != dk]
+    narrow = [form for form in forms if isinstance(form, NarrowValues) and form.dv != dv]
     return [
         f"dk {dk} was rounded up to {form.rank}: a rotary embedding rotates whole heads of {form.head_width} channels"
-        for form in rounded[:1]
+        for form in rotary[:1]
+    ] + [
+        f"dv {dv} was rounded to {form.dv}: its {form.value_heads} heads of values have {form.size} channels each"
+        for form in narrow[:1]
     ]
 
 
@@ -378,7 +382,7 @@ def warnings_of(
     for item in planned:
         for vectors, (projection, _) in zip(item.report.vectors, item.site.inputs, strict=True):
             seen.append((item.site.name, vectors, width_in(projection)))
-    warnings = rounding((item.form for item in planned), compression.dk) + without_savings(planned)
+    warnings = rounding([item.form for item in planned], compression.dk, compression.dv) + without_savings(planned)
     warnings += few_vectors(seen)
     for item in planned:
         if isinstance(item.report, ModuleReport) and item.report.breakdowns:

@@ -100,7 +100,6 @@ class ValueReport(PartReport):
         weight_error: ‖U − Û‖/‖U‖ over the stacked Wv·Wo.
         data_error: the same of the layer's outputs on calibration data, or None without.
         seconds: time of the decomposition, others running at the same time.
-        sizes: channels of each head.
         vectors: number of vectors in the moments, of the output projection's inputs; 0 without data.
     """
 
@@ -108,7 +107,6 @@ class ValueReport(PartReport):
     weight_error: float
     data_error: float | None
     seconds: float
-    sizes: tuple[int, ...]
     vectors: tuple[int, ...]
 
 
@@ -264,7 +262,7 @@ def value_report(
 ) -> ValueReport:
     """Return the report of one module's values; `vectors` counts the output projection's inputs in the moments."""
     widths = site.widths
-    dense = replace(form, sizes=(site.head_width,) * site.key_value_heads)
+    dense = replace(form, size=site.head_width)
     return ValueReport(
         name=site.name,
         dv=form.dv,
@@ -275,6 +273,5 @@ def value_report(
         macs_before=dense.macs(widths, length),
         macs_after=form.macs(widths, length),
         seconds=seconds,
-        sizes=form.sizes,
         vectors=vectors,
     )

@@ -38,7 +38,7 @@ def test_card_names_model_and_source(converted):
 @pytest.mark.parametrize("dk", [None, 8])
 def test_card_describes_narrow_values(dk, make_tiny, calibration, tmp_path):
     model = make_tiny("bert")
-    compression = Compression(dk=dk, dv=10, solver=Solver(damping=0.01))
+    compression = Compression(dk=dk, dv=9, solver=Solver(damping=0.01))
     report = compress(model, compression, calibration)
     card = model_card(model, "narrow", "small", compression, "texts", report).content
     words = "shared attention and narrow values" if dk else "narrow values"
@@ -46,9 +46,9 @@ def test_card_describes_narrow_values(dk, make_tiny, calibration, tmp_path):
     for part in (
         f"`BertModel` with {words}, made from `small`",
         f"import collab_compress  # lets Transformers rebuild the {words}",
-        "Values of 2 attention modules were narrowed to dv = 10 channels",
+        "Values of 2 attention modules were narrowed to dv = 9 channels",
         "damping 0.01, seed 0, calibrated on texts",
-        "| value/output parameters | 2,352 → 980 |",
+        "| value/output parameters | 2,352 → 882 |",
         f"| relative error of what heads add, mean over modules | {error:.4f} |",
     ):
         assert part in card

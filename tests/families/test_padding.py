@@ -59,7 +59,7 @@ def test_padding_does_not_count_anywhere(kin):
             torch.testing.assert_close(actual.second, expected.second, atol=1e-4, rtol=1e-4)
 
     model = copy.deepcopy(dense)
-    compress(model, Compression(dk=TINIES[kin].full // 2, dv=11, solver=Solver(sweeps=1)), calibration=None)
+    compress(model, Compression(dk=TINIES[kin].full // 2, dv=9, solver=Solver(sweeps=1)), calibration=None)
     if kin not in ("siglip", "siglip2"):  # they pool the last token, even if it is padding
         far, near = (drift_of(model, dense, [batch]).relative_error for batch in (padded, bare))
         assert far == pytest.approx(near, rel=1e-3)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from forms import PAIRS, TURNS, checkpoint_, converted, outputs, randomise_
+from forms import checkpoint_, converted, in_pairs, in_turns, outputs, randomise_
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
@@ -27,10 +27,6 @@ from collab_compress.heads import Tap
 from collab_compress.heads.alphas import MixedProjection
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
-in_even_pairs = pytest.mark.parametrize(("family", "form"), [pair for pair in PAIRS if pair[1] != "unequal"])
-in_even_turns = pytest.mark.parametrize(
-    ("family", "form", "implementation"), [turn for turn in TURNS if turn[1] != "unequal"]
-)
 
 
 def mixed(make_tiny, family, form="dense"):
@@ -40,7 +36,7 @@ def mixed(make_tiny, family, form="dense"):
     return model
 
 
-@in_even_turns
+@in_turns
 def test_each_head_is_a_combination_of_all(family, form, implementation, make_tiny, batch):
     """Every mixed projection equals the double loop over heads, followed by the plain projection."""
     model = mixed(make_tiny, family, form)
@@ -65,7 +61,7 @@ def test_each_head_is_a_combination_of_all(family, form, implementation, make_ti
         torch.testing.assert_close(output, expected, **CLOSE)
 
 
-@in_even_pairs
+@in_pairs
 def test_starts_as_it_was(family, form, make_tiny, batch):
     model = converted(make_tiny, family, form)
     before = outputs(model, batch)
@@ -79,7 +75,7 @@ def test_starts_as_it_was(family, form, make_tiny, batch):
     assert (outputs(model, batch) - before).abs().max() > 0.1
 
 
-@in_even_pairs
+@in_pairs
 def test_merging_is_exact_and_leaves_a_plain_projection(family, form, make_tiny, batch):
     untouched = converted(make_tiny, family, form)
     model = mixed(make_tiny, family, form)
@@ -134,14 +130,7 @@ def test_mixed_narrow_values_become_dense_again(then, family, make_tiny, batch):
     assert shapes[0] == shapes[1]
 
 
-def test_values_and_alphas_that_do_not_go_together_are_refused(family, make_tiny, batch):
-    model = make_tiny(family)
-    compress(model, Compression(dv=10), calibration=None)
-    before = outputs(model, batch)
-    with pytest.raises(HeadError, match="have 3 to 4 channels of values, and only heads of one width can be mixed"):
-        mix_heads_(model)
-    assert torch.equal(outputs(model, batch), before)
-    assert alphas_of(model) == {}
+def test_values_of_mixed_heads_are_not_converted(family, make_tiny, batch):
     model = mixed(make_tiny, family)
     before = outputs(model, batch)
     with pytest.raises(UnsupportedModelError, match="mixes the heads; call merge_alphas_ first, then convert values"):

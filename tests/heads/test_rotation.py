@@ -412,11 +412,11 @@ def test_collaborative_modules_rotate_inside_layers_only(strategy, modules, make
     Rotator(model, RotationOptions("in-layer", epochs=(0,)))
 
 
-@pytest.mark.parametrize("strategy", ["in-layer", "hard", "random"])
+@pytest.mark.parametrize("strategy", ["hard", "random"])
 def test_heads_of_different_widths_are_refused_before_training(strategy, make_tiny):
     model = make_tiny("bert")
-    compress(model, Compression(dv=11), calibration=None)
-    with pytest.raises(HeadError, match=r"cannot swap head 1 of .* with head 2 of .*: their parameters differ"):
+    compress(model, Compression(dv=9, modules="*layer.0*"), calibration=None)
+    with pytest.raises(HeadError, match=r"cannot swap head .* of .* with head .* of .*: their parameters differ"):
         Rotator(model, RotationOptions(strategy, epochs=(0,)))
 
 
