@@ -26,7 +26,6 @@ SECTION_NAMES = (
     "patterns",
     "attention_maps",
     "dominance",
-    "content",
 )
 """Sections of a report, in the order of the page."""
 

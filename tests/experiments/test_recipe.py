@@ -127,7 +127,7 @@ def test_calibration_is_a_choice(path):
         ("tuning.epochs=yes", r"tuning\.epochs is 'yes'; expected a valid number"),
         ("heads.penalties=[{name: hsic, weight: .inf}]", r"heads\.penalties\.0\.weight is inf; expected a finite"),
         ("heads.rotation.epochs=1", r"heads\.rotation\.epochs is 1; expected a list, as in \[1\]"),
-        ("heads.rotation.strategy=x", r"heads\.rotation\.strategy is 'x'; expected 'manual', 'hard', 'in-layer'"),
+        ("heads.rotation.strategy=x", r"heads\.rotation\.strategy is 'x'; expected 'manual', 'hard', 'soft'"),
         ("files={validation: a}", "files names no training data"),
         ("files={train: a}", "files names only training data"),
         ("files=a", "files is 'a'; expected an object"),

@@ -465,7 +465,7 @@ def test_the_same_result_twice(write, tmp_path):
 
 REMOVED = {
     **{"start": None, "share": None, "growth_form": "printed", "form": "shared", "equal_heads": False},
-    **{"effort": "best", "tolerance": None, "centre": None},
+    **{"effort": "best", "tolerance": None, "centre": None, "printed": False},
 }
 """Options that recipes no longer have → the value in records that means what recipes without it do."""
 

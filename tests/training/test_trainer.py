@@ -55,7 +55,7 @@ EVERYTHING = HeadTraining(
         PenaltyOptions("orthogonality", 0.01),
     ),
     alphas=AlphasOptions(frozen_ratio=0.3, growth_weight=1.0, growth=0.01),
-    rotation=RotationOptions("in-layer", (0, 1, 2, 3), k=1, swap_back_after=1, rest=0, exclude=()),
+    rotation=RotationOptions("hard", (0, 1, 2, 3), k=1, swap_back_after=1, rest=0, exclude=()),
 )
 
 
@@ -107,7 +107,8 @@ def trainer_of(model, folder, training=EVERYTHING, data=None, trainer_class=Head
 @pytest.mark.parametrize("family", ["bert", "albert", "distilbert"])
 def test_every_method_at_once(family, rank, dv, make_tiny, tmp_path):
     model = classifier(make_tiny, family, rank, dv)
-    trainer = trainer_of(model, tmp_path)
+    training = EVERYTHING if rank is None else dataclasses.replace(EVERYTHING, rotation=None)
+    trainer = trainer_of(model, tmp_path, training)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logs) == 12
@@ -124,7 +125,7 @@ def final_weights(trainer, **kwargs):
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
-WITHIN = RotationOptions("in-layer", (0.25, 0.5, 1.25, 1.3, 2.5), swap_back_after=0.5, rest=0.25, exclude=())
+WITHIN = RotationOptions("hard", (0.25, 0.5, 1.25, 1.3, 2.5), swap_back_after=0.5, rest=0.25, exclude=())
 
 
 def rotations(trainer):
@@ -686,7 +687,7 @@ def test_the_ends_of_the_processing_class_do_not_count_for_importance(make_tiny,
 
 
 def test_validation_data_may_be_several(make_tiny, tmp_path):
-    training = HeadTraining(rotation=RotationOptions("in-layer", (0,), exclude=()))
+    training = HeadTraining(rotation=RotationOptions("hard", (0,), exclude=()))
     trainer = trainer_of(classifier(make_tiny), tmp_path, training, max_steps=1)
     trainer.eval_dataset = {"one": dataset(4, 7, 1), "two": dataset(4, 7, 2)}
     trainer.train()
