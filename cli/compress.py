@@ -25,7 +25,6 @@ from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.expand import refuse_stock, to_stock
 from collab_compress.conversion.recovery import attention_digest
 from collab_compress.conversion.report import RefitReport, ValueReport
-from collab_compress.distributed import process_state
 from collab_compress.report import plan_report, write_report
 
 from .arguments import CompressArguments as Arguments
@@ -157,12 +156,9 @@ def _command_at(knees: Mapping[str, int], arguments: Arguments) -> str:
 
 
 def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | None]:
-    """Convert the model, and time it beside the dense one if it reads tokens and this is the only process."""
+    """Convert the model, and time it beside the dense one if it reads tokens."""
     compression = Compression(**vars(arguments.compression))
-    distributed = process_state().num_processes > 1
-    dense = None
-    if not distributed and not arguments.saving.quiet:
-        dense = sharing_copy(source.model)  # holds no weight twice
+    dense = None if arguments.saving.quiet else sharing_copy(source.model)  # holds no weight twice
     with progress_bar("module", arguments.saving.quiet) as progress:
         progress("running the model on calibration data", 0, None)
         report = compress(
@@ -172,7 +168,6 @@ def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | No
             tokenizer=source.tokenizer,
             progress=lambda name, done, total: progress(f"fitting {name}" if name else "done", done, total),
             calibration_options=arguments.calibration_options,
-            distributed=distributed,
         )
     if dense is None:
         return report, None

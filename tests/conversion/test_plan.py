@@ -1,4 +1,4 @@
-"""Modules decomposed in groups, threads and processes."""
+"""Modules decomposed in groups and threads."""
 
 import copy
 import signal
@@ -15,52 +15,6 @@ from collab_compress.architectures import find_dense_attention
 from collab_compress.calibration import gather_moments
 from collab_compress.conversion import plan
 
-PROGRAM = """
-import sys
-import torch
-from transformers import BertModel
-from collab_compress import Compression, CompressionError, Solver, compress
-from collab_compress.conversion import plan
-from collab_compress.distributed import end_processes, process_state
-
-folder, rank = sys.argv[1], process_state().process_index
-batches = torch.load(folder + "/batches.pt", weights_only=True)
-forms = {
-    "narrow heads": Compression(dk=7, head_dim=3, solver=Solver(sweeps=12)),
-    "both": Compression(dk=7, dv=12, solver=Solver(sweeps=12)),
-    "share": Compression(keep=0.6, solver=Solver(sweeps=2)),
-}
-for form, compression in forms.items():
-    model = BertModel.from_pretrained(folder)
-    report = compress(model, compression, batches, distributed=True)
-    errors = [each.data_error for each in (*report.modules, *report.values)]
-    torch.save({"weights": model.state_dict(), "errors": errors}, f"{folder}/{form}{rank}.pt")
-
-real = plan.factorize
-def broken(*args, **kwargs):
-    raise ValueError("this cannot be decomposed")
-if rank == 1:
-    plan.factorize = broken
-try:
-    compress(BertModel.from_pretrained(folder), Compression(dk=7), batches, distributed=True)
-except CompressionError as error:
-    elsewhere = "" if rank == 1 else "process 1: "
-    assert str(error) == elsewhere + "encoder.layer.1.attention.self: this cannot be decomposed", error
-else:
-    raise SystemExit("it went on without the modules of the other process")
-plan.factorize = real
-for device in ("cuda:0", "cuda:1"):
-    words = f"device '{device}' would hold 2 processes; pass 'cuda', and each takes its own"
-    try:
-        compression = Compression(dk=7, solver=Solver(device=device))
-        compress(BertModel.from_pretrained(folder), compression, batches, distributed=True)
-    except CompressionError as error:
-        assert words in str(error), error
-    else:
-        raise SystemExit("both processes work on one device")
-end_processes()
-"""
-
 
 @pytest.fixture
 def dense(make_tiny, tmp_path):
@@ -70,32 +24,6 @@ def dense(make_tiny, tmp_path):
     model = BertModel(config).eval()
     model.save_pretrained(tmp_path)
     return model
-
-
-def test_two_processes_convert_as_one(python, dense, calibration, tmp_path):
-    torch.save(calibration, tmp_path / "batches.pt")
-    done = python.both(PROGRAM, tmp_path)
-    assert done.returncode == 0, done.stderr
-    forms = {
-        "narrow heads": Compression(7, head_dim=3, solver=Solver(sweeps=12)),
-        "both": Compression(7, dv=12, solver=Solver(sweeps=12)),
-        "share": Compression(keep=0.6, solver=Solver(sweeps=2)),
-    }
-    for form, compression in forms.items():
-        alone = copy.deepcopy(dense)
-        report = compress(alone, compression, calibration)
-        errors = [module.data_error for module in (*report.modules, *report.values)]
-        for rank in range(2):
-            saved = torch.load(tmp_path / f"{form}{rank}.pt", weights_only=True)
-            torch.testing.assert_close(dict(saved["weights"]), dict(alone.state_dict()), rtol=1e-5, atol=1e-6)
-            assert saved["errors"] == pytest.approx(errors, rel=1e-6)
-
-
-def test_one_process_may_spread_too(dense, calibration):
-    other = copy.deepcopy(dense)
-    compress(dense, Compression(dk=7), calibration)
-    compress(other, Compression(dk=7), calibration, distributed=True)
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in dense.state_dict().items())
 
 
 def test_moments_of_a_few_modules_at_a_time(dense, calibration, monkeypatch):
