@@ -198,16 +198,7 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         renamings = [conversion for conversion in used if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in used if isinstance(conversion, WeightConverter)]
         prefix = model.base_model_prefix
-        holders: dict[str, str] = {}
-        for name in self.stored:
-            loaded_name, pattern = rename_source_key(name, renamings, converters, prefix, expected)
-            first = holders.setdefault(loaded_name, name)
-            if first != name and pattern is None and loaded_name in expected:
-                raise CheckpointError(
-                    f"{type(model).__name__}: the checkpoint holds {loaded_name} twice, as {first} and as {name}; "
-                    "take one of them out"
-                )
-        loaded = holders.keys()
+        loaded = {rename_source_key(name, renamings, converters, prefix, expected)[0] for name in self.stored}
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
         edited = {name for edit in self.edits for name in edit.modules}
         like_absent = {_any_layer(".".join(name.split(".")[-2:])) for name in self.absent}
@@ -250,11 +241,6 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_trainable(self) -> bool:
         """Return whether training works."""
         return not self.quantizes or bool(super().is_trainable)
-
-    @property
-    def is_compileable(self) -> bool:
-        """Return whether `torch.compile` works."""
-        return not self.quantizes or bool(super().is_compileable)
 
 
 def quantizer_of(config: EditConfig, **options: Any) -> EditQuantizer:

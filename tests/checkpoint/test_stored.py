@@ -175,17 +175,6 @@ def test_a_config_with_another_number_of_heads_is_refused(edit_, make_tiny, tmp_
         AutoModel.from_pretrained(tmp_path)
 
 
-def test_a_tensor_under_two_names_is_refused(make_tiny, tmp_path):
-    model = make_tiny("bert")
-    compress(model, Compression(dk=8), calibration=None)
-    model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors[f"bert.{NAME}.mixing"] = tensors[f"{NAME}.mixing"] + 1
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"holds {NAME}\.mixing twice, as bert\.{NAME}\.mixing and as {NAME}"):
-        AutoModel.from_pretrained(tmp_path)
-
-
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 @pytest.mark.parametrize("change", ["shared", "values", "alphas"])
 def test_a_state_dict_of_the_dense_model_is_refused(change, family, make_tiny):
