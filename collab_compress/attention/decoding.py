@@ -70,6 +70,7 @@ def weighted_values(probs: Tensor, value: Tensor, heads: int, size: int) -> Tens
         size: channels s of each head of values, side by side.
     """
     (batch, _, keys), (groups, width) = probs.shape, (value.shape[1], value.shape[-1])
+    outputs: Tensor
     if width % size == 0 and groups * width == heads * size:  # whole heads in each key group: one product
         outputs = torch.bmm(probs.view(batch * groups, -1, keys), value.flatten(0, 1)).unflatten(0, (batch, groups))
     else:
@@ -80,4 +81,5 @@ def weighted_values(probs: Tensor, value: Tensor, heads: int, size: int) -> Tens
     if together == 1:
         return outputs.reshape(batch, -1)
     outputs = outputs.unflatten(-1, (together, size)).unflatten(2, (together, -1))  # (B, ·, m, group, m, s)
-    return outputs.diagonal(dim1=2, dim2=4).movedim(-1, 2).reshape(batch, -1)
+    outputs = outputs.diagonal(dim1=2, dim2=4).movedim(-1, 2)  # (B, ·, m, group, s)
+    return outputs.reshape(batch, -1)

@@ -190,7 +190,7 @@ def test_values_of_each_head_have_the_energy_of_their_maps(family, weighed, make
             np.testing.assert_allclose(energies[site.name].heads[head], curve(made)[:9], atol=1e-5)
 
 
-@pytest.mark.parametrize("dv", [1, 5, 12, 13, 23])
+@pytest.mark.parametrize("dv", [3, 6, 12, 21])
 @pytest.mark.parametrize("weighed", [False, True])
 def test_a_conversion_of_values_captures_what_the_curve_says(family, weighed, dv, make_tiny, calibration):
     model = make_tiny(family)
