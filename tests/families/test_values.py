@@ -108,7 +108,7 @@ def test_value_cache_bytes(name, values):
 @pytest.mark.parametrize(("dv", "rounded"), [(10, 9), (23, 21), (2, 3)])
 def test_heads_of_values_are_equally_wide(dv, rounded):
     model = build("bert")
-    report = compress(model, Compression(dv=dv, solver=ONCE), calibration=None)
+    report = compress(model, Compression(dv=dv), calibration=None)
     assert {module.dv for module in report.values} == {rounded}
     note = f"dv {dv} was rounded to {rounded}: its 3 heads of values have {rounded // 3} channels each"
     assert note in report.warnings
