@@ -352,7 +352,7 @@ def test_models_of_one_config_stay_apart(make_tiny, calibration):
         (lambda: Compression(dk=8, solver=Solver(method="magic")), "unknown solver 'magic'; expected one of als"),
         (lambda: Compression(dk=8, solver=Solver(sweeps=0)), "sweeps is 0; expected at least 1"),
         (lambda: Compression(dk=8, solver=Solver(sweeps=10**30)), f"sweeps is {10**30}; expected at most 1,000,000"),
-        (lambda: Compression(dv=8, head_dim=4), "head_dim, solver, .* apply to queries and keys; pass dk"),
+        (lambda: Compression(dv=8, head_dim=4), "head_dim, solver and sweeps apply to queries and keys; pass dk"),
         (lambda: Compression(dk=8, head_dim=0), "head_dim is 0; expected at least 1"),
         (
             lambda: Compression(dk=8, head_dim=4, solver=Solver(method="parafac")),
