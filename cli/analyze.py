@@ -52,7 +52,7 @@ def run(arguments: Arguments) -> ReportResult:
             numbers = both.enter_context(atomic_file(common.json))
             numbers.write_text(to_json(result), encoding="utf-8")
         write_report(result, arguments.output)
-    common.say(*result.actions, *([""] if result.actions else []), *result.highlights)
+    common.say(*result.highlights)
     common.say(*(f"Not shown: {section}: {reason}." for section, reason in result.omitted.items()))
     common.say(f"\nPage: {arguments.output / 'index.html'}")
     return result

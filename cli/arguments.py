@@ -160,7 +160,7 @@ class Conversion(Compression):
 def _changed(options: Any) -> list[str]:
     """Return the flags, without dashes, of the options that are not at their defaults."""
     names = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
-    return ["solver" if name == "method" else name.replace("_", "-") for name in names]
+    return [name.replace("_", "-") for name in names]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,9 +209,6 @@ class CompressArguments(EditArguments):
     narrower heads in families whose config allows that (T5, ViT, DeiT): --dk and --dv, with heads as wide as those
     of the values if --head-dim is not given."""
 
-    standalone: bool = False
-    """Save the modelling code too, so that the model loads without this package by trust_remote_code=True."""
-
     def __post_init__(self) -> None:
         if self.plan:
             self._check_plan()
@@ -227,7 +224,7 @@ class CompressArguments(EditArguments):
             object.__setattr__(self, "compression", replace(self.compression, keep=KEEP))
 
     def _check_plan(self) -> None:
-        others = ("mix", "stock", "standalone", "recover")
+        others = ("mix", "stock", "recover")
         unused = [
             *_changed(self.compression.solver),
             *_changed(self.compression),
@@ -242,9 +239,9 @@ class CompressArguments(EditArguments):
         compression = self.compression
         widths = [width is not None for width in (compression.dk, compression.dv)]
         takes = (compression.dff is not None or all(widths)) and any(widths) == all(widths)
-        if not takes or self.mix or self.standalone:
+        if not takes or self.mix:
             raise CollabCompressError(
-                "--stock takes --dff N, or --dk N and --dv N together, and neither --keep, --mix nor --standalone"
+                "--stock takes --dff N, or --dk N and --dv N together, and neither --keep nor --mix"
             )
 
     def _check_mix(self) -> None:

@@ -23,7 +23,6 @@ from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.expand import refuse_stock, to_stock
 from collab_compress.conversion.recovery import attention_digest
 from collab_compress.conversion.report import RefitReport, ValueReport
-from collab_compress.distributed import process_state
 
 from .arguments import CompressArguments as Arguments
 from .arguments import with_steps
@@ -101,7 +100,6 @@ def run(arguments: Arguments) -> Report | None:
         record,
         lines + _mixing_lines(mixed),
         notes=[] if recovery is None else [recovery_note(recovery)],
-        standalone=arguments.standalone,
         compression=None if report is None else _compression(arguments, report),
         calibration=None if report is None else _calibration_words(source, calibration),
         report=report,
@@ -133,12 +131,9 @@ def _plan(arguments: Arguments) -> None:
 
 
 def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | None]:
-    """Convert the model, and time it beside the dense one if it reads tokens and this is the only process."""
+    """Convert the model, and time it beside the dense one if it reads tokens."""
     compression = Compression(**vars(arguments.compression))
-    distributed = process_state().num_processes > 1
-    dense = None
-    if not distributed and not arguments.saving.quiet:
-        dense = sharing_copy(source.model)  # holds no weight twice
+    dense = None if arguments.saving.quiet else sharing_copy(source.model)  # holds no weight twice
     with progress_bar("module", arguments.saving.quiet) as progress:
         progress("running the model on calibration data", 0, None)
         report = compress(

@@ -17,13 +17,12 @@ import transformers
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from collab_compress import CheckpointError, CollabCompressError, make_standalone_
+from collab_compress import CheckpointError, CollabCompressError
 from collab_compress.checkpoint import pretrained
 from collab_compress.checkpoint.directory import (
     MODULES,
     atomic_directory,
     atomic_file,
-    check_upload,
     companions_of,
     copy_companions,
     has_tokenizer,
@@ -33,8 +32,8 @@ from collab_compress.checkpoint.directory import (
     to_json,
 )
 from collab_compress.checkpoint.edits import METHOD
-from collab_compress.checkpoint.pretrained import find_directory, repository_of, title_of
-from collab_compress.conversion.card import CARD, Origin, edited_words, loading_lines, model_card
+from collab_compress.checkpoint.pretrained import find_directory, title_of
+from collab_compress.conversion.card import CARD, edited_words, loading_lines, model_card
 from collab_compress.distributed import process_state
 from collab_compress.errors import CompressionError, one_line
 
@@ -55,14 +54,12 @@ class Source:
         directory: where its files are.
         model: in its own class and dtype, in evaluation mode.
         tokenizer: its tokenizer, or None if it has none.
-        repository: its name on the hub, if it is from there.
     """
 
     name: str
     directory: Path
     model: PreTrainedModel
     tokenizer: Any
-    repository: str | None = None
 
 
 def begin(
@@ -87,8 +84,6 @@ def begin(
     output = arguments.output or Path(title_of(arguments.model) + suffix)
     directory = find_directory(arguments.model, saving.revision)
     check_outputs({"--output": output, "--json": saving.json}, directory, *inputs)
-    if saving.push_to_hub is not None:
-        check_upload(saving.push_to_hub)
     companions_of(directory)
     source = load_source(arguments.model, edited, saving.revision)
     put_on(source.model, arguments.device)
@@ -139,7 +134,7 @@ def load_source(name: str, edited: bool = False, revision: str | None = None) ->
     """
     directory = find_directory(name, revision)
     model = load_model(directory, edited)
-    return Source(title_of(name), directory, model, load_tokenizer(directory), repository_of(name))
+    return Source(title_of(name), directory, model, load_tokenizer(directory))
 
 
 def load_model(directory: Path, edited: bool = False) -> PreTrainedModel:
@@ -312,7 +307,6 @@ def finish(
     lines: Sequence[str],
     *,
     notes: Sequence[str] = (),
-    standalone: bool = False,
     **conversion: Any,
 ) -> None:
     """Save the model with its companion files, its card and its record; print lines; upload it if `saving` says so.
@@ -326,7 +320,6 @@ def finish(
         record: for `collab_compress.json` and `--json`.
         lines: to print.
         notes: paragraphs for the card.
-        standalone: whether to save the modelling code too.
         conversion: compression, calibration and report for `model_card`.
 
     Raises:
@@ -342,15 +335,13 @@ def finish(
     with ExitStack() as both:
         report_file = None if saving.json is None else both.enter_context(atomic_file(saving.json))
         partial = both.enter_context(atomic_directory(output))
-        if standalone and is_edited:
-            make_standalone_(model)
         copy_companions(source.directory, partial)
         try:
             model.save_pretrained(partial)
         except ValueError as error:  # generation settings that Transformers reads, but refuses to write
             raise CheckpointError(f"{source.directory} cannot be saved again: {one_line(error)}") from error
-        origin = Origin(source.name, source.directory, source.repository)
-        card = model_card(model, output.name, origin, notes=notes, **conversion)
+        modules = (partial / MODULES).is_file()
+        card = model_card(model, output.name, source.name, notes=notes, sentence_transformers=modules, **conversion)
         (partial / CARD).write_text(str(card), encoding="utf-8")
         (partial / RECORD).write_text(text, encoding="utf-8")
         if report_file is not None:
@@ -359,8 +350,8 @@ def finish(
     if left_out := not_copied(source.directory):
         more = f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
         saving.say(f"Not copied from {source.directory}: {', '.join(left_out[:SHOWN])}{more}.")
-    if is_edited and not standalone:
-        saving.say("Wherever it is loaded: pip install collab-compress (or convert with --standalone).")
+    if is_edited:
+        saving.say("Wherever it is loaded: pip install collab-compress.")
     loading = loading_lines(model, output, sentence_transformers=(output / MODULES).is_file())
     saving.say("To use it:\n", *(f"    {line}" for line in loading))
     if saving.push_to_hub is not None:

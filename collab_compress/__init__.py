@@ -8,7 +8,7 @@ import os
 
 if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
     from collab_compress.attention import FORM_KINDS, FormEdit, register_attention
-    from collab_compress.checkpoint import EDITS, make_standalone_, register_checkpoint, save_modelling_code
+    from collab_compress.checkpoint import EDITS, register_checkpoint
     from collab_compress.conversion.compress import compress
     from collab_compress.conversion.expand import describe, expand, is_converted, read_factors
     from collab_compress.conversion.from_scratch import FromScratch, from_config
@@ -30,7 +30,7 @@ if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
     # What makes stock `from_pretrained` rebuild converted models.
     EDITS.update({edit.kind: edit for edit in (AlphasEdit, PrunedEdit)} | dict.fromkeys(FORM_KINDS, FormEdit))
     register_attention()
-    register_checkpoint(save_modelling_code)
+    register_checkpoint()
 
 __version__ = "0.1.0"
 
@@ -56,7 +56,6 @@ __all__ = [
     "from_config",
     "head_importance",
     "is_converted",
-    "make_standalone_",
     "merge_alphas_",
     "mix_heads_",
     "prune_heads_",

@@ -8,7 +8,6 @@ whatever the caller's autocast, and raise a ValueError where a shape does not fi
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ __all__ = [
     "orthogonality",
 ]
 
-Kernel = Literal["linear", "rbf"]
 # Error of the spectral norm where eigenvalues nearly tie, in units of machine epsilon, times 4 e: 12 units, or 1.4e-6
 # in float32.
 SLACK = 128
@@ -36,57 +34,38 @@ HALF_ROOT_EPSILON = 6e-8  # float16's smallest number: the slope, scaled as in m
 LOG_EPSILON = 1e-9  # keeps the logarithm finite where a probability is 0
 
 
-def hsic(
-    x: Tensor,
-    mask: Tensor | None = None,
-    kernel: Kernel = "linear",
-    bandwidth: float | None = None,
-    unscaled: bool = False,
-) -> Tensor:
+def hsic(x: Tensor, mask: Tensor | None = None, unscaled: bool = False) -> Tensor:
     r"""Return the mean Hilbert-Schmidt independence criterion of two heads, over pairs of heads.
 
     $$\mathrm{HSIC}(K_i, K_j) = \frac{1}{(N - 1)^2} \operatorname{tr}(K_i C K_j C), \quad C = I - \tfrac1N 1 1^\top$$
 
     equations 4 and 7 of "Analyzing and Controlling Inter-Head Diversity in Multi-Head Attention", without its
-    λ, where $K_i$ is the N×N kernel of head i's outputs. No pair is formed. With the linear kernel
+    λ, where $K_i = X_i X_i^\top$ is the N×N linear kernel of head i's outputs. No pair is formed:
 
     $$\sum_{i < j} \operatorname{tr}(K_i C K_j C) =
       \tfrac12 \Big( \|X_{all}^\top C X_{all}\|_F^2 - \sum_i \|X_i^\top C X_i\|_F^2 \Big)$$
 
-    takes O(B T H d · min(B T, H d)) operations; with the radial one
-
-    $$\kappa(y, z) = \exp\!\big(-\|y - z\|^2 / 2 \sigma^2\big), \quad
-      \tfrac12 \Big( \big\| \sum_i C K_i C \big\|_F^2 - \sum_i \|C K_i C\|_F^2 \Big)$$
-
-    takes O((B T)² H d) operations and O((B T)² H) memory. First derivatives only.
+    takes O(B T H d · min(B T, H d)) operations. First derivatives only.
 
     Args:
         x: head outputs, (B, T, H, d), finite.
         mask: True at tokens, False at padding, (B, T) bool, or None.
-        kernel: `linear` or `rbf`.
-        bandwidth: σ of the radial kernel, or None for each head's median distance between two unpadded tokens,
-            taken as a constant.
         unscaled: whether 1/(N − 1)² is left out, so that the value grows with the number of tokens.
 
     Returns:
         A scalar in float32, or float64 if x is; 0 for one head or fewer than two unpadded tokens.
 
     Raises:
-        ValueError: a shape does not fit, the kernel is unknown, or the bandwidth is not positive.
+        ValueError: a shape does not fit.
     """
     _check("x", x, "(B, T, H, d)", mask, (0, 1))
-    if kernel not in ("linear", "rbf"):
-        raise ValueError(f"unknown kernel: got {kernel!r}, expected 'linear' or 'rbf'")
-    if bandwidth is not None and not bandwidth > 0:
-        raise ValueError(f"the bandwidth is not positive: got {bandwidth}; None takes the median distance")
     with _no_autocast(x):
         tokens = _full_precision(x).flatten(0, 1)  # (N, H, d)
         weights = tokens.new_ones(tokens.shape[0]) if mask is None else mask.flatten().to(tokens.dtype)
         count = weights.sum()
         mean = torch.einsum("n,nhd->hd", weights, tokens) / count.clamp(min=1)
         centred = (tokens - mean) * weights[:, None, None]
-        ordered = _linear_hsic(centred) if kernel == "linear" else _radial_hsic(centred, weights, bandwidth)
-        traces = ordered * _per_pair(x.shape[2])
+        traces = _ordered_traces(centred) * _per_pair(x.shape[2])
         return traces if unscaled else traces / (count - 1).clamp(min=1).square()
 
 
@@ -173,7 +152,7 @@ def agreement_probs(probs: Tensor, mask: Tensor | None = None) -> Tensor:
     return _mean_cosine(probs, 1, mask)
 
 
-def bhattacharyya(probs: Tensor, mask: Tensor | None = None, per_sequence: bool = False) -> Tensor:
+def bhattacharyya(probs: Tensor, mask: Tensor | None = None) -> Tensor:
     r"""Return the mean Bhattacharyya coefficient of two heads' attention probabilities, over queries and pairs.
 
     $$BC(a, b) = \sum_j \sqrt{p_j^a \, p_j^b}$$
@@ -185,8 +164,8 @@ def bhattacharyya(probs: Tensor, mask: Tensor | None = None, per_sequence: bool 
 
     where $r_h = \sqrt{p^h}$.
 
-    The paper's algorithm 1 averages each sequence by itself and then over sequences, and does not mention padding;
-    where sequences are equally long both means are one.
+    The paper's algorithm 1 averages each sequence by itself and then over sequences; where sequences are equally long
+    both means are one.
 
     The paper trains with λ = 1 and finds its heads more diverse, but the penalised translation model never reaches
     the BLEU of the plain one.
@@ -195,7 +174,6 @@ def bhattacharyya(probs: Tensor, mask: Tensor | None = None, per_sequence: bool 
         probs: attention probabilities before dropout, (B, H, T, S), finite, 0 at padded keys; the loss is NaN where
             one is negative, as attention scores may be.
         mask: True at queries, False at padding, (B, T) bool, or None.
-        per_sequence: whether sequences with unpadded queries count alike, however long they are, in place of queries.
 
     Returns:
         A scalar in float32, or float64 if the probs are; 0 for one head or without unpadded queries.
@@ -203,7 +181,7 @@ def bhattacharyya(probs: Tensor, mask: Tensor | None = None, per_sequence: bool 
     _check("probs", probs, "(B, H, T, S)", mask, (0, 2))
     with _no_autocast(probs):
         shifted = _full_precision(probs) + (HALF_ROOT_EPSILON if probs.dtype == torch.float16 else ROOT_EPSILON)
-        return _mean_product(shifted.sqrt(), shifted.sum(1).sum(-1), mask, head_axis=1, per_sequence=per_sequence)
+        return _mean_product(shifted.sqrt(), shifted.sum(1).sum(-1), mask, head_axis=1)
 
 
 def nuclear_norm(alphas: Tensor) -> Tensor:
@@ -271,7 +249,7 @@ def kl_divergence(probs: Tensor, target: Tensor, mask: Tensor | None = None) -> 
         return _masked_mean(terms.sum(-1).mean(1), mask)
 
 
-def _linear_hsic(centred: Tensor) -> Tensor:
+def _ordered_traces(centred: Tensor) -> Tensor:
     """Sum of tr(K_i C K_j C) over ordered pairs of distinct heads; centred vectors (N, H, d)."""
     every = centred.flatten(1)  # (N, H·d)
     # Half of a symmetric product's gradient, doubled: one large product less in the backward pass.
@@ -279,30 +257,6 @@ def _linear_hsic(centred: Tensor) -> Tensor:
     total = gram.square().sum()
     blocks = torch.einsum("nhc,nhd->hcd", centred, centred)
     return 2 * total - total.detach() - blocks.square().sum()
-
-
-def _radial_hsic(centred: Tensor, weights: Tensor, bandwidth: float | None) -> Tensor:
-    """Sum of tr(K_i C K_j C) over ordered pairs of distinct heads; vectors (N, H, d), weights 1 or 0 (N,)."""
-    heads = centred.transpose(0, 1)  # (H, N, d)
-    squares = heads.square().sum(-1)
-    distances = (squares[:, :, None] + squares[:, None, :] - 2 * heads @ heads.mT).clamp(min=0)  # (H, N, N)
-    both = weights[:, None] * weights
-    variance = _median_distance(distances.detach(), both) if bandwidth is None else bandwidth**2
-    kernels = torch.exp(distances * (-0.5 / variance))
-    count = weights.sum().clamp(min=1)
-    means = kernels @ weights / count  # (H, N)
-    shift = means - (means @ weights / count)[:, None] / 2
-    kernels = (kernels - shift[:, :, None] - shift[:, None, :]) * both  # C K_i C
-    return kernels.sum(0).square().sum() - kernels.square().sum()
-
-
-def _median_distance(distances: Tensor, both: Tensor) -> Tensor:
-    """Median squared distance of two unpadded tokens of each head, 1 where it is 0 or there are none, (H, 1, 1)."""
-    if not distances.numel():
-        return distances.new_ones(len(distances), 1, 1)
-    pairs = torch.where(both.triu(1) > 0, distances, torch.nan)
-    median = pairs.flatten(1).nanmedian(1).values
-    return torch.where(median > 0, median, 1.0)[:, None, None]
 
 
 def _dominant_vectors(matrices: Tensor) -> Tensor:
@@ -341,18 +295,12 @@ def _mean_cosine(vectors: Tensor, head_axis: int, mask: Tensor | None) -> Tensor
         return _mean_product(units, nonzero.sum(head_axis).squeeze(-1), mask, head_axis)
 
 
-def _mean_product(
-    vectors: Tensor, squares: Tensor, mask: Tensor | None, head_axis: int, per_sequence: bool = False
-) -> Tensor:
+def _mean_product(vectors: Tensor, squares: Tensor, mask: Tensor | None, head_axis: int) -> Tensor:
     r"""Return the mean of $x_a \cdot x_b$ over pairs of heads and unpadded positions, without a loop over pairs.
 
-    Vectors are (B, T, H, d) or (B, H, T, d), squares $\sum_h \|x_h\|^2$ at each position (B, T). With `per_sequence`
-    the mean of each sequence is taken first, then that over sequences.
+    Vectors are (B, T, H, d) or (B, H, T, d), squares $\sum_h \|x_h\|^2$ at each position (B, T).
     """
     values = vectors.sum(head_axis).square().sum(-1) - squares  # (B, T)
-    if per_sequence and mask is not None:
-        lengths = mask.sum(1, keepdim=True)  # (B, 1)
-        values, mask = torch.where(mask, values, 0.0).sum(1, keepdim=True) / lengths.clamp(min=1), lengths > 0
     return _masked_mean(values, mask) * _per_pair(vectors.shape[head_axis])
 
 

@@ -17,7 +17,6 @@ Kind: TypeAlias = Literal["encoder", "decoder", "cross"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Method: TypeAlias = Literal["als", "parafac"]
-Effort: TypeAlias = Literal["best", "fast"]
 SECTION_NAMES = (
     "energy",
     "mixing",
@@ -27,7 +26,6 @@ SECTION_NAMES = (
     "patterns",
     "attention_maps",
     "dominance",
-    "content",
 )
 """Sections of a report, in the order of the page."""
 
@@ -60,27 +58,15 @@ def check_counts(options: Any, error: type[Exception], *names: str, least: int =
 class Solver:
     """How the factors of queries and keys, and the channels of values, are computed."""
 
-    method: Annotated[Method, tyro.conf.arg(name="solver")] = "als"
+    method: tyro.conf.Suppress[Method] = "als"
     """Solver of queries and keys: als (ours) or parafac (the papers' recipe, through tensorly)."""
 
-    effort: Effort = "best"
-    """How long the solver of queries and keys runs: best is its default, fast two fifths of those sweeps, for errors
-    about 2 % higher."""
-
     sweeps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Most passes over the factors; the solver's own default if not given. Rotary models are solved in closed form,
-    without any."""
-
-    tolerance: Annotated[float | None, tyro.conf.arg(metavar="X")] = None
-    """Stop once a sweep lowers the error by less than this share of it (parafac: of the heads' norm); the
-    solver's own default if not given."""
+    """Most passes over the factors of queries and keys; the solver's own default if not given. 36 take two fifths of
+    that time, for errors about 2 % higher. Rotary models are solved in closed form, without any."""
 
     damping: float = 1e-3
     """Share of the mean input variance added to every direction, so that unseen ones keep some weight."""
-
-    centre: bool | None = None
-    """Weigh errors by covariances, and add the lost scores of the mean query to the content bias. If not given, keys
-    alone are centred where queries have no bias (T5): a content bias there would take room in key-value caches."""
 
     refit: bool | None = None
     """Refit the layers that write to the residual stream, in closed form, towards the dense model's hidden states:
@@ -95,14 +81,8 @@ class Solver:
     not given, or the CPU if that has no float64."""
 
     def __post_init__(self) -> None:
-        for name, value, choices in (
-            ("solver", self.method, get_args(Method)),
-            ("effort", self.effort, get_args(Effort)),
-        ):
-            if value not in choices:
-                raise CompressionError(f"unknown {name} {value!r}; expected one of {', '.join(choices)}")
-        if self.effort == "fast" and (self.sweeps is not None or self.method != "als"):
-            raise CompressionError("effort 'fast' says how many sweeps als makes; leave out sweeps and other solvers")
+        if self.method not in get_args(Method):
+            raise CompressionError(f"unknown solver {self.method!r}; expected one of {', '.join(get_args(Method))}")
         check_counts(self, CompressionError, "sweeps", most=MOST_SWEEPS)
         check_counts(self, CompressionError, "seed", least=0, most=LARGEST_SEED)
         if not isinstance(self.damping, Real) or not 0 <= self.damping <= LARGEST_DAMPING:
@@ -110,11 +90,8 @@ class Solver:
                 f"damping is {self.damping!r}; expected 0 or more, up to {LARGEST_DAMPING:g} (calibration 'none' "
                 "weighs all directions alike)"
             )
-        if self.tolerance is not None and not (isinstance(self.tolerance, Real) and 0 <= self.tolerance < inf):
-            raise CompressionError(f"tolerance is {self.tolerance!r}; expected a finite number, 0 or more")
-        for name, switch in (("centre", self.centre), ("refit", self.refit)):
-            if switch not in (None, True, False):
-                raise CompressionError(f"{name} is {switch!r}; expected True, False or None")
+        if self.refit not in (None, True, False):
+            raise CompressionError(f"refit is {self.refit!r}; expected True, False or None")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +99,7 @@ class Compression:
     """What to convert, how wide, and in which form.
 
     Example:
-        >>> Compression(dk=128, dv=192, solver=Solver(effort="fast")).form
+        >>> Compression(dk=128, dv=192, solver=Solver(sweeps=36)).form
         'shared'
     """
 
@@ -152,11 +129,8 @@ class Compression:
     which is slower on long inputs."""
 
     modules: Annotated[str, tyro.conf.arg(metavar="GLOB")] = "*"
-    """Convert only attention modules whose path matches. `dff`, `keep` and refitting still change feed-forward blocks
-    everywhere."""
-
-    kinds: tuple[Kind, ...] = KINDS
-    """Convert only attention of these kinds, as with `modules`: encoder and decoder (self-attention), cross."""
+    """Convert only attention modules whose path matches, as '*.encoder.*' or '*.layers.[0-3].*'. `dff`, `keep` and
+    refitting still change feed-forward blocks everywhere."""
 
     solver: Solver = Solver()
     """How the conversion is computed."""
@@ -172,12 +146,6 @@ class Compression:
             self._check_keep()
         if not isinstance(self.modules, str):
             raise CompressionError(f"modules is {self.modules!r}; expected a pattern, such as '*layer.0*'")
-        if not isinstance(self.kinds, tuple | list | set | frozenset):
-            raise CompressionError(f"kinds is {self.kinds!r}; expected a tuple of some of {', '.join(KINDS)}")
-        object.__setattr__(self, "kinds", tuple(self.kinds))  # lists come from JSON and YAML
-        unknown = sorted(set(self.kinds) - set(KINDS))
-        if unknown or not self.kinds:
-            raise CompressionError(f"kinds are {', '.join(unknown) or 'none'}; expected some of {', '.join(KINDS)}")
         self._check_solver()
 
     def _check_keep(self) -> None:
@@ -191,10 +159,10 @@ class Compression:
         if not isinstance(self.solver, Solver):
             raise CompressionError(f"solver is {self.solver!r}; expected Solver(method='als', …)")
         solver = self.solver
-        iterates = (solver.method, solver.effort, solver.sweeps, solver.tolerance) != ("als", "best", None, None)
+        iterates = (solver.method, solver.sweeps) != ("als", None)
         if self.dk is None and self.keep is None and (self.head_dim is not None or iterates):
             raise CompressionError(
-                "head_dim, solver, sweeps, tolerance and effort apply to queries and keys; pass dk, or leave them out"
+                "head_dim, solver and sweeps apply to queries and keys; pass dk, or leave them out"
             )
         if solver.method == "parafac" and self.head_dim is not None and self.head_dim < (self.dk or inf):
             raise CompressionError("with parafac heads read all channels; leave out head_dim, or pass solver als")

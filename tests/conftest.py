@@ -76,14 +76,14 @@ AUTO_CLASSES = {
 RELOAD = """
 import torch
 from transformers import AutoModel
-source, target, trust = sys.argv[1:]
-model = AutoModel.from_pretrained(source, trust_remote_code=trust == "True")
+source, target = sys.argv[1:]
+model = AutoModel.from_pretrained(source)
 print("LOADED")
 batch = torch.load(source + "/batch.pt", weights_only=True)
 with torch.no_grad():
     first = model(**batch)[0]
     model.save_pretrained(target)
-    again = AutoModel.from_pretrained(target, trust_remote_code=trust == "True")
+    again = AutoModel.from_pretrained(target)
     assert torch.equal(again(**batch)[0], first)
 torch.save(first, target + "/output.pt")
 """
@@ -246,9 +246,9 @@ def stock_python(python: ForkingPython) -> Callable[..., CompletedProcess[str]]:
 
 @pytest.fixture(scope="session")
 def stock_reload(stock_python: Callable[..., CompletedProcess[str]]) -> Callable[..., CompletedProcess[str]]:
-    def reload(source: Path, target: Path, trust: bool) -> CompletedProcess[str]:
+    def reload(source: Path, target: Path) -> CompletedProcess[str]:
         """Load `source` without this package, run its batch.pt, save to `target` with output.pt, load that again."""
-        return stock_python(RELOAD, source, target, trust)
+        return stock_python(RELOAD, source, target)
 
     return reload
 

@@ -20,9 +20,9 @@ from stock_classes import DESCRIBED, FILES
 from transformers import BertConfig, BertModel, PreTrainedModel, Trainer
 from transformers.cache_utils import StaticLayer
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.models.auto import modeling_auto
 from transformers.quantizers.base import HfQuantizer
 
+from collab_compress.attention import forwards
 from collab_compress.attention.forwards import FORWARDS
 
 PACKAGE = Path(__file__).parents[1] / "collab_compress"
@@ -76,13 +76,11 @@ def test_stock_eager_attention_stands_beside_its_module(family, folder, name):
 
 @pytest.mark.parametrize(("family", "folder", "name"), OWN)
 def test_a_forward_pass_of_ours_knows_the_arguments_of_the_stock_one(family, folder, name):
-    row = FORWARDS[name]
-    read = set(re.findall(r'call(?:\.get\(|\[)"(\w+)"', inspect.getsource(type(row))))
-    read |= {row.hidden_states, row.encoder_states, row.cache, "attention_mask", "position_bias", "output_attentions"}
+    read = set(re.findall(r'call(?:\.get\(|\[)"(\w+)"', inspect.getsource(forwards)))
     ignored = {"encoder_attention_mask", "use_cache"}
     parameters = list(inspect.signature(getattr(modelling(folder, name), name).forward).parameters.values())[1:]
     names = {parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD}
-    if parameters[0].name != row.hidden_states or not names <= read | ignored:
+    if parameters[0].name != "hidden_states" or not names <= read | ignored:
         moved(f"{name}.forward", "attention/forwards.py", f"it takes {sorted(names)}, ours reads {sorted(read)}")
 
 
@@ -134,11 +132,6 @@ def quantization_configs_are_merged() -> bool:
 def quantizer_runs(hook: str, caller: str) -> Callable[[], bool]:
 
     return lambda: f"self.{hook}(model" in inspect.getsource(vars(HfQuantizer)[caller])
-
-
-def auto_classes_list_models() -> bool:
-    lists = modeling_auto.AutoModelForSequenceClassification._model_mapping._model_mapping
-    return lists["bert"] == "BertForSequenceClassification"
 
 
 def bert() -> PreTrainedModel:
@@ -197,12 +190,6 @@ PARTS = [
          mentions(PreTrainedModel.half, "is_quantized")),
     Part("PreTrainedModel._no_split_modules", "checkpoint/edits.py", "_no_split_modules",
          lambda: hasattr(bert(), "_no_split_modules")),
-    Part("PreTrainedModel._auto_class", "checkpoint/standalone.py", "_auto_class",
-         lambda: BertModel._auto_class is None),
-    Part("_model_mapping of the auto classes", "checkpoint/standalone.py", "_model_mapping",
-         auto_classes_list_models),
-    Part("save_pretrained(is_main_process=)", "checkpoint/quantizer.py", "is_main_process",
-         takes(PreTrainedModel.save_pretrained, "save_directory", "is_main_process")),
     Part("Cache.is_compileable", "attention/install.py", "is_compileable",
          lambda: "is_compileable" in dir(transformers.Cache)),
     Part("StaticLayer.lazy_initialization", "attention/install.py", "lazy_initialization",

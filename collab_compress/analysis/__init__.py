@@ -39,21 +39,17 @@ from collab_compress.analysis.energy import (
 from collab_compress.analysis.patterns import AttentionMap, attention_maps, head_patterns, induction
 from collab_compress.analysis.plan import Plan, Row, plan
 from collab_compress.analysis.sharing import (
-    ContentShare,
     alpha_matrices,
-    content_share,
     effective_rank,
     mixing_matrices,
-    skew_symmetry,
 )
-from collab_compress.analysis.similarity import SVCCA, cka, jackknife_error, sample_cka, svcca
+from collab_compress.analysis.similarity import SVCCA, cka, sample_cka, svcca
 from collab_compress.analysis.stream import with_progress
 from collab_compress.heads import average_distance, confidence
 
 __all__ = [
     "SVCCA",
     "AttentionMap",
-    "ContentShare",
     "Discrepancy",
     "Dominance",
     "Energy",
@@ -73,7 +69,6 @@ __all__ = [
     "bhattacharyya",
     "cka",
     "confidence",
-    "content_share",
     "discrepancy",
     "dominant_heads",
     "effective_rank",
@@ -84,7 +79,6 @@ __all__ = [
     "head_patterns",
     "head_samples",
     "induction",
-    "jackknife_error",
     "layer_covariance",
     "mean_over_pairs",
     "mixing_matrices",
@@ -97,7 +91,6 @@ __all__ = [
     "pruning_curve",
     "random_importance",
     "sample_cka",
-    "skew_symmetry",
     "split_sequences",
     "svcca",
     "tensor_energy",

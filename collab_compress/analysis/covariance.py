@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -78,24 +77,6 @@ class JointCovariance:
         running = RunningCovariance("layer")
         running.add([(str(place), x[:, None]) for place, x in enumerate(representations)])
         return replace(running.result("representations"), leading=leading)
-
-    @classmethod
-    def pooled(cls, parts: Sequence[JointCovariance]) -> JointCovariance:
-        """Return the covariance of the tokens of several parts together, which have the same blocks.
-
-        Raises:
-            HeadError: there are no parts, or their blocks differ.
-        """
-        if not parts or any((part.labels, part.widths) != (parts[0].labels, parts[0].widths) for part in parts):
-            raise HeadError(f"got {len(parts)} covariances; expected at least one, all with the same blocks")
-        count = sum(part.count for part in parts)
-        mean = torch.stack([part.mean * part.count for part in parts]).sum(0) / count
-        scatter = torch.zeros_like(parts[0].matrix)
-        for part in parts:
-            shift = part.mean - mean
-            scatter += part.matrix * (part.count - 1) + part.count * torch.outer(shift, shift)
-        precision = max(part.precision for part in parts)
-        return replace(parts[0], mean=mean, matrix=scatter / (count - 1), count=count, precision=precision)
 
     @property
     def rows(self) -> range:
@@ -257,28 +238,6 @@ class Covariances:
     def result(self) -> dict[str, JointCovariance]:
         """Return the covariance of each module, or of all together; heads are labelled `module:head`."""
         return {name: running.result(name) for name, running in self.running.items()}
-
-
-class GroupedCovariances:
-    """The `Observer` of the covariances of heads in several groups of batches, the parts of `jackknife_error`."""
-
-    def __init__(self, groups: int, kinds: Collection[Kind] = KINDS) -> None:
-        self.part: Part = "outputs"
-        self._groups = deque(Covariances(kinds=kinds) for _ in range(groups))
-
-    def add(self, readings: Readings) -> None:
-        """Add the readings of one batch to the group whose turn it is."""
-        self._groups[0].add(readings)
-        self._groups.rotate(-1)
-
-    def result(self) -> dict[str, list[JointCovariance]]:
-        """Return the covariances of each module, one a group that was given two tokens or more."""
-        parts: dict[str, list[JointCovariance]] = {}
-        for group in self._groups:
-            for name, running in group.running.items():
-                if running.count > 1:
-                    parts.setdefault(name, []).append(running.result(name))
-        return parts
 
 
 class Samples:

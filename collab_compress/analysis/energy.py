@@ -33,7 +33,7 @@ from collab_compress.conversion.head_weights import head_weights
 from collab_compress.conversion.room import ROOM
 from collab_compress.conversion.writers import width_out
 from collab_compress.errors import HeadError, UnsupportedModelError
-from collab_compress.factorization import HeadTensor, centres_queries
+from collab_compress.factorization import HeadTensor
 from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, eliminate, fit
 from collab_compress.factorization.moments import Moments, Weighting, damp
 from collab_compress.factorization.narrowing import captured
@@ -199,7 +199,6 @@ def head_energy(
     model: PreTrainedModel,
     batches: Batches | None = None,
     *,
-    centre: bool | None = None,
     damping: float = 1e-3,
     progress: Progress = False,
 ) -> dict[str, Energy]:
@@ -207,15 +206,14 @@ def head_energy(
 
     Figure 1 of "Multi-Head Attention: Collaborate Instead of Concatenate". With batches it is the energy of the
     weights' outputs on their inputs, weighted as in a conversion: $S_Q W_Q$, $S_K W_K$ and
-    $S_Q W_Q W_K^\top S_K^\top$, where $S^\top S$ is the inputs' covariance plus damping, and queries are multiplied
-    by the weight of their head (`conversion.head_weights`). Most directions of the weights never meet an input. Other
-    arguments and errors are those of `head_covariances`.
+    $S_Q W_Q W_K^\top S_K^\top$, where $S^\top S$ is the inputs' covariance plus damping (of queries without a bias
+    their second moment), and queries are multiplied by the weight of their head (`conversion.head_weights`). Most
+    directions of the weights never meet an input. Other arguments and errors are those of `head_covariances`.
 
     Args:
         model: stock or converted; in a converted one heads are $\tilde W_Q \operatorname{diag}(m_i)$ and
             $\tilde W_K$, and per-head curves have up to R+1 entries.
         batches: keyword arguments for the model, to weigh by; None for bare weights. Padding does not count.
-        centre: weigh by covariances, else by second moments; as `Solver.centre`.
         damping: share of the mean variance that is added to every direction.
 
     Returns:
@@ -233,11 +231,10 @@ def head_energy(
     for parts, inputs in zip(modules, moments, strict=True):
         tensor, heads = parts.tensor, weights.get(parts.site.name)
         if inputs:
-            centred = centres_queries(parts.content is not None, centre)
+            centred = parts.content is not None
             try:
-                tensor = Weighting.of(
-                    *inputs, damping=damping, centre_query=centred, centre_key=centre is not False
-                ).apply(tensor)
+                weighting = Weighting.of(*inputs, damping=damping, centre_query=centred, centre_key=True)
+                tensor = weighting.apply(tensor)
             except ValueError as error:
                 raise HeadError(f"{parts.site.name}: {error}") from error
         if heads is not None:
@@ -302,9 +299,7 @@ def value_energy(
 
 
 def _value_energy(site: ValueSite, inputs: tuple[Moments, ...], damping: float) -> ValueEnergy:
-    form = getattr(site.module, "value_form", None)
     count = site.key_value_heads
-    sizes = [len(site.value.weight) // count] * count if form is None else list(form.sizes)
     group = site.heads // count
     output = getattr(site.output, "proj", site.output)
     weight = _exact(plain_weight(site.path(site.family.output), output))
@@ -317,13 +312,12 @@ def _value_energy(site: ValueSite, inputs: tuple[Moments, ...], damping: float) 
     if inputs:
         joint = inputs[0].covariance() if output.bias is not None else inputs[0].second
     else:
-        joint = torch.block_diag(*(head @ head.mT for head in value.split(sizes) for _ in range(group)))
+        joint = torch.block_diag(*(head @ head.mT for head in value.chunk(count) for _ in range(group)))
     damped = damp(joint, damping)
-    alone, together = captured(damped, rows.split([size for size in sizes for _ in range(group)]), group)
+    alone, together = captured(damped, rows.chunk(site.heads), group)
     variances, directions = torch.linalg.eigh(damped)
     root = variances.clamp(min=0).sqrt()[:, None] * directions.mT
-    single: Tensor = nn.utils.rnn.pad_sequence(list(alone), batch_first=True)
-    return ValueEnergy(_cumulative(single), _cumulative(together), _cumulative(_squares(root @ rows)))
+    return ValueEnergy(_cumulative(torch.stack(alone)), _cumulative(together), _cumulative(_squares(root @ rows)))
 
 
 def _moments_of(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
-from statistics import stdev
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,9 +16,7 @@ from collab_compress.analysis.covariance import (
 )
 from collab_compress.errors import HeadError
 
-Kernel = Literal["linear", "rbf"]
 ROWS = 256  # rows of the kernels that are in memory at a time
-PROBES = 1000  # tokens whose distances set the default bandwidth
 
 
 @dataclass(frozen=True)
@@ -184,63 +179,30 @@ def _joint(responses: JointCovariance | Tensor, other: Tensor | None) -> JointCo
     return responses
 
 
-def sample_cka(tokens: Tensor | Sequence[Tensor], kernel: Kernel = "rbf", *, unbiased: bool = False) -> Tensor:
-    r"""Return CKA of all pairs of heads on a sample of tokens, with the linear or the radial kernel.
+def sample_cka(tokens: Tensor | Sequence[Tensor], *, unbiased: bool = False) -> Tensor:
+    """Return linear CKA of all pairs of heads on a sample of tokens.
 
-    The radial kernel is $\kappa(y, z) = \exp(-\|y - z\|^2 / 2 \sigma^2)$, with σ each head's median distance between
-    two of its first 1000 tokens. The cost is O(H d N²) operations and O(H N) memory, so N should be at most a few
-    thousand tokens.
+    The cost is O(H d N²) operations and O(H N) memory, so N should be at most a few thousand tokens; `cka` gives the
+    ordinary estimate for any number.
 
     Args:
         tokens: (N, H, d) from `head_samples`, or several representations (N, d_i) of the same tokens, as of layers
             or models; N is at least 4.
-        kernel: `rbf` or `linear`.
         unbiased: estimate the dependence by HSIC₁ (Song et al., "Feature Selection via Dependence Maximization",
-            2012). The ordinary estimate (equation 4 of "Inter-Head Diversity") is of order 1/N too high, and more so
-            the narrower the kernel: independent heads do not come out at 0.
+            2012). The ordinary estimate (equation 4 of "Inter-Head Diversity") is of order 1/N too high: independent
+            heads do not come out at 0.
 
     Returns:
         (H, H) in float64; 0 for a head that never varies. The ordinary estimate is between 0 and 1; the unbiased one
         may lie a little outside.
 
     Raises:
-        HeadError: too few tokens or not the same number, or an unknown kernel.
+        HeadError: too few tokens or not the same number.
     """
-    if kernel not in get_args(Kernel):
-        raise HeadError(f"unknown kernel {kernel!r}; expected one of {', '.join(get_args(Kernel))}")
     centred = _centre(tokens if isinstance(tokens, Tensor) else _stack(tokens))
-    widths = None if kernel == "linear" else _bandwidths(centred)
-    dependence = _hsic(centred, widths, unbiased)
+    dependence = _hsic(centred, unbiased)
     norms = dependence.diagonal().clamp(min=0).sqrt()
     return _ratio(dependence, norms, norms)
-
-
-def jackknife_error(measure: Callable[[JointCovariance], float], parts: Sequence[JointCovariance]) -> float:
-    r"""Return the standard error of a similarity over sequences, by the jackknife.
-
-    Tokens of one sequence depend on each other, so whole parts are left out, one at a time. With n parts,
-    $\theta_{-i}$ without the i-th and $\bar\theta$ their mean, it is
-
-    $$\sqrt{\tfrac{n-1}{n} \textstyle\sum_i (\theta_{-i} - \bar\theta)^2}$$
-
-    A bootstrap draws some sequences twice, and with fewer different tokens similarities come out higher: its
-    percentiles may all lie above the value. To judge a similarity between two models, compare it with that of two
-    models trained with different seeds (`model_covariances`).
-
-        parts = [head_covariances(model, [batch])["encoder.layer.0.attention.self"] for batch in batches]
-        error = jackknife_error(lambda joint: mean_over_pairs(cka(joint)), parts)
-
-    Args:
-        measure: function of a covariance, as the mean of `cka` or of `svcca`.
-        parts: covariances of disjoint groups of sequences of about the same size, two at least, as of one batch each.
-
-    Raises:
-        HeadError: fewer than two parts, or different ones.
-    """
-    if len(parts) < 2:
-        raise HeadError(f"got {len(parts)} parts; expected at least 2")
-    without = [measure(JointCovariance.pooled([*parts[:place], *parts[place + 1 :]])) for place in range(len(parts))]
-    return (len(parts) - 1) / sqrt(len(parts)) * stdev(without)
 
 
 def _centre(tokens: Tensor) -> Tensor:
@@ -256,20 +218,13 @@ def _centre(tokens: Tensor) -> Tensor:
     return centred * (centred.square().sum(2).mean(1) > noise)[:, None, None]
 
 
-def _bandwidths(centred: Tensor) -> Tensor:
-    """Return σ of each head, (H, 1, 1)."""
-    medians = torch.stack([torch.nn.functional.pdist(head).median() for head in centred[:, :PROBES]])
-    return torch.where(medians > 0, medians, 1.0)[:, None, None]
-
-
-def _hsic(centred: Tensor, widths: Tensor | None, unbiased: bool) -> Tensor:
+def _hsic(centred: Tensor, unbiased: bool) -> Tensor:
     """Return HSIC of all pairs of heads, (H, H), except for a common factor in the ordinary estimate.
 
     Kernels are computed in blocks of rows, of which only products and sums are kept: O(H·N) memory.
 
     Args:
         centred: vectors (H, N, d).
-        widths: σ of each head, (H, 1, 1), or None for the linear kernel.
         unbiased: HSIC₁ (Song et al., 2012) in place of tr(K C L C).
     """
     count = centred.shape[1]
@@ -277,11 +232,7 @@ def _hsic(centred: Tensor, widths: Tensor | None, unbiased: bool) -> Tensor:
     sums = []
     for start in range(0, count, ROWS):
         block = centred[:, start : start + ROWS]
-        if widths is None:
-            kernels = block @ centred.mT  # (H, rows, N)
-        else:
-            # a constant offset changes nothing, and with -1 a head that never varies gives 0 exactly
-            kernels = torch.expm1(-(torch.cdist(block, centred) / widths).square() / 2)
+        kernels = block @ centred.mT  # (H, rows, N)
         if unbiased:
             kernels.diagonal(start, 1, 2).zero_()
         sums.append(kernels.sum(2))

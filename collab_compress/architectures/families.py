@@ -29,9 +29,7 @@ class AttentionFamily:
         scaling: float attribute multiplying the scores; empty where there is none and the factor is 1/√d.
         key_value_heads: integer attribute, number of heads Hkv of keys and values; empty where it is H.
         cross: child name in the paths of cross-attention modules; empty where there are none.
-        causal: whether self-attention is causal although neither its modules (`is_decoder` or `is_causal`) nor their
-            model (`causal`) say so.
-        causal_in: class of a model in which it is causal although elsewhere it is not; empty where there is none.
+        causal: whether self-attention is causal although its modules (`is_decoder` or `is_causal`) do not say so.
         fused: the `nn.Linear` or `Conv1D` (D → (H + 2·Hkv)·d) that holds query, key and value of a stock model; in a
             converted one they are its children `query`, `key` and `value`. Empty where there are three layers.
         interleaved: whether that layer holds each head's query, key and value together, instead of three blocks side
@@ -54,7 +52,6 @@ class AttentionFamily:
         rotary_width: integer attribute, number of rotated channels of a head, its first; `partial_rotary_factor`
             where the config holds their share in its `rope_parameters`; empty where all are rotated.
         rotary_where: boolean attribute, whether a layer rotates queries and keys; empty where all do.
-        must_lack: attribute of the module → why a module in which it is true cannot be converted.
         undescribed: kind of attention that these paths do not fit → how it differs.
         since: oldest tested version of Transformers that has the modules as described; empty where all tested have.
     """
@@ -72,7 +69,6 @@ class AttentionFamily:
     key_value_heads: str = ""
     cross: str = ""
     causal: bool = False
-    causal_in: str = ""
     fused: str = ""
     interleaved: bool = False
     even: bool = False
@@ -85,7 +81,6 @@ class AttentionFamily:
     rotary: Literal["", "halves", "neighbours", "neighbours, tables too"] = ""
     rotary_width: str = ""
     rotary_where: str = ""
-    must_lack: Mapping[str, str] = field(default_factory=dict)
     undescribed: Mapping[str, str] = field(default_factory=dict)
     since: str = ""
 
@@ -117,7 +112,6 @@ _BERT = _paths("query key value ..output.dense", "num_attention_heads", "attenti
 _OWN_BERT = {**_BERT, "scaling": ""}  # computes scores itself
 _ALBERT = {**_BERT, "output": "dense", "cross": ""}  # one module serves every layer of its group
 _DISTILBERT = _paths("q_lin k_lin v_lin out_lin", "n_heads", "attention_head_size")
-_XLM = {**_DISTILBERT, "head_width": "head_dim", "scaling": ""}
 _BART = _paths("q_proj k_proj v_proj out_proj", "num_heads", "head_dim", cross="encoder_attn")
 _NLLB_MOE = {**_BART, "cross": "cross_attention"}
 _OPT = {**_BART, "cross": "", "fixed_heads": True, "pieces": "num_heads"}  # scales queries itself
@@ -125,7 +119,6 @@ _WHISPER = {**_OPT, "cross": "encoder_attn", "key_bias": False}
 _LISTENER = {**_WHISPER, "cross": "", "pieces": ""}  # no cache to make smaller
 _WAV2VEC2 = {**_BART, "cross": ""}
 _CLIP = {**_BART, "cross": "", "scaling": "scale"}
-_TROCR = {**_BART, "keeps_heads": "its modules view outputs as wide as their inputs are"}  # computes scores itself
 _VIT = _paths("q_proj k_proj v_proj o_proj", "num_attention_heads", "head_dim", free_width="head_dim")
 _BEIT = {**_VIT, "key_bias": False, "keeps_heads": _OWN_BIAS}
 _VIDEOMAE = {**_BERT, "cross": "", "key_bias": False}
@@ -149,21 +142,6 @@ _DETR = {  # positions are added to the inputs of queries and keys, not to those
 _MPNET = {  # computes scores itself
     **_paths("q k v o", "num_attention_heads", "attention_head_size", scaling=""),
     "keeps_heads": _ONE_BIAS,
-}
-_BLOOM = {  # computes scores itself
-    **_paths("query_key_value dense", "num_heads", "head_dim", scaling="inv_norm_factor"),
-    "causal": True,
-    "interleaved": True,
-    "keeps_heads": "it keeps queries, keys and values in one layer, query_key_value",
-}
-_MPT = {  # computes scores itself
-    **_paths("Wqkv out_proj", "n_heads", "head_dim", scaling="softmax_scale", causal=True),
-    "keeps_heads": "it keeps queries, keys and values in one layer, Wqkv",
-    "must_lack": {"clip_qkv": "queries and keys are clipped after their projection"},
-}
-_BLIP_VISION = {  # computes scores itself
-    **_paths("qkv projection", "num_heads", "head_dim", scaling="scale"),
-    "keeps_heads": "it keeps queries, keys and values in one layer, qkv",
 }
 _LLAMA = {
     **_paths("q_proj k_proj v_proj o_proj", "config.num_attention_heads", "head_dim", rotary="halves"),
@@ -319,21 +297,10 @@ _ROWS = (
     _row("SmolVLM vision", "smolvlm_vision", "SmolVLMVisionAttention", _CLIP, since="5.10"),
     _row("X-CLIP text", "xclip_text_model", "XCLIPAttention", _CLIP, causal=True, since="5.10"),
     # Modules that compute scores themselves: once edited, with the forward passes of `attention.forwards`.
-    _row("BLIP text", "blip_text_model", "BlipTextSelfAttention", _OWN_BERT, causal_in="BlipTextLMHeadModel"),
-    _row("BLIP vision", "blip_vision_model", "BlipAttention", _BLIP_VISION),
-    _row("BLOOM", "bloom", "BloomAttention", _BLOOM, since="5.10"),
     _row("Megatron-BERT", "megatron-bert", "MegatronBertSelfAttention", _OWN_BERT),
     _row("MPNet", "mpnet", "MPNetSelfAttention", _MPNET, since="5.10"),
-    _row("MPT", "mpt", "MptAttention", _MPT, since="5.5"),
-    _row("MVP", "mvp", "MvpAttention", _BART, since="5.5"),
     _row("RemBERT", "rembert", "RemBertSelfAttention", _OWN_BERT),
-    _row("Table Transformer", "table-transformer", "TableTransformerAttention", _TROCR),
-    _row("TAPAS", "tapas", "TapasSelfAttention", _OWN_BERT),
-    _row("TrOCR", "trocr", "TrOCRAttention", _TROCR, since="5.5"),
     _row("VisualBERT", "visual_bert", "VisualBertSelfAttention", _OWN_BERT, cross=""),
-    _row("XLM", "xlm", "MultiHeadAttention", _XLM),
-    _row("FlauBERT", "flaubert", "MultiHeadAttention", _XLM),
-    _row("XGLM", "xglm", "XGLMAttention", _BART, since="5.5"),
     # Models with a rotary embedding.
     _row("Apertus", "apertus", "ApertusAttention", _QK_NORM, since="5.5"),
     _row("Arcee", "arcee", "ArceeAttention", _LLAMA),

@@ -336,7 +336,6 @@ def _site(
 ) -> AttentionSite:
     """Return the first site of its kind, of a module inside `holders`, the innermost last."""
     causal = family.causal or getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
-    causal = causal or getattr(owner, "causal", False) or family.causal_in in map(_class, holders)
     kind: Kind = "decoder" if causal else "encoder"
     if family.cross and family.cross in name.split("."):
         kind = "cross"
@@ -400,9 +399,7 @@ def _attribute(name: str, module: nn.Module, family: AttentionFamily, path: str)
     )
 
 
-def find_dense_attention(
-    model: nn.Module, modules: str = "*", kinds: Collection[Kind] = KINDS, without: Collection[str] = ()
-) -> list[DenseSite]:
+def find_dense_attention(model: nn.Module, modules: str = "*", without: Collection[str] = ()) -> list[DenseSite]:
     """List every attention module of `model` that can be converted; as `find_attention`, and checks the projections.
 
     Modules at the paths `without` are left out.
@@ -413,20 +410,20 @@ def find_dense_attention(
             plain `nn.Linear`, is quantized, or is not H·d wide; the family's description leaves this kind of
             attention out.
     """
-    sites = [_dense_scores(site) for site in find_attention(model, modules, kinds) if site.name not in without]
+    sites = [_dense_scores(site) for site in find_attention(model, modules) if site.name not in without]
     _refuse_interposed(transformers_model(model), sites)
     _refuse_unknown_parts(transformers_model(model), modules)
     return sites
 
 
-def find_dense_values(model: nn.Module, modules: str = "*", kinds: Collection[Kind] = KINDS) -> list[ValueSite]:
+def find_dense_values(model: nn.Module, modules: str = "*") -> list[ValueSite]:
     """List every attention module of `model` whose values can be converted; as `find_dense_attention`.
 
     Raises:
         UnsupportedModelError: as `find_attention`; the value or output projection is no plain layer, is quantized,
             or is not H·d wide; heads are mixed before it; the family's description leaves this kind out.
     """
-    sites = [_dense_values(site) for site in find_attention(model, modules, kinds)]
+    sites = [_dense_values(site) for site in find_attention(model, modules)]
     _refuse_unknown_parts(transformers_model(model), modules)
     return sites
 
@@ -478,19 +475,13 @@ def _refuse_quantized(path: str, weight: Tensor) -> None:
 
 
 def _refuse_undescribed(site: AttentionSite) -> None:
-    """Refuse a kind or a variant of attention that the family's description leaves out."""
+    """Refuse a kind of attention that the family's description leaves out."""
     family = site.family
     if site.kind in family.undescribed:
         raise UnsupportedModelError(
             f"{site.name}: {site.kind} attention of {family.name} cannot be converted, because "
-            f"{family.undescribed[site.kind]}; leave it out with a pattern of module paths, or by kinds"
+            f"{family.undescribed[site.kind]}; leave it out with a pattern of module paths (modules='…')"
         )
-    for name, reason in family.must_lack.items():
-        value = getattr(site.module, name, None)
-        if value:
-            raise UnsupportedModelError(
-                f"{site.name}: this {family.name} cannot be converted, because {reason} ({name} is {value})"
-            )
 
 
 def _refuse_scores(name: str, module: nn.Module, reason: str) -> NoReturn:

@@ -8,10 +8,6 @@ The only memory that grows with the cache is the scores. There are few calls, be
 takes longer than what it computes.
 """
 
-import functools
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
-
 import torch
 from torch import Tensor
 
@@ -33,29 +29,6 @@ def can_decode(query: Tensor, *others: Tensor | None) -> bool:
     tensors = [query, *(other for other in others if other is not None)]
     dtypes = {tensor.dtype for tensor in tensors} - {torch.bool}
     return len(dtypes) == 1 and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
-
-
-@functools.cache
-def readers_of(sizes: Sequence[int], width: int) -> tuple[slice, ...]:
-    """Return the heads that own any channel of each group of d = `width`, by each head's number of channels."""
-    owners = [head for head, size in enumerate(sizes) for _ in range(size)]
-    groups = [owners[start : start + width] for start in range(0, len(owners), width)]
-    return tuple(slice(min(heads), max(heads) + 1) for heads in groups)
-
-
-@functools.cache
-def channel_indices(sizes: Sequence[int], width: int, group: int) -> Tensor:
-    """Return the indices of each head's channels in the concatenated output of `weighted_values`, (group·dv,)."""
-    readers = readers_of(sizes, width)
-    offsets = list(accumulate([(heads.stop - heads.start) * group * width for heads in readers], initial=0))
-    indices = []
-    for head, (first, last) in enumerate(pairwise(accumulate(sizes, initial=0))):
-        for member in range(group):
-            for channel in range(first, last):
-                key_group, place = divmod(channel, width)
-                row = (head - readers[key_group].start) * group + member
-                indices.append(offsets[key_group] + row * width + place)
-    return torch.tensor(indices, device="cpu")
 
 
 def cached_scores(query: Tensor, key: Tensor) -> Tensor:
@@ -87,26 +60,26 @@ def probabilities_(scores: Tensor, mask: Tensor | None) -> Tensor:
     return torch.softmax(scores, -1, out=scores)
 
 
-def weighted_values(probs: Tensor, value: Tensor, sizes: Sequence[int], group: int) -> Tensor:
-    """Return the outputs of all heads side by side, (B, group·dv).
+def weighted_values(probs: Tensor, value: Tensor, heads: int, size: int) -> Tensor:
+    """Return the outputs of all heads side by side, (B, H·s).
 
     Args:
         probs: attention probabilities (B, H, S).
         value: (B, P, S, d), as in the cache.
-        sizes: channels of each head of values, side by side.
-        group: number of heads that share one head of values.
+        heads: number of heads of values; each serves as many heads, one after the other.
+        size: channels s of each head of values, side by side.
     """
-    (batch, _, keys), width = probs.shape, value.shape[-1]
-    readers, widest = readers_of(tuple(sizes), width), max(sizes)
-    is_even = min(sizes) == widest and len(readers) * width == sum(sizes) and width % widest == 0
-    if is_even and value.shape[1] == len(readers):  # as many heads in each key group: one product
-        outputs = torch.bmm(probs.view(batch * len(readers), -1, keys), value.flatten(0, 1)).view(batch, -1)
+    (batch, _, keys), (groups, width) = probs.shape, (value.shape[1], value.shape[-1])
+    outputs: Tensor
+    if width % size == 0 and groups * width == heads * size:  # whole heads in each key group: one product
+        outputs = torch.bmm(probs.view(batch * groups, -1, keys), value.flatten(0, 1)).unflatten(0, (batch, groups))
     else:
-        products = [
-            torch.bmm(probs[:, heads.start * group : heads.stop * group], value[:, place]).flatten(1)
-            for place, heads in enumerate(readers)
-        ]
-        outputs = torch.cat(products, 1)
-    if is_even and widest == width:
-        return outputs
-    return outputs.index_select(1, channel_indices(tuple(sizes), width, group))
+        used = range(-(-heads * size // width))
+        products = [torch.bmm(probs, value[:, group]) for group in used]
+        outputs = torch.cat(products, -1)[:, None, :, : heads * size]
+    together = outputs.shape[-1] // size  # heads of values in each product, of which a head reads its own
+    if together == 1:
+        return outputs.reshape(batch, -1)
+    outputs = outputs.unflatten(-1, (together, size)).unflatten(2, (together, -1))  # (B, ·, m, group, m, s)
+    outputs = outputs.diagonal(dim1=2, dim2=4).movedim(-1, 2)  # (B, ·, m, group, s)
+    return outputs.reshape(batch, -1)

@@ -180,26 +180,21 @@ def _attend_to_cache(
     else:
         probs = scores.cached_scores(module, query, key, scaling)
     probs = probabilities_(probs, mask)
-    sizes = (value.shape[-1],) * value.shape[1] if values is None else values.sizes
-    return weighted_values(probs, value, sizes, probs.shape[1] // len(sizes)).view(len(query), 1, 1, -1)
+    heads, size = (value.shape[1], value.shape[-1]) if values is None else (values.value_heads, values.size)
+    return weighted_values(probs, value, heads, size).view(len(query), 1, 1, -1)
 
 
 def _split_heads(module: Any, value: Tensor) -> Tensor:
     """Split narrow values into heads, (B, ⌈dv/d⌉, S, d) to (B, Hkv, S, s)."""
     form = getattr(module, "value_form", None)
-    return value if form is None else form.unpack(value)
+    return value if form is None else form.heads_of(value)
 
 
 def _run_hooks(outputs: Tensor, call: HeadCall) -> Tensor:
-    """Run the hooks on the module's head outputs, (B, T, H, s).
-
-    Returns:
-        Outputs as the module lays them side by side, (B, T, H, s), or (B, T, 1, dv) where heads differ in width.
-    """
+    """Run the hooks on the module's head outputs, (B, T, H, s), and return them."""
     for hook in head_hooks(call.module):
         outputs = hook(outputs, call)
-    form = getattr(call.module, "value_form", None)
-    return outputs if form is None else form.pack(outputs)
+    return outputs
 
 
 def _eager(

@@ -194,7 +194,7 @@ def _prepare_cache(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     Raises:
         UnsupportedModelError: the cache is already allocated, and its values do not fit.
     """
-    cache = kwargs.get("past_key_values", kwargs.get("layer_past"))
+    cache = kwargs.get("past_key_values")
     if cache is None or hasattr(cache, LAZY_VALUES) or not getattr(cache, "is_compileable", False):
         return
     layers = list(_cache_layers(cache))

@@ -2,8 +2,8 @@
 
     layer(x) = Σ_i A_i (x Wv_i P_i) O_i
 
-where A_i are the attention probabilities of head i, P_i (d, s_i) keeps s_i of its d channels, and O_i (s_i, D) is
-their part of the output projection. The dv channels of all heads lie side by side. With grouped queries the heads of
+where A_i are the attention probabilities of head i, P_i (d, s) keeps s of its d channels, and O_i (s, D) is their
+part of the output projection. The dv channels of all heads lie side by side. With grouped queries the heads of
 a group share Wv and P, and each has its own O.
 """
 
@@ -53,14 +53,14 @@ class NarrowValues(MapForm):
     Args:
         value: attribute path of the value projection in the attention module.
         output: attribute path of the output projection; a leading `..` starts at the module's parent.
-        sizes: channels of each head of values.
+        size: channels of each head of values.
         value_bias: whether values have a bias.
         group: number of heads that share one head of values.
     """
 
     value: str
     output: str
-    sizes: tuple[int, ...]
+    size: int
     value_bias: bool
     group: int = 1
 
@@ -75,7 +75,7 @@ class NarrowValues(MapForm):
 
         Args:
             site: the module, as `architectures` finds it.
-            dv: channels of all heads of values together; heads differ by one if it cannot be divided evenly.
+            dv: channels of all heads of values together, rounded down to a multiple of them, but to one at least.
             value_bias: whether values have a bias.
         """
         heads = site.key_value_heads
@@ -83,7 +83,7 @@ class NarrowValues(MapForm):
             site,
             value=site.family.value,
             output=site.family.output,
-            sizes=tuple(dv // heads + (head < dv % heads) for head in range(heads)),
+            size=max(1, dv // heads),
             value_bias=value_bias,
             group=site.heads // heads,
         )
@@ -92,8 +92,7 @@ class NarrowValues(MapForm):
         """Yield what stored fields must hold, as `MapForm.rules`."""
         yield from super().rules()
         yield "group", self.group > 0 and self.heads % self.group == 0, f"a divisor of the {self.heads} heads"
-        yield "sizes", len(self.sizes) * self.group == self.heads, "one number for each head of values"
-        yield "sizes", max(self.sizes) <= self.head_width, f"at most {self.head_width} for a head"
+        yield "size", 0 < self.size <= self.head_width, f"1 to {self.head_width}"
 
     # Widths of values.
 
@@ -105,17 +104,17 @@ class NarrowValues(MapForm):
     @property
     def dv(self) -> int:
         """Channels of all heads of values together."""
-        return sum(self.sizes)
+        return self.value_heads * self.size
 
     @property
-    def output_sizes(self) -> tuple[int, ...]:
-        """Channels of each head's output."""
-        return tuple(size for size in self.sizes for _ in range(self.group))
+    def value_heads(self) -> int:
+        """Number of heads of values."""
+        return self.heads // self.group
 
     @property
     def dense_key_width(self) -> int:
         """Width of the dense keys, and values, of all heads."""
-        return self.heads // self.group * self.head_width
+        return self.value_heads * self.head_width
 
     @property
     def value_width(self) -> int:
@@ -197,14 +196,9 @@ class NarrowValues(MapForm):
         bias = None if proj.bias is None else proj.bias.detach()
         return value.T, bias, weight.T if output_dim(output) else weight
 
-    def widened(self, channels: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """Pad the channels of heads, side by side along a dimension with these sizes, to the dense width d each."""
-        later_dims = channels.dim() - 1 - dim % channels.dim()
-        heads = [
-            pad(head, (0, 0) * later_dims + (0, self.head_width - head.shape[dim]))
-            for head in channels.split(list(sizes), dim)
-        ]
-        return torch.cat(heads, dim)
+    def widened(self, channels: Tensor) -> Tensor:
+        """Pad the channels of heads, side by side along the last dimension, to the dense width d each."""
+        return pad(channels.unflatten(-1, (-1, self.size)), (0, self.head_width - self.size)).flatten(-2)
 
     def trained(self, module: Any, output: Any) -> list[nn.Parameter]:
         """List the parameters of the values and the output projection, for training them towards the dense ones."""
@@ -213,28 +207,17 @@ class NarrowValues(MapForm):
 
     # Attention.
 
-    def unpack(self, value: Tensor) -> Tensor:
-        """Split values into heads; heads with fewer channels are padded with zeros.
+    def heads_of(self, value: Tensor) -> Tensor:
+        """Split values into heads.
 
         Args:
             value: as the module lays out what its projection returns, (B, ⌈dv/d⌉, S, d).
 
         Returns:
-            (B, H, S, s), where s is the width of the widest head; Hkv heads where queries are grouped.
+            (B, H, S, s); Hkv heads where queries are grouped.
         """
         joined = value.transpose(1, 2).flatten(2)[..., : self.dv]  # (B, S, dv)
-        widest = max(self.sizes)
-        if min(self.sizes) == widest:
-            return joined.reshape(*joined.shape[:2], len(self.sizes), widest).transpose(1, 2)
-        heads = [pad(head, (0, widest - head.shape[-1])) for head in joined.split(list(self.sizes), -1)]
-        return torch.stack(heads, 1)
-
-    def pack(self, outputs: Tensor) -> Tensor:
-        """Remove the padding of `unpack`, (B, T, H, s) to (B, T, 1, dv·group)."""
-        if min(self.sizes) == max(self.sizes):
-            return outputs
-        heads = [outputs[..., head, :size] for head, size in enumerate(self.output_sizes)]
-        return torch.cat(heads, -1).unsqueeze(-2)
+        return joined.reshape(*joined.shape[:2], self.value_heads, self.size).transpose(1, 2)
 
     # Heads.
 
@@ -243,17 +226,16 @@ class NarrowValues(MapForm):
         if self.group > 1:
             return []
         names = ("weight", "bias") if self.value_bias else ("weight",)
-        return [HeadRows.of(f"{self.value}.proj.{name}", self.sizes) for name in names]
+        return [HeadRows.of(f"{self.value}.proj.{name}", [self.size] * self.heads) for name in names]
 
     def without(self, kept: Sequence[int]) -> Self:
         """Return the form of the kept heads, which share no channels."""
-        return replace(self, heads=len(kept), sizes=tuple(self.sizes[head] for head in kept))
+        return replace(self, heads=len(kept))
 
     def keep_heads(self, module: Any, output: Any, kept: Sequence[int]) -> list[Cut]:
         """Return the cuts of `module` and its output projection that leave the kept heads, in ascending order."""
         smaller, dim = self.without(kept), output_dim(output)
-        rows = HeadRows.of("", self.sizes).rows
-        channels = [channel for head in kept for channel in rows[head]]
+        channels = [channel for head in kept for channel in range(head * self.size, (head + 1) * self.size)]
         cuts = [
             Cut(module, self.at, smaller),
             *self.row_cuts(module, kept),

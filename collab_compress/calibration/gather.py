@@ -97,12 +97,6 @@ def _source_mask(model: Any, inputs: Mapping[str, Any], mask: Tensor | None) -> 
         return None  # models of spectrograms of one length attend to all of them
     if "visual_embeds" in inputs:  # VisualBERT appends them to its tokens
         return _concatenated((ids, mask), (inputs["visual_embeds"], inputs.get("visual_attention_mask")))
-    if mask is None and isinstance(ids, Tensor) and hasattr(model.config, "pad_index"):  # XLM and FlauBERT
-        lengths = inputs.get("lengths")
-        if lengths is None:
-            mask = ids != model.config.pad_index
-        else:
-            mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
     return mask
 
 

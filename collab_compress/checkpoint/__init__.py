@@ -13,7 +13,6 @@ from collab_compress.checkpoint.edits import (
     record_edit_,
 )
 from collab_compress.checkpoint.quantizer import register_checkpoint
-from collab_compress.checkpoint.standalone import make_standalone_, save_modelling_code
 
 __all__ = [
     "EDITS",
@@ -23,10 +22,8 @@ __all__ = [
     "edits_of",
     "forget_edits_",
     "is_quantized",
-    "make_standalone_",
     "models_in",
     "path_in_base",
     "record_edit_",
     "register_checkpoint",
-    "save_modelling_code",
 ]

@@ -10,9 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, get_token
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from huggingface_hub import HfApi
 
 from collab_compress.errors import CheckpointError, one_line
 
@@ -114,7 +112,7 @@ def write_new(path: Path, text: str) -> None:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write to a file, replacing an earlier one as a whole; use `write_new` for a file that must not exist.
 
-    An earlier file keeps its permissions. One with several hard links is overwritten, so that all of them show it.
+    An earlier file keeps its permissions.
 
     Args:
         path: missing directories are made.
@@ -132,10 +130,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             partial.write_bytes(content.encode() if isinstance(content, str) else content)
             if path.exists():
                 shutil.copymode(path, partial)
-            if path.exists() and path.stat().st_nlink > 1:
-                shutil.copyfile(partial, path)
-            else:
-                partial.replace(path)
+            partial.replace(path)
         finally:
             _remove(partial)
 
@@ -241,8 +236,7 @@ def companions_of(directory: Path) -> list[Path]:
     sentence-transformers, by the names that these libraries give them; nothing else.
 
     Raises:
-        CheckpointError: a file cannot be read or is a link out of the directory, `modules.json` is invalid, or a
-            further module has pickled weights.
+        CheckpointError: `modules.json` is invalid, or a further module has pickled weights.
     """
     paths = [path for path in directory.iterdir() if path.name in COMPANIONS]
     paths += (directory / TEMPLATES).glob("*.jinja")
@@ -255,12 +249,7 @@ def companions_of(directory: Path) -> list[Path]:
                 "sentence-transformers first"
             )
         paths += [path for path in inside if path.name in COMPANIONS | MODULE_FILES or _holds_weights(path)]
-    companions = sorted({path for path in paths if path.is_file()})
-    for path in (*companions, *(directory / folder for folder in folders)):
-        if not os.access(path, os.R_OK):
-            raise CheckpointError(f"cannot read {path}: Permission denied")
-        _refuse_link_out(path, directory)
-    return [path.relative_to(directory) for path in companions]
+    return sorted({path.relative_to(directory) for path in paths if path.is_file()})
 
 
 def not_copied(directory: Path) -> list[str]:
@@ -272,13 +261,6 @@ def not_copied(directory: Path) -> list[str]:
 
 def _holds_weights(path: Path) -> bool:
     return WEIGHTS.fullmatch(path.name) is not None
-
-
-def _refuse_link_out(path: Path, directory: Path) -> None:
-    """Refuse a link to a file outside a model directory, except into the hub's cache, which is made of links."""
-    root, file = _final(directory), _final(path)
-    if not file.is_relative_to(root) and not file.is_relative_to(root.parent.parent / "blobs"):
-        raise CheckpointError(f"{path} is a link out of the model directory; put the file itself there, or remove it")
 
 
 def copy_companions(directory: Path, target: Path) -> None:
@@ -305,7 +287,7 @@ def sentence_transformers_folders(directory: Path) -> list[str]:
         raise CheckpointError(f"cannot read {listing}: {type(error).__name__}: {one_line(error)}") from error
     root = directory.resolve()
     for folder in folders:
-        if not isinstance(folder, str) or "\0" in folder:
+        if not isinstance(folder, str):
             raise CheckpointError(f"{listing} names {folder!r}; expected the name of a folder")
         place = (directory / folder).resolve()
         if not place.is_relative_to(root) or (folder and place == root):
@@ -322,43 +304,19 @@ def _drop_auto_map(path: Path) -> None:
             path.write_text(to_json(settings), encoding="utf-8")
 
 
-def check_upload(name: str) -> None:
-    """Refuse an upload that cannot be done, before the work starts.
-
-    Args:
-        name: of the model on the hub, `org/name`, or `name` in the user's own account.
-
-    Raises:
-        CheckpointError: the name is invalid, the hub is switched off, or nobody is logged in.
-    """
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise CheckpointError(f"{name!r} cannot be a name on the hub: {one_line(error)}") from error
-    if constants.HF_HUB_OFFLINE:
-        raise CheckpointError(f"{name} cannot be put on the hub: HF_HUB_OFFLINE is set; unset it")
-    if get_token() is None:
-        raise CheckpointError(
-            f"{name} cannot be put on the hub: nobody is logged in; run hf auth login, or set HF_TOKEN"
-        )
-
-
 def push_to_hub(directory: str | Path, name: str) -> str:
     """Upload the directory of a saved model to the hub, with its card, in one commit.
 
     Args:
         directory: of the model.
-        name: of the model on the hub, as for `check_upload`; the repository is made if there is none.
+        name: of the model on the hub, `org/name`, or `name` in the user's own account.
 
     Returns:
         The model's address.
 
     Raises:
-        CheckpointError: the directory holds no model, or the hub refuses it.
+        CheckpointError: the hub refuses it.
     """
-    if not (Path(directory) / "config.json").is_file():
-        raise CheckpointError(f"{directory} has no config.json, so it is no model directory")
-    check_upload(name)
     api = HfApi()
     try:
         repository = api.create_repo(name, exist_ok=True).repo_id

@@ -20,7 +20,6 @@ from collab_compress.errors import CheckpointError, UnsupportedModelError
 from collab_compress.transformers_parts import PrefixChange, WeightConverter, weight_conversions_of
 
 METHOD = "collab_compress"
-MODULE = "modeling_collab_compress"  # of the modelling code that a checkpoint may ship
 MARK = "collab_edits"  # attribute of live models: their edits
 VERSION = 2
 
@@ -273,13 +272,6 @@ def describes_edits(config: Any) -> bool:
     return is_edits(getattr(config, "quantization_config", None))
 
 
-def names_our_code(config: Any) -> bool:
-    """Return whether a config refers to modelling code of this package."""
-    auto_map = getattr(config, "auto_map", None)
-    code = auto_map.values() if isinstance(auto_map, dict) else ()
-    return any(isinstance(name, str) and name.startswith(f"{MODULE}.") for name in code)
-
-
 def is_quantized(model: PreTrainedModel) -> bool:
     """Return whether `model` is quantized by something other than this package, by its config.
 
@@ -305,8 +297,6 @@ def describe_(config: PretrainedConfig, model: PreTrainedModel) -> None:
         config.quantization_config = EditConfig(edits)
     elif describes_edits(config):
         del config.quantization_config
-        if names_our_code(config):
-            del config.auto_map
 
 
 def describe_all_(model: PreTrainedModel) -> None:

@@ -8,8 +8,7 @@ names.
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
@@ -27,12 +26,9 @@ from transformers import (
     AutoConfig,
     AutoProcessor,
     AutoTokenizer,
-    PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
 )
 
-from collab_compress.checkpoint.edits import names_our_code
 from collab_compress.errors import CheckpointError, one_line
 
 SHORT_NAMES = {
@@ -52,15 +48,6 @@ LEGACY = re.compile(  # tensors that earlier versions of Transformers stored
     r"(position_ids|token_type_ids|inv_freq|masked_bias|attn\.bias|attention\.bias|relative_position_index)$"
 )
 ADAPTED = re.compile(r"lora_|(^|[._])scales?(_inv)?$|qweight$|qzeros$|g_idx$|SCB$|absmax$|quant_map")
-LIMITS = {"layer": 10_000, "group": 10_000, "expert": 10_000, "labels": 10_000_000}  # by words in names of entries
-TEXT_FILES = (
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-)
 
 
 def find_directory(name: str, revision: str | None = None) -> Path:
@@ -83,8 +70,7 @@ def find_directory(name: str, revision: str | None = None) -> Path:
         if not _is_directory(name):
             raise CheckpointError(f"{name} is not a directory; pass a model directory or a hub name")
         if not os.path.isfile(path / "config.json"):
-            raise CheckpointError(f"{path} has no config.json, so it is no model directory{_gguf_hint(path)}")
-        _refuse_pipes(path)
+            raise CheckpointError(f"{path} has no config.json, so it is no model directory")
         return path
     if name == EMBEDDED:
         return _embedded_directory()
@@ -127,8 +113,6 @@ def load_config(source: str | Path) -> Any:
         CheckpointError: it cannot be read, or requires code that comes with the model.
     """
     path = Path(source) / "config.json"
-    if path.is_file():
-        _check_config(path)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
@@ -153,11 +137,10 @@ def load_model(
         among its unexpected keys.
 
     Raises:
-        CheckpointError: weights are missing, damaged, of another shape, pickled, quantized, stored twice, outside the
-            folder, or without a place in the model, or the model requires code that comes with it.
+        CheckpointError: weights are missing, damaged, of another shape, pickled, quantized, outside the folder, or
+            without a place in the model, or the model requires code that comes with it.
     """
-    _refuse_pipes(source)
-    stored_names = _check_weights(source)
+    _check_weights(source)
     try:
         model, info = model_class.from_pretrained(
             source,
@@ -177,11 +160,6 @@ def load_model(
         _refuse_weights(
             source, f"{name} has shape {tuple(stored)}, the config makes it {tuple(expected)}{hint * is_pruned}"
         )
-    prefix, parameters = f"{model.base_model_prefix}.", model.state_dict().keys()
-    for name in sorted(stored_names & {f"{prefix}{other}" for other in stored_names}):
-        other = name.removeprefix(prefix)
-        if not {name, other} <= parameters:
-            _refuse_weights(source, f"{other} and {name} are the same tensor, stored twice; take one of them out")
     unread = _unread(model, info["unexpected_keys"])
     if unread:
         _refuse_weights(
@@ -190,10 +168,6 @@ def load_model(
             "undo quantization, or correct the config",
         )
     _forget_code_(model.config)
-    try:
-        getattr(model.config, "validate", dict)()  # some configs cannot
-    except Exception as error:  # the config could not be saved again
-        raise CheckpointError(f"cannot use {Path(source) / 'config.json'}: {one_line(error)}") from error
     return model, info
 
 
@@ -217,42 +191,11 @@ def load_processor(source: str | Path) -> Any:
 
 def _load_texts(auto_class: Any, source: str | Path) -> Any:
     try:
-        with _rust_panics():
-            return auto_class.from_pretrained(source, trust_remote_code=False)
+        return auto_class.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
-        reason = _damaged(Path(source))
-        if reason is None and auto_class is not AutoTokenizer:
+        if auto_class is not AutoTokenizer:
             load_tokenizer(source)  # raises the reason, if that is the tokenizer
-        raise CheckpointError(f"cannot load the tokenizer in {source}: {reason or _reason(error)}") from error
-
-
-@contextmanager
-def _rust_panics() -> Iterator[None]:
-    """Raise panics of tokenizers, which are no `Exception`, as `RuntimeError`."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise RuntimeError(str(error)) from error
-
-
-def _damaged(directory: Path) -> str | None:
-    """Return which file of a tokenizer is damaged, and why, if that can be found out."""
-    try:
-        for name in TEXT_FILES:
-            if (directory / name).is_file():
-                _json_object(directory / name)
-    except CheckpointError as error:
-        return str(error)
-    path = directory / "tokenizer.json"
-    if path.is_file():
-        try:
-            with _rust_panics():
-                PreTrainedTokenizerFast(tokenizer_file=str(path))
-        except Exception as error:
-            return f"cannot read {path}: {one_line(error)}"
-    return None
+        raise CheckpointError(f"cannot load the tokenizer in {source}: {_reason(error)}") from error
 
 
 def _expanded(name: str) -> Path:
@@ -280,49 +223,18 @@ def _refuse_weights(source: str | Path, reason: str, error: Exception | None = N
     raise CheckpointError(f"cannot load weights from {source}: {reason}") from error
 
 
-def _gguf_hint(directory: Path) -> str:
-    """Return what the first GGUF file of a directory is; nothing if there is none."""
-    file = min((path.name for path in directory.glob("*.gguf")), default=None)
-    made_from = "take the checkpoint in safetensors that it was made from"
-    return "" if file is None else f"; {file} is a quantized model for llama.cpp, so {made_from}"
-
-
-def _refuse_pipes(source: str | Path) -> None:
-    """Refuse a model directory with pipes or devices, which could block forever, or a folder in place of JSON."""
-    for path in Path(source).glob("*"):  # none where there is no such directory
-        if path.exists() and not path.is_file() and not (path.is_dir() and path.suffix != ".json"):
-            raise CheckpointError(f"cannot read {path}: it is no regular file")
-
-
-def _check_config(path: Path) -> dict[str, Any]:
-    """Read a config as JSON, and refuse entries named like methods and numbers above their limit."""
-    config = _json_object(path)
-    for name in config:
-        attribute = getattr(PretrainedConfig, name, None)
-        read_only = isinstance(attribute, property) and attribute.fset is None
-        if callable(attribute) or read_only or name.startswith("__") or name == "_auto_class":
-            raise CheckpointError(f"cannot read {path}: {name!r} cannot be an entry of a config; take it out")
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for name, value in part.items():
-            limit = next((limit for word, limit in LIMITS.items() if word in name), None)
-            if limit is not None and isinstance(value, int) and value > limit:
-                raise CheckpointError(f"cannot read {path}: {name} is {value}; expected at most {limit:,}")
-    return config
-
-
 def _forget_code_(config: Any) -> None:
     """Remove references to code that a stock model's repository holds, in place: it is neither run nor saved."""
-    if not names_our_code(config):
-        vars(config).pop("auto_map", None)
+    vars(config).pop("auto_map", None)
 
 
-def _check_weights(source: str | Path) -> set[str]:
-    """Return the names of stored tensors; refuse what are no floats in safetensors in the model's folder."""
+def _check_weights(source: str | Path) -> None:
+    """Refuse weights that are no floats in safetensors in the model's folder."""
     directory = Path(source)
     if (directory / "adapter_config.json").exists():
         raise CheckpointError(f"{source} holds a PEFT adapter; merge it into its model and save that")
     path = directory / "config.json"
-    config = _check_config(path) if path.exists() else {}
+    config = _json_object(path) if path.exists() else {}
     if "compression_config" in config or (directory / "hf_quant_config.json").exists():
         raise CheckpointError(f"{source} is quantized; take the unquantized checkpoint instead")
     name = WEIGHTS if (directory / WEIGHTS).exists() else INDEX
@@ -348,29 +260,15 @@ def _check_weights(source: str | Path) -> set[str]:
             f'trust them, convert them: python -c "from transformers import {name}; '
             f'{name}.from_pretrained({str(source)!r}).save_pretrained({str(source)!r})"'
         )
-    return _check_tensors(source, files)
-
-
-def _check_tensors(source: str | Path, files: Iterable[Path]) -> set[str]:
-    """Return the names of tensors; refuse damaged files, quantized weights, and weights in two files."""
-    holders: dict[str, Path] = {}
-    for path in files:
-        if not path.is_file():
-            _refuse_weights(source, f"{path} is no regular file")
-        if not os.access(path, os.R_OK):
-            _refuse_weights(source, f"{path}: Permission denied")
+    for file in files:
         try:
-            with safe_open(path, framework="pt") as tensors:
+            with safe_open(file, framework="pt") as tensors:
                 dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            _refuse_weights(source, f"{path.name}: {one_line(error)}", error)
+            _refuse_weights(source, f"{file.name}: {one_line(error)}", error)
         for name, dtype in dtypes.items():
-            if name in holders:
-                _refuse_weights(source, f"{name} is in {holders[name].name} and in {path.name}")
             if name.endswith("weight") and dtype not in FLOATS:
                 _refuse_weights(source, f"{name} is quantized ({dtype}); take the unquantized checkpoint instead")
-        holders |= dict.fromkeys(dtypes, path)
-    return set(holders)
 
 
 def _unread(model: PreTrainedModel, names: Collection[str]) -> list[str]:

@@ -10,9 +10,8 @@ import copy
 import functools
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
@@ -61,7 +60,7 @@ OTHER = "quantization"  # attribute of an `EditConfig`: the config of such a met
 # Saving.
 
 
-def describe_edits_when_saving(before_saving: Callable[[PreTrainedModel, Path], None] | None) -> None:
+def describe_edits_when_saving() -> None:
     """Make `save_pretrained` store edits in configs, together with the guard.
 
     A model may have got an edited body after its config was made, or share its config with a model inside; only
@@ -71,13 +70,9 @@ def describe_edits_when_saving(before_saving: Callable[[PreTrainedModel, Path], 
     save, describe = PreTrainedModel.save_pretrained, PretrainedConfig.to_diff_dict
 
     @functools.wraps(save)
-    def save_pretrained(
-        self: PreTrainedModel, save_directory: Any, is_main_process: bool = True, *args: Any, **options: Any
-    ) -> Any:
-        if before_saving is not None and is_main_process:
-            before_saving(self, Path(save_directory))
+    def save_pretrained(self: PreTrainedModel, *args: Any, **options: Any) -> Any:
         with _describing(self):
-            return save(self, save_directory, is_main_process, *args, **options)
+            return save(self, *args, **options)
 
     @functools.wraps(describe)
     def to_diff_dict(self: PretrainedConfig) -> dict[str, Any]:
@@ -92,9 +87,7 @@ def _describing(model: PreTrainedModel) -> Iterator[None]:
     """Make the configs of `model` and of its parts describe their edits within this context."""
     description = vars(model.config).get("quantization_config")
     is_edited = any(MARK in vars(inner) for inner in models_in(model))
-    # A model that is quantized otherwise, or was edited by shipped modelling code, describes itself.
-    is_ours = describes_edits(model.config) and isinstance(description, EditConfig | dict)
-    if not (is_edited if description is None else is_ours):
+    if not (is_edited if description is None else describes_edits(model.config)):  # it is quantized otherwise
         yield
         return
     if is_edited:
@@ -205,16 +198,7 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         renamings = [conversion for conversion in used if isinstance(conversion, WeightRenaming)]
         converters = [conversion for conversion in used if isinstance(conversion, WeightConverter)]
         prefix = model.base_model_prefix
-        holders: dict[str, str] = {}
-        for name in self.stored:
-            loaded_name, pattern = rename_source_key(name, renamings, converters, prefix, expected)
-            first = holders.setdefault(loaded_name, name)
-            if first != name and pattern is None and loaded_name in expected:
-                raise CheckpointError(
-                    f"{type(model).__name__}: the checkpoint holds {loaded_name} twice, as {first} and as {name}; "
-                    "take one of them out"
-                )
-        loaded = holders.keys()
+        loaded = {rename_source_key(name, renamings, converters, prefix, expected)[0] for name in self.stored}
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
         edited = {name for edit in self.edits for name in edit.modules}
         like_absent = {_any_layer(".".join(name.split(".")[-2:])) for name in self.absent}
@@ -257,11 +241,6 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_trainable(self) -> bool:
         """Return whether training works."""
         return not self.quantizes or bool(super().is_trainable)
-
-    @property
-    def is_compileable(self) -> bool:
-        """Return whether `torch.compile` works."""
-        return not self.quantizes or bool(super().is_compileable)
 
 
 def quantizer_of(config: EditConfig, **options: Any) -> EditQuantizer:
@@ -364,9 +343,9 @@ def _any_layer(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
-def register_checkpoint(before_saving: Callable[[PreTrainedModel, Path], None] | None = None) -> None:
-    """Register the plug-in with Transformers; `before_saving` gets each model that is saved, and its directory."""
-    describe_edits_when_saving(before_saving)
+def register_checkpoint() -> None:
+    """Register the plug-in with Transformers."""
+    describe_edits_when_saving()
     QUANTIZATION_CONFIGS[METHOD] = EditConfig
     QUANTIZERS[METHOD] = quantizer_of
     take_another_quantization_config()

@@ -1,23 +1,19 @@
 """The model card of an edited model: what it was made from, how, what that cost, and how to load it."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
 from collab_compress.attention import FORM_KINDS, RotaryScores, SharedScores
 from collab_compress.checkpoint import edits_of
-from collab_compress.checkpoint.directory import MODULES
 from collab_compress.conversion.report import ModuleReport, PartReport, Report, ValueReport, width_range
 from collab_compress.options import Compression
 
 CARD = "README.md"
 TAG, EDITED_TAG = "collab_compress", "collaborative-attention"
-MADE = "## How it was made"
 MIXING = "Heads mix before the output projection; the mixture is the identity until it is trained."
 EDITED = {
     **{form.kind: form.title for form in FORM_KINDS.values()},
@@ -26,81 +22,55 @@ EDITED = {
 }
 NEEDS = (
     "The environment that loads this model needs the package: `pip install collab-compress`, and `import "
-    "collab_compress` before loading. Checkpoints written with `--standalone` need `trust_remote_code=True` instead."
+    "collab_compress` before loading."
 )
-INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag", "library_name", "datasets")
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Origin of an edited model.
-
-    Args:
-        name: display name.
-        directory: its files, whose card names licence, languages and task.
-        repository: its name on the hub, if it is there.
-    """
-
-    name: str
-    directory: Path | None = None
-    repository: str | None = None
 
 
 def model_card(
     model: PreTrainedModel,
     title: str,
-    origin: Origin,
+    source: str,
     compression: Compression | None = None,
     calibration: str | None = None,
     report: Report | None = None,
     notes: Sequence[str] = (),
+    sentence_transformers: bool = False,
 ) -> ModelCard:
     """Return the card of an edited model, or of one that was edited and is stock again.
-
-    Licence, languages, task and library are those of the source's card, if it has one that can be read. If this
-    package wrote that card, how the source was made comes first.
 
     Args:
         model: edited.
         title: heading, and the model's path in the lines that load it.
-        origin: what it was made from.
+        source: name of the model that it was made from.
         compression: how it was converted, if it was.
         calibration: data of the conversion, in words.
         report: of the conversion.
         notes: other changes, a paragraph each.
+        sentence_transformers: whether Sentence Transformers loads it.
     """
-    source, made = _source_card(origin.directory)
-    inherited = {name: source[name] for name in INHERITED if _is_text(source.get(name))}
-    tags = source.get("tags")
-    tags = [tag for tag in tags if tag not in (TAG, EDITED_TAG)] if _is_text(tags) and isinstance(tags, list) else []
-    base = origin.repository or source.get("base_model")
     words = edited_words(model)
     data = ModelCardData(
-        base_model=base if _is_text(base) else None,
-        tags=[*dict.fromkeys(tags), TAG, *([EDITED_TAG] if words else [])],
-        **{"library_name": "transformers", **inherited},
+        library_name="sentence-transformers" if sentence_transformers else "transformers",
+        tags=[TAG, *([EDITED_TAG] if words else [])],
     )
     described = f"`{type(model).__name__}` with {words}" if words else f"`{type(model).__name__}`"
-    holds_modules = origin.directory is not None and (origin.directory / MODULES).is_file()
     text = [
         f"# {title}",
-        f"{described}, made from `{origin.repository or origin.name}` with collab-compress.",
+        f"{described}, made from `{source}` with collab-compress.",
         "## Use",
         *([NEEDS] if words else []),
-        "```python\n" + "\n".join(loading_lines(model, title, holds_modules)) + "\n```",
-        MADE,
-        *([made] if made else []),
+        "```python\n" + "\n".join(loading_lines(model, title, sentence_transformers)) + "\n```",
+        "## How it was made",
     ]
     kinds = {edit.kind for edit in edits_of(model)}
     if compression is not None:
         text.append(" ".join(_conversion(compression, calibration, report, RotaryScores.kind in kinds)))
-    if "alphas" in kinds and MIXING not in made:
+    if "alphas" in kinds:
         text.append(MIXING)
     text += notes
     if report is not None:
         rows = [f"| {name} | {value} |" for name, value in _figures(report)]
         text += ["## Figures", "\n".join(["| | |", "|---|---|", *rows])]
-    text += ["## Licence", _licence(inherited)]
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n")
 
 
@@ -191,38 +161,3 @@ def _figures(report: Report) -> Iterator[tuple[str, str]]:
 
 def _error(parts: Sequence[ModuleReport | ValueReport]) -> str:
     return f"{mean(part.weight_error if part.data_error is None else part.data_error for part in parts):.4f}"
-
-
-def _licence(inherited: dict[str, Any]) -> str:
-    licence, name = inherited.get("license"), inherited.get("license_name")
-    if licence is None:
-        return "The source's model card names no licence."
-    words = licence if isinstance(licence, str) else ", ".join(licence)
-    return f"That of the source: {words}{f' ({name})' if isinstance(name, str) else ''}."
-
-
-def _source_card(directory: Path | None) -> tuple[dict[str, Any], str]:
-    """Return the metadata of the source's card and, if this package wrote it, how the source was made.
-
-    Both are empty without a card that can be read.
-    """
-    if directory is None or not (directory / CARD).is_file():
-        return {}, ""
-    try:
-        text = (directory / CARD).read_text(encoding="utf-8")
-        card = ModelCard(text, ignore_metadata_errors=True)
-        data: Any = card.data
-        metadata = dict(data.to_dict())
-    except Exception:  # a card is written by hand, and nothing depends on it
-        return {}, ""
-    tags = metadata.get("tags")
-    is_ours = isinstance(tags, list) and TAG in tags
-    made = card.text.partition(f"\n{MADE}\n")[2].partition("\n## ")[0] if is_ours else ""
-    return metadata, made.strip()
-
-
-def _is_text(value: Any) -> bool:
-    """Return whether a field of a model card is a text or a list of texts."""
-    return isinstance(value, str) or (
-        isinstance(value, list) and bool(value) and all(isinstance(part, str) for part in value)
-    )

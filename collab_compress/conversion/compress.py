@@ -28,7 +28,7 @@ from collab_compress.architectures import (
 from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm
 from collab_compress.attention.projections import width_in
 from collab_compress.calibration import Calibration, evaluation_mode
-from collab_compress.calibration.batches import is_none, sample_sequences, sequence_count
+from collab_compress.calibration.batches import sample_sequences, sequence_count
 from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
 from collab_compress.conversion.chain import single_layers
 from collab_compress.conversion.copies import conversion_of, sharing_copy
@@ -117,7 +117,7 @@ def compress(
     with conversion_of(model), torch.random.fork_rng(devices):  # new layers are initialised before they are filled
         device = working_device(compression.solver.device)
         if compression.keep is None:  # refuse what cannot be converted before any data are read
-            find_tasks(model, compression, calibrated=not is_none(calibration))
+            find_tasks(model, compression)
         dense = sharing_copy(model)  # so that other threads may run the model meanwhile
         data = read(dense, calibration, tokenizer, calibration_options, compression.solver.seed)
         job = _Job(dense, data, progress)
@@ -173,13 +173,11 @@ class _Job:
 def find_tasks(
     model: PreTrainedModel,
     compression: Compression,
-    calibrated: bool,
     by_module: Mapping[str, Compression] | None = None,
 ) -> list[Task]:
     """Return the maps to convert, scores first, after checking that all of them can be converted.
 
     Args:
-        calibrated: whether there is calibration data.
         by_module: path of a module → its own compression, where widths differ.
     """
     if is_quantized(model):
@@ -192,7 +190,7 @@ def find_tasks(
             f"attention is converted as 'eager' or 'sdpa', the model is set to {implementation!r}; "
             "call model.set_attn_implementation('sdpa') first"
         )
-    where = (model, compression.modules, compression.kinds)
+    where = (model, compression.modules)
     attention = find_attention(*where)
     own = {site.name: (by_module or {}).get(site.name, compression) for site in attention}
     for site in attention:
@@ -207,7 +205,7 @@ def find_tasks(
         if isinstance(site, DenseSite):
             _check_width(site, "dk", task.compression.dk, () if site.family.rotary else (site.query, site.key))
             _check_solver(site, task.compression)
-            form = task.form(calibrated)
+            form = task.form()
             if isinstance(form, ScoreForm):
                 form.check_room()
             _check_weights(site, ((site.family.query, site.query), (site.family.key, site.key)))
@@ -236,7 +234,7 @@ def _refuse_converted(site: AttentionSite, compression: Compression) -> None:
     ):
         if width is not None and hasattr(site.module, at):
             raise CompressionError(
-                f"{site.name}: its {what} are already converted; leave it out by modules or kinds, expand the model "
+                f"{site.name}: its {what} are already converted; leave it out by modules, expand the model "
                 "first, or start from the dense checkpoint"
             )
 
@@ -254,16 +252,13 @@ def _check_width(site: AttentionSite, name: str, width: int | None, projections:
 
 
 def _check_solver(site: AttentionSite, compression: Compression) -> None:
-    """Refuse centred queries, a tolerance, other solvers and another width of heads for a rotary module."""
+    """Refuse other solvers and another width of heads for a rotary module."""
     if not site.family.rotary:
         return
     if compression.head_dim is not None:
         raise CompressionError(f"{site.name}: heads with a rotary embedding keep their width; leave out head_dim")
-    solver = compression.solver
-    if (solver.method, solver.centre, solver.tolerance) != ("als", None, None):
-        raise CompressionError(
-            f"{site.name}: centre, tolerance and other solvers do not apply to rotary embeddings; leave them out"
-        )
+    if compression.solver.method != "als":
+        raise CompressionError(f"{site.name}: other solvers do not apply to rotary embeddings; leave out solver")
 
 
 def _check_weights(site: AttentionSite, projections: Iterable[tuple[str, Any]]) -> None:
@@ -320,7 +315,7 @@ class _Converted:
 def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, Compression]) -> _Converted:
     """Compute the conversion in a copy that shares the model's weights."""
     model, data = job.model, job.data
-    tasks = find_tasks(model, compression, bool(data.used), by_module)
+    tasks = find_tasks(model, compression, by_module)
     with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
         parts, config, notes = _parts(job, compression, tasks)
         if not data.used:
@@ -461,7 +456,7 @@ def install_unset_(
     if compression.keep is not None:
         widths = _choose(job, compression)
         compression, by_module = widths.compression, widths.modules
-    tasks = find_tasks(model, compression, bool(job.data.used), by_module)
+    tasks = find_tasks(model, compression, by_module)
     working_device(compression.solver.device)
     for task in tasks:
-        install_maps_(model, [empty_plan(task.site, task.form(bool(job.data.used)))])
+        install_maps_(model, [empty_plan(task.site, task.form())])

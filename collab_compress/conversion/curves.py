@@ -26,7 +26,7 @@ from collab_compress.conversion.layers import States
 from collab_compress.conversion.maps import Progress, Task
 from collab_compress.conversion.room import Room
 from collab_compress.conversion.writers import Writer, find_writers
-from collab_compress.factorization import HeadTensor, Moments, centres_queries
+from collab_compress.factorization import HeadTensor, Moments
 from collab_compress.factorization.least_squares import BLOCK, ResidualMoments, choice_moments, eliminate
 from collab_compress.factorization.moments import Weighting, damp
 from collab_compress.factorization.narrowing import captured
@@ -119,7 +119,7 @@ def _score_losses(site: DenseSite, moments: tuple[Moments, ...], head_weights: T
     weighting = Weighting.of(
         *(side.to(query.device, torch.float64) for side in moments),
         damping=DAMPING,
-        centre_query=centres_queries(site.query.bias is not None, None),
+        centre_query=site.query.bias is not None,
         centre_key=True,
     )
     weighted = weighting.apply(HeadTensor(query, key))

@@ -166,10 +166,7 @@ def refuse_stock(model: PreTrainedModel) -> None:
         CompressionError: the family's config has no head width, or heads have a rotary embedding.
     """
     family = FAMILIES.get(model.config.model_type)
-    advice = (
-        "narrow its feed-forward blocks alone (dff), which gives a stock model, or save it with its code for people "
-        "without this package (standalone), or expand it"
-    )
+    advice = "narrow its feed-forward blocks alone (dff), which gives a stock model, or expand it"
     if family is not None and family.rotary:
         raise CompressionError(
             f"heads of {type(model).__name__} are rotated by a rotary embedding, so there are no narrower ones; "
@@ -190,7 +187,7 @@ def _needed_width(site: AttentionSite) -> int:
             f"{site.name}: a stock model needs queries, keys and values of all modules narrower; convert with dk, "
             "head_dim and dv"
         )
-    return int(max(scores.width, *values.sizes))
+    return int(max(scores.width, values.size))
 
 
 def _expand(model: PreTrainedModel, head_width: int | None) -> None:
@@ -203,7 +200,6 @@ def _expand(model: PreTrainedModel, head_width: int | None) -> None:
         scores, values = (getattr(module, at, None) for at in FORMS_AT)
         if scores is not None:
             _refuse_hooks(site, scores.query, scores.key)
-            _refuse_content_bias(model, site, scores)
             try:
                 error = 0.0
                 if isinstance(scores, RotaryScores):
@@ -242,25 +238,12 @@ def _refuse_hooks(site: AttentionSite, *paths: str) -> None:
             refuse_hooks(part, layer)
 
 
-def _refuse_content_bias(model: PreTrainedModel, site: AttentionSite, form: ScoreForm) -> None:
-    """Refuse content biases where stock queries have no bias: a reloaded model would lack them."""
-    if not form.content_bias:
-        return
-    value = site.part(site.family.value)
-    if getattr(value, "proj", value).bias is None:  # queries have one exactly where values have
-        raise CompressionError(
-            f"{site.name} has content biases, which centre=True made, and queries of a stock "
-            f"{type(model).__name__} have no bias to hold them; keep the model converted, or convert with "
-            "centre=False and expand that"
-        )
-
-
 def _dense_values(site: AttentionSite, form: NarrowValues, output: Any, head_width: int | None) -> ValueParts:
     form = form if head_width is None else replace(form, head_width=head_width)
     value, bias, weight = form.read(site.name, site.module, output)
-    dense_bias = None if bias is None else form.widened(bias, 0, form.sizes)
-    dense = _linear(form.widened(value, 1, form.sizes), dense_bias, site.part(form.value).proj.weight)
-    wide = form.widened(weight, 0, form.output_sizes)  # (H·d, D)
+    dense_bias = None if bias is None else form.widened(bias)
+    dense = _linear(form.widened(value), dense_bias, site.part(form.value).proj.weight)
+    wide = form.widened(weight.T).T  # (H·d, D)
     output_weight = nn.Parameter(wide.T.contiguous() if output_dim(output) else wide, output.weight.requires_grad)
     return ValueParts(dense, output, output_weight, output.bias)
 

@@ -80,7 +80,7 @@ def from_config(
         forms.setdefault(form.kind, {})[path_in_base(model, site.module)] = form
     for kind, modules in forms.items():
         record_edit_(model, FormEdit(kind, modules))
-        for warning in rounding(modules.values(), attention.dk):
+        for warning in rounding([*modules.values()], attention.dk):
             _logger.warning(warning)
     return model
 

@@ -19,13 +19,11 @@ from collab_compress.factorization import (
     Moments,
     Narrowing,
     RotaryFactorization,
-    centres_queries,
     factorize,
     factorize_rotary,
     narrow_values,
 )
-from collab_compress.factorization.als import FAST_SWEEPS
-from collab_compress.options import Compression, Solver
+from collab_compress.options import Compression
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with a module's name, how many are done, and how many there are."""
@@ -51,7 +49,7 @@ class Task:
         width = self.compression.dv if isinstance(self.site, ValueSite) else self.compression.dk
         return width is None or width >= self.site.key_value_width
 
-    def form(self, calibrated: bool) -> ScoreForm | NarrowValues:
+    def form(self) -> ScoreForm | NarrowValues:
         """Return the form of the replacement."""
         site, compression = self.site, self.compression
         if isinstance(site, ValueSite):
@@ -59,10 +57,8 @@ class Task:
         dk = compression.dk or 0
         if site.family.rotary:
             return RotaryScores.of(site, dk)
-        biased, solver = site.query.bias is not None, compression.solver
-        content_bias = biased or (calibrated and not self.is_exact and centres_queries(biased, solver.centre))
-        head_dim = dk if solver.method == "parafac" else compression.head_dim
-        return SharedScores.of(site, dk, head_dim, content_bias)
+        head_dim = dk if compression.solver.method == "parafac" else compression.head_dim
+        return SharedScores.of(site, dk, head_dim, site.query.bias is not None)
 
 
 @dataclass(frozen=True)
@@ -115,7 +111,7 @@ def _share(site: DenseSite, compression: Compression, moments: SiteMoments, head
     assert compression.dk is not None
     query_moments, key_moments = moments or (None, None)
     solver = compression.solver
-    form = Task(site, compression).form(moments is not None)
+    form = Task(site, compression).form()
     assert isinstance(form, SharedScores)
     result = factorize(
         site.query_heads(),
@@ -126,10 +122,8 @@ def _share(site: DenseSite, compression: Compression, moments: SiteMoments, head
         key_moments=key_moments,
         solver=solver.method,
         seed=solver.seed,
-        sweeps=_sweeps(solver, FAST_SWEEPS),
-        tolerance=solver.tolerance,
+        sweeps=solver.sweeps,
         damping=solver.damping,
-        centre=solver.centre,
         device=solver.device,
         reads=form.reads if form.reads < form.rank else None,
         head_weights=head_weights,
@@ -166,10 +160,6 @@ def _share_rotary(
     return form, parts, result
 
 
-def _sweeps(solver: Solver, fast: int) -> int | None:
-    return fast if solver.effort == "fast" else solver.sweeps
-
-
 def _narrow(site: ValueSite, compression: Compression, moments: SiteMoments) -> tuple[NarrowValues, Any, Narrowing]:
     """Narrow the values of one module."""
     assert compression.dv is not None
@@ -177,9 +167,9 @@ def _narrow(site: ValueSite, compression: Compression, moments: SiteMoments) -> 
     result = narrow_values(
         site.value_heads(),
         site.output_heads(),
-        form.sizes,
+        form.size,
         moments[0] if moments else None,
-        fold=site.output.bias is not None and compression.solver.centre is not False,
+        fold=site.output.bias is not None,
         damping=compression.solver.damping,
         device=compression.solver.device,
     )
@@ -204,12 +194,16 @@ def _narrow(site: ValueSite, compression: Compression, moments: SiteMoments) -> 
     return form, parts, result
 
 
-def rounding(forms: Iterable[MapForm], dk: int | None) -> list[str]:
-    """Return a warning of a dk that rotary forms round up, or none."""
-    rounded = [form for form in forms if isinstance(form, RotaryScores) and form.rank != dk]
+def rounding(forms: Sequence[MapForm], dk: int | None, dv: int | None = None) -> list[str]:
+    """Return warnings of a dk that rotary forms round, and of a dv that narrow values round."""
+    rotary = [form for form in forms if isinstance(form, RotaryScores) and form.rank != dk]
+    narrow = [form for form in forms if isinstance(form, NarrowValues) and form.dv != dv]
     return [
         f"dk {dk} was rounded up to {form.rank}: a rotary embedding rotates whole heads of {form.head_width} channels"
-        for form in rounded[:1]
+        for form in rotary[:1]
+    ] + [
+        f"dv {dv} was rounded to {form.dv}: its {form.value_heads} heads of values have {form.size} channels each"
+        for form in narrow[:1]
     ]
 
 
@@ -261,7 +255,7 @@ def warnings_of(
     for item in planned:
         for vectors, (projection, _) in zip(item.report.vectors, item.site.inputs, strict=True):
             seen.append((item.site.name, vectors, width_in(projection)))
-    warnings = rounding((item.form for item in planned), compression.dk) + without_savings(planned)
+    warnings = rounding([item.form for item in planned], compression.dk, compression.dv) + without_savings(planned)
     warnings += few_vectors(seen)
     for item in planned:
         if isinstance(item.report, ModuleReport) and item.report.breakdowns:

@@ -100,7 +100,6 @@ class ValueReport(PartReport):
         weight_error: ‖U − Û‖/‖U‖ over the stacked Wv·Wo.
         data_error: the same of the layer's outputs on calibration data, or None without.
         seconds: time of the decomposition, others running at the same time.
-        sizes: channels of each head.
         vectors: number of vectors in the moments, of the output projection's inputs; 0 without data.
     """
 
@@ -108,7 +107,6 @@ class ValueReport(PartReport):
     weight_error: float
     data_error: float | None
     seconds: float
-    sizes: tuple[int, ...]
     vectors: tuple[int, ...]
 
 
@@ -243,7 +241,7 @@ def score_costs(site: DenseSite, form: ScoreForm, length: int) -> PartReport:
 
 def value_costs(site: ValueSite, form: NarrowValues, length: int) -> PartReport:
     """Return the costs of one module's values and output projection, for inputs of `length` tokens."""
-    dense = replace(form, sizes=(site.head_width,) * site.key_value_heads)
+    dense = replace(form, size=site.head_width)
     return PartReport(
         name=site.name,
         parameters_before=dense.parameters(site.widths),
@@ -286,6 +284,5 @@ def value_report(
         weight_error=result.weight_error,
         data_error=result.data_error,
         seconds=seconds,
-        sizes=form.sizes,
         vectors=vectors,
     )

@@ -101,7 +101,7 @@ class Layers:
     """
 
     def __init__(self, model: PreTrainedModel, compression: Compression, length: int, batch: Batch) -> None:
-        where = (model, compression.modules, compression.kinds)
+        where = (model, compression.modules)
         sites = find_attention(*where)
         values = find_dense_values(*where)
         self.attention = [Attention(site, own, length) for site, own in zip(sites, values, strict=True)]
@@ -194,7 +194,7 @@ def _compression(
     """Return the compression of one module to these widths."""
     solver = compression.solver
     if dk is None:  # no solver iterates
-        solver = replace(solver, method="als", effort="best", sweeps=None, tolerance=None)
+        solver = replace(solver, method="als", sweeps=None)
     return replace(compression, keep=None, dk=dk, head_dim=head_dim, dv=dv, dff=dff, solver=solver)
 
 

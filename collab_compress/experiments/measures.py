@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from math import nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -20,16 +19,13 @@ from collab_compress.analysis import (
     discrepancy,
     dominant_heads,
     head_covariances,
-    jackknife_error,
     mean_over_pairs,
     mixing_matrices,
     pruning_curve,
     random_importance,
     svcca,
 )
-from collab_compress.analysis.covariance import GroupedCovariances
 from collab_compress.analysis.diversity import Measure as DiscrepancyMeasure
-from collab_compress.analysis.stream import observe
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
@@ -53,9 +49,6 @@ SHARES = tuple(step / 8 for step in range(9))
 
 ORDERS = 3
 """Orders of random heads in the pruning curve."""
-
-GROUPS = 16
-"""Number of jackknife groups."""
 
 DIGITS = {"mixing": 4, "alphas": 4}
 """Significant digits of large matrices; other numbers have six."""
@@ -127,25 +120,12 @@ class Subject:
         covariances = head_covariances(self.model, self.all_batches)
         return {name: covariance for name, covariance in covariances.items() if len(covariance.widths) > 1}
 
-    @cached_property
-    def parts(self) -> dict[str, list[JointCovariance]]:
-        """Covariances of head outputs by layer, of each group of rows; groups are drawn at random."""
-        rows = len(self.places())
-        size = -(-rows // GROUPS)
-        groups = [self.places(first, first + size) for first in range(0, rows, size)]
-        batches = [batch for group in groups for batch in self.batches(group)]  # one a group
-        return observe(self.model, batches, GroupedCovariances(GROUPS)).result()
-
     def mean_similarities(self, measure: Callable[[JointCovariance], float]) -> dict[str, dict[str, Any]]:
-        """Return a mean over pairs of heads for each layer, and its standard error; NaN for a single row."""
+        """Return a mean over pairs of heads for each layer."""
         if not self.covariances:
             return {}
         means = {name: measure(covariance) for name, covariance in self.covariances.items()}
-        errors = {
-            name: jackknife_error(measure, self.parts[name]) if len(self.parts.get(name, ())) > 1 else nan
-            for name in means
-        }
-        return {"layers": self.by_kind(means), "errors": self.by_kind(errors)}
+        return {"layers": self.by_kind(means)}
 
     def by_kind(self, values: Mapping[str, Value]) -> dict[str, list[Value]]:
         """Group the values of modules by kind of attention, in the order of layers."""

@@ -179,18 +179,17 @@ def _rehearse(workload: Workload, source: Path) -> None:
 
 
 def _convert(workload: Workload, source: Path, folder: Path) -> None:
-    """Convert a model into `folder/model` if that is missing; processes share the work."""
+    """Convert a model into `folder/model` if that is missing; each process converts the whole model."""
     recipe, processes = workload.recipe, process_state()
     if recipe.compression is None or on_main_process(lambda: (folder / "model").is_dir()):
         return
     model = on_every_process(lambda: workload.load_model(source)).to(processes.device)
     tokenizer = workload.new_tokenizer()
-    report = compress(
-        model,
-        recipe.compression.with_solver(seed=recipe.seed),
-        recipe.calibration,
-        tokenizer=tokenizer,
-        calibration_options=recipe.calibration_options,
+    compression = recipe.compression.with_solver(seed=recipe.seed)
+    report = on_every_process(
+        lambda: compress(
+            model, compression, recipe.calibration, tokenizer, calibration_options=recipe.calibration_options
+        )
     )
     description = report.to_dict()
     if recipe.recovery is not None:

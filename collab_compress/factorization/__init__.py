@@ -1,6 +1,6 @@
 """Decompose the heads of an attention layer: their scores into shared factors, their values into fewer channels."""
 
-from collab_compress.factorization.decompose import SOLVERS, centres_queries, factorize
+from collab_compress.factorization.decompose import SOLVERS, factorize
 from collab_compress.factorization.factors import Factorization, Factors, HeadTensor, Solution, SolverOptions
 from collab_compress.factorization.moments import Moments
 from collab_compress.factorization.narrowing import Narrowing, narrow_values
@@ -17,7 +17,6 @@ __all__ = [
     "RotaryFactors",
     "Solution",
     "SolverOptions",
-    "centres_queries",
     "factorize",
     "factorize_rotary",
     "narrow_values",

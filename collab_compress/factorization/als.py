@@ -20,7 +20,6 @@ from collab_compress.factorization.iterate import SHIFT, Channels, Direction, It
 from collab_compress.factorization.truncation import one_hot, singular_channels, strongest, truncation
 
 SWEEPS = 90
-FAST_SWEEPS = 36
 MOST_SWEEPS = 200  # limit of a run without a number of sweeps, which goes on beyond `SWEEPS` while that pays
 TOLERANCE = 2e-4
 EXACT = 1e-7  # lower errors are rounding: the squares cancel

@@ -40,7 +40,6 @@ def factorize(
     sweeps: int | None = None,
     tolerance: float | None = None,
     damping: float = 1e-3,
-    centre: bool | None = None,
     device: torch.device | str | None = None,
     progress: Progress | None = None,
     reads: int | None = None,
@@ -53,9 +52,9 @@ def factorize(
     as in section 3.3 of "Multi-Head Attention: Collaborate Instead of Concatenate", equations 9 to 11. With
     moments the error of the scores on such inputs is minimised instead of the error of the weights
     (`moments.Weighting`). The content bias $v_i = K_i b_i$ is kept exactly; with centred query moments it also
-    takes the residual's part at the mean query, $(T_i - \hat T_i)^\top \mu_Q$. Without a query bias there is no
-    content bias unless `centre` is True; queries are then weighed by second moments, which leaves the mean
-    query's part to the factors.
+    takes the residual's part at the mean query, $(T_i - \hat T_i)^\top \mu_Q$. Keys are weighed
+    by their covariance. Without a query bias there is no content bias, and queries are weighed by second moments,
+    which leaves the mean query's part to the factors.
 
     Args:
         query: $Q_i$, (H, Dq, d), any floating dtype.
@@ -69,8 +68,6 @@ def factorize(
         sweeps: most passes over the three factors; None for the solver's default.
         tolerance: as in `SolverOptions`; None for the solver's default.
         damping: multiple of the moments' mean diagonal added to their diagonal.
-        centre: weigh queries and keys by covariances rather than by second moments; None does so for keys, and for
-            queries that have a bias.
         device: device of the work and of the result, with float64; None for the device of `query`, or for the CPU
             where that has no float64.
         progress: called with the sweep's number and the relative error so far.
@@ -115,10 +112,8 @@ def factorize(
         query_moments = query_moments.to(device, torch.float64)
     if key_moments is not None:
         key_moments = key_moments.to(device, torch.float64)
-    centred = centres_queries(bias is not None, centre)
-    weighting = Weighting.of(
-        query_moments, key_moments, damping=damping, centre_query=centred, centre_key=centre is not False
-    )
+    centred = bias is not None
+    weighting = Weighting.of(query_moments, key_moments, damping=damping, centre_query=centred, centre_key=True)
     weighted = weighting.apply(tensor)
     if head_weights is not None:
         head_weights = head_weights[:, None]

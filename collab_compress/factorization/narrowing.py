@@ -24,7 +24,7 @@ class Narrowing:
     attention probabilities. Heads that share their values, as grouped queries do, share $P_i$ too.
 
     Args:
-        heads: $P_i$ of each head of values, (d, s_i), in float64.
+        heads: $P_i$ of each head of values, (Hkv, d, s), in float64.
         output: $O$, heads side by side, (dv·group, D).
         bias: to be added to the output projection's bias, (D,), or None where nothing is folded into it.
         weight_error: relative error of the heads' maps, $\|U - \hat U\|_F / \|U\|_F$ over the stacked
@@ -33,7 +33,7 @@ class Narrowing:
             None without data.
     """
 
-    heads: tuple[Tensor, ...]
+    heads: Tensor
     output: Tensor
     bias: Tensor | None
     weight_error: float
@@ -43,7 +43,7 @@ class Narrowing:
 def narrow_values(
     value: Tensor,
     output: Tensor,
-    sizes: Sequence[int],
+    size: int,
     moments: Moments | None,
     *,
     fold: bool = True,
@@ -63,7 +63,7 @@ def narrow_values(
     Args:
         value: $W^V$ of each head of values, (Hkv, D, d); each serves H / Hkv heads, side by side.
         output: $W^O$ of each head, (H, d, D).
-        sizes: channels s_i of each head of values, 0 to d.
+        size: channels s of each head of values, 1 to d.
         moments: of the output projection's input, heads side by side, H·d wide; None without data. If the input is
             constant, as in the first layer of DETR's decoder, and is folded into the bias, channels are chosen as
             without data.
@@ -72,7 +72,7 @@ def narrow_values(
         device: device of the work; None for the device of the weights, or the CPU if that has no float64.
 
     Raises:
-        ValueError: shapes, sizes or moments do not fit, a value is not finite, the device cannot be used, or the
+        ValueError: shapes, size or moments do not fit, a value is not finite, the device cannot be used, or the
             moments are singular even after damping.
     """
     value, output = checked_weights("value", value, device), checked_weights("output", output, device)
@@ -84,8 +84,8 @@ def narrow_values(
     heads, width, _ = output.shape
     count = len(value)
     check_moments("moments", moments, heads * width)
-    if len(sizes) != count or not all(0 <= size <= width for size in sizes) or not any(sizes):
-        raise ValueError(f"sizes do not fit: got {tuple(sizes)}, expected {count} numbers from 0 to {width}")
+    if not 1 <= size <= width:
+        raise ValueError(f"size is out of range: got {size}, expected 1 to {width}")
     group = heads // count
     place = output.device
     white = torch.block_diag(*(value.mT @ value).repeat_interleave(group, 0))  # (H·d, H·d)
@@ -95,14 +95,13 @@ def narrow_values(
         if float(joint.trace()) <= CONSTANT * float(moments.second.trace()):
             joint = white
     damped = damp(joint, damping)
-    kept = tuple(
-        # exactly the identity where nothing is dropped
-        ranked_channels(*head)[0][:, :size] if size < width else torch.eye(width, dtype=joint.dtype, device=place)
-        for head, size in zip(grouped(damped, list(output), group), sizes, strict=True)
-    )
     dense = output.flatten(0, 1)  # (H·d, D)
+    # exactly the identity where nothing is dropped
+    kept = torch.eye(width, dtype=joint.dtype, device=place).expand(count, -1, -1)
     refit, residual = dense, torch.zeros_like(dense)
-    if sum(sizes) < count * width:
+    if size < width:
+        heads_of_values = grouped(damped, list(output), group)
+        kept = torch.stack([ranked_channels(*head)[0][:, :size] for head in heads_of_values])
         channels = torch.block_diag(*(head for head in kept for _ in range(group)))  # (H·d, dv·group)
         crossed = damped @ channels
         refit = torch.cholesky_solve(crossed.mT @ dense, _lower_root(channels.mT @ crossed))

@@ -126,12 +126,6 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
     heads_by_path: dict[str, int] = {}
     weights: set[int] = set()
     for site in sites:
-        form = getattr(site.module, "value_form", None)
-        if form is not None and len(set(form.sizes)) > 1:
-            raise HeadError(
-                f"{site.name}: its heads have {min(form.sizes)} to {max(form.sizes)} channels of values, and only "
-                f"heads of one width can be mixed; pass a dv that {site.heads} divides, or expand the model first"
-            )
         output: Any = site.part(site.family.output)
         plain_weight(site.path(site.family.output), output, HeadError)
         weights.add(id(output.weight))

@@ -112,9 +112,8 @@ class HeadGates(HeadHooks):
         self._check_present()
         values = self.values()
         with torch.no_grad():
-            for name, weight, sizes in _check(self._model, [hook.site for hook in self._hooks]):
-                gates = values[name].to(weight.device, weight.dtype)
-                weight.mul_(gates.repeat_interleave(torch.tensor(sizes, device=weight.device)))
+            for name, weight, size in _check(self._model, [hook.site for hook in self._hooks]):
+                weight.mul_(values[name].to(weight.device, weight.dtype).repeat_interleave(size))
         self.remove()
 
 
@@ -123,7 +122,7 @@ def _gate(logits: Tensor) -> Tensor:
     return (logits.sigmoid() * (high - low) + low).clamp(0, 1)
 
 
-def _check(model: PreTrainedModel, sites: Iterable[AttentionSite]) -> list[tuple[str, Tensor, list[int]]]:
+def _check(model: PreTrainedModel, sites: Iterable[AttentionSite]) -> list[tuple[str, Tensor, int]]:
     """Return the path of each module and its `_columns`, or raise if gates cannot be folded into them."""
     refuse_unwritable(model, "head gates")
     columns = [(site.name, *_columns(site)) for site in sites]
@@ -135,11 +134,10 @@ def _check(model: PreTrainedModel, sites: Iterable[AttentionSite]) -> list[tuple
     return columns
 
 
-def _columns(site: AttentionSite) -> tuple[Tensor, list[int]]:
-    """Return a view (D, Σ sizes) of the weight that reads a module's heads, and how many columns each head has."""
+def _columns(site: AttentionSite) -> tuple[Tensor, int]:
+    """Return a view (D, H·s) of the weight that reads a module's heads, and the columns s of each head."""
     projection: Any = site.part(site.family.output)
     if isinstance(projection, MixedProjection):
-        return projection.alphas, [1] * site.heads
+        return projection.alphas, 1
     weight = output_weight(site.path(site.family.output), projection)
-    form = getattr(site.module, "value_form", None)
-    return weight, [weight.shape[1] // site.heads] * site.heads if form is None else list(form.output_sizes)
+    return weight, weight.shape[1] // site.heads

@@ -99,7 +99,7 @@ class Reading:
 
     Args:
         site: the module. One that serves several layers (ALBERT) gives a reading for each.
-        outputs: head outputs before other hooks change them, (B, T, H, s); zero-padded where heads differ in width.
+        outputs: head outputs before other hooks change them, (B, T, H, s).
         values: (B, S, H, s).
         probs: attention probabilities before dropout, (B, H, T, S).
         queries: (B, T, H, d), or (B, T, H, R) in a converted module.

@@ -26,7 +26,7 @@ from collab_compress.heads.swap import (
 )
 from collab_compress.options import check_counts
 
-Strategy = Literal["manual", "hard", "in-layer", "soft", "random"]
+Strategy = Literal["manual", "hard", "soft", "random"]
 Importance = Literal["distance", "confidence"]
 ROUNDING = 1e-9  # in epochs: far below a step, far above the rounding errors of sums of fractions
 
@@ -41,8 +41,8 @@ class RotationOptions:
 
     strategy: Strategy
     """`manual`: the given pairs. `hard`: the k least important heads of all layers with the k most important.
-    `in-layer`: the same within each layer, k pairs a layer. `soft`: for i = 1 … t_max, the k least important heads of
-    layer i with those of layer L+1−i. `random`: k random pairs of all layers."""
+    `soft`: for i = 1 … t_max, the k least important heads of layer i with those of layer L+1−i. `random`: k random
+    pairs of all layers."""
 
     epochs: tuple[float, ...]
     """When heads are swapped, in epochs from 0: 1 is the start of the second epoch, 0.5 the middle of the first, or
@@ -54,14 +54,11 @@ class RotationOptions:
     t_max: int = 1
     """Number of layers from each end that `soft` pairs, at most half of the layers."""
 
-    printed: bool = False
-    """Whether `soft` pairs layer i with L−i as the paper prints it, which leaves the last layer out."""
-
     pairs: tuple[Pair, ...] = ()
     """Pairs that `manual` swaps, of (path of the attention module, number of the head from 0)."""
 
     importance: Importance = "distance"
-    """Importance by which `hard`, `in-layer` and `soft` sort heads: `distance` of their outputs from those of the
+    """Importance by which `hard` and `soft` sort heads: `distance` of their outputs from those of the
     layer's other heads (AVG_L2), or `confidence`."""
 
     exclude: tuple[int, ...] | None = None
@@ -136,12 +133,7 @@ class RotationOptions:
     @property
     def measures(self) -> bool:
         """Whether the strategy measures the importance of heads."""
-        return self.strategy in ("hard", "in-layer", "soft")
-
-    @property
-    def crosses_layers(self) -> bool:
-        """Whether the strategy itself pairs heads of different modules."""
-        return self.strategy in ("hard", "soft", "random")
+        return self.strategy in ("hard", "soft")
 
 
 def _as_int(epochs: float) -> float:
@@ -162,27 +154,20 @@ def hard(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scor
     return list(zip(heads[: rotation.k], heads[::-1], strict=False))
 
 
-def in_layer(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
-    """Pair the k least important heads of each layer with its k most important (§3.1.1, there by hand)."""
-    return [pair for site in sites for pair in hard(rotation, [site], scores, epoch)]
-
-
 def soft(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
     """Pair the k least important heads of lower layers with those of upper ones (algorithm 2).
 
-    Layer i meets L+1−i, or as printed L−i, for i = 1 … t_max. The two are never the same layer, so k may be up to H,
-    where the paper stops at H/2: its own manual swap exchanges whole layers.
+    Layer i meets L+1−i, where the paper prints L−i, for i = 1 … t_max. The two are never the same layer, so k may be
+    up to H, where the paper stops at H/2: its own manual swap exchanges whole layers.
     """
-    last = len(sites) - rotation.printed
+    last = len(sites)
     if rotation.t_max > last // 2:
         raise HeadError(
             f"t_max is {rotation.t_max} for {len(sites)} layers of {sites[0].kind} attention; expected at most "
-            f"{last // 2}"
-            + (", for printed pairs layer i with L−i" if rotation.printed else "")
-            + ("; the strategy needs more modules than a single shared one" if last < 2 else "")
+            f"{last // 2}" + ("; the strategy needs more modules than a single shared one" if last < 2 else "")
         )
     pairs: list[Pair] = []
-    for lower, upper in zip(sites[: rotation.t_max], sites[last - 1 :: -1], strict=False):
+    for lower, upper in zip(sites[: rotation.t_max], reversed(sites), strict=False):
         _check_k(rotation, min(lower.heads, upper.heads), sites)
         lower_heads, upper_heads = _by_importance([lower], scores), _by_importance([upper], scores)
         pairs += zip(lower_heads[: rotation.k], upper_heads[: rotation.k], strict=True)
@@ -199,7 +184,6 @@ def random(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Sc
 
 STRATEGIES: dict[Strategy, Callable[[RotationOptions, Sequence[AttentionSite], Scores, float], list[Pair]]] = {
     "hard": hard,
-    "in-layer": in_layer,
     "soft": soft,
     "random": random,
 }
@@ -270,9 +254,8 @@ class Rotator:
                     match_heads(site, head, site, head + 1)
             zeros = {site.name: torch.zeros(site.heads) for site in sites}
             STRATEGIES[rotation.strategy](rotation, sites, zeros, 0)
-            if rotation.crosses_layers:
-                for site in sites[1:]:
-                    match_heads(sites[0], 0, site, 0)
+            for site in sites[1:]:
+                match_heads(sites[0], 0, site, 0)
 
     def epoch(
         self, epoch: float, optimizer: Any = None, batches: Iterable[Mapping[str, Tensor]] | None = None

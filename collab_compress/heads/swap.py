@@ -1,13 +1,12 @@
 """Swap attention heads, the parameter slices that belong to each, with their gradients and optimizer state."""
 
-import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from collab_compress.architectures import AttentionSite, FusedSlice, find_attention
 from collab_compress.architectures.sites import read
@@ -101,8 +100,7 @@ def swap_heads_(model: nn.Module, pairs: Sequence[Pair], optimizer: Any = None) 
     Moves the slices of `head_blocks`, of their gradients, and of every optimizer state shaped like its parameter.
     Swapping the same pairs again restores every bit.
 
-    Parameters may be sharded by FSDP2, and the optimizer may be PyTorch's `ZeroRedundancyOptimizer`; then every
-    process must make the call.
+    Parameters may be sharded by FSDP2; then every process must make the call.
 
     Args:
         model: a Transformers model, stock or edited; not its `DistributedDataParallel` wrapper.
@@ -121,10 +119,7 @@ def swap_heads_(model: nn.Module, pairs: Sequence[Pair], optimizer: Any = None) 
     check_optimizer(optimizer, [block for blocks in matched for block in blocks])
     inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
     state = {} if inner is None else inner.state
-    state_copies: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
-        if _is_zero_redundancy(inner):
-            state, state_copies = {}, _exchanged_states(matched, inner)
         swaps: list[tuple[HeadBlock, Tensor, HeadBlock, Tensor]] = []
         for one, other in matched:
             tensors, other_tensors = _head_tensors(one.parameter, state), _head_tensors(other.parameter, state)
@@ -138,8 +133,6 @@ def swap_heads_(model: nn.Module, pairs: Sequence[Pair], optimizer: Any = None) 
             other.of(other_full).copy_(copy)
             write_(tensor, full)
             write_(other_tensor, other_full)
-        for target, source in state_copies:
-            target.copy_(source)
 
 
 def as_pairs(pairs: Any) -> tuple[Pair, ...]:
@@ -208,8 +201,8 @@ def check_optimizer(optimizer: Any, blocks: Sequence[HeadBlock]) -> None:
     if optimizer is None:
         return
     inner = getattr(optimizer, "optimizer", optimizer)
-    if getattr(inner, "_overlap_with_ddp", False):
-        raise HeadError("ZeroRedundancyOptimizer(overlap_with_ddp=True) hides its state; leave overlap_with_ddp out")
+    if type(inner).__name__ == "ZeroRedundancyOptimizer":
+        raise HeadError("ZeroRedundancyOptimizer keeps its state in other processes; shard by FSDP2 instead")
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = [block.parameter for block in blocks if block.parameter.requires_grad]
     missing = [parameter for parameter in parameters if id(parameter) not in stepped]
@@ -251,39 +244,3 @@ def _state_tensors(parameter: Tensor, state: Any) -> dict[str, Tensor]:
             )
         tensors[f"optimizer state {name!r}"] = tensor
     return tensors
-
-
-def _is_zero_redundancy(optimizer: Any) -> bool:
-    """Return whether each process keeps the state of some parameters only (PyTorch's ZeRO-1)."""
-    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")  # imported by who made one
-    return zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer)
-
-
-def _exchanged_states(matched: Sequence[Matched], optimizer: Any) -> list[tuple[Tensor, Tensor]]:
-    """Exchange the optimizer state of heads between the processes of a `ZeroRedundancyOptimizer`.
-
-    Returns views of this process's state, each with the tensor to copy there. What one process refuses, all refuse.
-    """
-    blocks = [block for pair in matched for block in pair]
-    own_states: list[dict[str, Tensor]] = []
-    refusal: HeadError | None = None
-    try:
-        for block in blocks:
-            tensors = _state_tensors(block.parameter, optimizer.optim.state)
-            own_states.append({name: block.of(tensor) for name, tensor in tensors.items()})
-    except HeadError as error:
-        refusal = error
-    results: list[Any] = [None] * distributed.get_world_size(optimizer.process_group)
-    copies = [{name: tensor.to("cpu", copy=True) for name, tensor in state.items()} for state in own_states]
-    distributed.all_gather_object(results, refusal or copies, group=optimizer.process_group)
-    for result in results:
-        if isinstance(result, HeadError):
-            raise result
-    # Each parameter's state is in one process only.
-    states: list[dict[str, Tensor]] = [next(filter(None, held), {}) for held in zip(*results, strict=True)]
-    moves = []
-    for place in range(0, len(blocks), 2):
-        _check_alike(blocks[place], states[place], states[place + 1])
-        for target, source in ((place, place + 1), (place + 1, place)):
-            moves += [(tensor, states[source][name]) for name, tensor in own_states[target].items()]
-    return moves

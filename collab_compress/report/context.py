@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.analysis import Discrepancy, confidence, mean_over_pairs, with_progress
-from collab_compress.analysis.covariance import Covariances, GroupedCovariances, Samples
+from collab_compress.analysis.covariance import Covariances, Samples
 from collab_compress.analysis.diversity import Coefficients, Discrepancies
 from collab_compress.analysis.patterns import PatternMeans
 from collab_compress.analysis.stream import Observer, Progress, observed
@@ -29,22 +29,20 @@ from collab_compress.options import ReportOptions
 from collab_compress.report.section import Heatmap, heatmap
 
 WIDEST = 10_000  # L·H·d up to which layers are compared: memory and time grow with its square
-GROUPS = 10  # of batches, for errors of similarities
 SAME_TOKENS: tuple[tuple[Kind, ...], ...] = (("encoder",), ("decoder", "cross"))  # types that read the same tokens
 
 
 class HeadMeasures:
     """The measures of one of a context's models in one pass over all batches; keys are those of `head_covariances`.
 
-    With `similar`, covariances too: of all modules that read the same tokens together, and of each in groups of
-    batches; or of each alone where they are too wide together.
+    With `similar`, covariances too: of all modules that read the same tokens together, or of each alone where they
+    are too wide together.
     """
 
     def __init__(self, context: ReportContext, model: PreTrainedModel, name: str, similar: bool) -> None:
         self.name = name
         self.samples = Samples(context.options.kernel_tokens, context.options.seed)  # same tokens in both models
         self.covariances: list[Covariances] = []
-        self.groups: list[GroupedCovariances] = []
         for kinds in SAME_TOKENS if similar else ():
             sites = [site for site in find_attention(model) if site.kind in kinds]
             # a single module may serve all layers (ALBERT)
@@ -52,12 +50,10 @@ class HeadMeasures:
             if sites:
                 together = uses * sum(site.width for site in sites) <= WIDEST
                 self.covariances.append(Covariances(kinds=kinds, together=together))
-                if together:
-                    self.groups.append(GroupedCovariances(GROUPS, kinds))
         distances, overlaps = Discrepancies(), Coefficients()
         self.patterns = PatternMeans()
         observers: list[Observer] = [self.samples, self.patterns, distances, overlaps]
-        observers += [*self.covariances, *self.groups]
+        observers += self.covariances
         with closing(observed(model, context.batches, observers)) as watched:
             batches = with_progress(watched, context.progress(f"heads of {name}"), "heads")
             self.confidence = confidence(model, batches, exclude=end_tokens(model, context.tokenizer))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -28,20 +27,6 @@ from collab_compress.report.section import Cell, Section, Table, written
 from collab_compress.report.sections import SECTIONS
 
 DIGITS = 6  # significant digits of numbers in files
-GLOSSARY = {
-    "energy": "The sum of squared singular values of a matrix. The share that the first components hold shows how "
-    "much of a layer's output a given width can keep; the relative error is then √(1 − share).",
-    "drift": "The relative change of the model's outputs: the norm of the difference, divided by the norm of the "
-    "original outputs.",
-    "SVCCA": "Singular vector canonical correlation analysis: the mean correlation of the linear combinations of two "
-    "heads' outputs that correlate most. 0: unrelated; 1: each head is a linear function of the other.",
-    "CKA": "Centred kernel alignment: whether two heads give the same pairs of tokens similar outputs. 0: unrelated; "
-    "1: the same arrangement, up to rotation and scale.",
-    "dk": "The width of queries and keys, all heads together.",
-    "dv": "The width of values, all heads together.",
-    "dff": "The width of feed-forward blocks: how many neurons each has.",
-}
-TERM = re.compile(r"(?<!\w)(?<!-)(" + "|".join(re.escape(term) for term in GLOSSARY) + r")(?!\w)")
 
 
 @dataclass(frozen=True)
@@ -66,11 +51,6 @@ class ReportResult:
     def highlights(self) -> list[str]:
         """The most important numbers, a sentence each."""
         return [line for section in self.sections for line in section.highlights]
-
-    @property
-    def actions(self) -> list[str]:
-        """What to do about the results, a sentence each."""
-        return [line for section in self.sections for line in section.actions]
 
     def table(self, section: str, name: str) -> list[dict[str, Cell]]:
         """Return the rows of a table, as "dominance", "pruning", as dictionaries: name of a column → cell.
@@ -140,24 +120,7 @@ def _facts(context: ReportContext) -> dict[str, str]:
 
 def render_page(result: ReportResult) -> str:
     """Return the results as one HTML page, which fetches nothing."""
-    texts = [*result.actions, *result.highlights, *(section.reading for section in result.sections)]
-    used = {term for text in texts for term in TERM.findall(text)}
-    glossary = {term: meaning for term, meaning in GLOSSARY.items() if term in used}
-    return _template().render(result=result, glossary=glossary, drawing=drawing)
-
-
-def explained(text: str) -> str:
-    """Return a text as HTML in which the first use of each term of the glossary shows what it means."""
-    seen: set[str] = set()
-
-    def link(match: re.Match[str]) -> str:
-        term = match[0]
-        if term in seen:
-            return term
-        seen.add(term)
-        return f'<a class="term" href="#glossary" title="{escape(GLOSSARY[term], quote=True)}">{term}</a>'
-
-    return TERM.sub(link, escape(text, quote=False))
+    return _template().render(result=result, drawing=drawing)
 
 
 @cache
@@ -166,7 +129,7 @@ def _template() -> Template:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"written": written, "explained": explained}
+    environment.filters["written"] = written
     return environment.get_template("page.html")
 
 
@@ -206,7 +169,6 @@ def to_dict(result: ReportResult) -> dict[str, Any]:
     return {
         "title": result.title,
         "facts": result.facts,
-        "actions": result.actions,
         "highlights": result.highlights,
         "sections": sections,
         "omitted": result.omitted,

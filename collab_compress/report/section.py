@@ -159,7 +159,6 @@ class Section:
     tables: Sequence[Table] = ()
     pictures: Sequence[Picture] = ()
     highlights: Sequence[str] = ()  # the most important numbers, a sentence each
-    actions: Sequence[str] = ()  # what to do about the results, a sentence each
 
 
 def heatmap(

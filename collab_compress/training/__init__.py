@@ -7,7 +7,7 @@ from collab_compress.training.head_training import (
     HeadTraining,
     PenaltyOptions,
 )
-from collab_compress.training.penalties import LOSSES, measure
+from collab_compress.training.penalties import LOSSES
 from collab_compress.training.session import HeadSession
 from collab_compress.training.trainer import HeadSeq2SeqTrainer, HeadTrainer, HeadTrainerMixin
 
@@ -22,5 +22,4 @@ __all__ = [
     "HeadTrainerMixin",
     "HeadTraining",
     "PenaltyOptions",
-    "measure",
 ]

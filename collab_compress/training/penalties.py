@@ -1,6 +1,6 @@
 """The table of losses over heads, and their evaluation on the readings of a tap."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -10,8 +10,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, Kind, find_attention
-from collab_compress.calibration import as_batch, evaluation_mode, run_batch
-from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import Part, Tap
 from collab_compress.losses import agreement, agreement_probs, bhattacharyya, hsic, orthogonality
 
@@ -38,18 +36,11 @@ class Loss:
 LOSSES: dict[str, Loss] = {
     "hsic": Loss(hsic, "outputs", "mean", 1e-7),
     "hsic-unscaled": Loss(partial(hsic, unscaled=True), "outputs", "mean", 1e-7),
-    "hsic-rbf": Loss(partial(hsic, kernel="rbf"), "outputs", "mean", 1e-7),
     "orthogonality": Loss(orthogonality, "values", "mean", 1.0),
-    "orthogonality-queries": Loss(orthogonality, "queries", "mean", 1.0),
-    "orthogonality-keys": Loss(orthogonality, "keys", "mean", 1.0),
     "agreement": Loss(agreement, "outputs", "mean", 1.0),
     "agreement-values": Loss(agreement, "values", "mean", 1.0),
-    "agreement-queries": Loss(agreement, "queries", "mean", 1.0),
-    "agreement-keys": Loss(agreement, "keys", "mean", 1.0),
     "agreement-probs": Loss(agreement_probs, "probs", "mean", 1.0),
     "bhattacharyya": Loss(bhattacharyya, "probs", "sum", 1.0, ("encoder",)),
-    "bhattacharyya-mean": Loss(bhattacharyya, "probs", "mean", 1.0, ("encoder",)),
-    "bhattacharyya-sequences": Loss(partial(bhattacharyya, per_sequence=True), "probs", "sum", 1.0, ("encoder",)),
 }
 
 
@@ -88,30 +79,3 @@ class HeadLosses(Tap):
                 stacked = torch.stack(values)
                 losses[name] = stacked.mean() if loss.reduction == "mean" else stacked.sum()
         return losses
-
-
-def measure(
-    model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]], losses: Collection[str]
-) -> dict[str, float]:
-    """Return the mean over batches of losses over heads, in evaluation mode.
-
-    Args:
-        model: stock or edited; left as it was.
-        losses: names from `LOSSES`, each on the kinds of attention of its paper.
-
-    Raises:
-        HeadError: a loss is unknown.
-        CalibrationError: there is no batch, or the model does not take it.
-        UnsupportedModelError: the model's family is not known, or it has no attention of a loss's kinds.
-    """
-    if unknown := [name for name in losses if name not in LOSSES]:
-        raise HeadError(f"unknown loss {unknown[0]!r}; expected one of {', '.join(sorted(LOSSES))}")
-    values: list[dict[str, Tensor]] = []
-    by_name = {name: (name, LOSSES[name].kinds) for name in losses}
-    with HeadLosses(model, by_name, training=False) as head_losses, evaluation_mode(model):
-        for batch in batches:
-            run_batch(model, as_batch(batch))
-            values.append(head_losses.values())
-    if not values:
-        raise CalibrationError("there is no batch to measure on")
-    return {name: sum(float(batch_values[name]) for batch_values in values) / len(values) for name in losses}

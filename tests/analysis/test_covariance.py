@@ -9,7 +9,6 @@ from collab_compress.analysis import (
     bhattacharyya,
     cka,
     confidence,
-    content_share,
     discrepancy,
     head_covariances,
     head_samples,
@@ -40,18 +39,6 @@ def test_it_is_the_covariance_of_all_tokens(draw, widths, size):
     torch.testing.assert_close(joint.matrix, torch.tensor(np.cov(x.numpy(), rowvar=False)))
     torch.testing.assert_close(joint.mean, x.mean(0))
     assert joint.count == 200
-
-
-def test_parts_are_pooled(draw):
-    x = draw(tokens=50)
-    parts = [JointCovariance.of(list(part.unbind(1))) for part in x.split([7, 2, 41])]
-    pooled, expected = JointCovariance.pooled(parts), JointCovariance.of(list(x.unbind(1)))
-    torch.testing.assert_close(pooled.matrix, expected.matrix)
-    torch.testing.assert_close(pooled.mean, expected.mean)
-    assert (pooled.count, pooled.labels, pooled.widths) == (50, expected.labels, expected.widths)
-    for wrong in ([], [parts[0], JointCovariance.of(list(x[:, :2].unbind(1)))]):
-        with pytest.raises(HeadError, match="all with the same blocks"):
-            JointCovariance.pooled(wrong)
 
 
 def test_more_columns_than_a_panel():
@@ -189,8 +176,6 @@ def test_batch_boundaries_do_not_matter(bert, calibration, measure):
         lambda *data: head_covariances(*data)[NAME].matrix,
         lambda *data: discrepancy(*data)[NAME].l2,
         lambda *data: bhattacharyya(*data)[NAME],
-        lambda *data: content_share(*data)[NAME].content,
-        lambda *data: content_share(*data)[NAME].context,
     ],
 )
 def test_padding_does_not_count(bert, batch, measure):

@@ -75,14 +75,13 @@ def test_bare_weights_have_the_energy_of_their_matrices(family, make_tiny):
         assert_energy(energies[site.name], site.query_heads().double().numpy(), site.key_heads().double().numpy())
 
 
-@pytest.mark.parametrize("centre", [True, False])
-def test_with_batches_it_is_the_energy_of_what_inputs_meet(family, make_tiny, calibration, centre):
+def test_with_batches_it_is_the_energy_of_what_inputs_meet(family, make_tiny, calibration):
     model = make_tiny(family)
-    energies = head_energy(model, calibration[:2], centre=centre, damping=0.01)
+    energies = head_energy(model, calibration[:2], damping=0.01)
     weights = head_weights(model, find_dense_attention(model), calibration[:2])
     for site in find_dense_attention(model):
         inputs = real_inputs(model, site, calibration[:2])
-        moments = [np.cov(x.T, bias=True) if centre else x.T @ x / len(x) for x in inputs]
+        moments = [np.cov(x.T, bias=True) for x in inputs]
         s_query, s_key = (root(moment, 0.01) for moment in moments)
         queries, keys = (w.double().numpy() for w in (site.query_heads(), site.key_heads()))
         queries = queries * weights[site.name].numpy()[:, None, None]
@@ -161,7 +160,6 @@ def test_zero_weights_need_no_component():
 def test_one_token_still_has_a_damped_moment(bert):
     with pytest.raises(HeadError, match="covariance of the query inputs is singular"):
         head_energy(bert, [{"input_ids": torch.tensor([[5]])}])
-    assert head_energy(bert, [{"input_ids": torch.tensor([[5]])}], centre=False)
 
 
 def test_what_cannot_be_measured_is_refused(bert):
@@ -192,7 +190,7 @@ def test_values_of_each_head_have_the_energy_of_their_maps(family, weighed, make
             np.testing.assert_allclose(energies[site.name].heads[head], curve(made)[:9], atol=1e-5)
 
 
-@pytest.mark.parametrize("dv", [1, 5, 12, 13, 23])
+@pytest.mark.parametrize("dv", [3, 6, 12, 21])
 @pytest.mark.parametrize("weighed", [False, True])
 def test_a_conversion_of_values_captures_what_the_curve_says(family, weighed, dv, make_tiny, calibration):
     model = make_tiny(family)
@@ -209,11 +207,11 @@ def test_a_conversion_of_values_captures_what_the_curve_says(family, weighed, dv
 
 def test_narrow_and_mixed_values_have_curves_too(family, make_tiny, calibration):
     model = make_tiny(family)
-    compress(model, Compression(dv=10), calibration=calibration[:2])
+    compress(model, Compression(dv=9), calibration=calibration[:2])
     for energy in value_energy(model, calibration[:2]).values():
-        assert energy.narrow.shape == (11,)
-        assert energy.heads.shape == (3, 5)
-        assert energy.ranks()[0.9] <= energy.rank(1) <= 10
+        assert energy.narrow.shape == (10,)
+        assert energy.heads.shape == (3, 4)
+        assert energy.ranks()[0.9] <= energy.rank(1) <= 9
         assert energy.rank(0.9, "joined") <= energy.rank(0.9)
     mixed = make_tiny(family)
     mix_heads_(mixed)

@@ -2,9 +2,6 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    BlipTextConfig,
-    BlipTextLMHeadModel,
-    BlipTextModel,
     GemmaConfig,
     GemmaModel,
     GPTNeoConfig,
@@ -13,11 +10,9 @@ from transformers import (
     PhiModel,
     Qwen3Config,
     Qwen3Model,
-    XLMConfig,
-    XLMModel,
 )
 
-from collab_compress.architectures import find_attention, find_dense_attention, split_heads
+from collab_compress.architectures import find_dense_attention, split_heads
 from collab_compress.errors import UnsupportedModelError
 
 LAYERS = {"bert": 2, "albert": 1, "distilbert": 2, "marian": 6}  # ALBERT shares one module between its layers
@@ -67,20 +62,6 @@ def test_refuses_unknown_family_and_names_where_the_others_are():
 
 
 SIZES = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 11, "intermediate_size": 8}
-
-
-@pytest.mark.parametrize(
-    ("model", "kinds"),
-    [
-        (lambda: BlipTextModel(BlipTextConfig(**SIZES)), ["encoder", "cross"]),
-        (lambda: BlipTextLMHeadModel(BlipTextConfig(**SIZES)), ["decoder", "cross"]),
-        (lambda: XLMModel(XLMConfig(emb_dim=8, n_heads=2, n_layers=1)), ["encoder"]),
-        (lambda: XLMModel(XLMConfig(emb_dim=8, n_heads=2, n_layers=1, causal=True)), ["decoder"]),
-    ],
-)
-def test_attention_is_causal_where_the_model_makes_it_so(model, kinds):
-    """Neither family's modules say so themselves."""
-    assert [site.kind for site in find_attention(model())] == kinds
 
 
 @pytest.mark.parametrize(

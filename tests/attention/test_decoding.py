@@ -18,7 +18,7 @@ from transformers import (
 
 from collab_compress import Compression, HeadMask, Solver, compress
 from collab_compress.attention import decoding, functions
-from collab_compress.attention.decoding import cached_scores, channel_indices, readers_of, weighted_values
+from collab_compress.attention.decoding import cached_scores, weighted_values
 
 IDS = {"vocab_size": 61, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 
@@ -45,13 +45,14 @@ CASES = {
     "all channels": (gpt2, Compression(dk=13, head_dim=13, solver=Solver(sweeps=1))),
     "whole pieces": (gpt2, Compression(dk=16, solver=Solver(sweeps=1))),
     "values": (gpt2, Compression(dv=12)),
-    "unequal values": (gpt2, Compression(dv=10)),
+    "straddling values": (gpt2, Compression(dv=9)),
+    "few values": (gpt2, Compression(dv=6)),
     "both": (gpt2, Compression(dk=9, dv=12, solver=Solver(sweeps=1))),
     "fixed heads": (opt, Compression(dk=9, dv=12, solver=Solver(sweeps=1))),
     "fixed heads, some channels": (opt, Compression(dk=12, head_dim=6, solver=Solver(sweeps=1))),
     "rotary": (llama, Compression(dk=16, dv=16, solver=Solver(sweeps=1))),
     "grouped": (lambda: llama(2), Compression(dk=8, dv=8, solver=Solver(sweeps=1))),
-    "grouped, unequal values": (lambda: llama(2), Compression(dv=7)),
+    "grouped, straddling values": (lambda: llama(2), Compression(dv=10)),
 }
 
 
@@ -135,7 +136,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("case", ["some channels", "both", "unequal values", "fixed heads", "rotary", "grouped"])
+@pytest.mark.parametrize("case", ["some channels", "both", "straddling values", "fixed heads", "rotary", "grouped"])
 def test_only_scores_grow_with_the_cache(case, monkeypatch):
     monkeypatch.setattr(decoding, "CACHE_BYTES", 1)  # products of keys pass through a buffer of constant size
     model, largest, real = converted(case), [], functions._attend_to_cache
@@ -151,12 +152,13 @@ def test_only_scores_grow_with_the_cache(case, monkeypatch):
     assert largest == [model.config.num_attention_heads * 600] * 2
 
 
-def test_heads_and_pieces():
-    assert readers_of((3, 3, 2), 4) == (slice(0, 2), slice(1, 3))
-    assert channel_indices((3, 3, 2), 4, 1).tolist() == [0, 1, 2, 7, 8, 9, 14, 15]
-    rows, value = torch.rand(2, 6, 5), torch.randn(2, 3, 5, 4)  # two heads share each head of values
-    joined = value.transpose(1, 2).flatten(2)[..., :8].split((3, 3, 2), -1)
-    expected = [rows[:, head, None] @ joined[head // 2] for head in range(6)]
-    torch.testing.assert_close(weighted_values(rows, value, (3, 3, 2), 2), torch.cat(expected, -1)[:, 0])
+@pytest.mark.parametrize(("size", "groups"), [(3, 3), (2, 2), (2, 3), (4, 3), (1, 1)])
+def test_heads_and_pieces(size, groups):
+    """Heads of values in key groups of 4 channels; some lie in two groups, and some groups have room left."""
+    heads = 4 if (size, groups) == (2, 2) else 3
+    probs, value = torch.rand(2, 2 * heads, 5), torch.randn(2, groups, 5, 4)  # two heads share each head of values
+    joined = value.transpose(1, 2).flatten(2)[..., : heads * size].split(size, -1)
+    expected = [probs[:, head, None] @ joined[head // 2] for head in range(2 * heads)]
+    torch.testing.assert_close(weighted_values(probs, value, heads, size), torch.cat(expected, -1)[:, 0])
     query, key = torch.randn(2, 3, 8), torch.randn(2, 2, 5, 4)
     torch.testing.assert_close(cached_scores(query, key), query @ key.transpose(1, 2).flatten(2).mT)

@@ -27,7 +27,7 @@ def llama():
 
 RANDOM = threading.local()
 CASES = {
-    "shared": (gpt2, Compression(dk=8, dv=13, solver=Solver(sweeps=3))),
+    "shared": (gpt2, Compression(dk=8, dv=12, solver=Solver(sweeps=3))),
     "some channels": (gpt2, Compression(dk=11, solver=Solver(sweeps=3))),
     "rotary": (llama, Compression(dk=16, dv=16, solver=Solver(sweeps=3))),
 }

@@ -62,13 +62,6 @@ def test_references_to_code_stay_with_the_code(folder, tmp_path):
     assert json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8")) == {"model_max_length": 9}
 
 
-@pytest.mark.parametrize("name", ["LICENSE", "2_Dense"])
-def test_what_cannot_be_read_is_named(folder, monkeypatch, name):
-    monkeypatch.setattr(os, "access", lambda path, mode: path.name != name)  # chmod does not stop root
-    with pytest.raises(CheckpointError, match=f"cannot read .*{name}: Permission denied"):
-        companions_of(folder)
-
-
 def test_a_folder_named_twice_is_one(folder):
     assert sentence_transformers_folders(folder) == ["1_Pooling", "2_Dense"]
 
@@ -79,7 +72,7 @@ def test_pickled_weights_of_a_module_do_not_travel_half(folder):
         companions_of(folder)
 
 
-@pytest.mark.parametrize("path", [5, None, ["a"], "a\0b", ".", "..", "/etc", "1_Pooling/../.."])
+@pytest.mark.parametrize("path", [5, None, ["a"], ".", "..", "/etc", "1_Pooling/../.."])
 def test_a_name_that_is_no_folder_of_the_model(folder, path):
     (folder / "modules.json").write_text(json.dumps([{"path": path}]), encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"modules\.json names "):
@@ -90,18 +83,6 @@ def test_what_is_left_out_is_named(folder):
     written = {"config.json", "README.md", "model.safetensors", "model.safetensors.index.json", ".env"}
     top = {name.partition("/")[0] for name in NOT_COPIED.split()} - {"2_Dense"}
     assert not_copied(folder) == sorted(top - written)
-
-
-@pytest.mark.parametrize("name", ["LICENSE", "2_Dense/config.json", "additional_chat_templates/tool_use.jinja"])
-def test_a_link_out_of_the_folder_is_not_followed(folder, tmp_path, name):
-    (tmp_path / "key").write_text("secret", encoding="utf-8")
-    (folder / name).unlink()
-    (folder / name).symlink_to(tmp_path / "key")
-    with pytest.raises(CheckpointError, match=f"{name} is a link out of the model directory"):
-        companions_of(folder)
-    (folder / name).unlink()
-    (folder / name).symlink_to(folder / "notes.md")
-    assert companions_of(folder)
 
 
 def test_the_links_of_the_hubs_cache_are_followed(folder, tmp_path):

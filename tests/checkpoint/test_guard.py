@@ -41,7 +41,7 @@ EDITS = {
     "shared": lambda model: compress(model, Compression(dk=5), calibration=None),
     "full": lambda model: compress(model, Compression(dk=24), calibration=None),
     "some channels": lambda model: compress(model, Compression(dk=9, head_dim=4), calibration=None),
-    "narrow": lambda model: compress(model, Compression(dk=5, dv=10), calibration=None),
+    "narrow": lambda model: compress(model, Compression(dk=5, dv=9), calibration=None),
     "alphas": mixed,
     "pruned": lambda model: prune_heads_(model, {FIRST: [1]}),
 }

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, BertModel
 
 from collab_compress.checkpoint.pretrained import (
-    find_directory,
     load_config,
     load_model,
     load_processor,
@@ -87,11 +86,6 @@ def test_a_pickle_is_not_opened(folder):
     fails(load_model, BertModel, "model", words=command)
 
 
-def test_a_folder_with_a_gguf_file_alone_is_told_apart(tmp_path):
-    (tmp_path / "small.Q4_1.gguf").touch()
-    fails(find_directory, str(tmp_path), words="small.Q4_1.gguf is a quantized model for llama.cpp, so take the")
-
-
 @pytest.mark.parametrize(
     "shard", ["pytorch_model.bin", "../other.safetensors", "/other.safetensors", "..\\other.safetensors", 3]
 )
@@ -161,54 +155,6 @@ def test_other_marks_of_quantized_weights(folder, entry):
     fails(load_model, BertModel, "model", words="model is quantized; take the unquantized checkpoint")
 
 
-def test_a_weight_in_two_shards_is_refused(folder, make_tiny):
-    make_tiny("bert").save_pretrained(folder / "sharded", max_shard_size="10KB")
-    first, second, *_ = sorted((folder / "sharded").glob("*.safetensors"))
-    name, value = next(iter(load_file(first).items()))
-    alter(second, **{name: value})
-    fails(load_model, BertModel, "sharded", words=f"{name} is in {first.name} and in {second.name}")
-
-
-def test_a_weight_under_two_names_is_refused(folder):
-    alter(folder / "model" / "model.safetensors", **{f"bert.{QUERY}.weight": torch.ones(24, 24)})
-    fails(load_model, BertModel, "model", words=f"{QUERY}.weight and bert.{QUERY}.weight are the same tensor, stored")
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "collab_compress.json", "tokenizer.json"])
-def test_a_pipe_is_not_waited_for(folder, name):
-    (folder / "model" / name).unlink(missing_ok=True)
-    os.mkfifo(folder / "model" / name)
-    for load in (find_directory, lambda source: load_model(BertModel, source)):
-        fails(load, "model", words=f"cannot read model/{name}: it is no regular file")
-
-
-@pytest.mark.parametrize(
-    ("entries", "words"),
-    [
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; expected at most 10,000"),
-        ({"text_config": {"n_layer": 10**9}}, "n_layer is 1000000000"),
-        ({"num_labels": 10**9}, "num_labels is 1000000000"),
-        ({"save_pretrained": 5}, "'save_pretrained' cannot be an entry of a config"),
-        ({"use_return_dict": False}, "'use_return_dict' cannot be an entry of a config"),
-        ({"_auto_class": "x"}, "'_auto_class' cannot be an entry of a config"),
-    ],
-)
-def test_entries_that_no_config_can_have(folder, entries, words):
-    change(folder / "model" / "config.json", **entries)
-    fails(load_config, "model", words=words)
-    fails(load_model, BertModel, "model", words=words)
-
-
-def test_weights_that_may_not_be_read_are_named(folder, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "model.safetensors")  # chmod does not stop root
-    fails(load_model, BertModel, "model", words="model/model.safetensors: Permission denied")
-
-
-def test_a_config_that_cannot_be_saved_is_refused_before_the_work(folder):
-    change(folder / "model" / "config.json", output_attentions=True)
-    fails(load_model, BertModel, "model", words="The `output_attentions` attribute is not supported")
-
-
 def test_heads_that_an_earlier_version_pruned_are_the_reason(folder):
     change(folder / "model" / "config.json", pruned_heads={"0": [1]})
     name = "encoder.layer.0.attention.output.dense.weight"
@@ -223,10 +169,10 @@ def test_a_validation_error_is_reported_in_full(folder):
     fails(load_config, "model", words="'hidden_size': TypeError: Field 'hidden_size' expected int, got str")
 
 
-def test_the_damaged_file_of_a_tokenizer_is_named(folder, minilm_path):
+def test_a_damaged_tokenizer_is_an_error_in_one_line(folder, minilm_path):
     text = (minilm_path / "tokenizer.json").read_text(encoding="utf-8")
     (folder / "model" / "tokenizer.json").write_text(text[: len(text) // 2], encoding="utf-8")
-    fails(load_tokenizer, "model", words="cannot read model/tokenizer.json")
+    fails(load_tokenizer, "model", words="cannot load the tokenizer in model")
 
 
 def test_an_adapter_is_no_model(folder):

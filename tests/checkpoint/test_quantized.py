@@ -76,7 +76,7 @@ def test_it_is_what_quantizing_afterwards_gives(widths, auto_class, make_tiny, b
 
 def test_a_decoder(tmp_path, batch):
     model = make_rotary("llama")
-    compress(model, Compression(dk=16, dv=11), calibration=None)
+    compress(model, Compression(dk=16, dv=10), calibration=None)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=RoundingConfig())
     ids = batch["input_ids"]

@@ -12,7 +12,7 @@ from collab_compress.checkpoint import EditConfig
 
 
 # 24 = D = H·d: the shapes of dense and converted projections agree
-@pytest.mark.parametrize(("dk", "dv"), [(24, 10), (5, 24)])
+@pytest.mark.parametrize(("dk", "dv"), [(24, 9), (5, 24)])
 def test_every_auto_class(family, auto_class, dk, dv, make_tiny, batch, tmp_path, load_cleanly, capfd):
     torch.manual_seed(0)
     model = auto_class.from_config(make_tiny(family).config).eval()

@@ -143,7 +143,7 @@ def test_the_whole_model_comes_first_with_its_time_beside_dense(run, model_dir, 
     assert lines[0].startswith("Whole model: ")
     assert lines[1].startswith("Time at 8 tokens")
     assert "of dense" in lines[1]
-    assert "Wherever it is loaded: pip install collab-compress (or convert with --standalone)." in lines
+    assert "Wherever it is loaded: pip install collab-compress." in lines
 
 
 def test_same_as_the_python_api(run, model_dir, tmp_path):
@@ -164,14 +164,13 @@ def test_dtype_is_kept(run, make_tiny, tmp_path):
     assert all(name.endswith(".mixing_channels") for name in channels)
 
 
-def test_calibration_file_modules_and_standalone(run, model_dir, tmp_path):
+def test_calibration_file_and_modules(run, model_dir, tmp_path):
     texts = tmp_path / "texts.txt"
     texts.write_text("one\ntwo\nthree\n", encoding="utf-8")
-    options = ("--calibration", texts, "--modules", "*layer.0*", "--standalone")
+    options = ("--calibration", texts, "--modules", "*layer.0*")
     code, printed, error = run(model_dir, "--dk", 8, *options, "--output", tmp_path / "out")
     assert code == 0, error
     assert "layer.1" not in printed
-    assert (tmp_path / "out" / "modeling_collab_compress.py").is_file()
 
 
 @pytest.mark.parametrize(
@@ -180,15 +179,13 @@ def test_calibration_file_modules_and_standalone(run, model_dir, tmp_path):
         (["--dk", "0"], "dk is 0; expected at least 1"),
         (["--dk", "8", "--damping", "1e308"], "damping is 1e+308; expected 0 or more, up to 1e+06"),
         (["--dk", "8", "--seed", str(2**64)], "seed is 18446744073709551616; expected at most 4,294,967,295"),
-        (["--dk", "8", "--tolerance", "nan"], "tolerance is nan; expected a finite number, 0 or more"),
         (["--dk", "8", "--sequences", "0"], "sequences is 0; expected at least 1"),
         (["--dk", "8", "--length", "0"], "length is 0; expected at least 1"),
         (["--dk", "25"], "pass dk between 1 and 24"),
         (
             ["--dv", "8", "--head-dim", "5"],
-            "head_dim, solver, sweeps, tolerance and effort apply to queries and keys",
+            "head_dim, solver and sweeps apply to queries and keys",
         ),
-        (["--dk", "8", "--solver", "magic"], "invalid choice 'magic'"),
         (["--dk", "8", "--calibration", "nowhere.txt"], "cannot read calibration texts from nowhere.txt"),
         (["--dk", "8", "--modules", "nothing"], "matches 'nothing'"),
         (["--dk", "8", "--device", "abacus"], "device 'abacus' cannot be used"),
@@ -285,7 +282,7 @@ runpy.run_module("collab_compress_cli.compress", run_name="__main__")
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sees in /proc how far the command is")
 def test_an_interrupt_leaves_no_output(python, minilm_path, tmp_path):
-    options = ("--dk", 128, "--output", "out", "--sweeps", 100000, "--tolerance", 0)
+    options = ("--dk", 128, "--output", "out", "--sweeps", 100000)
     process = python.start(INTERRUPTIBLE, "minilm", *options, folder=tmp_path)
     weights, deadline = str(minilm_path / "model.safetensors"), time.monotonic() + 60
     try:
@@ -416,8 +413,8 @@ def test_a_plan_is_printed_and_nothing_is_converted(run, model_dir, tmp_path, mo
 @pytest.mark.parametrize(
     "options",
     [
-        *(["--dk", 8], ["--mix"], ["--recover"], ["--standalone"], ["--push-to-hub", "a/b"]),
-        *(["--output", "widths"], ["--modules", "*0*"], ["--kinds", "cross"], ["--sweeps", 3]),
+        *(["--dk", 8], ["--mix"], ["--recover"], ["--push-to-hub", "a/b"]),
+        *(["--output", "widths"], ["--modules", "*0*"], ["--sweeps", 3]),
     ],
 )
 def test_a_plan_takes_no_conversion(options, fails, model_dir):
@@ -446,7 +443,7 @@ def test_steps_of_recovery_are_checked_before_conversion(fails, model_dir, monke
     assert "recovery takes 0 steps; expected at least 1" in fails(model_dir, "--dk", 8, "--recover", 0)
 
 
-def test_narrower_feed_forward_blocks_need_no_code_to_stand_alone(run, model_dir, tmp_path):
-    code, printed, error = run(model_dir, "--dff", 16, "--standalone", "--output", tmp_path / "out")
+def test_narrower_feed_forward_blocks_need_no_package(run, model_dir, tmp_path):
+    code, printed, error = run(model_dir, "--dff", 16, "--output", tmp_path / "out")
     assert code == 0, error
     assert "import collab_compress" not in printed

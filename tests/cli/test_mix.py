@@ -51,20 +51,14 @@ def test_after_a_conversion(run, loaded, monkeypatch, model_dir, batch, tmp_path
         torch.testing.assert_close(model.bert(**batch)[0], expected, atol=1e-6, rtol=1e-6)
 
 
-def test_standalone(run, model_dir, tmp_path):
-    code, *_ = run(model_dir, "--mix", "--standalone", "--output", tmp_path / "out")
-    assert code == 0
-    assert "MixedProjection" in (tmp_path / "out" / "modeling_collab_compress.py").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "nothing to do: pass --dk, --dv or --dff N, or --keep SHARE, to convert, --mix to mix heads"),
-        (("--solver", "parafac"), "nothing to do"),
+        (("--sweeps", "9"), "nothing to do"),
         (
-            ("--mix", "--solver", "parafac"),
-            "--solver belongs to a conversion; pass --dk, --dv or --dff too, or leave it out",
+            ("--mix", "--sweeps", "9"),
+            "--sweeps belongs to a conversion; pass --dk, --dv or --dff too, or leave it out",
         ),
         (("--mix", "--calibration", "none"), "--calibration belongs to a conversion"),
         (("--mix", "--dk", "0"), "dk is 0; expected at least 1"),

@@ -116,7 +116,6 @@ def test_versions(run):
         ("collab-results", ["--papers"], "evaluate"),
         ("collab-results", ["--papers"], "sacrebleu"),
         ("collab-analyze", ["minilm", "--task", "mrpc", "--output", "out"], "datasets"),
-        ("collab-compress", ["minilm", "--dk", "8", "--solver", "parafac", "--calibration", "none"], "tensorly"),
     ],
 )
 def test_missing_optional_packages(run, tmp_path, command, arguments, package):

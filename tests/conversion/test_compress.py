@@ -43,7 +43,6 @@ from collab_compress import (
     devices,
     expand,
     head_importance,
-    make_standalone_,
     merge_alphas_,
     mix_heads_,
     prune_heads_,
@@ -353,20 +352,7 @@ def test_models_of_one_config_stay_apart(make_tiny, calibration):
         (lambda: Compression(dk=8, solver=Solver(method="magic")), "unknown solver 'magic'; expected one of als"),
         (lambda: Compression(dk=8, solver=Solver(sweeps=0)), "sweeps is 0; expected at least 1"),
         (lambda: Compression(dk=8, solver=Solver(sweeps=10**30)), f"sweeps is {10**30}; expected at most 1,000,000"),
-        (
-            lambda: Compression(dk=8, solver=Solver(effort="most")),
-            "unknown effort 'most'; expected one of best, fast",
-        ),
-        (
-            lambda: Compression(dk=8, solver=Solver(effort="fast", sweeps=5)),
-            "effort 'fast' says how many sweeps als makes; leave out sweeps",
-        ),
-        (
-            lambda: Compression(dk=8, solver=Solver(effort="fast", method="parafac")),
-            "leave out sweeps and other solvers",
-        ),
-        (lambda: Compression(dv=8, solver=Solver(effort="fast")), "tolerance and effort apply to queries and keys"),
-        (lambda: Compression(dv=8, head_dim=4), "head_dim, solver, .* apply to queries and keys; pass dk"),
+        (lambda: Compression(dv=8, head_dim=4), "head_dim, solver and sweeps apply to queries and keys; pass dk"),
         (lambda: Compression(dk=8, head_dim=0), "head_dim is 0; expected at least 1"),
         (
             lambda: Compression(dk=8, head_dim=4, solver=Solver(method="parafac")),
@@ -385,14 +371,6 @@ def test_models_of_one_config_stay_apart(make_tiny, calibration):
         ),
         (lambda: Compression(dk=8, solver=Solver(damping=float("nan"))), "damping is nan; expected 0 or more"),
         (
-            lambda: Compression(dk=8, solver=Solver(tolerance=float("nan"))),
-            "tolerance is nan; expected a finite number, 0 or more",
-        ),
-        (
-            lambda: Compression(dk=8, solver=Solver(tolerance=-1.0)),
-            r"tolerance is -1\.0; expected a finite number, 0 or more",
-        ),
-        (
             lambda: Compression(dk=8, solver=Solver(seed=2**64)),
             "seed is 18446744073709551616; expected at most 4,294,967,295",
         ),
@@ -400,9 +378,7 @@ def test_models_of_one_config_stay_apart(make_tiny, calibration):
         (lambda: Compression(dk=8, solver=Solver(seed="0")), "seed is '0'; expected a whole number"),
         (lambda: Compression(dk=8, solver=Solver(damping="0.1")), "damping is '0.1'; expected 0 or more"),
         (lambda: Compression(dk=8, solver=Solver(damping=None)), "damping is None; expected 0 or more"),
-        (lambda: Compression(dk=8, solver=Solver(tolerance="0.1")), "tolerance is '0.1'; expected a finite number"),
         (lambda: Compression(dk=8, solver=Solver(refit="no")), "refit is 'no'; expected True, False or None"),
-        (lambda: Compression(dk=8, solver=Solver(centre="no")), "centre is 'no'; expected True, False or None"),
     ],
 )
 def test_bad_options_say_what_to_do(make_tiny, options, message):
@@ -447,10 +423,10 @@ def test_dense_modules_can_be_converted_later(make_tiny, make_batch, tmp_path, l
     """Ranks and forms by kind and layer: the same as each by itself, through a checkpoint, and back."""
     dense, batch = make_tiny("marian"), make_batch("marian")
     parts = [
-        Compression(dk=7, kinds=["encoder"], modules="*layers.0*"),
-        Compression(dk=24, kinds=["encoder"], modules="*layers.1*"),
-        Compression(dk=9, head_dim=4, kinds=["decoder"]),
-        Compression(dk=12, kinds=["cross"]),
+        Compression(dk=7, modules="encoder.layers.0*"),
+        Compression(dk=24, modules="encoder.layers.1*"),
+        Compression(dk=9, head_dim=4, modules="decoder*self_attn"),
+        Compression(dk=12, modules="*encoder_attn"),
     ]
     model, factors = copy.deepcopy(dense), {}
     for part in parts:
@@ -523,7 +499,6 @@ def test_other_objects_than_transformers_models_are_refused(model, message):
         lambda: mix_heads_(model),
         lambda: alphas_of(model),
         lambda: merge_alphas_(model),
-        lambda: make_standalone_(model),
         lambda: prune_heads_(model, {}),
         lambda: head_importance(model, []),
         lambda: HeadMask(model),
@@ -871,15 +846,6 @@ def test_parafac_converts_too(make_tiny):
         assert 0 < other.weight_error <= one.weight_error
 
 
-def test_fast_is_a_third_of_the_sweeps(make_tiny, calibration):
-    reports = [
-        compress(make_tiny("bert"), Compression(dk=7, solver=Solver(effort=effort, **rest)), calibration).modules[0]
-        for effort, rest in (("fast", {"tolerance": 0.0}), ("best", {"tolerance": 0.0, "sweeps": 36}))
-    ]
-    assert [module.sweeps for module in reports] == [36, 36]
-    assert reports[0].data_error == reports[1].data_error
-
-
 def test_a_config_that_cannot_be_copied_is_refused(make_tiny):
     model = make_tiny("bert")
     model.config.lock = threading.Lock()
@@ -978,38 +944,9 @@ def test_inference_mode_leaves_parameters_that_train(make_tiny, batch):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("kinds", [("encoder",), ("decoder", "cross"), ["cross"]])
-def test_only_these_kinds(make_tiny, make_batch, kinds):
-    model, batch = make_tiny("marian"), make_batch("marian")
-    with torch.no_grad():
-        before = model(**batch).last_hidden_state
-    compress(model, Compression(dk=24, kinds=kinds), None)
-    names = [name.split(".") for name, module in model.named_modules() if is_converted(module)]
-    converted = {f"{name[0]}.{name[-1]}" for name in names}
-    where = {"encoder": "encoder.self_attn", "decoder": "decoder.self_attn", "cross": "decoder.encoder_attn"}
-    assert converted == {where[kind] for kind in kinds}
-    with torch.no_grad():
-        torch.testing.assert_close(model(**batch).last_hidden_state, before, rtol=1e-4, atol=1e-5)
-
-
-def test_kinds_that_the_model_lacks_are_refused(make_tiny):
-    with pytest.raises(UnsupportedModelError, match="with kind cross"):
-        compress(make_tiny("bert"), Compression(dk=24, kinds=("cross",)), None)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"kinds": ("self",)}, "kinds are self; expected"),
-        ({"kinds": ()}, "kinds are none"),
-        ({"kinds": "encoder"}, "kinds is 'encoder'; expected a tuple"),
-        ({"kinds": 3}, "kinds is 3; expected a tuple"),
-        ({"modules": ["*"]}, r"modules is \['\*'\]; expected a pattern"),
-    ],
-)
-def test_unknown_kinds_and_modules(settings, message):
-    with pytest.raises(CompressionError, match=message):
-        Compression(dk=1, **settings)
+def test_modules_are_no_list():
+    with pytest.raises(CompressionError, match=r"modules is \['\*'\]; expected a pattern"):
+        Compression(dk=1, modules=["*"])
 
 
 def test_models_made_for_inference_are_refused(make_tiny):

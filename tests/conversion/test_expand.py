@@ -4,7 +4,7 @@ import pytest
 import torch
 from forms import hidden
 from torch.nn.utils.parametrizations import weight_norm
-from transformers import AutoModel, BertForSequenceClassification, BertModel
+from transformers import AutoModel, BertForSequenceClassification
 
 from collab_compress import (
     Compression,
@@ -16,7 +16,6 @@ from collab_compress import (
     expand,
     from_config,
     is_converted,
-    make_standalone_,
     read_factors,
 )
 from collab_compress.architectures import find_dense_attention
@@ -122,17 +121,6 @@ def test_weights_that_are_not_finite_are_refused(make_tiny):
     ):
         expand(model)
     assert len(read_factors(model)) == 2
-
-
-def test_shipped_code_goes_too(make_tiny, tmp_path):
-    model = make_tiny("bert")
-    compress(model, Compression(dk=9), calibration=None)
-    make_standalone_(model)
-    expand(model)
-    assert type(model) is BertModel
-    model.save_pretrained(tmp_path)
-    assert not list(tmp_path.glob("*.py"))
-    assert "auto_map" not in (tmp_path / "config.json").read_text(encoding="utf-8")
 
 
 def test_frozen_stays_frozen(make_tiny):

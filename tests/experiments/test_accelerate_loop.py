@@ -27,7 +27,7 @@ SCRIPT = Path(__file__).parents[2] / "glue_runs" / "accelerate_loop.py"
 PENALTY = "heads.penalties=[{name: agreement, weight: 0.3}]"
 ALPHAS = "heads.alphas={frozen_ratio: 0.3, growth_weight: 1.0, growth: 0.01}"
 DROPHEAD = "heads.drophead=[{p: 0.3, schedule: scheduled}]"
-ROTATION = "heads.rotation={strategy: in-layer, epochs: [0, 1], exclude: []}"
+ROTATION = "heads.rotation={strategy: hard, epochs: [0, 1], exclude: []}"
 
 
 def settings(start, data_dir, output, *more):

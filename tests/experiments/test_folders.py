@@ -129,7 +129,6 @@ DK = "compression={dk: 12}"
         (["compression={dff: 8}", "recovery={}", "calibration=synthetic"], "recovery trains converted attention"),
         (["compression={dk: 12, solver: {refit: true}}", "calibration=none"], "refit takes calibration data"),
         (["compression={dk: 12, modules: nothing*}"], "nothing"),
-        (["compression={dk: 12, kinds: cross}"], "cross"),
         (["compression={dk: 12, solver: {device: 'cuda:9'}}"], "cuda:9"),
         ([DK, "calibration=nowhere.txt"], "nowhere.txt"),
         (["tuning.arguments={adam_beta1: 2}"], "beta"),

@@ -19,6 +19,7 @@ from collab_compress.experiments.outputs import read_records, record_lines, with
 from collab_compress.experiments.papers import read_papers
 from collab_compress.experiments.recipe import Recipe, parse
 from collab_compress.experiments.results import read_results
+from collab_compress.options import KINDS
 
 SWEEPS = Path(__file__).parents[2] / "glue_runs" / "sweeps"
 
@@ -462,7 +463,10 @@ def test_the_same_result_twice(write, tmp_path):
     assert str(path) in str(caught.value)
 
 
-REMOVED = {"start": None, "share": None, "growth_form": "printed", "form": "shared", "equal_heads": False}
+REMOVED = {
+    **{"start": None, "share": None, "growth_form": "printed", "form": "shared", "equal_heads": False},
+    **{"effort": "best", "tolerance": None, "centre": None, "printed": False},
+}
 """Options that recipes no longer have → the value in records that means what recipes without it do."""
 
 
@@ -473,6 +477,8 @@ def without_removed(recipe):
     if not isinstance(recipe, dict):
         return recipe
     present = {key: value for key, value in recipe.items() if key not in REMOVED or value != REMOVED[key]}
+    if "dk" in present:  # a conversion, of all kinds of attention
+        assert set(present.pop("kinds", KINDS)) == set(KINDS)
     return {key: without_removed(value) for key, value in present.items()}
 
 

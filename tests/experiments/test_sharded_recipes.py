@@ -85,7 +85,7 @@ HEADS = {
     "drophead": [{"p": 0.3}],
     "penalties": [{"name": "agreement", "weight": 0.1}],
     "alphas": {"frozen_ratio": 0.5},
-    "rotation": {"strategy": "in-layer", "epochs": [1], "importance": "confidence", "exclude": []},
+    "rotation": {"strategy": "hard", "epochs": [1], "importance": "confidence", "exclude": []},
     "loss_normalization": "mean",
 }
 ENVIRONMENT = {  # as `accelerate launch --use_fsdp --fsdp_version 2` says it, weights sharded in its checkpoints
@@ -118,7 +118,7 @@ def recipes(start, data_dir, output, bert, gpt2):
     tied = ("task=text", f"data_dir={start.parent}", "max_length=19", "model=null", fresh)
     return [
         mrpc_on(start, "dense", tuning(bert), "compression.dk=24", "recovery.steps=2"),
-        mrpc_on(start.parent / "converted", "converted", tuning(bert | worst)),
+        mrpc_on(start.parent / "converted", "converted", tuning(bert | worst), "heads.rotation=null"),
         mrpc_on(start, "tied", tuning(gpt2), *tied),
     ]
 

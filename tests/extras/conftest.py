@@ -15,7 +15,7 @@ OTHERS = ("gpt2", "t5", "vit")  # heads in one layer with values; a position bia
 OF_BERT = {
     "some channels": Compression(dk=13, head_dim=5),
     "narrow": Compression(dk=8, dv=12),
-    "unequal": Compression(dv=10),
+    "values": Compression(dv=9),
 }
 KINDS = ["albert", "bert", "distilbert", "marian", *OF_BERT, *OTHERS]
 

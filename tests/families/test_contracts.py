@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 from tiny_families import TINIES, attend_by_, build, build_low, inputs, run
-from transformers import AutoModel, GPT2Model, MptModel, TrOCRConfig, TrOCRForCausalLM
+from torch import nn
+from transformers import AutoModel, GPT2Model
 
 from collab_compress import (
     Compression,
@@ -14,7 +15,6 @@ from collab_compress import (
     compress,
     expand,
     from_config,
-    make_standalone_,
     read_factors,
 )
 from collab_compress.analysis import module_costs
@@ -128,19 +128,6 @@ def mpnet_bias(model, _):
     return lambda module, shape: model.encoder.compute_position_bias(torch.empty(*shape[:2], 1))
 
 
-def bloom_bias(model, batch):
-    """Return BLOOM's score bias: a slope for each head, times the key's position among unpadded tokens."""
-    places = (batch["attention_mask"].cumsum(1) - 1) * batch["attention_mask"]
-    slopes = torch.tensor([2.0**-4, 2.0**-8, 2.0**-2])  # the slopes of two heads, then every other one of four
-    return lambda module, shape: slopes.double()[:, None, None] * places[:, None, None]
-
-
-def mpt_bias(model, _):
-    """Return MPT's score bias: a slope for each head, times the key's distance from the last one."""
-    slopes = torch.tensor([2.0**-4, 2.0**-8, 2.0**-2])
-    return lambda module, shape: slopes.double()[None, :, None, None] * torch.arange(1 - shape[2], 1)
-
-
 def beit_bias(model, _):
     """Return BEiT's score bias, one for each pair of the four patches and the class token."""
     layers = {layer.attention: layer for layer in model.layers}
@@ -150,14 +137,12 @@ def beit_bias(model, _):
 T5_BIAS = ("t5", "mt5", "umt5", "switch_transformers", "pix2struct_text_model")
 BIASES = dict.fromkeys(T5_BIAS, t5_bias) | {
     "beit": beit_bias,
-    "bloom": bloom_bias,
-    "mpt": mpt_bias,
     "mpnet": mpnet_bias,
 }
 
 
 def check_costs(model):
-    widths = {"dk": 7, "dv": 10}
+    widths = {"dk": 7, "dv": 9}
     before, planned = model.num_parameters(), module_costs(model, **widths)
     report = compress(model, Compression(**widths, solver=Solver(sweeps=1)), calibration=None)
     parts = [*report.modules, *report.values]
@@ -177,9 +162,11 @@ def test_costs_are_those_of_the_model(kin):
 
 
 def test_cross_attention_counts_the_width_of_each_side():
-    config = TrOCRConfig(**TINIES["trocr"].settings | {"cross_attention_hidden_size": 32})
-    cross = check_costs(TrOCRForCausalLM(config)).modules[1]
-    assert cross.name.endswith("encoder_attn")
+    model = build("bert-cross")
+    attention = model.encoder.layer[0].crossattention.self
+    attention.key, attention.value = nn.Linear(32, 24), nn.Linear(32, 24)
+    cross = check_costs(model).modules[1]
+    assert cross.name.endswith("crossattention.self")
     assert cross.parameters_before == 24 * (24 + 1) + 24 * (32 + 1)
     assert cross.macs_before == 128 * 24 * (24 + 32) + 128**2 * 24
     assert cross.macs_after == 7 * 128 * (24 + 32 + 3 + 128 * 3) + 128 * 32 * 3
@@ -210,7 +197,7 @@ def test_low_rank_follows_the_formula(kin):
 @pytest.mark.every_family
 def test_saves_loads_and_trains(kin, tmp_path, load_cleanly, set_dropout_):
     model, batch = build_low(kin), inputs(kin)
-    compress(model, Compression(dv=10), calibration=None)
+    compress(model, Compression(dv=9), calibration=None)
     model.save_pretrained(tmp_path)
     for auto_class in (type(model), *([AutoModel] if type(model.config) in AutoModel._model_mapping else [])):
         loaded = load_cleanly(auto_class, tmp_path)  # products round differently where memory is aligned differently
@@ -241,30 +228,22 @@ def test_heads_that_are_no_wider_expand_exactly(kin):
     assert read_factors(model) == {}
 
 
-def test_saves_and_loads_with_its_code(kin, tmp_path, load_cleanly):
+def test_saves_and_loads(kin, tmp_path, load_cleanly):
     model, batch = build_low(kin), inputs(kin)
-    make_standalone_(model)
     model.save_pretrained(tmp_path)
     assert torch.equal(run(load_cleanly(type(model), tmp_path), batch), run(model, batch))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bloom", "mpnet"])
-def test_without_the_package_it_loads_only_by_its_code(name, tmp_path, stock_reload):
+@pytest.mark.parametrize("name", ["gpt2", "mpnet"])
+def test_it_does_not_load_without_the_package(name, tmp_path, stock_reload):
     """Covers fused layers and modules with a forward pass of this package."""
     model, batch = build_low(name), inputs(name)
     torch.save(batch, tmp_path / "batch.pt")
     model.save_pretrained(tmp_path)
     (tmp_path / "copy").mkdir()
-    failed = stock_reload(tmp_path, tmp_path / "copy", False)
+    failed = stock_reload(tmp_path, tmp_path / "copy")
     assert failed.returncode != 0
     assert "LOADED" not in failed.stdout
-    make_standalone_(model)
-    model.save_pretrained(tmp_path)
-    done = stock_reload(tmp_path, tmp_path / "copy", True)
-    assert done.returncode == 0, done.stderr
-    with torch.no_grad():
-        expected = model(**batch)[0]
-    assert torch.equal(torch.load(tmp_path / "copy" / "output.pt", weights_only=True), expected)
 
 
 def test_a_model_with_a_head_shares_checkpoints_with_its_body(generator, tmp_path):
@@ -331,13 +310,6 @@ def test_cross_attention_of_gpt2_is_refused():
     with pytest.raises(UnsupportedModelError, match=r"h\.0\.crossattention: cross attention of GPT-2 cannot be"):
         find_dense_attention(model)
     assert len(find_dense_attention(model, "*.attn")) == 2
-
-
-def test_clipped_projections_are_refused():
-    config = build("mpt").config
-    config.attn_config.clip_qkv = 6.0
-    with pytest.raises(UnsupportedModelError, match=r"blocks\.0\.attn: .*MPT .* clipped .*clip_qkv is 6"):
-        find_dense_attention(MptModel(config))
 
 
 def test_cross_attention_without_states_is_named():

@@ -11,7 +11,7 @@ from collab_compress import Compression, Solver, UnsupportedModelError, compress
 from collab_compress.architectures import find_attention
 from collab_compress.conversion.feed_forward import cut_, find_feed_forward, narrower_config
 
-NO_WIDTH = {"bloom", "mpt", "segformer", "xlm"}  # a multiple of another width, or convolutions between
+NO_WIDTH = {"segformer"}  # convolutions between
 
 
 def test_a_narrower_model_is_a_stock_model_and_its_attention_can_be_converted(kin, tmp_path):

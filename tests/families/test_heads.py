@@ -20,14 +20,9 @@ from collab_compress.heads import Tap, masks_without, swap_heads_
 
 KEEP_HEADS = {
     "beit": "BEiT, because its position bias has a column",
-    "blip_vision_model": "BLIP vision, because it keeps .* in one layer, qkv",
-    "bloom": "BLOOM, because it keeps .* in one layer, query_key_value",
     "detr": "DETR, because its modules do not count",
     "gpt2": "GPT-2, because it keeps .* in one layer, c_attn",
     "mpnet": "MPNet, because all layers share one",
-    "mpt": "MPT, because it keeps .* in one layer, Wqkv",
-    "table-transformer": "Table Transformer, because its modules view",
-    "trocr": "TrOCR, because its modules view",
     "t5": "T5, because all layers share one",
     "umt5": "UMT5, because its position bias has a column",
     **dict.fromkeys(("gemma", "llama", "mistral", "phi", "qwen2"), ".*, because its config has one number of heads"),
@@ -38,10 +33,6 @@ def forget_biases_(kin, model):
     """Zero the position biases, which belong to a head's index and are not swapped."""
     if kin == "mpnet":
         torch.nn.init.zeros_(model.encoder.relative_attention_bias.weight)
-    if kin == "bloom":
-        model.build_alibi_tensor = lambda mask, heads, dtype: torch.zeros(len(mask) * heads, 1, mask.shape[1])
-    if kin == "mpt":
-        model.build_mpt_alibi_tensor = lambda heads, length, **_: torch.zeros(heads, 1, length)
 
 
 @pytest.fixture(params=["dense", "converted"])

@@ -49,8 +49,6 @@ def test_padding_does_not_count_anywhere(kin):
     dense = build(kin)
     attend_by_(dense, "eager")
     batch = inputs(kin)
-    if kin == "blip_text_model":
-        del batch["encoder_attention_mask"]  # its cross-attention does not read it
     padded, bare = padded_and_not(batch)
     if kin == "mobilebert":  # adds the embeddings of neighbours to each token's
         padded["input_ids"][:, -EXTRA:] = dense.config.pad_token_id
@@ -61,7 +59,7 @@ def test_padding_does_not_count_anywhere(kin):
             torch.testing.assert_close(actual.second, expected.second, atol=1e-4, rtol=1e-4)
 
     model = copy.deepcopy(dense)
-    compress(model, Compression(dk=TINIES[kin].full // 2, dv=11, solver=Solver(sweeps=1)), calibration=None)
+    compress(model, Compression(dk=TINIES[kin].full // 2, dv=9, solver=Solver(sweeps=1)), calibration=None)
     if kin not in ("siglip", "siglip2"):  # they pool the last token, even if it is padding
         far, near = (drift_of(model, dense, [batch]).relative_error for batch in (padded, bare))
         assert far == pytest.approx(near, rel=1e-3)
@@ -81,9 +79,8 @@ def test_padded_sound_is_not_counted(name):
         assert query.count == key.count == lengths(positions).sum()
 
 
-@pytest.mark.parametrize("name", ["detr", "table-transformer"])
-def test_masked_pixels_are_not_counted(name):
-    model, batch = build(name), inputs(name)
+def test_masked_pixels_are_not_counted():
+    model, batch = build("detr"), inputs("detr")
     batch["pixel_mask"] = torch.ones(3, 64, 96)
     batch["pixel_mask"][1, :, 32:], batch["pixel_mask"][2, 32:] = 0, 0
     memory, queries = 6 + 2 + 3, 3 * model.config.num_queries
@@ -111,12 +108,3 @@ def test_masks_of_what_stands_beside_tokens_count():
     melody = build("musicgen_melody_decoder")
     assert isinstance(melody, MusicgenMelodyModel)
     assert count("", beside, melody) == real + 9
-
-
-@pytest.mark.parametrize("name", ["xlm", "flaubert"])
-def test_models_that_find_padding_themselves(name):
-    model, ids = build(name), inputs(name)["input_ids"]
-    sites = find_dense_attention(model)
-    assert gather_moments(model, sites, [{"input_ids": ids, "lengths": torch.tensor([9, 7, 5])}])[0][0].count == 21
-    ids[:, -2:] = model.config.pad_index
-    assert gather_moments(model, sites, [{"input_ids": ids}])[0][0].count == 21

@@ -1,10 +1,8 @@
 """Models whose heads are mixed or removed, saved and loaded by stock means, with the package and without."""
 
-import ast
 import copy
 import json
 import pickle
-from collections import Counter
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from collab_compress import (
     alphas_of,
     compress,
     expand,
-    make_standalone_,
     merge_alphas_,
     mix_heads_,
     prune_heads_,
@@ -24,7 +21,6 @@ from collab_compress import (
 )
 from collab_compress.architectures import find_attention
 from collab_compress.checkpoint import EditConfig, edits_of
-from collab_compress.checkpoint.standalone import modelling_code
 from collab_compress.heads.alphas import AlphasEdit
 from collab_compress.heads.pruning import PrunedEdit
 
@@ -150,7 +146,7 @@ def test_a_merged_model_is_a_stock_one(family, make_tiny, batch, tmp_path, stock
     model.save_pretrained(tmp_path)
     torch.save(batch, tmp_path / "batch.pt")
     assert "collab" not in (tmp_path / "config.json").read_text(encoding="utf-8")
-    done = stock_reload(tmp_path, tmp_path / "again", trust=False)
+    done = stock_reload(tmp_path, tmp_path / "again")
     assert done.returncode == 0, done.stderr
     reloaded = torch.load(tmp_path / "again" / "output.pt", weights_only=True)
     torch.testing.assert_close(reloaded, before, atol=1e-5, rtol=1e-5)
@@ -162,26 +158,6 @@ def test_pruned_models_are_smaller_on_disk(family, make_tiny, tmp_path):
     edited(model, "pruned").save_pretrained(tmp_path / "pruned")
     stock, pruned = ((tmp_path / kind / "model.safetensors").stat().st_size for kind in ("stock", "pruned"))
     assert pruned < stock
-
-
-@pytest.mark.parametrize(
-    ("family", "history"),
-    [
-        ("bert", "mixed"),
-        ("bert", "narrow, mixed"),
-        ("bert", "pruned"),
-        *((family, LONGEST) for family in ("albert", "distilbert", "marian")),
-    ],
-)
-def test_shipped_code_loads_and_saves_without_the_package(family, history, make_tiny, batch, tmp_path, stock_reload):
-    model = edited(make_tiny(family), history)
-    make_standalone_(model)
-    model.save_pretrained(tmp_path / "one")
-    torch.save(batch, tmp_path / "one" / "batch.pt")
-    done = stock_reload(tmp_path / "one", tmp_path / "two", trust=True)
-    assert done.returncode == 0, done.stderr
-    reloaded = torch.load(tmp_path / "two" / "output.pt", weights_only=True)  # perhaps by another number of threads
-    torch.testing.assert_close(reloaded, outputs(model, batch), atol=1e-5, rtol=1e-5)
 
 
 def test_the_stored_form(make_tiny, tmp_path):
@@ -216,10 +192,3 @@ def test_applying_again_changes_nothing(family, make_tiny):
     for edit in edits:
         edit.apply_(model)
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
-
-
-def test_no_name_of_the_shipped_code_is_defined_twice():
-    """The parts are joined into one file, where a later definition would replace an earlier one."""
-    defined = ast.FunctionDef | ast.ClassDef
-    names = Counter(node.name for node in ast.parse(modelling_code()).body if isinstance(node, defined))
-    assert [name for name, count in names.items() if count > 1] == []

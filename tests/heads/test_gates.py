@@ -74,7 +74,7 @@ def test_the_penalty_is_the_expected_number_of_open_heads(make_tiny):
 def test_folded_gates_compute_the_same_and_closed_heads_can_be_pruned(edit, family, make_tiny, batch):
     model = make_tiny(family)
     if edit == "values":
-        compress(model, Compression(dk=9, dv=13), None)
+        compress(model, Compression(dk=9, dv=12), None)
     if edit == "mixed":
         mix_heads_(model)
         randomise_(model)

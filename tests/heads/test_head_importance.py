@@ -69,8 +69,8 @@ def slope(model, mask, masks, place, sample, loss, step):
     ("family", "form", "step"),
     [
         *((*pair, None) for pair in BERTS),
-        *((family, form, None) for family in ("albert", "distilbert") for form in ("dense", "unequal")),
-        *(("bert", form, 1e-4) for form in ("dense", "unequal")),  # Marian, which cannot classify, follows below
+        *((family, form, None) for family in ("albert", "distilbert") for form in ("dense", "both")),
+        *(("bert", form, 1e-4) for form in ("dense", "both")),  # Marian, which cannot classify, follows below
     ],
 )
 def test_is_the_mean_gradient_of_single_samples(family, form, step, make_tiny, calibration):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from forms import COMPILED, converted, in_pairs, in_turns, value_sizes
+from forms import COMPILED, converted, in_pairs, in_turns, value_size
 
 from collab_compress import HeadMask, UnsupportedModelError
 from collab_compress.architectures import find_attention
@@ -33,13 +33,13 @@ def scaled_by_hand(model, masks):
     """Scale the inputs of the output projection, one head of one sample at a time."""
     handles = []
     for site in find_attention(model):
-        sizes = value_sizes(site)
+        size = value_size(site)
 
-        def scale(module, args, name=site.name, sizes=sizes):
+        def scale(module, args, name=site.name, size=size):
             x = args[0].clone()
             for sample in range(len(x)):
                 mask = masks[name] if masks[name].dim() == 1 else masks[name][sample]
-                for head, part in enumerate(x[sample].split(sizes, -1)):
+                for head, part in enumerate(x[sample].split(size, -1)):
                     part *= mask[head]
             return (x,)
 

@@ -25,7 +25,7 @@ from collab_compress.checkpoint import edits_of
 from collab_compress.errors import CheckpointError, HeadError, UnsupportedModelError
 from collab_compress.heads import Tap, masks_without, merge_alphas_
 
-SIZES = {"narrow": [4, 4, 4], "unequal": [4, 3, 3]}
+SIZES = {"narrow": 4, "both": 3}
 FIRST, SECOND = "encoder.layer.0.attention.self", "encoder.layer.1.attention.self"
 
 
@@ -58,12 +58,12 @@ def test_equals_masking(family, form, implementation, make_tiny, batch):
         head_count = 3 - len(heads[site.name])
         assert (site.heads, site.head_width) == (head_count, 8)
         value, output = site.part(site.family.value), site.part(site.family.output)
-        sizes = [size for head, size in enumerate(SIZES.get(form, [8] * 3)) if head not in heads[site.name]]
+        width = head_count * SIZES.get(form, 8)
         value = getattr(value, "proj", value)
-        assert (value.out_features, output.in_features, output.out_features) == (sum(sizes), sum(sizes), 24)
-        assert getattr(site.module, "all_head_size", sum(sizes)) == sum(sizes)
+        assert (value.out_features, output.in_features, output.out_features) == (width, width, 24)
+        assert getattr(site.module, "all_head_size", width) == width
         if form in SIZES:
-            assert site.module.value_form.sizes == tuple(sizes)
+            assert site.module.value_form.size == SIZES[form]
         if form not in ("dense", "narrow"):
             assert read_factors(model)[site.name].mixing.shape == (head_count, FORMS[form].dk)
 
@@ -153,7 +153,7 @@ def test_a_collaborative_model_without_content_bias(make_tiny, batch):
     close(hidden(model, batch), expected)
 
 
-@pytest.mark.parametrize(("family", "form"), mostly_slow([*BERTS, ("marian", "collaborative")], ("bert", "unequal")))
+@pytest.mark.parametrize(("family", "form"), mostly_slow([*BERTS, ("marian", "collaborative")], ("bert", "both")))
 def test_compiles_without_graph_breaks(family, form, make_tiny, batch):
     model = converted(make_tiny, family, form)
     prune_heads_(model, some_heads(model))
@@ -161,7 +161,7 @@ def test_compiles_without_graph_breaks(family, form, make_tiny, batch):
     torch.testing.assert_close(hidden(compiled, batch), hidden(model, batch), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("form", "beams"), [*((form, 1) for form in FORMS), ("unequal", 2)])
+@pytest.mark.parametrize(("form", "beams"), [*((form, 1) for form in FORMS), ("both", 2)])
 def test_generation_equals_masking(form, beams, make_tiny, batch):
     torch.manual_seed(0)
     model = MarianMTModel(make_tiny("marian").config).eval()

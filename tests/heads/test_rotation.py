@@ -83,40 +83,16 @@ def test_hard_swaps_the_least_with_the_most_important_of_all_layers(k, importanc
     assert equal(model, reference)
 
 
-@pytest.mark.parametrize("k", [1, 2])
-def test_in_layer_stays_in_each_layer(k, calibration):
-    model = bert()
-    scores = average_distance(model, calibration)
-    orders = [ranked({name: values}) for name, values in scores.items()]
-    expected = [(order[i], order[-1 - i]) for order in orders for i in range(k)]
-    assert first_pairs(model, RotationOptions("in-layer", epochs=(0,), k=k), calibration) == expected
-
-
-@pytest.mark.parametrize("printed", [False, True])
 @pytest.mark.parametrize(("layers", "t_max"), [(6, 1), (6, 2), (5, 2), (7, 3), (6, 3)])
-def test_soft_swaps_the_least_important_of_lower_and_upper_layers(layers, t_max, printed, calibration):
+def test_soft_swaps_the_least_important_of_lower_and_upper_layers(layers, t_max, calibration):
     model, k = bert(layers), 2
     scores = average_distance(model, calibration)
     expected = []
     for i in range(1, t_max + 1):
-        upper = layers - i if printed else layers + 1 - i
-        least = [ranked({layer(n): scores[layer(n)]}) for n in (i, upper)]
+        least = [ranked({layer(n): scores[layer(n)]}) for n in (i, layers + 1 - i)]
         expected += [(least[0][j], least[1][j]) for j in range(k)]
-    rotation = RotationOptions("soft", epochs=(0,), k=k, t_max=t_max, printed=printed)
-    if printed and t_max > (layers - 1) // 2:  # layer 3 of 6 would meet itself
-        with pytest.raises(
-            HeadError, match="t_max is 3 for 6 layers of encoder attention; expected at most 2, for pri"
-        ):
-            Rotator(model, rotation)
-    else:
-        assert first_pairs(model, rotation, calibration) == expected
-
-
-def test_printed_soft_can_be_the_papers_own_manual_swap(calibration):
-    """The paper swaps all heads of layers 1 and 5 of 6."""
-    pairs = first_pairs(bert(), RotationOptions("soft", epochs=(0,), k=4, printed=True), calibration)
-    assert sorted(one for one, _ in pairs) == [(layer(1), head) for head in range(4)]
-    assert sorted(other for _, other in pairs) == [(layer(5), head) for head in range(4)]
+    rotation = RotationOptions("soft", epochs=(0,), k=k, t_max=t_max)
+    assert first_pairs(model, rotation, calibration) == expected
 
 
 def test_random_draws_k_pairs_of_different_heads_from_seed_and_epoch():
@@ -144,13 +120,13 @@ def test_every_kind_rotates_by_itself(make_tiny):
     assert [kinds[one[0]] for one, _ in pairs] == ["cross"]
 
 
-def test_all_families_and_forms_rotate_inside_their_layers(family, make_tiny, calibration):
+def test_all_families_and_forms_rotate_inside_their_layers(family, make_tiny):
     for form in ("dense", "collaborative", "narrow"):
         model = converted(make_tiny, family, form)
         before, sites = copy.deepcopy(model), find_attention(model)
-        rotator = Rotator(model, RotationOptions("in-layer", epochs=(0,), swap_back_after=1))
-        (event,) = rotator.epoch(0, batches=calibration)
-        assert len(event.pairs) == len(sites)
+        pairs = tuple(((site.name, 0), (site.name, 2)) for site in sites)
+        rotator = Rotator(model, RotationOptions("manual", epochs=(0,), pairs=pairs, swap_back_after=1))
+        rotator.epoch(0)
         assert not equal(model, before)
         rotator.epoch(1)
         assert equal(model, before)
@@ -302,7 +278,7 @@ def step(model, optimizer, batch):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "stop"), [*(("random", stop) for stop in range(1, 6)), ("hard", 3), ("soft", 2), ("in-layer", 4)]
+    ("strategy", "stop"), [*(("random", stop) for stop in range(1, 6)), ("hard", 3), ("soft", 2)]
 )
 def test_a_resumed_training_rotates_as_if_never_stopped(strategy, stop, calibration):
     rotation = RotationOptions(strategy, epochs=(1, 2, 4, 5), k=2, swap_back_after=1, rest=1)
@@ -347,7 +323,7 @@ def test_settings_survive_json():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"strategy": "gentle"}, "strategy is 'gentle'; expected one of manual, hard, in-layer, soft, random"),
+        ({"strategy": "gentle"}, "strategy is 'gentle'; expected one of manual, hard, soft, random"),
         ({"importance": "size"}, "importance is 'size'"),
         ({"epochs": ()}, "expected at least one, each once"),
         ({"epochs": (1, 1)}, "each once"),
@@ -389,7 +365,6 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
     [
         ({"strategy": "hard", "k": 13}, "k is 13 for 'hard' among 6 modules of encoder attention .* at most 12"),
         ({"strategy": "random", "k": 13}, "k is 13 for 'random'"),
-        ({"strategy": "in-layer", "k": 3}, "k is 3 for 'in-layer' .* which has 4 heads; expected at most 2"),
         ({"strategy": "soft", "k": 5}, "k is 5 for 'soft' .* expected at most 4"),
         ({"strategy": "soft", "t_max": 4}, "t_max is 4 for 6 layers of encoder attention; expected at most 3"),
         ({"strategy": "manual", "pairs": (PAIR, ((FIRST, 0), (FIRST, 2)))}, "head 0 of .* is named twice"),
@@ -404,19 +379,18 @@ def test_what_a_model_cannot_do_is_refused_before_training(settings, message):
 
 @pytest.mark.parametrize("strategy", ["hard", "soft", "random"])
 @pytest.mark.parametrize("modules", ["*", "*layer.1*"])
-def test_collaborative_modules_rotate_inside_layers_only(strategy, modules, make_tiny):
+def test_heads_of_collaborative_modules_stay_in_their_layers(strategy, modules, make_tiny):
     model = make_tiny("bert")
     compress(model, Compression(dk=8, modules=modules), calibration=None)
     with pytest.raises(HeadError, match="heads of a collaborative module share its queries and keys"):
         Rotator(model, RotationOptions(strategy, epochs=(0,)))
-    Rotator(model, RotationOptions("in-layer", epochs=(0,)))
 
 
-@pytest.mark.parametrize("strategy", ["in-layer", "hard", "random"])
+@pytest.mark.parametrize("strategy", ["hard", "random"])
 def test_heads_of_different_widths_are_refused_before_training(strategy, make_tiny):
     model = make_tiny("bert")
-    compress(model, Compression(dv=11), calibration=None)
-    with pytest.raises(HeadError, match=r"cannot swap head 1 of .* with head 2 of .*: their parameters differ"):
+    compress(model, Compression(dv=9, modules="*layer.0*"), calibration=None)
+    with pytest.raises(HeadError, match=r"cannot swap head .* of .* with head .* of .*: their parameters differ"):
         Rotator(model, RotationOptions(strategy, epochs=(0,)))
 
 

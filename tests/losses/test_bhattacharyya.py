@@ -1,5 +1,3 @@
-from itertools import combinations
-
 import pytest
 import torch
 from hypothesis import given
@@ -34,42 +32,6 @@ def test_it_is_the_mean_coefficient(make_rows, mean_over_pairs, assert_same_grad
         (right,) = torch.autograd.grad(expected, rows)
         # At keys without weight the oracle has no slope, and the softmax before passes none on.
         torch.testing.assert_close(gradient.masked_fill(padded, 0.0), right, rtol=1e-5, atol=1e-5)
-
-
-def algorithm(rows, mask):
-    """Run all loops of algorithm 1 for one module, over the unpadded queries of each sequence."""
-    sequences = [(part, real) for part, real in zip(rows, mask, strict=True) if real.any()]
-    diversity_penalty = torch.zeros((), dtype=rows.dtype)
-    comparisons = list(combinations(range(rows.shape[1]), 2))
-    for sequence, real in sequences:
-        for one, other in comparisons:
-            temp = sequence[one][real] * sequence[other][real]
-            # a key without weight has no gradient; that of its square root would be infinite
-            temp = torch.where(temp > 0, torch.where(temp > 0, temp, 1.0).sqrt(), 0.0)
-            diversity_penalty = diversity_penalty + temp.sum(1).mean() / len(comparisons)
-    return diversity_penalty / len(sequences)
-
-
-@given(SHAPES, st.integers(0, 99))
-def test_sequences_count_alike_if_asked(make_rows, shape, seed):
-    rows, mask = make_rows(*shape, seed=seed)
-    padded = rows == 0
-    value, expected = bhattacharyya(rows, mask, per_sequence=True), algorithm(rows, mask)
-    torch.testing.assert_close(value, expected, rtol=0, atol=1e-5)
-    if rows.shape[1] > 1:
-        (gradient,) = torch.autograd.grad(value, rows)
-        (right,) = torch.autograd.grad(expected, rows)
-        torch.testing.assert_close(gradient.masked_fill(padded, 0.0), right, rtol=1e-5, atol=1e-5)
-
-
-def test_both_means_are_one_where_sequences_are_equally_long(make_rows):
-    rows, _ = make_rows(3, 4, 5, 6)
-    mask = (torch.arange(5) < 4).expand(3, 5)
-    for real in (None, mask):
-        torch.testing.assert_close(bhattacharyya(rows, real, per_sequence=True), bhattacharyya(rows, real))
-    uneven = torch.arange(5) < torch.tensor([[1], [4], [5]])
-    pooled, alike = bhattacharyya(rows, uneven), bhattacharyya(rows, uneven, per_sequence=True)
-    assert abs(pooled - alike) > 1e-3
 
 
 def test_gradient_by_differences(make_rows):

@@ -1,7 +1,5 @@
 """What holds for every loss over heads: padding, one head, precision, compilation, cost."""
 
-from functools import partial
-
 import pytest
 import torch
 from forms import mostly_slow
@@ -13,14 +11,12 @@ from collab_compress.losses import agreement, agreement_probs, bhattacharyya, hs
 
 VECTORS = {
     "hsic": hsic,
-    "hsic, rbf": partial(hsic, kernel="rbf"),
     "orthogonality": orthogonality,
     "agreement": agreement,
 }
 ROWS = {
     "agreement, rows": agreement_probs,
     "bhattacharyya": bhattacharyya,
-    "bhattacharyya, sequences": partial(bhattacharyya, per_sequence=True),
 }
 LOSSES = VECTORS | ROWS
 OVER_PAIRS = sorted(LOSSES.keys() - {"orthogonality"})
@@ -137,11 +133,11 @@ def test_work_grows_with_the_data_and_not_with_the_pairs(name, draw):
     """At equal width 48 heads have 188 times the pairs of 4."""
     work = {}
     for heads in (4, 12, 48):
-        # The rows of more heads, and the N×N kernels, are more data; vectors of the same width are not.
+        # The rows of more heads are more data; vectors of the same width are not.
         leaf, mask = draw(name, heads=heads, length=16, width=16 if name in ROWS else 384 // heads)
         with Elements() as elements, FlopCounterMode(display=False) as flops:
             LOSSES[name](leaf, mask).backward()
-        data = heads if name in ROWS or name == "hsic, rbf" else 1
+        data = heads if name in ROWS else 1
         work[heads] = elements.count / data, flops.get_total_flops()
     for heads in (12, 48):
         assert work[heads][0] <= 1.2 * work[4][0]

@@ -44,7 +44,7 @@ def test_other_families_and_their_conversions(family, make_tiny, make_batch):
     assert [row["dff"] for row in report.table("cost", "blocks")] == [None] * len(blocks)
 
 
-@pytest.mark.parametrize(("family", "dk", "dv"), [("bert", None, 10), ("marian", 9, 12)])
+@pytest.mark.parametrize(("family", "dk", "dv"), [("bert", None, 9), ("marian", 9, 12)])
 def test_narrow_values(family, dk, dv, make_tiny, make_batch):
     model, converted = make_tiny(family), make_tiny(family)
     batches = [make_batch(family, seed=seed) for seed in range(2)]
@@ -74,13 +74,7 @@ def test_narrow_values(family, dk, dv, make_tiny, make_batch):
 
 def test_images():
     model = build("vit")
-    for layer in model.layers:
-        for parameter in layer.mlp.fc1.parameters():
-            parameter.data[1:] = parameter.data[0]  # neurons that are alike
     report = checked_report(ReportContext(model, calibration_batches("synthetic", model, sequences=4), options=QUICK))
-    [advice] = [action for action in report.actions if "feed-forward" in action]
-    assert "begin with compress(model, Compression(dff=2), batches) in Python: every block" in advice
-    assert "needs inputs like those that the model reads, as many as there are; with noise it loses" in advice
     latency = next(t for section in report.sections for t in section.tables if t.name == "latency")
     assert {row[1] for row in latency.rows} == {5}  # four patches and one more
 
@@ -90,7 +84,7 @@ def test_one_token():
     report = checked_report(ReportContext(model, [{"input_ids": torch.tensor([[3]])}], options=QUICK))
     assert "needs at least 2" in report.omitted["similarity"]
     assert "two sequences at least" in report.omitted["dominance"]
-    assert {"energy", "diversity", "content", "cost"} == {section.name for section in report.sections}
+    assert {"energy", "diversity", "cost"} == {section.name for section in report.sections}
 
 
 def test_one_head(bert, context):
@@ -181,14 +175,10 @@ def token_batches():
 def test_a_rotary_model(token_batches):
     """Sections that need products of query and key weights are left out with the reason; the rest is shown."""
     report = checked_report(ReportContext(make_rotary("llama"), token_batches, options=QUICK))
-    assert "rotary" in report.omitted["content"]
     sections = {section.name: section for section in report.sections}
     assert {"energy", "diversity", "dominance"} <= sections.keys()
     assert "Not shown, scores: model.layers.0.self_attn: a rotary position embedding" in sections["energy"].reading
     assert [table.name for table in sections["energy"].tables] == ["dv", "dff"]
-    advice = sections["energy"].actions[0]
-    assert advice.startswith("To make attention smaller, begin with collab-compress --dv ")
-    assert advice.endswith("keeps 90 % of the energy of its values.")
 
 
 @pytest.mark.parametrize(("name", "part"), [("llama", "dk"), ("qwen3", "dv")])
@@ -211,14 +201,14 @@ def test_a_mixture_of_experts(token_batches):
     assert "Feed-forward blocks were not counted: MixtralForCausalLM has no feed-forward block" in cost.reading
     assert [table.name for table in energy.tables] == ["dv"]
     assert [row["part"] for row in report.table("cost", "layers")] == ["queries and keys", "values and outputs"]
-    assert not any("--dff" in action for action in report.actions)
 
 
 def test_blocks_that_no_config_makes_narrower(token_batches):
-    report = make_report(ReportContext(build("bloom"), token_batches, options=QUICK), ["energy"])
+    model = build("bert")
+    model.config.intermediate_size += 1
+    report = make_report(ReportContext(model, token_batches, options=QUICK), ["energy"])
     assert len(report.table("energy", "dff")) == 2
-    assert "No conversion makes these blocks narrower: no attribute of BloomConfig sets" in report.sections[0].reading
-    assert not any("--dff" in action for action in report.actions)
+    assert "No conversion makes these blocks narrower: no attribute of BertConfig sets" in report.sections[0].reading
 
 
 def test_a_dff_beyond_the_blocks_is_refused(context):

@@ -20,7 +20,6 @@ from collab_compress.report import (
     render_page,
 )
 from collab_compress.report.drawing import draw_heatmap, draw_panel, shade
-from collab_compress.report.result import explained
 from collab_compress.report.section import short, written
 
 VOID = ("meta", "link")
@@ -58,18 +57,6 @@ def page(result):
     return render_page(result)
 
 
-def test_actions_lead_and_terms_are_explained_once_in_a_text(page, result):
-    first, rest = page.split("<details>", 1)
-    assert len(result.actions) == 4
-    assert all(line[:20] in first for line in result.actions)
-    assert "<table" not in first
-    html = explained("drift & energy, then drift")
-    assert html.count('<a class="term" href="#glossary" title="') == 2
-    assert html.endswith(", then drift")
-    assert "&amp;" in html
-    assert "<dt>drift</dt>" in rest
-
-
 def test_a_table_is_read_by_the_names_of_its_columns(result):
     rows = result.table("cost", "modules")
     assert [row["dk"] for row in rows] == [6, 6]
@@ -81,7 +68,7 @@ def test_nothing_is_fetched_and_everything_is_there(page, result):
     outline = Outline(page)
     assert all(address.startswith(("#", "data:,")) for address in outline.fetched)
     assert not any(word in page for word in ("http:", "https:", "@import", "url("))
-    assert outline.ids == ["overview", "glossary", *(part.name for part in result.sections), "omitted"]
+    assert outline.ids == ["overview", *(part.name for part in result.sections), "omitted"]
     for section in result.sections:
         for part in (*section.pictures, *section.tables):
             assert part.title in outline.texts["figcaption"]

@@ -14,7 +14,6 @@ from collab_compress.analysis import (
     bhattacharyya,
     cka,
     confidence,
-    content_share,
     discrepancy,
     dominant_heads,
     feed_forward_energy,
@@ -23,7 +22,6 @@ from collab_compress.analysis import (
     head_patterns,
     head_samples,
     induction,
-    jackknife_error,
     layer_covariance,
     mean_over_pairs,
     mixing_matrices,
@@ -33,7 +31,6 @@ from collab_compress.analysis import (
     pruning_curve,
     random_importance,
     sample_cka,
-    skew_symmetry,
     split_sequences,
     svcca,
     value_energy,
@@ -41,7 +38,6 @@ from collab_compress.analysis import (
 from collab_compress.heads import head_importance
 from collab_compress.report import ReportContext, ReportOptions, TaskScore, make_report
 from collab_compress.report.sections import SECTIONS
-from collab_compress.report.sections.cost import _latency_actions
 
 END = [3]  # the tokenizer's, which the config does not name
 
@@ -122,26 +118,18 @@ def test_energy_of_feed_forward_blocks(context, section):
     assert list(curve.x) == block.widths.tolist()
     close(curve.y, list(block.errors))
     assert f"every feed-forward block: {enough(blocks)} of " in energy.highlights[2]
-    _, most, more = enough(blocks).split(", ")
-    assert f"begin with collab-compress --dff {most} --calibration texts.txt: every block" in energy.actions[1]
-    assert f"(99 % with dff={more}). Calibration needs texts" in energy.actions[1]
 
 
 def test_similarity_of_heads_and_layers(context, section):
     similarity, heads = section("similarity"), head_covariances(context.model, context.batches)
     samples = head_samples(context.model, context.batches, 30)
     matrices(picture(similarity, "SVCCA of heads"), [svcca(joint).similarity for joint in heads.values()])
-    matrices(picture(similarity, "CKA of heads, linear kernel"), [cka(joint) for joint in heads.values()])
+    matrices(picture(similarity, "CKA of heads"), [cka(joint) for joint in heads.values()])
     layers = layer_covariance(context.model, context.batches)
-    kernel = sample_cka([sample.flatten(1) for sample in samples.values()], unbiased=True)
-    matrices(picture(similarity, "Similarity of layers"), [svcca(layers).similarity, cka(layers), kernel])
+    matrices(picture(similarity, "Similarity of layers"), [svcca(layers).similarity, cka(layers)])
     for row, (name, joint) in zip(table(similarity, "heads").rows, heads.items(), strict=True):
-        unbiased = [sample_cka(samples[name], kernel, unbiased=True) for kernel in ("linear", "rbf")]
-        close(row[1:5], [mean_over_pairs(matrix) for matrix in (svcca(joint).similarity, cka(joint), *unbiased)])
-        parts = [head_covariances(context.model, [batch])[name] for batch in context.batches]
-        assert 1 < len(parts) <= 10  # a group each
-        measures = (lambda joint: svcca(joint).mean, lambda joint: mean_over_pairs(cka(joint)))
-        close(row[-2:], [jackknife_error(measure, parts) for measure in measures])
+        unbiased = sample_cka(samples[name], unbiased=True)
+        close(row[1:4], [mean_over_pairs(matrix) for matrix in (svcca(joint).similarity, cka(joint), unbiased)])
     curve = picture(similarity, "SVCCA coefficients").panels[0].curves[1]
     close(curve.y, svcca(list(heads.values())[1]).curve)
 
@@ -156,14 +144,8 @@ def test_similarity_of_models(context, section):
     )
     for row, joint in zip(table(similarity, "models").rows, joints.values(), strict=True):
         close(row[1:3], [svcca(joint).mean, float(cka(joint))])
-    ours, theirs = (head_samples(model, context.batches, 30) for model in (context.model, context.baseline))
-    pairs = [[one.flatten(1), other.flatten(1)] for one, other in zip(ours.values(), theirs.values(), strict=True)]
-    close(
-        [row[3] for row in table(similarity, "models").rows],
-        [sample_cka(pair, unbiased=True)[0, 1] for pair in pairs],
-    )
     for row, joint in zip(table(similarity, "models").rows, by_head.values(), strict=True):
-        close(row[5:], [svcca(joint).similarity.mean(), cka(joint).mean()])
+        close(row[4:], [svcca(joint).similarity.mean(), cka(joint).mean()])
 
 
 def test_diversity(context, section):
@@ -295,23 +277,6 @@ def test_dominance_by_score(context, lossy):
     assert picture(report, "Pruning curve").y_label == "size"
 
 
-def test_a_score_that_comes_back_does_not_recommend_pruning_beyond(context, lossy):
-    model, labelled = lossy
-    curve = [80, 79, 78, 60, 50, 79, 80, 79, 60, 60, 79]  # at 0, 10, … 100 % of 6 heads; it leaves the tenth at 30 %
-    scores = iter([80, *[80] * 6, 80, *[80] * 6, *curve, *[80] * 33])
-    task = TaskScore("accuracy", lambda model: next(scores), lambda model: 80, labelled)
-    report = make_report(ReportContext(model, context.batches, score=task, options=context.options), ["dominance"])
-    [advice] = [action for section in report.sections for action in section.actions if "silenced" in action]
-    assert advice.startswith("1 of 6 heads can be silenced before the accuracy changes by more than a tenth")
-
-
-def test_content(context, section):
-    content, shares = section("content"), content_share(context.model, context.first(8))
-    matrices(picture(content, "Content share of each head"), [torch.stack([s.content for s in shares.values()])])
-    matrices(picture(content, "Context share of each head"), [torch.stack([s.context for s in shares.values()])])
-    close([row[1] for row in table(content, "shares").rows], [100 * s.content.mean() for s in shares.values()])
-
-
 def test_cost(context, section):
     cost_section = section("cost")
     for row, cost in zip(table(cost_section, "modules").rows, module_costs(context.model, dk=6), strict=True):
@@ -353,11 +318,6 @@ def test_cost_of_whole_layers(context, section):
     assert {row["dff"] for row in make_report(wider, ["cost"]).table("cost", "blocks")} == {block.width - 1}
 
 
-def test_lengths_at_which_conversion_is_slower_are_named():
-    (action,) = _latency_actions({8: 0.5, 64: 2.0})
-    assert action.endswith("0.50 at 8 tokens, 2.00 at 64 tokens; at 64 stay dense.")
-
-
 def test_mixing(context, bert):
     assert "mixing" in make_report(context, ["mixing", "cost"]).omitted
     model = bert()
@@ -370,7 +330,6 @@ def test_mixing(context, bert):
     matrices(picture(mixing, "Mixing matrices"), [*mixing_matrices(model, order=True).values()])
     alphas = [matrix.detach() for matrix in alphas_of(model).values()]
     matrices(picture(mixing, "Alphas"), alphas)
-    close([row[4] for row in table(mixing, "alphas").rows], [skew_symmetry(matrix) for matrix in alphas])
 
 
 def test_every_section_was_tried(result):

@@ -39,12 +39,7 @@ MUSIC = {**ENCODER, "ffn_dim": 32, "num_codebooks": 1, "initializer_factor": 0.4
 LLAMA = {**ENCODER, "num_key_value_heads": HEADS}
 OPT = sized("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings", "init_std")
 GPT2 = sized("n_embd", "n_head", "n_layer", "n_positions")
-MPT = sized("d_model", "n_heads", "n_layers", "max_seq_len")
-XGLM = sized("d_model", "attention_heads", "num_layers", "max_position_embeddings", "init_std")
-TROCR = sized("d_model", "decoder_attention_heads", "decoder_layers", "max_position_embeddings", "init_std")
-TROCR |= {"decoder_ffn_dim": 32, "cross_attention_hidden_size": WIDTH}
 DISTILBERT = sized("dim", "n_heads", "n_layers", "max_position_embeddings")
-SENTENCES = {**sized("emb_dim", "n_heads", "n_layers", "max_position_embeddings", "init_std"), "embed_init_std": 0.4}
 T5 = {"d_kv": 8, "d_ff": 32, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
 T5 |= {"vocab_size": VOCABULARY, "d_model": WIDTH, "num_heads": HEADS, "num_layers": LAYERS}
 SWITCHES = {**T5, "num_experts": 2, "num_sparse_encoder_layers": 0, "num_sparse_decoder_layers": 0}
@@ -89,7 +84,7 @@ TOWERS = {"text_config": TEXT_TOWER, "vision_config": IMAGE_TOWER, "projection_d
 
 SELF, CAUSAL, CROSS = ("encoder",) * LAYERS, ("decoder",) * LAYERS, ("decoder", "cross") * LAYERS
 ALL, T5_KINDS = ("encoder", "decoder", "cross"), SELF + CROSS
-CLIP_KINDS, DETECTING, BLIP_KINDS = ("decoder", "encoder"), (*SELF, "cross"), ("encoder", "cross") * LAYERS
+CLIP_KINDS, DETECTING = ("decoder", "encoder"), (*SELF, "cross")
 WITH_ROOM = WIDTH - HEADS  # exact rank of models made for it, whose heads have no room for content biases above it
 SEQ2SEQ, LM, HEADED = "ForConditionalGeneration", "ForCausalLM", "LMHeadModel"
 
@@ -253,7 +248,6 @@ TINIES = {
     "bert-cross": Tiny(
         "Bert", ENCODER, CROSS, with_states, generates=HEADED, is_decoder=True, add_cross_attention=True
     ),
-    "bloom": Tiny("Bloom", sized("hidden_size", "n_head", "n_layer"), CAUSAL, generates=LM),
     "camembert": Tiny("Camembert", ENCODER, SELF, copy_of="roberta"),
     "deit": Tiny("DeiT", IMAGES, SELF, images, copy_of="vit"),
     "distilbert": Tiny("DistilBert", DISTILBERT, SELF, hidden_dim=32),
@@ -264,7 +258,6 @@ TINIES = {
     "mbart": Tiny("MBart", TRANSLATOR, ALL, pairs, generates=SEQ2SEQ, copy_of="marian"),
     "megatron-bert": Tiny("MegatronBert", ENCODER, SELF),
     "mpnet": Tiny("MPNet", ENCODER, SELF),
-    "mpt": Tiny("Mpt", MPT, CAUSAL, generates=LM),
     "opt": Tiny("OPT", OPT, CAUSAL, generates=LM, full=WITH_ROOM, ffn_dim=32, word_embed_proj_dim=WIDTH),
     "pegasus": Tiny("Pegasus", TRANSLATOR, ALL, pairs, generates=SEQ2SEQ, copy_of="marian"),
     "roberta": Tiny("Roberta", ENCODER, SELF),
@@ -365,19 +358,10 @@ TINIES = {
     "siglip2": Tiny("Siglip2", SIGLIP2, SELF, both_in_patches, copy_of="clip"),
     "xclip_text_model": Tiny("XCLIPText", TEXT_TOWER, CAUSAL[:1], both_texts, copy_of="clip"),
     # Modules that compute scores themselves.
-    "blip_text_model": Tiny("BlipText", ENCODER, BLIP_KINDS, with_states, encoder_hidden_size=WIDTH, is_decoder=True),
-    "blip_vision_model": Tiny("BlipVision", IMAGES, SELF, images),
-    "flaubert": Tiny("Flaubert", SENTENCES, SELF, copy_of="xlm"),
-    "mvp": Tiny("Mvp", TRANSLATOR, ALL, pairs, generates=SEQ2SEQ, copy_of="trocr"),
     "rembert": Tiny(
         "RemBert", ENCODER, SELF, copy_of="megatron-bert", input_embedding_size=12, output_embedding_size=12
     ),
-    "table-transformer": Tiny("TableTransformer", DETECTOR, DETECTING, scenes),
-    "tapas": Tiny("Tapas", ENCODER, SELF, copy_of="megatron-bert"),
     "visual_bert": Tiny("VisualBert", ENCODER, SELF, copy_of="megatron-bert", visual_embedding_dim=12),
-    "trocr": Tiny("TrOCR", TROCR, CROSS, with_states, generates=LM, model="TrOCRForCausalLM"),
-    "xlm": Tiny("XLM", SENTENCES, SELF),
-    "xglm": Tiny("XGLM", XGLM, CAUSAL, generates=LM, ffn_dim=32),
     # Rotary embeddings.
     "esm": Tiny("Esm", ENCODER, SELF, position_embedding_type="rotary", mask_token_id=4, token_dropout=False),
     "gemma": Tiny("Gemma", LLAMA, CAUSAL, generates=LM, copy_of="llama", head_dim=8),

@@ -55,8 +55,9 @@ EVERYTHING = HeadTraining(
         PenaltyOptions("orthogonality", 0.01),
     ),
     alphas=AlphasOptions(frozen_ratio=0.3, growth_weight=1.0, growth=0.01),
-    rotation=RotationOptions("in-layer", (0, 1, 2, 3), k=1, swap_back_after=1, rest=0, exclude=()),
+    rotation=RotationOptions("hard", (0, 1, 2, 3), k=1, swap_back_after=1, rest=0, exclude=()),
 )
+CONVERTED = dataclasses.replace(EVERYTHING, rotation=None)  # whose heads stay in their layers
 
 
 def dataset(count=16, length=7, seed=0):
@@ -107,7 +108,8 @@ def trainer_of(model, folder, training=EVERYTHING, data=None, trainer_class=Head
 @pytest.mark.parametrize("family", ["bert", "albert", "distilbert"])
 def test_every_method_at_once(family, rank, dv, make_tiny, tmp_path):
     model = classifier(make_tiny, family, rank, dv)
-    trainer = trainer_of(model, tmp_path)
+    training = EVERYTHING if rank is None else CONVERTED
+    trainer = trainer_of(model, tmp_path, training)
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logs) == 12
@@ -124,7 +126,7 @@ def final_weights(trainer, **kwargs):
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
-WITHIN = RotationOptions("in-layer", (0.25, 0.5, 1.25, 1.3, 2.5), swap_back_after=0.5, rest=0.25, exclude=())
+WITHIN = RotationOptions("hard", (0.25, 0.5, 1.25, 1.3, 2.5), swap_back_after=0.5, rest=0.25, exclude=())
 
 
 def rotations(trainer):
@@ -184,7 +186,8 @@ def test_rotation_at_shares_of_the_training_needs_no_length(make_tiny, tmp_path)
 def test_the_best_checkpoint_is_loaded_with_its_alphas_and_heads(rank, greater, make_tiny, tmp_path):
     best = {"eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 1}
     best |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": greater}
-    trainer = trainer_of(classifier(make_tiny, rank=rank), tmp_path, learning_rate=0.02, **best)
+    training = EVERYTHING if rank is None else CONVERTED
+    trainer = trainer_of(classifier(make_tiny, rank=rank), tmp_path, training, learning_rate=0.02, **best)
     weights = final_weights(trainer)
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     expected = max(losses) if greater else min(losses)
@@ -455,7 +458,7 @@ def test_a_subclass_keeps_its_ways(make_tiny, tmp_path):
 def test_checkpoints_reload(make_tiny, tmp_path):
     """Alphas and all, through stock `from_pretrained`."""
     model = classifier(make_tiny, rank=13)
-    trainer = trainer_of(model, tmp_path, save_strategy="epoch")
+    trainer = trainer_of(model, tmp_path, CONVERTED, save_strategy="epoch")
     trainer.train()
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint-12")
     batch = {"input_ids": dataset()[0]["input_ids"][None]}
@@ -686,7 +689,7 @@ def test_the_ends_of_the_processing_class_do_not_count_for_importance(make_tiny,
 
 
 def test_validation_data_may_be_several(make_tiny, tmp_path):
-    training = HeadTraining(rotation=RotationOptions("in-layer", (0,), exclude=()))
+    training = HeadTraining(rotation=RotationOptions("hard", (0,), exclude=()))
     trainer = trainer_of(classifier(make_tiny), tmp_path, training, max_steps=1)
     trainer.eval_dataset = {"one": dataset(4, 7, 1), "two": dataset(4, 7, 2)}
     trainer.train()

@@ -27,7 +27,6 @@ BROUGHT = (
     ("5.15", r"without_the_package", "a checkpoint that was loaded by its own code saves that code again"),
     ("5.15", r"saving_twice_changes_nothing", "weights are saved in one order"),
     ("5.23", r"edits_of_another_model_are_refused\[pruned", "weights of another shape are refused"),
-    ("5.23", r"static_caches_take.*\[bloom", "static caches of Bloom"),
     (
         "5.20",
         r"test_damaged_files|a_folder_of_images|folders_that_cannot_be_read",

@@ -6,7 +6,7 @@ from collab_compress.report.context import ReportContext
 from collab_compress.report.section import Section
 from collab_compress.report.sections.cost import cost
 from collab_compress.report.sections.energy import energy
-from collab_compress.report.sections.heads import attention_maps, content, dominance, mixing, patterns
+from collab_compress.report.sections.heads import attention_maps, dominance, mixing, patterns
 from collab_compress.report.sections.similarity import diversity, similarity
 
 SECTIONS: dict[str, Callable[[ReportContext], Section]] = {
@@ -18,6 +18,5 @@ SECTIONS: dict[str, Callable[[ReportContext], Section]] = {
     "patterns": patterns,
     "attention_maps": attention_maps,
     "dominance": dominance,
-    "content": content,
 }
 """Name → function, in the order of the page; one that cannot be measured raises a HeadError with the reason."""

@@ -66,7 +66,6 @@ def cost(context: ReportContext) -> Section:
         tables,
         pictures,
         highlights=_highlights(parts, ratios),
-        actions=_latency_actions(ratios),
     )
 
 
@@ -283,13 +282,3 @@ def _highlights(parts: Mapping[str, list[MapCost]], ratios: Mapping[int, float])
             f"Converted attention takes {ratios[longest]:.2f} of dense time at T = {longest}, measured here."
         )
     return lines
-
-
-def _latency_actions(ratios: Mapping[int, float]) -> list[str]:
-    """Return the lengths at which conversion is faster, and what to do at the others."""
-    if not ratios:
-        return []
-    slower = [str(length) for length, ratio in ratios.items() if ratio > 1]
-    times = ", ".join(f"{ratio:.2f} at {length} tokens" for length, ratio in ratios.items())
-    advice = f"at {', '.join(slower)} stay dense" if slower else "it pays at all of these"
-    return [f"Time of converted attention over dense attention, without the rest of the model: {times}; {advice}."]

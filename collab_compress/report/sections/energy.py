@@ -24,14 +24,12 @@ Energies: TypeAlias = dict[str, list[Any]]  # weighting, `WEIGHTS` or `INPUTS` â
 
 
 class _Part(NamedTuple):
-    """One part of a layer in the section; `flag` is the collab-compress option that sets its width."""
+    """One part of a layer in the section."""
 
     reading: str
     table: Table
     pictures: list[Curves]
     highlight: str
-    flag: str = ""
-    actions: tuple[str, ...] = ()
 
 
 def energy(context: ReportContext) -> Section:
@@ -45,12 +43,6 @@ def energy(context: ReportContext) -> Section:
             missing[name] = str(error)
     if not parts:
         raise HeadError("; ".join(missing.values()))
-    flags = {name: part.flag for name, part in parts.items() if part.flag}
-    actions = [action for part in parts.values() for action in part.actions]
-    if flags:
-        kept = " and of its ".join(flags)
-        begin = f"To make attention smaller, begin with collab-compress {' '.join(flags.values())}"
-        actions.insert(0, f"{begin}: every layer then keeps 90 % of the energy of its {kept}.")
     return Section(
         "energy",
         "How many dimensions a layer needs",
@@ -64,7 +56,6 @@ def energy(context: ReportContext) -> Section:
         tables=[part.table for part in parts.values()],
         pictures=[picture for part in parts.values() for picture in part.pictures],
         highlights=[part.highlight for part in parts.values()],
-        actions=[] if context.converted else actions,
     )
 
 
@@ -114,7 +105,6 @@ def _scores(context: ReportContext) -> _Part:
         pictures,
         f"dk for 90, 95, 99 % of the energy of scores in every layer: at least {_listed(least)}, at most "
         f"{_listed(most)} ({weighting}).",
-        f"--dk {most[0]}",
     )
 
 
@@ -150,7 +140,6 @@ def _values(context: ReportContext) -> _Part:
         _table("dv", DV, energies, labels),
         pictures,
         f"dv for 90, 95, 99 % of the energy of values and outputs in every layer: {_listed(narrow)} ({weighting}).",
-        f"--dv {narrow[0]}",
     )
 
 
@@ -175,7 +164,7 @@ def _neurons(context: ReportContext) -> _Part:
     )
     widths = _widths(list(blocks.values()))
     widest = max(block.width for block in context.blocks)
-    note, actions = _dff_advice(context, widths[1], widths[2])
+    note = _why_no_dff(context)
     return _Part(
         "For a feed-forward block it is the share of the variance of its output that dff of its neurons keep, chosen "
         "and refitted as in a conversion, each block by itself, and measured on sequences that they were not fitted "
@@ -184,33 +173,17 @@ def _neurons(context: ReportContext) -> _Part:
         [picture],
         f"dff for 90, 95, 99 % of the energy of the output of every feed-forward block: {_listed(widths)} of "
         f"{widest} neurons ({context.data}).",
-        actions=actions,
     )
 
 
-def _dff_advice(context: ReportContext, dff: int, more: int) -> tuple[str, tuple[str, ...]]:
-    """Return why no conversion takes a dff, or nothing, and advice to begin with `dff` where it is a gain.
-
-    `dff` neurons keep 95 % of the energy, `more` keep 99 %.
-    """
+def _why_no_dff(context: ReportContext) -> str:
+    """Return why no conversion takes a dff, or nothing."""
     width = min(block.width for block in context.blocks)
     try:
         narrower_config(context.model, context.blocks, max(1, width // 2))
     except UnsupportedModelError as error:
-        return f" No conversion makes these blocks narrower: {error}.", ()
-    if dff >= width:
-        return "", ()
-    begin, inputs = f"collab-compress --dff {dff} --calibration texts.txt", "texts"
-    count, drawn = "a thousand sentences or more", "random tokens"
-    if context.model.main_input_name != "input_ids":
-        begin, inputs = f"compress(model, Compression(dff={dff}), batches) in Python", "inputs"
-        count, drawn = "as many as there are", "noise"
-    advice = (
-        f"To make feed-forward blocks smaller, begin with {begin}: every block then keeps 95 % of the energy of its "
-        f"output (99 % with dff={more}). Calibration needs {inputs} like those that the model reads, {count}; with "
-        f"{drawn} it loses quality."
-    )
-    return "", (advice,)
+        return f" No conversion makes these blocks narrower: {error}."
+    return ""
 
 
 def _measure(context: ReportContext, measure: Callable[..., dict[str, Any]]) -> tuple[Energies, str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from itertools import takewhile
 from statistics import fmean
 from typing import Any
 
@@ -104,8 +103,7 @@ def mixing(context: ReportContext) -> Section:
         heads = max(map(len, matrices.values()))
         highlights.append(f"A shared component serves {fmean(users.values()):.1f} of {heads} heads on average.")
     if alphas:
-        skew = {name: analysis.skew_symmetry(matrix) for name, matrix in alphas.items()}
-        tables.append(_alpha_table(context, alphas, skew))
+        tables.append(_alpha_table(context, alphas))
         reach = max(float(matrix.abs().max()) for matrix in alphas.values())
         pictures.append(
             Heatmaps(
@@ -119,13 +117,12 @@ def mixing(context: ReportContext) -> Section:
                 column_label="head j that enters",
             )
         )
-        highlights.append(f"The skew-symmetry of alphas is {fmean(skew.values()):.2f} (0 to 1, 0.5 by chance).")
     return Section(
         "mixing",
         "What heads share",
         "A row is a head. An entry is the strength of a component of the shared queries and keys in this head, or "
         "the weight of another head in its output (alphas). Effective rank is the exponential of the entropy of "
-        "singular values. Skew-symmetry is of the entries off the diagonal.",
+        "singular values.",
         "Collaborate, Fig. 2; Rotation, Figs. 3–4",
         tables,
         pictures,
@@ -133,7 +130,7 @@ def mixing(context: ReportContext) -> Section:
     )
 
 
-def _alpha_table(context: ReportContext, alphas: Mapping[str, Tensor], skew: Mapping[str, float]) -> Table:
+def _alpha_table(context: ReportContext, alphas: Mapping[str, Tensor]) -> Table:
     records: list[dict[str, Cell]] = []
     for name, matrix in alphas.items():
         heads = len(matrix)
@@ -144,7 +141,6 @@ def _alpha_table(context: ReportContext, alphas: Mapping[str, Tensor], skew: Map
                 "heads": heads,
                 "mean of diagonal": float(matrix.diagonal().mean()),
                 "mean size off diagonal": off_diagonal / (heads * (heads - 1)) if heads > 1 else None,
-                "skew-symmetry": skew[name],
                 "effective rank": analysis.effective_rank(matrix),
             }
         )
@@ -158,58 +154,6 @@ def _users(matrix: Tensor) -> float:
     if not used.numel():
         return 0.0
     return float((used.sum(0).square() / used.square().sum(0)).mean())
-
-
-def content(context: ReportContext) -> Section:
-    """Return what share of each head's score variance depends on the key alone."""
-    count = context.options.input_sequences
-    shares = analysis.content_share(context.model, context.first(count), progress=context.progress("content"))
-    contents = {name: module.content for name, module in shares.items()}
-    contexts = {name: module.context for name, module in shares.items()}
-    records: list[dict[str, Cell]] = [
-        {
-            "layer": context.label(name),
-            "content [%]": float(100 * module.content.mean()),
-            "context [%]": float(100 * module.context.mean()),
-            "overlap [%]": float(100 * module.overlap.mean()),
-            "largest content [%]": float(100 * module.content.max()),
-            "of head": int(module.content.argmax()),
-        }
-        for name, module in shares.items()
-    ]
-    pictures = [
-        Heatmaps(
-            f"{title} share of each head",
-            reading,
-            "Collaborate, section 2.2",
-            [context.layer_map("", vectors)],
-            high=max(least, *(float(share.max()) for share in vectors.values())),
-            row_label="layer",
-        )
-        for title, reading, vectors, least in (
-            ("Content", "Strong cells are heads that look for certain tokens, whatever the query.", contents, 0.0),
-            (
-                "Context",
-                "Strong cells are heads that look for what suits the query; above 1 content opposes it.",
-                contexts,
-                1.0,
-            ),
-        )
-    ]
-    mean = float(torch.cat(list(contents.values())).mean())
-    return Section(
-        "content",
-        "Content against context",
-        "The variance of a head's scores over the keys that a query sees (in "
-        f"{min(count, context.sequences):,} sequences), split into the part that depends on the key alone (content, "
-        "v·y) and the part that depends on query and key (context). The rest is twice their covariance, negative "
-        "where they oppose each other. A conversion moves what all queries share from context into content, so "
-        "compare converted models with converted ones.",
-        "Collaborate, section 2.2",
-        [Table.of("shares", "Shares of score variance, mean over heads", records)],
-        pictures,
-        highlights=[f"Content makes {100 * mean:.1f} % of the variance of scores, mean over heads."],
-    )
 
 
 def attention_maps(context: ReportContext) -> Section:
@@ -358,7 +302,6 @@ def dominance(context: ReportContext) -> Section:
             f"Without the {half.removed} least important heads of {heads} the {metric} is {short(half.score)}, with "
             f"all of them {short(zeros.baseline)}.",
         ],
-        actions=[_pruning_action(points, zeros.baseline, heads, metric)],
     )
 
 
@@ -445,17 +388,3 @@ def _dominant_table(context: ReportContext, scored: Mapping[str, Dominance], dom
         records.append(record)
     title = "Change without the dominant head of each layer, and mean change without another of its heads"
     return Table.of("dominant", title, records)
-
-
-def _pruning_action(points: Sequence[PruningPoint], baseline: float, heads: int, metric: str) -> str:
-    """Return how many heads can be removed before the outputs change by a tenth."""
-    room = TOLERATED * (1.0 if metric == "drift" else abs(baseline))
-    within = takewhile(lambda point: abs(point.score - baseline) <= room, points)
-    count = max((point.removed for point in within), default=0)
-    change = "the outputs move (drift)" if metric == "drift" else f"the {metric} changes"
-    if not count:
-        return f"Remove no heads: without the least important ones {change} by more than a tenth."
-    return (
-        f"{count} of {heads} heads can be silenced before {change} by more than a tenth: try collab-prune, which "
-        "leaves every module one head at least, and score your task after it."
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from statistics import fmean
 
 import torch
@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from collab_compress import analysis
 from collab_compress.analysis import SVCCA, JointCovariance
 from collab_compress.analysis.diversity import Measure
-from collab_compress.analysis.similarity import Kernel
 from collab_compress.errors import HeadError
 from collab_compress.report.context import HeadMeasures, ReportContext
 from collab_compress.report.section import (
@@ -49,7 +48,7 @@ def similarity(context: ReportContext) -> Section:
         tables.append(_heads_table(context, correlations, alignments, samples))
         for title, matrices in (
             ("SVCCA of heads", {name: result.similarity for name, result in pairs.items()}),
-            ("CKA of heads, linear kernel", {name: alignments[name] for name in pairs}),
+            ("CKA of heads", {name: alignments[name] for name in pairs}),
         ):
             reading = "Strong cells off the diagonal are pairs of similar heads."
             pictures.append(Heatmaps(title, reading, SOURCE, context.head_maps(matrices)))
@@ -60,7 +59,7 @@ def similarity(context: ReportContext) -> Section:
             f"Two heads of a layer have a similarity of {short(correlation)} (SVCCA) and {short(alignment)} (linear "
             "CKA) on average."
         )
-    pictures += [_layer_maps(context, joint, samples) for joint in layers]
+    pictures += [_layer_maps(context, joint) for joint in layers]
     note = ""
     if context.baseline is not None:
         try:
@@ -79,9 +78,8 @@ def similarity(context: ReportContext) -> Section:
         "function of another, CKA (centred kernel alignment) whether both arrange tokens alike; both of head outputs "
         f"at {tokens:,} tokens that are no padding. With few sequences, however long, all values come out too high, "
         "so compare models on the same text. Linear CKA of independent heads is not 0 but about √(dᵢdⱼ)/N. The "
-        f"unbiased estimates (HSIC₁ on {min(context.options.kernel_tokens, tokens):,} tokens drawn from all "
-        "sequences) have no such bias and may be below 0; the RBF kernel is as wide as the median distance of two "
-        "tokens. Standard errors are by the jackknife over groups of sequences. To see how similar unrelated heads "
+        f"unbiased estimate (HSIC₁ on {min(context.options.kernel_tokens, tokens):,} tokens drawn from all "
+        "sequences) has no such bias and may be below 0. To see how similar unrelated heads "
         "are, compare with the same model trained from another seed: the table of models then lists the mean "
         "similarity over all pairs of heads, one from each model." + note,
         "Diversity, Tables 2, 3, 5 and Figs. 2–4",
@@ -112,7 +110,6 @@ def _heads_table(
     samples: Mapping[str, Tensor],
 ) -> Table:
     records: list[dict[str, Cell]] = []
-    parts = {name: joints for groups in context.heads.groups for name, joints in groups.result().items()}
     for name, result in correlations.items():
         several = len(result.labels) > 1
         records.append(
@@ -120,31 +117,19 @@ def _heads_table(
                 "layer": context.label(name),
                 "SVCCA": result.mean if several else None,
                 "CKA, linear": analysis.mean_over_pairs(alignments[name]) if several else None,
-                "CKA, linear, unbiased": _unbiased_cka(samples[name], "linear"),
-                "CKA, RBF, unbiased": _unbiased_cka(samples[name], "rbf"),
+                "CKA, linear, unbiased": _unbiased_cka(samples[name]),
                 "most similar heads": _most_similar(result.similarity) if several else None,
                 "directions kept, mean": float(result.directions.diagonal().double().mean()),
-                "SVCCA, error": _error(lambda joint: analysis.svcca(joint).mean, parts.get(name, [])),
-                "CKA, linear, error": _error(
-                    lambda joint: analysis.mean_over_pairs(analysis.cka(joint)), parts.get(name, [])
-                ),
             }
         )
     return Table.of("heads", "Similarity of heads, mean over pairs", records)
 
 
-def _error(measure: Callable[[JointCovariance], float], parts: Sequence[JointCovariance]) -> float | None:
-    """Return the standard error over groups of sequences; None for a single head or a single group."""
-    if len(parts) < 2 or len(parts[0].widths) < 2:
-        return None
-    return analysis.jackknife_error(measure, parts)
-
-
-def _unbiased_cka(sample: Tensor, kernel: Kernel) -> float | None:
+def _unbiased_cka(sample: Tensor) -> float | None:
     """Return unbiased CKA, mean over pairs of heads; None for a single head or fewer than four tokens."""
     if len(sample) < 4 or sample.shape[1] < 2:
         return None
-    return analysis.mean_over_pairs(analysis.sample_cka(sample, kernel, unbiased=True))
+    return analysis.mean_over_pairs(analysis.sample_cka(sample, unbiased=True))
 
 
 def _most_similar(matrix: Tensor) -> str:
@@ -168,12 +153,9 @@ def _correlation_curves(context: ReportContext, title: str, panel: str, correlat
     )
 
 
-def _layer_maps(context: ReportContext, joint: JointCovariance, samples: Mapping[str, Tensor]) -> Heatmaps:
+def _layer_maps(context: ReportContext, joint: JointCovariance) -> Heatmaps:
     labels = context.labels(joint.labels)
-    matrices = {"SVCCA": analysis.svcca(joint).similarity, "CKA, linear kernel": analysis.cka(joint)}
-    tokens = [samples[name].flatten(1) for name in joint.labels]
-    if len(tokens[0]) > 3:
-        matrices["CKA, RBF, unbiased"] = analysis.sample_cka(tokens, unbiased=True)
+    matrices = {"SVCCA": analysis.svcca(joint).similarity, "CKA": analysis.cka(joint)}
     return Heatmaps(
         "Similarity of layers",
         "Strong cells far from the diagonal are distant layers with similar outputs.",
@@ -189,7 +171,7 @@ def _compare_models(context: ReportContext, baseline: PreTrainedModel) -> tuple[
     progress = context.progress("similarity of models")
     joints = analysis.model_covariances(context.model, baseline, context.batches, unit="head", progress=progress)
     correlations, alignments, records = {}, [], []
-    radial, aligned = _radial_cka(context), {name: analysis.cka(joint) for name, joint in joints.items()}
+    aligned = {name: analysis.cka(joint) for name, joint in joints.items()}
     for name, joint in joints.items():
         heads = analysis.svcca(joint)
         layer = joint.merged([len(joint.rows), len(joint.columns)], ["model", "baseline"], leading=1)
@@ -199,7 +181,6 @@ def _compare_models(context: ReportContext, baseline: PreTrainedModel) -> tuple[
             "layer": context.label(name),
             "SVCCA": correlations[name].mean,
             "CKA, linear": alignments[-1],
-            "CKA, RBF, unbiased": radial.get(name),
             "SVCCA of nearest heads": float(heads.similarity.max(1).values.mean()),
             "SVCCA of two heads": heads.mean,
             "CKA of two heads, linear": float(aligned[name].mean()),
@@ -217,18 +198,6 @@ def _compare_models(context: ReportContext, baseline: PreTrainedModel) -> tuple[
     curves = _correlation_curves(context, "SVCCA coefficients between the models", "layer with layer", correlations)
     highlight = f"Layers of the two models have a similarity of {short(fmean(alignments))} (linear CKA) on average."
     return Table.of("models", title, records), [maps, curves], highlight
-
-
-def _radial_cka(context: ReportContext) -> dict[str, float]:
-    """Return CKA of each layer with its counterpart by the RBF kernel, of at least four tokens."""
-    assert context.baseline_heads is not None
-    samples = context.heads.samples.result().items()
-    counterparts = context.baseline_heads.samples.result().values()
-    return {
-        name: float(analysis.sample_cka([sample.flatten(1), counterpart.flatten(1)], unbiased=True)[0, 1])
-        for (name, sample), counterpart in zip(samples, counterparts, strict=True)
-        if len(sample) > 3
-    }
 
 
 def diversity(context: ReportContext) -> Section:
