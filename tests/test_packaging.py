@@ -159,7 +159,7 @@ def imports(path):
             modules |= {alias.name.partition(".")[0] for alias in node.names}
         if isinstance(node, ast.ImportFrom) and node.level == 0:
             modules.add((node.module or "").partition(".")[0])
-    folders = (path.parent, ROOT / "tests/support", ROOT / "benchmarks")
+    folders = (path.parent, ROOT / "tests/support", ROOT / "benchmarks", ROOT / "glue_runs/papers")
     beside = {other.stem for folder in folders for other in folder.glob("*.py")}
     return modules - set(sys.stdlib_module_names) - OURS - beside
 

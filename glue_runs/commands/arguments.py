@@ -65,31 +65,17 @@ class ResultsArguments:
 
     Examples:
       collab-results outputs/glue
-      collab-results outputs/glue --papers --output RESULTS.md
+      collab-results outputs/glue --output glue.md
       collab-results outputs/glue --against drophead/tuned --format csv
       collab-results outputs/glue --records glue.jsonl --json numbers.json --quiet
       collab-results glue.jsonl
-      collab-results outputs/glue --paper collaborate --table 2
-      collab-results --paper diversity
-      collab-results glue.jsonl outputs/trec --pages papers --quiet
-      collab-results records/*.jsonl --markdown RESULTS.md --quiet
     """
 
     records_in: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="PATH")] = ()
-    """Folders with the outputs of experiments, at any depth, and files of records; without any, the papers' tables
-    are printed."""
+    """Folders with the outputs of experiments, at any depth, and files of records."""
 
     against: Annotated[str | None, tyro.conf.arg(metavar="METHOD/STAGE")] = None
     """Baseline of the comparison; by default plain/tuned, or plain/given if nothing was tuned."""
-
-    papers: bool = False
-    """Show the papers' numbers on the same tasks."""
-
-    paper: Annotated[str | None, tyro.conf.arg(metavar="KEY")] = None
-    """Only this paper: collaborate, rotation, diversity, bhattacharyya or drophead."""
-
-    table: Annotated[str | None, tyro.conf.arg(metavar="N")] = None
-    """Only this table of the paper: 2, or "Figure 3"."""
 
     format: Literal["markdown", "csv"] = "markdown"
     """Tables to read, or one line for each number."""
@@ -101,16 +87,7 @@ class ResultsArguments:
     """Also write each number as JSON, with the fields of the CSV; must not exist."""
 
     records: File = None
-    """Also write the records there, one a line, in a form that this command reads, and the outcomes of their examples
-    beside it, as NAME.examples.npz; neither may exist."""
-
-    pages: Directory = None
-    """Write a page for each paper there: verdicts on its claims, its tables beside ours, and its figures, drawn or
-    with what they still need; must not exist."""
-
-    markdown: File = None
-    """Rewrite the generated parts of this Markdown file: each stands between <!-- records: … --> or
-    <!-- claims: … --> (findings, forest) and <!-- end -->; forest plots are drawn into images/ beside it."""
+    """Also write the records there, one a line, in a form that this command reads; must not exist."""
 
     quiet: bool = False
     """Print only errors."""

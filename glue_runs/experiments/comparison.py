@@ -17,12 +17,9 @@ from collab_compress.errors import RecipeError
 from ..tasks import TASKS
 from .outputs import without_nulls
 from .results import (
-    FRESH,
-    NOT_SHAPE,
     Column,
     Result,
     Variant,
-    differing_revisions,
 )
 
 Line: TypeAlias = dict[str, Any]
@@ -31,11 +28,7 @@ Recipes: TypeAlias = Mapping[Variant, Mapping[Column, Sequence[Mapping[str, Any]
 
 AVERAGE = "average"
 REFERENCE = "plain/tuned"
-CONTROL = "plain/dense-again"
-"""What glue.yaml calls the dense model tuned again."""
 UNTUNED_REFERENCE = "plain/given"
-SHARED_SETTINGS = ("files", "fresh", "max_length", "translation", "tuning")
-"""Settings that compared runs must share."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +96,7 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
         raise RecipeError(f"nothing to compare with: no result is {against!r}; expected one of {', '.join(labels)}")
     reference = against or next((label for label in (REFERENCE, UNTUNED_REFERENCE) if label in labels), None)
     recipes = {variant: _recipes_by_column(of_variant) for variant, of_variant in grouped.items()}
-    references = _references(recipes, reference)
+    references = {variant.model: variant for variant in grouped if variant.label == reference}
     baselines = _baselines(recipes, references, with_controls=against is None)
     scores = _scores(results, tasks)
     means, differences = _estimates(scores), _estimates(_paired(scores, baselines))
@@ -116,7 +109,6 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
             if (score := means.get((variant, column))) is None:
                 continue
             line: Line = {
-                "from": "ours",
                 "model": variant.model,
                 "method": variant.method,
                 "stage": variant.stage,
@@ -133,14 +125,7 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
                 if (half := difference.interval) is not None:
                     line["low"], line["high"] = difference.mean - half, difference.mean + half
             lines.append(line)
-    notes = (
-        *_notes_on_shapes(references, reference, {variant.model for variant in grouped}),
-        *_notes_on_numbers(results),
-        *_notes_on_seeds(recipes),
-        *_notes_on_controls(recipes, references, baselines),
-        *_notes_on_rows(recipes, baselines),
-        *_notes_on_revisions(grouped, baselines),
-    )
+    notes = (*_notes_on_numbers(results), *_notes_on_seeds(recipes))
     return Comparison(columns, tuple(lines), reference, notes)
 
 
@@ -201,26 +186,6 @@ def _recipes_by_column(results: Iterable[Result]) -> dict[Column, list[Mapping[s
     return recipes
 
 
-def _references(recipes: Recipes, reference: str | None) -> dict[str, Variant]:
-    """Return the baseline of each model.
-
-    An untrained model of another shape has the reference's method under another name: its baseline is the variant
-    whose recipe is the reference's except for the shape.
-    """
-    references = {variant.model: variant for variant in recipes if variant.label == reference}
-    of_references = [
-        (variant.stage, column, _unshaped(of_column[0]))
-        for variant in references.values()
-        for column, of_column in recipes[variant].items()
-        if of_column[0].get("fresh")
-    ]
-    for variant in sorted(recipes, key=lambda variant: variant.method):
-        for column, of_column in recipes[variant].items():
-            if variant.model not in references and (variant.stage, column, _unshaped(of_column[0])) in of_references:
-                references[variant.model] = variant
-    return references
-
-
 def _baselines(
     variants: Iterable[Variant], references: Mapping[str, Variant], *, with_controls: bool
 ) -> dict[Variant, Variant]:
@@ -242,35 +207,6 @@ def _is_control(variant: Variant, reference: Variant | None) -> bool:
     return reference is not None and variant.method == reference.method and variant.again and not variant.conversion
 
 
-def _unshaped(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    fresh = {name: (recipe.get("fresh") or {}).get(name) for name in NOT_SHAPE}
-    unshaped: dict[str, Any] = without_nulls({**recipe, "fresh": fresh})
-    return unshaped
-
-
-def _notes_on_shapes(
-    references: Mapping[str, Variant], reference: str | None, models: Iterable[str]
-) -> Iterator[str]:
-    """Yield the untrained models that are compared with another variant than the reference, or with nothing."""
-    for model in sorted(models):
-        baseline = references.get(model)
-        if baseline is not None and baseline.label != reference:
-            yield f"{model} is compared with {baseline.label}, which is {reference} in its shape"
-        if baseline is None and reference is not None and model.startswith(FRESH):
-            yield f"{model} is compared with nothing: no result is {reference} in its shape"
-
-
-def _notes_on_controls(
-    variants: Iterable[Variant], references: Mapping[str, Variant], baselines: Mapping[Variant, Variant]
-) -> Iterator[str]:
-    """Yield the variants that were tuned again whose baseline is not the reference."""
-    for variant in variants:
-        control, reference = baselines.get(variant), references.get(variant.model)
-        if variant.again and control != reference:
-            other = f"{control.label}, as it" if control else "nothing: no dense model"
-            yield f"{variant.label} of {variant.model} is compared with {other} was tuned again"
-
-
 def _notes_on_numbers(results: Iterable[Result]) -> Iterator[str]:
     """Yield the scores that are not finite."""
     for result in results:
@@ -285,39 +221,6 @@ def _notes_on_seeds(recipes: Recipes) -> Iterator[str]:
         for column, of_column in columns.items():
             if differing := _differing(of_column, set().union(*of_column)):
                 yield f"{variant.label} of {variant.model} on {column.name}: seeds differ in {differing}"
-
-
-def _notes_on_rows(recipes: Recipes, baselines: Mapping[Variant, Variant]) -> Iterator[str]:
-    """Yield the settings of `SHARED_SETTINGS` in which a row differs from its baseline."""
-    for variant, columns in recipes.items():
-        if (baseline := baselines.get(variant)) is None:
-            continue
-        for column, of_column in columns.items():
-            ours, theirs = (_alike(of[0]) for of in (of_column, recipes[baseline].get(column, of_column)))
-            if differing := _differing([ours, theirs], ours.keys() & theirs.keys()):
-                pair = f"{variant.label} and {baseline.label} of {variant.model}"
-                yield f"{pair} on {column.name} differ in {differing}"
-
-
-def _notes_on_revisions(
-    grouped: Mapping[Variant, Sequence[Result]], baselines: Mapping[Variant, Variant]
-) -> Iterator[str]:
-    """Yield the rows whose differences pair records of different revisions of this package."""
-    for variant, of_variant in grouped.items():
-        if (baseline := baselines.get(variant)) is None:
-            continue
-        by_seed = {(result.column, result.seed): result for result in grouped[baseline]}
-        pairs = ((result, by_seed.get((result.column, result.seed), result)) for result in of_variant)
-        if revisions := differing_revisions(pairs):
-            pair = f"{variant.label} and {baseline.label} of {variant.model}"
-            yield f"{pair} are paired across revisions: {'; '.join(revisions)}"
-
-
-def _alike(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of `SHARED_SETTINGS`, with one entry for each setting of an untrained model."""
-    settings = {name: recipe[name] for name in SHARED_SETTINGS if name in recipe}
-    fresh = settings.pop("fresh", None) or {}
-    return settings | {f"fresh.{name}": value for name, value in fresh.items() if name != "attention"}
 
 
 def _differing(recipes: Sequence[Mapping[str, Any]], fields: Iterable[str]) -> str:

@@ -3,12 +3,10 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from collab_compress.checkpoint.directory import mapped
@@ -16,10 +14,8 @@ from collab_compress.errors import RecipeError
 
 from ..metrics import METRICS
 from ..tasks import TASKS
-from .examples import Examples, read_examples
 from .outputs import BASE, CONVERTED, read_records, without_neutral
 from .recipe import problems_of
-from .resampling import check_score, resampled_scores
 from .untrained import Fresh
 
 FRESH = "fresh"
@@ -119,23 +115,7 @@ class Result:
     metrics: Mapping[str, Any] = field(default_factory=dict, repr=False)  # split → metric → number
     history: Sequence[Mapping[str, Any]] = field(default=(), repr=False)  # the Trainer's log
     measures: Mapping[str, Any] = field(default_factory=dict, repr=False)  # name → numbers, by kind and layer
-    examples: Examples = field(default_factory=dict, repr=False)  # outcomes of single examples, where they are known
     revision: str | None = None  # of this package, where it is known
-
-    @cached_property
-    def resampled(self) -> Mapping[str, np.ndarray]:
-        """Scores on resampled test sets, where the outcomes of examples are known: `score`, and `perplexity`."""
-        metrics = {"perplexity": "perplexity", "score": self.column.metric}
-        scores = {of: resampled_scores(metric, self.column.name, self.examples) for of, metric in metrics.items()}
-        if scores["score"] is not None and math.isfinite(self.score):
-            check_score(self.column.metric, self.examples, self.score, self.place)
-        return {of: drawn for of, drawn in scores.items() if drawn is not None}
-
-
-def differing_revisions(pairs: Iterable[tuple[Result, Result]]) -> tuple[str, ...]:
-    """Return the revisions of this package that differ within pairs, each two in words."""
-    revisions = {(ours.revision, other.revision) for ours, other in pairs if ours.revision != other.revision}
-    return tuple(sorted(f"{ours or 'unknown'} and {other or 'unknown'}" for ours, other in revisions))
 
 
 def read_results(*paths: Path) -> list[Result]:
@@ -151,17 +131,15 @@ def read_results(*paths: Path) -> list[Result]:
         RecipeError: there are none, one is no record of an experiment, or two have the same variant, task and seed.
     """
     records: dict[str, Record] = {}
-    examples: dict[str, Examples] = {}
     for path in paths:
         contents = read_records(path)
         records |= {place: _checked(place, content) for place, content in contents.items()}
-        examples |= read_examples(path, contents)
     names = _model_names(record.recipe.model for record in records.values() if record.recipe.model)
     fresh = _fresh_names(records)
     results: dict[tuple[Variant, Column, int], Result] = {}
     for place, record in records.items():
         model = fresh.get(place) or names[str(record.recipe.model)]
-        result = replace(_result(place, record, model), examples=examples.get(place, {}))
+        result = _result(place, record, model)
         variant, column, seed = result.variant, result.column, result.seed
         earlier = results.setdefault((variant, column, seed), result)
         if earlier is not result:

@@ -16,7 +16,6 @@ from collab_compress_cli import start
 from collab_compress_cli.command import arguments_of
 from collab_compress_glue_runs.commands import start as experiments
 from collab_compress_glue_runs.experiments import Recipe, Sweep
-from collab_compress_glue_runs.experiments.papers import read_papers
 from collab_compress_glue_runs.tasks import TASKS
 
 from collab_compress.architectures import KINDS
@@ -81,7 +80,6 @@ CHECKED = [  # options whose values are looked up in tables, and what they may b
         (name, "task", lambda: [task.name for task in TASKS.values() if task.num_labels is not None])
         for name in ("collab-analyze", "collab-prune")
     ),
-    ("collab-results", "paper", lambda: {table.paper for table in read_papers()}),
 ]
 
 

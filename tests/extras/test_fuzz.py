@@ -348,14 +348,14 @@ for line, words in {
     "data": "data",
     "records other": "other is no folder",
     "records --format odd": "invalid choice 'odd'",
-    "--papers --output texts.txt": "texts.txt exists",
-    "--papers --output data": "data exists",
-    "--papers --output link": "link exists",
-    "--papers --output pipe": "pipe exists",
-    "--papers --output /dev/full": "/dev/full exists",
-    "--papers --output nope/..": "nope/.. exists",
-    "--papers --output texts.txt/table.md": "texts.txt is not a directory",
-    "--table": "Missing value for argument '--table'",
+    "records --output texts.txt": "texts.txt exists",
+    "records --output data": "data exists",
+    "records --output link": "link exists",
+    "records --output pipe": "pipe exists",
+    "records --output /dev/full": "/dev/full exists",
+    "records --output nope/..": "nope/.. exists",
+    "records --output texts.txt/table.md": "texts.txt is not a directory",
+    "--against": "Missing value for argument '--against'",
 }.items():
     add("collab-results", line, words, *LINKS)
 RECORD = "records/mrpc/plain/seed0/tuned/result.json"

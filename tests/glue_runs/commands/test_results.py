@@ -6,7 +6,6 @@ import json
 import os
 import statistics
 
-import numpy as np
 import pytest
 from collab_compress_glue_runs.commands import results as command
 from collab_compress_glue_runs.experiments.results import read_results
@@ -73,58 +72,12 @@ def test_means_and_differences(capsys, write):
     assert "Difference to plain/tuned of the same model, task and seed: mean ± half of its 95 % t-interval" in printed
 
 
-def test_the_papers_beside_ours(capsys, write):
-    code, printed, error = run(capsys, write("mrpc", "rte"), "--papers")
-    assert (code, error) == (0, "")
-    scores, differences = grids(printed)
-    assert [row["from"] for row in scores] == ["ours"] * 2 + ["collaborate, Table 2"] * 10
-    bert = next(row for row in scores if row["model"] == "BERT-base" and row["stage"] == "dk128-again")
-    assert (bert["parameters (M)"], bert["mrpc (accuracy+f1)"], bert["rte (accuracy)"]) == ("96.6", "79.3", "60.7")
-    assert bert["average (%)"] == "70.00"
-    change = next(row for row in differences if row["model"] == "BERT-base" and row["stage"] == "dk128-again")
-    assert (change["mrpc (accuracy+f1)"], change["rte (accuracy)"], change["average (%)"]) == (
-        "-7.00",
-        "-2.50",
-        "-4.75",
-    )
-    assert printed.count("“Multi-Head Attention: Collaborate Instead of Concatenate”") == 1
-    assert "the table has it the other way round" in printed
-
-
-def test_the_papers_differ_from_their_own_baseline_only(capsys, write):
-    folder = write("ptb")
-    _, printed, _ = run(capsys, folder, "--paper", "diversity")
-    name = "ptb (perplexity, negative is better)"
-    changes = {row["method"]: row[name] for row in grids(printed)[1] if row["from"] != "ours"}
-    assert changes["+ HSIC ONLY"] == "-18.49"
-    assert "Baseline" not in changes
-    _, printed, _ = run(capsys, folder, "--paper", "diversity", "--against", "plain/dk128")
-    assert [row["from"] for row in grids(printed)[1]] == ["ours"]
-
-
-def test_papers_alone(capsys):
-    code, printed, _ = run(capsys, "--paper", "collaborate", "--table", "2")
-    assert code == 0
-    (rows,) = grids(printed)
-    assert len(rows) == 10
-    assert rows[0]["mrpc (F1/accuracy)"] == "88.8/83.8"
-    assert rows[0]["average"] == "83.0"
-    code, printed, _ = run(capsys, "--papers")
-    assert code == 0
-    assert len(grids(printed)) == 22
-    assert list(grids(run(capsys, "--paper", "diversity", "--table", "1")[1])[0][0]) == [
-        "model",
-        "iwslt17 de-en (BLEU)",
-    ]
-
-
 def test_csv(capsys, write):
-    code, printed, _ = run(capsys, write("mrpc", "rte"), "--format", "csv", "--papers")
+    code, printed, _ = run(capsys, write("mrpc", "rte"), "--format", "csv")
     assert code == 0
     lines = list(csv.DictReader(io.StringIO(printed)))
-    ours = [line for line in lines if line["from"] == "ours"]
-    assert [line["task"] for line in ours] == ["mrpc", "rte", "average"] * 2
-    reference, change = ours[0], ours[3]
+    assert [line["task"] for line in lines] == ["mrpc", "rte", "average"] * 2
+    reference, change = lines[0], lines[3]
     assert float(reference["mean"]) == pytest.approx(statistics.fmean(PLAIN["mrpc"]))
     assert float(reference["sd"]) == pytest.approx(statistics.stdev(PLAIN["mrpc"]))
     assert (reference["n"], reference["difference"], reference["reference"]) == ("3", "", "")
@@ -133,18 +86,7 @@ def test_csv(capsys, write):
     assert (float(change["low"]), float(change["high"])) == (pytest.approx(low), pytest.approx(high))
     assert (change["reference"], change["pairs"], change["greater_is_better"]) == ("plain/tuned", "3", "True")
     assert reference["parameters"] == "22713602"
-    paper = next(line for line in lines if line["model"] == "BERT-base" and line["task"] == "mrpc")
-    assert (paper["mean"], paper["printed"], paper["parameters"]) == ("86.3", "88.8/83.8", "108300000")
-    average = next(line for line in lines if line["model"] == "BERT-base" and line["task"] == "average")
-    assert float(average["mean"]) == pytest.approx((86.3 + 63.2) / 2)
-    assert (average["metric"], average["greater_is_better"]) == ("%", "True")
-
-
-def test_csv_of_papers_alone(capsys):
-    _, printed, _ = run(capsys, "--paper", "rotation", "--format", "csv")
-    lines = list(csv.DictReader(io.StringIO(printed)))
-    assert lines[1]["task"] == "parameters de-en"
-    assert lines[1]["mean"] == lines[1]["printed"] == "39469056"
+    assert (lines[2]["metric"], lines[2]["greater_is_better"]) == ("%", "True")
 
 
 def test_output_is_complete_or_absent(capsys, write, tmp_path, monkeypatch):
@@ -177,49 +119,14 @@ def test_records_in_one_file(capsys, write, tmp_path):
     assert (code, "records.jsonl exists; choose another output" in error) == (2, True)
     code, _, error = run(capsys, folder, "--records", ".")
     assert (code, ". exists; choose another output" in error) == (2, True)
-    assert run(capsys, "--papers", "--records", tmp_path / "none")[0] == 2
-
-
-def test_outcomes_of_examples_go_with_the_records(capsys, write, tmp_path):
-    folder, file = write("mrpc"), tmp_path / "records.jsonl"
-    expected = {}
-    for seed, path in enumerate(sorted(folder.rglob("result.json"))):
-        record = json.loads(path.read_text())
-        path.write_text(json.dumps(record | {"metrics": {"validation": {}}}))
-        if seed:  # the first was made without
-            outcomes = {"predictions": np.arange(seed, dtype=np.int16), "labels": np.ones(seed, np.int16)}
-            np.savez(path.parent / "validation.examples.npz", **outcomes)
-            expected[record["stage"], record["seed"]] = outcomes
-    assert run(capsys, folder, "--records", file)[0] == 0
-    assert run(capsys, file, "--records", tmp_path / "more.jsonl")[0] == 0  # from file to file, too
-    lines = (tmp_path / "more.jsonl").read_text().splitlines()
-    (tmp_path / "more.jsonl").write_text("\n".join(reversed(lines)))  # records are matched by key, not by line
-    for source in (folder, file, tmp_path / "more.jsonl"):
-        examples_of = {(result.variant.stage, result.seed): result.examples for result in read_results(source)}
-        assert len(examples_of) == 6
-        for key, examples in examples_of.items():
-            assert examples.keys() == ({"validation"} if key in expected else set())
-            for name, array in expected.get(key, {}).items():
-                assert examples["validation"][name].dtype == np.int16
-                assert examples["validation"][name].tolist() == array.tolist()
-    (tmp_path / "other.jsonl").write_text(file.read_text())  # without the outcomes
-    assert not any(result.examples for result in read_results(tmp_path / "other.jsonl"))
-    for write_foreign in (
-        lambda path: path.write_bytes(b"no archive"),
-        lambda path: np.savez(path, losses=np.ones(3)),  # without keys of records
-    ):
-        write_foreign(tmp_path / "other.examples.npz")
-        code, _, error = run(capsys, tmp_path / "other.jsonl")
-        assert (code, "cannot read the outcomes in" in error, "it is no .npz file" in error) == (2, True, True)
-    code, _, error = run(capsys, folder, "--records", tmp_path / "other.new")
-    assert (code, "other.examples.npz exists; choose another output" in error) == (2, True)
+    assert run(capsys, "--records", tmp_path / "none")[0] == 2
 
 
 def test_json_has_the_numbers_of_the_csv(capsys, write, tmp_path):
     folder, file = write("mrpc", "rte"), tmp_path / "numbers.json"
-    assert run(capsys, folder, "--papers", "--json", file, "--quiet") == (0, "", "")
+    assert run(capsys, folder, "--json", file, "--quiet") == (0, "", "")
     written = json.loads(file.read_text(encoding="utf-8"))
-    lines = list(csv.DictReader(io.StringIO(run(capsys, folder, "--papers", "--format", "csv")[1])))
+    lines = list(csv.DictReader(io.StringIO(run(capsys, folder, "--format", "csv")[1])))
     for line, numbers in zip(lines, written, strict=True):
         cells = {name: type(numbers[name])(text) for name, text in line.items() if text}
         assert cells == {name: value for name, value in numbers.items() if value is not None}
@@ -241,7 +148,7 @@ def test_a_terminal_shows_tables_as_wide_as_it_is(capsys, write, monkeypatch):
     assert "─" in shown
     assert "|--" not in shown
     assert "…" not in shown
-    assert run(capsys, folder, "--format", "csv")[1].startswith("from,model")
+    assert run(capsys, folder, "--format", "csv")[1].startswith("model,method")
 
 
 def test_notes(capsys, write):
@@ -253,27 +160,13 @@ def test_notes(capsys, write):
     assert "* plain/tuned of minilm|x on mrpc: seeds differ in max_length." in printed
 
 
-def test_tasks_that_no_paper_has(capsys, write):
-    folder = write("mrpc")
-    for path in folder.rglob("result.json"):
-        path.write_text(path.read_text().replace('"mrpc"', '"wnli"'))
-    code, printed, error = run(capsys, folder, "--papers")
-    assert (code, error) == (0, "collab-results: no selected table of the papers has wnli\n")
-    assert printed == run(capsys, folder)[1]
-    assert run(capsys, folder, "--papers", "--quiet") == (0, "", "")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["{runs}/nowhere"], "nowhere is no folder"),
         (["{empty}"], "holds no result.json"),
         (["{runs}", "--against", "hsic/tuned"], "no result is 'hsic/tuned'; expected one of plain/dk128"),
-        (["{runs}", "--paper", "rotation"], "no selected table of the papers has mrpc"),
-        (["{runs}", "--paper", "bert"], "unknown paper 'bert'"),
-        (["--paper", "rotation", "--table", "9"], "no table '9'"),
         ([], "no results: give a folder"),
-        (["--papers", "--against", "plain/tuned"], "no results: give a folder"),
     ],
 )
 def test_mistakes_are_one_line(capsys, write, tmp_path, arguments, message):
@@ -286,21 +179,15 @@ def test_mistakes_are_one_line(capsys, write, tmp_path, arguments, message):
     assert message in error
 
 
-def test_outputs_at_one_place_or_with_a_bad_markdown_leave_nothing(write, tmp_path, capsys):
+def test_outputs_at_one_place_leave_nothing(write, tmp_path, capsys):
     folder = str(write("mrpc", "rte"))
-    bad = tmp_path / "bad.md"
-    bad.write_text("no part\n")
     for options in (
         ("--output", "out", "--json", "out"),
         ("--output", "out", "--records", "new/../out"),
-        ("--pages", "out", "--json", "out/numbers.json"),
-        ("--output", "out.md", "--markdown", "out.md"),
-        ("--output", "out", "--json", "numbers", "--records", "lines", "--pages", "pages", "--markdown", "bad.md"),
-        ("--pages", "pages", "--paper", "collaborate", "--table", "99"),
+        ("--output", "out", "--json", "out/numbers.json"),
     ):
         before = set(tmp_path.rglob("*"))
-        is_word = [word.startswith("--") or word in ("collaborate", "99") for word in options]
-        words = [word if keep else tmp_path / word for word, keep in zip(options, is_word, strict=True)]
+        words = [word if word.startswith("--") else tmp_path / word for word in options]
         code, _, error = run(capsys, folder, *words, "--quiet")
         assert (code, error.count("\n")) == (2, 1), options
         assert set(tmp_path.rglob("*")) == before, options

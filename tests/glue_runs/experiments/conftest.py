@@ -1,13 +1,11 @@
 """A tiny checkpoint with its tokenizer, and a task whose files are a few lines."""
 
-import json
 import math
 import random
 import shutil
 from statistics import fmean
 
 import pytest
-from tiny_recipes import make_record
 from tiny_words import bert_config, sentence, word_tokenizer, write_mrpc
 from tiny_words import sentences as draw_sentences
 from transformers import BertModel
@@ -42,21 +40,6 @@ def untrained(tmp_path_factory):
 def start(untrained, tmp_path):
     """Save an untrained model with its tokenizer."""
     return shutil.copytree(untrained, tmp_path / "start")
-
-
-@pytest.fixture
-def write(tmp_path):
-    """Append the records of one method, a score for each seed; return the file of all of them."""
-
-    def records(method, scores, task="mrpc", model="minilm", stage="tuned", **more):
-        path = tmp_path / "records.jsonl"
-        with path.open("a") as file:
-            for seed, score in enumerate(scores):
-                record = make_record(task, method, stage, seed, score, **{"recipe": {"model": model}, **more})
-                file.write(json.dumps(record) + "\n")
-        return path
-
-    return records
 
 
 @pytest.fixture

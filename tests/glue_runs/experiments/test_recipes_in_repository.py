@@ -15,8 +15,6 @@ import yaml
 from collab_compress_glue_runs.commands import run as command
 from collab_compress_glue_runs.experiments import read_recipe, read_sweep
 from collab_compress_glue_runs.experiments.outputs import BASE, CONVERTED
-from collab_compress_glue_runs.experiments.papers import labelled, read_papers, select_tables
-from collab_compress_glue_runs.experiments.verdicts import read_claims
 from collab_compress_glue_runs.experiments.workload import WORKLOADS
 from collab_compress_glue_runs.tasks import TASKS
 from transformers import MarianConfig, MarianMTModel
@@ -26,8 +24,11 @@ from collab_compress.heads import Rotator
 FOLDER = Path(__file__).parents[3] / "glue_runs"
 RECIPES = sorted(FOLDER.glob("recipes/*.yaml"))
 SWEEPS = sorted(FOLDER.glob("sweeps/*.yaml"))
-PAPERS = read_papers()
-KEYS = {table.paper for table in PAPERS}
+CLAIMS = yaml.safe_load((FOLDER / "papers/claims.yaml").read_text(encoding="utf-8"))
+PAPERS = {
+    paper: about["tables"]
+    for paper, about in yaml.safe_load((FOLDER / "papers/printed.yaml").read_text(encoding="utf-8")).items()
+}
 LONGEST = 118
 
 
@@ -39,14 +40,13 @@ def top_lines(path, what):
 
 
 def tables(path):
-    """Return the tables of papers.yaml that a file names; it may name figures too."""
-    result = []
+    """Return the tables of printed.yaml that a file names, by paper and name; it may name figures too."""
+    result = {}
     for line in top_lines(path, "paper"):
         key, *names = line.split(", ")
-        table_names = {table.name for table in select_tables(PAPERS, key)}  # raises where there is no such paper
         assert names, line
-        assert all(name in table_names or name.startswith("Figure ") for name in names), line
-        result += [select_tables(PAPERS, key, name)[0] for name in names if name in table_names]
+        assert all(name in PAPERS[key] or name.startswith("Figure ") for name in names), line
+        result |= {(key, name): PAPERS[key][name] for name in names if name in PAPERS[key]}
     return result
 
 
@@ -86,7 +86,7 @@ class Strict(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-@pytest.mark.parametrize("name", [*sorted(KEYS), "glue"])
+@pytest.mark.parametrize("name", [*sorted(PAPERS), "glue"])
 def test_sweeps_run_at_the_small_scale_by_default_and_at_the_papers_by_one_setting(name):
     ours = read_sweep(FOLDER / "sweeps" / f"{name}.yaml")
     assert ours == sweep_of(name, "small")
@@ -135,23 +135,23 @@ def test_sweeps_that_share_an_output_agree():
 def test_what_names_a_paper_is_of_its_table(path):
     named = top_lines(path, "paper")
     if not named:
-        assert path.stem.split("-")[0] not in KEYS, "a file named after a paper says which table it is"
+        assert path.stem.split("-")[0] not in PAPERS, "a file named after a paper says which table it is"
         return
     assert path.read_text(encoding="utf-8").startswith(f"# paper: {named[0]}\n")
     assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= LONGEST
     ours = {column(recipe) for recipe in recipes(path)}
-    for table in tables(path):
-        theirs = {name for name in table.columns if name.split()[0] in TASKS and "perplexity" not in name}
+    for key, table in tables(path).items():
+        theirs = {name for name in table["columns"] if name.split()[0] in TASKS and "perplexity" not in name}
         if path in RECIPES:
             assert ours <= theirs
         else:
-            assert theirs <= ours, table.name
+            assert theirs <= ours, key
 
 
 def test_every_table_that_takes_training_has_a_file():
     without = {("collaborate", "Table 1"), ("drophead", "Table 2")}  # sizes and speed, and what the data sets are
-    named = {(table.paper, table.name) for path in [*RECIPES, *SWEEPS] for table in tables(path)}
-    assert {(table.paper, table.name) for table in PAPERS} - named == without
+    named = {key for path in [*RECIPES, *SWEEPS] for key in tables(path)}
+    assert {(paper, name) for paper, of_paper in PAPERS.items() for name in of_paper} - named == without
 
 
 def test_small_scales_run_what_claims_compare():
@@ -162,10 +162,11 @@ def test_small_scales_run_what_claims_compare():
                 model = "minilm-distilbert" if recipe.model == "outputs/minilm-distilbert" else None
                 stages = ("tuned", recipe.conversion_name, recipe.again_name)
                 runs[model] |= {(column(recipe), f"{recipe.method}/{stage}") for stage in stages}
-    for claim in itertools.chain.from_iterable(read_claims().values()):
-        compared = set(itertools.product(claim.tasks, map(labelled, (claim.method, claim.than))))
-        missing = compared - runs[claim.model and claim.model.removeprefix("outputs/")]
-        assert not missing, claim.says
+    for claim in itertools.chain.from_iterable(CLAIMS.values()):
+        labels = [label if "/" in label else f"{label}/tuned" for label in (claim["method"], claim["than"])]
+        compared = set(itertools.product(claim["tasks"], labels))
+        missing = compared - runs["minilm-distilbert" if "model" in claim else None]
+        assert not missing, claim["says"]
 
 
 def test_a_table_that_does_not_exist_is_noticed(tmp_path):
@@ -185,9 +186,9 @@ def test_collaborate_table_2_has_each_model_and_conversion():
         for recipe in sweep.recipes()
         for stage in ("tuned", recipe.again_name)
     }
-    (table,) = tables(path)
+    (table,) = tables(path).values()
     controls = {(model, "dense-again") for model in models.values()}  # ours
-    assert rows == {(row.model, row.stage) for row in table.rows} | controls
+    assert rows == {(row["model"], row["stage"]) for row in table["rows"]} | controls
     tuned = {recipe.task: recipe for recipe in sweep_of("glue").recipes()}
     assert {task for task, recipe in tuned.items() if recipe.tuning.epochs == recipe.again.epochs == 10} == {
         "sst2",
@@ -217,7 +218,7 @@ def test_diversity_table_1_has_each_width_and_number_of_heads():
         for recipe in sweep_of("diversity", "paper-widths").recipes()
         if recipe.method == f"d{recipe.fresh.width}-h{recipe.fresh.heads}"
     }
-    assert models == {row.model for row in select_tables(PAPERS, "diversity", "1")[0].rows}
+    assert models == {row["model"] for row in PAPERS["diversity"]["Table 1"]["rows"]}
 
 
 def test_diversity_table_5_has_each_strength():
@@ -228,7 +229,7 @@ def test_diversity_table_5_has_each_strength():
             continue
         strengths += [("DROPHEAD", options.p) for options in recipe.heads.drophead]
         strengths += [(names[penalty.name], penalty.weight) for penalty in recipe.heads.penalties]
-    baseline, *others = (row.method for row in select_tables(PAPERS, "diversity", "5")[0].rows)
+    baseline, *others = (row["method"] for row in PAPERS["diversity"]["Table 5"]["rows"])
     printed = [name.removeprefix("+").split() for name in others]
     assert baseline == "Baseline"
     assert sorted(strengths) == sorted((name, float(strength)) for name, strength in printed)
@@ -236,11 +237,11 @@ def test_diversity_table_5_has_each_strength():
 
 def test_bhattacharyya_has_the_papers_settings():
     (recipe,) = (r for r in sweep_of("bhattacharyya").recipes() if r.method != "plain" and r.seed == 0)
-    (row,) = select_tables(PAPERS, "bhattacharyya")[0].rows
+    (row,) = PAPERS["bhattacharyya"]["Section 4"]["rows"]
     fresh, tuning = recipe.fresh, recipe.tuning
     ours = (tuning.batch_size, fresh.width, tuning.learning_rate, fresh.layers, fresh.heads, fresh.dropout)
     ours += (recipe.heads.penalties[0].weight, tuning.epochs)
-    assert ours == tuple(float(number) for (number,) in row.scores.values())
+    assert ours == tuple(row["scores"])
 
 
 def test_rotations_name_heads_that_the_model_has():

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from collab_compress_glue_runs.experiments import read_sweep
 from collab_compress_glue_runs.experiments.comparison import Estimate, compare, estimate
 from collab_compress_glue_runs.experiments.outputs import read_records, record_lines, without_nulls
-from collab_compress_glue_runs.experiments.papers import read_papers
 from collab_compress_glue_runs.experiments.recipe import Recipe, parse
 from collab_compress_glue_runs.experiments.results import read_results
 from scipy import stats
@@ -124,10 +122,6 @@ def test_what_is_tuned_again_is_compared_with_the_dense_model_tuned_again(write,
         ("minilm", "plain", "dense-again"): 3.0,
         ("minilm", "hsic", "dense-again"): 4.0,
     }
-    assert sorted(comparison.notes) == [
-        "plain/dk64-again of albert is compared with nothing: no dense model was tuned again",
-        "plain/dk64-again of minilm is compared with plain/dense-again, as it was tuned again",
-    ]
     against = compare(read_results(tmp_path / "runs"), "plain/dk64").lines
     assert [line["difference"] for line in against if line["stage"] == "dk64-again"] == [11.0, 11.0]
 
@@ -243,51 +237,6 @@ def test_models_are_compared_with_themselves(write, tmp_path):
     assert comparison.lines[-1]["model"] == "roberta"
 
 
-def sweep_records(name, scores, write, **more):
-    """Write the records of a sweep's recipes, each with the score of its method."""
-    for recipe in read_sweep(SWEEPS / f"{name}.yaml", ["scale=paper"]).recipes():
-        if recipe.method in scores:
-            settings = {**json.loads(json.dumps(asdict(recipe), default=str)), **more}
-            write(scores[recipe.method], recipe.task, recipe.method, seed=recipe.seed, recipe=settings)
-
-
-def test_rows_are_compared_with_a_model_of_their_shape(write, tmp_path):
-    """The paper's own numbers give the paper's differences: 32 heads are compared with 32 heads."""
-    (table_1,) = [t for t in read_papers() if (t.paper, t.name) == ("drophead", "Table 1")]
-    heads_16, heads_32 = ("ours (reproduced)", "plain"), ("baseline", "plain-32")
-    methods = {
-        "+ Attention dropout": "attention-dropout",
-        "+ DropHead": "drophead",
-        "+ Scheduled DropHead": "scheduled",
-    }
-    scores, expected = {}, {}
-    for model, (baseline, plain), suffix in (
-        ("Transformer-big", heads_16, ""),
-        ("Transformer-big (more heads)", heads_32, "-32"),
-    ):
-        rows = {row.method: float(row.score("wmt14 en-de")) for row in table_1.rows if row.model == model}
-        scores[plain] = rows[baseline]
-        scores |= {f"{ours}{suffix}": rows[theirs] for theirs, ours in methods.items()}
-        expected |= {f"{ours}{suffix}": rows[theirs] - rows[baseline] for theirs, ours in methods.items()}
-    sweep_records("drophead", scores, write)
-    comparison = compare(read_results(tmp_path))
-    changes = changes_of(comparison)
-    assert changes == pytest.approx(expected)
-    assert changes["scheduled-32"] == pytest.approx(1.2)
-    references = {line["model"]: line["reference"] for line in comparison.lines if "reference" in line}
-    assert references == {"fresh (heads 16)": "plain/tuned", "fresh (heads 32)": "plain-32/tuned"}
-    assert "fresh (heads 32) is compared with plain-32/tuned, which is plain/tuned in its shape" in comparison.notes
-    differ = "drophead-32/tuned and plain-32/tuned of fresh (heads 32) on wmt14 en-de differ in fresh.dropout"
-    assert differ in comparison.notes
-
-
-def test_a_shape_without_a_plain_model_is_compared_with_nothing(write, tmp_path):
-    sweep_records("drophead", {"plain": 28.7, "drophead": 29.2, "scheduled-32": 29.6}, write)
-    comparison = compare(read_results(tmp_path))
-    assert list(changes_of(comparison)) == ["drophead"]
-    assert "fresh (heads 32) is compared with nothing: no result is plain/tuned in its shape" in comparison.notes
-
-
 def test_models_trained_on_another_kind_of_device_are_not_compared(write, tmp_path):
     fresh, hsic = {"model": None, "fresh": {"heads": 4}}, {"heads": {"penalties": [{"name": "hsic"}]}}
     write(35.0, environment={"device": "cpu"}, recipe=fresh)
@@ -334,15 +283,6 @@ def test_settings_that_differ_between_seeds_are_noted(write, tmp_path):
     assert "plain/conv-again of minilm on mrpc: seeds differ in again" in notes
 
 
-def test_pairs_of_different_revisions_are_noted(write, tmp_path):
-    for seed, revision in enumerate(("aaa", None)):
-        write(80.0, seed=seed, environment={"revision": "aaa"})
-        write(81.0, seed=seed, method="drophead", environment={"revision": revision})
-        write(81.0, seed=seed, method="same", environment={"revision": "aaa"})
-    pair = "drophead/tuned and plain/tuned of minilm are paired across revisions: unknown and aaa"
-    assert table(tmp_path)[0].notes == (pair,)
-
-
 def test_a_field_that_older_records_lack_is_no_difference(write, tmp_path):
     for seed, penalty in enumerate(({"name": "hsic"}, {"name": "hsic", "share": None})):
         write(80.0, seed=seed, recipe={"heads": {"penalties": [penalty]}})
@@ -351,20 +291,11 @@ def test_a_field_that_older_records_lack_is_no_difference(write, tmp_path):
 
 def test_what_only_watches_training_is_no_difference(write, tmp_path):
     watched = {"eval_strategy": "epoch", "predict_with_generate": True, "generation_num_beams": 1, "logging_steps": 5}
-    for method, arguments in (("plain", watched), ("drophead", {}), ("faster", {"adam_beta2": 0.98})):
-        write(80.0, method=method, recipe={"tuning": {"epochs": 3, "arguments": {"bf16": True, **arguments}}})
-    assert table(tmp_path)[0].notes == ("faster/tuned and plain/tuned of minilm on mrpc differ in tuning",)
-
-
-def test_settings_that_differ_from_those_of_the_reference_are_noted(write, tmp_path):
-    write(80.0, recipe={"tuning": {"epochs": 3}, "max_length": 64, "heads": {}})
-    write(80.0, method="alphas", recipe={"tuning": {"epochs": 3}, "max_length": 64, "heads": {"alphas": {}}})
-    assert table(tmp_path)[0].notes == ()
-    write(80.0, method="longer", recipe={"tuning": {"epochs": 4}, "max_length": 128})
-    write(80.0, method="elsewhere", recipe={"tuning": {"epochs": 4}, "model": "bert"})
-    assert table(tmp_path)[0].notes == (
-        "longer/tuned and plain/tuned of minilm on mrpc differ in max_length, tuning",
-    )
+    for method, arguments in (("plain", watched), ("faster", {"adam_beta2": 0.98})):
+        for seed, changed in enumerate(({}, arguments)):
+            settings = {"epochs": 3, "arguments": {"bf16": True, **changed}}
+            write(80.0, method=method, seed=seed, recipe={"tuning": settings})
+    assert table(tmp_path)[0].notes == ("faster/tuned of minilm on mrpc: seeds differ in tuning",)
 
 
 @pytest.mark.parametrize(
