@@ -51,19 +51,17 @@ SWEEP = """usage: collab-sweep SWEEP.yaml [FIELD=VALUE ...] [--revision REV] [--
 
 Run every task with every conversion, method and seed that a file describes, skipping finished runs. A sweep can be
 stopped at any point and started again; collab-results OUTPUT shows the results so far. If a run fails, the others
-continue, and the exit code is 1. Several workers can share a sweep, on any machines that see its output.
+continue, and the exit code is 1.
 
 Examples:
   collab-sweep glue.yaml output=outputs/glue base.data_dir=glue
   collab-sweep glue.yaml output=outputs/glue 'only.tasks=[mrpc]' 'only.seeds=[0]'
   collab-sweep rotation.yaml scale=paper
-  collab-sweep glue.yaml output=outputs/glue base.data_dir=glue --shard 2/4
 
 arguments:
   SWEEP.yaml           a file with the fields of a sweep, or one of the package (glue.yaml and those of the papers)
   FIELD=VALUE          sets a field, with dots between nested ones; values are YAML (quote brackets and braces in a
                        shell); --FIELD VALUE is the same
-  --shard I/N          be the I-th of N workers: do every N-th run, then those that other workers left unfinished
   --revision REV       as base.revision=REV: branch, tag or commit of a model on the hub (default: its main branch)
   --json FILE          also write the failed runs as JSON
   --quiet              print errors only, without progress bars

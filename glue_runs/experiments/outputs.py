@@ -24,7 +24,7 @@ from collab_compress.calibration.batches import BESIDE, text_file
 from collab_compress.calibration.files import split_columns
 from collab_compress.checkpoint.directory import TOKENIZER_FILES, mapped, write_json
 from collab_compress.distributed import process_state
-from collab_compress.errors import BusyError, RecipeError
+from collab_compress.errors import RecipeError
 
 from ..tasks import task_files
 from .recipe import Recipe
@@ -198,7 +198,7 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             lock.acquire(blocking=False)
         except Timeout as error:
-            raise BusyError(
+            raise RecipeError(
                 f"another process is at work in {folder}; wait for it, or choose another output"
             ) from error
         try:

@@ -1,28 +1,21 @@
 """Sweeps: one experiment for each combination of task, method, conversion and seed."""
 
 import logging
-import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain, groupby, product
+from itertools import product
 from math import prod
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from collab_compress.distributed import can_continue_together, on_main_process
-from collab_compress.errors import BusyError, CollabCompressError, RecipeError
+from collab_compress.distributed import can_continue_together
+from collab_compress.errors import CollabCompressError, RecipeError
 
 from .protocol import check_environment, run, summary
 from .recipe import Recipe, parse, read_settings, set_field
 
 logger = logging.getLogger("collab_compress.glue_runs.sweep")
 Settings = dict[str, Any]
-PATIENCE = 10.0
-"""Seconds before the runs of another worker are tried again."""
-
 MOST_RUNS = 100_000
 
 AXES = ("tasks", "methods", "conversions", "seeds")
@@ -64,10 +57,6 @@ class Sweep:
     scale: str | None = None
     """The scale to run; the first if not given."""
 
-    shard: str | None = None
-    """Worker i of n that share the output, as 2/4. A worker that has finished its runs takes over unfinished runs of
-    the others."""
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "output", Path(self.output).expanduser())
         if self.recipe is not None:
@@ -91,7 +80,7 @@ class Sweep:
                 )
         if (count := prod(len(self._chosen(axis) or [None]) for axis in AXES)) > MOST_RUNS:
             raise RecipeError(f"the sweep has {count:,} runs; expected at most {MOST_RUNS:,}")
-        if not self.folders():
+        if not list(self.recipes()):
             raise RecipeError("there is nothing to run; give tasks, methods and seeds")
 
     def recipes(self) -> Iterator[Recipe]:
@@ -106,18 +95,6 @@ class Sweep:
                 if conversion is not None:
                     merged = _merged(merged, self.conversions[conversion] or {})
                 yield parse(Recipe, merged, f"{task}, {method}, {conversion or 'not converted'}")
-
-    def folders(self) -> list[list[Recipe]]:
-        """Return the runs of each folder, in the order of this worker; one worker at a time runs a folder."""
-        folders = [list(runs) for _, runs in groupby(self.recipes(), key=attrgetter("output"))]
-        if self.shard is None:
-            return folders
-        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", self.shard)
-        if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            raise RecipeError(f"shard is {self.shard!r}; expected which of how many workers, such as 2/4")
-        worker, workers = int(match[1]) - 1, int(match[2])
-        others = [runs for number, runs in enumerate(folders) if number % workers != worker]
-        return folders[worker::workers] + others
 
     def _chosen(self, axis: str) -> list[Any]:
         return [name for name in getattr(self, axis) if name in self.only.get(axis, [name])]
@@ -162,10 +139,6 @@ def run_sweep(sweep: Sweep) -> list[str]:
     If a run fails, the others go on. An interrupt stops the sweep, and so does an error of one of several processes
     in the middle of a training step, where the others cannot be notified.
 
-    Workers with a `shard` each may run the same sweep at once, on any machines that share its output and its file
-    locks. A worker leaves out what another is at work on and tries it again in the end: the lock of a worker that was
-    killed is gone, so its runs are continued. A run that fails is tried once by each worker.
-
     Args:
         sweep: the sweep.
 
@@ -176,27 +149,11 @@ def run_sweep(sweep: Sweep) -> list[str]:
         RecipeError: a recipe asks for unknown measures or trackers, or one of several processes failed where the
             others cannot be notified.
     """
-    waiting = sweep.folders()
-    for recipe in chain.from_iterable(waiting):
+    recipes = list(sweep.recipes())
+    for recipe in recipes:
         check_environment(recipe)
-    errors: list[str] = []
-    while waiting:
-        busy = []
-        for runs in waiting:
-            try:
-                errors += _run_folder(runs, shared=sweep.shard is not None)
-            except BusyError:
-                busy.append(runs)
-        if len(busy) == len(waiting):
-            time.sleep(PATIENCE)
-        waiting = busy
-    return errors
-
-
-def _run_folder(runs: Sequence[Recipe], shared: bool) -> list[str]:
-    """Run what is not finished of one folder, and return the errors."""
     errors = []
-    for recipe in runs:
+    for recipe in recipes:
         try:
             for record in run(recipe):
                 logger.info("%s %s: %s", recipe.output, record["stage"], summary(record))
@@ -207,8 +164,6 @@ def _run_folder(runs: Sequence[Recipe], shared: bool) -> list[str]:
                 raise RecipeError(
                     f"{recipe.output}: {words}; the sweep stops because other processes are waiting; start it again"
                 ) from error
-            if shared and on_main_process(partial(isinstance, error, BusyError)):
-                raise BusyError(words) from error
             logger.error("%s: %s", recipe.output, words)
             errors.append(f"{recipe.output}: {words}")
     return errors

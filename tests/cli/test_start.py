@@ -142,7 +142,10 @@ RECORDS = Path(__file__).parents[2] / "glue_runs/records/trec.jsonl"
 def test_an_output_that_is_full_or_gone(run):
     full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
     done = run("collab-results", RECORDS, before=full)
-    assert (done.returncode, done.stderr) == (2, "collab-results: cannot write the output: No space left on device\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "collab-results: everything is done, but standard output cannot be written: No space left on device\n",
+    )
     gone = "import os; read, write = os.pipe(); os.close(read); os.dup2(write, 1)\n"
     done = run("collab-results", RECORDS, before=gone)
     assert (done.returncode, done.stderr) == (141, "")

@@ -5,8 +5,6 @@ import os
 import runpy
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ import yaml
 from collab_compress_glue_runs.experiments import read_sweep, run, run_sweep
 from collab_compress_glue_runs.experiments import sweep as sweep_module
 
-from collab_compress.errors import BusyError, RecipeError
+from collab_compress.errors import RecipeError
 
 SCRIPT = Path(__file__).parents[3] / "glue_runs" / "sweep.py"
 TUNING = {"epochs": 1, "learning_rate": 1e-3, "batch_size": 8, "arguments": {"disable_tqdm": True}}
@@ -243,69 +241,6 @@ def test_runs_that_fail_in_two_processes(python, path, tmp_path):
     assert json.loads(report.read_text())["recovery"]["steps"] == 2
     assert done.returncode != 0
     assert "1000" in done.stderr
-
-
-def test_a_worker_begins_with_its_own_part(path):
-    expected = [(recipe.output, recipe.conversion_name) for recipe in read_sweep(path).recipes()]
-    orders = [read_sweep(path, [f"shard={worker}/3"]).folders() for worker in (1, 2, 3)]
-    for order in orders:
-        runs = [(recipe.output, recipe.conversion_name) for folder in order for recipe in folder]
-        assert sorted(runs) == sorted(expected)
-        assert all(len({recipe.output for recipe in folder}) == 1 for folder in order)
-    firsts = [folder[0].output for order, count in zip(orders, (2, 1, 1), strict=True) for folder in order[:count]]
-    assert sorted(firsts) == sorted({output for output, _ in expected})
-
-
-@pytest.mark.parametrize("shard", ["0/2", "3/2", "2", "a/b", "1/0", "-1/2"])
-def test_a_part_that_there_is_not(path, shard):
-    with pytest.raises(RecipeError, match=r"expected which of how many workers, such as 2/4"):
-        read_sweep(path, [f"shard={shard!r}"])
-
-
-def test_what_another_worker_has_is_looked_at_again_in_the_end(path, monkeypatch):
-    taken, done = {"drophead": 2}, []
-
-    def fake(recipe):
-        if taken.get(recipe.method, 0):
-            taken[recipe.method] -= 1
-            raise BusyError("at work")
-        done.append((recipe.method, recipe.conversion_name))
-        return []
-
-    slept = []
-    monkeypatch.setattr(sweep_module, "run", fake)
-    monkeypatch.setattr(sweep_module.time, "sleep", slept.append)
-    assert run_sweep(read_sweep(path, ["only.seeds=[0]", "shard=2/2"])) == []
-    assert done == [(method, name) for method in ("plain", "drophead") for name in ("dk12", "rough")]
-    assert len(slept) == 1
-    taken["drophead"] = 1
-    failed = run_sweep(read_sweep(path, ["only={seeds: [0], methods: [drophead]}"]))  # alone it says so
-    assert [line.partition(": ")[2] for line in failed] == ["at work"]
-
-
-def test_two_workers_of_which_one_is_killed_find_what_one_finds(python, path, tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep_module, "PATIENCE", 0.1)
-    arguments = ["only.seeds=[0]", "conversions={dk12: {compression: {dk: 12, solver: {sweeps: 1}}}}"]
-    process = python.start(SCRIPT, path, *arguments, "shard=1/2")
-    deadline = time.monotonic() + 120
-    while not list((tmp_path / "out").rglob(".collab-experiment.json")) and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    killer = threading.Timer(2.0, process.kill)
-    killer.start()
-    assert run_sweep(read_sweep(path, [*arguments, "shard=2/2"])) == []
-    killer.join()
-    process.ended()
-    assert run_sweep(read_sweep(path, [*arguments, f"output={tmp_path / 'alone'}"])) == []
-    shared, alone = (
-        {
-            (record["method"], record["stage"]): record["metrics"]
-            for record in map(json.loads, (file.read_text() for file in (tmp_path / name).rglob("result.json")))
-        }
-        for name in ("out", "alone")
-    )
-    assert len(shared) == 4
-    assert shared == alone
 
 
 @pytest.mark.parametrize(
