@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from difflib import get_close_matches
 from functools import cache
-from itertools import chain
 from math import ceil, inf
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast, get_args, get_type_hints
@@ -26,20 +25,8 @@ MOST_STEPS = 10**9
 PLAIN = "plain"
 """Method of the models that others are compared with."""
 
-LARGEST_FILE = 1 << 20
-"""Most bytes of a recipe's file."""
-
-MOST_VALUES = 100_000
-"""Most values of a recipe, each alias counted wherever it stands."""
-
-MOST_DIGITS = 30
-"""Most digits of an integer in a recipe."""
-
 MOST_PROBLEMS = 10
 """Most problems of a recipe that an error names."""
-
-UNUSABLE = re.compile("[\0\ud800-\udfff]")
-"""Characters that no name of a file can have."""
 
 OWN_ARGUMENTS = {
     "output_dir": "output",
@@ -380,7 +367,7 @@ def parse(options_class: type[Options], data: Mapping[str, Any], where: str) -> 
     except ValidationError as error:
         raise RecipeError(f"{where}: {problems_of(error, options_class)}") from error
     except (CollabCompressError, TypeError, ValueError, RuntimeError) as error:
-        raise RecipeError(f"{where}: {_one_line(error)}") from error
+        raise RecipeError(f"{where}: {one_line(error)}") from error
 
 
 @cache
@@ -441,11 +428,9 @@ def problems_of(error: ValidationError, options_class: Any = None) -> str:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        if path.exists() and (not path.is_file() or path.stat().st_size > LARGEST_FILE):
-            raise RecipeError(f"cannot read the recipe {path}: expected a regular file of at most 1 MiB")
-        data = _yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise RecipeError(f"cannot read the recipe {path}: {_one_line(error)}") from error
+        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RecipeError(f"cannot read the recipe {path}: {one_line(error)}") from error
     if not isinstance(data, dict):
         raise RecipeError(f"{path} holds a {type(data).__name__}; expected fields and their values")
     return data
@@ -469,50 +454,19 @@ def set_field(data: dict[str, Any], override: str) -> Any:
         inner[part] = dict(value)  # a copy: aliases in the file may share it
         inner = inner[part]
     try:
-        inner[last] = _yaml(text)
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise RecipeError(f"{override[:80]!r}: cannot read the value: {_one_line(error)}") from error
+        inner[last] = yaml.load(text, _Loader)
+    except (ValueError, yaml.YAMLError) as error:
+        raise RecipeError(f"{override[:80]!r}: cannot read the value: {one_line(error)}") from error
     return inner[last]
 
 
-def _yaml(text: str) -> Any:
-    """Read YAML whose texts can be names of files, and whose integers have at most MOST_DIGITS digits."""
-    document = yaml.load(text, _Loader)
-    values = [("", document)]  # each with its field
-    while values:
-        name, value = values.pop()
-        if isinstance(value, str) and UNUSABLE.search(value):
-            raise ValueError(f"{value[:60]!r} holds NUL characters or surrogates")
-        if isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
-            raise ValueError(f"{name.removeprefix('.') or 'it'} has more than {MOST_DIGITS} digits")
-        if isinstance(value, dict):
-            values += [(name, key) for key in value]
-            values += [(f"{name}.{key}", inner) for key, inner in value.items()]
-        elif isinstance(value, list):
-            values += [(name, inner) for inner in value]
-    return document
-
-
-def _one_line(error: Exception) -> str:
-    return "it is nested too deeply" if isinstance(error, RecursionError) else one_line(error)
-
-
 class _Loader(yaml.SafeLoader):
-    """Reads plain scalars as YAML 1.2 does; refuses repeated keys and aliases that multiply.
+    """Reads plain scalars as YAML 1.2 does; refuses repeated keys.
 
     PyYAML reads YAML 1.1, where 010 is 8, 1:30 is 90, no is false, 1e-4 is a text and 2026-01-01 is a date.
     """
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}  # type: ignore[misc]
-
-    def get_single_node(self) -> yaml.Node | None:
-        """Read a document; its values are counted before PyYAML expands merged mappings (`<<`)."""
-        node: yaml.Node | None = super().get_single_node()
-        if node is not None and _count_values(node, {}) > MOST_VALUES:
-            raise yaml.composer.ComposerError(
-                None, None, f"it holds more than {MOST_VALUES:,} values, aliases expanded", node.start_mark
-            )
-        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Read a mapping; PyYAML would keep the last of repeated keys."""
@@ -521,16 +475,6 @@ class _Loader(yaml.SafeLoader):
         if repeated := [key for key, count in counts.items() if count > 1]:
             raise yaml.composer.ComposerError(None, None, f"{repeated[0]} appears twice", node.start_mark)
         return node
-
-
-def _count_values(node: yaml.Node, counts: dict[yaml.Node, int]) -> int:
-    """Return the number of values in a node, each alias counted wherever it stands."""
-    if node not in counts:
-        counts[node] = MOST_VALUES + 1  # a node that holds itself has no end
-        inner: Any = () if isinstance(node, yaml.ScalarNode) else node.value
-        children = chain.from_iterable(inner) if isinstance(node, yaml.MappingNode) else inner
-        counts[node] = 1 + sum(_count_values(child, counts) for child in children)
-    return counts[node]
 
 
 def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:

@@ -1,5 +1,4 @@
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +6,6 @@ import pytest
 from collab_compress_glue_runs.experiments import read_recipe
 from collab_compress_glue_runs.experiments import recipe as recipe_module
 from collab_compress_glue_runs.experiments.recipe import read_settings
-from yaml.constructor import SafeConstructor
 
 from collab_compress.errors import RecipeError
 
@@ -66,9 +64,6 @@ def test_calibration_is_a_choice(path):
         ("heads.penalties=[{name: q}]", "unknown loss 'q'"),
         ("compression.dk=0", "dk is 0; expected at least 1"),
         ("compression.solver.sweeps=1e30", r"compression\.solver\.sweeps is 1e\+30; expected a valid integer"),
-        ('output="a\\0"', r"'a\\x00' holds NUL characters or surrogates"),
-        ('tuning={arguments: {run_name: "\\ud800"}}', r"'\\ud800' holds NUL characters or surrogates"),
-        ("files={train: &a [x, *a]}", "more than 100,000 values"),
         ("calibration_options.sequences=0", "sequences is 0; expected at least 1"),
         ("recovery={steps: 0}", "steps is 0; expected a number from 1 to 1000000000"),
         ("recovery={learning_rate: 2}", r"learning_rate is 2\.0; expected a number above 0, up to 1"),
@@ -108,12 +103,6 @@ def test_calibration_is_a_choice(path):
         ("model", "'model' sets nothing; expected field=value"),
         ("task.name=x", "task is 'mrpc', which has no fields"),
         ("seed=[", "cannot read the value"),
-        *(
-            (f"{field}={number}", f"{field}=.*cannot read the value: it has more than 30 digits")
-            for field in ("seed", "tuning.batch_size", "compression.dk")
-            for number in ("9" * 400, "-" + "9" * 400, "0x" + "f" * 400)
-        ),
-        ("seed=" + "[" * 1200, "it is nested too deeply"),
         ("seed=-1", "seed is -1; expected a number from 0 to 4294967295"),
         (f"seed={2**70}", "expected a number from 0"),
         ("tuning.learning_rate=.nan", "learning_rate is nan; expected a finite number"),
@@ -219,33 +208,16 @@ def test_merged_keys_are_no_duplicates(tmp_path):
 def test_a_file_that_is_no_recipe(tmp_path):
     with pytest.raises(RecipeError, match="cannot read the recipe"):
         read_recipe(tmp_path / "nowhere.yaml")
-    for name, text in (("deep", "[" * 1200), ("broken", "task: [\nx: {\n")):
-        (tmp_path / f"{name}.yaml").write_text(text)
-        with pytest.raises(RecipeError, match="cannot read the recipe") as caught:
-            read_recipe(tmp_path / f"{name}.yaml")
-        assert "\n" not in str(caught.value)
-    os.mkfifo(tmp_path / "pipe.yaml")
-    (tmp_path / "long.yaml").write_text("# " + "x" * 2**20)
-    for name in ("pipe.yaml", "long.yaml"):
-        with pytest.raises(RecipeError, match=rf"{name}: expected a regular file of at most 1 MiB"):
-            read_recipe(tmp_path / name)
+    (tmp_path / "broken.yaml").write_text("task: [\nx: {\n")
+    with pytest.raises(RecipeError, match="cannot read the recipe") as caught:
+        read_recipe(tmp_path / "broken.yaml")
+    assert "\n" not in str(caught.value)
     (tmp_path / "twice.yaml").write_text("task: mrpc\nmodel: a\noutput: b\nseed: 1\nseed: 2\n")
     with pytest.raises(RecipeError, match=r"twice\.yaml: seed appears twice .*line 1"):
         read_recipe(tmp_path / "twice.yaml")
-    (tmp_path / "digits.yaml").write_text(f"tuning: {{batch_size: {'9' * 400}}}")
-    with pytest.raises(RecipeError, match=r"digits\.yaml: tuning\.batch_size has more than 30 digits"):
-        read_recipe(tmp_path / "digits.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(RecipeError, match="holds a list; expected fields"):
         read_recipe(tmp_path / "list.yaml")
-
-
-def test_merged_mappings_do_not_multiply(tmp_path, monkeypatch):
-    monkeypatch.setattr(SafeConstructor, "flatten_mapping", lambda *_: pytest.fail("mappings were merged"))
-    lines = ["m0: &m0 {x: 1}", *(f"m{n}: &m{n} {{<<: [{', '.join([f'*m{n - 1}'] * 4)}]}}" for n in range(1, 13))]
-    (tmp_path / "merged.yaml").write_text("\n".join(lines))
-    with pytest.raises(RecipeError, match="it holds more than 100,000 values, aliases expanded"):
-        read_recipe(tmp_path / "merged.yaml")
 
 
 def test_an_integer_too_large_for_a_float_is_refused(path):
