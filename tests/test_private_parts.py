@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import accelerate
-import evaluate
 import pytest
 import torch
 import transformers
@@ -42,7 +41,7 @@ def path_of(file: str) -> str:
 
 
 def moved(part: str, file: str, got: Any) -> None:
-    versions = f"Transformers {transformers.__version__}, torch {torch.__version__}, evaluate {evaluate.__version__}"
+    versions = f"Transformers {transformers.__version__}, torch {torch.__version__}"
     pytest.fail(f"{part} is not what {path_of(file)} relies on ({versions}): {got}", pytrace=False)
 
 
@@ -226,20 +225,8 @@ PARTS = [
          takes(Trainer._get_eval_sampler, "eval_dataset")),
     Part("TrainingArguments.train_sampling_strategy", "glue_runs/experiments/batches.py", "train_sampling_strategy",
          takes(transformers.TrainingArguments, "train_sampling_strategy")),
-    Part("TrainingArguments.fsdp_plugin_args", "glue_runs/experiments/sharding.py", "fsdp_plugin_args",
-         mentions(transformers.TrainingArguments, "self.fsdp_plugin_args", '"fsdp_version"',
-                  '"cpu_ram_efficient_loading"')),
-    Part("set_state_dict_type of Accelerate's plugin", "glue_runs/experiments/sharding.py", "set_state_dict_type",
-         takes(accelerate.FullyShardedDataParallelPlugin.set_state_dict_type, "state_dict_type")),
-    Part("the environment in which Accelerate says that it shards", "glue_runs/experiments/sharding.py",
-         "ACCELERATE_USE_FSDP",
-         mentions(accelerate.Accelerator, 'os.environ["ACCELERATE_USE_FSDP"]')),
-    Part("the name of an optimizer's state under FSDP", "glue_runs/experiments/tuning.py", "optimizer.bin",
-         lambda: transformers.trainer.OPTIMIZER_NAME_BIN == "optimizer.bin"),
     Part("get_length_grouped_indices", "glue_runs/experiments/batches.py", "get_length_grouped_indices",
          lengths_are_grouped),
-    Part("evaluate.Metric._build_data_dir and writer", "glue_runs/metrics.py", "_build_data_dir",
-         mentions(inspect.getmodule(evaluate.Metric), "self._build_data_dir()", "if self.writer is None")),
     Part("accelerate.utils.gather_object and broadcast", "conversion/plan.py", "gather_object",
          lambda: takes(accelerate.utils.gather_object, "object")()
          and takes(accelerate.utils.broadcast, "tensor", "from_process")()),

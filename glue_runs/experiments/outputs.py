@@ -20,6 +20,7 @@ import torch
 from datasets import Dataset
 from filelock import FileLock, Timeout
 
+import collab_compress
 from collab_compress.calibration.batches import BESIDE, text_file
 from collab_compress.calibration.files import split_columns
 from collab_compress.checkpoint.directory import TOKENIZER_FILES, mapped, write_json
@@ -56,7 +57,7 @@ NEUTRAL_ARGUMENTS = {
 """Training arguments that do not decide a score, where evaluations do not choose the best checkpoint."""
 
 LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "tokenizers")
-SCORERS = ("evaluate", "sacrebleu", "scikit-learn", "scipy")
+SCORERS = ("sacrebleu", "scikit-learn", "scipy")
 CHECKOUT = Path(__file__).parents[2]
 SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})$")  # in the hub's cache
 PREPARED = re.compile(r"/([0-9a-f]{40})/[^/]+\.arrow$")  # in the cache of `datasets`
@@ -554,8 +555,10 @@ def _hardware() -> str:
 
 @cache
 def _revision() -> str:
-    """Return the commit of this package's code, or a digest of its files where no commit is known."""
-    return _checked_out() or f"sha256-{_folder_digest(Path(__file__).parents[1], '*.py')[:12]}"
+    """Return the commit of the code, or a digest of the library and of this package where no commit is known."""
+    folders = (Path(collab_compress.__file__).parent, Path(__file__).parents[1])
+    digests = "".join(_folder_digest(folder, "*.py") for folder in folders)
+    return _checked_out() or f"sha256-{hashlib.sha256(digests.encode()).hexdigest()[:12]}"
 
 
 def _checked_out() -> str | None:

@@ -28,7 +28,6 @@ from .outputs import (
     write_record,
 )
 from .recipe import Recipe, Tuning
-from .sharding import sharding
 from .tuning import (
     LOG,
     check_trackers,
@@ -197,17 +196,16 @@ def _convert(workload: Workload, source: Path, folder: Path) -> None:
     description = report.to_dict()
     if recipe.recovery is not None:
         dense = on_every_process(lambda: workload.load_model(source))
-        with sharding(allowed=False):  # each process has both models whole
-            done = recover_(
-                model,
-                dense,
-                tokenizer,
-                recipe.calibration,
-                **asdict(recipe.recovery),
-                seed=recipe.seed,
-                length=recipe.calibration_options.length,
-                disable_tqdm=not recipe.progress,
-            )
+        done = recover_(
+            model,
+            dense,
+            tokenizer,
+            recipe.calibration,
+            **asdict(recipe.recovery),
+            seed=recipe.seed,
+            length=recipe.calibration_options.length,
+            disable_tqdm=not recipe.progress,
+        )
         description["recovery"] = {"steps": done.global_step, "mean_divergence": done.training_loss}
 
     def save() -> None:

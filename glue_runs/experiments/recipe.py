@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from difflib import get_close_matches
 from functools import cache
-from math import ceil, inf
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast, get_args, get_type_hints
 
@@ -37,13 +37,14 @@ OWN_ARGUMENTS = {
     "warmup_steps": "tuning.warmup",
     "max_steps": "tuning.max_steps",
     "per_device_train_batch_size": "tuning.batch_size",
-    "save_total_limit": "tuning.average",
 }
 """Training argument → the field of a recipe that sets it."""
 
 REFUSED_ARGUMENTS = {
     "resume_from_checkpoint": "a run resumes from its own checkpoints",
     "batch_eval_metrics": "metrics are computed over whole splits",
+    "save_total_limit": "a run keeps its last checkpoint, and the best one where that is the result",
+    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"), "each process has the whole model"),
 }
 """Training argument → why a recipe cannot set it."""
 
@@ -61,18 +62,11 @@ class Tuning:
     batch_size: int = 32
     """Rows of a batch in one process."""
 
-    batch_tokens: int | None = None
-    """Tokens of a step in place of rows, as the papers count them: of all processes and passes together, with
-    padding, of the longer side of a pair. Rows of similar lengths share a batch; batches come in random order."""
-
     warmup: float = 0.1
     """Share of the steps in which the learning rate rises."""
 
     max_steps: int = -1
     """Steps of training in place of epochs, if positive."""
-
-    average: int = 1
-    """Number of last checkpoints, one an epoch, whose weights are averaged; 1 takes the final weights."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further TrainingArguments of Transformers."""
@@ -85,20 +79,12 @@ class Tuning:
                 raise RecipeError(f"arguments hold {name}, but {REFUSED_ARGUMENTS[name]}; leave it out")
         for name in ("epochs", "learning_rate"):
             _check_range(self, name, 0, MOST_STEPS)
-        for name in ("batch_size", "batch_tokens", "average"):
-            _check_range(self, name, 1, MOST_STEPS)
+        _check_range(self, "batch_size", 1, MOST_STEPS)
         _check_range(self, "max_steps", -inf, MOST_STEPS)
-        if self.average > 1 and self.arguments.get("load_best_model_at_end"):
-            raise RecipeError(
-                f"average is {self.average} and load_best_model_at_end is set; expected the mean of the last "
-                "checkpoints or the best one, so leave one of them out"
-            )
+        if self.max_steps <= 0 and self.epochs <= 0:
+            raise RecipeError(f"epochs is {self.epochs:g}; expected more than 0, or max_steps")
         if not 0 <= self.warmup < 1:
             raise RecipeError(f"warmup is {self.warmup}; expected a share of the steps, from 0 to below 1")
-        if self.max_steps <= 0 and "save_strategy" not in self.arguments and self.average > ceil(self.epochs):
-            raise RecipeError(
-                f"epochs is {self.epochs:g}; expected more than {self.average - 1} where average is {self.average}"
-            )
 
 
 def _check_range(options: Any, name: str, lowest: float, highest: float) -> None:
@@ -188,10 +174,6 @@ class Recipe:
     seed: int = 0
     """Seed of fresh weights, data order, dropout and calibration."""
 
-    num_proc: int | None = None
-    """Processes that tokenize the data, which are then read from disk, from the cache of `datasets`, that all runs on
-    the same data share. If not given, files of `data_dir` are read into memory."""
-
     max_length: int = 128
     """Tokens of a row, or of a block of running text; longer rows are cut."""
 
@@ -243,7 +225,6 @@ class Recipe:
             if (path := getattr(self, place)) is not None:
                 object.__setattr__(self, place, Path(path).expanduser())
         _check_range(self, "seed", 0, 2**32 - 1)
-        _check_range(self, "num_proc", 1, MOST_STEPS)
         if self.held_out is not None and not 0 < self.held_out < 1:
             raise RecipeError(f"held_out is {self.held_out}; expected a share of the training data, between 0 and 1")
         if self.files and self.trains and "train" not in self.files:
@@ -258,11 +239,6 @@ class Recipe:
             raise RecipeError("revision selects a version of a hub model; give model too")
         if self.fresh is not None and self.tuning is None:
             raise RecipeError("a fresh model is trained first; give tuning")
-        averaged = [tuning for tuning in (self.tuning, self.again) if tuning is not None and tuning.average > 1]
-        if averaged and self.heads.rotation is not None:
-            raise RecipeError(
-                "rotation moves heads between checkpoints, so their mean mixes different heads; leave average out"
-            )
         if self.again is not None and self.compression is None and self.tuning is None:
             raise RecipeError("again is a second fine-tuning; give compression or tuning too, or leave again out")
         if self.conversion is not None and self.compression is None and self.again is None:

@@ -1,11 +1,9 @@
 """Load a task from files in a folder, or from the hub."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,7 +12,6 @@ import datasets
 import pyarrow as pa
 from datasets import Dataset, DatasetDict, DatasetInfo, Features, NamedSplit, load_dataset
 from datasets.exceptions import DatasetsError
-from datasets.fingerprint import Hasher
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from tqdm import tqdm
 
@@ -128,18 +125,11 @@ def _show_bars(mapping: bool, downloads: bool) -> None:
         (enable_progress_bars if downloads else disable_progress_bars)()
 
 
-def process_count(data: Dataset, num_proc: int | None) -> int | None:
-    """Return the number of processes for a data set; None, for this process alone, if it is small."""
-    most = min(num_proc or 1, len(data) // CHUNK)
-    return most if most > 1 else None
-
-
 def load_hub(
     task: Task,
     languages: Languages,
     splits: Sequence[str] | None,
     progress: bool = False,
-    num_proc: int | None = None,
 ) -> DatasetDict:
     """Load a data set from the hub, or from its cache.
 
@@ -165,11 +155,11 @@ def load_hub(
             raise DataError(f"{task.hub.path} has no split {missing[0]!r}; it has {', '.join(stored)}")
         wanted = splits or dict.fromkeys(split for layout in task.layouts for split in layout.files)
         return DatasetDict(
-            {split: _canonical(task, task.hub, stored[split], words, num_proc) for split in wanted if split in stored}
+            {split: _canonical(task, task.hub, stored[split], words) for split in wanted if split in stored}
         )
 
 
-def _canonical(task: Task, hub: Hub, data: Dataset, words: Mapping[str, str], num_proc: int | None) -> Dataset:
+def _canonical(task: Task, hub: Hub, data: Dataset, words: Mapping[str, str]) -> Dataset:
     """Convert a data set to the canonical columns and drop all others."""
     columns = {}
     for name, sources in hub.columns.items():
@@ -184,7 +174,6 @@ def _canonical(task: Task, hub: Hub, data: Dataset, words: Mapping[str, str], nu
         fn_kwargs={"task": task, "columns": columns},
         remove_columns=data.column_names,
         features=task.features,
-        num_proc=process_count(data, num_proc),
     )
     if any(layout.left_out for layout in task.layouts):
         rows = rows.filter(lambda label: label != NO_LABEL, input_columns=["label"])
@@ -216,7 +205,6 @@ def load_task(
     files: Mapping[str, str | Sequence[str]] | None = None,
     train: bool = True,
     progress: bool = False,
-    num_proc: int | None = None,
 ) -> DatasetDict:
     """Load the data set of a task.
 
@@ -224,9 +212,7 @@ def load_task(
     for translation, text for language modelling. Splits are train, validation and test; MNLI has validation_matched
     and validation_mismatched. Labels of a test split without labels are −1, as on the hub.
 
-    Files are read into memory. For a corpus that is too large, pass `num_proc`, the number of processes that will
-    tokenize it: it is then read once into the cache of `datasets` (`HF_DATASETS_CACHE`), and memory-mapped from there
-    until the size or time of a file changes.
+    Files are read into memory.
 
     Args:
         name: of a task in `TASKS`.
@@ -237,30 +223,24 @@ def load_task(
         files: split → path, or paths to read one after another, instead of the usual ones; `{lang}` stands for the
             language. Their layout is that of the task's usual files with the same extension.
         train: whether training data are needed; without, they may be missing.
-        num_proc: number of processes that work on data on disk; files are read into memory if not given.
 
     Returns:
         Split → data set.
 
     Raises:
-        DataError: no such task; files are missing or malformed (with file and line); the hub cannot be reached; or
-            the cache cannot be written.
+        DataError: no such task; files are missing or malformed (with file and line); or the hub cannot be reached.
     """
     task, languages = _resolve(name, source, target, files, train)
     if data_dir is None:
         if files:
             raise DataError(f"{name}: files are relative to a folder; pass data_dir too")
-        return load_hub(task, languages, splits, progress, num_proc)
+        return load_hub(task, languages, splits, progress)
     layout, paths = find_files(task, Path(data_dir).expanduser(), languages, splits)
 
     def read(split: str) -> Iterable[Row]:
         rows = _rows(task, layout, paths[split], split)
         return tqdm(rows, desc=f"{name} {split}", unit=" rows", disable=not progress)
 
-    if num_proc is not None:
-        return DatasetDict(
-            {split: _on_disk(partial(read, split), task, layout, paths[split], split) for split in paths}
-        )
     return DatasetDict({split: _in_memory(read(split), task.features, split) for split in paths})
 
 
@@ -338,30 +318,6 @@ def _rows(task: Task, layout: Layout, parts: Sequence[tuple[Path, ...]], split: 
             yield row
         if empty:
             raise malformed((paths[0], 1), "the file is empty; expected rows of data")
-
-
-def _on_disk(
-    read: Callable[[], Iterable[Row]], task: Task, layout: Layout, parts: Sequence[tuple[Path, ...]], split: str
-) -> Dataset:
-    """Read a split into the cache of `datasets`, unless it is there, and memory-map it."""
-    stats = []
-    for path in chain.from_iterable(parts):
-        files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path.resolve()]
-        stats += [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = Hasher.hash([task.name, repr(layout), str(task.features), split, version("collab-compress"), stats])
-    try:
-        with progress_bars(False):  # the reader shows its own
-            rows: Dataset = Dataset.from_generator(
-                read, features=task.features, split=NamedSplit(split), fingerprint=key
-            )
-    except (DatasetsError, OSError) as error:
-        if isinstance(error.__cause__, DataError):
-            raise error.__cause__ from None
-        raise DataError(
-            f"{task.name} cannot be read into {datasets.config.HF_DATASETS_CACHE} ({error.__cause__ or error}); "
-            "set HF_DATASETS_CACHE to a folder with room, or leave num_proc out"
-        ) from error
-    return rows
 
 
 def _in_memory(rows: Iterable[Row], features: Features, split: str) -> Dataset:

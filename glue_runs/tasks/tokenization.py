@@ -18,7 +18,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 from collab_compress.errors import DataError
 
 from .catalogue import NO_LABEL
-from .load import process_count, progress_bars
+from .load import progress_bars
 
 PAD, UNKNOWN, START, END = SPECIAL = ("<pad>", "<unk>", "<s>", "</s>")
 MASK = "<mask>"
@@ -134,7 +134,6 @@ def encode_classification(
     *,
     max_length: int = 128,
     progress: bool = False,
-    num_proc: int | None = None,
 ) -> Data:
     """Encode texts, or pairs of texts, with their labels.
 
@@ -150,7 +149,7 @@ def encode_classification(
     """
     _check_length(max_length, tokenizer, 1 + tokenizer.num_special_tokens_to_add(pair=True))
     encode = partial(_classification, tokenizer=tokenizer, max_length=max_length)
-    return _encode(data, encode, ("text", "label"), progress=progress, num_proc=num_proc)
+    return _encode(data, encode, ("text", "label"), progress=progress)
 
 
 def encode_translation(
@@ -160,7 +159,6 @@ def encode_translation(
     max_source_length: int = 128,
     max_target_length: int = 128,
     progress: bool = False,
-    num_proc: int | None = None,
 ) -> Data:
     """Encode sentences, with their translations as labels.
 
@@ -180,7 +178,7 @@ def encode_translation(
     for length in lengths:
         _check_length(length, tokenizer, 1 + tokenizer.num_special_tokens_to_add())
     encode = partial(_translation, tokenizer=tokenizer, lengths=lengths)
-    return _encode(data, encode, ("source", "target"), progress=progress, num_proc=num_proc)
+    return _encode(data, encode, ("source", "target"), progress=progress)
 
 
 def encode_language_model(
@@ -189,7 +187,6 @@ def encode_language_model(
     *,
     length: int = 128,
     progress: bool = False,
-    num_proc: int | None = None,
 ) -> Data:
     """Encode texts for a model that predicts each next token.
 
@@ -221,7 +218,7 @@ def encode_language_model(
         return _block_data(rows, input_ids=cut, labels=cut)
 
     encode = partial(_text_tokens, tokenizer=tokenizer, end=end)
-    return _encode(data, encode, ("text",), blocks, progress=progress, num_proc=num_proc)
+    return _encode(data, encode, ("text",), blocks, progress=progress)
 
 
 def encode_masked_language_model(
@@ -231,7 +228,6 @@ def encode_masked_language_model(
     length: int = 128,
     seed: int | None = None,
     progress: bool = False,
-    num_proc: int | None = None,
 ) -> Data:
     """Encode texts for a model that predicts masked tokens.
 
@@ -266,7 +262,7 @@ def encode_masked_language_model(
         return _block_data(rows, **columns)
 
     encode = partial(_with_special_tokens, tokenizer=tokenizer)
-    return _encode(data, encode, ("text",), blocks, progress=progress, num_proc=num_proc)
+    return _encode(data, encode, ("text",), blocks, progress=progress)
 
 
 def _encode(
@@ -276,13 +272,12 @@ def _encode(
     finish: Callable[[Dataset], Dataset] | None = None,
     *,
     progress: bool,
-    num_proc: int | None,
 ) -> Data:
     """Replace the columns of a data set, or of each split, by those of `encode`, batch by batch; then finish it."""
     if isinstance(data, DatasetDict):
         splits = {}
         for split, part in data.items():
-            splits[split] = _encode(part, encode, columns, finish, progress=progress, num_proc=num_proc)
+            splits[split] = _encode(part, encode, columns, finish, progress=progress)
         return DatasetDict(splits)
     for name in columns:
         if name not in data.column_names:
@@ -300,7 +295,6 @@ def _encode(
             encode,
             batched=True,
             remove_columns=data.column_names,
-            num_proc=process_count(data, num_proc),
         )
     return rows if finish is None else finish(rows)
 

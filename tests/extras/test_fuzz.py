@@ -381,7 +381,6 @@ for line, words in {
     f"{GIVEN} model=./nowhere": "nowhere",
     f"{GIVEN} data_dir=nowhere": "nowhere",
     f"{GIVEN} max_length=0": "max_length is 0",
-    f"{GIVEN} tuning.arguments.weight_decay=abc": "weight_decay",
     f"{GIVEN} tuning.arguments.colour=red": "colour",
     f"{GIVEN} tuning.arguments.per_device_eval_batch_size=0": "batch_size",
     f"{GIVEN} trackers=odd": "odd",

@@ -14,19 +14,17 @@ from collab_compress_glue_runs.experiments.batches import grouping
 from collab_compress_glue_runs.experiments.outputs import MARK
 from collab_compress_glue_runs.experiments.tuning import whole_checkpoints
 from datasets import Dataset
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny_recipes import mrpc
 from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
-    BertForSequenceClassification,
     Trainer,
     TrainerCallback,
     TrainingArguments,
 )
 
-from collab_compress.errors import CollabCompressError, RecipeError
+from collab_compress.errors import RecipeError
 from collab_compress.training import HeadTrainer
 
 SCRIPT = Path(__file__).parents[3] / "glue_runs" / "run_glue.py"
@@ -198,21 +196,15 @@ def test_scores_have_no_label_smoothing(start, tmp_path):
         run(read_recipe(overrides=recipe))
 
 
-@pytest.mark.parametrize("name", ["trainer_state.json", "optimizer.pt", "model.safetensors"])
-def test_a_damaged_checkpoint_does_not_count(tmp_path, caplog, name):
-    state = {"global_step": 1, "max_steps": 2, "log_history": [], "best_model_checkpoint": None}
+def test_a_checkpoint_that_was_being_written_does_not_count(tmp_path):
     for step in (2, 10):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
-        for saved in ("optimizer.pt", "scheduler.pt"):
-            torch.save({"weight": torch.ones(9)}, folder / saved)
-        save_file({"weight": torch.ones(9)}, folder / "model.safetensors")
-        (folder / "trainer_state.json").write_text(json.dumps(state))
-    assert whole_checkpoints(tmp_path)[-1] == tmp_path / "checkpoint-10"
-    damaged = tmp_path / "checkpoint-10" / name
-    damaged.write_bytes(damaged.read_bytes()[:-9])
-    assert whole_checkpoints(tmp_path)[-1] == tmp_path / "checkpoint-2"
-    assert f"{damaged} is damaged" in caplog.text
+        (folder / "trainer_state.json").write_text('{"global_step": 1}')
+    assert [path.name for path in whole_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-10"]
+    (tmp_path / "checkpoint-10/trainer_state.json").write_text('{"global_')
+    (tmp_path / "checkpoint-30").mkdir()
+    assert [path.name for path in whole_checkpoints(tmp_path)] == ["checkpoint-2"]
 
 
 @pytest.mark.parametrize("vectors", [False, True], ids=["avx2", "avx512"])
@@ -241,7 +233,7 @@ def test_what_is_evaluated_keeps_its_order(tmp_path):
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_path, monkeypatch, more):
     """Interrupted after its last step, before the model is saved, or in between; rows grouped by length."""
     arguments = {"use_cpu": True, "disable_tqdm": True, "train_sampling_strategy": "group_by_length", **more}
-    tuning = {"epochs": 3, "learning_rate": 1e-3, "batch_size": 8, "average": 2, "arguments": arguments}
+    tuning = {"epochs": 3, "learning_rate": 1e-3, "batch_size": 8, "arguments": arguments}
 
     def attempt(output, *more):
         overrides = settings(start, data_dir, tmp_path / output, f"tuning={json.dumps(tuning)}", "again=null", *more)
@@ -349,16 +341,3 @@ def test_an_interrupt_is_one_line_and_leaves_nothing_half_made(python, start, da
     assert printed.splitlines()[-1] == "error: interrupted; nothing half-written is left"
     assert "Traceback" not in printed
     assert {path.name for path in (tmp_path / "out" / "tuned").iterdir()} <= {"checkpoints", "logs", MARK}
-
-
-def test_a_full_disk_is_one_line(start, data_dir, tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise SafetensorError("IO error: No space left on device (os error 28)")
-
-    overrides = settings(start, data_dir, tmp_path / "out", "compression=null", "again=null", "tuning.epochs=1")
-    with monkeypatch.context() as patch:
-        patch.setattr(BertForSequenceClassification, "save_pretrained", full)
-        with pytest.raises(CollabCompressError, match="No space left on device"):
-            run(read_recipe(overrides=overrides))
-    assert not (tmp_path / "out" / "tuned" / "model").exists()
-    assert run(read_recipe(overrides=overrides))

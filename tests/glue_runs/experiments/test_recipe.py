@@ -68,12 +68,7 @@ def test_calibration_is_a_choice(path):
         ("recovery={steps: 0}", "steps is 0; expected a number from 1 to 1000000000"),
         ("recovery={learning_rate: 2}", r"learning_rate is 2\.0; expected a number above 0, up to 1"),
         ("held_out=1", r"held_out is 1\.0; expected a share of the training data"),
-        (
-            "tuning={epochs: 3, average: 2, arguments: {load_best_model_at_end: true}}",
-            "average is 2 and load_best_model_at_end is set; expected the mean .* or the best one",
-        ),
-        ("tuning.average=3", "epochs is 1; expected more than 2 where average is 3"),
-        ("tuning.epochs=0", "epochs is 0; expected more than 0 where average is 1"),
+        ("tuning.epochs=0", "epochs is 0; expected more than 0, or max_steps"),
         ("fresh.layers=0", "layers is 0; expected at least 1"),
         ("fresh.feed_forward=0", "feed_forward is 0; expected at least 1"),
         ("fresh.dropout=3", r"dropout is 3\.0; expected a probability from 0 to below 1"),
@@ -87,7 +82,7 @@ def test_calibration_is_a_choice(path):
         ("conversion=a/b", "'a/b' cannot name a folder"),
         ("conversion=tuned", "a conversion cannot be called 'tuned'"),
         ("conversion=dk1-again", "cannot be called 'dk1-again'"),
-        ("tuning.arguments.save_total_limit=2", "save_total_limit, which the recipe's field tuning.average sets"),
+        ("tuning.arguments.save_total_limit=2", "save_total_limit, but a run keeps its last checkpoint"),
         ("tuning.arguments.report_to=wandb", "report_to, which the recipe's field trackers sets"),
         ("tuning.arguments.resume_from_checkpoint=x", "resume_from_checkpoint, but a run resumes from its own"),
         ("tuning.arguments.batch_eval_metrics=true", "batch_eval_metrics, but metrics are computed over whole"),
@@ -96,7 +91,7 @@ def test_calibration_is_a_choice(path):
         ("seed=true", "seed is True; expected a valid integer"),
         ("compression.dk=true", r"compression\.dk is True; expected a valid integer"),
         ("compression.kinds=encodr", "kinds"),
-        ("tuning.average=0", "average is 0; expected a number from 1 to"),
+        ("tuning.arguments.fsdp=true", "arguments hold fsdp, but each process has the whole model; leave it out"),
         ("tuning.epochs=x", "epochs is 'x'; expected a valid number"),
         ("tuning.warmup=2", "warmup is 2.0; expected a share"),
         ("tuning.arguments.seed=2", "arguments hold seed, which the recipe's field seed sets"),
@@ -232,11 +227,3 @@ def test_an_integer_too_large_for_a_float_is_refused(path):
 def test_a_conversion_is_named_by_its_widths(path, widths, name):
     recipe = read_recipe(path, [f"compression={widths}", "again={}"])
     assert (recipe.conversion_name, recipe.again_name) == (name, f"{name}-again")
-
-
-@pytest.mark.parametrize("stage", ["tuning", "again"])
-def test_checkpoints_are_not_averaged_across_head_swaps(stage, tmp_path):
-    settings = ["task=mrpc", f"output={tmp_path}", "model=minilm", "heads.rotation={strategy: soft, epochs: [1]}"]
-    settings += ["compression.dk=8", "tuning={epochs: 3}", "again={epochs: 3}", f"{stage}.average=2"]
-    with pytest.raises(RecipeError, match="rotation moves heads between checkpoints"):
-        read_recipe(overrides=settings)

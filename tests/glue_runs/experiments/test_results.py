@@ -266,7 +266,6 @@ def test_settings_that_differ_between_seeds_are_noted(write, tmp_path):
             seed=seed,
             recipe={
                 "output": f"out-{seed}",
-                "num_proc": seed + 1,
                 "tuning": {"epochs": epochs},
                 "compression": {"dk": rank},
             },
@@ -394,6 +393,7 @@ def test_the_same_result_twice(write, tmp_path):
 
 
 REMOVED = {"start": None, "share": None, "growth_form": "printed", "form": "shared", "equal_heads": False}
+REMOVED |= {"batch_tokens": None, "average": 1, "num_proc": None}
 """Options that recipes no longer have → the value in records that means what recipes without it do."""
 
 

@@ -1,8 +1,5 @@
 """Scores of a finished stage, where its training is logged."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 from collab_compress_glue_runs.experiments import Recipe
@@ -34,12 +31,3 @@ def test_scores_stand_beside_the_training(make_trainer, recipe, tmp_path):
     logs = reader.EventAccumulator(str(tmp_path / "dk8-again" / "logs")).Reload()
     scalars = {name: logs.Scalars(name)[0].value for name in logs.Tags()["scalars"]}
     assert scalars == {"eval/f1": 0.5, "eval/matched_accuracy": 0.25, "test/bleu": 30.0}
-
-
-def test_each_stage_is_a_run_of_its_own(make_trainer, recipe, tmp_path, monkeypatch):
-    finished = []
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(finish=lambda: finished.append(True)))
-    trainer = make_trainer()
-    trainer.args.report_to = ["wandb"]
-    log_scores(trainer, recipe, tmp_path / "tuned", METRICS)
-    assert finished == [True]
