@@ -208,13 +208,12 @@ class Classifier:
 
     @torch.no_grad()
     def score(self, model: Any, tokenizer: Any) -> float:
-        metric = load_metric(TASKS[self.name].metric)
+        metric, predictions, references = load_metric(TASKS[self.name].metric), [], []
         for batch in self.batches(tokenizer, "validation"):
-            labels = batch.pop("labels")
+            references += batch.pop("labels").tolist()
             logits = model(**batch).logits
-            predictions = logits[:, 0] if logits.shape[1] == 1 else logits.argmax(1)
-            metric.add_batch(predictions=predictions, references=labels)
-        return metric.benchmark_score(metric.compute())
+            predictions += (logits[:, 0] if logits.shape[1] == 1 else logits.argmax(1)).tolist()
+        return metric.benchmark_score(metric.compute(predictions=predictions, references=references))
 
     def texts(self, seed: int) -> list[Any]:
         """Draw training texts or pairs."""

@@ -26,7 +26,7 @@ Handler = Callable[..., None]
 
 EXTRAS = {  # optional package → the extra that installs it
     **dict.fromkeys(
-        ("datasets", "evaluate", "filelock", "pandas", "pyarrow", "pydantic", "sacrebleu", "scipy", "sklearn"),
+        ("datasets", "filelock", "pandas", "pyarrow", "pydantic", "sacrebleu", "scipy", "sklearn"),
         "data",
     ),
     **dict.fromkeys(("lm_eval", "mteb", "sentence_transformers"), "eval"),

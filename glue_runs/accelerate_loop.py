@@ -107,11 +107,13 @@ def train(recipe: Recipe) -> None:
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: torch.nn.Module, data: DataLoader, metric: Metric) -> dict[str, float]:
     model.eval()
+    predictions, references = [], []
     for batch in data:
         predicted = model(**batch).logits.argmax(-1)
         predicted, labels = accelerator.gather_for_metrics((predicted, batch["labels"]))  # no row counts twice
-        metric.add_batch(predictions=predicted, references=labels)
-    return metric.compute()
+        predictions += predicted.tolist()
+        references += labels.tolist()
+    return metric.compute(predictions=predictions, references=references)
 
 
 if __name__ == "__main__":

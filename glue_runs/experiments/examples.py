@@ -5,11 +5,10 @@ A stage leaves `SPLIT.examples.npz` beside its record, with arrays of one row fo
 | task | arrays |
 |---|---|
 | classification, regression | `predictions`, the class or the value, and `labels` |
-| language modelling | `losses`, summed over the labels of a sequence, in nats, and `tokens`, their number |
-| translation | those two, and `ngrams`: matches of 1 to 4 words, n-grams of 1 to 4, words, words of the reference |
+| language modelling, translation | `losses`, summed over a sequence, in nats, and `tokens`, their number |
 
-The files of records in the repository have those of scored splits in `FILE.examples.npz`, under a key that the
-record names.
+Translations are in `SPLIT.txt`. The files of records in the repository have those of scored splits in
+`FILE.examples.npz`, under a key that the record names.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +16,6 @@ from io import BytesIO
 from typing import TypeAlias
 
 import numpy as np
-from sacrebleu.metrics import BLEU
 
 Arrays: TypeAlias = dict[str, np.ndarray]
 
@@ -29,16 +27,6 @@ def packed(arrays: Mapping[str, np.ndarray]) -> bytes:
     file = BytesIO()
     np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
     return file.getvalue()
-
-
-def ngram_counts(translations: Iterable[str], references: Iterable[str], tokenize: str) -> np.ndarray:
-    """Return what BLEU sums over sentences, (sentences, 10): the columns of `ngrams`."""
-    bleu = BLEU(tokenize=tokenize)
-    rows = []
-    for line, reference in zip(translations, references, strict=True):
-        score = bleu.corpus_score([line], [[reference]])
-        rows.append([*score.counts, *score.totals, score.sys_len, score.ref_len])
-    return np.array(rows, np.uint16).reshape(-1, 10)
 
 
 def scored_splits(splits: Iterable[str]) -> list[str]:

@@ -32,7 +32,7 @@ from transformers import (
 from collab_compress.checkpoint import pretrained
 from collab_compress.checkpoint.directory import has_tokenizer, write_atomically
 from collab_compress.checkpoint.pretrained import load_config
-from collab_compress.distributed import on_every_process, on_main_process, process_state
+from collab_compress.distributed import on_every_process, process_state
 from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.training import HeadSeq2SeqTrainer, HeadTrainer
 
@@ -46,7 +46,7 @@ from ..tasks import (
     encode_translation,
     load_task,
 )
-from .examples import ENDING, Arrays, ngram_counts, packed
+from .examples import ENDING, Arrays, packed
 from .recipe import Recipe, Tuning
 
 logger = logging.getLogger("collab_compress.glue_runs")  # held with the warnings of the library
@@ -79,7 +79,7 @@ class Workload(ABC):
         self.recipe = recipe
         self.task: Task = TASKS[recipe.task]
         progress = recipe.progress and process_state().is_main_process
-        self.encoding: dict[str, Any] = {"progress": progress, "num_proc": recipe.num_proc}
+        self.encoding: dict[str, Any] = {"progress": progress}
         self.texts: DatasetDict = load_task(
             recipe.task,
             recipe.data_dir,
@@ -100,8 +100,6 @@ class Workload(ABC):
 
     def encode_splits(self) -> None:
         """Encode all splits into `data`; all processes call it together."""
-        if self.recipe.num_proc is not None and process_state().num_processes > 1:
-            on_main_process(lambda: bool(self.encode(self.texts)))  # once, into the cache of `datasets`
         self.data = on_every_process(lambda: self.encode(self.texts))
 
     def new_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -447,8 +445,7 @@ class Translation(Workload):
         trainer.preprocess_logits_for_metrics = partial(_losses, shift=False)
         losses = trainer.predict(rows).predictions[: len(rows)]
         if trainer.is_world_process_zero():
-            ngrams = ngram_counts(written, references, self.metric.tokenize)
-            write_atomically(folder / f"{split}{ENDING}", packed({"ngrams": ngrams, **_token_outcomes(losses)}))
+            write_atomically(folder / f"{split}{ENDING}", packed(_token_outcomes(losses)))
         return {**scores, "perplexity": _perplexity(load_metric("perplexity"), losses)["perplexity"]}
 
 

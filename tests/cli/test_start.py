@@ -119,7 +119,6 @@ def test_versions(run):
         ("collab-results", ["folder"], "scipy"),
         ("collab-results", ["folder"], "sklearn"),
         ("collab-results", ["folder"], "pydantic"),
-        ("collab-results", ["folder"], "evaluate"),
         ("collab-results", ["folder"], "sacrebleu"),
         ("collab-analyze", ["minilm", "--task", "mrpc", "--output", "out"], "datasets"),
         ("collab-compress", ["minilm", "--dk", "8", "--solver", "parafac", "--calibration", "none"], "tensorly"),
