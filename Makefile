@@ -47,8 +47,9 @@ test-extras: $(EXTRAS)
 
 # What meets other packages; their warnings count for nothing here. Torch is the exception: its version is TORCH, or
 # that of constraints.txt, because each other one is gigabytes.
-LOWEST_TESTS := $(addprefix tests/,attention checkpoint cli experiments/test_kinds.py experiments/test_results.py \
-	factorization/test_parafac.py families metrics tasks training/test_trainer.py test_compatibility.py test_private_parts.py)
+LOWEST_TESTS := $(addprefix tests/,attention checkpoint cli factorization/test_parafac.py families \
+	glue_runs/experiments/test_kinds.py glue_runs/experiments/test_results.py glue_runs/metrics glue_runs/tasks \
+	training/test_trainer.py test_compatibility.py test_private_parts.py)
 test-lowest:
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python tests/support/lowest.py > $(LOWEST)/constraints.txt

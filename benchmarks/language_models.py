@@ -41,6 +41,8 @@ from unittest.mock import patch
 
 import pandas as pd
 import torch
+from collab_compress_glue_runs.metrics import token_losses
+from collab_compress_glue_runs.tasks import encode_language_model, encode_masked_language_model, load_task
 from datasets import Dataset
 from rivals import Batches, dropped, pooled, taught_
 from timing import append_record, read_records
@@ -52,8 +54,6 @@ from collab_compress import Compression, Solver, compress
 from collab_compress.calibration import Batch, calibration_batches
 from collab_compress.conversion import recover_
 from collab_compress.factorization import rotary
-from collab_compress.metrics import token_losses
-from collab_compress.tasks import encode_language_model, encode_masked_language_model, load_task
 
 LENGTH, BATCH, BLOCKS = 64, 16, 128
 SHARES = (0.75, 0.5, 0.25)

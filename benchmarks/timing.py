@@ -13,8 +13,7 @@ from time import perf_counter, process_time
 from typing import Any
 
 import torch
-
-from collab_compress.experiments.outputs import environment
+from collab_compress_glue_runs.experiments.outputs import environment
 
 Calls = Mapping[str, Callable[[], Any]]
 

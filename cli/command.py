@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from logging.handlers import BufferingHandler
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 Arguments = TypeVar("Arguments")
@@ -25,7 +26,7 @@ Handler = Callable[..., None]
 
 EXTRAS = {  # optional package → the extra that installs it
     **dict.fromkeys(
-        ("datasets", "evaluate", "filelock", "pandas", "pyarrow", "pydantic", "sacrebleu", "scipy", "sklearn"),
+        ("datasets", "filelock", "pandas", "pyarrow", "pydantic", "sacrebleu", "scipy", "sklearn"),
         "data",
     ),
     **dict.fromkeys(("lm_eval", "mteb", "sentence_transformers"), "eval"),
@@ -46,6 +47,7 @@ CODES = (
 )
 LONGEST_LINE = 1000  # characters of a message
 LONGEST_NUMBER = 30  # digits: more than any option takes, few enough for any library
+OURS = ("collab_compress", "collab_compress_cli", "collab_compress_glue_runs")  # packages
 UNBOUNDED = 100_000  # columns, wider than any table; and messages, more than any command logs
 BROKEN_PIPE = 128 + 13  # the exit code that a shell reports for SIGPIPE
 ERROR, UNEXPECTED, INTERRUPTED = 2, 70, 130  # exit codes
@@ -80,6 +82,11 @@ def main_of(
             run(arguments)
 
     return main
+
+
+def arguments_of(name: str, arguments: ModuleType) -> Any:
+    """Return the dataclass of a command's arguments in a module; None if it has none, as for recipes."""
+    return getattr(arguments, f"{name.removeprefix('collab-').capitalize()}Arguments", None)
 
 
 @contextmanager
@@ -260,7 +267,8 @@ def _unexpected_error(error: BaseException) -> str:
     """Return one line with the type of an unexpected error, its place, and how to learn more."""
     from collab_compress.errors import one_line
 
-    packages = [Path(__file__).parent, Path(sys.modules["collab_compress"].__file__ or "").parent]
+    modules = [sys.modules.get(name) for name in OURS]
+    packages = [Path(module.__file__ or "").parent for module in modules if module is not None]
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if any(Path(frame.filename).is_relative_to(p) for p in packages)]
     place = f" in {Path(ours[-1].filename).name}, line {ours[-1].lineno}" if ours else ""

@@ -82,8 +82,8 @@ def _labelled(name: str, data: Inputs, model: PreTrainedModel, tokenizer: Any, s
             not a classifier for it.
     """
     # only tasks need the extra `data`
-    from collab_compress.metrics import load_metric
-    from collab_compress.tasks import TASKS, encode_classification, load_task
+    from collab_compress_glue_runs.metrics import load_metric
+    from collab_compress_glue_runs.tasks import TASKS, encode_classification, load_task
 
     if name in TASKS:  # `load_task` refuses others
         _check(TASKS[name], model, tokenizer)
@@ -136,7 +136,7 @@ def _short(texts: Sequence[Text]) -> Text:
 
 def _check(task: Any, model: PreTrainedModel, tokenizer: Any) -> None:
     """Refuse tasks, and models for them, whose score would mean nothing."""
-    from collab_compress.tasks import TASKS
+    from collab_compress_glue_runs.tasks import TASKS
 
     if task.num_labels is None:
         names = ", ".join(sorted(other.name for other in TASKS.values() if other.num_labels is not None))

@@ -9,27 +9,28 @@ import sys
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from importlib import reload
+from importlib import import_module, reload
 from typing import Any
 
 OPTIONS_ONLY = "COLLAB_COMPRESS_OPTIONS_ONLY"  # keeps the library from importing torch and Transformers
 COMMANDS = {
     "collab-analyze": "analyze.main",
     "collab-compress": "compress.main",
-    "collab-evaluate": "evaluate.main",
     "collab-expand": "edit.expand_main",
     "collab-merge": "edit.merge_main",
     "collab-prune": "edit.prune_main",
     "collab-recover": "recover.main",
-    "collab-results": "results.main",
-    "collab-run": "run.main",
-    "collab-sweep": "run.sweep_main",
 }
 """Command → the function that runs it, in this package."""
 
 
-def start(name: str) -> None:
-    """Run a command with the arguments of the process."""
+def start(name: str, package: str = __package__) -> None:
+    """Run a command with the arguments of the process.
+
+    Args:
+        name: of the command.
+        package: with its entry in `start.COMMANDS`, its arguments in `arguments`, and its help in `help`.
+    """
 
     def stop(*_: object) -> None:
         """Exit at once: nothing is written before libraries are loaded."""
@@ -39,7 +40,6 @@ def start(name: str) -> None:
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     _open_streams()
-    from importlib import import_module
     from importlib.metadata import version
 
     from .command import errors_in_one_line
@@ -49,33 +49,33 @@ def start(name: str) -> None:
             print(f"{name} {version('collab-compress')}")
             return
         if {"-h", "--help"} & set(sys.argv[1:]):
-            print_help(name)
+            print_help(name, package)
             return
-        arguments = parsed(name)
+        arguments = parsed(name, package)
         if not sys.warnoptions:  # PYTHONWARNINGS=default shows them
             warnings.simplefilter("ignore")
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ["RUST_BACKTRACE"] = "0"  # of tokenizers, which print it themselves
-        module, function = COMMANDS[name].split(".")
-        main = getattr(import_module(f".{module}", __package__), function)
+        module, function = import_module(".start", package).COMMANDS[name].split(".")
+        main = getattr(import_module(f".{module}", package), function)
     main() if arguments is None else main(arguments)
 
 
-def parsed(name: str) -> Any:
+def parsed(name: str, package: str = __package__) -> Any:
     """Return the arguments of a command, read without importing torch and Transformers; None for recipes."""
     os.environ[OPTIONS_ONLY] = "1"
     import collab_compress
 
-    from . import arguments
-    from .command import parse
+    from .arguments import check_places, with_steps
+    from .command import arguments_of, parse
 
     words: Sequence[str] = sys.argv[1:]
-    arguments_class = getattr(arguments, f"{name.removeprefix('collab-').capitalize()}Arguments", None)
+    arguments_class = arguments_of(name, import_module(".arguments", package))
     result = None
     if arguments_class is not None:
-        words = arguments.with_steps(words) if name == "collab-compress" else words
+        words = with_steps(words) if name == "collab-compress" else words
         result = parse(arguments_class, name, words)
-        arguments.check_places(result)
+        check_places(result)
     del os.environ[OPTIONS_ONLY]
     if not hasattr(collab_compress, "compress"):
         reload(collab_compress)
@@ -93,21 +93,15 @@ def _open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def print_help(name: str) -> None:
+def print_help(name: str, package: str) -> None:
     """Print the help of a command, without importing torch and Transformers."""
     os.environ[OPTIONS_ONLY] = "1"  # this process ends when the help is printed
-    from .help import help_text
-
-    print(help_text(name))
+    print(import_module(".help", package).help_text(name, import_module(".arguments", package)))
 
 
 analyze = partial(start, "collab-analyze")
 compress = partial(start, "collab-compress")
-evaluate = partial(start, "collab-evaluate")
 expand = partial(start, "collab-expand")
 merge = partial(start, "collab-merge")
 prune = partial(start, "collab-prune")
 recover = partial(start, "collab-recover")
-results = partial(start, "collab-results")
-run = partial(start, "collab-run")
-sweep = partial(start, "collab-sweep")

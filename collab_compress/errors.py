@@ -29,10 +29,6 @@ class RecipeError(CollabCompressError):
     """A recipe cannot be read, or its experiment cannot be run."""
 
 
-class BusyError(RecipeError):
-    """Another process runs the same experiment."""
-
-
 class CheckpointError(CollabCompressError):
     """A model directory cannot be read or written."""
 

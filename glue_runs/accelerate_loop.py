@@ -17,16 +17,16 @@ import torch
 import transformers
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
+from collab_compress_glue_runs.experiments import Recipe, read_recipe
+from collab_compress_glue_runs.experiments.tuning import check_trackers
+from collab_compress_glue_runs.metrics import Metric, load_metric
+from collab_compress_glue_runs.tasks import TASKS, encode_classification, load_task
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from collab_compress import mix_heads_
 from collab_compress.checkpoint.pretrained import find_directory, load_model, load_tokenizer
 from collab_compress.errors import CollabCompressError, RecipeError
-from collab_compress.experiments import Recipe, read_recipe
-from collab_compress.experiments.tuning import check_trackers
-from collab_compress.metrics import Metric, load_metric
-from collab_compress.tasks import TASKS, encode_classification, load_task
 from collab_compress.training import HeadSession
 
 
@@ -107,11 +107,13 @@ def train(recipe: Recipe) -> None:
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: torch.nn.Module, data: DataLoader, metric: Metric) -> dict[str, float]:
     model.eval()
+    predictions, references = [], []
     for batch in data:
         predicted = model(**batch).logits.argmax(-1)
         predicted, labels = accelerator.gather_for_metrics((predicted, batch["labels"]))  # no row counts twice
-        metric.add_batch(predictions=predicted, references=labels)
-    return metric.compute()
+        predictions += predicted.tolist()
+        references += labels.tolist()
+    return metric.compute(predictions=predictions, references=references)
 
 
 if __name__ == "__main__":

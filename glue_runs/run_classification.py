@@ -7,7 +7,7 @@ Settings are field=value or --field value, as for `collab-run`, whose --help sho
 output are not repeated, and interrupted ones are continued.
 """
 
-from collab_compress_cli.run import run_script, tasks_of
+from collab_compress_glue_runs.commands.run import run_script, tasks_of
 
 if __name__ == "__main__":
     run_script(__doc__, tasks_of("classification", "regression"))

@@ -7,9 +7,8 @@ Settings are field=value or --field value, as for `collab-run`, whose --help sho
 output are not repeated, and interrupted ones are continued.
 """
 
-from collab_compress_cli.run import run_script
-
-from collab_compress.tasks.catalogue import GLUE
+from collab_compress_glue_runs.commands.run import run_script
+from collab_compress_glue_runs.tasks.catalogue import GLUE
 
 if __name__ == "__main__":
     run_script(__doc__, [task.name for task in GLUE])

@@ -8,7 +8,7 @@ output are not repeated, and interrupted ones are continued.
 Translations are written beside each result.
 """
 
-from collab_compress_cli.run import run_script, tasks_of
+from collab_compress_glue_runs.commands.run import run_script, tasks_of
 
 if __name__ == "__main__":
     run_script(__doc__, tasks_of("translation"))

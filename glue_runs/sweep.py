@@ -6,7 +6,7 @@
 It can be stopped at any point and started again; `collab-results OUTPUT` shows what there is so far.
 """
 
-from collab_compress_cli.run import run_sweep_script
+from collab_compress_glue_runs.commands.run import run_sweep_script
 
 if __name__ == "__main__":
     run_sweep_script(__doc__)

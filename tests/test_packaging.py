@@ -26,16 +26,14 @@ MODULES = {  # requirement → module, where they are not named alike
     "scikit-learn": "sklearn",
     "sentence-transformers": "sentence_transformers",
 }
-OURS = {"collab_compress", "collab_compress_cli"}
+OURS = {"collab_compress", "collab_compress_cli", "collab_compress_glue_runs"}
 CORE = {MODULES.get(name, name) for line in PROJECT["dependencies"] for name in [re.split("[<>=]", line)[0]]}
 TREES = [  # files, and the extras they may import from beside the core
-    (
-        ["collab_compress/experiments", "collab_compress/metrics.py", "collab_compress/tasks", "cli/tables.py"],
-        ["data"],
-    ),
-    (["collab_compress/external_evaluation.py", "cli/evaluate.py"], ["data", "eval"]),
     (["collab_compress", "cli"], []),
-    (["tests", "glue_runs", "benchmarks"], ["minilm", "parafac", "data", "test"]),
+    (["glue_runs"], ["data"]),
+    (["glue_runs/external_evaluation.py", "glue_runs/commands/evaluate.py"], ["data", "eval"]),
+    (["glue_runs/minilm_as_distilbert.py"], ["minilm"]),
+    (["tests", "benchmarks"], ["minilm", "parafac", "data", "test"]),
     (["tests/extras", "benchmarks/serving.py"], ["minilm", "parafac", "data", "test", "extras", "eval"]),
 ]
 GUARDED = {
@@ -48,14 +46,21 @@ GUARDED = {
 SHIPPED = (".py", ".yaml", ".html", ".css", ".js")
 EVERYTHING = """
 import importlib, pkgutil, sys
-import collab_compress, collab_compress_cli, torch
-from collab_compress_cli.run import _file
+import collab_compress, collab_compress_cli
 from transformers import AutoModel
 
-for package in (collab_compress, collab_compress_cli):
+def import_all(package):
     assert package.__file__.startswith(sys.prefix), package.__file__
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
+
+import_all(collab_compress)
+import_all(collab_compress_cli)
+assert "collab_compress_glue_runs" not in sys.modules
+import collab_compress_glue_runs
+import_all(collab_compress_glue_runs)
+import torch
+from collab_compress_glue_runs.commands.run import _file
 stored = torch.load(sys.argv[1] + "/stored.pt", weights_only=True)
 with torch.no_grad():
     output = AutoModel.from_pretrained(sys.argv[1] + "/model")(**stored["batch"])[0]
@@ -111,7 +116,7 @@ def test_wheel_holds_all_packages_and_no_top_level_cli(wheel):
     for kind in ("recipes", "sweeps"):
         shipped = {path.name for path in (ROOT / "glue_runs" / kind).glob("*.yaml")}
         assert shipped <= {
-            name.rpartition("/")[2] for name in names if name.startswith(f"collab_compress_cli/{kind}/")
+            name.rpartition("/")[2] for name in names if name.startswith(f"collab_compress_glue_runs/{kind}/")
         }
     assert not any(name.startswith(("cli/", "tests/")) for name in names)
     package = [path for path in (ROOT / "collab_compress").rglob("*") if path.suffix in SHIPPED]
@@ -134,7 +139,7 @@ def test_wheel_has_every_module_and_recipe_and_loads_a_checkpoint(installed, mak
     (tmp_path / "code.py").write_text(EVERYTHING, encoding="utf-8")
     outputs, recipe = installed("python", "-I", tmp_path / "code.py", tmp_path).splitlines()
     assert outputs == "equal"
-    assert recipe.endswith("collab_compress_cli/recipes/mrpc.yaml")
+    assert recipe.endswith("collab_compress_glue_runs/recipes/mrpc.yaml")
 
 
 def test_editable_install_gives_the_command(tmp_path):
@@ -154,7 +159,7 @@ def imports(path):
             modules |= {alias.name.partition(".")[0] for alias in node.names}
         if isinstance(node, ast.ImportFrom) and node.level == 0:
             modules.add((node.module or "").partition(".")[0])
-    folders = (path.parent, ROOT / "tests/support", ROOT / "benchmarks")
+    folders = (path.parent, ROOT / "tests/support", ROOT / "benchmarks", ROOT / "glue_runs/papers")
     beside = {other.stem for folder in folders for other in folder.glob("*.py")}
     return modules - set(sys.stdlib_module_names) - OURS - beside
 

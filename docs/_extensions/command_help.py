@@ -4,13 +4,17 @@ import os
 import subprocess
 import sys
 
-from collab_compress_cli.start import COMMANDS
+from collab_compress_cli import start
+from collab_compress_glue_runs.commands import start as experiments
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from sphinx.application import Sphinx
 
 TERMINAL = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
-PROGRAM = "import sys; from collab_compress_cli.start import print_help; print_help(sys.argv[1])"
+PROGRAM = "import sys; from collab_compress_cli.start import print_help; print_help(*sys.argv[1:])"
+PACKAGES = dict.fromkeys(start.COMMANDS, start.__package__)
+PACKAGES |= dict.fromkeys(experiments.COMMANDS, experiments.__package__)
+"""Command → the package that has it."""
 
 
 class CommandHelp(Directive):
@@ -18,10 +22,10 @@ class CommandHelp(Directive):
 
     def run(self) -> list[nodes.Node]:
         """Return the sections."""
-        return [self._section(name) for name in COMMANDS]
+        return [self._section(name) for name in sorted(PACKAGES)]
 
     def _section(self, name: str) -> nodes.section:
-        command = [sys.executable, "-c", PROGRAM, name]
+        command = [sys.executable, "-c", PROGRAM, name, PACKAGES[name]]
         done = subprocess.run(command, env={**os.environ, **TERMINAL}, capture_output=True, text=True, check=True)
         text = done.stdout.strip()
         section = nodes.section(ids=[name], names=[name])

@@ -24,6 +24,8 @@ from sphinx.util import logging
 import collab_compress
 
 PAGES = "reference/packages"
+OURS = ("collab_compress.", "collab_compress_glue_runs.")
+EXPERIMENTS = ("experiments", "external_evaluation", "metrics", "tasks")
 ATTRIBUTES: dict[str, list[str]] = {}  # docstrings of attributes before napoleon changes them
 # Indented lines after an empty one, before any section.
 CODE_BLOCK = re.compile(r"(?<=\n\n)((?: {4}.*(?:\n|$)|\n(?= {4}))+)(?=\n|$)")
@@ -34,7 +36,10 @@ MARKUP = re.compile(r"\*(?=\S)|\||(?<=\w)_(?!\w)")
 
 def packages() -> list[ModuleType]:
     """Return the package itself and its modules with an `__all__`."""
-    names = (f"collab_compress.{module.name}" for module in pkgutil.iter_modules(collab_compress.__path__))
+    names = [f"collab_compress.{module.name}" for module in pkgutil.iter_modules(collab_compress.__path__)]
+    names += [
+        f"collab_compress_glue_runs.{name}" for name in ("experiments", "external_evaluation", "metrics", "tasks")
+    ]
     modules = map(importlib.import_module, names)
     return [collab_compress, *(module for module in modules if getattr(module, "__all__", ()))]
 
@@ -194,7 +199,7 @@ def _moved(app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, cont
         return None
     path = documented().get(target)
     if path is None or path == target:
-        return contents if target.startswith("collab_compress.") or "." not in target else None
+        return contents if target.startswith(OURS) or "." not in target else None
     domain = env.get_domain("py")
     return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", path, node, contents)
 

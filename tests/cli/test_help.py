@@ -7,25 +7,27 @@ import sys
 import tomllib
 from dataclasses import is_dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
-from collab_compress_cli import arguments
-from collab_compress_cli.start import COMMANDS
+from collab_compress_cli import start
+from collab_compress_cli.command import arguments_of
+from collab_compress_glue_runs.commands import start as experiments
+from collab_compress_glue_runs.experiments import Recipe, Sweep
+from collab_compress_glue_runs.tasks import TASKS
 
-from collab_compress.experiments import Recipe, Sweep
-from collab_compress.experiments.papers import read_papers
 from collab_compress.factorization import SOLVERS
 from collab_compress.options import SECTION_NAMES, Method
 from collab_compress.report import SECTIONS
-from collab_compress.tasks import TASKS
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = {name: module.__package__ for module in (start, experiments) for name in module.COMMANDS}
 TERMINAL = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
 PROGRAM = """
 import sys
-from collab_compress_cli import start
+from {} import start
 sys.argv = ["x", "--help"]
 start.{}()
 loaded = {{"torch", "transformers", "huggingface_hub", "numpy", "yaml"}} & set(sys.modules)
@@ -37,7 +39,7 @@ assert not loaded, loaded
 def printed(name):
     """Return what a command prints for `--help`, and its processor seconds, which do not depend on load."""
     began = os.times()
-    program = [sys.executable, "-c", PROGRAM.format(name.removeprefix("collab-"))]
+    program = [sys.executable, "-c", PROGRAM.format(PACKAGES[name], name.removeprefix("collab-"))]
     done = subprocess.run(program, env={**os.environ, **TERMINAL}, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     ended = os.times()
@@ -50,10 +52,10 @@ def help_text(name):
 
 def test_every_command_is_installed():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
-    assert scripts == {name: f"collab_compress_cli.start:{name.removeprefix('collab-')}" for name in COMMANDS}
+    assert scripts == {name: f"{package}.start:{name.removeprefix('collab-')}" for name, package in PACKAGES.items()}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", PACKAGES)
 def test_help_is_printed_at_once(name):
     text, seconds = printed(name)
     assert "options options" not in text
@@ -66,7 +68,7 @@ def test_help_is_printed_at_once(name):
 
 def described(name):
     """Return the dataclass of a command's arguments, or None for recipes and sweeps, which are YAML."""
-    return getattr(arguments, f"{name.removeprefix('collab-').capitalize()}Arguments", None)
+    return arguments_of(name, import_module(".arguments", PACKAGES[name]))
 
 
 CHECKED = [  # options whose values are looked up in tables, and what they may be
@@ -75,7 +77,6 @@ CHECKED = [  # options whose values are looked up in tables, and what they may b
         (name, "task", lambda: [task.name for task in TASKS.values() if task.num_labels is not None])
         for name in ("collab-analyze", "collab-prune")
     ),
-    ("collab-results", "paper", lambda: {table.paper for table in read_papers()}),
 ]
 
 
@@ -91,7 +92,7 @@ def test_the_values_of_an_option_are_listed(name, option, values):
         assert re.search(rf"\b{value}\b", entry), (option, value)
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if described(name) is not None])
+@pytest.mark.parametrize("name", [name for name in PACKAGES if described(name) is not None])
 def test_every_choice_is_listed(name):
     """The help shows every choice of every field with a Literal type."""
     help_entries, count = entries(help_text(name)), 0

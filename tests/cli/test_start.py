@@ -18,7 +18,7 @@ from transformers import BertForSequenceClassification, PreTrainedTokenizerFast
 
 from collab_compress.errors import CheckpointError
 
-START = "import sys; sys.argv[0] = 'x'; from collab_compress_cli import start; start.{}()"
+START = "import sys; sys.argv[0] = 'x'; from {} import start; start.{}()"
 LACKING = """
 import sys
 for module in [name for name in sys.modules if name.partition('.')[0] in {lacking!r}]:
@@ -45,10 +45,16 @@ sys.meta_path.insert(0, Slow())
 """
 
 
+def program(command):
+    """Return a program that starts a command."""
+    package = "collab_compress_cli" if command in COMMANDS else "collab_compress_glue_runs.commands"
+    return START.format(package, command.removeprefix("collab-"))
+
+
 @pytest.fixture
 def run(python):
     def in_a_process(command, *arguments, before="", **options):
-        return python(before + START.format(command.removeprefix("collab-")), *arguments, **options)
+        return python(before + program(command), *arguments, **options)
 
     return in_a_process
 
@@ -57,7 +63,7 @@ def run(python):
     ("name", "signum"), [("torch", signal.SIGINT), ("transformers.modeling_utils", signal.SIGTERM)]
 )
 def test_an_interrupt_while_libraries_are_loaded(tmp_path, name, signum):
-    code = HEARING + SLOW.format(name=name) + START.format("compress")
+    code = HEARING + SLOW.format(name=name) + program("collab-compress")
     command = [sys.executable, "-c", code, "minilm", "--dk", "8"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, cwd=tmp_path, text=True, **pipes)
@@ -109,12 +115,11 @@ def test_versions(run):
 @pytest.mark.parametrize(
     ("command", "arguments", "package"),
     [
-        ("collab-results", ["--papers"], "pyarrow"),
+        ("collab-results", ["folder"], "pyarrow"),
         ("collab-results", ["folder"], "scipy"),
         ("collab-results", ["folder"], "sklearn"),
-        ("collab-results", ["--papers"], "pydantic"),
-        ("collab-results", ["--papers"], "evaluate"),
-        ("collab-results", ["--papers"], "sacrebleu"),
+        ("collab-results", ["folder"], "pydantic"),
+        ("collab-results", ["folder"], "sacrebleu"),
         ("collab-analyze", ["minilm", "--task", "mrpc", "--output", "out"], "datasets"),
     ],
 )
@@ -128,13 +133,19 @@ def test_missing_optional_packages(run, tmp_path, command, arguments, package):
     assert os.listdir(tmp_path) == []
 
 
+RECORDS = Path(__file__).parents[2] / "glue_runs/records/trec.jsonl"
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_an_output_that_is_full_or_gone(run):
     full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
-    done = run("collab-results", "--papers", before=full)
-    assert (done.returncode, done.stderr) == (2, "collab-results: cannot write the output: No space left on device\n")
+    done = run("collab-results", RECORDS, before=full)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "collab-results: everything is done, but standard output cannot be written: No space left on device\n",
+    )
     gone = "import os; read, write = os.pipe(); os.close(read); os.dup2(write, 1)\n"
-    done = run("collab-results", "--papers", before=gone)
+    done = run("collab-results", RECORDS, before=gone)
     assert (done.returncode, done.stderr) == (141, "")
 
 

@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
+from collab_compress_glue_runs.external_evaluation import lm_eval_scores, mteb_scores
 from datasets import Dataset, DatasetDict
 from scipy.stats import spearmanr
 from tiny_words import WORDS, sentences, word_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from collab_compress import Compression, Solver, compress
-from collab_compress.external_evaluation import lm_eval_scores, mteb_scores
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]  # warnings of these libraries are ignored
 

@@ -19,7 +19,7 @@ import atexit, gc, json, os, signal, sys, threading, traceback
 import torch
 import transformers.quantizers.auto
 from transformers import AlbertModel, AutoModel, BertModel, DistilBertModel, MarianMTModel, Trainer
-import datasets, evaluate, scipy.stats, sklearn.metrics
+import datasets, scipy.stats, sklearn.metrics
 gc.collect()
 gc.freeze()
 for line in sys.stdin:

@@ -5,9 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from collab_compress_glue_runs.tasks import train_tokenizer
 from transformers import BertConfig, PreTrainedTokenizerFast
-
-from collab_compress.tasks import train_tokenizer
 
 WORDS = ("red", "blue", "green", "cat", "dog", "bird", "runs", "sleeps", "sings", "now", "later", "never")
 

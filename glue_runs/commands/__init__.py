@@ -1,0 +1,1 @@
+"""Commands that run experiments, tabulate them, and score models."""

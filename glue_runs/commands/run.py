@@ -1,0 +1,151 @@
+"""`collab-run` and `collab-sweep`, and the scripts in `glue_runs`: a recipe or a sweep from the command line."""
+
+import logging
+import os
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from collab_compress_cli.command import errors_in_one_line, silence_libraries
+from collab_compress_cli.model import refuse_nested
+from tqdm import tqdm
+
+from collab_compress.checkpoint.directory import refuse_place, to_json, write_new
+from collab_compress.distributed import process_state
+from collab_compress.errors import RecipeError
+
+from ..experiments import read_recipe, read_sweep, run, run_sweep
+from ..experiments.protocol import summary
+from ..tasks import TASKS
+from .help import RUN, SWEEP
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `collab-run`; errors are one line on standard error and exit code 2."""
+    run_script(RUN, TASKS, argv, "collab-run")
+
+
+def sweep_main(argv: Sequence[str] | None = None) -> None:
+    """Run `collab-sweep`; errors are one line on standard error and exit code 2."""
+    run_sweep_script(SWEEP, argv, "collab-sweep")
+
+
+def run_script(usage: str, tasks: Collection[str], argv: Sequence[str] | None = None, name: str = "error") -> None:
+    """Run the recipe that the command line gives, and print a line for each stage.
+
+    Args:
+        usage: printed if there are no arguments.
+        tasks: that the script is for.
+        argv: a recipe file, and settings as `field=value` or `--field value`; by default those of the process.
+        name: first word of error messages.
+    """
+    with errors_in_one_line(name, hold_warnings=False), _bars_closed():
+        path, settings, json, quiet = _arguments(usage, argv, "recipes")
+        recipe = read_recipe(path, settings)
+        refuse_nested({"--json": json, "output": recipe.output})
+        if recipe.task not in tasks:
+            raise RecipeError(f"{recipe.task} is {TASKS[recipe.task].kind}; this script is for {', '.join(tasks)}")
+        silence_libraries()
+        records = run(replace(recipe, progress=False) if quiet else recipe)
+        if process_state().is_main_process:
+            if json is not None:
+                write_new(json, to_json(records))
+            for record in () if quiet else records:
+                print(f"{record['task']:10} {record['stage']:14} {summary(record)}  {record['metrics']}")
+
+
+def run_sweep_script(usage: str, argv: Sequence[str] | None = None, name: str = "error") -> None:
+    """Run the sweep that the command line gives, and print a line for each finished stage.
+
+    The exit code is 1 if some runs fail, and 2 if the sweep cannot be run at all.
+    """
+    with errors_in_one_line(name, hold_warnings=False), _bars_closed():
+        path, settings, json, quiet = _arguments(usage, argv, "sweeps")
+        if path is None:
+            raise RecipeError("give the file of a sweep")
+        settings = [f"base.{setting}" if setting.startswith("revision=") else setting for setting in settings]
+        sweep = read_sweep(path, [*settings, *(["base.progress=false"] if quiet else [])])
+        refuse_nested({"--json": json, "output": sweep.output})
+        silence_libraries()
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        is_main = process_state().is_main_process
+        level = logging.CRITICAL if not is_main else logging.ERROR if quiet else logging.INFO
+        logging.getLogger("collab_compress.glue_runs.sweep").setLevel(level)
+        failed = run_sweep(sweep)
+        if is_main and json is not None:
+            write_new(json, to_json(failed))
+        if failed:
+            sys.exit("failed:\n" + "\n".join(failed) if is_main else 1)
+
+
+@contextmanager
+def _bars_closed() -> Iterator[None]:
+    """Close progress bars before an error is printed, so that it starts on a new line."""
+    try:
+        yield
+    except BaseException:
+        for bar in list(getattr(tqdm, "_instances", ())):
+            bar.close()
+        raise
+
+
+def tasks_of(*kinds: str) -> list[str]:
+    """Return the names of the tasks of some kinds."""
+    return [name for name, task in TASKS.items() if task.kind in kinds]
+
+
+def _arguments(usage: str, argv: Sequence[str] | None, kind: str) -> tuple[Path | None, list[str], Path | None, bool]:
+    """Return the file, the settings of its fields, the path of `--json`, and whether `--quiet` is given."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        sys.exit(usage)
+    if {"-h", "--help"} & set(words):
+        print(usage)
+        sys.exit()
+    path = None if _is_setting(words[0]) else _file(words.pop(0), kind)
+    quiet = "--quiet" in words
+    settings, json = [], None
+    for setting in _settings([word for word in words if word != "--quiet"]):
+        if setting.startswith("json="):
+            json = Path(setting.removeprefix("json="))
+            refuse_place(json)
+        else:
+            settings.append(setting)
+    return path, settings, json, quiet
+
+
+def _is_setting(word: str) -> bool:
+    """Return whether the first word is a setting; a file may have `=` in its path."""
+    field, equals, _ = word.partition("=")
+    return word.startswith("--") or (bool(equals) and "/" not in field and not os.path.isfile(word))
+
+
+def _file(name: str, kind: str) -> Path:
+    """Return the path of a recipe or a sweep: a file, or one that comes with the package."""
+    path = Path(name)
+    if path.exists() or path.name != name:
+        return path
+    shipped = Path(__file__).parents[1] / kind / name
+    return shipped if shipped.is_file() else path
+
+
+def _settings(words: Sequence[str]) -> Iterator[str]:
+    """Yield settings as `field=value`, from `field=value`, `--field=value` or `--field value`."""
+    remaining = iter(words)
+    for word in remaining:
+        if not word.startswith("--"):
+            yield word
+            continue
+        name, equals, value = word[2:].partition("=")
+        if not equals:
+            value = next(remaining, "--")
+            if value.startswith("--"):
+                raise RecipeError(f"{word} sets nothing; expected a value after it")
+        text = to_json(value).strip() if name == "revision" else value  # a name such as 1.0 stays text
+        yield f"{name if '.' in name else name.replace('-', '_')}={text}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Batches of rows of similar lengths, in a seeded order for each epoch.
+
+Transformers' own sampler draws from the global generator. A resumed run would have another order, and so would each
+of several processes, which must share one.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from datasets import Dataset
+from datasets.features import List
+from torch.utils.data import Sampler
+from transformers import Trainer
+from transformers.trainer_pt_utils import get_length_grouped_indices
+
+CHUNK = 10_000
+
+
+class ByLength(Sampler[int]):
+    """Rows in random order, with similar lengths in each batch.
+
+    Args:
+        lengths: of each row.
+        batch: rows of one optimizer step.
+        seed: of the order.
+    """
+
+    def __init__(self, lengths: list[int], batch: int, seed: int) -> None:
+        self.lengths, self.batch, self.seed, self.epoch = lengths, batch, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, which decides the order."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order: list[int] = get_length_grouped_indices(self.lengths, self.batch, generator=generator)
+        return iter(order)
+
+
+def row_lengths(rows: Dataset, *columns: str) -> np.ndarray:
+    """Return the number of tokens of each row, in the longest of the columns that hold lists; (rows,)."""
+    lists = [name for name in columns if isinstance(rows.features.get(name), List)]
+    tables = rows.select_columns(lists).with_format("arrow").iter(CHUNK)
+    counts = [
+        np.max([pc.list_value_length(table[name]).to_numpy() for name in lists], axis=0).astype(np.int32)
+        for table in tables
+    ]
+    return np.concatenate(counts) if counts else np.zeros(0, np.int32)
+
+
+def grouping(trainer_class: type[Trainer]) -> type[Trainer]:
+    """Return a trainer class that batches rows of similar lengths where the training arguments say so."""
+
+    class Grouping(trainer_class):  # type: ignore[misc]
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            strategy = getattr(self.args, "train_sampling_strategy", None)  # Transformers 5.0 has none
+            if strategy != "group_by_length":
+                return super()._get_train_sampler(train_dataset)
+            rows = self.train_dataset if train_dataset is None else train_dataset
+            batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+            return ByLength(row_lengths(rows, "input_ids").tolist(), batch, self.args.seed)
+
+        def _get_eval_sampler(self, eval_dataset: Any) -> None:
+            return None  # in order: translations are scored against the references of the same rows
+
+    Grouping.__name__ = trainer_class.__name__
+    return Grouping

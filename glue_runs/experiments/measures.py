@@ -1,0 +1,295 @@
+"""Measures of the heads of trained models, for records and as in the papers' tables."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeVar
+
+import torch
+from datasets import Dataset, DatasetDict
+from torch import Tensor
+from transformers import EvalPrediction, PreTrainedModel
+
+from collab_compress.analysis import (
+    JointCovariance,
+    alpha_matrices,
+    bhattacharyya,
+    cka,
+    discrepancy,
+    dominant_heads,
+    head_covariances,
+    mean_over_pairs,
+    mixing_matrices,
+    pruning_curve,
+    random_importance,
+    svcca,
+)
+from collab_compress.analysis.diversity import Measure as DiscrepancyMeasure
+from collab_compress.architectures import find_attention
+from collab_compress.calibration import Batch, evaluation_mode, run_batch
+from collab_compress.calibration.gather import forward_arguments
+from collab_compress.checkpoint.directory import mapped
+from collab_compress.distributed import process_state
+from collab_compress.heads import alphas_of, confidence, head_importance
+from collab_compress.heads.importance import end_tokens
+from collab_compress.transformers_parts import UNLABELLED
+
+from .outputs import lacking, read_record, write_record
+from .recipe import Tuning
+from .workload import TokenModel, Workload
+
+ROWS = 256
+"""Measured rows, drawn with a fixed seed."""
+
+SCORED = 128
+"""Those of them on which a model is scored without some of its heads; the others choose the heads."""
+
+SHARES = tuple(step / 8 for step in range(9))
+"""Shares of heads in the pruning curve."""
+
+ORDERS = 3
+"""Orders of random heads in the pruning curve."""
+
+DIGITS = {"mixing": 4, "alphas": 4}
+"""Significant digits of large matrices; other numbers have six."""
+
+BATCH = 64
+
+Value = TypeVar("Value")
+
+
+class Subject:
+    """The model of a stage, and the rows that it is measured on: of the validation data, or else of the test data.
+
+    Args:
+        workload: the task, and the recipe.
+        model: is measured.
+    """
+
+    def __init__(self, workload: Workload, model: PreTrainedModel) -> None:
+        self.workload, self.model, self.tokenizer = workload, model, workload.new_tokenizer()
+        scored = workload.scored()
+        self.split = next((name for name in scored if name.startswith("validation")), scored[0])
+        self.texts: Dataset = workload.texts[self.split]
+        if not isinstance(workload, TokenModel):  # whose rows are blocks of all texts
+            self.texts = self._drawn(self.texts)
+        rows: Dataset = workload.encode(DatasetDict({self.split: self.texts}))[self.split]
+        rows = self._drawn(rows) if isinstance(workload, TokenModel) else rows
+        arguments = {*forward_arguments(model), "labels"}
+        self._rows = rows.select_columns([name for name in rows.column_names if name in arguments])
+        self._collate = workload.collator(model, self.tokenizer)
+
+    @staticmethod
+    def _drawn(rows: Dataset) -> Dataset:
+        """Return up to `ROWS` random rows, the same for all models."""
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:ROWS]
+        return rows.select(order.tolist())
+
+    def places(self, first: int = 0, end: int = ROWS) -> list[int]:
+        """Return the indices of measured rows; long rows come first."""
+        return sorted(range(len(self._rows))[first:end], key=lambda place: -len(self._rows[place]["input_ids"]))
+
+    def batches(self, places: list[int]) -> list[Batch]:
+        """Return batches of rows, with labels."""
+        batches = []
+        for start in range(0, len(places), BATCH):
+            batch = dict(self._collate([self._rows[place] for place in places[start : start + BATCH]]))
+            if "decoder_input_ids" in batch:  # padding predicts nothing, and neither does the token before it
+                batch["decoder_attention_mask"] = (batch["labels"] != UNLABELLED).long()
+            batches.append(batch)
+        return batches
+
+    @cached_property
+    def all_batches(self) -> list[Batch]:
+        """Batches of all measured rows."""
+        return self.batches(self.places())
+
+    @cached_property
+    def scoring(self) -> list[int]:
+        """Rows on which the model is scored without some heads: up to half of the measured ones."""
+        return self.places(0, min(SCORED, len(self._rows) // 2))
+
+    @cached_property
+    def choosing(self) -> list[int]:
+        """The other rows, which choose these heads."""
+        return self.places(len(self.scoring))
+
+    @cached_property
+    def covariances(self) -> dict[str, JointCovariance]:
+        """Covariances of head outputs by layer, for layers with several heads."""
+        covariances = head_covariances(self.model, self.all_batches)
+        return {name: covariance for name, covariance in covariances.items() if len(covariance.widths) > 1}
+
+    def mean_similarities(self, measure: Callable[[JointCovariance], float]) -> dict[str, dict[str, Any]]:
+        """Return a mean over pairs of heads for each layer."""
+        if not self.covariances:
+            return {}
+        means = {name: measure(covariance) for name, covariance in self.covariances.items()}
+        return {"layers": self.by_kind(means)}
+
+    def by_kind(self, values: Mapping[str, Value]) -> dict[str, list[Value]]:
+        """Group the values of modules by kind of attention, in the order of layers."""
+        grouped: dict[str, list[Value]] = {}
+        for site in find_attention(self.model):
+            # a module that ALBERT shares among layers has several values, "NAME[0]" and so on
+            of_site = [value for name, value in values.items() if name.partition("[")[0] == site.name]
+            if of_site:
+                grouped.setdefault(site.kind, []).extend(of_site)
+        return grouped
+
+    def scorer(self, places: list[int]) -> Callable[[PreTrainedModel], float]:
+        """Return a function that scores a model by the task's metric on some rows; translation is greedy."""
+        batches = self.batches(places)
+        if self.workload.task.kind != "translation":
+            return lambda model: self._score_logits(model, batches)
+        references = [self.texts[place]["target"] for place in places]
+        return lambda model: self._score_translations(model, batches, references)
+
+    def _score_translations(self, model: Any, batches: list[Batch], references: list[str]) -> float:
+        written = []
+        with evaluation_mode(model):
+            for batch in batches:
+                tokens = model.generate(
+                    input_ids=batch["input_ids"].to(model.device),
+                    attention_mask=batch["attention_mask"].to(model.device),
+                    num_beams=1,
+                    do_sample=False,
+                    max_length=self.workload.recipe.translation.max_length,
+                )
+                written += self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        metric = self.workload.metric
+        return metric.benchmark_score(metric.compute(predictions=written, references=references))
+
+    def _score_logits(self, model: PreTrainedModel, batches: list[Batch]) -> float:
+        reduce = self.workload.options(self.tokenizer, Tuning()).get("preprocess_logits_for_metrics")
+        outputs = []
+        with evaluation_mode(model):
+            for batch in batches:
+                logits = run_batch(model, batch).logits.cpu()
+                outputs.append(logits if reduce is None else reduce(logits, batch["labels"]))
+        # losses of running text hold their labels, which differ in length from batch to batch
+        labels = torch.cat([batch["labels"] for batch in batches]).numpy() if reduce is None else None
+        prediction = EvalPrediction(torch.cat(outputs).float().numpy(), labels)
+        return self.workload.metric.benchmark_score(self.workload.compute_metrics(prediction))
+
+
+def measure_svcca(subject: Subject) -> Any:
+    """Similarity of heads by SVCCA, mean over pairs, of each layer; and the last layers' curves of coefficients.
+
+    "Inter-Head Diversity", Tables 3 and 5 and Figures 3 and 4.
+    """
+    means = subject.mean_similarities(lambda covariance: svcca(covariance).mean)
+    last = {kind: layers[-1] for kind, layers in subject.by_kind(subject.covariances).items()}
+    return means and means | {"curve": {kind: svcca(covariance).curve for kind, covariance in last.items()}}
+
+
+def measure_cka(subject: Subject) -> Any:
+    """Similarity of heads by CKA, mean over pairs, of each layer: "Inter-Head Diversity", Tables 3 and 5."""
+    return subject.mean_similarities(lambda covariance: mean_over_pairs(cka(covariance)))
+
+
+def measure_confidence(subject: Subject) -> Any:
+    """Confidence of each head of each layer: "Multi-Head Rotation", Figure 5."""
+    ends = end_tokens(subject.model, subject.tokenizer)
+    return subject.by_kind(confidence(subject.model, subject.all_batches, exclude=ends))
+
+
+def measure_discrepancy(subject: Subject) -> Any:
+    """Total discrepancy of the heads of each layer: "Multi-Head Rotation", Figures 6 and 7."""
+    measures: tuple[DiscrepancyMeasure, ...] = ("cosine", "difference", "l2")
+    norms = {}
+    for name, result in discrepancy(subject.model, subject.all_batches).items():
+        norms[name] = {measure: result.norm(measure) for measure in measures}
+    return subject.by_kind(norms)
+
+
+def measure_overlap(subject: Subject) -> Any:
+    """Bhattacharyya coefficient of two heads' attention, mean over pairs: "Diversified Attention", equation 3."""
+    overlaps = bhattacharyya(subject.model, subject.all_batches)
+    return subject.by_kind({name: mean_over_pairs(pairs) for name, pairs in overlaps.items() if len(pairs) > 1})
+
+
+def measure_dominance(subject: Subject) -> Any:
+    """The task's score without the dominant head of a layer, mean over layers: "Scheduled DropHead", Table 4."""
+    better = subject.workload.metric.greater_is_better
+    chosen = dominant_heads(subject.model, subject.scorer(subject.choosing), greater_is_better=better).dominant
+    scores = dominant_heads(subject.model, subject.scorer(subject.scoring), greater_is_better=better, heads=chosen)
+    changes = scores.mean_change(chosen)
+    return {"score": scores.baseline} | {kind: scores.baseline + change for kind, change in changes.items()}
+
+
+def measure_pruning(subject: Subject) -> Any:
+    """The task's score without more and more of the least important heads: "Scheduled DropHead", Figure 3.
+
+    As `random`, the score without as many random heads, mean over several orders.
+    """
+    importance = head_importance(subject.model, subject.batches(subject.choosing))
+    scorer = subject.scorer(subject.scoring)
+    orders = [importance, *(random_importance(subject.model, seed=seed) for seed in range(ORDERS))]
+    curves = [pruning_curve(subject.model, order, scorer, shares=SHARES) for order in orders]
+    scores, *random = [[point.score for point in curve] for curve in curves]
+    return {"shares": list(SHARES), "scores": scores, "random": list(map(fmean, zip(*random, strict=True)))}
+
+
+def measure_mixing(subject: Subject) -> Any:
+    """Mixing matrices of the layers whose heads share projections: "Collaborate Instead of Concatenate", Figure 2."""
+    mixed = {site.name for site in find_attention(subject.model) if hasattr(site.module, "mixing")}
+    if not mixed:
+        return None
+    matrices = mixing_matrices(subject.model)
+    return subject.by_kind({name: matrix for name, matrix in matrices.items() if name in mixed})
+
+
+def measure_alphas(subject: Subject) -> Any:
+    """Alphas of the layers whose heads are mixed: "Multi-Head Rotation", Figures 3 and 4."""
+    return subject.by_kind(alpha_matrices(subject.model)) if alphas_of(subject.model) else None
+
+
+MEASURES: dict[str, Callable[[Subject], Any]] = {
+    "svcca": measure_svcca,
+    "cka": measure_cka,
+    "confidence": measure_confidence,
+    "discrepancy": measure_discrepancy,
+    "overlap": measure_overlap,
+    "dominance": measure_dominance,
+    "pruning": measure_pruning,
+    "mixing": measure_mixing,
+    "alphas": measure_alphas,
+}
+"""Name → measure; it returns numbers, tensors, lists and mappings, or nothing where the model has no such thing."""
+
+
+def add_measures(workload: Workload, directory: str | Path, folder: Path) -> None:
+    """Take the measures that the record of a stage lacks, and write the record after each.
+
+    Its `measures` are the results. Its `measured` names the measures that were taken, also those without result, with
+    the split, the number of its rows, and on how many of them the model was scored.
+
+    Args:
+        workload: the task, and the recipe, which names the measures.
+        directory: of the stage's model.
+        folder: of the stage.
+    """
+    path = folder / "result.json"
+    names = lacking(read_record(path), workload.recipe.measures)
+    if not names:
+        return
+    model: Any = workload.load_model(directory).to(process_state().device)
+    subject = Subject(workload, model)
+    how = {"split": subject.split, "rows": len(subject.places()), "scored": len(subject.scoring)}
+    for name in names:
+        result = MEASURES[name](subject)
+        record = read_record(path)
+        record["measured"] = {**record.get("measured", {}), name: how}
+        if result:
+            numbers = mapped(partial(_rounded, digits=DIGITS.get(name, 6)), result)
+            record["measures"] = {**record.get("measures", {}), name: numbers}
+        write_record(path, record)
+
+
+def _rounded(value: Any, digits: int) -> Any:
+    """Return a number, or a tensor as lists of numbers, with so many significant digits."""
+    if isinstance(value, Tensor):
+        return mapped(partial(_rounded, digits=digits), value.tolist())
+    return float(f"{value:.{digits}g}")

@@ -1,0 +1,258 @@
+"""The papers' protocol: fine-tune, convert, evaluate, fine-tune again, evaluate."""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from collab_compress.checkpoint.directory import atomic_directory, write_json
+from collab_compress.checkpoint.pretrained import find_directory
+from collab_compress.conversion import recover_
+from collab_compress.conversion.compress import compress, install_unset_
+from collab_compress.distributed import failing_together, on_every_process, on_main_process, process_state
+from collab_compress.errors import CheckpointError, RecipeError
+
+from ..tasks import TASKS
+from .examples import scored_splits
+from .measures import MEASURES, add_measures
+from .outputs import (
+    environment,
+    hub_commits,
+    mark,
+    read_record,
+    read_result,
+    refuse_moved,
+    reserve_output,
+    write_record,
+)
+from .recipe import Recipe, Tuning
+from .tuning import (
+    LOG,
+    check_trackers,
+    evaluate,
+    fine_tune,
+    rehearse,
+    training_arguments,
+)
+from .untrained import make_fresh
+from .workload import WORKLOADS, Workload, load_tokenizer
+
+
+def run(recipe: Recipe) -> list[dict[str, Any]]:
+    """Run an experiment from where it stopped.
+
+    Each stage has a folder in `recipe.output` with `result.json` and, if the stage made one, the model: `tuned` (or
+    `given`, a model evaluated as it is), the conversion's name, and the same with `-again` (`tuned-again` without a
+    conversion). Finished stages are not repeated, and an interrupted one continues from its last checkpoint; so any
+    number of conversions may share the tuned model of one output.
+
+    Args:
+        recipe: the experiment.
+
+    Returns:
+        The record of each stage: task, method, stage, conversion, whether it was tuned again, seed, metrics of each
+        split, score (their mean, in the benchmark's scale), parameters, the recipe, the versions it ran with, the
+        commits of model and data where they are from the hub; of a fine-tuning its seconds and log; of a conversion
+        its seconds, without and with calibration, and the mean relative error of scores; and the recipe's measures.
+
+    Raises:
+        RecipeError: a folder holds another experiment, or something cannot be run.
+        HeadError: a measure cannot be taken of the model.
+        DataError: the data are missing or malformed.
+        CheckpointError: the model is missing.
+    """
+    check_environment(recipe)
+    first = "given" if recipe.tuning is None else "tuned"
+    stages = [first, *filter(None, [recipe.conversion_name, recipe.again_name])]
+    with failing_together(), ExitStack() as held:
+        if not on_main_process(lambda: held.enter_context(reserve_output(recipe, stages))):
+            _run(recipe, stages)
+        return on_main_process(lambda: [read_result(recipe, stage) for stage in stages])
+
+
+def check_environment(recipe: Recipe) -> None:
+    """Refuse unknown measures, and trackers that are not installed.
+
+    Raises:
+        RecipeError: naming those that are available.
+    """
+    check_trackers(recipe.trackers)
+    for name in recipe.measures:
+        if name not in MEASURES:
+            raise RecipeError(f"unknown measure {name!r}; expected some of {', '.join(MEASURES)}")
+
+
+def summary(record: Mapping[str, Any]) -> str:
+    """Return a stage's score and metric, as in "86.31 accuracy+f1"."""
+    score = math.nan if record["score"] is None else record["score"]
+    return f"{score:.2f} {TASKS[record['task']].metric}"
+
+
+def _run(recipe: Recipe, stages: Sequence[str]) -> None:
+    """Run the stages that are not finished."""
+    workload = on_every_process(lambda: _load_workload(recipe))
+    if recipe.model is None:
+        source = on_main_process(lambda: _fresh_model(workload))
+    else:
+        source = on_every_process(lambda: find_directory(str(recipe.model), recipe.revision))
+    workload.tokenizer = on_every_process(lambda: load_tokenizer(source))
+    commits = on_every_process(lambda: hub_commits(source, workload.texts))
+    on_main_process(lambda: refuse_moved(recipe, commits))
+
+    def is_missing(file: str, names: Sequence[str]) -> bool:
+        return on_main_process(lambda: not all((recipe.output / name / file).exists() for name in names))
+
+    is_unmade = is_missing("model", stages if recipe.tuning is not None else stages[1:])
+    if is_unmade or is_missing("result.json", stages):
+        workload.encode_splits()
+    if is_unmade:
+        on_every_process(lambda: _rehearse(workload, source))
+
+    def run_stage(name: str, start: Path, tuning: Tuning | None = None) -> Path:
+        """Fine-tune and evaluate what is not done yet; return where the model is."""
+        folder = recipe.output / name
+        if tuning is not None:
+            if is_missing("model", [name]):
+                model = on_every_process(lambda: workload.load_model(start, trained=False))
+                fine_tune(workload, model, tuning, folder)
+            start = folder / "model"
+        if is_missing("result.json", [name]):
+            model = on_every_process(lambda: workload.load_model(start))
+            parameters = model.num_parameters()
+            metrics = evaluate(workload, model, tuning or recipe.tuning or recipe.again or Tuning(), folder)
+            on_main_process(
+                lambda: write_record(folder / "result.json", _record(workload, folder, metrics, parameters, commits))
+            )
+        on_main_process(lambda: add_measures(workload, start, folder))
+        return start
+
+    start = run_stage(stages[0], source, recipe.tuning)
+    if recipe.conversion_name is not None:
+        converted = recipe.output / recipe.conversion_name
+        _convert(workload, start, converted)
+        start = run_stage(recipe.conversion_name, converted / "model")
+    if recipe.again_name is not None:
+        run_stage(recipe.again_name, start, recipe.again)
+
+
+def _load_workload(recipe: Recipe) -> Workload:
+    """Load the data, and check what would otherwise fail hours later."""
+    workload = WORKLOADS[TASKS[recipe.task].kind](recipe)
+    if not workload.scored():
+        raise RecipeError(f"{recipe.task} has no split to score in {recipe.data_dir}: none but train has labels")
+    for tuning in (recipe.tuning or Tuning(), recipe.again or Tuning()):
+        training_arguments(workload, tuning, recipe.output)
+    return workload
+
+
+def _fresh_model(workload: Workload) -> Path:
+    """Make the untrained model if it is missing, and return its folder."""
+    fresh, folder = workload.recipe.fresh, workload.recipe.output / "start"
+    if fresh is None or folder.is_dir():
+        return folder
+    if isinstance(fresh.config, str):
+        try:
+            fresh = replace(fresh, config=str(find_directory(fresh.config)))
+        except CheckpointError as error:
+            raise RecipeError(f"the config of {fresh.config} cannot be read: {error}") from error
+    with atomic_directory(folder) as directory:
+        train, seed = workload.texts["train"], workload.recipe.seed
+        make_fresh(fresh, workload.task, workload.model_class, train, seed, directory)
+        mark(directory, {})
+    return folder
+
+
+def _rehearse(workload: Workload, source: Path) -> None:
+    """Go through the stages on one model without training or decomposition, to find errors before hours of work."""
+    recipe = workload.recipe
+    model = workload.load_model(source, trained=recipe.tuning is None)
+    if recipe.tuning is not None:
+        rehearse(workload, model, recipe.tuning)
+    if recipe.compression is not None:
+        compression = recipe.compression.with_solver(seed=recipe.seed)
+        tokenizer = workload.new_tokenizer()
+        install_unset_(model, compression, recipe.calibration, tokenizer, recipe.calibration_options)
+    if recipe.again is not None:
+        rehearse(workload, model, recipe.again)
+
+
+def _convert(workload: Workload, source: Path, folder: Path) -> None:
+    """Convert a model into `folder/model` if that is missing; each process converts the whole model."""
+    recipe, processes = workload.recipe, process_state()
+    if recipe.compression is None or on_main_process(lambda: (folder / "model").is_dir()):
+        return
+    model = on_every_process(lambda: workload.load_model(source)).to(processes.device)
+    tokenizer = workload.new_tokenizer()
+    compression = recipe.compression.with_solver(seed=recipe.seed)
+    report = on_every_process(
+        lambda: compress(
+            model, compression, recipe.calibration, tokenizer, calibration_options=recipe.calibration_options
+        )
+    )
+    description = report.to_dict()
+    if recipe.recovery is not None:
+        dense = on_every_process(lambda: workload.load_model(source))
+        done = recover_(
+            model,
+            dense,
+            tokenizer,
+            recipe.calibration,
+            **asdict(recipe.recovery),
+            seed=recipe.seed,
+            length=recipe.calibration_options.length,
+            disable_tqdm=not recipe.progress,
+        )
+        description["recovery"] = {"steps": done.global_step, "mean_divergence": done.training_loss}
+
+    def save() -> None:
+        write_json(folder / "report.json", description)
+        with atomic_directory(folder / "model") as directory:
+            model.save_pretrained(directory)
+            workload.tokenizer.save_pretrained(directory)
+
+    on_main_process(save)
+
+
+def _record(
+    workload: Workload,
+    folder: Path,
+    metrics: dict[str, dict[str, float]],
+    parameters: int,
+    hub: dict[str, str | None],
+) -> dict[str, Any]:
+    recipe, stage = workload.recipe, folder.name
+    scores = [workload.metric.benchmark_score(metrics[split]) for split in scored_splits(metrics)]
+    return {
+        "task": recipe.task,
+        "method": recipe.method_name,
+        "stage": stage,
+        "conversion": None if stage in ("given", "tuned") else recipe.conversion_name,
+        "again": stage == recipe.again_name,
+        "seed": recipe.seed,
+        "score": sum(scores) / len(scores),
+        "metrics": metrics,
+        "parameters": parameters,
+        "recipe": asdict(recipe),
+        "environment": environment(),
+        "hub": hub,
+        **_log(folder),
+    }
+
+
+def _log(folder: Path) -> dict[str, Any]:
+    """Return the log of a fine-tuning, or the time and error of a conversion; empty for a given model."""
+    if (folder / LOG).is_file():
+        return read_record(folder / LOG)
+    if not (folder / "report.json").is_file():
+        return {}
+    report = read_record(folder / "report.json")
+    errors = [
+        module["weight_error" if module["data_error"] is None else "data_error"] for module in report["modules"]
+    ]
+    return {
+        "seconds": report["seconds"] - report["calibrating"],
+        "seconds_with_calibration": report["seconds"],
+        "error": sum(errors) / len(errors) if errors else None,
+    }

@@ -1,0 +1,470 @@
+"""Recipes of experiments: the same dataclasses in Python, in YAML files and on command lines."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from math import inf
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, cast, get_args, get_type_hints
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from collab_compress.errors import CollabCompressError, RecipeError, one_line
+from collab_compress.options import CalibrationOptions, Compression
+from collab_compress.training import HeadTraining
+
+from ..tasks import TASKS
+from .untrained import Fresh
+
+MOST_STEPS = 10**9
+PLAIN = "plain"
+"""Method of the models that others are compared with."""
+
+MOST_PROBLEMS = 10
+"""Most problems of a recipe that an error names."""
+
+OWN_ARGUMENTS = {
+    "output_dir": "output",
+    "seed": "seed",
+    "report_to": "trackers",
+    "num_train_epochs": "tuning.epochs",
+    "learning_rate": "tuning.learning_rate",
+    "warmup_steps": "tuning.warmup",
+    "max_steps": "tuning.max_steps",
+    "per_device_train_batch_size": "tuning.batch_size",
+}
+"""Training argument → the field of a recipe that sets it."""
+
+REFUSED_ARGUMENTS = {
+    "resume_from_checkpoint": "a run resumes from its own checkpoints",
+    "batch_eval_metrics": "metrics are computed over whole splits",
+    "save_total_limit": "a run keeps its last checkpoint, and the best one where that is the result",
+    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"), "each process has the whole model"),
+}
+"""Training argument → why a recipe cannot set it."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """One fine-tuning."""
+
+    epochs: float = 3.0
+    """Passes over the training data."""
+
+    learning_rate: float = 5e-5
+    """Highest learning rate; it rises in the warmup and then falls linearly to 0."""
+
+    batch_size: int = 32
+    """Rows of a batch in one process."""
+
+    warmup: float = 0.1
+    """Share of the steps in which the learning rate rises."""
+
+    max_steps: int = -1
+    """Steps of training in place of epochs, if positive."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Further TrainingArguments of Transformers."""
+
+    def __post_init__(self) -> None:
+        for name in self.arguments:
+            if name in OWN_ARGUMENTS:
+                raise RecipeError(f"arguments hold {name}, which the recipe's field {OWN_ARGUMENTS[name]} sets")
+            if name in REFUSED_ARGUMENTS:
+                raise RecipeError(f"arguments hold {name}, but {REFUSED_ARGUMENTS[name]}; leave it out")
+        for name in ("epochs", "learning_rate"):
+            _check_range(self, name, 0, MOST_STEPS)
+        _check_range(self, "batch_size", 1, MOST_STEPS)
+        _check_range(self, "max_steps", -inf, MOST_STEPS)
+        if self.max_steps <= 0 and self.epochs <= 0:
+            raise RecipeError(f"epochs is {self.epochs:g}; expected more than 0, or max_steps")
+        if not 0 <= self.warmup < 1:
+            raise RecipeError(f"warmup is {self.warmup}; expected a share of the steps, from 0 to below 1")
+
+
+def _check_range(options: Any, name: str, lowest: float, highest: float) -> None:
+    """Refuse a field outside a range; None is no number."""
+    value = getattr(options, name)
+    if value is not None and not lowest <= value <= highest:
+        shown = f"{value:.10g}" if isinstance(value, float) else value  # an integer may be too large for a float
+        raise RecipeError(f"{name} is {shown}; expected a number from {lowest} to {highest}")
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """A short distillation of converted attention, without labels (`collab_compress.conversion.recover_`)."""
+
+    steps: int = 150
+    """Steps of 16 sequences in each process."""
+
+    learning_rate: float = 1e-3
+    """Highest learning rate; it rises over the first eighth of the steps and falls along a cosine."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.learning_rate <= 1:
+            raise RecipeError(f"learning_rate is {self.learning_rate}; expected a number above 0, up to 1")
+        _check_range(self, "steps", 1, MOST_STEPS)
+
+
+@dataclass(frozen=True)
+class TranslationOptions:
+    """Languages, and beam search."""
+
+    source: str | None = None
+    """Language to translate from, as in the names of the files; the task's own if not given."""
+
+    target: str | None = None
+    """Language to translate to."""
+
+    beams: int = 5
+    """Beams of the search; 1 is greedy."""
+
+    length_penalty: float = 1.0
+    """Power of the length by which a hypothesis's score is divided."""
+
+    max_length: int = 128
+    """Most tokens of a translation, with the decoder's first."""
+
+    def __post_init__(self) -> None:
+        _check_range(self, "beams", 1, MOST_STEPS)
+        _check_range(self, "max_length", 2, MOST_STEPS)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Fine-tune a model on a task, convert it, and fine-tune it again; evaluate after each.
+
+    Without `tuning` the model is evaluated and converted as it is, without `compression` it is not converted, without
+    `again` there is no second fine-tuning.
+    """
+
+    task: str
+    """Name of a task (`tasks.TASKS`)."""
+
+    output: Path
+    """Folder of the experiment; its finished stages are not repeated."""
+
+    model: str | None = None
+    """minilm (embedded), a model directory, or a name on the hub (bert-base, org/name)."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a model on the hub; its main branch if not given."""
+
+    attn_implementation: str | None = None
+    """Attention implementation of Transformers: eager, sdpa, …; Transformers' choice if not given."""
+
+    fresh: Fresh | None = None
+    """An untrained model to start from instead, with a tokenizer trained on the data."""
+
+    data_dir: Path | None = None
+    """Folder with the task's files; the hub if not given."""
+
+    files: dict[str, str | list[str]] | None = None
+    """Split → file or files in `data_dir`, if they do not have the task's usual names."""
+
+    held_out: float | None = None
+    """Share of the training data that is held out as validation data, the same rows for every seed; for tasks that
+    have no validation data."""
+
+    seed: int = 0
+    """Seed of fresh weights, data order, dropout and calibration."""
+
+    max_length: int = 128
+    """Tokens of a row, or of a block of running text; longer rows are cut."""
+
+    tuning: Tuning | None = None
+    """The first fine-tuning, or the training of a fresh model."""
+
+    compression: Compression | None = None
+    """The conversion."""
+
+    conversion: str | None = None
+    """Name of the conversion, in tables and as a folder; its widths, such as dk128-dv192, if not given. Without
+    compression it names the second fine-tuning of the dense model, the control of a converted one's: NAME-again, or
+    tuned-again if not given."""
+
+    calibration: str = "auto"
+    """Calibration data of the conversion: auto, builtin, synthetic, generated, none, or a file with one text a line,
+    as for `collab-compress`."""
+
+    calibration_options: CalibrationOptions = field(default_factory=CalibrationOptions)
+    """How much of the calibration data is used."""
+
+    recovery: Recovery | None = None
+    """Distillation of the converted attention from the dense model's, without labels, on the calibration data."""
+
+    again: Tuning | None = None
+    """The second fine-tuning, of the converted model, or of the dense one without compression."""
+
+    heads: HeadTraining = field(default_factory=HeadTraining)
+    """Methods that act on heads, in both fine-tunings."""
+
+    method: str | None = None
+    """Name of the experiment in tables. If not given, it says what acts on heads, as in drophead0.2-agreement0.1, or
+    `plain`, the baseline's name, where nothing does."""
+
+    translation: TranslationOptions = field(default_factory=TranslationOptions)
+    """Languages and beam search, if the task is translation."""
+
+    measures: tuple[str, ...] = ()
+    """Measures of the model of each stage: svcca, cka, confidence, discrepancy, overlap, dominance, pruning,
+    mixing, alphas; a finished run is only measured."""
+
+    trackers: tuple[str, ...] = ("tensorboard",)
+    """Trackers of the Trainer: tensorboard (in `output`), wandb, …; none if empty."""
+
+    progress: bool = True
+    """Whether the main process shows progress bars and the log of training."""
+
+    def __post_init__(self) -> None:
+        for place in ("output", "data_dir"):
+            if (path := getattr(self, place)) is not None:
+                object.__setattr__(self, place, Path(path).expanduser())
+        _check_range(self, "seed", 0, 2**32 - 1)
+        if self.held_out is not None and not 0 < self.held_out < 1:
+            raise RecipeError(f"held_out is {self.held_out}; expected a share of the training data, between 0 and 1")
+        if self.files and self.trains and "train" not in self.files:
+            raise RecipeError("files names no training data; give files.train too, or leave tuning and again out")
+        if self.files and set(self.files) == {"train"}:
+            raise RecipeError("files names only training data; give data to score too, as files.validation")
+        if self.task not in TASKS:
+            raise RecipeError(f"unknown task {self.task!r}; expected one of {', '.join(sorted(TASKS))}")
+        if (self.model is None) == (self.fresh is None):
+            raise RecipeError("give either a model to start from, or the settings of a fresh one")
+        if self.revision is not None and self.model is None:
+            raise RecipeError("revision selects a version of a hub model; give model too")
+        if self.fresh is not None and self.tuning is None:
+            raise RecipeError("a fresh model is trained first; give tuning")
+        if self.again is not None and self.compression is None and self.tuning is None:
+            raise RecipeError("again is a second fine-tuning; give compression or tuning too, or leave again out")
+        if self.conversion is not None and self.compression is None and self.again is None:
+            raise RecipeError(
+                f"conversion {self.conversion!r} converts nothing; give compression too, or leave conversion out"
+            )
+        converts_attention = self.compression is not None and not self.compression.keeps_attention
+        if self.recovery is not None and (not converts_attention or self.calibration == "none"):
+            raise RecipeError(
+                "recovery trains converted attention on calibration data; give dk, dv or keep, and calibration data"
+            )
+        if not self.trains and self.heads != HeadTraining():
+            raise RecipeError(
+                "heads acts in fine-tuning, and there is none; give tuning or again, or leave heads out"
+            )
+        if self.method == PLAIN and self._acting:
+            raise RecipeError(
+                f"method is {PLAIN}, the name of the baseline, but the recipe has {self._acting}; give another "
+                "method, or leave it out"
+            )
+        for name in (self.method, self.conversion):
+            if name is not None and (not name or "/" in name or name.startswith(".")):
+                raise RecipeError(f"{name!r} cannot name a folder")
+        if self.conversion in ("start", "given", "tuned") or (self.conversion or "").endswith("-again"):
+            raise RecipeError(f"a conversion cannot be called {self.conversion!r}, as another stage is")
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a fine-tuning."""
+        return self.tuning is not None or self.again is not None
+
+    @property
+    def _acting(self) -> str:
+        """What acts on heads in training, as a name; empty if nothing does. A penalty of weight 0 only measures."""
+        heads, attention = self.heads, self.fresh and self.fresh.attention
+        names = [f"collaborative{attention.dk}"] if attention else []
+        for name, strength, schedule in (
+            *(("drophead", dropout.p, dropout.schedule) for dropout in heads.drophead),
+            *((penalty.name, penalty.strength, penalty.schedule) for penalty in heads.penalties),
+        ):
+            names += [f"{name}{strength:g}" + f"-{schedule}" * (schedule != "constant")] if strength else []
+        names += [name for name in ("alphas", "rotation") if getattr(heads, name) is not None]
+        return "-".join(names)
+
+    @property
+    def method_name(self) -> str:
+        """Name of the method."""
+        return self.method or self._acting or PLAIN
+
+    @property
+    def conversion_name(self) -> str | None:
+        """Name of the conversion; None without one."""
+        if self.compression is None:
+            return None
+        widths = {name: getattr(self.compression, name) for name in ("dk", "dv", "dff", "keep")}
+        return self.conversion or "-".join(f"{name}{width}" for name, width in widths.items() if width is not None)
+
+    @property
+    def again_name(self) -> str | None:
+        """Name of the second fine-tuning's stage; None without one."""
+        return None if self.again is None else f"{self.conversion_name or self.conversion or 'tuned'}-again"
+
+
+Options = TypeVar("Options")
+
+
+def read_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe from a YAML file and settings such as `compression.dk=128` or `heads.drophead=[{p: 0.2}]`.
+
+    Args:
+        path: the file; settings alone if not given.
+        overrides: `field=value`, with dots between nested fields and YAML values.
+
+    Raises:
+        RecipeError: the file cannot be read, a field is unknown, or a value is invalid.
+    """
+    return parse(Recipe, read_settings(path, overrides), str(path) if path is not None else "the recipe")
+
+
+def read_settings(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """Read nested fields from a YAML file, and set some of them as `read_recipe` does.
+
+    Raises:
+        RecipeError: the file or a setting cannot be read.
+    """
+    data = _load(Path(path)) if path is not None else {}
+    for override in overrides:
+        set_field(data, override)
+    return data
+
+
+def parse(options_class: type[Options], data: Mapping[str, Any], where: str) -> Options:
+    """Build a dataclass from nested fields with the types of JSON: a number is no text, and no truth value.
+
+    Raises:
+        RecipeError: a field is unknown or missing, or a value is invalid; `where` names the file.
+    """
+    try:
+        adapter = _adapter(cast(Any, options_class))
+        options: Options = adapter.validate_json(json.dumps(data, default=str), strict=True)
+        return options
+    except ValidationError as error:
+        raise RecipeError(f"{where}: {problems_of(error, options_class)}") from error
+    except (CollabCompressError, TypeError, ValueError, RuntimeError) as error:
+        raise RecipeError(f"{where}: {one_line(error)}") from error
+
+
+@cache
+def _adapter(options_class: Any) -> TypeAdapter[Any]:
+    for _, inner in _dataclasses_in(options_class):
+        inner.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
+    return TypeAdapter(options_class)
+
+
+def _dataclasses_in(annotation: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield a dataclass and those in the types of its fields, each with the path of the field."""
+    if is_dataclass(annotation):
+        yield path, annotation
+        for name, inner in get_type_hints(annotation).items():
+            yield from _dataclasses_in(inner, (*path, name))
+    for inner in get_args(annotation):
+        yield from _dataclasses_in(inner, path)
+
+
+def problems_of(error: ValidationError, options_class: Any = None) -> str:
+    """Return which fields are wrong, and what is expected there.
+
+    Args:
+        error: by pydantic.
+        options_class: the dataclass whose fields are suggested for unknown ones.
+    """
+    problems, errors = [], error.errors()
+    # A field of several types, of which the first is str, has an error for each type.
+    unions = {
+        one["loc"][:-1]: one["input"] for one in errors if one["type"] == "string_type" and one["loc"][-1] == "str"
+    }
+    for union, value in unions.items():
+        of_union = [one for one in errors if one["loc"][: len(union)] == union]
+        types = dict.fromkeys(str(one["loc"][len(union)]) for one in of_union)
+        problems.append(f"{'.'.join(map(str, union))} is {repr(value)[:60]}; expected {' or '.join(types)}")
+        errors = [one for one in errors if one["loc"][: len(union)] != union]
+    for details in errors[:MOST_PROBLEMS]:
+        *_, name = path = list(map(str, details["loc"]))
+        field_name, value = ".".join(path), repr(details["input"])[:60]
+        if details["type"] == "unexpected_keyword_argument":
+            # name → path, of all fields in the same outermost field, or of the outermost ones
+            others: dict[str, str] = {}
+            for outer, inner in _dataclasses_in(options_class):
+                if outer[:1] == tuple(path[:-1])[:1]:
+                    others |= {other: ".".join((*outer, other)) for other in get_type_hints(inner)}
+            matches = get_close_matches(name, others, n=1, cutoff=0.7)
+            near = "".join(f"; did you mean {others[match]}?" for match in matches)
+            problems.append(f"there is no field {field_name}{near}")
+        elif details["type"] in ("missing_argument", "missing"):
+            problems.append(f"{field_name} is missing")
+        elif details["type"] in ("list_type", "tuple_type"):
+            problems.append(f"{field_name} is {value}; expected a list, as in [{details['input']}]")
+        else:
+            problems.append(f"{field_name} is {value}; {details['msg'].replace('Input should be', 'expected')}")
+    more = len(errors) - MOST_PROBLEMS
+    return "; ".join(problems) + f"; and {more} more" * (more > 0)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RecipeError(f"cannot read the recipe {path}: {one_line(error)}") from error
+    if not isinstance(data, dict):
+        raise RecipeError(f"{path} holds a {type(data).__name__}; expected fields and their values")
+    return data
+
+
+def set_field(data: dict[str, Any], override: str) -> Any:
+    """Set one field of nested mappings, in place, by a setting such as `compression.dk=128`; return its value.
+
+    Raises:
+        RecipeError: it is no `field=value`, or the field is in a value that has none.
+    """
+    name, equals, text = override.partition("=")
+    *outer, last = name.split(".")
+    if not equals or not all((*outer, last)):
+        raise RecipeError(f"{override!r} sets nothing; expected field=value, as in compression.dk=128")
+    inner: Any = data
+    for part in outer:
+        value = inner.get(part) or {}
+        if not isinstance(value, Mapping):
+            raise RecipeError(f"{override!r}: {part} is {value!r}, which has no fields")
+        inner[part] = dict(value)  # a copy: aliases in the file may share it
+        inner = inner[part]
+    try:
+        inner[last] = yaml.load(text, _Loader)
+    except (ValueError, yaml.YAMLError) as error:
+        raise RecipeError(f"{override[:80]!r}: cannot read the value: {one_line(error)}") from error
+    return inner[last]
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads plain scalars as YAML 1.2 does; refuses repeated keys.
+
+    PyYAML reads YAML 1.1, where 010 is 8, 1:30 is 90, no is false, 1e-4 is a text and 2026-01-01 is a date.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}  # type: ignore[misc]
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Read a mapping; PyYAML would keep the last of repeated keys."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        counts = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if repeated := [key for key, count in counts.items() if count > 1]:
+            raise yaml.composer.ComposerError(None, None, f"{repeated[0]} appears twice", node.start_mark)
+        return node
+
+
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = loader.construct_scalar(node)
+    return int(text, 0 if text[:2] in ("0o", "0x") else 10)
+
+
+for tag, scalars in {  # the core schema of YAML 1.2, and `<<` of 1.1
+    "null": r"(~|null|Null|NULL|)$",
+    "bool": r"(true|True|TRUE|false|False|FALSE)$",
+    "int": r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$",
+    "float": r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$",
+    "merge": r"<<$",
+}.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(scalars), None)
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)

@@ -1,0 +1,333 @@
+"""Load a task from files in a folder, or from the hub."""
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import datasets
+import pyarrow as pa
+from datasets import Dataset, DatasetDict, DatasetInfo, Features, NamedSplit, load_dataset
+from datasets.exceptions import DatasetsError
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from tqdm import tqdm
+
+from collab_compress.errors import DataError
+
+from .catalogue import NO_LABEL, TASKS, Hub, Task
+from .layouts import Layout, Row, malformed
+
+Languages: TypeAlias = tuple[str, str] | None
+"""Source and target language, for translation."""
+
+Files: TypeAlias = dict[str, list[tuple[Path, ...]]]
+"""Split → the files of each of its parts."""
+
+CHUNK = 10_000
+EXPORT = "refs/convert/parquet"  # where the hub keeps conversions to Parquet
+
+
+def find_files(
+    task: Task, data_dir: Path, languages: Languages, splits: Sequence[str] | None
+) -> tuple[Layout, Files]:
+    """Return the layout of a task's files, and the files, or raise a DataError that says which were expected.
+
+    If `splits` are given, all of them must exist; otherwise optional ones may be missing.
+    """
+    layouts = task.layouts
+    if not data_dir.is_dir():
+        raise DataError(f"{task.name}: no folder {data_dir}; {expected_files(layouts, languages)}")
+    names = list(dict.fromkeys(split for layout in layouts for split in layout.files))
+    if unknown := [split for split in splits or () if split not in names]:
+        raise DataError(f"{task.name} has no split {unknown[0]!r}; expected {', '.join(names)}")
+    folders = [data_dir / name for name in task.folders if (data_dir / name).is_dir()] + [data_dir]
+    most, message = 0, ""
+    for folder in folders:
+        for layout in layouts:
+            files, missing = _search(layout, folder, languages, splits)
+            if files and missing is None:
+                return layout, files
+            if len(files) > most:  # of incomplete layouts, describe the most complete one
+                most = len(files)
+                message = f"no {missing} in {folder}; {expected_files([layout], languages)}"
+    if not message:
+        of = f" of {', '.join(splits)}" if splits else ""
+        places = ", ".join(map(str, folders))
+        message = f"none of its files{of} in {places}; {expected_files(layouts, languages)}"
+    raise DataError(f"{task.name}: {message}")
+
+
+def _search(
+    layout: Layout, folder: Path, languages: Languages, splits: Sequence[str] | None
+) -> tuple[Files, str | None]:
+    """Return the files of complete splits, and the name of the first missing file of a required or begun split."""
+    files: Files = {}
+    missing = None
+    for split in splits or layout.files:
+        complete: list[tuple[Path, ...]] = []
+        lacking, begun = [], False
+        for part in layout.files.get(split, ()):
+            candidates = layout.candidates(part, languages)
+            paths = {name: _existing(folder / name) for names in candidates for name in names}
+            begun = begun or any(paths.values())
+            for names in candidates:
+                group = tuple(path for path in map(paths.get, names) if path)
+                if len(group) == len(names):
+                    complete.append(group)
+                    break
+            else:
+                lacking += [name for name in candidates[0] if paths[name] is None]
+        if complete and not lacking:
+            files[split] = complete
+        elif missing is None and (splits or split not in layout.optional or begun):
+            missing = f"{lacking[0]} ({split})" if lacking else f"files of {split}"
+    return files, missing
+
+
+def _existing(path: Path) -> Path | None:
+    packed = path.with_name(f"{path.name}.gz")
+    return path if path.exists() else packed if packed.is_file() else None
+
+
+def expected_files(layouts: Sequence[Layout], languages: Languages) -> str:
+    """Return the names of the files of a task, for each of its layouts."""
+    alternatives = []
+    for layout in layouts:
+        names = []
+        for split, parts in layout.files.items():
+            files = " and ".join(name for part in parts for name in layout.candidates(part, languages)[0])
+            names.append(f"[{files}]" if split in layout.optional else files)
+        alternatives.append(", ".join(names))
+    return f"expected {' or '.join(alternatives)} (plain or .gz; files in brackets are optional)"
+
+
+@contextmanager
+def progress_bars(shown: bool) -> Iterator[None]:
+    """Show or hide the progress bars of `datasets` and of downloads inside, and restore them afterwards.
+
+    The environment variables that force them on or off take precedence.
+    """
+    before = not datasets.are_progress_bars_disabled(), not are_progress_bars_disabled()
+    _show_bars(shown, shown)
+    try:
+        yield
+    finally:
+        _show_bars(*before)
+
+
+def _show_bars(mapping: bool, downloads: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (datasets.enable_progress_bars if mapping else datasets.disable_progress_bars)()
+        (enable_progress_bars if downloads else disable_progress_bars)()
+
+
+def load_hub(
+    task: Task,
+    languages: Languages,
+    splits: Sequence[str] | None,
+    progress: bool = False,
+) -> DatasetDict:
+    """Load a data set from the hub, or from its cache.
+
+    Raises:
+        DataError: the task is not on the hub, the hub cannot be reached, or its data set has other columns or splits.
+    """
+    advice = f"pass --data-dir (data_dir=…) with a folder; {expected_files(task.layouts, languages)}"
+    if task.hub is None:
+        raise DataError(f"{task.name} is not on the hub; {advice}")
+    words: dict[str, str] = {}
+    if languages is not None:
+        source, target = languages
+        words = {"source": source, "target": target, "foreign": target if source == "en" else source}
+    config = task.hub.config.format(**words) if task.hub.config else None
+    place = {"data_dir": config, "revision": EXPORT} if task.hub.exported else {"name": config}
+    with progress_bars(progress):
+        try:
+            stored = load_dataset(task.hub.path, **place)
+        except (DatasetsError, OSError, ValueError, RuntimeError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise DataError(f"cannot load {task.name} from the hub ({reason}); {advice}") from error
+        if splits and (missing := [split for split in splits if split not in stored]):
+            raise DataError(f"{task.hub.path} has no split {missing[0]!r}; it has {', '.join(stored)}")
+        wanted = splits or dict.fromkeys(split for layout in task.layouts for split in layout.files)
+        return DatasetDict(
+            {split: _canonical(task, task.hub, stored[split], words) for split in wanted if split in stored}
+        )
+
+
+def _canonical(task: Task, hub: Hub, data: Dataset, words: Mapping[str, str]) -> Dataset:
+    """Convert a data set to the canonical columns and drop all others."""
+    columns = {}
+    for name, sources in hub.columns.items():
+        columns[name] = [source.format(**words).split(".") for source in sources]
+        for first, *inner in columns[name]:
+            if first not in data.column_names or (inner and inner[0] not in data.features[first]):
+                column = ".".join([first, *inner])
+                raise DataError(f"{hub.path} has no column {column!r}; it has {', '.join(data.column_names)}")
+    rows = data.map(
+        _rename,
+        batched=True,
+        fn_kwargs={"task": task, "columns": columns},
+        remove_columns=data.column_names,
+        features=task.features,
+    )
+    if any(layout.left_out for layout in task.layouts):
+        rows = rows.filter(lambda label: label != NO_LABEL, input_columns=["label"])
+    return rows
+
+
+def _rename(batch: Mapping[str, Any], task: Task, columns: Mapping[str, Sequence[list[str]]]) -> dict[str, list[Any]]:
+    """Return the canonical columns of a batch of rows."""
+    renamed: dict[str, list[Any]] = {}
+    for name, sources in columns.items():
+        values = []
+        for first, *inner in sources:
+            values.append([value[inner[0]] for value in batch[first]] if inner else batch[first])
+        if name in task.text_columns:
+            texts = [" ".join(filter(None, row)) for row in zip(*values, strict=True)]
+            renamed[name] = [task.clean(text) for text in texts]
+        else:
+            renamed[name] = [task.number(label) for label in values[0]] if task.labels else values[0]
+    return renamed
+
+
+def load_task(
+    name: str,
+    data_dir: str | Path | None = None,
+    *,
+    splits: Sequence[str] | None = None,
+    source: str | None = None,
+    target: str | None = None,
+    files: Mapping[str, str | Sequence[str]] | None = None,
+    train: bool = True,
+    progress: bool = False,
+) -> DatasetDict:
+    """Load the data set of a task.
+
+    Columns have the same names for all data sets: text, label (and text_pair) for classification, source and target
+    for translation, text for language modelling. Splits are train, validation and test; MNLI has validation_matched
+    and validation_mismatched. Labels of a test split without labels are −1, as on the hub.
+
+    Files are read into memory.
+
+    Args:
+        name: of a task in `TASKS`.
+        data_dir: the folder of the task, or one that holds it under its usual name; the hub if not given.
+        splits: splits to load; all that exist if not given.
+        source: source language, as in the names of the files.
+        target: target language.
+        files: split → path, or paths to read one after another, instead of the usual ones; `{lang}` stands for the
+            language. Their layout is that of the task's usual files with the same extension.
+        train: whether training data are needed; without, they may be missing.
+
+    Returns:
+        Split → data set.
+
+    Raises:
+        DataError: no such task; files are missing or malformed (with file and line); or the hub cannot be reached.
+    """
+    task, languages = _resolve(name, source, target, files, train)
+    if data_dir is None:
+        if files:
+            raise DataError(f"{name}: files are relative to a folder; pass data_dir too")
+        return load_hub(task, languages, splits, progress)
+    layout, paths = find_files(task, Path(data_dir).expanduser(), languages, splits)
+
+    def read(split: str) -> Iterable[Row]:
+        rows = _rows(task, layout, paths[split], split)
+        return tqdm(rows, desc=f"{name} {split}", unit=" rows", disable=not progress)
+
+    return DatasetDict({split: _in_memory(read(split), task.features, split) for split in paths})
+
+
+def task_files(
+    name: str,
+    data_dir: str | Path,
+    *,
+    source: str | None = None,
+    target: str | None = None,
+    files: Mapping[str, str | Sequence[str]] | None = None,
+    train: bool = True,
+) -> dict[str, list[Path]]:
+    """Return the files that `load_task` reads with the same arguments.
+
+    Returns:
+        Split → files, or folders of them, in the order in which they are read.
+
+    Raises:
+        DataError: no such task, or files are missing.
+    """
+    task, languages = _resolve(name, source, target, files, train)
+    _, paths = find_files(task, Path(data_dir).expanduser(), languages, None)
+    return {split: list(chain.from_iterable(parts)) for split, parts in paths.items()}
+
+
+def _resolve(
+    name: str, source: str | None, target: str | None, files: Mapping[str, str | Sequence[str]] | None, train: bool
+) -> tuple[Task, Languages]:
+    """Return a task with the requested files, and its languages."""
+    if name not in TASKS:
+        raise DataError(f"unknown task {name!r}; expected one of {', '.join(sorted(TASKS))}")
+    task = TASKS[name]
+    layouts = task.layouts
+    if files:
+        parts = {split: (paths,) if isinstance(paths, str) else tuple(paths) for split, paths in files.items()}
+        if empty := [split for split, paths in parts.items() if not all(paths) or not paths]:
+            raise DataError(f"{name}: files of {empty[0]} name no path; pass one, or leave the split out")
+        fitting = (layout for layout in layouts if _endings(parts) <= _endings(layout.files))
+        layouts = (replace(next(fitting, layouts[0]), files=parts, optional=()),)
+    if not train:
+        for_evaluation = []
+        for layout in layouts:
+            kept = {split: parts for split, parts in layout.files.items() if split != "train"}
+            for_evaluation.append(replace(layout, files=kept))
+        layouts = tuple(for_evaluation)
+    task = replace(task, layouts=layouts)
+    if task.kind != "translation":
+        if source or target:
+            raise DataError(f"{name} is {task.kind} and has no source or target language")
+        return task, None
+    if task.languages is not None:
+        source, target = source or task.languages[0], target or task.languages[1]
+    if not source or not target or source == target:
+        raise DataError(f"{name} needs two languages, got source {source!r} and target {target!r}")
+    return task, (source, target)
+
+
+def _endings(files: Mapping[str, Sequence[str]]) -> set[str]:
+    names = [name for parts in files.values() for part in parts for name in part.split("|")]
+    return {Path(name.removesuffix(".gz")).suffix for name in names}
+
+
+def _rows(task: Task, layout: Layout, parts: Sequence[tuple[Path, ...]], split: str) -> Iterator[Row]:
+    """Read a split, with labels as numbers; raises a DataError where a file is malformed."""
+    for paths in parts:
+        empty = True
+        for place, row in layout.rows(paths, split in layout.unlabelled):
+            empty = False
+            if "label" in row:
+                if row["label"] in layout.left_out:
+                    continue
+                row["label"] = task.label(row["label"], layout, place)
+            if task.escaped:
+                row |= {name: task.clean(row[name]) for name in task.text_columns}
+            yield row
+        if empty:
+            raise malformed((paths[0], 1), "the file is empty; expected rows of data")
+
+
+def _in_memory(rows: Iterable[Row], features: Features, split: str) -> Dataset:
+    """Collect rows into a data set, a chunk at a time."""
+    schema, iterator = features.arrow_schema, iter(rows)
+    chunks: list[Any] = []
+    while chunk := list(islice(iterator, CHUNK)):
+        chunks.append(pa.Table.from_pylist(chunk, schema=schema))
+    return Dataset(
+        pa.concat_tables(chunks or [schema.empty_table()]),
+        info=DatasetInfo(features=features),
+        split=NamedSplit(split),
+    )

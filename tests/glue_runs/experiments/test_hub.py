@@ -1,0 +1,98 @@
+"""Models and data of the hub: which commits they are of is recorded, and a moved one is refused."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+from collab_compress_glue_runs.commands import run as command
+from collab_compress_glue_runs.experiments import Recipe, Tuning, protocol, run
+from datasets import Dataset, DatasetDict
+
+from collab_compress.errors import RecipeError
+from collab_compress.options import Compression
+
+COMMITS = {"v1": "1" * 40, "v2": "2" * 40}
+DATA = {"sentence1": ["red cat", "blue dog"] * 4, "sentence2": ["red cat", "red bird"] * 4, "label": [1, 0] * 4}
+COLD = Tuning(epochs=1, learning_rate=1e-3, batch_size=8)
+
+
+@pytest.fixture
+def hub(start, tmp_path, monkeypatch):
+    """Serve a model and a data set with commits; tests set the commit of the main branch."""
+    at = {"model": COMMITS["v1"], "data": COMMITS["v1"]}
+    for commit in COMMITS.values():
+        shutil.copytree(start, tmp_path / "models--someone--tiny" / "snapshots" / commit)
+
+    def find_directory(name, revision=None):
+        assert name == "someone/tiny"
+        commit = COMMITS.get(revision, revision or at["model"])
+        return tmp_path / "models--someone--tiny" / "snapshots" / commit
+
+    def load_dataset(path, **_):
+        folder = tmp_path / path.replace("/", "___") / "mrpc" / "0.0.0" / at["data"]  # where `datasets` keeps it
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = Dataset.from_dict(DATA).map(lambda row: row, cache_file_name=str(folder / "glue-train.arrow"))
+        return DatasetDict(train=rows, validation=rows)
+
+    monkeypatch.setattr("collab_compress_glue_runs.tasks.load.load_dataset", load_dataset)
+    monkeypatch.setattr(protocol, "find_directory", find_directory)
+    return at
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    common = {"task": "mrpc", "trackers": (), "calibration": "none", "progress": False, "max_length": 24}
+    return Recipe(model="someone/tiny", output=tmp_path / "out", tuning=COLD, **common)
+
+
+def test_commits_are_recorded(hub, recipe):
+    (record,) = run(replace(recipe, revision="v2"))
+    assert record["hub"] == {"model": COMMITS["v2"], "data": COMMITS["v1"]}
+    assert record["recipe"]["revision"] == "v2"
+    assert json.loads((recipe.output / "tuned" / "result.json").read_text()) == record
+    with pytest.raises(RecipeError, match=r"out was made with another revision; choose another output"):
+        run(replace(recipe, revision="v1"))
+
+
+def test_files_of_this_machine_have_no_commits(recipe, start, data_dir):
+    (record,) = run(replace(recipe, model=str(start), data_dir=data_dir))
+    assert record["hub"] == {"model": None, "data": None}
+
+
+def test_a_model_that_has_moved(hub, recipe):
+    run(recipe)
+    hub["model"] = COMMITS["v2"]
+    assert run(recipe)[0]["hub"]["model"] == COMMITS["v1"]  # finished, so nothing is read
+    converting = replace(recipe, compression=Compression(dk=12))
+    with pytest.raises(
+        RecipeError, match=r"tuned was made with commit 1+ of the model .* at 2+ now; pass revision=1+"
+    ):
+        run(converting)
+    assert not (recipe.output / "dk12" / "model").exists()
+    _, record = run(replace(converting, revision=COMMITS["v1"]))
+    assert record["hub"]["model"] == COMMITS["v1"]
+    with pytest.raises(RecipeError, match="another revision"):
+        run(replace(converting, revision=COMMITS["v2"]))
+
+
+def test_data_that_have_moved(hub, recipe):
+    run(recipe)
+    hub["data"] = COMMITS["v2"]
+    with pytest.raises(RecipeError, match=r"commit 1+ of the data on the hub, which is at 2+ now; choose another"):
+        run(replace(recipe, compression=Compression(dk=12)))
+
+
+def test_a_revision_without_a_model(recipe):
+    with pytest.raises(RecipeError, match="revision selects a version of a hub model; give model too"):
+        replace(recipe, model=None, fresh={}, revision="v1")
+
+
+def test_the_commands_take_a_revision(monkeypatch, tmp_path):
+    recipes = []
+    monkeypatch.setattr(command, "run", lambda recipe: recipes.append(recipe) or [])
+    monkeypatch.setattr(command, "run_sweep", lambda sweep: recipes.extend(sweep.recipes()) or [])
+    command.main(["task=mrpc", "model=org/name", "output=out", "--revision", "1.0"])
+    (tmp_path / "sweep.yaml").write_text("{output: out, tasks: {mrpc: {}, rte: {revision: v2}}, base: {model: a/b}}")
+    command.sweep_main([str(tmp_path / "sweep.yaml"), "--revision", "1.0"])
+    assert [recipe.revision for recipe in recipes] == ["1.0", "1.0", "v2"]

@@ -1,0 +1,503 @@
+"""Untrained translation, language and classification models: scores against loops over the files."""
+
+import json
+import math
+from statistics import mean
+
+import numpy as np
+import pytest
+import sacrebleu
+import torch
+from collab_compress_glue_runs.experiments import protocol, read_recipe, run
+from collab_compress_glue_runs.experiments.workload import Classification, LanguageModel, Translation
+from collab_compress_glue_runs.metrics import load_metric
+from collab_compress_glue_runs.tasks import TASKS, encode_masked_language_model, load_task
+from tiny_words import bert_config, word_tokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BartConfig,
+    BertForSequenceClassification,
+    DistilBertConfig,
+    EvalPrediction,
+    GPT2Config,
+    MarianConfig,
+    T5Config,
+)
+
+from collab_compress.errors import DataError, RecipeError
+from collab_compress.training import HeadSeq2SeqTrainer
+
+FRESH = "fresh={layers: 2, width: 24, heads: 3, feed_forward: 32, dropout: 0.0, max_length: 40, vocab_size: 60}"
+TUNING = "tuning={epochs: 2, learning_rate: 1.0e-3, batch_size: 8, arguments: {disable_tqdm: true}}"
+
+
+def recipe(output, *settings):
+    return read_recipe(overrides=[f"output={output}", FRESH, TUNING, "trackers=[]", "max_length=24", *settings])
+
+
+def translation(data_dir, output, *settings):
+    languages = "translation={source: aa, target: bb, beams: 3, length_penalty: 0.6, max_length: 12}"
+    return recipe(output, "task=parallel", f"data_dir={data_dir}", languages, *settings)
+
+
+def test_translation(sentences, tmp_path):
+    records = run(translation(sentences, tmp_path / "out", "compression.dk=12", f"again={TUNING.partition('=')[2]}"))
+    assert [record["stage"] for record in records] == ["tuned", "dk12", "dk12-again"]
+    for record in records:
+        folder = tmp_path / "out" / record["stage"]
+        written = (folder / "test.txt").read_text().splitlines()
+        test = load_task("parallel", sentences, source="aa", target="bb")["test"]
+        assert len(written) == 4
+        assert record["score"] == record["metrics"]["test"]["bleu"]
+        assert "bleu_compounds_split" not in record["metrics"]["test"]  # this is not German
+        assert record["score"] == sacrebleu.corpus_bleu(written, [list(test["target"])]).score
+        outcomes = np.load(folder / "test.examples.npz")
+        nll = outcomes["losses"].sum() / outcomes["tokens"].sum()
+        assert math.exp(nll) == pytest.approx(record["metrics"]["test"]["perplexity"], rel=1e-4)
+        assert (folder / "test.ref.txt").read_text().splitlines() == list(test["target"])
+        model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out" / record["stage"] / "model").eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+        for source, line in zip(
+            load_task("parallel", sentences, source="aa", target="bb")["test"]["source"], written, strict=True
+        ):
+            ids = tokenizer(source, return_tensors="pt", return_token_type_ids=False)
+            output_ids = model.generate(**ids, num_beams=3, length_penalty=0.6, max_length=12)
+            assert tokenizer.decode(output_ids[0], skip_special_tokens=True) == line
+        losses = []
+        for source, target in zip(test["source"], test["target"], strict=True):  # one token after the other
+            ids = tokenizer(source, return_tensors="pt", return_token_type_ids=False)
+            labels = tokenizer(text_target=target)["input_ids"]
+            before = [model.config.decoder_start_token_id, *labels[:-1]]
+            for place, label in enumerate(labels):
+                logits = model(**ids, decoder_input_ids=torch.tensor([before[: place + 1]])).logits[0, -1]
+                losses.append(-logits.double().log_softmax(-1)[label].item())
+        assert record["metrics"]["test"]["perplexity"] == pytest.approx(math.exp(mean(losses)), rel=1e-4)
+        assert outcomes["losses"].sum() == pytest.approx(sum(losses), rel=1e-4)
+        assert outcomes["tokens"].sum() == len(losses)
+
+
+def test_what_training_logs_is_recorded(sentences, tmp_path):
+    """The record has BLEU of the validation split after each epoch, if requested, and the time."""
+    evaluation = {
+        "eval_strategy": "epoch",
+        "predict_with_generate": True,
+        "train_sampling_strategy": "group_by_length",
+    }
+    tuning = {"epochs": 12, "learning_rate": 2e-2, "batch_size": 2, "arguments": {"disable_tqdm": True, **evaluation}}
+    greedy = ("translation.beams=1", "translation.length_penalty=1.0")
+    [record] = run(translation(sentences, tmp_path / "out", f"tuning={json.dumps(tuning)}", *greedy))
+    scores = [line["eval_bleu"] for line in record["history"] if "eval_bleu" in line]
+    assert len(scores) == 12
+    assert scores[-1] == record["metrics"]["validation"]["bleu"]
+    assert record["seconds"] > 0
+
+
+def test_each_fine_tuning_chooses_whether_bleu_is_logged(sentences, tmp_path):
+    again = "again={epochs: 1, batch_size: 8, arguments: {disable_tqdm: true, eval_strategy: epoch}}"
+    watched = "{disable_tqdm: true, eval_strategy: epoch, predict_with_generate: true}"
+    records = run(translation(sentences, tmp_path / "out", f"tuning.arguments={watched}", again))
+    logged = [any("eval_bleu" in line for line in record["history"]) for record in records]
+    assert logged == [True, False]
+
+
+def test_bleu_is_not_logged_without_validation_data(sentences, tmp_path):
+    for file in (sentences / "parallel").glob("val*"):
+        file.unlink()
+    [record] = run(translation(sentences, tmp_path / "out", "tuning.arguments={predict_with_generate: true}"))
+    assert not any("eval_bleu" in line for line in record["history"])
+    assert "validation" not in record["metrics"]
+
+
+def test_without_progress_nothing_is_printed(text, tmp_path, capfd):
+    arguments = "{logging_steps: 1, eval_strategy: epoch}"
+    silent = recipe(
+        tmp_path / "out", "task=text", f"data_dir={text}", f"tuning.arguments={arguments}", "progress=false"
+    )
+    run(silent)
+    assert capfd.readouterr().out == ""
+
+
+def test_german_has_bleu_with_compounds_split_beside_it(sentences, tmp_path):
+    for file in (sentences / "parallel").iterdir():
+        if file.suffix == ".bb":
+            file.rename(file.with_suffix(".de_AT"))
+    languages = "translation={source: aa, target: de_AT, beams: 1, max_length: 12}"
+    [record] = run(recipe(tmp_path / "out", "task=parallel", f"data_dir={sentences}", languages))
+    metrics = record["metrics"]["test"]
+    assert record["score"] == metrics["bleu"]
+    written = (tmp_path / "out" / "tuned" / "test.txt").read_text().splitlines()
+    references = load_task("parallel", sentences, source="aa", target="de_AT")["test"]["target"]
+    expected = load_metric("bleu-compounds-split").compute(predictions=written, references=references)
+    assert metrics["bleu_compounds_split"] == expected["bleu_compounds_split"]
+
+
+def test_final_scores_do_not_use_the_beams_of_evaluation_in_training(sentences, tmp_path, monkeypatch):
+    """BLEU during training may be greedy; the record's uses as many beams as recipes without it."""
+    beams = []
+
+    def watched_predict(trainer, *arguments, **more):
+        beams.append((trainer.args.generation_num_beams, trainer.args.generation_max_length))
+        return predict(trainer, *arguments, **more)
+
+    predict = HeadSeq2SeqTrainer.predict
+    monkeypatch.setattr(HeadSeq2SeqTrainer, "predict", watched_predict)
+    watched = "{eval_strategy: epoch, predict_with_generate: true, generation_num_beams: 1, generation_max_length: 8}"
+    [record] = run(translation(sentences, tmp_path / "out", f"tuning.arguments={watched}"))
+    assert any("eval_bleu" in line for line in record["history"])
+    assert set(beams) == {(None, None)}
+
+
+def test_collaborative_from_the_first_step(sentences, tmp_path):
+    [record] = run(
+        translation(sentences, tmp_path / "out", "fresh.attention={dk: 12}", "heads.alphas={frozen_ratio: 0.5}")
+    )
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    attention = model.model.decoder.layers[0].encoder_attn
+    assert attention.mixing.shape == (3, 12)
+    start = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out" / "start")
+    assert not torch.equal(attention.mixing, start.model.decoder.layers[0].encoder_attn.mixing)
+    assert record["parameters"] == model.num_parameters()
+
+
+def test_language_modelling(text, tmp_path, perplexity_by_token):
+    """The score is the perplexity of the text, each token predicted from those before it in its block."""
+    settings = ("task=text", f"data_dir={text}", "fresh.tokenizer=word", "fresh.vocab_size=null", "max_length=7")
+    [record] = run(recipe(tmp_path / "out", *settings))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "tuned" / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    expected = perplexity_by_token(model, tokenizer, text / "text" / "test.txt", 6)
+    assert record["metrics"]["test"]["perplexity"] == pytest.approx(expected, rel=1e-5)
+    assert record["score"] == record["metrics"]["test"]["perplexity"]
+    outcomes = np.load(tmp_path / "out" / "tuned" / "test.examples.npz")
+    assert math.exp(outcomes["losses"].sum() / outcomes["tokens"].sum()) == pytest.approx(expected, rel=1e-5)
+    assert model.config.is_decoder
+
+
+def test_a_finished_language_model_is_evaluated_in_full_precision(text, tmp_path, monkeypatch):
+    settings = [f"data_dir={text}", "task=text", "max_length=7", "trackers=[]"]
+    [record] = run(recipe(tmp_path / "out", *settings))
+    model = f"model={tmp_path / 'out' / 'tuned' / 'model'}"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch --mixed_precision bf16` does
+    [again] = run(read_recipe(overrides=[*settings, model, f"output={tmp_path / 'again'}"]))
+    assert again["score"] == record["score"]
+    assert again["environment"]["mixed_precision"] == "bf16"
+
+
+def test_a_language_model_that_sees_what_it_predicts(text, tmp_path):
+    run(recipe(tmp_path / "out", "task=text", f"data_dir={text}"))
+    model = tmp_path / "out" / "tuned" / "model"
+    config = AutoConfig.from_pretrained(model)
+    config.is_decoder = False
+    config.save_pretrained(model)
+    overrides = f"task=text data_dir={text} max_length=24 trackers=[] model={model} output={tmp_path / 'again'}"
+    with pytest.raises(RecipeError, match="model attends to the tokens it should predict; give a decoder"):
+        run(read_recipe(overrides=overrides.split()))
+
+
+def test_masked_language_modelling(text, tmp_path):
+    """The same tokens are masked for each model that is scored, converted ones too."""
+    overrides = ("task=text_masked", f"data_dir={text}", "compression.dk=24")
+    records = run(recipe(tmp_path / "out", *overrides))
+    assert [record["stage"] for record in records] == ["tuned", "dk24"]
+    folder = tmp_path / "out" / "tuned" / "model"
+    model, tokenizer = AutoModelForMaskedLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    rows = encode_masked_language_model(load_task("text", text)["test"], tokenizer, length=24, seed=0)
+    losses = []
+    for row in rows:
+        labels = torch.tensor([row["labels"]])
+        if (labels != -100).any():
+            with torch.no_grad():
+                logits = model(torch.tensor([row["input_ids"]])).logits[0]
+            losses.append(torch.nn.functional.cross_entropy(logits, labels[0], reduction="none")[labels[0] != -100])
+    expected = torch.cat(losses).mean().exp().item()
+    for record in records:
+        assert record["score"] == pytest.approx(expected, rel=1e-4)
+    assert tokenizer.mask_token_id == 4
+
+
+def test_a_classifier_without_pretraining(questions, tmp_path):
+    settings = ("task=trec", f"data_dir={questions}", "heads.drophead=[{p: 0.2}]", "fresh.lowercase=true")
+    [record] = run(recipe(tmp_path / "out", *settings))
+    assert record["metrics"].keys() == {"test"}  # there is no other split with labels
+    assert record["score"] == 100 * record["metrics"]["test"]["accuracy"]
+    outcomes = np.load(tmp_path / "out" / "tuned" / "test.examples.npz")
+    assert record["score"] == 100 * np.mean(outcomes["predictions"] == outcomes["labels"])
+    assert outcomes["labels"].tolist() == list(load_task("trec", questions)["test"]["label"])
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    assert model.num_labels == 6
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    assert tokenizer("Red")["input_ids"] == tokenizer("red")["input_ids"]
+    assert tokenizer("red")["input_ids"][0] == tokenizer.bos_token_id  # the position that the classifier reads
+
+
+HEADS = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
+BART = BartConfig(d_model=24, encoder_layers=1, decoder_layers=2, max_position_embeddings=40, **HEADS)
+MARIAN = MarianConfig(d_model=24, encoder_layers=1, decoder_layers=1, max_position_embeddings=40, **HEADS)
+TINY = {
+    "bart": ("sentences", "task=parallel", BART),
+    "marian": ("sentences", "task=parallel", MARIAN),
+    "t5": ("sentences", "task=parallel", T5Config(d_model=24, d_kv=8, num_heads=3, num_layers=1, d_ff=16)),
+    "gpt2": ("text", "task=text", GPT2Config(n_embd=24, n_head=3, n_layer=1, n_positions=40)),
+    "distilbert": ("questions", "task=trec", DistilBertConfig(dim=24, n_heads=3, n_layers=1, hidden_dim=16)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_a_fresh_model_like_another(name, request, tmp_path):
+    fixture, task, config = TINY[name]
+    config.save_pretrained(tmp_path / name)
+    fresh = f"fresh={{config: {tmp_path / name}, vocab_size: 60, attention: {{dk: 12}}}}"
+    more = (f"data_dir={request.getfixturevalue(fixture)}", task, fresh, "tuning.epochs=1", "compression=null")
+    languages = ("translation={source: aa, target: bb, beams: 1, max_length: 12}",) if fixture == "sentences" else ()
+    [record] = run(recipe(tmp_path / "out", *more, *languages))
+    assert math.isfinite(record["score"])
+    fresh_config = AutoConfig.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    assert isinstance(fresh_config, type(config))  # guarded where attention is collaborative
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    assert (fresh_config.vocab_size, fresh_config.pad_token_id) == (len(tokenizer), tokenizer.pad_token_id)
+    assert fresh_config.num_hidden_layers == config.num_hidden_layers
+    assert fresh_config.num_labels == (6 if name == "distilbert" else config.num_labels)
+
+
+SIZES = "hidden_size: 24, num_attention_heads: 3, intermediate_size: 16"
+
+
+def test_a_fresh_model_of_given_sizes(text, tmp_path):
+    fresh = f"fresh={{config: {{model_type: llama, num_hidden_layers: 1, {SIZES}}}, vocab_size: 60}}"
+    overrides = ("task=text", f"data_dir={text}", fresh, "compression=null")
+    for _ in range(2):  # the second time it is there
+        [record] = run(recipe(tmp_path / "out", *overrides))
+    config = AutoConfig.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    assert (config.model_type, config.hidden_size, config.num_hidden_layers) == ("llama", 24, 1)
+    assert record["recipe"]["fresh"]["config"]["hidden_size"] == 24
+    with pytest.raises(RecipeError, match="was made with another fresh"):
+        run(recipe(tmp_path / "out", *overrides, "fresh.config.hidden_size=12"))
+
+
+def test_a_fresh_model_that_fills_in_words(text, tmp_path):
+    fresh = f"fresh={{config: {{model_type: modernbert, num_hidden_layers: 2, {SIZES}}}, vocab_size: 60}}"
+    [record] = run(recipe(tmp_path / "out", "task=text_masked", f"data_dir={text}", fresh, "compression=null"))
+    assert math.isfinite(record["score"])
+    config = AutoConfig.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    assert config.sep_token_id == config.eos_token_id < config.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("fresh", "message"),
+    [
+        (
+            "{config: {hidden_size: 24}}",
+            "config says model_type None; expected a family of Transformers, such as llama",
+        ),
+        ("{config: {model_type: lama}}", "config says model_type 'lama'; expected a family of Transformers"),
+        ("{config: {model_type: llama, n_head: 3}}", "the config of llama has no field n_head"),
+        ("{config: {model_type: llama, hidden_size: wide}}", "the config of llama: .*hidden_size"),
+        ("{config: {model_type: t5}}", "Transformers has no t5 model for language modelling .config."),
+        ("{config: T5, layers: 2}", "layers is what the config says; leave it or config out"),
+        ("{config: T5/nosuch}", "the config of .*nosuch cannot be read"),
+        ("{config: T5}", "Transformers has no t5 model for language modelling .*t5"),
+    ],
+)
+def test_configs_that_do_not_fit(text, tmp_path, fresh, message):
+    TINY["t5"][2].save_pretrained(tmp_path / "t5")
+    override = f"fresh={fresh.replace('T5', str(tmp_path / 't5'))}"
+    with pytest.raises(RecipeError, match=message):
+        run(recipe(tmp_path / "out", "task=text", f"data_dir={text}", override))
+
+
+def test_nothing_to_score(text, tmp_path):
+    for name in ("valid", "test"):
+        (text / "text" / f"{name}.txt").unlink()
+    with pytest.raises(RecipeError, match="text has no split to score in"):
+        run(recipe(tmp_path / "out", "task=text", f"data_dir={text}"))
+
+
+def test_outputs_that_are_not_finite_have_no_score(questions, tmp_path):
+    workload = Classification(recipe(tmp_path / "out", "task=trec", f"data_dir={questions}", "progress=false"))
+    logits, labels = np.eye(6, dtype=np.float32), np.arange(6)
+    assert workload.compute_metrics(EvalPrediction(logits, labels)) == {"accuracy": 1.0}
+    logits[1] = np.nan
+    metrics = workload.compute_metrics(EvalPrediction(logits, labels))
+    assert metrics.keys() == {"accuracy"}
+    assert math.isnan(metrics["accuracy"])
+
+
+def test_chinese_is_scored_by_characters(sentences, tmp_path):
+    for file in (sentences / "parallel").glob("*.bb"):
+        file.rename(file.with_suffix(".zh"))
+    workload = Translation(translation(sentences, tmp_path / "out", "translation.target=zh"))
+    chinese = {"predictions": ["我爱猫和狗"], "references": ["我爱猫和鸟"]}
+    assert workload.metric.compute(**chinese)["bleu"] > load_metric("bleu").compute(**chinese)["bleu"]
+
+
+def test_held_out_training_data_choose_the_best_epoch(questions, tmp_path):
+    best = "{eval_strategy: epoch, load_best_model_at_end: true, metric_for_best_model: accuracy}"
+    settings = ("task=trec", f"data_dir={questions}", "held_out=0.25", f"tuning.arguments={best}")
+    split = []
+    for seed in range(2):
+        (record,) = run(recipe(tmp_path / f"out{seed}", *settings, f"seed={seed}"))
+        assert record["metrics"].keys() == {"validation", "test"}
+        chosen = max(line["eval_accuracy"] for line in record["history"] if "eval_accuracy" in line)
+        assert record["metrics"]["validation"]["accuracy"] == pytest.approx(chosen)
+        workload = Classification(recipe(tmp_path / "out", *settings, f"seed={seed}", "progress=false"))
+        split.append(workload.texts)
+    whole = load_task("trec", questions)
+    texts = [sorted(rows["text"]) for rows in (split[0]["train"], split[0]["validation"], whole["train"])]
+    assert (len(texts[0]), len(texts[1])) == (24, 8)
+    assert sorted(texts[0] + texts[1]) == texts[2]
+    assert split[0]["validation"]["text"] == split[1]["validation"]["text"]
+    assert list(split[0]["test"]) == list(whole["test"])
+
+
+def test_the_best_epoch_is_chosen_by_what_is_evaluated(questions, tmp_path, monkeypatch):
+    monkeypatch.setattr(protocol, "fine_tune", lambda *_: pytest.fail("it was trained"))
+    best = "{eval_strategy: epoch, load_best_model_at_end: true, metric_for_best_model: f1}"
+    settings = ("task=trec", f"data_dir={questions}", "held_out=0.25", f"tuning.arguments={best}")
+    with pytest.raises(RecipeError, match="metric_for_best_model is f1, and evaluations have loss, accuracy "):
+        run(recipe(tmp_path / "out", *settings))
+
+
+def test_something_is_left_to_train_on(questions, tmp_path):
+    with pytest.raises(RecipeError, match=r"held_out is 0\.99, which leaves no training data; lower it"):
+        Classification(recipe(tmp_path / "out", "task=trec", f"data_dir={questions}", "held_out=0.99"))
+
+
+def test_nothing_is_held_out_where_there_is_validation_data(text, tmp_path):
+    with pytest.raises(RecipeError, match=r"held_out is 0\.25, but there is validation data; leave it out"):
+        run(recipe(tmp_path / "out", "task=text", f"data_dir={text}", "held_out=0.25"))
+
+
+def test_nothing_to_evaluate_on_while_training(questions, tmp_path):
+    override = "tuning.arguments={eval_strategy: epoch}"
+    with pytest.raises(RecipeError, match="eval_strategy is epoch, but trec has no validation data; leave it out"):
+        run(recipe(tmp_path / "out", "task=trec", f"data_dir={questions}", override))
+    assert not (tmp_path / "out").exists()
+
+
+def test_classes_in_another_order(questions, tmp_path):
+    settings = ("task=trec", f"data_dir={questions}")
+    run(recipe(tmp_path / "out", *settings))
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    assert model.config.id2label[0] == TASKS["trec"].labels[0]
+    names = [model.config.id2label[number] for number in range(6)][::-1]
+    model.config.id2label, model.config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
+    model.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(tmp_path / "out" / "start").save_pretrained(tmp_path / "other")
+    changed = ("fresh=null", f"model={tmp_path / 'other'}", "tuning=null", "compression.dk=12", "calibration=none")
+    with pytest.raises(DataError, match=r"has the classes .*; trec has .*, in this order; fine-tune it on trec"):
+        run(recipe(tmp_path / "again", *settings, *changed))
+
+
+@pytest.fixture
+def classifier(tmp_path):
+    """Return a function that saves a classifier with these classes, and returns it with the folder."""
+
+    def save(*names, **config):
+        torch.manual_seed(5)
+        tokenizer = word_tokenizer()
+        classes = {"num_labels": len(names), "id2label": dict(enumerate(names))}
+        classes["label2id"] = {name: number for number, name in enumerate(names)}
+        model = BertForSequenceClassification(bert_config(tokenizer, **classes, **config))
+        for part in (model, tokenizer):
+            part.save_pretrained(tmp_path / "classifier")
+        return model, tmp_path / "classifier"
+
+    return save
+
+
+@pytest.mark.parametrize("names", [("positive", "negative"), ("entailment", "neutral", "contradiction")])
+def test_a_model_of_other_classes_is_not_scored_and_gets_a_new_head_for_training(classifier, data_dir, names, caplog):
+    model, folder = classifier(*names)
+    settings = ("fresh=null", f"model={folder}", "task=mrpc", f"data_dir={data_dir}")
+    with pytest.raises(DataError, match=rf"has the classes {names[0]}, {names[1]}.*; mrpc has not_equivalent, equiv"):
+        run(recipe(folder.parent / "scores", *settings, "tuning=null"))
+    workload = Classification(recipe(folder.parent / "out", *settings))
+    start = workload.load_model(folder, trained=False)
+    assert f"the head of {folder} is of another task; a new one is drawn for mrpc" in caplog.text
+    assert start.classifier.weight.shape == (2, 24)
+    assert not torch.equal(start.classifier.weight, model.classifier.weight[:2])
+    assert 0.3 < start.classifier.weight.detach().std() < 0.5  # as Transformers initializes it
+    assert torch.equal(start.bert.pooler.dense.weight, model.bert.pooler.dense.weight)
+    assert torch.equal(start.classifier.weight, workload.load_model(folder, trained=False).classifier.weight)
+    [record] = run(workload.recipe)
+    assert record["stage"] == "tuned"
+
+
+def test_a_classifier_is_no_start_for_scores_with_its_head(classifier, tmp_path):
+    (tmp_path / "STS-B").mkdir()
+    for split in ("train", "dev"):
+        rows = "".join(f"{row}\tg\tf\ty\t{row}\tn\tn\tred cat\tblue dog\t{row / 2}\n" for row in range(8))
+        (tmp_path / "STS-B" / f"{split}.tsv").write_text(
+            f"index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n{rows}"
+        )
+    _, folder = classifier("positive", "negative")
+    settings = ("fresh=null", f"model={folder}", "task=stsb", f"data_dir={tmp_path}")
+    with pytest.raises(DataError, match="has the classes positive, negative; stsb has one score"):
+        run(recipe(tmp_path / "scores", *settings, "tuning=null"))
+    assert Classification(recipe(tmp_path / "out", *settings)).load_model(folder, trained=False).num_labels == 1
+
+
+@pytest.mark.parametrize("names", [("LABEL_0", "LABEL_1"), ("0", "1"), ("Not_Equivalent", "Equivalent")])
+def test_classes_without_names_are_the_task_s(classifier, data_dir, names, caplog):
+    model, folder = classifier(*names)
+    settings = ("fresh=null", f"model={folder}", "task=mrpc", f"data_dir={data_dir}")
+    [record] = run(recipe(folder.parent / "scores", *settings, "tuning=null"))
+    assert record["stage"] == "given"
+    start = Classification(recipe(folder.parent / "out", *settings)).load_model(folder, trained=False)
+    assert torch.equal(start.classifier.weight, model.classifier.weight)
+    assert "another task" not in caplog.text
+
+
+def test_half_precision_checkpoints_are_tuned_in_full(text, tmp_path):
+    run(recipe(tmp_path / "out", "task=text", f"data_dir={text}"))
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "tuned" / "model").half()
+    half.save_pretrained(tmp_path / "half")
+    workload = LanguageModel(recipe(tmp_path / "again", "task=text", f"data_dir={text}"))
+    assert workload.load_model(tmp_path / "half").dtype == torch.float32
+
+
+def test_training_is_tracked(text, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logging = "tuning.arguments={disable_tqdm: true, logging_steps: 1}"
+    [record] = run(
+        recipe(
+            tmp_path / "out", "task=text", f"data_dir={text}", "trackers=[tensorboard]", logging, "tuning.epochs=9"
+        )
+    )
+    events = EventAccumulator(str(tmp_path / "out" / "tuned" / "logs")).Reload()
+    assert {"train/loss", "train/learning_rate"} <= set(events.Tags()["scalars"])
+    losses = events.Scalars("train/loss")
+    assert [event.step for event in losses] == list(range(1, len(losses) + 1))
+    assert losses[-1].value < losses[0].value
+    (perplexity,) = events.Scalars("test/perplexity")
+    assert perplexity.value == pytest.approx(record["score"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (["fresh.tokenizer=letters"], DataError, "unknown kind of tokenizer 'letters'"),
+        (
+            ["fresh={config: {model_type: llama, num_hidden_layers: 1, output_attentions: true}}"],
+            RecipeError,
+            "no LlamaForCausalLM can be built from the config: .*output_attentions",
+        ),
+        (["attn_implementation=magic"], RecipeError, "cannot be loaded for text: .*magic"),
+        (["tuning=null", "compression.dk=12"], RecipeError, "a fresh model is trained first; give tuning"),
+    ],
+)
+def test_what_cannot_be_made(text, tmp_path, settings, error, message):
+    with pytest.raises(error, match=message):
+        run(recipe(tmp_path / "out", "task=text", f"data_dir={text}", *settings))
+
+
+def test_a_search_beyond_the_model_s_positions(sentences, tmp_path):
+    with pytest.raises(RecipeError, match=r"translation\.max_length is 50; the model has positions for 40"):
+        run(translation(sentences, tmp_path / "out", "translation.max_length=50"))

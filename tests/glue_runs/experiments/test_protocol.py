@@ -1,0 +1,343 @@
+"""The protocol end to end on a tiny task: stages, what is done once, and what survives being killed."""
+
+import json
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from collab_compress_glue_runs.experiments import read_recipe, run
+from collab_compress_glue_runs.experiments import tuning as tuning_module
+from collab_compress_glue_runs.experiments.batches import grouping
+from collab_compress_glue_runs.experiments.outputs import MARK
+from collab_compress_glue_runs.experiments.tuning import whole_checkpoints
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from tiny_recipes import mrpc
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from collab_compress.errors import RecipeError
+from collab_compress.training import HeadTrainer
+
+SCRIPT = Path(__file__).parents[3] / "glue_runs" / "run_glue.py"
+TUNING = "{epochs: 4, learning_rate: 1.0e-3, batch_size: 8, arguments: {use_cpu: true, disable_tqdm: true}}"
+
+
+def settings(start, data_dir, output, *more):
+    stages = (f"tuning={TUNING}", "compression.dk=12", "calibration=none", f"again={TUNING}")
+    return mrpc(start, data_dir, output, "trackers=[tensorboard]", *stages, *more)
+
+
+def test_stages(start, data_dir, tmp_path):
+    heads = "heads.drophead=[{p: 0.2}]"
+    recipe = read_recipe(overrides=settings(start, data_dir, tmp_path / "out", heads))
+    records = run(recipe)
+    assert [record["stage"] for record in records] == ["tuned", "dk12", "dk12-again"]
+    for record in records:
+        values = record["metrics"]["validation"]
+        assert record["score"] == pytest.approx(50 * (values["accuracy"] + values["f1"]))
+        assert record["recipe"]["heads"]["drophead"][0]["p"] == 0.2
+        assert record["environment"]["torch"] == torch.__version__
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "dk12-again" / "model")
+    assert model.bert.encoder.layer[0].attention.self.mixing.shape == (3, 7)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    assert run(recipe) == records  # read from the records; nothing runs again
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
+
+
+def test_ranks_share_the_dense_model(start, data_dir, tmp_path):
+    first = run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "again=null")))
+    made = (tmp_path / "out" / "tuned" / "model" / "model.safetensors").stat().st_mtime_ns
+    more = run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "again=null", "compression.dk=24")))
+    assert (tmp_path / "out" / "tuned" / "model" / "model.safetensors").stat().st_mtime_ns == made
+    assert more[0] == first[0]
+    assert more[1]["stage"] == "dk24"
+    assert more[1]["metrics"] == more[0]["metrics"]  # full rank is exact
+    (data_dir / "MRPC" / "train.tsv").unlink()  # what evaluates needs none
+    for stage in ("tuned", "dk24"):
+        record = evaluated(tmp_path / "out" / stage / "model", data_dir, tmp_path / stage)
+        assert (record["stage"], record["metrics"]) == ("given", first[0]["metrics"])
+        assert {path.name for path in (tmp_path / stage).iterdir()} == {"given", MARK}
+
+
+@pytest.mark.parametrize(
+    ("named", "stage"), [("conversion=null", "tuned-again"), ("conversion=dense", "dense-again")]
+)
+def test_the_dense_model_can_be_tuned_again(start, data_dir, tmp_path, named, stage):
+    """It ends as the tuned model that is given to a first fine-tuning of the same settings."""
+    recipe = read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "compression=null", named))
+    tuned, again = run(recipe)
+    stages = [(record["stage"], record["conversion"], record["again"]) for record in (tuned, again)]
+    assert stages == [("tuned", None, False), (stage, None, True)]
+    model = tmp_path / "out" / "tuned" / "model"
+    once = read_recipe(overrides=settings(model, data_dir, tmp_path / "once", "compression=null", "again=null"))
+    [expected] = run(once)
+    assert again["metrics"] == expected["metrics"]
+    weights, wanted = (
+        load_file(place / "model/model.safetensors")
+        for place in (tmp_path / "out" / stage, tmp_path / "once" / "tuned")
+    )
+    assert all(torch.equal(weight, wanted[name]) for name, weight in weights.items())
+    assert not all(
+        torch.equal(weight, load_file(model / "model.safetensors")[name]) for name, weight in weights.items()
+    )
+
+
+def evaluated(model, data_dir, output, *more):
+    """Return the record of a finished model that is only evaluated."""
+    (record,) = run(read_recipe(overrides=mrpc(model, data_dir, output, *more)))
+    return record
+
+
+def test_a_score_is_not_that_of_another_model_or_other_data(start, data_dir, tmp_path):
+    run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "compression=null", "again=null")))
+    model = tmp_path / "out" / "tuned" / "model"
+    record = evaluated(model, data_dir, tmp_path / "scores")
+    assert evaluated(model, data_dir / ".." / "data", tmp_path / "scores") == record  # the same folder
+    other = shutil.copytree(data_dir, tmp_path / "other")
+    assert evaluated(model, other, tmp_path / "scores") == record  # the data may move to another folder
+    with (data_dir / "MRPC" / "dev.tsv").open("a") as file:
+        file.write("1\t9\t9\tred cat\tred cat\n")
+    changed = r"scores was made with another data_dir \(dev\.tsv changed\); choose another output"
+    with pytest.raises(RecipeError, match=changed):
+        evaluated(model, data_dir, tmp_path / "scores")
+    shutil.copy(other / "MRPC" / "dev.tsv", data_dir / "MRPC" / "dev.tsv")
+    weights = load_file(model / "model.safetensors")
+    weights["classifier.bias"] += 1
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        RecipeError, match=r"made with another model \(model\.safetensors changed\); choose another output"
+    ):
+        evaluated(model, data_dir, tmp_path / "scores")
+    for path in model.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises(
+        RecipeError, match=r"model has no tokenizer; save it there too, by tokenizer\.save_pretrained"
+    ):
+        evaluated(model, data_dir, tmp_path / "more")
+    with pytest.raises(RecipeError, match="heads acts in fine-tuning, and there is none"):
+        evaluated(model, data_dir, tmp_path / "more", "heads.drophead=[{p: 0.2}]")
+
+
+def test_recovery_is_a_part_of_the_conversion(start, data_dir, tmp_path):
+    """Shared projections and mixing move towards the dense attention, and nothing else changes."""
+    common = ("again=null", "compression.dk=6", "calibration=synthetic", "tuning.epochs=1")
+    models = {}
+    for name, recovery in (("raw", "null"), ("near", "{steps: 30, learning_rate: 0.01}")):
+        more = (*common, f"conversion={name}", f"recovery={recovery}")
+        records = run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", *more)))
+        assert [record["stage"] for record in records] == ["tuned", name]
+        models[name] = load(tmp_path / "out" / name / "model")
+    raw, near = (models[name].state_dict() for name in ("raw", "near"))
+    moved = {name for name, value in near.items() if not torch.equal(value, raw[name])}
+    assert moved == {name for name in raw if name.endswith((".proj.weight", ".content_bias", ".mixing"))}
+    dense = load(tmp_path / "out" / "tuned" / "model")
+    assert apart(models["near"], dense) < 0.9 * apart(models["raw"], dense)
+    reports = [json.loads((tmp_path / "out" / name / "report.json").read_text()) for name in ("raw", "near")]
+    assert "recovery" not in reports[0]
+    assert reports[1].pop("recovery")["steps"] == 30
+    assert reports[1].keys() == reports[0].keys()
+    changed = settings(start, data_dir, tmp_path / "out", *common, "conversion=near", "recovery={steps: 31}")
+    with pytest.raises(RecipeError, match="near was made with another recovery"):
+        run(read_recipe(overrides=changed))
+
+
+def load(folder):
+    return AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def apart(one, other):
+    """Return the distance between two models' attention probabilities, on pairs of random texts."""
+    tokens = torch.randint(4, 16, (16, 40), generator=torch.Generator().manual_seed(0))
+    types = (torch.arange(40) > 20).long().expand_as(tokens)
+    with torch.no_grad():
+        rows = [model(tokens, token_type_ids=types, output_attentions=True).attentions for model in (one, other)]
+    return sum((first - second).abs().sum().item() for first, second in zip(*rows, strict=True))
+
+
+def test_flex_attention_with_dropout_is_refused_before_the_work(start, data_dir, tmp_path):
+    config = BertConfig.from_pretrained(start)
+    config.attention_probs_dropout_prob = 0.1
+    config.save_pretrained(start)
+    recipe = read_recipe(
+        overrides=settings(start, data_dir, tmp_path / "out", "again=null", "attn_implementation=flex_attention")
+    )
+    with pytest.raises(RecipeError, match="'flex_attention', which has no dropout in training, and attention_probs"):
+        run(recipe)
+
+
+def test_experiments_are_not_mixed(start, data_dir, tmp_path):
+    run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "again=null")))
+    for change, field in (
+        ("seed=1", "seed"),
+        ("tuning.epochs=1", "tuning"),
+        ("compression.solver.damping=1", "compression"),
+    ):
+        recipe = read_recipe(overrides=settings(start, data_dir, tmp_path / "out", "again=null", change))
+        with pytest.raises(RecipeError, match=f"made with another {field}"):
+            run(recipe)
+
+
+def test_scores_have_no_label_smoothing(start, tmp_path):
+    folder = tmp_path / "STS-B"
+    folder.mkdir()
+    for name in ("train.tsv", "dev.tsv"):
+        (folder / name).write_text("sentence1\tsentence2\tscore\nred cat\tblue cat\t2.5\ncat\tdog\t1.0\n")
+    recipe = settings(start, tmp_path, tmp_path / "out", "task=stsb", "tuning.arguments.label_smoothing_factor=0.1")
+    with pytest.raises(RecipeError, match="stsb has scores, not classes; leave label_smoothing_factor out"):
+        run(read_recipe(overrides=recipe))
+
+
+def test_a_checkpoint_that_was_being_written_does_not_count(tmp_path):
+    for step in (2, 10):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "trainer_state.json").write_text('{"global_step": 1}')
+    assert [path.name for path in whole_checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-10"]
+    (tmp_path / "checkpoint-10/trainer_state.json").write_text('{"global_')
+    (tmp_path / "checkpoint-30").mkdir()
+    assert [path.name for path in whole_checkpoints(tmp_path)] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("vectors", [False, True], ids=["avx2", "avx512"])
+def test_emulated_bfloat16_is_told(start, data_dir, tmp_path, caplog, monkeypatch, vectors):
+    capabilities = {"architecture": "x86_64", "avx512_bw": vectors}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    arguments = ("again=null", "compression=null", "tuning.max_steps=1", "tuning.arguments.bf16=true")
+    run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", *arguments)))
+    assert ("this CPU only emulates bfloat16" in caplog.text) != vectors
+
+
+def test_what_is_evaluated_keeps_its_order(tmp_path):
+    """Translations during training are scored against the references of the same rows."""
+    options = {"per_device_eval_batch_size": 1, "train_sampling_strategy": "group_by_length"}
+    arguments = TrainingArguments(tmp_path, use_cpu=True, remove_unused_columns=False, **options)
+    rows = Dataset.from_dict({"input_ids": [[row] * (1 + row % 3) for row in range(12)]})
+    trainer = grouping(Trainer)(
+        torch.nn.Linear(1, 1),
+        arguments,
+        data_collator=lambda batch: {"row": torch.tensor([batch[0]["input_ids"][0]])},
+    )
+    assert [int(batch["row"]) for batch in trainer.get_eval_dataloader(rows)] == list(range(12))
+
+
+@pytest.mark.parametrize("more", [{}, {"save_strategy": "steps", "save_steps": 3}])
+def test_an_interrupted_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_path, monkeypatch, more):
+    """Interrupted after its last step, before the model is saved, or in between; rows grouped by length."""
+    arguments = {"use_cpu": True, "disable_tqdm": True, "train_sampling_strategy": "group_by_length", **more}
+    tuning = {"epochs": 3, "learning_rate": 1e-3, "batch_size": 8, "arguments": arguments}
+
+    def attempt(output, *more):
+        overrides = settings(start, data_dir, tmp_path / output, f"tuning={json.dumps(tuning)}", "again=null", *more)
+        return run(read_recipe(overrides=[*overrides, "compression=null"]))
+
+    attempt("whole")
+    for moment, limit in (("atomic_directory", None), ("training", 7)):
+        with monkeypatch.context() as patch:
+            if limit is None:
+                patch.setattr(tuning_module, "atomic_directory", broken)
+            else:
+                patch.setattr(Stopping, "limit", limit)
+                patch.setattr(HeadTrainer, "train", Stopping.train)
+            with pytest.raises(KeyboardInterrupt):
+                attempt(moment)
+        attempt(moment)
+        one, other = (
+            load_file(tmp_path / name / "tuned" / "model" / "model.safetensors") for name in ("whole", moment)
+        )
+        assert all(torch.equal(one[name], other[name]) for name in one), moment
+
+
+def test_a_run_that_was_interrupted_after_its_last_checkpoint_keeps_the_best(start, data_dir, tmp_path, monkeypatch):
+    best = {"eval_strategy": "epoch", "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    arguments = {"use_cpu": True, "disable_tqdm": True, **best, "greater_is_better": True}  # the first
+    tuning = json.dumps({"epochs": 3, "learning_rate": 1e-3, "batch_size": 8, "arguments": arguments})
+
+    def attempt(output):
+        overrides = settings(start, data_dir, tmp_path / output, f"tuning={tuning}", "again=null", "compression=null")
+        run(read_recipe(overrides=overrides))
+        return load_file(tmp_path / output / "tuned" / "model" / "model.safetensors")
+
+    straight = attempt("straight")
+    with monkeypatch.context() as patch:
+        patch.setattr(Stopping, "limit", 12)
+        patch.setattr(HeadTrainer, "train", Stopping.train)
+        with pytest.raises(KeyboardInterrupt):
+            attempt("stopped")
+    state = json.loads((tmp_path / "stopped/tuned/checkpoints/checkpoint-12/trainer_state.json").read_text())
+    assert state["best_global_step"] < 12
+    stopped = attempt("stopped")
+    assert all(torch.equal(straight[name], stopped[name]) for name in straight)
+    log = json.loads((tmp_path / "stopped/tuned/log.json").read_text())
+    assert log["history"] == state["log_history"]
+
+
+def broken(path):
+    raise KeyboardInterrupt
+
+
+class Stopping(TrainerCallback):
+    """Interrupts a training."""
+
+    limit = 0
+
+    @staticmethod
+    def train(trainer, original=HeadTrainer.train, **options):
+        trainer.add_callback(Stopping)
+        return original(trainer, **options)
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == self.limit:
+            raise KeyboardInterrupt
+
+    def on_save(self, args, state, control, **_):
+        if state.global_step == self.limit == state.max_steps:
+            raise KeyboardInterrupt
+
+
+def test_a_killed_run_ends_as_an_uninterrupted_one(python, start, data_dir, tmp_path):
+    heads = "heads={drophead: [{p: 0.2}], penalties: [{name: agreement, weight: 0.1}]}"
+    overrides = settings(start, data_dir, tmp_path / "whole", heads, "compression=null", "again=null")
+    assert python(SCRIPT, *overrides).returncode == 0
+    killed = settings(start, data_dir, tmp_path / "killed", heads, "compression=null", "again=null")
+    process = python.start(SCRIPT, *killed)
+    checkpoints = tmp_path / "killed" / "tuned" / "checkpoints"
+    deadline = time.monotonic() + 120
+    while not whole_checkpoints(checkpoints) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.kill()
+    process.ended()
+    if not (tmp_path / "killed" / "tuned" / "model").is_dir():  # unless it was faster than the signal
+        assert whole_checkpoints(checkpoints)
+    done = python(SCRIPT, *killed)
+    assert done.returncode == 0, done.stderr
+    assert "mrpc       tuned" in done.stdout
+    folders = [tmp_path / name / "tuned" for name in ("whole", "killed")]
+    one, other = (load_file(folder / "model" / "model.safetensors") for folder in folders)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    results = [json.loads((folder / "result.json").read_text()) for folder in folders]
+    assert results[0]["metrics"] == results[1]["metrics"]
+
+
+def test_an_interrupt_is_one_line_and_leaves_nothing_half_made(python, start, data_dir, tmp_path):
+    overrides = settings(start, data_dir, tmp_path / "out", "compression=null", "again=null", "tuning.epochs=10000")
+    process = python.start(SCRIPT, *overrides)
+    checkpoints = tmp_path / "out" / "tuned" / "checkpoints"
+    deadline = time.monotonic() + 120
+    while not whole_checkpoints(checkpoints) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    printed = process.ended(seconds=60).stderr
+    assert process.returncode == 130
+    assert printed.splitlines()[-1] == "error: interrupted; nothing half-written is left"
+    assert "Traceback" not in printed
+    assert {path.name for path in (tmp_path / "out" / "tuned").iterdir()} <= {"checkpoints", "logs", MARK}

@@ -1,0 +1,228 @@
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from collab_compress_glue_runs.experiments import read_recipe
+from collab_compress_glue_runs.experiments import recipe as recipe_module
+from collab_compress_glue_runs.experiments.recipe import read_settings
+
+from collab_compress.errors import RecipeError
+
+RECIPE = """
+task: mrpc
+output: out
+model: minilm
+tuning: {epochs: 1, learning_rate: 5.0e-5, arguments: {weight_decay: 0.01}}
+compression: {dk: 128}
+heads:
+  drophead: [{p: 0.2, schedule: scheduled, kinds: [encoder]}]
+  penalties: [{name: hsic, weight: 1}]
+  alphas: {frozen_ratio: 0.3}
+  rotation: {strategy: manual, epochs: [0], pairs: [[[a, 0], [b, 1]]]}
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path / "recipe.yaml"
+
+
+def test_fields_and_overrides(path):
+    recipe = read_recipe(path, ["compression.dk=64", "again.epochs=2", "seed=3", "tuning.learning_rate=1e-4"])
+    assert (recipe.compression.dk, recipe.seed, recipe.output) == (64, 3, Path("out"))
+    assert recipe.tuning.arguments == {"weight_decay": 0.01}
+    assert (recipe.tuning.epochs, recipe.tuning.learning_rate, recipe.again.epochs) == (1.0, 1e-4, 2.0)
+    assert recipe.heads.drophead[0].kinds == ("encoder",)
+    assert recipe.heads.penalties[0].weight == 1.0
+    assert recipe.heads.rotation.pairs == ((("a", 0), ("b", 1)),)
+
+
+def test_calibration_is_a_choice(path):
+    recipe = read_recipe(
+        path, ["calibration_options.sequences=500", "calibration_options.length=32", "calibration=texts.txt"]
+    )
+    assert (recipe.calibration_options.sequences, recipe.calibration_options.length) == (500, 32)
+    assert read_recipe(path).calibration_options.sequences is None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("xyzzy=1", "there is no field xyzzy$"),
+        ("modle=x", r"there is no field modle; did you mean model\?$"),
+        ("tuning.learningrate=1", r"no field tuning\.learningrate; did you mean tuning\.learning_rate\?$"),
+        (
+            "compression={dk: 8, sweeps: 3}",
+            r"no field compression\.sweeps; did you mean compression\.solver\.sweeps\?$",
+        ),
+        ("heads.rotation={}", r"heads\.rotation\.strategy is missing; heads\.rotation\.epochs is missing$"),
+        ("heads.penalties=[{name: hsic, wt: 1}]", r"there is no field heads\.penalties\.0\.wt$"),
+        ("seed=a", "seed is 'a'; expected a valid integer"),
+        ("task=foo", "unknown task 'foo'; expected one of ag_news"),
+        ("heads.penalties=[{name: q}]", "unknown loss 'q'"),
+        ("compression.dk=0", "dk is 0; expected at least 1"),
+        ("compression.solver.sweeps=1e30", r"compression\.solver\.sweeps is 1e\+30; expected a valid integer"),
+        ("calibration_options.sequences=0", "sequences is 0; expected at least 1"),
+        ("recovery={steps: 0}", "steps is 0; expected a number from 1 to 1000000000"),
+        ("recovery={learning_rate: 2}", r"learning_rate is 2\.0; expected a number above 0, up to 1"),
+        ("held_out=1", r"held_out is 1\.0; expected a share of the training data"),
+        ("tuning.epochs=0", "epochs is 0; expected more than 0, or max_steps"),
+        ("fresh.layers=0", "layers is 0; expected at least 1"),
+        ("fresh.feed_forward=0", "feed_forward is 0; expected at least 1"),
+        ("fresh.dropout=3", r"dropout is 3\.0; expected a probability from 0 to below 1"),
+        ("fresh.attention_dropout=-0.1", r"attention_dropout is -0\.1; expected a probability from 0 to below 1"),
+        ("translation.beams=0", "beams is 0; expected a number from 1 to"),
+        ("translation.max_length=1", "max_length is 1; expected a number from 2 to"),
+        ("fresh={width: 10, heads: 3}", "width 10 cannot be shared out evenly among 3 heads"),
+        ("recovery={}", "recovery trains converted attention on calibration data"),
+        ("model=null", "either a model to start from, or"),
+        ("fresh={layers: 2}", "either a model to start from, or"),
+        ("conversion=a/b", "'a/b' cannot name a folder"),
+        ("conversion=tuned", "a conversion cannot be called 'tuned'"),
+        ("conversion=dk1-again", "cannot be called 'dk1-again'"),
+        ("tuning.arguments.save_total_limit=2", "save_total_limit, but a run keeps its last checkpoint"),
+        ("tuning.arguments.report_to=wandb", "report_to, which the recipe's field trackers sets"),
+        ("tuning.arguments.resume_from_checkpoint=x", "resume_from_checkpoint, but a run resumes from its own"),
+        ("tuning.arguments.batch_eval_metrics=true", "batch_eval_metrics, but metrics are computed over whole"),
+        (f"tuning.max_steps={10**20}", f"max_steps is {10**20}; expected a number from -inf to 1000000000"),
+        ("tuning.epochs=1e30", r"epochs is 1e\+30; expected a number from 0 to 1000000000"),
+        ("seed=true", "seed is True; expected a valid integer"),
+        ("compression.dk=true", r"compression\.dk is True; expected a valid integer"),
+        ("tuning.arguments.fsdp=true", "arguments hold fsdp, but each process has the whole model; leave it out"),
+        ("tuning.epochs=x", "epochs is 'x'; expected a valid number"),
+        ("tuning.warmup=2", "warmup is 2.0; expected a share"),
+        ("tuning.arguments.seed=2", "arguments hold seed, which the recipe's field seed sets"),
+        ("model", "'model' sets nothing; expected field=value"),
+        ("task.name=x", "task is 'mrpc', which has no fields"),
+        ("seed=[", "cannot read the value"),
+        ("seed=-1", "seed is -1; expected a number from 0 to 4294967295"),
+        (f"seed={2**70}", "expected a number from 0"),
+        ("tuning.learning_rate=.nan", "learning_rate is nan; expected a finite number"),
+        ("tuning.epochs=-1", "epochs is -1; expected a number from 0 to"),
+        ("files={validation: 3}", r"recipe.yaml: files\.validation is 3; expected str or list\[str\]$"),
+        ("files={validation: [a, 3]}", r": files\.validation is \['a', 3\]; expected str or list\[str\]$"),
+        (
+            "fresh={config: 3, layers: a}",
+            r": fresh\.config is 3; expected str or dict\[str,any\]; fresh\.layers is 'a'",
+        ),
+        ("output=~nobody-here/x", "home directory"),
+        ("tuning.epochs=yes", r"tuning\.epochs is 'yes'; expected a valid number"),
+        ("heads.penalties=[{name: hsic, weight: .inf}]", r"heads\.penalties\.0\.weight is inf; expected a finite"),
+        ("heads.rotation.epochs=1", r"heads\.rotation\.epochs is 1; expected a list, as in \[1\]"),
+        ("heads.rotation.strategy=x", r"heads\.rotation\.strategy is 'x'; expected 'manual', 'hard', 'soft'"),
+        ("files={validation: a}", "files names no training data"),
+        ("files={train: a}", "files names only training data"),
+        ("files=a", "files is 'a'; expected an object"),
+        ("trackers=wandb", r"trackers is 'wandb'; expected a list, as in \[wandb\]"),
+        ("tuning={epochs: 1, epochs: 2}", "epochs appears twice"),
+        ("seed=1:30", "seed is '1:30'; expected a valid integer"),
+        (
+            "method=plain",
+            "method is plain, the name of the baseline, but the recipe has drophead0.2-scheduled-hsic1-",
+        ),
+    ],
+)
+def test_mistakes_are_named(path, override, message):
+    overrides = [override, "calibration=none"] if override == "recovery={}" else [override]
+    with pytest.raises(RecipeError, match=message):
+        read_recipe(path, overrides)
+
+
+def test_numbers_lists_and_places_as_people_write_them(path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    overrides = [
+        "tuning.arguments={weight_decay: 1e-4, adam_epsilon: 1E-8}",
+        "trackers=[wandb]",
+        "output=~/x",
+        "data_dir=~/y",
+    ]
+    recipe = read_recipe(path, [*overrides, "again.arguments.weight_decay=-.5e+1", "conversion=e4"])
+    assert recipe.tuning.arguments == {"weight_decay": 1e-4, "adam_epsilon": 1e-8}
+    assert recipe.again.arguments == {"weight_decay": -5.0}
+    assert (recipe.trackers, recipe.conversion) == (("wandb",), "e4")
+    assert (recipe.output, recipe.data_dir) == (Path("/home/me/x"), Path("/home/me/y"))
+    assert read_recipe(path, ["trackers=[wandb, aim]"]).trackers == ("wandb", "aim")
+
+
+def test_scalars_are_those_of_yaml_1_2(tmp_path):
+    text = (
+        "a: [010, 0o17, 0x1F, 1e-4, 5., -.5e+1, +3, .inf, true, ~, null]\nb: [1:30, no, on, 1_000, 2026-01-01, 0b1]"
+    )
+    (tmp_path / "scalars.yaml").write_text(text)
+    settings = read_settings(tmp_path / "scalars.yaml", ["c="])
+    assert settings["a"] == [10, 15, 31, 1e-4, 5.0, -5.0, 3, math.inf, True, None, None]
+    assert settings["b"] == ["1:30", "no", "on", "1_000", "2026-01-01", "0b1"]
+    assert settings["c"] is None
+
+
+def test_few_of_many_unknown_fields_are_named(path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(recipe_module, "get_close_matches", lambda *_, **__: calls.append(1) or ["model"])
+    with path.open("a") as file:
+        file.writelines(f"modle{number}: 1\n" for number in range(40))
+    with pytest.raises(RecipeError, match=r"no field modle9; did you mean model\?; and 30 more$"):
+        read_recipe(path)
+    assert len(calls) == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        (["heads={}"], "plain"),
+        (["heads={penalties: [{name: bhattacharyya, weight: 0.0}]}"], "plain"),
+        (["heads={drophead: [{p: 0.2}], penalties: [{name: agreement, weight: 0.1}]}"], "drophead0.2-agreement0.1"),
+        (["heads={penalties: [{name: hsic}]}"], "hsic1e-07"),
+        ([], "drophead0.2-scheduled-hsic1-alphas-rotation"),
+        (["method=mine"], "mine"),
+        (["heads={}", "model=null", "fresh={attention: {dk: 8}}"], "collaborative8"),
+    ],
+)
+def test_a_method_is_named_by_what_acts_on_heads(path, changes, name):
+    assert read_recipe(path, changes).method_name == name
+
+
+def test_an_alias_is_not_set_with_what_it_stands_for(tmp_path):
+    text = "{task: mrpc, model: minilm, output: out, tuning: &t {epochs: 4}, compression: {dk: 8}, again: *t}"
+    (tmp_path / "alias.yaml").write_text(text)
+    recipe = read_recipe(str(tmp_path / "alias.yaml"), ["again.epochs=2", "tuning.batch_size=8"])
+    assert (recipe.tuning.epochs, recipe.again.epochs) == (4, 2)
+    assert (recipe.tuning.batch_size, recipe.again.batch_size) == (8, 32)
+
+
+def test_merged_keys_are_no_duplicates(tmp_path):
+    """A key of a merged mapping may be set again, at any depth, and is no duplicate."""
+    text = "{base: &b {x: 1}, outer: {inner: &a {<<: *b, x: 2}}, other: {<<: *a, y: 3}}"
+    (tmp_path / "merged.yaml").write_text(text)
+    settings = read_settings(tmp_path / "merged.yaml", [])
+    assert (settings["outer"]["inner"], settings["other"]) == ({"x": 2}, {"x": 2, "y": 3})
+
+
+def test_a_file_that_is_no_recipe(tmp_path):
+    with pytest.raises(RecipeError, match="cannot read the recipe"):
+        read_recipe(tmp_path / "nowhere.yaml")
+    (tmp_path / "broken.yaml").write_text("task: [\nx: {\n")
+    with pytest.raises(RecipeError, match="cannot read the recipe") as caught:
+        read_recipe(tmp_path / "broken.yaml")
+    assert "\n" not in str(caught.value)
+    (tmp_path / "twice.yaml").write_text("task: mrpc\nmodel: a\noutput: b\nseed: 1\nseed: 2\n")
+    with pytest.raises(RecipeError, match=r"twice\.yaml: seed appears twice .*line 1"):
+        read_recipe(tmp_path / "twice.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(RecipeError, match="holds a list; expected fields"):
+        read_recipe(tmp_path / "list.yaml")
+
+
+def test_an_integer_too_large_for_a_float_is_refused(path):
+    with pytest.raises(RecipeError, match=r"seed is 1000.*; expected a number from 0 to 4294967295"):
+        replace(read_recipe(path), seed=10**400)
+
+
+@pytest.mark.parametrize(
+    ("widths", "name"),
+    [("{dk: 64}", "dk64"), ("{dff: 512}", "dff512"), ("{dk: 64, dv: 192}", "dk64-dv192"), ("{keep: 0.5}", "keep0.5")],
+)
+def test_a_conversion_is_named_by_its_widths(path, widths, name):
+    recipe = read_recipe(path, [f"compression={widths}", "again={}"])
+    assert (recipe.conversion_name, recipe.again_name) == (name, f"{name}-again")

@@ -1,0 +1,258 @@
+"""Recipes and sweeps in the repository: they can be run, and those of a paper's table are what the table is about.
+
+The first line of one that follows a paper may say `# paper: KEY, Table 1, Table 2`, and lines `# also: field=value …`
+give settings with which it makes more of the table; they may go on in lines that are indented.
+"""
+
+import itertools
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+from collab_compress_glue_runs.commands import run as command
+from collab_compress_glue_runs.experiments import read_recipe, read_sweep
+from collab_compress_glue_runs.experiments.outputs import BASE, CONVERTED
+from collab_compress_glue_runs.experiments.workload import WORKLOADS
+from collab_compress_glue_runs.tasks import TASKS
+from transformers import MarianConfig, MarianMTModel
+
+from collab_compress.heads import Rotator
+
+FOLDER = Path(__file__).parents[3] / "glue_runs"
+RECIPES = sorted(FOLDER.glob("recipes/*.yaml"))
+SWEEPS = sorted(FOLDER.glob("sweeps/*.yaml"))
+CLAIMS = yaml.safe_load((FOLDER / "papers/claims.yaml").read_text(encoding="utf-8"))
+PAPERS = {
+    paper: about["tables"]
+    for paper, about in yaml.safe_load((FOLDER / "papers/printed.yaml").read_text(encoding="utf-8")).items()
+}
+LONGEST = 118
+
+
+def top_lines(path, what):
+    """Return the lines `# what: …` at the top of a file."""
+    top = re.match(r"(#.*\n)*", path.read_text(encoding="utf-8"))[0]
+    matches = re.findall(rf"^# {what}: (.+(?:\n#   .+)*)$", top, re.MULTILINE)
+    return [lines.replace("\n#  ", "") for lines in matches]
+
+
+def tables(path):
+    """Return the tables of printed.yaml that a file names, by paper and name; it may name figures too."""
+    result = {}
+    for line in top_lines(path, "paper"):
+        key, *names = line.split(", ")
+        assert names, line
+        assert all(name in PAPERS[key] or name.startswith("Figure ") for name in names), line
+        result |= {(key, name): PAPERS[key][name] for name in names if name in PAPERS[key]}
+    return result
+
+
+@cache
+def sweeps(path):
+    """Read a sweep at each of its scales, or as it stands where it has none, and with the settings it names."""
+    scales = [f"scale={name}" for name in yaml.safe_load(path.read_text(encoding="utf-8")).get("scales", ())]
+    return [read_sweep(path, shlex.split(settings)) for settings in (*(scales or [""]), *top_lines(path, "also"))]
+
+
+@cache
+def recipes(path):
+    if path in RECIPES:
+        return [read_recipe(path, ["output=out"])]
+    return [recipe for sweep in sweeps(path) for recipe in sweep.recipes()]
+
+
+def column(recipe):
+    """Return the column of a recipe's score in the papers' tables."""
+    task = TASKS[recipe.task]
+    if task.kind != "translation":
+        return recipe.task
+    source, target = task.languages or (None, None)
+    return f"{recipe.task} {recipe.translation.source or source}-{recipe.translation.target or target}"
+
+
+def sweep_of(name, scale="paper", *settings):
+    return read_sweep(FOLDER / "sweeps" / f"{name}.yaml", [f"scale={scale}", *settings])
+
+
+class Strict(yaml.SafeLoader):
+    """Refuse a mapping that has a key twice; the plain loader would keep one of them."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep) for key, _ in node.value]
+        assert len(set(keys)) == len(keys), f"{node.start_mark}: {keys}"
+        return super().construct_mapping(node, deep)
+
+
+@pytest.mark.parametrize("name", [*sorted(PAPERS), "glue"])
+def test_sweeps_run_at_the_small_scale_by_default_and_at_the_papers_by_one_setting(name):
+    ours = read_sweep(FOLDER / "sweeps" / f"{name}.yaml")
+    assert ours == sweep_of(name, "small")
+    assert {recipe.fresh and recipe.fresh.width for recipe in ours.recipes()} <= {128, None}
+    theirs = sweep_of(name)
+    assert theirs.output != ours.output
+    assert list(theirs.recipes())
+
+
+@pytest.mark.parametrize("path", [*RECIPES, *SWEEPS], ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_it_can_be_run(path, tmp_path):
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    yaml.load(text, Strict)
+    runs = recipes(path)
+    folders = {(str(recipe.output).lower(), recipe.conversion_name) for recipe in runs}
+    assert len(folders) == len(runs), "two runs are in one folder"
+    assert not any(recipe.output.is_absolute() or recipe.data_dir for recipe in runs)
+    tunings = {
+        (WORKLOADS[TASKS[recipe.task].kind].arguments_class, str(tuning.arguments)): tuning.arguments
+        for recipe in runs
+        for tuning in (recipe.tuning, recipe.again)
+        if tuning is not None
+    }
+    for (arguments_class, _), arguments in tunings.items():
+        fixed = {"report_to": "none", "use_cpu": True, "save_strategy": "epoch"}  # as the recipes' own trainers
+        arguments_class(str(tmp_path), **(fixed | arguments))  # raises on invalid arguments
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_settings_that_make_more_of_a_table_have_their_own_output(path):
+    outputs = [(sweep.output, *sweep.tasks) for sweep in sweeps(path)]
+    assert len(set(outputs)) == len(outputs)
+
+
+def test_sweeps_that_share_an_output_agree():
+    settings_of = {}
+    for path in SWEEPS:
+        for recipe in recipes(path):
+            for folder, fields in ((None, BASE), (recipe.conversion_name, CONVERTED)):
+                settings = {name: getattr(recipe, name) for name in fields}
+                assert settings_of.setdefault((recipe.output, folder, fields), settings) == settings, path
+
+
+@pytest.mark.parametrize("path", [*RECIPES, *SWEEPS], ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_what_names_a_paper_is_of_its_table(path):
+    named = top_lines(path, "paper")
+    if not named:
+        assert path.stem.split("-")[0] not in PAPERS, "a file named after a paper says which table it is"
+        return
+    assert path.read_text(encoding="utf-8").startswith(f"# paper: {named[0]}\n")
+    assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= LONGEST
+    ours = {column(recipe) for recipe in recipes(path)}
+    for key, table in tables(path).items():
+        theirs = {name for name in table["columns"] if name.split()[0] in TASKS and "perplexity" not in name}
+        if path in RECIPES:
+            assert ours <= theirs
+        else:
+            assert theirs <= ours, key
+
+
+def test_every_table_that_takes_training_has_a_file():
+    without = {("collaborate", "Table 1"), ("drophead", "Table 2")}  # sizes and speed, and what the data sets are
+    named = {key for path in [*RECIPES, *SWEEPS] for key in tables(path)}
+    assert {(paper, name) for paper, of_paper in PAPERS.items() for name in of_paper} - named == without
+
+
+def test_small_scales_run_what_claims_compare():
+    runs = {"minilm-distilbert": set(), None: set()}
+    for path in SWEEPS:
+        for sweep in sweeps(path):
+            for recipe in sweep.recipes() if sweep.scale == "small" or "small-" in str(sweep.scale) else ():
+                model = "minilm-distilbert" if recipe.model == "outputs/minilm-distilbert" else None
+                stages = ("tuned", recipe.conversion_name, recipe.again_name)
+                runs[model] |= {(column(recipe), f"{recipe.method}/{stage}") for stage in stages}
+    for claim in itertools.chain.from_iterable(CLAIMS.values()):
+        labels = [label if "/" in label else f"{label}/tuned" for label in (claim["method"], claim["than"])]
+        compared = set(itertools.product(claim["tasks"], labels))
+        missing = compared - runs["minilm-distilbert" if "model" in claim else None]
+        assert not missing, claim["says"]
+
+
+def test_a_table_that_does_not_exist_is_noticed(tmp_path):
+    for line in ("diversity, Table 9", "diversify, Table 1", "diversity"):
+        (tmp_path / "sweep.yaml").write_text(f"# paper: {line}\n")
+        with pytest.raises(Exception, match="diversi"):
+            tables(tmp_path / "sweep.yaml")
+
+
+def test_collaborate_table_2_has_each_model_and_conversion():
+    models = {"google-bert/bert-base-cased": "BERT-base", "distilbert": "DistilBERT", "albert-base": "ALBERT"}
+    path = FOLDER / "sweeps" / "glue.yaml"
+    rows = {
+        (models[recipe.model], stage)
+        for sweep in sweeps(path)
+        if sweep.scale == "paper" and sweep.output.parent.name == "collaborate"
+        for recipe in sweep.recipes()
+        for stage in ("tuned", recipe.again_name)
+    }
+    (table,) = tables(path).values()
+    controls = {(model, "dense-again") for model in models.values()}  # ours
+    assert rows == {(row["model"], row["stage"]) for row in table["rows"]} | controls
+    tuned = {recipe.task: recipe for recipe in sweep_of("glue").recipes()}
+    assert {task for task, recipe in tuned.items() if recipe.tuning.epochs == recipe.again.epochs == 10} == {
+        "sst2",
+        "rte",
+    }
+
+
+def test_collaborate_figure_5_has_each_rank():
+    runs = sweep_of("glue", "paper", "only={tasks: [mnli, mrpc, stsb]}").recipes()
+    widths = {recipe.compression.dk for recipe in runs if recipe.compression is not None}
+    assert widths == {768, 640, 512, 384, 256, 128, 64}
+
+
+def test_diversity_table_1_has_each_width_and_number_of_heads():
+    models = {
+        f"Transformer d={recipe.fresh.width}, H={recipe.fresh.heads}"
+        for recipe in sweep_of("diversity", "paper-widths").recipes()
+        if recipe.method == f"d{recipe.fresh.width}-h{recipe.fresh.heads}"
+    }
+    assert models == {row["model"] for row in PAPERS["diversity"]["Table 1"]["rows"]}
+
+
+def test_diversity_table_5_has_each_strength():
+    names = {"orthogonality": "ORTHO", "hsic": "HSIC"}
+    strengths = []
+    for recipe in sweep_of("diversity").recipes():
+        if recipe.method == "all":  # of table 4
+            continue
+        strengths += [("DROPHEAD", options.p) for options in recipe.heads.drophead]
+        strengths += [(names[penalty.name], penalty.weight) for penalty in recipe.heads.penalties]
+    baseline, *others = (row["method"] for row in PAPERS["diversity"]["Table 5"]["rows"])
+    printed = [name.removeprefix("+").split() for name in others]
+    assert baseline == "Baseline"
+    assert sorted(strengths) == sorted((name, float(strength)) for name, strength in printed)
+
+
+def test_bhattacharyya_has_the_papers_settings():
+    (recipe,) = (r for r in sweep_of("bhattacharyya").recipes() if r.method != "plain" and r.seed == 0)
+    (row,) = PAPERS["bhattacharyya"]["Section 4"]["rows"]
+    fresh, tuning = recipe.fresh, recipe.tuning
+    ours = (tuning.batch_size, fresh.width, tuning.learning_rate, fresh.layers, fresh.heads, fresh.dropout)
+    ours += (recipe.heads.penalties[0].weight, tuning.epochs)
+    assert ours == tuple(row["scores"])
+
+
+def test_rotations_name_heads_that_the_model_has():
+    """Rotations are tried on a narrow model of the same depth and number of heads."""
+    scales = (sweep_of("rotation", scale) for scale in ("small", "paper"))
+    rotating = [recipe for sweep in scales for recipe in sweep.recipes() if recipe.heads.rotation is not None]
+    assert len(rotating) > 1
+    for recipe in rotating:
+        layers, heads = recipe.fresh.layers, recipe.fresh.heads
+        sizes = {"encoder_layers": layers, "decoder_layers": layers, "encoder_ffn_dim": 4, "decoder_ffn_dim": 4}
+        sizes |= {"encoder_attention_heads": heads, "decoder_attention_heads": heads, "d_model": 2 * heads}
+        tokens = {"vocab_size": 8, "pad_token_id": 0, "decoder_start_token_id": 0, "forced_eos_token_id": 1}
+        config = MarianConfig(**sizes, **tokens, eos_token_id=1, max_position_embeddings=8)
+        Rotator(MarianMTModel(config), recipe.heads.rotation)
+
+
+@pytest.mark.parametrize("path", [*RECIPES, *SWEEPS], ids=lambda path: path.stem)
+def test_each_is_found_by_its_name_in_any_directory(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command._file(path.name, path.parent.name).read_text(encoding="utf-8") == path.read_text(encoding="utf-8")
+    (tmp_path / path.name).write_text("task: mrpc\n")
+    assert (
+        command._file(path.name, path.parent.name).read_text(encoding="utf-8") == "task: mrpc\n"
+    )  # one's own goes first

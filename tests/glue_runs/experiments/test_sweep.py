@@ -1,0 +1,253 @@
+"""Sweeps: what they run, what they skip, and that they can be stopped."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from collab_compress_glue_runs.experiments import read_sweep, run, run_sweep
+from collab_compress_glue_runs.experiments import sweep as sweep_module
+
+from collab_compress.errors import RecipeError
+
+SCRIPT = Path(__file__).parents[3] / "glue_runs" / "sweep.py"
+TUNING = {"epochs": 1, "learning_rate": 1e-3, "batch_size": 8, "arguments": {"disable_tqdm": True}}
+
+
+@pytest.fixture
+def path(start, data_dir, tmp_path):
+    base = {"model": str(start), "data_dir": str(data_dir), "max_length": 24, "tuning": TUNING}
+    sweep = {
+        "output": str(tmp_path / "out"),
+        "base": base | {"calibration": "none", "trackers": []},
+        "tasks": {"mrpc": {"tuning": {"epochs": 2}}},
+        "methods": {"plain": None, "drophead": {"heads": {"drophead": [{"p": 0.2}]}}},
+        "conversions": {
+            "dk12": {"compression": {"dk": 12}},
+            "rough": {"compression": {"dk": 6, "solver": {"sweeps": 1}}},
+        },
+        "seeds": [0, 1],
+    }
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep, sort_keys=False))
+    return tmp_path / "sweep.yaml"
+
+
+def test_every_combination_once(path):
+    recipes = list(read_sweep(path).recipes())
+    names = [(recipe.seed, recipe.method, recipe.conversion_name) for recipe in recipes]
+    assert names == [
+        (seed, method, conversion)
+        for seed in (0, 1)
+        for method in ("plain", "drophead")
+        for conversion in ("dk12", "rough")
+    ]
+    assert len({(recipe.output, recipe.conversion_name) for recipe in recipes}) == 8
+    assert recipes[0].output.parts[-3:] == ("mrpc", "plain", "seed0")
+    assert (recipes[0].tuning.epochs, recipes[0].tuning.learning_rate) == (2, 1e-3)  # the task's own, and everyone's
+    assert recipes[2].heads.drophead[0].p == 0.2
+    assert recipes[1].compression.solver.sweeps == 1
+
+
+def test_only_some(path):
+    recipes = list(read_sweep(path, ["only={methods: [drophead], seeds: [1]}"]).recipes())
+    assert [(recipe.method, recipe.seed) for recipe in recipes] == [("drophead", 1)] * 2
+
+
+def test_a_scale_is_laid_over_the_sweep_and_settings_over_both(path, tmp_path):
+    sweep = yaml.safe_load(path.read_text())
+    conversions = sweep.pop("conversions")
+    sweep["scales"] = {
+        "small": {"seeds": [0], "base": {"tuning": {"learning_rate": 5e-3}}},
+        "paper": {
+            "output": str(tmp_path / "theirs"),
+            "methods": {"plain": {"max_length": 20}},
+            "tasks": {"sst2": None},
+        },
+    }
+    path.write_text(yaml.safe_dump(sweep, sort_keys=False))
+
+    def recipes(*overrides):
+        return list(read_sweep(path, overrides).recipes())
+
+    small, paper = recipes(), recipes("scale=paper")
+    assert recipes("scale=small") == small  # the first, if none is chosen
+    assert [(recipe.seed, recipe.method) for recipe in small] == [(0, "plain"), (0, "drophead")]
+    assert {(recipe.tuning.learning_rate, recipe.tuning.batch_size) for recipe in small} == {(5e-3, 8)}
+    assert {recipe.output.parts[-4] for recipe in small} == {"out"}
+    assert {(recipe.seed, recipe.task) for recipe in paper} == {(s, t) for s in (0, 1) for t in ("mrpc", "sst2")}
+    assert {(recipe.method, recipe.max_length) for recipe in paper} == {("plain", 20), ("drophead", 24)}
+    assert {(recipe.output.parts[-4], recipe.tuning.learning_rate) for recipe in paper} == {("theirs", 1e-3)}
+    changed = recipes("base.tuning.learning_rate=1e-2", "scale=small", "seeds=[3]")
+    assert {(recipe.tuning.learning_rate, recipe.seed) for recipe in changed} == {(1e-2, 3)}
+    assert {recipe.seed for recipe in recipes("scales.small.seeds=[4]")} == {4}
+    for setting, message in (
+        ("scale=large", "scale is 'large'; expected one of small, paper"),
+        ("scale=[]", r"scale is \[\]; expected one of small, paper"),
+        ("scales.small=1", "scale is 'small'; expected one of small, paper, each with fields"),
+        ("scales=3", "scales is 3; expected an object"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            recipes(setting)
+    with pytest.raises(RecipeError, match=r"scales is \['small'\]; expected an object"):
+        recipes("scales=[small]", "scale=small")
+    path.write_text(yaml.safe_dump({**sweep, "scales": {}, "conversions": conversions}, sort_keys=False))
+    with pytest.raises(RecipeError, match="scale is 'paper'; the sweep has none"):
+        recipes("scale=paper")
+    assert len(recipes()) == 8
+
+
+def test_null_reaches_tasks_that_have_the_field_themselves(path):
+    settings = yaml.safe_load(path.read_text())
+    settings["base"]["again"] = TUNING
+    settings["tasks"] = {"mrpc": {"again": {"epochs": 2}}, "rte": None, "cola": {"max_length": 16}}
+    path.write_text(yaml.safe_dump(settings, sort_keys=False))
+    agains = {recipe.task: recipe.again.epochs for recipe in read_sweep(path).recipes()}
+    assert agains == {"mrpc": 2, "rte": 1, "cola": 1}
+    assert {recipe.again for recipe in read_sweep(path, ["base.again=null"]).recipes()} == {None}
+    tuned = list(read_sweep(path, ["base.again=null", "tasks.rte.again={epochs: 3}"]).recipes())
+    assert {recipe.task: recipe.again and recipe.again.epochs for recipe in tuned} == {
+        "mrpc": None,
+        "rte": 3,
+        "cola": None,
+    }
+    assert {recipe.max_length for recipe in tuned if recipe.task == "cola"} == {16}
+
+
+def test_base_extends_a_recipe_beside_the_sweep(path):
+    recipe = {"task": "rte", "output": "elsewhere", "max_length": 32, "tuning": {"epochs": 5, "warmup": 0.2}}
+    (path.parent / "shared.yaml").write_text(yaml.safe_dump(recipe))
+    first = next(read_sweep(path, ["recipe=shared.yaml", "base.tuning.batch_size=4"]).recipes())
+    assert (first.task, first.output.parts[-1], first.max_length) == ("mrpc", "seed0", 24)  # the sweep's own
+    assert (first.tuning.epochs, first.tuning.warmup, first.tuning.batch_size) == (2, 0.2, 4)
+    assert read_sweep(path, ["recipe=null"]) == read_sweep(path)
+    with pytest.raises(RecipeError, match=r"cannot read the recipe .*nosuch\.yaml: .*No such file"):
+        read_sweep(path, ["recipe=nosuch.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("only.tasks=[rte]", "only.tasks names 'rte'; expected some of mrpc"),
+        ("only.ranks=[1]", "only holds 'ranks'; expected some of tasks"),
+        ("seeds=[]", "there is nothing to run"),
+        ("base.modle=x", r"mrpc, plain, dk12: there is no field modle; did you mean model\?"),
+        ("tasks.nosuch={}", "unknown task 'nosuch'"),
+        ("seeds=0", r"seeds is 0; expected a list, as in \[0\]$"),
+        ("only.seeds=0", r"only\.seeds is 0; expected a list, as in \[0\]$"),
+        ("methods=[a]", r"methods is \['a'\]; expected an object"),
+        ("methods.plain=a", r"methods\.plain is 'a'; expected an object"),
+        ("base.output=x", "^.*base has output, which each run gets from the sweep; give its output$"),
+        ("methods.drophead.seed=3", "methods.drophead has seed, which each run gets from the sweep; give its seeds$"),
+        ("conversions.dk12.task=rte", "conversions.dk12 has task, which each run gets .* give its tasks$"),
+    ],
+)
+def test_mistakes_are_named(path, override, message):
+    with pytest.raises(RecipeError, match=message):
+        read_sweep(path, [override])
+
+
+def test_too_many_runs_are_refused(path, monkeypatch):
+    monkeypatch.setattr(sweep_module, "MOST_RUNS", 7)
+    with pytest.raises(RecipeError, match="has 8 runs; expected at most 7"):
+        read_sweep(path)
+
+
+def test_a_run_that_fails_for_any_reason_does_not_stop_the_others(path, tmp_path, monkeypatch):
+    attempts = []
+
+    def broken(recipe):
+        attempts.append(recipe.conversion_name)
+        raise {"dk12": MemoryError, "rough": ZeroDivisionError}[recipe.conversion_name]("so")
+
+    monkeypatch.setattr(sweep_module, "run", broken)
+    failed = run_sweep(read_sweep(path, ["only={methods: [plain], seeds: [0]}"]))
+    assert [line.partition(": ")[2] for line in failed] == ["MemoryError: so", "ZeroDivisionError: so"]
+    monkeypatch.setattr(sys, "argv", ["sweep.py", str(path), "only={methods: [plain], seeds: [0]}"])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert caught.value.code.count("so") == 2  # which exits with 1
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep_module, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(read_sweep(path))
+    assert attempts == ["dk12", "rough"] * 2
+
+
+LONE = """
+import sys
+import torch
+from collab_compress_glue_runs.experiments import protocol, tuning
+from collab_compress.distributed import process_state
+from transformers import Trainer
+
+stock = Trainer.training_step
+
+def training_step(self, *arguments, **more):
+    if process_state().process_index == 1 and self.args.learning_rate == 7e-3:
+        raise MemoryError("of process 1")
+    return stock(self, *arguments, **more)
+
+Trainer.training_step = training_step
+from collab_compress_glue_runs.commands.run import run_sweep_script
+run_sweep_script("usage")
+"""
+
+
+@pytest.mark.slow
+def test_a_lone_process_that_fails_in_training_ends_the_waiting_of_the_others(path, tmp_path):
+    """The main process waits for gradients in a call that no Python error can interrupt."""
+    (tmp_path / "lone.py").write_text(LONE)
+    arguments = ["conversions={}", "seeds=[0]", "methods={bad: {tuning: {learning_rate: 7e-3}}, plain: {}}"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, str(tmp_path / "lone.py"), str(path), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode != 0
+    assert "bad/seed0: MemoryError: of process 1; the sweep stops because other processes are waiting" in done.stderr
+    (more,) = run(next(iter(read_sweep(path, arguments).recipes())))  # with nothing in its way
+    assert more["method"] == "bad"
+
+
+def test_runs_that_fail_in_two_processes(python, path, tmp_path):
+    """In both, or in the main one alone: both go on with what can be run, and recover a conversion together."""
+    run_sweep(
+        read_sweep(path, ["only={methods: [plain], seeds: [0]}", "conversions={other: {compression: {dk: 9}}}"])
+    )
+    near = "{compression: {dk: 6}, calibration: synthetic, recovery: {steps: 2}}"
+    arguments = [
+        "only={methods: [plain], seeds: [0]}",
+        "conversions={bad: {compression: {dk: 1000}}, dk12: {compression: {dk: 12}}}",
+        "conversions.other={compression: {dk: 8}}",
+        f"conversions.near={near}",
+    ]
+    done = python.both(SCRIPT, path, *arguments)
+    finished = {file.parent.name for file in (tmp_path / "out").rglob("result.json")}
+    assert finished == {"tuned", "dk12", "near", "other"}, done.stderr[-5000:]
+    assert "other was made with another compression" in done.stderr
+    (report,) = (tmp_path / "out").rglob("near/report.json")
+    assert json.loads(report.read_text())["recovery"]["steps"] == 2
+    assert done.returncode != 0
+    assert "1000" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [("base.measures=[cka,svca]", "unknown measure 'svca'"), ("base.trackers=[tensorbord]", "tensorbord")],
+)
+def test_what_no_run_could_do_is_told_before_the_first(path, field, message, tmp_path):
+    with pytest.raises(RecipeError, match=message):
+        run_sweep(read_sweep(path, [field]))
+    assert not (tmp_path / "out").exists()
