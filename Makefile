@@ -32,7 +32,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 demo: $(CORE)
 	rm -rf demo-output
-	$(BIN)/collab-compress minilm --dk 128 --output demo-output
+	$(BIN)/collab-compress minilm --output demo-output
 	@echo
 	$(BIN)/python -m collab_compress_cli.demo demo-output
 

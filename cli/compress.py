@@ -44,6 +44,9 @@ NOT_REFITTED = (
     "for a model with a language-model head; in Python, batches) the layers that write to the hidden states are "
     "refitted too, which repairs part of the loss."
 )
+MEANING = (
+    "Less is better on the same data, but it does not say what a task loses: score yours. Embed documents anew."
+)
 TIMED_BATCH = 8  # sequences in the batch that is timed
 
 
@@ -188,7 +191,8 @@ def _with_stock_heads(arguments: Arguments, source: Source) -> Arguments:
 
 def _report_lines(report: Report, calibration: str, latency: Latency | None) -> list[str]:
     """Return the lines to print about a conversion: the whole model, then attention, then a table of modules."""
-    lines = [*([report.choice, ""] if report.choice else []), *_whole_model(report, calibration, latency), ""]
+    lines = [*_whole_model(report, calibration, latency), ""]
+    lines += [report.choice] if report.choice else []
     lines += [*_parts(report), "", *_calibration(report), ""]
     for part, error, modules in (("dk", "score error", report.modules), ("dv", "output error", report.values)):
         header = ["module", part, error, "weight error", "parameters", f"MMACs at T={report.length}"]
@@ -222,15 +226,16 @@ def _whole_model(report: Report, calibration: str, latency: Latency | None) -> l
         else:
             measured = f"not measurable while this machine does other work ({rounds})"
         lines.append(f"Time at {latency.length} tokens, batch of {TIMED_BATCH}: {measured}.")
+    if report.drift is not None:
+        drift = report.drift
+        lines.append(
+            f"Drift: its {drift.output} move by {drift.relative_error:.1%} of their size on {drift.sequences} "
+            f"held-back sequences ({calibration}). {MEANING}"
+        )
     if report.refits:
         lines.append(refit_line(report.refits))
     if calibration == "synthetic" and not report.refits:
         lines.append(NOT_REFITTED)
-    if report.drift is not None:
-        lines.append(
-            f"Drift of {report.drift.output}: {report.drift.relative_error:.2%}, on "
-            f"{report.drift.sequences} held-back sequences ({calibration})."
-        )
     return lines
 
 

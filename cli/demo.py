@@ -2,39 +2,61 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModel
 from transformers.utils.logging import disable_progress_bar
 
+from collab_compress.analysis import model_latency
+from collab_compress.calibration.builtin import builtin_texts
 from collab_compress.checkpoint.pretrained import EMBEDDED, find_directory, load_model, load_tokenizer
 
-SENTENCES = (
-    "A man is playing a guitar on stage.",
-    "Someone performs music in front of an audience.",
-    "The stock market fell sharply on Monday.",
-)
+SHOWN = 4  # texts whose nearest neighbours are printed
+BATCH = 64
+WIDTH = 76  # characters of a printed text
+TOKENS, SEQUENCES = 128, 8  # of the input that is timed
 
 
-def embed(path: Path) -> torch.Tensor:
-    """Return mean-pooled, normalised sentence embeddings, (sentences, width)."""
-    tokenizer, (model, _) = load_tokenizer(path), load_model(AutoModel, path)
-    batch = tokenizer(list(SENTENCES), padding=True, return_tensors="pt")
-    with torch.no_grad():
-        hidden = model(**batch).last_hidden_state
-    mask = batch["attention_mask"].unsqueeze(-1)
-    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+def embed(model: Any, tokenizer: Any, texts: list[str]) -> Tensor:
+    """Return mean-pooled, normalised embeddings of texts, (texts, width)."""
+    vectors = []
+    for start in range(0, len(texts), BATCH):
+        batch = tokenizer(texts[start : start + BATCH], padding=True, truncation=True, return_tensors="pt")
+        with torch.no_grad():
+            hidden = model(**batch).last_hidden_state
+        mask = batch["attention_mask"].unsqueeze(-1)
+        vectors.append(torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1))
+    return torch.cat(vectors)
+
+
+def neighbours(vectors: Tensor) -> Tensor:
+    """Return the index of the nearest other text of each, (texts,)."""
+    similarity = vectors @ vectors.mT
+    return similarity.fill_diagonal_(-1).argmax(1)
 
 
 def main() -> None:
-    """Print the similarities of three sentences under the dense and the converted model."""
+    """Print the time of both models, and which texts are nearest to which."""
     disable_progress_bar()
-    converted = Path(sys.argv[1])
-    dense_vectors, vectors = embed(find_directory(EMBEDDED)), embed(converted)
-    print(f"Reloaded {converted} in a new process. Cosine similarities, dense → converted:")
-    for one, other in ((0, 1), (0, 2), (1, 2)):
-        before, after = (float(v[one] @ v[other]) for v in (dense_vectors, vectors))
-        print(f"    {before:.3f} → {after:.3f}   {SENTENCES[one]!r} / {SENTENCES[other]!r}")
+    path = Path(sys.argv[1])
+    dense, converted = (load_model(AutoModel, where)[0].eval() for where in (find_directory(EMBEDDED), path))
+    tokenizer = load_tokenizer(path)
+    texts = [side for pair in builtin_texts(pairs=True) if not isinstance(pair, str) for side in pair]
+    before, after = (neighbours(embed(model, tokenizer, texts)) for model in (dense, converted))
+    print(f"Reloaded {path} in a new process. The nearest of {len(texts):,} sentences, by both models:")
+    for text in range(0, len(texts), len(texts) // SHOWN):
+        print(f"\n    {texts[text]:.{WIDTH}}")
+        for name, nearest in (("dense", before), ("converted", after)):
+            print(f"        {name:>9}: {texts[nearest[text]]:.{WIDTH}}")
+    same = float((before == after).double().mean())
+    print(f"\nThe nearest sentence is the same for {same:.0%} of them.")
+    latency = model_latency(dense, converted, TOKENS, batch_size=SEQUENCES)
+    print(
+        f"{SEQUENCES} sequences of {TOKENS} tokens take {latency.ratio:.2f} of the dense model's time (half of "
+        f"{latency.rounds} rounds between {latency.low:.2f} and {latency.high:.2f})."
+    )
 
 
 if __name__ == "__main__":
