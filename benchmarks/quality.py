@@ -63,7 +63,7 @@ DEFAULT_ROWS = (
     "dense",
     *(f"shared dk={dk}{head_dim}" for dk in (192, 128, 64) for head_dim in ("", " head_dim=24", " head_dim=16")),
     *(f"shared dk={dk} head_dim={dk}" for dk in (192, 128, 64, 48)),
-    *(f"shared dv={dv}" for dv in (256, 192, 128)),
+    *(f"shared dv={dv}" for dv in (252, 192, 120)),
     *(f"shared dk={dk} dv={dv}" for dk, dv in SMALLER),
     *(
         f"{kind} dk={dk} head_dim={dk} dv={dv}"

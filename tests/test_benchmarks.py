@@ -149,7 +149,7 @@ ROWS = [Row.parse(text) for text in DEFAULT_ROWS]
 
 
 @pytest.mark.parametrize(
-    "text", ["shared dk=64", "shared dv=256", "shared dk=192 head_dim=192 dv=252", "shared dk=192 head_dim=16"]
+    "text", ["shared dk=64", "shared dv=252", "shared dk=192 head_dim=192 dv=252", "shared dk=192 head_dim=16"]
 )
 def test_a_rows_parameters_are_those_of_the_converted_model(text, minilm):
     row = Row.parse(text)

@@ -214,9 +214,9 @@ PARTS = [
          takes(transformers.TrainingArguments, "train_sampling_strategy")),
     Part("get_length_grouped_indices", "glue_runs/experiments/batches.py", "get_length_grouped_indices",
          lengths_are_grouped),
-    Part("accelerate.utils.gather_object and broadcast", "conversion/plan.py", "gather_object",
+    Part("accelerate.utils.gather_object and broadcast_object_list", "distributed.py", "gather_object",
          lambda: takes(accelerate.utils.gather_object, "object")()
-         and takes(accelerate.utils.broadcast, "tensor", "from_process")()),
+         and takes(accelerate.utils.broadcast_object_list, "object_list")()),
 ]  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def convert_layers_(
     with evaluation_mode(dense), evaluation_mode(converted), Room() as room:
         states = States(dense, converted, room)
         if parts.in_layers and (tasks or parts.writers):
-            states.capture(used, held_back)
+            states.capture(used, held_back if parts.writers else [])
         layers = states.layers
         elsewhere = [task for task in tasks if layer_of(task.site.name) not in layers]
         if elsewhere:

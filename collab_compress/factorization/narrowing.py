@@ -167,12 +167,15 @@ def captured(moments: Tensor, outputs: Sequence[Tensor], group: int = 1) -> tupl
     Raises:
         ValueError: the moments are singular.
     """
-    starts = list(accumulate(map(len, outputs), initial=0))
     ranked = [ranked_channels(*head) for head in grouped(moments, outputs, group)]
+    of_heads = [channels for channels, _ in ranked for _ in range(group)]  # (d_i, at most d_i) each
+    starts = accumulate((channels.shape[1] for channels in of_heads), initial=0)
     places = sorted(  # by place, then head of values, then head
-        (place, start + place) for start, output in zip(starts, outputs, strict=False) for place in range(len(output))
+        (place, start + place)
+        for start, channels in zip(starts, of_heads, strict=False)
+        for place in range(channels.shape[1])
     )
-    channels = torch.block_diag(*(channels for channels, _ in ranked for _ in range(group)))
+    channels = torch.block_diag(*of_heads)
     channels = channels[:, [column for _, column in places]]
     crossed = moments @ channels
     products = crossed.mT @ torch.cat(list(outputs))  # (n, D)

@@ -252,7 +252,6 @@ def _log(folder: Path) -> dict[str, Any]:
         module["weight_error" if module["data_error"] is None else "data_error"] for module in report["modules"]
     ]
     return {
-        "seconds": report["seconds"] - report["calibrating"],
-        "seconds_with_calibration": report["seconds"],
+        "seconds": report["seconds"],
         "error": sum(errors) / len(errors) if errors else None,
     }

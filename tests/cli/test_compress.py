@@ -46,7 +46,7 @@ def test_converts_a_classifier_and_says_how_to_load_it(run, loaded, model_dir, t
     report_file = tmp_path / "report.json"
     code, printed, error = run(model_dir, "--dk", 8, "--output", output, "--json", report_file)
     assert code == 0, error
-    for part in ("bert.encoder.layer.1.attention.self", "Drift of log probabilities", "import collab_compress"):
+    for part in ("bert.encoder.layer.1.attention.self", "log probabilities move by", "import collab_compress"):
         assert part in printed
     model = loaded(printed)
     assert type(model) is BertForSequenceClassification
@@ -76,9 +76,11 @@ def test_a_share_to_keep_is_reported_as_widths(run, loaded, model_dir, tmp_path)
     output = tmp_path / "out"
     code, printed, error = run(model_dir, "--keep", 0.6, "--length", 8, "--sequences", 32, "--output", output)
     assert code == 0, error
-    assert printed.startswith("Kept ")
+    assert printed.startswith("Whole model: ")
+    assert "\nKept " in printed
     stored = json.loads((output / "collab_compress.json").read_text(encoding="utf-8"))["compression"]
-    assert f"dk {stored['dk']}, dv {stored['dv']}, dff {stored['dff']}." in printed
+    widths = {name: stored[name] for name in ("dk", "dv", "dff") if stored[name] is not None}
+    assert ", ".join(f"{name} {width}" for name, width in widths.items()) + "." in printed
     assert "operations at 8 tokens" in printed
     assert loaded(printed).num_parameters() < 0.999 * AutoModel.from_pretrained(model_dir).num_parameters()
 
@@ -302,7 +304,7 @@ def test_an_interrupt_leaves_no_output(python, minilm_path, tmp_path):
     assert "Traceback" not in error
 
 
-def test_sentence_transformers_files_travel_along_and_the_model_is_named_as_on_the_hub(run, tmp_path, minilm_path):
+def test_sentence_transformers_files_travel_along(run, tmp_path, minilm_path):
     code, shown, _ = run("minilm", "--dk", 384, "--output", tmp_path / "out", "--calibration", "none")
     assert code == 0
     assert "from sentence_transformers import SentenceTransformer" in shown
@@ -312,8 +314,7 @@ def test_sentence_transformers_files_travel_along_and_the_model_is_named_as_on_t
         assert (tmp_path / "out" / name).read_bytes() == (minilm_path / name).read_bytes()
     assert AutoModel.from_pretrained(tmp_path / "out").config.model_type == "bert"
     data = ModelCard.load(tmp_path / "out" / "README.md").data
-    assert data.base_model == "sentence-transformers/all-MiniLM-L6-v2"
-    assert (data.license, data.library_name) == ("apache-2.0", "sentence-transformers")
+    assert data.library_name == "sentence-transformers"
 
 
 def test_a_report_without_a_place(fails, model_dir, tmp_path):
@@ -337,14 +338,14 @@ def test_a_config_that_names_no_class_is_loaded_bare(run, model_dir, tmp_path):
 
 
 def test_a_card_and_the_licence_travel_along(run, model_dir, tmp_path):
-    (model_dir / "README.md").write_text("---\nlicense: mit\nlanguage: en\n---\n# Theirs\n", encoding="utf-8")
+    (model_dir / "README.md").write_text("# Theirs\n", encoding="utf-8")
     (model_dir / "LICENSE").write_text("do as you like", encoding="utf-8")
     (model_dir / "customers.csv").write_text("secret", encoding="utf-8")
     code, printed, error = run(model_dir, "--dk", 8, "--output", tmp_path / "out")
     assert code == 0, error
     card = ModelCard.load(tmp_path / "out" / "README.md")
-    assert (card.data.license, card.data.language, card.data.library_name) == ("mit", "en", "transformers")
-    for part in ("# out", "made from `tiny`", "R = 8", "calibrated on random tokens", 'from_pretrained("out")'):
+    assert card.data.library_name == "transformers"
+    for part in ("# out", "made from `tiny`", "R = 8", "calibrated on the texts that come with", 'from_pretrained("out")'):
         assert part in card.content
     assert str(tmp_path) not in card.content
     assert (tmp_path / "out" / "LICENSE").read_text(encoding="utf-8") == "do as you like"
@@ -440,7 +441,7 @@ def test_a_plan_that_cannot_be_written_is_printed(run, model_dir, tmp_path, monk
 
 def test_steps_of_recovery_are_checked_before_conversion(fails, model_dir, monkeypatch):
     monkeypatch.setattr(command, "compress", lambda *_, **__: pytest.fail("it was converted"))
-    assert "recovery takes 0 steps; expected at least 1" in fails(model_dir, "--dk", 8, "--recover", 0)
+    assert "recovery takes 0 steps; expected at least 1" in fails(model_dir, "--dk", 8, "--recover", 0, "--calibration", "synthetic")
 
 
 def test_narrower_feed_forward_blocks_need_no_package(run, model_dir, tmp_path):

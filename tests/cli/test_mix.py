@@ -54,8 +54,6 @@ def test_after_a_conversion(run, loaded, monkeypatch, model_dir, batch, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "nothing to do: pass --dk, --dv or --dff N, or --keep SHARE, to convert, --mix to mix heads"),
-        (("--sweeps", "9"), "nothing to do"),
         (
             ("--mix", "--sweeps", "9"),
             "--sweeps belongs to a conversion; pass --dk, --dv or --dff too, or leave it out",

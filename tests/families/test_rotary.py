@@ -238,7 +238,7 @@ def test_what_rotary_models_lack_is_refused_at_once(compression, message, model)
 def test_no_form_is_advised_that_there_is_not(model):
     made = model("llama")
     compress(made, Compression(dk=16, solver=Solver(sweeps=3)), calibration=None)
-    advice = r"heads of LlamaForCausalLM are rotated .* no narrower ones; narrow its feed-forward .* or save it"
+    advice = r"heads of LlamaForCausalLM are rotated .* no narrower ones; narrow its feed-forward .* or expand it"
     with pytest.raises(CompressionError, match=advice):
         to_stock(made)
 

@@ -136,5 +136,5 @@ def test_heads_wider_than_what_they_read_have_no_more_channels_than_that(name):
 def test_keep_gives_heads_no_more_channels_than_they_read():
     torch.manual_seed(0)
     dense = T5Model(T5Config(**{**TINIES["t5"].settings, "d_model": 8, "d_kv": 16})).eval()
-    report = compress(dense, Compression(keep=0.9, solver=Solver(sweeps=2)), [inputs("t5")] * 4)
+    report = compress(dense, Compression(keep=0.5, solver=Solver(sweeps=2)), [inputs("t5")] * 4)
     assert max(values.dv for values in report.values) <= 24

@@ -13,7 +13,6 @@ from collab_compress.architectures import find_attention
 from collab_compress.attention.install import head_hooks
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import average_distance, confidence, swap_heads_
-from collab_compress.training import measure
 
 END = 7  # a token that counts as the end of a sequence here
 
@@ -250,7 +249,6 @@ def test_nothing_to_measure_is_an_error(make_tiny, batch):
         average_distance,
         head_importance,
         head_covariances,
-        lambda model, batches: measure(model, batches, ["agreement"]),
         lambda model, batches: dominant_heads(model, batches=batches),
     ],
 )
