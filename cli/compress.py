@@ -44,9 +44,7 @@ NOT_REFITTED = (
     "for a model with a language-model head; in Python, batches) the layers that write to the hidden states are "
     "refitted too, which repairs part of the loss."
 )
-MEANING = (
-    "Less is better on the same data, but it does not say what a task loses: score yours. Embed documents anew."
-)
+MEANING = "Less is better on the same data, but it does not say what a task loses: score yours. Embed documents anew."
 TIMED_BATCH = 8  # sequences in the batch that is timed
 
 

@@ -26,6 +26,7 @@ from collab_compress.conversion.layers import States
 from collab_compress.conversion.maps import Progress, Task
 from collab_compress.conversion.room import Room
 from collab_compress.conversion.writers import Writer, find_writers
+from collab_compress.devices import float64_device
 from collab_compress.factorization import HeadTensor, Moments
 from collab_compress.factorization.least_squares import BLOCK, ResidualMoments, choice_moments, eliminate
 from collab_compress.factorization.moments import Weighting, damp
@@ -115,7 +116,9 @@ def loss_curves(
 def _score_losses(site: DenseSite, moments: tuple[Moments, ...], head_weights: Tensor | None) -> Tensor:
     """Return Σ w² E(δs)² at every dk, (H·d+1,), for weights w with mean square 1."""
     group = site.heads // site.key_value_heads
-    query, key = site.query_heads().double(), site.key_heads().double().repeat_interleave(group, 0)
+    place = float64_device(site.query.weight.device)
+    query, key = (heads.to(place, torch.float64) for heads in (site.query_heads(), site.key_heads()))
+    key = key.repeat_interleave(group, 0)
     weighting = Weighting.of(
         *(side.to(query.device, torch.float64) for side in moments),
         damping=DAMPING,

@@ -28,6 +28,7 @@ from collab_compress.conversion.head_weights import ENOUGH, HeadWeights, head_we
 from collab_compress.conversion.maps import Planned, Progress, Task, replacement
 from collab_compress.conversion.room import Room
 from collab_compress.conversion.writers import Writer, stream_of
+from collab_compress.devices import float64_device
 from collab_compress.errors import CalibrationError
 from collab_compress.factorization import Moments
 from collab_compress.factorization.least_squares import ResidualMoments
@@ -242,7 +243,8 @@ class States:
         total, squares, count = torch.zeros(()), 0.0, 0
         for number, masks in enumerate(self.masks):
             for streams in self.targets[number]:
-                stream = unpadded(streams[writer.name], masks_of(writer.site, masks).query).double()
+                stream = unpadded(streams[writer.name], masks_of(writer.site, masks).query)
+                stream = stream.to(float64_device(stream.device), torch.float64)
                 total = total + stream.sum(0)
                 squares += float(stream.square().sum())
                 count += len(stream)

@@ -345,7 +345,13 @@ def test_a_card_and_the_licence_travel_along(run, model_dir, tmp_path):
     assert code == 0, error
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.library_name == "transformers"
-    for part in ("# out", "made from `tiny`", "R = 8", "calibrated on the texts that come with", 'from_pretrained("out")'):
+    for part in (
+        "# out",
+        "made from `tiny`",
+        "R = 8",
+        "calibrated on the texts that come with",
+        'from_pretrained("out")',
+    ):
         assert part in card.content
     assert str(tmp_path) not in card.content
     assert (tmp_path / "out" / "LICENSE").read_text(encoding="utf-8") == "do as you like"
@@ -441,7 +447,9 @@ def test_a_plan_that_cannot_be_written_is_printed(run, model_dir, tmp_path, monk
 
 def test_steps_of_recovery_are_checked_before_conversion(fails, model_dir, monkeypatch):
     monkeypatch.setattr(command, "compress", lambda *_, **__: pytest.fail("it was converted"))
-    assert "recovery takes 0 steps; expected at least 1" in fails(model_dir, "--dk", 8, "--recover", 0, "--calibration", "synthetic")
+    assert "recovery takes 0 steps; expected at least 1" in fails(
+        model_dir, "--dk", 8, "--recover", 0, "--calibration", "synthetic"
+    )
 
 
 def test_narrower_feed_forward_blocks_need_no_package(run, model_dir, tmp_path):
