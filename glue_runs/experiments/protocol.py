@@ -55,7 +55,7 @@ def run(recipe: Recipe) -> list[dict[str, Any]]:
         The record of each stage: task, method, stage, conversion, whether it was tuned again, seed, metrics of each
         split, score (their mean, in the benchmark's scale), parameters, the recipe, the versions it ran with, the
         commits of model and data where they are from the hub; of a fine-tuning its seconds and log; of a conversion
-        its seconds, without and with calibration, and the mean relative error of scores; and the recipe's measures.
+        its seconds, calibration included, and the mean relative error of scores; and the recipe's measures.
 
     Raises:
         RecipeError: a folder holds another experiment, or something cannot be run.
@@ -252,7 +252,6 @@ def _log(folder: Path) -> dict[str, Any]:
         module["weight_error" if module["data_error"] is None else "data_error"] for module in report["modules"]
     ]
     return {
-        "seconds": report["seconds"] - report["calibrating"],
-        "seconds_with_calibration": report["seconds"],
+        "seconds": report["seconds"],
         "error": sum(errors) / len(errors) if errors else None,
     }

@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from transformers import (
 from collab_compress.errors import RecipeError
 from collab_compress.training import HeadTrainer
 
-SCRIPT = Path(__file__).parents[3] / "glue_runs" / "run_glue.py"
+RUN = "from collab_compress_glue_runs.commands.run import main; main()"
 TUNING = "{epochs: 4, learning_rate: 1.0e-3, batch_size: 8, arguments: {use_cpu: true, disable_tqdm: true}}"
 
 
@@ -306,9 +305,9 @@ class Stopping(TrainerCallback):
 def test_a_killed_run_ends_as_an_uninterrupted_one(python, start, data_dir, tmp_path):
     heads = "heads={drophead: [{p: 0.2}], penalties: [{name: agreement, weight: 0.1}]}"
     overrides = settings(start, data_dir, tmp_path / "whole", heads, "compression=null", "again=null")
-    assert python(SCRIPT, *overrides).returncode == 0
+    assert python(RUN, *overrides).returncode == 0
     killed = settings(start, data_dir, tmp_path / "killed", heads, "compression=null", "again=null")
-    process = python.start(SCRIPT, *killed)
+    process = python.start(RUN, *killed)
     checkpoints = tmp_path / "killed" / "tuned" / "checkpoints"
     deadline = time.monotonic() + 120
     while not whole_checkpoints(checkpoints) and process.poll() is None and time.monotonic() < deadline:
@@ -317,7 +316,7 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(python, start, data_dir, tmp_
     process.ended()
     if not (tmp_path / "killed" / "tuned" / "model").is_dir():  # unless it was faster than the signal
         assert whole_checkpoints(checkpoints)
-    done = python(SCRIPT, *killed)
+    done = python(RUN, *killed)
     assert done.returncode == 0, done.stderr
     assert "mrpc       tuned" in done.stdout
     folders = [tmp_path / name / "tuned" for name in ("whole", "killed")]
@@ -330,7 +329,7 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(python, start, data_dir, tmp_
 
 def test_an_interrupt_is_one_line_and_leaves_nothing_half_made(python, start, data_dir, tmp_path):
     overrides = settings(start, data_dir, tmp_path / "out", "compression=null", "again=null", "tuning.epochs=10000")
-    process = python.start(SCRIPT, *overrides)
+    process = python.start(RUN, *overrides)
     checkpoints = tmp_path / "out" / "tuned" / "checkpoints"
     deadline = time.monotonic() + 120
     while not whole_checkpoints(checkpoints) and process.poll() is None and time.monotonic() < deadline:
@@ -338,6 +337,6 @@ def test_an_interrupt_is_one_line_and_leaves_nothing_half_made(python, start, da
     process.send_signal(signal.SIGINT)
     printed = process.ended(seconds=60).stderr
     assert process.returncode == 130
-    assert printed.splitlines()[-1] == "error: interrupted; nothing half-written is left"
+    assert printed.splitlines()[-1] == "collab-run: interrupted; nothing half-written is left"
     assert "Traceback" not in printed
     assert {path.name for path in (tmp_path / "out" / "tuned").iterdir()} <= {"checkpoints", "logs", MARK}
