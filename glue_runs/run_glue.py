@@ -1,14 +1,201 @@
-"""Fine-tune on a GLUE task, convert, evaluate, fine-tune again, evaluate: the papers' protocol.
+"""Fine-tune a classifier with methods that act on its heads, on a task of GLUE or on your own files: to copy from.
 
-    python glue_runs/run_glue.py glue_runs/recipes/mrpc.yaml output=outputs/mrpc data_dir=DIR
-    accelerate launch glue_runs/run_glue.py glue_runs/recipes/mrpc.yaml output=outputs/mrpc compression.dk=64 seed=1
+    python glue_runs/run_glue.py --model bert-base --task mrpc --drophead 0.2 --output_dir mrpc
+    python glue_runs/run_glue.py --model minilm --train_file train.csv --validation_file dev.csv --output_dir out
+    python glue_runs/run_glue.py --model mrpc --task mrpc --do_predict --output_dir test
 
-Settings are field=value or --field value, as for `collab-run`, whose --help shows all fields. Finished stages of the
-output are not repeated, and interrupted ones are continued.
+It trains and evaluates; with any of --do_train, --do_eval and --do_predict it does only those. --do_predict writes a
+file for the leaderboard of GLUE. With --dk, --dv, --dff or --keep the model is converted after its fine-tuning, then
+evaluated again; predictions are the converted model's. All TrainingArguments of Transformers are options too. A head
+of the checkpoint with as many classes is where training starts.
 """
 
-from collab_compress_glue_runs.commands.run import run_script
-from collab_compress_glue_runs.tasks.catalogue import GLUE
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from collab_compress_glue_runs.metrics import load_metric
+from collab_compress_glue_runs.tasks import TASKS, encode_classification, load_task
+from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+    EvalPrediction,
+    HfArgumentParser,
+    TrainingArguments,
+    set_seed,
+)
+
+from collab_compress import Compression, compress
+from collab_compress.checkpoint.pretrained import find_directory
+from collab_compress.errors import DataError
+from collab_compress.training import AlphasOptions, DropHeadOptions, HeadTrainer, HeadTraining, PenaltyOptions
+
+
+@dataclass
+class DataArguments:
+    model: str = field(metadata={"help": "minilm, a model directory, or a name on the hub"})
+    task: str | None = field(default=None, metadata={"help": "task of GLUE, or trec; or give files or a data set"})
+    data_dir: str | None = field(default=None, metadata={"help": "folder of the task's TSV files (default: the hub)"})
+    train_file: str | None = field(default=None, metadata={"help": ".csv, .tsv, .json (a list) or .jsonl"})
+    validation_file: str | None = field(default=None, metadata={"help": "file to evaluate on"})
+    test_file: str | None = field(default=None, metadata={"help": "file to predict; labels may be missing"})
+    dataset: str | None = field(default=None, metadata={"help": "data set on the hub, in place of files"})
+    text_columns: list[str] = field(
+        default_factory=lambda: ["text"], metadata={"help": "one column, or two of pairs"}
+    )
+    label_column: str = field(default="label", metadata={"help": "classes, or scores if they are decimal numbers"})
+    max_length: int = field(default=128, metadata={"help": "tokens of a row; longer ones are cut"})
+    max_train_samples: int | None = field(default=None, metadata={"help": "train on this many rows"})
+
+
+@dataclass
+class HeadArguments:
+    drophead: float = field(default=0.0, metadata={"help": "probability of dropping a head"})
+    penalty: str | None = field(default=None, metadata={"help": "loss over heads: hsic, orthogonality, agreement, …"})
+    penalty_weight: float | None = field(default=None, metadata={"help": "its weight (default: the paper's)"})
+    schedule: str = field(default="constant", metadata={"help": "of drophead and penalty: scheduled, curriculum, …"})
+    alphas: bool = field(default=False, metadata={"help": "train matrices that mix the outputs of heads"})
+    dk: int | None = field(default=None, metadata={"help": "convert: width of queries and keys, all heads together"})
+    dv: int | None = field(default=None, metadata={"help": "convert: width of values, all heads together"})
+    dff: int | None = field(default=None, metadata={"help": "convert: width of feed-forward blocks"})
+    keep: float | None = field(default=None, metadata={"help": "convert: share of operations, in place of widths"})
+
+    def training(self) -> HeadTraining:
+        drophead, penalty = DropHeadOptions, PenaltyOptions
+        return HeadTraining(
+            drophead=(drophead(p=self.drophead, schedule=self.schedule),) if self.drophead else (),
+            penalties=(penalty(self.penalty, self.penalty_weight, self.schedule),) if self.penalty else (),
+            alphas=AlphasOptions() if self.alphas else None,
+        )
+
+    def compression(self) -> Compression | None:
+        widths = {"dk": self.dk, "dv": self.dv, "dff": self.dff, "keep": self.keep}
+        return Compression(**widths) if any(widths.values()) else None
+
+
+def load_texts(data: DataArguments, model_labels: list[str]) -> tuple[DatasetDict, list[str]]:
+    """Return splits with the columns text, text_pair (of pairs) and label, and the classes; none for scores."""
+    files = {"train": data.train_file, "validation": data.validation_file, "test": data.test_file}
+    if [bool(data.task), bool(data.dataset), any(files.values())].count(True) != 1:
+        raise DataError("give one of --task, --dataset and files, such as --train_file")
+    if data.task is not None:
+        return load_task(data.task, data.data_dir), list(TASKS[data.task].labels)
+    if data.dataset is not None:
+        tables = {split: read_rows(rows, data.label_column) for split, rows in load_dataset(data.dataset).items()}
+    else:
+        tables = {split: read_file(path) for split, path in files.items() if path}
+    for split, table in tables.items():
+        needed = [*data.text_columns, *([] if split == "test" else [data.label_column])]
+        if missing := [name for name in needed if name not in table]:
+            raise DataError(f"{split} has no column {missing[0]!r}; it has {', '.join(table)}; see --text_columns")
+    labels = next(iter(tables.values())).get(data.label_column, pd.Series(dtype=object))
+    scores = pd.api.types.is_float_dtype(labels)
+    classes = [] if scores else sorted(set(labels.dropna().astype(str)))
+    if not scores and ("train" not in tables or set(classes) == set(model_labels)):
+        classes = model_labels  # in the order of the model's outputs
+    numbers = {name: number for number, name in enumerate(classes)}
+    splits = DatasetDict()
+    for split, table in tables.items():
+        named = table.get(data.label_column, pd.Series(index=table.index, dtype=object))
+        labels = named if scores else named.map(lambda name: numbers.get(str(name)))
+        if split != "test" and labels.isna().any():
+            raise DataError(f"{split} has the class {named[labels.isna()].iloc[0]!r}; expected {', '.join(classes)}")
+        columns = dict(
+            zip(("text", "text_pair"), (table[name].astype(str) for name in data.text_columns), strict=False)
+        )
+        columns["label"] = labels.fillna(-1).astype(float if scores else int)
+        splits[split] = Dataset.from_pandas(pd.DataFrame(columns), preserve_index=False)
+    return splits, classes
+
+
+def read_file(path: str) -> pd.DataFrame:
+    if path.endswith((".json", ".jsonl")):
+        return pd.read_json(path, lines=path.endswith(".jsonl"), dtype=False)
+    return pd.read_csv(path, sep="\t" if path.endswith(".tsv") else ",", keep_default_na=False)
+
+
+def read_rows(rows: Dataset, label: str) -> pd.DataFrame:
+    table, feature = rows.to_pandas(), rows.features.get(label)
+    if isinstance(feature, ClassLabel):
+        table[label] = [None if number < 0 else feature.int2str(number) for number in table[label]]
+    return table
+
+
+def main() -> None:
+    parser = HfArgumentParser((TrainingArguments, DataArguments, HeadArguments), description=__doc__)
+    args, data, heads = parser.parse_args_into_dataclasses()
+    if not (args.do_train or args.do_eval or args.do_predict):
+        args.do_train = args.do_eval = True
+    set_seed(args.seed)
+    source = find_directory(data.model)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model_labels = [label for _, label in sorted(AutoConfig.from_pretrained(source).id2label.items())]
+    texts, classes = load_texts(data, model_labels)
+    if data.max_train_samples is not None and "train" in texts:
+        texts["train"] = texts["train"].select(range(min(data.max_train_samples, len(texts["train"]))))
+    task = TASKS[data.task] if data.task else None
+    if task is not None and not args.do_train:
+        task.check_classes(model_labels, data.model)
+    named = {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
+    labels = {**named, "problem_type": "single_label_classification"} if classes else {"num_labels": 1}
+    model = AutoModelForSequenceClassification.from_pretrained(source, ignore_mismatched_sizes=True, **labels)
+    metric = load_metric(task.metric if task else "accuracy" if classes else "correlation")
+
+    def predicted(logits: np.ndarray) -> np.ndarray:
+        return logits.argmax(-1) if classes else logits.squeeze(-1)
+
+    def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
+        return metric.compute(predictions=predicted(prediction.predictions), references=prediction.label_ids)
+
+    rows = encode_classification(texts, tokenizer, max_length=data.max_length)
+    validation = [split for split in rows if split.startswith("validation")]
+    trainer = HeadTrainer(
+        model,
+        args,
+        train_dataset=rows.get("train"),
+        eval_dataset=rows[validation[0]] if validation else None,
+        processing_class=tokenizer,
+        data_collator=DataCollatorWithPadding(tokenizer),
+        compute_metrics=compute_metrics,
+        head_training=heads.training(),
+    )
+
+    def evaluate(suffix: str = "") -> None:
+        for split in validation if args.do_eval else ():
+            metrics = trainer.evaluate(rows[split], metric_key_prefix=f"{split}{suffix}")
+            trainer.log_metrics(f"{split}{suffix}", metrics)
+            trainer.save_metrics(f"{split}{suffix}", metrics)
+
+    if args.do_train:
+        result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        trainer.save_model()
+        trainer.save_metrics("train", result.metrics)
+    evaluate()
+    if compression := heads.compression():
+        calibration = "auto"
+        if "train" in texts:
+            columns = [texts["train"][name] for name in ("text", "text_pair") if name in texts["train"].column_names]
+            calibration = list(zip(*columns, strict=True)) if len(columns) == 2 else list(columns[0])
+        print(compress(model, compression, calibration, tokenizer))
+        trainer.save_model(f"{args.output_dir}/converted")
+        evaluate("_converted")
+    for split in rows if args.do_predict else ():
+        if split.startswith("test"):
+            values = predicted(trainer.predict(rows[split]).predictions)
+            if classes and (
+                task is None or task.layouts[0].first_label is None
+            ):  # else the leaderboard takes numbers
+                values = [classes[value] for value in values]
+            name = task.folders[0] if task else "test"
+            ending = {"test_matched": "-m", "test_mismatched": "-mm"}.get(split, "")
+            table = pd.DataFrame({"prediction": values}).rename_axis("index")
+            if trainer.is_world_process_zero():
+                table.to_csv(Path(args.output_dir, f"{name}{ending}.tsv"), sep="\t")
+
 
 if __name__ == "__main__":
-    run_script(__doc__, [task.name for task in GLUE])
+    main()

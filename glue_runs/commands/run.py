@@ -1,9 +1,9 @@
-"""`collab-run` and `collab-sweep`, and the scripts in `glue_runs`: a recipe or a sweep from the command line."""
+"""`collab-run` and `collab-sweep`: a recipe or a sweep from the command line."""
 
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,35 +18,19 @@ from collab_compress.errors import RecipeError
 
 from ..experiments import read_recipe, read_sweep, run, run_sweep
 from ..experiments.protocol import summary
-from ..tasks import TASKS
 from .help import RUN, SWEEP
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `collab-run`; errors are one line on standard error and exit code 2."""
-    run_script(RUN, TASKS, argv, "collab-run")
-
-
-def sweep_main(argv: Sequence[str] | None = None) -> None:
-    """Run `collab-sweep`; errors are one line on standard error and exit code 2."""
-    run_sweep_script(SWEEP, argv, "collab-sweep")
-
-
-def run_script(usage: str, tasks: Collection[str], argv: Sequence[str] | None = None, name: str = "error") -> None:
-    """Run the recipe that the command line gives, and print a line for each stage.
+    """Run `collab-run`: the stages of a recipe, with a line for each; errors are one line and exit code 2.
 
     Args:
-        usage: printed if there are no arguments.
-        tasks: that the script is for.
         argv: a recipe file, and settings as `field=value` or `--field value`; by default those of the process.
-        name: first word of error messages.
     """
-    with errors_in_one_line(name, hold_warnings=False), _bars_closed():
-        path, settings, json, quiet = _arguments(usage, argv, "recipes")
+    with errors_in_one_line("collab-run", hold_warnings=False), _bars_closed():
+        path, settings, json, quiet = _arguments(RUN, argv, "recipes")
         recipe = read_recipe(path, settings)
         refuse_nested({"--json": json, "output": recipe.output})
-        if recipe.task not in tasks:
-            raise RecipeError(f"{recipe.task} is {TASKS[recipe.task].kind}; this script is for {', '.join(tasks)}")
         silence_libraries()
         records = run(replace(recipe, progress=False) if quiet else recipe)
         if process_state().is_main_process:
@@ -56,13 +40,13 @@ def run_script(usage: str, tasks: Collection[str], argv: Sequence[str] | None = 
                 print(f"{record['task']:10} {record['stage']:14} {summary(record)}  {record['metrics']}")
 
 
-def run_sweep_script(usage: str, argv: Sequence[str] | None = None, name: str = "error") -> None:
-    """Run the sweep that the command line gives, and print a line for each finished stage.
+def sweep_main(argv: Sequence[str] | None = None) -> None:
+    """Run `collab-sweep`: the runs of a sweep, with a line for each finished stage.
 
     The exit code is 1 if some runs fail, and 2 if the sweep cannot be run at all.
     """
-    with errors_in_one_line(name, hold_warnings=False), _bars_closed():
-        path, settings, json, quiet = _arguments(usage, argv, "sweeps")
+    with errors_in_one_line("collab-sweep", hold_warnings=False), _bars_closed():
+        path, settings, json, quiet = _arguments(SWEEP, argv, "sweeps")
         if path is None:
             raise RecipeError("give the file of a sweep")
         settings = [f"base.{setting}" if setting.startswith("revision=") else setting for setting in settings]
@@ -89,11 +73,6 @@ def _bars_closed() -> Iterator[None]:
         for bar in list(getattr(tqdm, "_instances", ())):
             bar.close()
         raise
-
-
-def tasks_of(*kinds: str) -> list[str]:
-    """Return the names of the tasks of some kinds."""
-    return [name for name, task in TASKS.items() if task.kind in kinds]
 
 
 def _arguments(usage: str, argv: Sequence[str] | None, kind: str) -> tuple[Path | None, list[str], Path | None, bool]:

@@ -17,16 +17,7 @@ from collab_compress.errors import CheckpointError, RecipeError
 from ..tasks import TASKS
 from .examples import scored_splits
 from .measures import MEASURES, add_measures
-from .outputs import (
-    environment,
-    hub_commits,
-    mark,
-    read_record,
-    read_result,
-    refuse_moved,
-    reserve_output,
-    write_record,
-)
+from .outputs import claim, environment, hub_commits, read_record, read_result, reserve_output, write_record
 from .recipe import Recipe, Tuning
 from .tuning import (
     LOG,
@@ -55,7 +46,7 @@ def run(recipe: Recipe) -> list[dict[str, Any]]:
         The record of each stage: task, method, stage, conversion, whether it was tuned again, seed, metrics of each
         split, score (their mean, in the benchmark's scale), parameters, the recipe, the versions it ran with, the
         commits of model and data where they are from the hub; of a fine-tuning its seconds and log; of a conversion
-        its seconds, without and with calibration, and the mean relative error of scores; and the recipe's measures.
+        its seconds, calibration included, and the mean relative error of scores; and the recipe's measures.
 
     Raises:
         RecipeError: a folder holds another experiment, or something cannot be run.
@@ -69,7 +60,7 @@ def run(recipe: Recipe) -> list[dict[str, Any]]:
     with failing_together(), ExitStack() as held:
         if not on_main_process(lambda: held.enter_context(reserve_output(recipe, stages))):
             _run(recipe, stages)
-        return on_main_process(lambda: [read_result(recipe, stage) for stage in stages])
+        return on_main_process(lambda: [read_result(recipe.output / stage) for stage in stages])
 
 
 def check_environment(recipe: Recipe) -> None:
@@ -99,7 +90,6 @@ def _run(recipe: Recipe, stages: Sequence[str]) -> None:
         source = on_every_process(lambda: find_directory(str(recipe.model), recipe.revision))
     workload.tokenizer = on_every_process(lambda: load_tokenizer(source))
     commits = on_every_process(lambda: hub_commits(source, workload.texts))
-    on_main_process(lambda: refuse_moved(recipe, commits))
 
     def is_missing(file: str, names: Sequence[str]) -> bool:
         return on_main_process(lambda: not all((recipe.output / name / file).exists() for name in names))
@@ -116,10 +106,12 @@ def _run(recipe: Recipe, stages: Sequence[str]) -> None:
         if tuning is not None:
             if is_missing("model", [name]):
                 model = on_every_process(lambda: workload.load_model(start, trained=False))
+                on_main_process(lambda: claim(recipe, folder))
                 fine_tune(workload, model, tuning, folder)
             start = folder / "model"
         if is_missing("result.json", [name]):
             model = on_every_process(lambda: workload.load_model(start))
+            on_main_process(lambda: claim(recipe, folder))
             parameters = model.num_parameters()
             metrics = evaluate(workload, model, tuning or recipe.tuning or recipe.again or Tuning(), folder)
             on_main_process(
@@ -160,7 +152,7 @@ def _fresh_model(workload: Workload) -> Path:
     with atomic_directory(folder) as directory:
         train, seed = workload.texts["train"], workload.recipe.seed
         make_fresh(fresh, workload.task, workload.model_class, train, seed, directory)
-        mark(directory, {})
+        claim(workload.recipe, directory)
     return folder
 
 
@@ -183,6 +175,7 @@ def _convert(workload: Workload, source: Path, folder: Path) -> None:
     recipe, processes = workload.recipe, process_state()
     if recipe.compression is None or on_main_process(lambda: (folder / "model").is_dir()):
         return
+    on_main_process(lambda: claim(recipe, folder))
     model = on_every_process(lambda: workload.load_model(source)).to(processes.device)
     tokenizer = workload.new_tokenizer()
     compression = recipe.compression.with_solver(seed=recipe.seed)

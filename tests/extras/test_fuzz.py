@@ -9,7 +9,6 @@ import json
 import os
 import pickle
 import random
-import runpy
 import shutil
 import signal
 import stat
@@ -20,7 +19,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from collab_compress_cli import analyze, compress, results
+from collab_compress_cli import analyze, compress
+from collab_compress_glue_runs.commands import results
+from collab_compress_glue_runs.commands import run as recipes
 from safetensors.torch import load_file, save_file
 from tiny_words import bert_config, sentences, word_tokenizer, write_mrpc
 from transformers import BertForSequenceClassification
@@ -371,7 +372,7 @@ for line, words in {
     f"{GIVEN} data_dir=nowhere": "nowhere",
     f"{GIVEN} max_length=0": "max_length is 0",
     f"{GIVEN} tuning.arguments.colour=red": "colour",
-    f"{GIVEN} tuning.arguments.per_device_eval_batch_size=0": "batch_size",
+    f"{GIVEN} tuning.arguments.per_device_eval_batch_size=0 max_length=24": "batch_size",
     f"{GIVEN} trackers=odd": "odd",
     f"{GIVEN} output=texts.txt": "texts.txt",
     f"{GIVEN} output=mine": "mine",
@@ -383,7 +384,7 @@ for line, words in {
     "--task": "task",
 }.items():
     add(
-        "run_glue",
+        "collab-run",
         line,
         words,
         write("list.yaml", "- 1\n- 2\n"),
@@ -392,8 +393,8 @@ for line, words in {
         write("mine/start/notes.txt", "mine"),
         write("mine/given/checkpoints/notes.txt", "mine"),
     )
-add("run_glue", GIVEN, "out exists and is no output of an experiment", write("out/recipe.json", "[]"))
-add("run_glue", f"{GIVEN} output=mine", "mine", write("mine/tuned/result.json", "{}"))
+add("collab-run", GIVEN, "out exists and is no output of an experiment", write("out/recipe.json", "[]"))
+add("collab-run", f"{GIVEN} output=mine", "mine", write("mine/tuned/result.json", "{}"))
 
 
 @pytest.fixture(scope="module")
@@ -441,15 +442,15 @@ def limited() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-def run(case: Case, monkeypatch: pytest.MonkeyPatch) -> int | str | None:
-    mains = {"collab-compress": compress.main, "collab-analyze": analyze.main, "collab-results": results.main}
+def run(case: Case) -> int | str | None:
+    commands = {
+        "collab-compress": compress,
+        "collab-analyze": analyze,
+        "collab-results": results,
+        "collab-run": recipes,
+    }
     try:
-        if case.command in mains:
-            mains[case.command](list(case.arguments))
-        else:
-            script = ROOT / "glue_runs" / f"{case.command}.py"
-            monkeypatch.setattr(sys, "argv", [str(script), *case.arguments])
-            runpy.run_path(str(script), run_name="__main__")
+        commands[case.command].main(list(case.arguments))
     except SystemExit as stop:
         if isinstance(stop.code, str):  # as Python does where it ends
             print(stop.code, file=sys.stderr)
@@ -475,7 +476,7 @@ def test_one_line_and_nothing_changed(
     for spoil in case.spoil:
         spoil()
     before = contents(tmp_path)
-    code = run(case, monkeypatch)
+    code = run(case)
     output, error = capfd.readouterr()
     assert contents(tmp_path) == before
     lines = [line for line in error.splitlines() if line.strip()]

@@ -1,59 +1,54 @@
-"""The scripts: one process and two give the same metrics, and what a script is not for is refused."""
+"""The commands: one process and two give the same metrics; settings, paths and errors."""
 
 import json
 import os
-import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from collab_compress_glue_runs.commands.run import run_script
+from collab_compress_glue_runs.commands.run import main
 from tqdm import tqdm
 
 from collab_compress.errors import RecipeError
 
-SCRIPTS = Path(__file__).parents[3] / "glue_runs"
+RUN = "from collab_compress_glue_runs.commands.run import main; main()"
 FRESH = "fresh={layers: 1, width: 24, heads: 3, dropout: 0.0, max_length: 40, tokenizer: word, vocab_size: null}"
 LANGUAGES = "translation={source: aa, target: bb, beams: 2, max_length: 12}"
 CASES = {
-    "run_glue.py": ("data_dir", "task=mrpc", "max_length=24", "measures=[overlap,dominance]"),
-    "run_translation.py": ("sentences", "task=parallel", LANGUAGES, "max_length=24"),
-    "run_language_model.py": ("text", "task=text", "max_length=7"),
-    "run_classification.py": ("questions", "task=trec", "max_length=24"),
+    "mrpc": ("data_dir", "max_length=24", "measures=[overlap,dominance]"),
+    "parallel": ("sentences", LANGUAGES, "max_length=24"),
+    "text": ("text", "max_length=7"),
+    "trec": ("questions", "max_length=24"),
 }
 
 
 @pytest.fixture
 def accelerate():
-    """Start a script as `accelerate launch` does, which starts one process where there is no GPU."""
+    """Run a recipe as `accelerate launch` does, which starts one process where there is no GPU."""
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    launcher += ["-m", "collab_compress_glue_runs.commands.run"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     options = {"env": environment, "capture_output": True, "text": True, "timeout": 300, "check": False}
-    return lambda script, *arguments: subprocess.run([*launcher, str(script), *arguments], **options)
-
-
-def start(launch, rows, script, *settings):
-    """Run a script with the batch size of each process."""
-    tuning = f"tuning={{epochs: 2, learning_rate: 1.0e-3, batch_size: {rows}}}"
-    return launch(SCRIPTS / script, FRESH, tuning, "compression.dk=12", *settings)
+    return lambda *arguments: subprocess.run([*launcher, *arguments], **options)
 
 
 @pytest.mark.parametrize(
-    "script",
-    ["run_glue.py", *(pytest.param(script, marks=pytest.mark.slow) for script in CASES if script != "run_glue.py")],
+    "task", ["mrpc", *(pytest.param(task, marks=pytest.mark.slow) for task in CASES if task != "mrpc")]
 )
-def test_two_processes_give_the_metrics_of_one(script, python, accelerate, request, tmp_path):
+def test_two_processes_give_the_metrics_of_one(task, python, accelerate, request, tmp_path):
     """Batches of eight are the same: four rows in each of two processes, or eight in one."""
-    fixture, *settings = CASES[script]
+    fixture, *settings = CASES[task]
     data = f"data_dir={request.getfixturevalue(fixture)}"
     metrics, measures = [], []
-    launchers = [(python, 8), (python.both, 4)]
-    if script == "run_classification.py":
+    launchers = [(partial(python, RUN), 8), (partial(python.both, RUN), 4)]
+    if task == "trec":
         launchers.append((accelerate, 8))
     for place, (launch, rows) in enumerate(launchers):
         output = tmp_path / str(place)
-        done = start(launch, rows, script, f"output={output}", data, *settings)
+        tuning = f"tuning={{epochs: 2, learning_rate: 1.0e-3, batch_size: {rows}}}"
+        done = launch(FRESH, tuning, "compression.dk=12", f"task={task}", f"output={output}", data, *settings)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-9000:]
         records = {file.parent.name: json.loads(file.read_text()) for file in output.glob("*/result.json")}
         metrics.append({name: record["metrics"] for name, record in records.items()})
@@ -65,16 +60,9 @@ def test_two_processes_give_the_metrics_of_one(script, python, accelerate, reque
         for stage, splits in metrics[0].items():
             for split, scores in splits.items():
                 assert other[stage][split] == pytest.approx(scores, rel=1e-4)
-    if script == "run_glue.py":
+    if task == "mrpc":
         assert measures[0]["dominance"] == measures[1]["dominance"]
         assert measures[0]["overlap"]["encoder"] == pytest.approx(measures[1]["overlap"]["encoder"], rel=1e-3)
-
-
-def test_another_kind_of_task(python, text, tmp_path):
-    done = start(python, 8, "run_translation.py", "task=text", f"data_dir={text}", f"output={tmp_path / 'out'}")
-    assert done.returncode == 2
-    message = "error: text is language modelling; this script is for multi30k, iwslt14, iwslt17, wmt14, wmt16, wmt17,"
-    assert message in done.stderr
 
 
 def test_errors_and_interrupts_are_one_line(monkeypatch, capsys, questions, tmp_path):
@@ -87,25 +75,25 @@ def test_errors_and_interrupts_are_one_line(monkeypatch, capsys, questions, tmp_
 
         monkeypatch.setattr("collab_compress_glue_runs.commands.run.run", stop)
         with pytest.raises(SystemExit) as caught:
-            run_script("usage", ["trec"], [*settings, "tuning={epochs: 1}"])
+            main([*settings, "tuning={epochs: 1}"])
         return caught.value.code, capsys.readouterr().err
 
     code, printed = stopped(RecipeError("no such thing"))
-    assert (code, printed.endswith("\nerror: no such thing\n")) == (2, True)
+    assert (code, printed.endswith("\ncollab-run: no such thing\n")) == (2, True)
     code, printed = stopped(KeyboardInterrupt())
-    assert (code, printed.splitlines()[-1]) == (130, "error: interrupted; nothing half-written is left")
+    assert (code, printed.splitlines()[-1]) == (130, "collab-run: interrupted; nothing half-written is left")
 
 
 def test_settings_may_be_written_as_flags(monkeypatch, capsys):
     recipes = []
     monkeypatch.setattr("collab_compress_glue_runs.commands.run.run", lambda recipe: recipes.append(recipe) or [])
     flags = "--task mrpc --data-dir=DIR output=out --model minilm --tuning.batch_size 8"
-    run_script("usage", ["mrpc"], flags.split())
+    main(flags.split())
     assert (recipes[0].task, str(recipes[0].data_dir), recipes[0].tuning.batch_size) == ("mrpc", "DIR", 8)
     for wrong in ("--task", "--task --seed=1"):
         with pytest.raises(SystemExit, match="2"):
-            run_script("usage", ["mrpc"], wrong.split())
-        assert capsys.readouterr().err == "error: --task sets nothing; expected a value after it\n"
+            main(wrong.split())
+        assert capsys.readouterr().err == "collab-run: --task sets nothing; expected a value after it\n"
 
 
 @pytest.mark.parametrize("place", ["runs/lr=0.1/recipe.yaml", "lr=0.1.yaml"])
@@ -115,15 +103,8 @@ def test_paths_of_recipes_may_have_equals_signs(place, monkeypatch, capsys, tmp_
     monkeypatch.chdir(tmp_path)
     Path(place).parent.mkdir(parents=True, exist_ok=True)
     Path(place).write_text("{task: mrpc, model: minilm, output: out}")
-    run_script("usage", ["mrpc"], [place, "seed=3"])
+    main([place, "seed=3"])
     assert recipes[0].seed == 3
     with pytest.raises(SystemExit, match="2"):
-        run_script("usage", ["mrpc"], ["runs/lr=0.2/recipe.yaml"])
+        main(["runs/lr=0.2/recipe.yaml"])
     assert "cannot read the recipe runs/lr=0.2/recipe.yaml" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("script", ["run_glue.py", "run_translation.py", "sweep.py"])
-def test_usage(script, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [script])
-    with pytest.raises(SystemExit, match=f"python glue_runs/{script} glue_runs/"):
-        runpy.run_path(str(SCRIPTS / script), run_name="__main__")

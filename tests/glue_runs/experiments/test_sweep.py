@@ -2,19 +2,18 @@
 
 import json
 import os
-import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
+from collab_compress_glue_runs.commands.run import sweep_main
 from collab_compress_glue_runs.experiments import read_sweep, run, run_sweep
 from collab_compress_glue_runs.experiments import sweep as sweep_module
 
 from collab_compress.errors import RecipeError
 
-SCRIPT = Path(__file__).parents[3] / "glue_runs" / "sweep.py"
+SWEEP = "from collab_compress_glue_runs.commands.run import sweep_main; sweep_main()"
 TUNING = {"epochs": 1, "learning_rate": 1e-3, "batch_size": 8, "arguments": {"disable_tqdm": True}}
 
 
@@ -166,9 +165,8 @@ def test_a_run_that_fails_for_any_reason_does_not_stop_the_others(path, tmp_path
     monkeypatch.setattr(sweep_module, "run", broken)
     failed = run_sweep(read_sweep(path, ["only={methods: [plain], seeds: [0]}"]))
     assert [line.partition(": ")[2] for line in failed] == ["MemoryError: so", "ZeroDivisionError: so"]
-    monkeypatch.setattr(sys, "argv", ["sweep.py", str(path), "only={methods: [plain], seeds: [0]}"])
     with pytest.raises(SystemExit) as caught:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+        sweep_main([str(path), "only={methods: [plain], seeds: [0]}"])
     assert caught.value.code.count("so") == 2  # which exits with 1
 
     def interrupted(*_):
@@ -195,8 +193,8 @@ def training_step(self, *arguments, **more):
     return stock(self, *arguments, **more)
 
 Trainer.training_step = training_step
-from collab_compress_glue_runs.commands.run import run_sweep_script
-run_sweep_script("usage")
+from collab_compress_glue_runs.commands.run import sweep_main
+sweep_main()
 """
 
 
@@ -233,7 +231,7 @@ def test_runs_that_fail_in_two_processes(python, path, tmp_path):
         "conversions.other={compression: {dk: 8}}",
         f"conversions.near={near}",
     ]
-    done = python.both(SCRIPT, path, *arguments)
+    done = python.both(SWEEP, path, *arguments)
     finished = {file.parent.name for file in (tmp_path / "out").rglob("result.json")}
     assert finished == {"tuned", "dk12", "near", "other"}, done.stderr[-5000:]
     assert "other was made with another compression" in done.stderr

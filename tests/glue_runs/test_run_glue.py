@@ -1,0 +1,126 @@
+"""The script for GLUE and own files: it trains, converts, evaluates and predicts."""
+
+import csv
+import json
+import random
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_words import bert_config, sentence, word_tokenizer, write_mrpc
+from tiny_words import sentences as draw_sentences
+from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, BertModel
+
+from collab_compress.errors import DataError
+
+SCRIPT = Path(__file__).parents[2] / "glue_runs" / "run_glue.py"
+QUIET = "--use_cpu --disable_tqdm True --report_to none --dataloader_pin_memory False --max_length 24"
+
+
+@pytest.fixture
+def model(tmp_path):
+    torch.manual_seed(0)
+    tokenizer = word_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    BertModel(bert_config(tokenizer, initializer_range=0.3)).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def run_glue(monkeypatch, tmp_path):
+    def run(model, *options):
+        words = f"--model {model} --output_dir {tmp_path / 'out'} {QUIET}".split()
+        monkeypatch.setattr(
+            sys, "argv", [SCRIPT.name, *words, *(word for option in options for word in str(option).split())]
+        )
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+        return tmp_path / "out"
+
+    return run
+
+
+def write_rows(path, rows, labelled=True):
+    """Write sentences, which are `feline` where they name a cat."""
+    lines = draw_sentences(rows, rows)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer.writerow(["sentence", "kind"] if labelled else ["sentence"])
+        for line in lines:
+            writer.writerow([line, "feline" if "cat" in line else "other"] if labelled else [line])
+    return path
+
+
+def scores(folder, split):
+    return json.loads((folder / f"{split}_results.json").read_text())
+
+
+def test_files_of_ones_own(run_glue, model, tmp_path, capsys):
+    files = {
+        "train": write_rows(tmp_path / "train.csv", 96),
+        "validation": write_rows(tmp_path / "dev.tsv", 16),
+        "test": write_rows(tmp_path / "test.csv", 5, labelled=False),
+    }
+    data = [word for split, path in files.items() for word in (f"--{split}_file", path)]
+    columns = "--text_columns sentence --label_column kind"
+    tuning = "--do_train --do_eval --do_predict --num_train_epochs 12 --learning_rate 3e-3 --drophead 0.1 --dk 12"
+    folder = run_glue(model, *data, columns, tuning)
+    assert scores(folder, "validation")["validation_accuracy"] > 0.8
+    assert 0 <= scores(folder, "validation_converted")["validation_converted_accuracy"] <= 1
+    for name, kind in ((".", "query"), ("converted", "mixing")):
+        trained = AutoModelForSequenceClassification.from_pretrained(folder / name)
+        assert trained.config.id2label == {0: "feline", 1: "other"}
+        assert hasattr(trained.bert.encoder.layer[0].attention.self, kind)
+    lines = (folder / "test.tsv").read_text().splitlines()
+    assert lines[0] == "index\tprediction"
+    assert [line.split("\t")[1] in ("feline", "other") for line in lines[1:]] == [True] * 5
+
+
+def test_a_task_of_glue(run_glue, model, tmp_path):
+    """It trains and evaluates by default; then the finished model predicts the test set, by numbers."""
+    generator = random.Random(0)
+    for name, rows in (("train.tsv", 16), ("dev.tsv", 8), ("test.tsv", 4)):
+        pairs = [
+            (first, first if row % 2 else sentence(generator))
+            for row in range(rows)
+            for first in [sentence(generator)]
+        ]
+        write_mrpc(tmp_path / "data/MRPC" / name, pairs)
+    data = ["--task", "mrpc", "--data_dir", tmp_path / "data"]
+    folder = run_glue(model, *data, "--num_train_epochs 1 --penalty agreement --max_train_samples 8")
+    assert scores(folder, "validation").keys() >= {"validation_accuracy", "validation_f1"}
+    run_glue(folder, *data, "--do_predict")
+    lines = (folder / "MRPC.tsv").read_text().splitlines()
+    assert [line.split("\t")[0] for line in lines] == ["index", "0", "1", "2", "3"]
+    assert {line.split("\t")[1] for line in lines[1:]} <= {"0", "1"}
+    BertForSequenceClassification(bert_config(word_tokenizer(), num_labels=3)).save_pretrained(model)
+    with pytest.raises(DataError, match="has the classes LABEL_0, LABEL_1, LABEL_2"):
+        run_glue(model, *data, "--do_eval")
+
+
+def test_scores(run_glue, model, tmp_path):
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps({"text": "a cat", "label": n / 2}) + "\n" for n in range(8))
+    )
+    folder = run_glue(model, "--train_file", tmp_path / "train.jsonl", "--validation_file", tmp_path / "train.jsonl")
+    assert scores(folder, "validation").keys() >= {"validation_pearson", "validation_spearmanr"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--task mrpc --train_file train.csv", "give one of --task, --dataset and files"),
+        ("--train_file train.csv", "train has no column 'text'; it has sentence, kind"),
+        (
+            "--train_file train.csv --validation_file odd.csv --text_columns sentence --label_column kind",
+            "has the class 'dog'",
+        ),
+    ],
+)
+def test_what_does_not_fit(options, message, run_glue, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "train.csv", 8)
+    (tmp_path / "odd.csv").write_text("sentence,kind\na dog,dog\n")
+    with pytest.raises(DataError, match=message):
+        run_glue(model, options)
