@@ -122,7 +122,6 @@ def pickled(path: str) -> Callable[[], object]:
 # The command line of collab-compress.
 for line, words in {
     "": "missing MODEL",
-    "model": "nothing to do: pass --dk, --dv or --dff N",
     "model --dk": "Missing value for argument '--dk'",
     "model --dk 1.5": "--dk: expected INT, got '1.5'",
     f"model --dk {10**30}": "got a number of 31 digits; expected at most 30",
@@ -393,8 +392,6 @@ for line, words in {
         write("mine/start/notes.txt", "mine"),
         write("mine/given/checkpoints/notes.txt", "mine"),
     )
-add("collab-run", GIVEN, "out exists and is no output of an experiment", write("out/recipe.json", "[]"))
-add("collab-run", f"{GIVEN} output=mine", "mine", write("mine/tuned/result.json", "{}"))
 
 
 @pytest.fixture(scope="module")
