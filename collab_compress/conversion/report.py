@@ -74,7 +74,7 @@ class ModuleReport(PartReport):
         data_error: the same for the scores on calibration data, or None without.
         sweeps: passes of the solver; 0 if exact.
         converged: whether the solver stopped because it made no more progress.
-        seconds: time of the decomposition, others running at the same time.
+        seconds: time of the decomposition.
         vectors: number of vectors in the moments, of query and of key inputs; 0 without data.
         breakdowns: sweeps of the solver that met a singular system. It continues with a shifted system or, if that
             fails, stops with the best factors so far.
@@ -99,7 +99,7 @@ class ValueReport(PartReport):
         dv: channels of values, all heads together.
         weight_error: ‖U − Û‖/‖U‖ over the stacked Wv·Wo.
         data_error: the same of the layer's outputs on calibration data, or None without.
-        seconds: time of the decomposition, others running at the same time.
+        seconds: time of the decomposition.
         vectors: number of vectors in the moments, of the output projection's inputs; 0 without data.
     """
 
