@@ -24,7 +24,7 @@ from collab_compress.errors import CompressionError, UnsupportedModelError
 from collab_compress.options import Compression
 
 NEURONS = 32  # wide blocks keep a multiple of it: products of odd widths take longer
-NEURON_WEIGHT = 4  # of losses of neurons beside those of attention; of 1, 2, 4 and 8 what moved outputs least
+NEURON_WEIGHT = 4  # of losses of neurons beside those of attention; of 1, 2 and 4 what moved outputs least
 LONG = 512  # tokens beyond which heads are made narrower too, because most operations are those of the scores
 
 
