@@ -99,24 +99,24 @@ class Compression:
     """What to convert, how wide, and in which form.
 
     Example:
-        >>> Compression(dk=128, dv=192, solver=Solver(sweeps=36)).form
-        'shared'
+        >>> Compression(dk=128, dv=192, solver=Solver(sweeps=36)).keeps_attention
+        False
     """
 
     dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = field(default=None, kw_only=False)
     """Width of queries and keys, all heads together: from 1 to heads × head width, where the conversion is exact;
     with grouped queries the key–value heads count (SmolLM2-135M: 3 × 64 = 192, not 576). Half of that is where to
-    begin, and collab-analyze MODEL --sections energy suggests one. They stay dense if not given."""
+    begin. They stay dense if another width is given alone."""
 
     dv: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Width of values and of what the output projection reads, all heads together: from 1 to heads × head width,
     where the conversion is exact; with grouped queries the key–value heads count. Two thirds of
-    that is where to begin. They stay dense if not given."""
+    that is where to begin. They stay dense if another width is given alone."""
 
     dff: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Width of all feed-forward blocks: from 1 to the model's own (`intermediate_size` of most configs); half of that
-    is where to begin, with texts to calibrate on; collab-analyze MODEL --sections energy --data FILE suggests one.
-    They stay as they are if not given."""
+    is where to begin, best with texts like yours to calibrate on. They stay as they are if another width is given
+    alone."""
 
     keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
     """Share of the layers' operations to keep, in place of dk, dv and dff: of all widths of attention and of

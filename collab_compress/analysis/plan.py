@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import (
@@ -131,9 +130,7 @@ def plan(
     blocks, why_no_blocks = narrowable_blocks(model, batches[0])
     if why_no_blocks:
         left_out["dff"] = why_no_blocks
-    losses: dict[str, dict[str, Tensor]] = {"dk": {}, "dv": {}, "dff": {}}
-    for curve in loss_curves(model, scores, values, blocks, batches, progress):
-        losses[curve.part][curve.name] = curve.losses
+    losses = loss_curves(model, scores, values, blocks, batches, progress)
 
     def row(part: Part, share: float) -> Row | None:
         costs: list[PartReport] = []

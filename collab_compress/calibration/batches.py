@@ -348,12 +348,6 @@ def sequence_count(batch: Batch) -> int:
     return next((len(value) for value in _tensors(batch)), 0)
 
 
-def token_count(batch: Batch) -> int:
-    """Return about how many tokens a batch has, or how many sequences of other inputs."""
-    sizes = (value.numel() for value in _tensors(batch) if not value.is_floating_point())
-    return max(sizes, default=sequence_count(batch))
-
-
 def is_divisible(batch: Batch) -> bool:
     """Return whether the first dimension of all tensors of a batch is its sequences."""
     return len({len(value) for value in _tensors(batch)}) == 1

@@ -23,7 +23,7 @@ from collab_compress.errors import UnsupportedModelError
 PROBED = 2  # sequences that show how a model is built
 SAME = 1e-4  # relative error of a layer that is called alone, which is rounding
 
-Layers: TypeAlias = Mapping[str, Callable[[], Tensor]]
+SingleLayers: TypeAlias = Mapping[str, Callable[[], Tensor]]
 """Path of each numbered layer → a function that calls it alone, as its model does first on some batch."""
 
 
@@ -45,10 +45,9 @@ class LayerCall:
     hidden: Tensor | None
     keyword: str
 
-    def run(self, model: nn.Module, hidden: Tensor) -> Tensor:
+    def run(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
         """Call the layer of `model` on hidden states (B, T, D), and return those that it returns."""
-        layer = model.get_submodule(self.name)
-        hidden = hidden.to(next(layer.parameters()).device)
+        layer, hidden = model.get_submodule(self.name), hidden.to(model.device)
         if self.keyword:
             return _hidden_states(layer(*self.args, **{self.keyword: hidden}, **self.kwargs))
         return _hidden_states(layer(hidden, *self.args, **self.kwargs))
@@ -84,12 +83,17 @@ def numbered_layers(model: PreTrainedModel) -> list[str]:
 
 
 def capture(
-    model: PreTrainedModel, batch: Batch, keep: Callable[[Tensor], Tensor] | None = None, plain: Plain | None = None
+    model: PreTrainedModel,
+    layers: Sequence[str],
+    batch: Batch,
+    keep: Callable[[Tensor], Tensor] | None = None,
+    plain: Plain | None = None,
 ) -> list[LayerCall]:
     """Run the model on a batch, in evaluation mode, and return the calls of its numbered layers in order.
 
     Args:
         model: as for `find_attention`; while layers are skipped, nothing else may run it.
+        layers: of the model, as `numbered_layers` returns them.
         batch: keyword arguments for it.
         keep: copies hidden states to where they are kept.
         plain: how layers are skipped (`plain_stack`), so that nothing is computed behind the embeddings; None to run
@@ -113,7 +117,7 @@ def capture(
         returned.append(_hidden_states(output))
 
     with ExitStack() as hooks:
-        for name in numbered_layers(model):
+        for name in layers:
             layer = model.get_submodule(name)
             hooks.enter_context(layer.register_forward_pre_hook(partial(before, name), with_kwargs=True))
             if plain:
@@ -147,7 +151,7 @@ def _skipped(layer: nn.Module, plain: Plain) -> Iterator[None]:
             layer.forward = own
 
 
-def plain_stack(model: PreTrainedModel, batch: Batch) -> Plain | None:
+def plain_stack(model: PreTrainedModel, layers: Sequence[str], batch: Batch) -> Plain | None:
     """Return how the layers of a model can be skipped, or None if they cannot.
 
     They can if each returns hidden states alone, which the next one reads: what other arguments it gets then does not
@@ -155,10 +159,10 @@ def plain_stack(model: PreTrainedModel, batch: Batch) -> Plain | None:
     """
     outputs: list[Any] = []
     with ExitStack() as hooks:
-        for name in numbered_layers(model):
+        for name in layers:
             layer = model.get_submodule(name)
             hooks.enter_context(layer.register_forward_hook(lambda _, __, output: outputs.append(output)))
-        calls = capture(model, batch)
+        calls = capture(model, layers, batch)
     start, *others = [call.hidden for call in calls]
     if start is None or any(hidden is not None for hidden in others):
         return None
@@ -169,7 +173,7 @@ def plain_stack(model: PreTrainedModel, batch: Batch) -> Plain | None:
     return Plain(len(calls), in_tuples) if same else None
 
 
-def single_layers(model: PreTrainedModel, batch: Batch) -> Layers:
+def single_layers(model: PreTrainedModel, batch: Batch) -> SingleLayers:
     """Return the numbered layers of a model, to be called alone on the first sequences of a batch.
 
     Args:
@@ -183,15 +187,15 @@ def single_layers(model: PreTrainedModel, batch: Batch) -> Layers:
     """
     if sequence_count(batch) > PROBED and is_divisible(batch):
         batch = slice_batch(batch, slice(PROBED))
-    outputs: list[Tensor] = []
+    names, outputs = numbered_layers(model), list[Tensor]()
 
     def record(_: nn.Module, __: Any, output: Any) -> None:
         outputs.append(_hidden_states(output).clone())
 
     with ExitStack() as hooks:
-        for name in numbered_layers(model):
+        for name in names:
             hooks.enter_context(model.get_submodule(name).register_forward_hook(record))
-        calls = capture(model, batch)
+        calls = capture(model, names, batch)
     by_layer(calls)
     layers: dict[str, Callable[[], Tensor]] = {}
     hidden = torch.empty(0)

@@ -7,8 +7,9 @@ is what `narrow_values` loses, and of feed-forward blocks what is lost with the 
 (`eliminate`), the others being fitted again. Here no layer repairs what those below it lost, as a conversion does.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -27,10 +28,11 @@ from collab_compress.conversion.maps import Progress, Task
 from collab_compress.conversion.room import Room
 from collab_compress.conversion.writers import Writer, find_writers
 from collab_compress.devices import float64_device
+from collab_compress.errors import CompressionError, UnsupportedModelError
 from collab_compress.factorization import HeadTensor, Moments
 from collab_compress.factorization.least_squares import BLOCK, ResidualMoments, choice_moments, eliminate
 from collab_compress.factorization.moments import Weighting, damp
-from collab_compress.factorization.narrowing import captured
+from collab_compress.factorization.narrowing import CONSTANT, captured
 from collab_compress.factorization.truncation import singular_channels
 from collab_compress.options import Compression
 
@@ -40,19 +42,9 @@ RANKINGS = 32  # of neurons, at least: losses are linear between two
 DAMPING = 1e-3  # share of the mean variance, as `Solver.damping`
 
 
-@dataclass(frozen=True)
-class Curve:
-    """What one part of one layer loses at every width.
-
-    Args:
-        part: queries and keys, values, or neurons.
-        name: path of the attention module, or of the layer that reads the neurons.
-        losses: at widths 0 to the dense one, (N+1,), in float64.
-    """
-
-    part: Part
-    name: str
-    losses: Tensor
+LossCurves: TypeAlias = Mapping[Part, Mapping[str, Tensor]]
+"""Part → path of an attention module, or of the layer that reads the neurons → losses at widths 0 to the dense one,
+(N+1,), in float64."""
 
 
 def loss_curves(
@@ -62,7 +54,7 @@ def loss_curves(
     blocks: Sequence[FeedForward],
     batches: Sequence[Batch],
     progress: Progress | None = None,
-) -> list[Curve]:
+) -> LossCurves:
     """Return what parts of a model lose at every width.
 
     Args:
@@ -74,15 +66,19 @@ def loss_curves(
         progress: called with a layer's name, how many are done, and how many there are.
 
     Raises:
-        UnsupportedModelError: the model's layers cannot be called alone.
+        UnsupportedModelError: the model's layers cannot be called alone, or one writes to no residual stream.
         CalibrationError: a module saw no token, or an input was not finite.
-        ValueError: moments are singular.
+        CompressionError: moments of a module are singular.
     """
-    curves: list[Curve] = []
+    losses: dict[Part, dict[str, Tensor]] = {"dk": {}, "dv": {}, "dff": {}}
     tasks = [Task(site, Compression(dk=1)) for site in scores] + [Task(site, Compression(dv=1)) for site in values]
     by_down = {block.down: block for block in blocks}
     with torch.no_grad(), evaluation_mode(model), Room() as room:
-        writers = find_writers(model, single_layers(model, batches[0]))
+        try:
+            layers = single_layers(model, batches[0])
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{error}, so that its losses cannot be measured; pass dk or dv") from error
+        writers = find_writers(model, layers)
         states = States(model, model, room)
         states.capture(in_parts(batches), [])
         for done, layer in enumerate(states.layers):
@@ -90,27 +86,44 @@ def loss_curves(
                 progress(layer, done, len(states.layers))
             states.enter(layer, same_inputs=True)
             of_layer = [task for task in tasks if task.site.name.startswith(f"{layer}.")]
-            here = [writer for writer in writers if writer.layer == layer]
-            neurons = {writer.name: ResidualMoments() for writer in here if writer.name in by_down}
-            gathered = states.run_dense(of_layer, here, neurons)
+            here = {writer.name: writer for writer in writers if writer.layer == layer}
+            if of_layer and not here:
+                raise UnsupportedModelError(
+                    f"{layer} of {type(model).__name__} writes to no residual stream, so that losses of its parts "
+                    "cannot be compared; pass dk, dv or dff"
+                )
+            neurons = {name: ResidualMoments() for name in here if name in by_down}
+            gathered = states.run_dense(of_layer, list(here.values()), neurons)
+            # where the stream is the same at all tokens, nothing can be lost
+            variances = {name: states.variance(writer) or math.inf for name, writer in here.items()}
             for task, moments in zip(of_layer, gathered.moments, strict=True):
-                site = task.site
+                site, name = task.site, task.site.name
                 output = site.path(site.family.output)
-                writer = next((one for one in here if one.name in (output, f"{output}.proj")), here[0])
-                variance = states.variance(writer)
-                if isinstance(site, ValueSite):
-                    curves.append(Curve("dv", site.name, _value_losses(site, moments[0], writer) / variance))
-                else:
-                    scale = gathered.mean_squares[site.name] * float(writer.gain.square().mean())
-                    losses = _score_losses(site, moments, gathered.head_weights[site.name])
-                    curves.append(Curve("dk", site.name, scale * losses / variance))
-            for writer in here:
-                if writer.name in by_down:
-                    losses = _neuron_losses(model.get_submodule(writer.name), writer, neurons[writer.name])
-                    curves.append(Curve("dff", writer.name, losses / states.variance(writer)))
+                writer = here.get(output) or here.get(f"{output}.proj") or next(iter(here.values()))
+                assert moments is not None
+                with _named(name):
+                    if isinstance(site, ValueSite):
+                        losses["dv"][name] = _value_losses(site, moments[0], writer) / variances[writer.name]
+                    else:
+                        scale = gathered.mean_squares[name] * float(writer.gain.square().mean())
+                        lost = _score_losses(site, moments, gathered.head_weights[name])
+                        losses["dk"][name] = scale * lost / variances[writer.name]
+            for name, of_block in neurons.items():
+                with _named(name):
+                    lost = _neuron_losses(model.get_submodule(name), here[name], of_block)
+                    losses["dff"][name] = lost / variances[name]
         if progress is not None:
             progress("", len(states.layers), len(states.layers))
-    return curves
+    return losses
+
+
+@contextmanager
+def _named(module: str) -> Iterator[None]:
+    """Name the module in errors of its moments."""
+    try:
+        yield
+    except ValueError as error:
+        raise CompressionError(f"{module}: {error}; pass other calibration data, or dk, dv or dff") from error
 
 
 def _score_losses(site: DenseSite, moments: tuple[Moments, ...], head_weights: Tensor | None) -> Tensor:
@@ -135,9 +148,12 @@ def _score_losses(site: DenseSite, moments: tuple[Moments, ...], head_weights: T
 def _value_losses(site: ValueSite, moments: Moments, writer: Writer) -> Tensor:
     """Return what the layer's outputs lose at every dv, (Hkv·d+1,)."""
     output: Any = site.output
+    group = site.heads // site.key_value_heads
     joint = moments.covariance() if output.bias is not None else moments.second
+    if float(joint.trace()) <= CONSTANT * float(moments.second.trace()):  # the output's bias takes over all
+        return torch.zeros(site.key_value_width + 1, dtype=torch.float64)
     heads = [head * writer.gain.to(head) for head in site.output_heads().to(joint)]
-    _, contributions = captured(damp(joint, DAMPING), heads, site.heads // site.key_value_heads)
+    _, contributions = captured(damp(joint, DAMPING), heads, group)
     return _lost(contributions, site.key_value_width)
 
 

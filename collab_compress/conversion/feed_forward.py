@@ -21,7 +21,7 @@ from collab_compress.attention.projections import width_in
 from collab_compress.attention.values import fill_, output_dim
 from collab_compress.calibration import Batch, evaluation_mode
 from collab_compress.checkpoint.edits import configs_inside, copy_configs_
-from collab_compress.conversion.chain import Layers, single_layers
+from collab_compress.conversion.chain import SingleLayers, single_layers
 from collab_compress.conversion.report import FeedForwardReport
 from collab_compress.conversion.writers import Writer, find_writers, width_out
 from collab_compress.errors import UnsupportedModelError
@@ -87,7 +87,7 @@ def find_feed_forward(model: PreTrainedModel, batch: Batch) -> list[FeedForward]
     return blocks
 
 
-def blocks_of(model: PreTrainedModel, layers: Layers, writers: Sequence[Writer]) -> list[FeedForward]:
+def blocks_of(model: PreTrainedModel, layers: SingleLayers, writers: Sequence[Writer]) -> list[FeedForward]:
     """Return the feed-forward blocks of a model whose second layers are among `writers`; as `find_feed_forward`."""
     projections = {writer.site.path(writer.site.family.output) for writer in writers}
     blocks = []

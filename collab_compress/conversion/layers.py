@@ -21,17 +21,17 @@ from collab_compress.attention import NarrowValues, install_
 from collab_compress.calibration import Batch, evaluation_mode, gather_moments
 from collab_compress.calibration.batches import evenly_spaced, in_parts, sequence_count
 from collab_compress.calibration.gather import InputMoments, batch_masks, masks_of, unpadded
-from collab_compress.conversion.chain import LayerCall, by_layer, capture, layer_of, plain_stack
+from collab_compress.conversion.chain import LayerCall, by_layer, capture, layer_of, numbered_layers, plain_stack
 from collab_compress.conversion.feed_forward import FeedForward
 from collab_compress.conversion.fit import Fit, Refitted, install_refits, solve
 from collab_compress.conversion.head_weights import ENOUGH, HeadWeights, head_weights
-from collab_compress.conversion.maps import Planned, Progress, Task, replacement
+from collab_compress.conversion.maps import Planned, Progress, SiteMoments, Task, replacement
 from collab_compress.conversion.room import Room
 from collab_compress.conversion.writers import Writer, stream_of
 from collab_compress.devices import float64_device
 from collab_compress.errors import CalibrationError
-from collab_compress.factorization import Moments
 from collab_compress.factorization.least_squares import ResidualMoments
+from collab_compress.factorization.narrowing import CONSTANT
 
 NONE: Mapping[str, ResidualMoments] = {}
 
@@ -40,13 +40,13 @@ class Gathered(NamedTuple):
     """What the dense model's attention maps are converted by.
 
     Args:
-        moments: for each task, of the inputs of its projections.
+        moments: for each task, of the inputs of its projections; None for one that needs none.
         head_weights: path of a module → weight of each head's score error, (H,).
         mean_squares: path of a module → mean of the squares of these weights, before they are normalised.
     """
 
-    moments: Sequence[tuple[Moments, ...]]
-    head_weights: Mapping[str, Tensor | None]
+    moments: Sequence[SiteMoments]
+    head_weights: Mapping[str, Tensor | None] = {}
     mean_squares: Mapping[str, float] = {}
 
 
@@ -101,15 +101,14 @@ def convert_layers_(
     planned: dict[tuple[str, type], Planned] = {}
     refits: list[Refitted] = []
 
-    def replace_maps(tasks: Sequence[Task], gathered: Gathered | None) -> None:
-        moments = [None] * len(tasks) if gathered is None else gathered.moments
-        for task, task_moments in zip(tasks, moments, strict=True):
-            weights = None if gathered is None else gathered.head_weights.get(task.site.name)
-            item = replacement(task, task_moments, weights, length)
+    def replace_maps(tasks: Sequence[Task], gathered: Gathered) -> None:
+        for task, moments in zip(tasks, gathered.moments, strict=True):
+            item = replacement(task, moments, gathered.head_weights.get(task.site.name), length)
             planned[task.site.name, type(task.site)] = item
             install_maps_(converted, [item])
 
-    replace_maps([task for task in parts.tasks if task.is_exact], None)
+    exact = [task for task in parts.tasks if task.is_exact]
+    replace_maps(exact, Gathered([None] * len(exact)))
     tasks = [task for task in parts.tasks if not task.is_exact]
     with evaluation_mode(dense), evaluation_mode(converted), Room() as room:
         states = States(dense, converted, room)
@@ -175,12 +174,13 @@ class States:
         self.batches, self.used = [*used, *held_back], range(len(used))
         self.sequences = sum(map(sequence_count, used))
         self.masks = [batch_masks(self.dense, batch) for batch in self.batches]
-        self._plain = plain_stack(self.dense, self.batches[0])
+        self._numbered = numbered_layers(self.dense)
+        self._plain = plain_stack(self.dense, self._numbered, self.batches[0])
         self.calls = self.converted_calls = self._captured(self.dense)
         self.layers = by_layer(self.calls[0])
 
     def _captured(self, model: PreTrainedModel) -> list[list[LayerCall]]:
-        calls = [capture(model, batch, self.keep, self._plain) for batch in self.batches]
+        calls = [capture(model, self._numbered, batch, self.keep, self._plain) for batch in self.batches]
         if len({tuple(call.name for call in of_batch) for of_batch in calls}) > 1:
             raise CalibrationError("batches take different ways through the model; pass batches of one kind")
         return calls
@@ -200,6 +200,8 @@ class States:
     ) -> Gathered:
         """Run the dense layer on all batches; gather what its maps need, and keep the stream after each writer.
 
+        Of a layer that is called several times, what each call reads is kept too.
+
         Args:
             tasks: maps of the layer.
             writers: of the layer.
@@ -214,7 +216,8 @@ class States:
 
             def run(number: int) -> None:
                 for place in self.places:
-                    self.inputs[number].append(self.hidden[number])
+                    if len(self.places) > 1:
+                        self.inputs[number].append(self.hidden[number])
                     output = self.calls[number][place].run(self.dense, self.hidden[number])
                     self.targets[number].append({name: self.keep(call.stream) for name, call in written.items()})
                     for writer in writers:
@@ -239,7 +242,7 @@ class States:
         return Gathered(gathered.moments(), weights.weights(), weights.mean_squares())
 
     def variance(self, writer: Writer) -> float:
-        """Return the variance of the dense residual stream after a writer, E‖x − mean‖²."""
+        """Return the variance of the dense residual stream after a writer, E‖x − mean‖²; 0 where it is rounding."""
         total, squares, count = torch.zeros(()), 0.0, 0
         for number, masks in enumerate(self.masks):
             for streams in self.targets[number]:
@@ -248,7 +251,8 @@ class States:
                 total = total + stream.sum(0)
                 squares += float(stream.square().sum())
                 count += len(stream)
-        return squares / count - float((total / count).square().sum())
+        variance = squares / count - float((total / count).square().sum())
+        return variance if variance > CONSTANT * squares / count else 0.0
 
     def fit(self, writer: Writer) -> Fit:
         """Run the converted layer on all batches up to a writer, and gather what it is to be fitted to."""
@@ -256,7 +260,7 @@ class States:
         with written_by(self.converted, [writer], stop=True) as written:
             for number, masks in enumerate(self.masks):
                 mask = masks_of(writer.site, masks).query
-                starts = self.inputs[number] if len(self.places) > 1 else [self.converted_hidden[number]]
+                starts = self.inputs[number] or [self.converted_hidden[number]]
                 for place, start, targets in zip(self.places, starts, self.targets[number], strict=True):
                     with suppress(_Written):
                         self.converted_calls[number][place].run(self.converted, start)

@@ -16,7 +16,7 @@ from collab_compress.architectures import (
 )
 from collab_compress.attention import NarrowValues, SharedScores
 from collab_compress.calibration import Batch
-from collab_compress.conversion.curves import Part, loss_curves
+from collab_compress.conversion.curves import loss_curves
 from collab_compress.conversion.feed_forward import FeedForward, block_report, find_feed_forward, narrower_config
 from collab_compress.conversion.maps import Progress
 from collab_compress.conversion.report import dense_macs, width_range
@@ -93,7 +93,7 @@ class Attention:
         return form.macs(site.widths, self.length)
 
 
-class Layers:
+class Costs:
     """The attention modules and feed-forward blocks of a dense model, and their costs for inputs of `length` tokens.
 
     Raises:
@@ -176,17 +176,6 @@ class Layers:
         first = next((module for module in chosen if module.dk is not None), chosen[0])
         return Choice(first, changed, kept, reason)
 
-    def curves(
-        self, model: PreTrainedModel, batches: Sequence[Batch], progress: Progress | None
-    ) -> Mapping[Part, Mapping[str, Tensor]]:
-        """Return what is lost at every width: part → path of a module or of a layer that reads neurons → losses."""
-        scores = [module.scores for module in self.attention if module.has_dk]
-        values = [module.values for module in self.attention]
-        losses: dict[Part, dict[str, Tensor]] = {"dk": {}, "dv": {}, "dff": {}}
-        for curve in loss_curves(model, scores, values, self.blocks, batches, progress):
-            losses[curve.part][curve.name] = curve.losses
-        return losses
-
 
 def _compression(
     compression: Compression, dk: int | None, head_dim: int | None, dv: int | None, dff: int | None
@@ -221,27 +210,29 @@ def choose_widths(
         UnsupportedModelError: an attention module cannot be converted.
     """
     assert compression.keep is not None
-    layers = Layers(model, compression, length, batches[0])
-    room = compression.keep * layers.macs
-    splits = [split for split in layers.splits() if split.macs <= room and layers.neurons_in(room - split.macs) != 0]
+    parts = Costs(model, compression, length, batches[0])
+    room = compression.keep * parts.macs
+    splits = [split for split in parts.splits() if split.macs <= room and parts.neurons_in(room - split.macs) != 0]
     if not splits:
         raise CompressionError(
-            f"keep is {compression.keep}: no widths of {len(layers.attention)} attention modules and "
-            f"{len(layers.blocks)} feed-forward blocks keep so little at {length} tokens{layers.why}; pass more, or "
+            f"keep is {compression.keep}: no widths of {len(parts.attention)} attention modules and "
+            f"{len(parts.blocks)} feed-forward blocks keep so little at {length} tokens{parts.why}; pass more, or "
             "dk, dv and dff"
         )
-    losses = layers.curves(model, batches, progress)
-    of_neurons = [sum(float(curve[count]) for curve in losses["dff"].values()) for count in range(layers.neurons + 1)]
-    scores = {split.scores: layers.loss_of_scores(split.scores, losses["dk"]) for split in splits}
-    values = {split.values: layers.loss_of_values(split.values, losses["dv"]) for split in splits}
+    scored = [module.scores for module in parts.attention if module.has_dk]
+    valued = [module.values for module in parts.attention]
+    losses = loss_curves(model, scored, valued, parts.blocks, batches, progress)
+    of_neurons = [sum(float(curve[count]) for curve in losses["dff"].values()) for count in range(parts.neurons + 1)]
+    scores = {split.scores: parts.loss_of_scores(split.scores, losses["dk"]) for split in splits}
+    values = {split.values: parts.loss_of_values(split.values, losses["dv"]) for split in splits}
 
     def loss(split: Split) -> float:
-        neurons = layers.neurons_in(room - split.macs)
+        neurons = parts.neurons_in(room - split.macs)
         of_blocks = 0.0 if neurons is None else NEURON_WEIGHT * of_neurons[neurons]
         return scores[split.scores] + values[split.values] + of_blocks
 
     best = min(splits, key=loss)
-    return layers.choice(best, layers.neurons_in(room - best.macs), compression)
+    return parts.choice(best, parts.neurons_in(room - best.macs), compression)
 
 
 def narrowable_blocks(model: PreTrainedModel, batch: Batch) -> tuple[list[FeedForward], str]:

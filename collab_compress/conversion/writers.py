@@ -3,7 +3,7 @@
 Each numbered layer of the model is called alone, with and without a change of what a linear layer in it returns.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import AttentionSite, find_attention
 from collab_compress.attention.values import output_dim
-from collab_compress.conversion.chain import Layers
+from collab_compress.conversion.chain import SingleLayers
 from collab_compress.heads.sharding import refuse_computed
 
 SMALL = 1e-2  # of the stream's standard deviation: a smaller change of it would be lost in rounding
@@ -46,7 +46,7 @@ class Writer:
     site: AttentionSite
 
 
-def find_writers(model: PreTrainedModel, layers: Layers) -> list[Writer]:
+def find_writers(model: PreTrainedModel, layers: SingleLayers) -> list[Writer]:
     """Find the linear layers that write to the residual stream, in the order in which they are called.
 
     Candidates are the output projections of attention, and linear layers of the same width inside numbered layers. A
@@ -61,21 +61,23 @@ def find_writers(model: PreTrainedModel, layers: Layers) -> list[Writer]:
     Raises:
         UnsupportedModelError: a candidate's weight is no parameter of it, so that it could not be refitted.
     """
+    sites = find_attention(model)
     return [
         Writer(name, layer, *target, site)
         for layer, run in layers.items()
-        for name, site in _candidates(model, layer, run)
+        for name, site in _candidates(model, sites, layer, run)
         if (target := _find_sum(model, layer, name, run)) is not None
     ]
 
 
-def _candidates(model: PreTrainedModel, layer: str, run: Callable[[], Tensor]) -> list[tuple[str, AttentionSite]]:
+def _candidates(
+    model: PreTrainedModel, sites: Sequence[AttentionSite], layer: str, run: Callable[[], Tensor]
+) -> list[tuple[str, AttentionSite]]:
     """Return the linear layers of a numbered layer that may write to the stream, in the order of calls.
 
     Returns:
         Path, and the attention module called before; the layer's first, or the model's, if none is.
     """
-    sites = find_attention(model)
     outputs = [site.path(site.family.output) for site in sites]
     projections: list[Any] = [model.get_submodule(path) for path in outputs]
     widths = {width_out(getattr(projection, "proj", projection)) for projection in projections} - {0}  # mixed heads

@@ -142,11 +142,6 @@ def factorize(
     )
 
 
-def centres_queries(query_bias: bool, centre: bool | None) -> bool:
-    """Return whether queries are centred, so that the content bias takes their mean."""
-    return query_bias if centre is None else centre
-
-
 def _check_sizes(
     tensor: HeadTensor,
     rank: int,

@@ -8,7 +8,7 @@ from tiny_families import build, inputs
 from transformers import BertModel
 
 from collab_compress import Compression, Solver, UnsupportedModelError, compress
-from collab_compress.conversion.chain import by_layer, capture, plain_stack, single_layers
+from collab_compress.conversion.chain import by_layer, capture, numbered_layers, plain_stack, single_layers
 
 PLAIN = ["bert", "gpt2", "mpnet", "vit", "albert"]
 OTHERS = ["t5", "bart"]  # the decoder reads what the encoder returns, and T5's layers return biases too
@@ -19,7 +19,7 @@ def test_layers_alone_make_what_they_make_in_the_model(name):
     model, batch = build(name), inputs(name)
     outputs = []
     with torch.no_grad():
-        calls = capture(model, batch)
+        calls = capture(model, numbered_layers(model), batch)
         hooks = [
             model.get_submodule(layer).register_forward_hook(lambda _, __, output: outputs.append(output))
             for layer in by_layer(calls)
@@ -39,10 +39,13 @@ def test_layers_alone_make_what_they_make_in_the_model(name):
 def test_skipped_layers_get_the_same_arguments(name, monkeypatch):
     model, batch = build(name), inputs(name)
     with torch.no_grad():
-        plain, calls = plain_stack(model, batch), capture(model, batch)
+        plain, calls = (
+            plain_stack(model, numbered_layers(model), batch),
+            capture(model, numbered_layers(model), batch),
+        )
         assert plain is not None
         assert plain.calls == len(calls)
-        skipped = capture(model, batch, plain=plain)
+        skipped = capture(model, numbered_layers(model), batch, plain=plain)
     assert torch.equal(calls[0].hidden, skipped[0].hidden)
     for call, other in zip(calls, skipped, strict=True):
         assert (call.name, call.keyword, call.kwargs.keys()) == (other.name, other.keyword, other.kwargs.keys())
@@ -55,7 +58,8 @@ def test_skipped_layers_get_the_same_arguments(name, monkeypatch):
 @pytest.mark.parametrize("name", OTHERS)
 def test_layers_that_others_depend_on_are_not_skipped(name):
     with torch.no_grad():
-        assert plain_stack(build(name), inputs(name)) is None
+        model = build(name)
+        assert plain_stack(model, numbered_layers(model), inputs(name)) is None
 
 
 def twice(encoder):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_families import build, inputs
 
-from collab_compress import Compression, Solver, compress
+from collab_compress import Compression, Solver, UnsupportedModelError, compress
 from collab_compress.architectures import find_dense_attention, find_dense_values
 from collab_compress.conversion.chain import single_layers
 from collab_compress.conversion.curves import loss_curves
@@ -30,11 +30,10 @@ def test_losses_fall_with_the_width_and_end_at_nothing(name):
     before = {path: tensor.clone() for path, tensor in model.state_dict().items()}
     curves = curves_of(model, data(name))
     count = len(find_dense_attention(model))
-    assert [sum(curve.part == part for curve in curves) for part in ("dk", "dv")] == [count, count]
-    for curve in curves:
-        losses = curve.losses
+    assert [len(curves[part]) for part in ("dk", "dv")] == [count, count]
+    for part, losses in ((part, losses) for part, modules in curves.items() for losses in modules.values()):
         assert losses.isfinite().all()
-        assert (losses[1:] <= losses[:-1] + 1e-9).all() or curve.part == "dff"  # which counts chance too
+        assert (losses[1:] <= losses[:-1] + 1e-9).all() or part == "dff"  # which counts chance too
         assert abs(float(losses[-1])) < 1e-6
         assert losses[0] > 0
     assert all(torch.equal(tensor, before[path]) for path, tensor in model.state_dict().items())
@@ -54,19 +53,19 @@ def streams(model, batches, writer):
 @pytest.mark.parametrize("dv", [6, 12, 18])
 def test_losses_of_values_are_those_of_a_conversion(dv):
     dense, batches = build("bert"), data("bert")
-    curves = {(curve.part, curve.name): curve.losses for curve in curves_of(dense, batches)}
+    curves = curves_of(dense, batches)
     first = "encoder.layer.0.attention"
     model = copy.deepcopy(dense)
     compress(model, Compression(dv=dv, modules="*0*", solver=Solver(refit=False)), batches)
     before, after = (streams(each, batches, f"{first}.output.dense") for each in (dense, model))
     lost = (after - before).square().sum() / (before - before.mean(0)).square().sum()
     # The conversion holds an eighth of the sequences back, and both add a damping.
-    assert float(curves["dv", f"{first}.self"][dv]) == pytest.approx(float(lost), rel=0.25)
+    assert float(curves["dv"][f"{first}.self"][dv]) == pytest.approx(float(lost), rel=0.25)
 
 
 def test_losses_of_neurons_are_those_of_the_best_fit_without_them():
     dense, batches = build("bert"), data("bert", 24)
-    curves = {(curve.part, curve.name): curve.losses for curve in curves_of(dense, batches)}
+    curves = curves_of(dense, batches)
     name = "encoder.layer.0.output.dense"
     layer, seen = dense.get_submodule(name), []
     with layer.register_forward_pre_hook(lambda _, args: seen.append(args[0])), torch.no_grad():
@@ -85,7 +84,7 @@ def test_losses_of_neurons_are_those_of_the_best_fit_without_them():
         fitted = centred @ torch.linalg.lstsq(centred, outputs).solution
         weakest = torch.minimum(weakest, (outputs - fitted).square().sum() / spread)
     expected = float(weakest) * (count + 31) / (count - 31)
-    assert float(curves["dff", name][31]) == pytest.approx(expected, rel=0.3)  # but for the damping
+    assert float(curves["dff"][name][31]) == pytest.approx(expected, rel=0.3)  # but for the damping
 
 
 def test_layers_called_alone_are_those_of_the_model():
@@ -96,3 +95,38 @@ def test_layers_called_alone_are_those_of_the_model():
         assert list(layers) == [f"encoder.layer.{number}" for number in range(len(layers))]
         for run, expected in zip(layers.values(), states[1:], strict=True):
             torch.testing.assert_close(run(), expected)
+
+
+@pytest.mark.parametrize("bias", [0.0, 1.0])
+def test_values_that_are_the_same_everywhere_lose_nothing(bias):
+    dense, batches = build("bert"), data("bert")
+    attention = dense.encoder.layer[0].attention.self
+    with torch.no_grad():
+        attention.value.weight.zero_()
+        attention.value.bias.fill_(bias)
+    losses = curves_of(dense, batches)
+    assert not losses["dv"]["encoder.layer.0.attention.self"].any()
+    assert losses["dv"]["encoder.layer.1.attention.self"][0] > 0
+
+
+def test_a_stream_that_is_the_same_everywhere_loses_nothing():
+    dense, batches = build("detr"), data("detr")  # whose decoder starts from zeros
+    losses = curves_of(dense, batches)
+    first = "decoder.layers.0.self_attn"
+    assert not losses["dk"][first].any()
+    assert not losses["dv"][first].any()
+    assert all(curve.isfinite().all() for modules in losses.values() for curve in modules.values())
+    assert compress(dense, Compression(keep=0.5), batches).refits
+
+
+def test_a_model_whose_layers_come_again_is_told_what_to_pass():
+    dense = build("bert")
+    forward = type(dense.encoder).forward
+
+    class Twice(type(dense.encoder)):
+        def forward(self, hidden_states, *args, **kwargs):
+            return forward(self, forward(self, hidden_states, *args, **kwargs).last_hidden_state, *args, **kwargs)
+
+    dense.encoder.__class__ = Twice
+    with pytest.raises(UnsupportedModelError, match=r"its losses cannot be measured; pass dk or dv"):
+        compress(dense, Compression(keep=0.5), data("bert"))

@@ -1,6 +1,7 @@
 """Refitting what layers write to the residual stream, against least squares on gathered activations."""
 
 import copy
+import resource
 
 import pytest
 import torch
@@ -372,6 +373,22 @@ def test_room_is_given_back():
         third = room.keep(torch.ones(20))
         assert room.taken == 80
         assert torch.equal(second, third)
+
+
+def test_a_full_disk_is_told(make_tiny, monkeypatch):
+    model = make_tiny("bert")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    monkeypatch.setattr(Room.__init__, "__defaults__", (1000,))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # bytes of a file
+    try:
+        with pytest.raises(
+            CalibrationError, match=r"cannot be written to temporary files \(.*\); pass fewer sequences"
+        ):
+            compress(model, Compression(dff=16), batches())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])

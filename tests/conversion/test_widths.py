@@ -70,7 +70,7 @@ def slow_choice(dense, keep, length, data):
     """Return the least loss of all widths that keep the share, one by one, and the widths."""
     sites, values = find_dense_attention(dense), find_dense_values(dense)
     blocks = find_feed_forward(dense, data[0])
-    losses = {(curve.part, curve.name): curve.losses for curve in loss_curves(dense, sites, values, blocks, data)}
+    losses = loss_curves(dense, sites, values, blocks, data)
     total = 0
     for site in sites:
         total += 4 * length * site.width**2 + 2 * length**2 * site.width
@@ -91,8 +91,9 @@ def slow_choice(dense, keep, length, data):
             weights = {"dk": 1, "dv": 1, "dff": NEURON_WEIGHT}
             loss = sum(
                 weights[part] * float(curve[widths[part]])
-                for (part, _), curve in losses.items()
+                for part, curves in losses.items()
                 if widths[part] is not None
+                for curve in curves.values()
             )
             best = min(best, (loss, tuple(widths.values())), key=lambda pair: pair[0])
     return best[1]

@@ -61,7 +61,6 @@ AIMS = {"previous token": "previous token", "first token": "first token", "induc
 UNBOUNDED = ("entropy", "distance")  # the other patterns are probabilities
 MOSTLY = 0.5  # from this probability on a head attends mostly there
 DRAWS = 3  # orders of random heads in the pruning curve
-TOLERATED = 0.1  # change of the outputs, or of a score, that silencing heads may make
 
 
 def mixing(context: ReportContext) -> Section:
