@@ -22,9 +22,11 @@ def test_numbers_are_those_that_were_found(folder, result):
     assert stored == to_dict(result)
     assert [*stored["sections"]] == [section.name for section in result.sections]
     table = result.sections[0].tables[0]
-    stored_table = stored["sections"]["energy"]["tables"]["dk"]
-    assert stored_table["rows"] == [[*row] for row in table.rows]
-    assert stored_table["columns"][2] == {"name": "sum of heads, 90 %", "unit": "dk"}
+    stored_table = stored["sections"]["widths"]["tables"]["dk"]
+    for stored_row, row in zip(stored_table["rows"], table.rows, strict=True):
+        assert stored_row[:3] == [*row[:3]]
+        assert stored_row[3:] == pytest.approx(row[3:], rel=1e-5)
+    assert stored_table["columns"][3] == {"name": "at 0.75 of it", "unit": "%"}
     for section in result.sections:
         assert len(stored["sections"][section.name]["pictures"]) == len(section.pictures)
     assert stored["facts"]["data"].startswith("20 sentences: 20 sequences, ")
@@ -33,11 +35,11 @@ def test_numbers_are_those_that_were_found(folder, result):
 def test_every_table_is_a_csv_file(folder, result):
     names = {f"{section.name}-{table.name}.csv" for section in result.sections for table in section.tables}
     assert {path.name for path in folder.iterdir()} == {"index.html", "numbers.json", *names}
-    table = next(table for section in result.sections for table in section.tables if table.name == "shares")
-    with (folder / "content-shares.csv").open(encoding="utf-8", newline="") as file:
+    table = next(table for section in result.sections for table in section.tables if table.name == "dk")
+    with (folder / "widths-dk.csv").open(encoding="utf-8", newline="") as file:
         header, *rows = csv.reader(file)
-    assert header[:2] == ["layer", "content [%]"]
-    assert [float(row[1]) for row in rows] == pytest.approx([row[1] for row in table.rows], rel=1e-5)
+    assert header[:3] == ["layer", "module", "dense width"]
+    assert [float(row[3]) for row in rows] == pytest.approx([row[3] for row in table.rows], rel=1e-5)
 
 
 def test_the_page_is_the_one_that_notebooks_show(folder, result):

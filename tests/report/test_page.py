@@ -60,7 +60,7 @@ def page(result):
 def test_a_table_is_read_by_the_names_of_its_columns(result):
     rows = result.table("cost", "modules")
     assert [row["dk"] for row in rows] == [6, 6]
-    with pytest.raises(HeadError, match="there is no table cost nothing; expected one of energy dk"):
+    with pytest.raises(HeadError, match="there is no table cost nothing; expected one of widths dk"):
         result.table("cost", "nothing")
 
 
