@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
 from functools import cache
 from html import escape
 from importlib.metadata import version
@@ -38,14 +38,12 @@ class ReportResult:
         facts: model, data and machine, in words.
         sections: results, in order.
         omitted: name of a missing section → reason.
-        links: other pages: address → name.
     """
 
     title: str
     facts: dict[str, str]
     sections: tuple[Section, ...]
     omitted: dict[str, str]
-    links: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def highlights(self) -> list[str]:
