@@ -37,6 +37,7 @@ from collab_compress.analysis.sharing import (
 )
 from collab_compress.analysis.similarity import SVCCA, cka, sample_cka, svcca
 from collab_compress.analysis.stream import with_progress
+from collab_compress.analysis.table import head_table
 from collab_compress.heads import average_distance, confidence
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "head_energy",
     "head_patterns",
     "head_samples",
+    "head_table",
     "induction",
     "layer_covariance",
     "mean_over_pairs",
