@@ -117,7 +117,7 @@ class AnalyzeArguments:
       collab-analyze minilm --data sentences.txt --output minilm-heads
       collab-analyze minilm-dk128 --against minilm --output before-and-after
       collab-analyze ./my-classifier --task mrpc --data-dir glue/MRPC --output heads
-      collab-analyze bert-base --sections energy cost --output bert-cost
+      collab-analyze bert-base --sections widths cost --output bert-cost
     """
 
     model: Model

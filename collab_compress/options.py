@@ -18,7 +18,7 @@ Kind: TypeAlias = Literal["encoder", "decoder", "cross"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Method: TypeAlias = Literal["als", "parafac"]
 SECTION_NAMES = (
-    "energy",
+    "widths",
     "mixing",
     "cost",
     "similarity",
@@ -106,7 +106,8 @@ class Compression:
     dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = field(default=None, kw_only=False)
     """Width of queries and keys, all heads together: from 1 to heads × head width, where the conversion is exact;
     with grouped queries the key–value heads count (SmolLM2-135M: 3 × 64 = 192, not 576). Half of that is where to
-    begin. They stay dense if another width is given alone."""
+    begin, and collab-analyze MODEL --sections widths shows what each loses. They stay dense if another width is given
+    alone."""
 
     dv: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Width of values and of what the output projection reads, all heads together: from 1 to heads × head width,
@@ -213,8 +214,7 @@ class ReportOptions:
     """Sequences on which heads are silenced one by one; the drift of the outputs is measured on these."""
 
     input_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 256
-    """Sequences on which energy and content are measured: the inputs of queries and keys, the outputs of heads, and
-    the neurons of feed-forward blocks."""
+    """Sequences on which the losses of widths are measured."""
 
     kernel_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 1000
     """Tokens that CKA with the RBF kernel is measured on; time and memory grow with their square."""

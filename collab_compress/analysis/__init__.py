@@ -1,4 +1,4 @@
-"""Measures of attention heads (similarity, diversity, importance) and of layers (energy, cost, latency)."""
+"""Measures of attention heads (similarity, diversity, importance) and of layers (widths, cost, latency)."""
 
 from collab_compress.analysis.cost import (
     FormCost,
@@ -27,15 +27,7 @@ from collab_compress.analysis.dominance import (
     random_importance,
     split_sequences,
 )
-from collab_compress.analysis.energy import (
-    Energy,
-    FeedForwardEnergy,
-    ValueEnergy,
-    feed_forward_energy,
-    head_energy,
-    tensor_energy,
-    value_energy,
-)
+from collab_compress.analysis.energy import Energy, head_energy
 from collab_compress.analysis.patterns import AttentionMap, attention_maps, head_patterns, induction
 from collab_compress.analysis.plan import Plan, Row, plan
 from collab_compress.analysis.sharing import (
@@ -45,6 +37,7 @@ from collab_compress.analysis.sharing import (
 )
 from collab_compress.analysis.similarity import SVCCA, cka, sample_cka, svcca
 from collab_compress.analysis.stream import with_progress
+from collab_compress.analysis.table import head_table
 from collab_compress.heads import average_distance, confidence
 
 __all__ = [
@@ -53,7 +46,6 @@ __all__ = [
     "Discrepancy",
     "Dominance",
     "Energy",
-    "FeedForwardEnergy",
     "FormCost",
     "JointCovariance",
     "Latency",
@@ -62,7 +54,6 @@ __all__ = [
     "Plan",
     "PruningPoint",
     "Row",
-    "ValueEnergy",
     "alpha_matrices",
     "attention_maps",
     "average_distance",
@@ -73,11 +64,11 @@ __all__ = [
     "dominant_heads",
     "effective_rank",
     "feed_forward_costs",
-    "feed_forward_energy",
     "head_covariances",
     "head_energy",
     "head_patterns",
     "head_samples",
+    "head_table",
     "induction",
     "layer_covariance",
     "mean_over_pairs",
@@ -93,7 +84,5 @@ __all__ = [
     "sample_cka",
     "split_sequences",
     "svcca",
-    "tensor_energy",
-    "value_energy",
     "with_progress",
 ]

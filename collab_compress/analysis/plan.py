@@ -10,18 +10,20 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import (
+    DenseSite,
+    ValueSite,
     find_attention,
     find_dense_attention,
     find_dense_values,
     transformers_model,
 )
 from collab_compress.attention import NarrowValues, ScoreForm, SharedScores
-from collab_compress.calibration import Calibration
+from collab_compress.calibration import Batch, Calibration
 from collab_compress.calibration.batches import sample_sequences
 from collab_compress.conversion.copies import sharing_copy
-from collab_compress.conversion.curves import MEASURED, Part, loss_curves
+from collab_compress.conversion.curves import MEASURED, LossCurves, Part, loss_curves
 from collab_compress.conversion.data import read
-from collab_compress.conversion.feed_forward import block_report
+from collab_compress.conversion.feed_forward import FeedForward, block_report
 from collab_compress.conversion.maps import Progress
 from collab_compress.conversion.report import PartReport, score_costs, to_frame, value_costs
 from collab_compress.conversion.widths import narrowable_blocks
@@ -86,6 +88,51 @@ class Plan:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class PartLosses:
+    """What the parts of a model lose at every width.
+
+    Args:
+        scores: attention modules whose queries and keys can be converted.
+        values: attention modules whose values can be converted.
+        blocks: feed-forward blocks that can be made narrower.
+        losses: part → path of the attention module, or of the layer that reads the neurons → losses at widths 0 to
+            the dense one, (N+1,).
+        left_out: part that cannot be converted → reason.
+    """
+
+    scores: Sequence[DenseSite]
+    values: Sequence[ValueSite]
+    blocks: Sequence[FeedForward]
+    losses: LossCurves
+    left_out: dict[str, str]
+
+
+def part_losses(model: PreTrainedModel, batches: Sequence[Batch], progress: Progress | None = None) -> PartLosses:
+    """Return what each part of a model that can be converted loses at every width, and why others cannot.
+
+    Args:
+        model: stock or edited; it does not change.
+        batches: keyword arguments for the model.
+        progress: called with a layer's name, how many are done, and how many there are.
+
+    Raises:
+        UnsupportedModelError: the model's layers cannot be called alone.
+        CalibrationError: a module saw no token, or an input was not finite.
+        CompressionError: moments of a module are singular.
+    """
+    left_out: dict[str, str] = {}
+    scores = _found(find_dense_attention, ScoreForm.at, model, "dk", left_out)
+    values = _found(find_dense_values, NarrowValues.at, model, "dv", left_out)
+    if any(site.family.rotary for site in scores):
+        scores, left_out["dk"] = [], "what queries and keys with a rotary embedding lose is not known beforehand"
+    blocks, why_no_blocks = narrowable_blocks(model, batches[0])
+    if why_no_blocks:
+        left_out["dff"] = why_no_blocks
+    losses = loss_curves(model, scores, values, blocks, batches, progress)
+    return PartLosses(scores, values, blocks, losses, left_out)
+
+
 @torch.inference_mode(False)
 def plan(
     model: PreTrainedModel,
@@ -122,28 +169,21 @@ def plan(
     if not data.held_back:
         raise CalibrationError("a plan takes calibration data of at least two sequences; pass more")
     batches, length = sample_sequences(data.used, MEASURED), data.length
-    left_out: dict[str, str] = {}
-    scores = _found(find_dense_attention, ScoreForm.at, model, "dk", left_out)
-    values = _found(find_dense_values, NarrowValues.at, model, "dv", left_out)
-    if any(site.family.rotary for site in scores):
-        scores, left_out["dk"] = [], "what queries and keys with a rotary embedding lose is not known beforehand"
-    blocks, why_no_blocks = narrowable_blocks(model, batches[0])
-    if why_no_blocks:
-        left_out["dff"] = why_no_blocks
-    losses = loss_curves(model, scores, values, blocks, batches, progress)
+    parts = part_losses(model, batches, progress)
+    losses = parts.losses
 
     def row(part: Part, share: float) -> Row | None:
         costs: list[PartReport] = []
         widths = {name: math.ceil(share * (len(curve) - 1)) for name, curve in losses[part].items()}
         if not widths or all(width == len(losses[part][name]) - 1 for name, width in widths.items()):
             return None
-        for scored in scores if part == "dk" else ():
+        for scored in parts.scores if part == "dk" else ():
             form = SharedScores.of(scored, widths[scored.name], None, scored.query.bias is not None)
             costs.append(score_costs(scored, form, length))
-        for valued in values if part == "dv" else ():
+        for valued in parts.values if part == "dv" else ():
             narrow = NarrowValues.of(valued, widths[valued.name], valued.value.bias is not None)
             costs.append(value_costs(valued, narrow, length))
-        for block in blocks if part == "dff" else ():
+        for block in parts.blocks if part == "dff" else ():
             costs.append(block_report(model, block, widths[block.down], length))
         saved = sum(cost.parameters_before - cost.parameters_after for cost in costs)
         return Row(
@@ -154,9 +194,8 @@ def plan(
             operations=sum(cost.macs_after for cost in costs) / sum(cost.macs_before for cost in costs),
         )
 
-    parts: tuple[Part, ...] = ("dk", "dv", "dff")
-    rows = [row(part, share) for part in parts for share in sorted(shares, reverse=True)]
-    return Plan(tuple(filter(None, rows)), length, left_out)
+    rows = [row(part, share) for part in losses for share in sorted(shares, reverse=True)]
+    return Plan(tuple(filter(None, rows)), length, parts.left_out)
 
 
 def _found(

@@ -10,6 +10,7 @@ from collab_compress.architectures.sites import (
     find_dense_attention,
     find_dense_values,
     refuse_hooks,
+    refuse_kept_attention,
     split_heads,
     transformers_model,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "find_dense_attention",
     "find_dense_values",
     "refuse_hooks",
+    "refuse_kept_attention",
     "split_heads",
     "transformers_model",
 ]

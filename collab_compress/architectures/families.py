@@ -45,6 +45,8 @@ class AttentionFamily:
         free_width: attribute of the config for the width of a head, independent of the model's width; empty where
             there is none.
         keeps_heads: why heads cannot be removed; empty where they can.
+        keeps_attention: whether the module computes its scores itself, where no forward pass of `attention.forwards`
+            can take over: only feed-forward blocks can be converted, and heads be neither read, masked nor removed.
         keeps_scores: why queries and keys cannot be converted, though values can; empty where they can.
         rotary: how a rotary embedding pairs the channels of a head: "halves" (channel j with j + d/2), "neighbours"
             (2j with 2j + 1), or "neighbours, tables too" where cosines and sines come in that order as well; empty
@@ -77,6 +79,7 @@ class AttentionFamily:
     key_bias: bool = True
     free_width: str = ""
     keeps_heads: str = ""
+    keeps_attention: bool = False
     keeps_scores: str = ""
     rotary: Literal["", "halves", "neighbours", "neighbours, tables too"] = ""
     rotary_width: str = ""
@@ -110,9 +113,11 @@ def _paths(projections: str, heads: str, head_width: str, **others: Any) -> dict
 
 _BERT = _paths("query key value ..output.dense", "num_attention_heads", "attention_head_size", cross="crossattention")
 _OWN_BERT = {**_BERT, "scaling": ""}  # computes scores itself
+_BERT_ALONE = {**_OWN_BERT, "keeps_attention": True}
 _ALBERT = {**_BERT, "output": "dense", "cross": ""}  # one module serves every layer of its group
 _DISTILBERT = _paths("q_lin k_lin v_lin out_lin", "n_heads", "attention_head_size")
 _BART = _paths("q_proj k_proj v_proj out_proj", "num_heads", "head_dim", cross="encoder_attn")
+_BART_ALONE = {**_BART, "keeps_attention": True}
 _NLLB_MOE = {**_BART, "cross": "cross_attention"}
 _OPT = {**_BART, "cross": "", "fixed_heads": True, "pieces": "num_heads"}  # scales queries itself
 _WHISPER = {**_OPT, "cross": "encoder_attn", "key_bias": False}
@@ -139,6 +144,7 @@ _DETR = {  # positions are added to the inputs of queries and keys, not to those
     **_paths("q_proj k_proj v_proj o_proj", "config.encoder_attention_heads", "head_dim", cross="encoder_attn"),
     "keeps_heads": "its modules do not count them",
 }
+_BLIP_VISION = _paths("qkv projection", "num_heads", "head_dim", scaling="scale", keeps_attention=True)
 _MPNET = {  # computes scores itself
     **_paths("q k v o", "num_attention_heads", "attention_head_size", scaling=""),
     "keeps_heads": _ONE_BIAS,
@@ -301,6 +307,14 @@ _ROWS = (
     _row("MPNet", "mpnet", "MPNetSelfAttention", _MPNET, since="5.10"),
     _row("RemBERT", "rembert", "RemBertSelfAttention", _OWN_BERT),
     _row("VisualBERT", "visual_bert", "VisualBertSelfAttention", _OWN_BERT, cross=""),
+    # Those that cannot be edited: only their feed-forward blocks are converted.
+    _row("BLIP text", "blip_text_model", "BlipTextSelfAttention", _BERT_ALONE),
+    _row("BLIP vision", "blip_vision_model", "BlipAttention", _BLIP_VISION),
+    _row("MVP", "mvp", "MvpAttention", _BART_ALONE, since="5.5"),
+    _row("Table Transformer", "table-transformer", "TableTransformerAttention", _BART_ALONE),
+    _row("TAPAS", "tapas", "TapasSelfAttention", _BERT_ALONE),
+    _row("TrOCR", "trocr", "TrOCRAttention", _BART_ALONE, since="5.5"),
+    _row("XGLM", "xglm", "XGLMAttention", _BART_ALONE, since="5.5"),
     # Models with a rotary embedding.
     _row("Apertus", "apertus", "ApertusAttention", _QK_NORM, since="5.5"),
     _row("Arcee", "arcee", "ArceeAttention", _LLAMA),

@@ -474,8 +474,22 @@ def _refuse_quantized(path: str, weight: Tensor) -> None:
         raise UnsupportedModelError(f"{path}: weights are {kind}; convert before quantizing")
 
 
+def refuse_kept_attention(site: AttentionSite) -> None:
+    """Refuse an attention module that cannot be edited.
+
+    Raises:
+        UnsupportedModelError: it computes its scores itself.
+    """
+    if site.family.keeps_attention:
+        raise UnsupportedModelError(
+            f"{site.name}: attention of {site.family.name} can be neither converted nor hooked, because it computes "
+            "its scores itself; convert feed-forward blocks alone (dff), and leave it out by modules or kinds"
+        )
+
+
 def _refuse_undescribed(site: AttentionSite) -> None:
-    """Refuse a kind of attention that the family's description leaves out."""
+    """Refuse attention that cannot be edited, or a kind that the family's description leaves out."""
+    refuse_kept_attention(site)
     family = site.family
     if site.kind in family.undescribed:
         raise UnsupportedModelError(

@@ -57,7 +57,7 @@ class Room:
         path = os.path.join(self._folder.name, str(self._files))
         # Written, not only mapped: a disk that is full raises an error here, and ends the process in a mapped file.
         with open(path, "wb") as file:
-            file.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+            file.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         mapped = torch.from_file(path, shared=False, size=tensor.numel(), dtype=tensor.dtype)
         with suppress(OSError):  # systems that keep a mapped file until the folder goes
             os.unlink(path)

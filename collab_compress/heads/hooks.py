@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention, transformers_model
+from collab_compress.architectures import (
+    KINDS,
+    AttentionSite,
+    Kind,
+    find_attention,
+    refuse_kept_attention,
+    transformers_model,
+)
 from collab_compress.attention.install import HeadCall, add_head_hook_, for_each_head, remove_head_hook_
 from collab_compress.calibration.gather import (
     AttentionMasks,
@@ -34,11 +41,13 @@ class HeadHooks:
     _hooks: Sequence["SiteHook"] = ()
 
     def _add(self, sites: Sequence[AttentionSite], *, first: bool = False) -> None:
-        self._hooks = [SiteHook(self, site) for site in sites]
         self.rank, self.processes = 0, 1
         if distributed.is_initialized():
             self.rank, self.processes = distributed.get_rank(), distributed.get_world_size()
         try:
+            for site in sites:
+                refuse_kept_attention(site)
+            self._hooks = [SiteHook(self, site) for site in sites]
             for hook in self._hooks:
                 add_head_hook_(hook.site.module, hook, first=first)
         except BaseException:

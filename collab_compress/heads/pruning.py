@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import AttentionSite, find_attention, transformers_model
+from collab_compress.architectures import AttentionSite, find_attention, refuse_kept_attention, transformers_model
 from collab_compress.attention.form import Cut, plain_weight, remaining
 from collab_compress.attention.forms import from_stored, refusing_other_models, stored_modules
 from collab_compress.attention.install import FORMS_AT, STOCK_HEADS, head_hooks, lay_out_
@@ -212,6 +212,7 @@ def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -
 
 def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) -> KeptHeads:
     """Return the heads that a module keeps, or raise if the others cannot be removed."""
+    refuse_kept_attention(site)
     family = site.family
     kept = tuple(head for head in range(site.heads) if head not in removed)
     if not kept:

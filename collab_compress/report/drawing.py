@@ -12,7 +12,6 @@ from collab_compress.report.section import Curve, Curves, Heatmap, Heatmaps, Pan
 
 LEVELS = 24  # shades of a hue
 LEGIBLE = 26  # rows or columns with names, at most
-WITH_VALUES = 400  # cells of a map that show their value under the pointer, at most
 WIDTH, HEIGHT = 330, 220  # of a panel
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 38  # its margins
 
@@ -68,23 +67,19 @@ def draw_heatmap(heat: Heatmap, picture: Heatmaps, cell: float) -> str:
 
 
 def _cells(heat: Heatmap, picture: Heatmaps, transform: str) -> str:
-    """Return the cells by shade: each with its value under the pointer, or in large maps runs of equal ones."""
-    size = len(heat.values) * max(map(len, heat.values))
-    with_values = size <= WITH_VALUES and size * len(picture.maps) <= 12 * WITH_VALUES
+    """Return the cells by shade, in runs of equal ones."""
     shades: dict[tuple[str, int], list[str]] = defaultdict(list)
     for row, values in enumerate(heat.values):
         of_cells = [shade(value, picture) for value in values]
         for cell_shade, run in groupby(range(len(values)), of_cells.__getitem__):
             columns = list(run)
-            if cell_shade is not None and with_values:
-                shades[cell_shade] += [_cell_with_value(heat, row, column) for column in columns]
-            elif cell_shade is not None:
+            if cell_shade is not None:
                 shades[cell_shade].append(f"M{columns[0]} {row}h{len(columns)}v1h-{len(columns)}z")
-    groups = []
-    for (hue, level), cells in sorted(shades.items()):
-        style, content = f'class="{hue}" fill-opacity="{level / LEVELS:.3g}"', "".join(cells)
-        groups.append(f"<g {style}>{content}</g>" if with_values else f'<path {style} d="{content}"/>')
-    return f'<g shape-rendering="crispEdges" transform="{transform}">{"".join(groups)}</g>'
+    paths = [
+        f'<path class="{hue}" fill-opacity="{level / LEVELS:.3g}" d="{"".join(cells)}"/>'
+        for (hue, level), cells in sorted(shades.items())
+    ]
+    return f'<g shape-rendering="crispEdges" transform="{transform}">{"".join(paths)}</g>'
 
 
 def shade(value: float | None, picture: Heatmaps) -> tuple[str, int] | None:
@@ -95,13 +90,6 @@ def shade(value: float | None, picture: Heatmaps) -> tuple[str, int] | None:
     magnitude = abs(value) if picture.diverging else max(value, 0.0)
     share = magnitude / picture.high if picture.high > 0 else 0.0
     return hue, round(LEVELS * min(share, 1.0))
-
-
-def _cell_with_value(heat: Heatmap, row: int, column: int) -> str:
-    row_name = heat.rows[row] if heat.rows else str(row)
-    column_name = heat.columns[column] if heat.columns else str(column)
-    text = f"{row_name} × {column_name}: {short(heat.values[row][column])}"
-    return f'<rect x="{column}" y="{row}" width="1" height="1"><title>{escape(text)}</title></rect>'
 
 
 def draw_panels(picture: Curves) -> list[tuple[str, str]]:
@@ -118,7 +106,7 @@ def colours_of(picture: Curves) -> dict[str, str]:
     lines = [name for name in colours if name not in bold]
     for place, name in enumerate(lines):
         hue = (250 + 170 * place / max(len(lines) - 1, 1)) % 360  # from blue over red to yellow
-        colours[name] = f"var(--c{place})" if len(lines) <= 4 else f"hsl({hue:.0f} 62% var(--light))"
+        colours[name] = f"var(--c{place})" if len(lines) <= 4 else f"hsl({hue:.0f} 62% 45%)"
     return colours
 
 
@@ -146,23 +134,17 @@ def draw_panel(panel: Panel, picture: Curves, colours: dict[str, str]) -> str:
 
 
 def _draw_curve(curve: Curve, across: _Axis, up: _Axis, colours: dict[str, str]) -> str:
-    """Return a curve that shows its name under the pointer; with few points, these show their coordinates."""
+    """Return a curve with its name; a single point becomes a dot."""
     lines: list[list[str]] = [[]]
-    dots = []
     for x, y in zip(curve.x, curve.y, strict=True):
         if x is None or y is None or (across.log and (x <= 0 or y <= 0)):
             lines.append([])  # interrupted
             continue
         lines[-1].append(f"{across(x):.1f} {up(y):.1f}")
-        title = escape(f"{curve.name} at {_tick(x)}: {short(y)}".removeprefix(" "))
-        dots.append(f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="2.2"><title>{title}</title></circle>')
-    if not dots:
-        return ""
-    path = "".join("M" + "L".join(points) for points in lines if points)
-    shown = "".join(dots) if len(dots) <= 24 and curve.weight != "faint" else ""
+    path = "".join("M" + "L".join(points if len(points) > 1 else points * 2) for points in lines if points)
     name = f"<title>{escape(curve.name)}</title>" if curve.name else ""
     colour = colours.get(curve.name, "var(--faint)")
-    return f'<g class="{curve.weight}" style="--c:{colour}">{name}<path d="{path}"/>{shown}</g>'
+    return f'<g class="{curve.weight}" style="--c:{colour}">{name}<path d="{path}"/></g>'
 
 
 def _tick(value: float) -> str:

@@ -13,20 +13,10 @@ def random_tokens(sequences):
 
 
 def test_heads_are_not_low_rank_but_their_sum_is(minilm):
-    """Figure 1 of "Collaborate Instead of Concatenate"; every curve is a bound or a share of the same energy."""
+    """Figure 1 of "Collaborate Instead of Concatenate"."""
     for energy in head_energy(minilm).values():
-        for head in energy.product:
-            assert int((head < 0.99).sum()) > 0.75 * WIDTH
-        assert energy.rank(0.99, "joined_product") < FULL / 2
-        assert energy.rank(0.99, "joined_query") > FULL / 2
-        assert energy.rank(0.99, "joined_product") < energy.rank(0.99, "shared") < energy.rank(0.99)
-        assert (energy.unshared[: len(energy.shared)] <= energy.shared[: len(energy.unshared)] + 1e-9).all()
-
-
-def test_inputs_need_fewer_dimensions_than_weights(minilm):
-    plain, weighted = head_energy(minilm), head_energy(minilm, random_tokens(64))
-    for name, energy in weighted.items():
-        assert energy.rank(0.99) < plain[name].rank(0.99)
+        assert (energy.heads < 0.99).sum(1).min() > 0.75 * WIDTH
+        assert (energy.product < 0.99).sum() < FULL / 2 < (energy.query < 0.99).sum()
 
 
 def test_heads_share_some_directions_and_not_all(minilm):

@@ -73,11 +73,11 @@ def test_a_converted_model_against_the_dense_one(run, tmp_path):
 
 def test_widths_of_a_whole_layer(run):
     code, printed, error, numbers = run(
-        "dense", "--data", "sentences.txt", "--sections", "energy", "cost", "--dff", 20, *QUICK
+        "dense", "--data", "sentences.txt", "--sections", "widths", "cost", "--dff", 20, *QUICK
     )
     assert code == 0, error
     assert [row[2] for row in numbers["sections"]["cost"]["tables"]["blocks"]["rows"]] == [20, 20]
-    names = [row[1] for row in numbers["sections"]["energy"]["tables"]["dff"]["rows"]]
+    names = [row[1] for row in numbers["sections"]["widths"]["tables"]["dff"]["rows"]]
     assert names == [f"bert.encoder.layer.{layer}.output.dense" for layer in (0, 1)]
     assert "at dff = 20." in printed
 
@@ -93,17 +93,17 @@ def test_folders_of_the_same_name_are_distinguished(run, folder):
 
 
 def test_random_tokens_and_chosen_sections(run):
-    code, printed, error, numbers = run("dense", "--sections", "energy", "mixing", "--sentences", 3, *QUICK)
+    code, printed, error, numbers = run("dense", "--sections", "widths", "mixing", "--sentences", 3, *QUICK)
     assert code == 0, error
     assert numbers["facts"]["data"].startswith("random tokens: 3 sequences")
-    assert set(numbers["sections"]) == {"energy"}
+    assert set(numbers["sections"]) == {"widths"}
     assert "Not shown: mixing: heads of a dense model" in printed
 
 
 def test_for_programs(run, folder, tmp_path):
     copy = tmp_path / "new" / "copy.json"
     quiet = ("--quiet", "--json", copy)
-    code, printed, error, numbers = run("dense", "--sections", "energy", "--sentences", 3, *QUICK, *quiet)
+    code, printed, error, numbers = run("dense", "--sections", "widths", "--sentences", 3, *QUICK, *quiet)
     assert (code, printed, error) == (0, "", "")
     assert json.loads(copy.read_text(encoding="utf-8")) == numbers
 

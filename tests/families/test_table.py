@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
-from tiny_families import KEEPING, ROTARY, TINIES, build, make_rotary
+from tiny_families import BLOCKS_ALONE, KEEPING, ROTARY, TINIES, build, make_rotary
 
 from collab_compress.architectures import FAMILIES, find_attention
 
@@ -42,6 +42,9 @@ def rows(models):
 
 def limits(family, eager):
     """Return what cannot be done with a family."""
+    if family.keeps_attention:
+        yield "dff alone"
+        return
     if family.keeps_scores:
         yield "dv and dff alone"
         return
@@ -60,7 +63,7 @@ def limits(family, eager):
 def table():
     """Return the table, from the tiny models of the tests."""
     head = ["| attention | limits | families |", "|---|---|---|"]
-    models = [*map(build, TINIES), *map(make_rotary, [*ROTARY, *KEEPING])]
+    models = [*map(build, TINIES | BLOCKS_ALONE), *map(make_rotary, [*ROTARY, *KEEPING])]
     return BEGIN + "\n".join([*head, *rows(models)]) + "\n" + END
 
 

@@ -24,6 +24,7 @@ STORED = Path(__file__).with_name("verdicts.yaml")
 CONVERTED = "converted"
 IN_PART = "converted in part"
 KEEPS_SCORES = "values and feed-forward blocks alone"
+BLOCKS_ALONE = "feed-forward blocks alone"
 # What the source of an attention class says, the gravest first: (verdict, pattern that must be there).
 REASONS = (
     ("rotary", r"rotary|rope\b|cos, ?sin"),
@@ -88,8 +89,13 @@ def verdicts():
             if reasons:
                 result[folder.name] = next((name for name in order if name in reasons), NOT_YET)
         else:
-            keeps = any(DESCRIBED[folder.name, name].keeps_scores for name in described)
-            result[folder.name] = KEEPS_SCORES if keeps else CONVERTED if described.issuperset(sources) else IN_PART
+            families = [DESCRIBED[folder.name, name] for name in described]
+            if any(family.keeps_attention for family in families):
+                result[folder.name] = BLOCKS_ALONE
+            elif any(family.keeps_scores for family in families):
+                result[folder.name] = KEEPS_SCORES
+            else:
+                result[folder.name] = CONVERTED if described.issuperset(sources) else IN_PART
     return result
 
 
@@ -116,10 +122,13 @@ def test_reading_agrees_with_what_can_be_converted():
     """The source of each described family yields no reason against its conversion."""
     for path in MODELS.iterdir():
         for name, text in classes(path) if path.is_dir() else ():
-            forwards = [OWN] if name in FORWARDS else []
-            turned = ["rotary"] if (path.name, name) in DESCRIBED and DESCRIBED[path.name, name].rotary else []
-            allowed = {NOT_YET, "fused or other storage", "fixed head count", *forwards, *turned}
-            assert (path.name, name) not in DESCRIBED or read(text) in allowed, (name, read(text))
+            family = DESCRIBED.get((path.name, name))
+            if family is None:
+                continue
+            own = [OWN] if name in FORWARDS or family.keeps_attention else []
+            turned = ["rotary"] if family.rotary else []
+            allowed = {NOT_YET, "fused or other storage", "fixed head count", *own, *turned}
+            assert read(text) in allowed, (name, read(text))
 
 
 @pytest.mark.parametrize(

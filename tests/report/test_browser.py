@@ -1,7 +1,6 @@
-"""The page in a real browser, without a network: no errors, sorting, and something to see in light and dark."""
+"""The page in a real browser, without a network: no errors, and something to see."""
 
 import os
-import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -10,17 +9,9 @@ import numpy
 import pytest
 from PIL import Image
 
-from collab_compress.report import Column, ReportResult, Section, Table, render_page
+from collab_compress.report import render_page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-SORTED = """<script>
-const lines = [];
-for (const place of [1, 1, 0]) {
-  document.querySelectorAll("th button")[place].click();
-  lines.push([...document.querySelectorAll("tbody tr")].map(row => row.textContent).join(" "));
-}
-document.documentElement.dataset.lines = lines.join("|");
-</script>"""
 WIDE = """<script>
 const wide = [...document.querySelectorAll("body *")].filter(each =>
   each.getBoundingClientRect().right > innerWidth + 1 && !each.closest(".scroll, nav, .map"));
@@ -86,32 +77,11 @@ def test_an_error_would_be_seen(browse):
     assert "missing is not defined" in console[0]
 
 
-def test_tables_sort_up_and_down_with_gaps_last(browse):
-    rows = (("layer 10", 9.5), ("layer 2", None), ("layer 1", 10.0), ("layer 3", -1.0))
-    section = Section("s", "S", "R.", "P", (Table("t", "T", (Column("name"), Column("size")), rows),))
-    page = render_page(ReportResult("x", {}, (section,), {})).replace("</body>", SORTED + "</body>")
-    document, _ = browse(page, "--dump-dom")
-    up, down, names = marked(document, "lines").split("|")
-    assert up == "layer 3−1.00 layer 109.50 layer 110.0 layer 2–"
-    assert down == "layer 110.0 layer 109.50 layer 3−1.00 layer 2–"
-    assert [int(number) for number in re.findall(r"layer (\d\d?)(?=[9–−]|10\.0)", names)] == [1, 2, 3, 10]
-
-
-def test_light_and_dark(result, browse, tmp_path):
-    grounds = {}
-    for scheme, setting in (("light", 1), ("dark", 0)):
-        shot = tmp_path / f"{scheme}.png"
-        browse(
-            render_page(result),
-            f"--screenshot={shot}",
-            "--window-size=1000,3000",
-            f"--blink-settings=preferredColorScheme={setting}",
-        )
-        with Image.open(shot) as image:
-            pixels = numpy.asarray(image.convert("RGB"), dtype=float)
-        grounds[scheme] = pixels[5, 5].mean()
-        assert pixels.std() > 10  # not blank
-        colourful = pixels.max(2) - pixels.min(2) > 60
-        assert colourful.mean() > 0.001  # heatmaps and curves
-    assert grounds["light"] > 200
-    assert grounds["dark"] < 60
+def test_there_is_something_to_see(result, browse, tmp_path):
+    shot = tmp_path / "page.png"
+    browse(render_page(result), f"--screenshot={shot}", "--window-size=1000,3000")
+    with Image.open(shot) as image:
+        pixels = numpy.asarray(image.convert("RGB"), dtype=float)
+    assert pixels[5, 5].mean() > 200
+    assert pixels.std() > 10  # not blank
+    assert (pixels.max(2) - pixels.min(2) > 60).mean() > 0.001  # heatmaps and curves

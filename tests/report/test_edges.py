@@ -39,7 +39,7 @@ def test_other_families_and_their_conversions(family, make_tiny, make_batch):
     labels = {"albert": ["0", "1", "2"], "marian": ["encoder 0", "encoder 1", "decoder 0", "cross 0"]}[family]
     assert [row[0] for row in growth.rows][: len(labels)] == labels
     blocks = {"albert": ["0"], "marian": ["encoder 0", "encoder 1", "decoder 0", "decoder 1"]}[family]
-    assert [row["layer"] for row in report.table("energy", "dff")] == blocks
+    assert [row["layer"] for row in report.table("widths", "dff")] == blocks
     # A converted model is measured as it is, without a suggested dff.
     assert [row["dff"] for row in report.table("cost", "blocks")] == [None] * len(blocks)
 
@@ -84,7 +84,7 @@ def test_one_token():
     report = checked_report(ReportContext(model, [{"input_ids": torch.tensor([[3]])}], options=QUICK))
     assert "needs at least 2" in report.omitted["similarity"]
     assert "two sequences at least" in report.omitted["dominance"]
-    assert {"energy", "diversity", "cost"} == {section.name for section in report.sections}
+    assert {"diversity", "cost"} == {section.name for section in report.sections}
 
 
 def test_one_head(bert, context):
@@ -129,7 +129,7 @@ def test_what_cannot_be_looked_at_is_refused(context, bert, make_tiny):
         ReportContext(context.model, [])
     with pytest.raises(HeadError, match="share a tokenizer"):
         ReportContext(context.model, context.batches, baseline=make_tiny("bert"))
-    with pytest.raises(HeadError, match=r"unknown section colour; expected some of energy, "):
+    with pytest.raises(HeadError, match=r"unknown section colour; expected some of widths, "):
         make_report(context, ["colour"])
     with pytest.raises(HeadError, match="nothing to show: mixing: heads of a dense model"):
         make_report(context, ["mixing"])
@@ -176,9 +176,9 @@ def test_a_rotary_model(token_batches):
     """Sections that need products of query and key weights are left out with the reason; the rest is shown."""
     report = checked_report(ReportContext(make_rotary("llama"), token_batches, options=QUICK))
     sections = {section.name: section for section in report.sections}
-    assert {"energy", "diversity", "dominance"} <= sections.keys()
-    assert "Not shown, scores: model.layers.0.self_attn: a rotary position embedding" in sections["energy"].reading
-    assert [table.name for table in sections["energy"].tables] == ["dv", "dff"]
+    assert {"widths", "diversity", "dominance"} <= sections.keys()
+    assert "dk stays as it is: what queries and keys with a rotary embedding lose" in sections["widths"].reading
+    assert [table.name for table in sections["widths"].tables] == ["dv", "dff"]
 
 
 @pytest.mark.parametrize(("name", "part"), [("llama", "dk"), ("qwen3", "dv")])
@@ -192,23 +192,20 @@ def test_grouped_queries_are_timed_at_a_width_that_a_conversion_takes(name, part
 
 def test_a_mixture_of_experts(token_batches):
     """Its blocks are left out, and the page says why."""
-    report = make_report(ReportContext(make_rotary("mixtral"), token_batches, options=QUICK), ["energy", "cost"])
-    energy, cost = report.sections
-    assert (
-        "Not shown, feed-forward blocks: MixtralForCausalLM has no feed-forward block of plain linear"
-        in energy.reading
-    )
+    report = make_report(ReportContext(make_rotary("mixtral"), token_batches, options=QUICK), ["widths", "cost"])
+    widths, cost = report.sections
+    assert "dff stays as it is: MixtralForCausalLM has no feed-forward block of plain linear" in widths.reading
     assert "Feed-forward blocks were not counted: MixtralForCausalLM has no feed-forward block" in cost.reading
-    assert [table.name for table in energy.tables] == ["dv"]
+    assert [table.name for table in widths.tables] == ["dv"]
     assert [row["part"] for row in report.table("cost", "layers")] == ["queries and keys", "values and outputs"]
 
 
 def test_blocks_that_no_config_makes_narrower(token_batches):
     model = build("bert")
     model.config.intermediate_size += 1
-    report = make_report(ReportContext(model, token_batches, options=QUICK), ["energy"])
-    assert len(report.table("energy", "dff")) == 2
-    assert "No conversion makes these blocks narrower: no attribute of BertConfig sets" in report.sections[0].reading
+    report = make_report(ReportContext(model, token_batches, options=QUICK), ["widths"])
+    assert [table.name for table in report.sections[0].tables] == ["dk", "dv"]
+    assert "dff stays as it is: no attribute of BertConfig sets" in report.sections[0].reading
 
 
 def test_a_dff_beyond_the_blocks_is_refused(context):

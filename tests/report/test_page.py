@@ -60,7 +60,7 @@ def page(result):
 def test_a_table_is_read_by_the_names_of_its_columns(result):
     rows = result.table("cost", "modules")
     assert [row["dk"] for row in rows] == [6, 6]
-    with pytest.raises(HeadError, match="there is no table cost nothing; expected one of energy dk"):
+    with pytest.raises(HeadError, match="there is no table cost nothing; expected one of widths dk"):
         result.table("cost", "nothing")
 
 
@@ -78,7 +78,6 @@ def test_nothing_is_fetched_and_everything_is_there(page, result):
         for line in section.highlights:
             assert line in outline.texts["ul"]
     assert "<tiny> & small" in outline.texts["h1"]
-    assert "prefers-color-scheme:dark" in page
     assert page.count("<svg") == sum(
         len(picture.maps if isinstance(picture, Heatmaps) else picture.panels)
         for section in result.sections
@@ -108,8 +107,8 @@ def test_what_is_not_finite_is_not_there():
     curve = Curve("c", (0, 1, 2), (0.0, nan, 1.0))
     section = Section("s", "S", "R.", "P", (table,), (Curves("C", "R.", "P", (Panel("", (curve,)),), "x", "y"),))
     page = render_page(ReportResult("x", {}, (section,), {}))
-    assert "nan" not in page.replace("Number.isNaN", "").lower()
-    assert '<td class="number" data-value="">–</td>' in page
+    assert "nan" not in page.lower()
+    assert '<td class="number">–</td>' in page
     with pytest.raises(ValueError, match="expected 2 cells"):
         replace(table, rows=((1.0,),))
     with pytest.raises(ValueError, match="as many of both"):
@@ -122,18 +121,13 @@ def drawn(svg):
 
 def test_cells_lie_where_their_values_are_and_are_as_strong():
     heat = Heatmap("m", ((0.0, 0.5, None), (1.0, -3.0, 0.25)), ("a", "b"), ("x", "y", "z"))
-    picture = Heatmaps("P", "R.", "S", (heat,))
-    cells = {}
-    for shades in drawn(draw_heatmap(heat, picture, 10)).iter("g"):
-        for cell in shades.findall("rect"):
-            assert cell.get("width") == cell.get("height") == "1"
-            cells[int(cell.get("y")), int(cell.get("x"))] = float(shades.get("fill-opacity")), cell[0].text
+    svg = drawn(draw_heatmap(heat, Heatmaps("P", "R.", "S", (heat,)), 10))
+    cells = {path.get("fill-opacity"): path.get("d") for path in svg.iter("path")}
     assert cells == {
-        (0, 0): (0, "a × x: 0"),
-        (0, 1): (0.5, "a × y: 0.500"),
-        (1, 0): (1, "b × x: 1.00"),
-        (1, 1): (0, "b × y: −3.00"),
-        (1, 2): (0.25, "b × z: 0.250"),
+        "0": "M0 0h1v1h-1zM1 1h1v1h-1z",
+        "0.25": "M2 1h1v1h-1z",
+        "0.5": "M1 0h1v1h-1z",
+        "1": "M0 1h1v1h-1z",
     }
 
 
@@ -174,13 +168,10 @@ def test_a_scale_ends_at_its_strongest_cells():
         assert ('class="scale diverging"' in page) == diverging
 
 
-def test_curves_and_their_dots_say_what_they_are():
-    curve, faint = Curve("a & b", (1, 10), (0.5, 1234.5)), Curve("", (1, 10), (1.0, 2.0), "faint")
-    long = Curve("long", tuple(range(25)), (1.0,) * 25)
-    panel = Panel("p", (curve, faint, long))
+def test_curves_say_what_they_are():
+    panel = Panel("p", (Curve("a & b", (1, 10), (0.5, 1234.5)), Curve("", (1, 10), (1.0, 2.0), "faint")))
     svg = drawn(draw_panel(panel, Curves("C", "R.", "P", (panel,), "x", "y"), {}))
-    titles = [[title.text for title in group.iter("title")] for group in svg.iter("g")]
-    assert titles == [["a & b", "a & b at 1: 0.500", "a & b at 10: 1,234"], [], ["long"]]
+    assert [[title.text for title in group.iter("title")] for group in svg.iter("g")] == [["a & b"], []]
 
 
 @pytest.mark.parametrize("log", [False, True])
@@ -211,5 +202,6 @@ def test_ticks_of_tiny_numbers_are_told_apart():
 def test_a_flat_curve_has_axes_too():
     panel = Panel("", (Curve("c", (3,), (0.0,)),))
     svg = drawn(draw_panel(panel, Curves("C", "R.", "P", (panel,), "x", "y"), {}))
-    assert len([*svg.iter("circle")]) == 1
+    (path,) = svg.iter("path")
+    assert path.get("d").count("L") == 1
     assert [*svg.iter("line")]

@@ -1,7 +1,7 @@
 """Sections say what the measures say, on the batches that they name."""
 
 import copy
-import itertools
+import math
 from statistics import mean
 
 import pytest
@@ -16,9 +16,7 @@ from collab_compress.analysis import (
     confidence,
     discrepancy,
     dominant_heads,
-    feed_forward_energy,
     head_covariances,
-    head_energy,
     head_patterns,
     head_samples,
     induction,
@@ -33,10 +31,11 @@ from collab_compress.analysis import (
     sample_cka,
     split_sequences,
     svcca,
-    value_energy,
 )
+from collab_compress.analysis.plan import part_losses
 from collab_compress.heads import head_importance
 from collab_compress.report import ReportContext, ReportOptions, TaskScore, make_report
+from collab_compress.report.section import short
 from collab_compress.report.sections import SECTIONS
 
 END = [3]  # the tokenizer's, which the config does not name
@@ -69,55 +68,23 @@ def matrices(picture, expected):
         close([value for row in heat.values for value in row], matrix.flatten())
 
 
-def suggested(energies, curves):
-    """Return the layer and widths of each module, for three shares of each curve."""
-    rows = []
-    for layer, module in enumerate(energies.values()):
-        rows.append((str(layer), *itertools.chain(*(module.ranks(curve).values() for curve in curves))))
-    return rows
-
-
-def enough(energies):
-    """Return the widths that suffice for three shares of the energy in all modules."""
-    return ", ".join(str(max(module.rank(share) for module in energies.values())) for share in (0.9, 0.95, 0.99))
-
-
-def test_energy_of_scores(context, section):
-    energy, plain = section("energy"), head_energy(context.model)
-    weighed = head_energy(context.model, context.first(8))
-    curves = ("joined_product", "shared", "unshared")
-    rows = [(row[0], *row[2:]) for row in table(energy, "dk").rows]
-    assert rows == suggested(plain, curves) + suggested(weighed, curves)
-    panel = picture(energy, "Energy of each head").panels[5]
-    assert "weighed" in panel.title
-    assert len(panel.curves) == 7
-    close(panel.curves[1].y, next(iter(weighed.values())).product[1])
-    close(panel.curves[-1].y, torch.cat([module.product for module in weighed.values()]).mean(0))
-    close(picture(energy, "What a shared dk captures").panels[0].curves[1].y, list(weighed.values())[1].shared)
-    assert f"at most {enough(weighed)}" in energy.highlights[0]
-
-
-def test_energy_of_values(context, section):
-    energy, plain = section("energy"), value_energy(context.model)
-    weighed = value_energy(context.model, context.first(8))
-    curves = ("joined", "narrow")
-    rows = [(row[0], *row[2:]) for row in table(energy, "dv").rows]
-    assert rows == suggested(plain, curves) + suggested(weighed, curves)
-    first, second = weighed.values()
-    close(picture(energy, "What dv captures").panels[1].curves[1].y, second.narrow)
-    close(picture(energy, "Energy of each head's values and outputs").panels[1].curves[1].y, first.heads[1])
-    assert f"outputs in every layer: {enough(weighed)} (weighed" in energy.highlights[1]
-
-
-def test_energy_of_feed_forward_blocks(context, section):
-    energy, blocks = section("energy"), feed_forward_energy(context.model, context.first(8))
-    rows = table(energy, "dff").rows
-    assert [row[1] for row in rows] == list(blocks)
-    assert [(row[0], *row[3:]) for row in rows] == suggested(blocks, ["energy"])
-    curve, (_, block) = picture(energy, "What a block loses at dff").panels[0].curves[1], blocks.values()
-    assert list(curve.x) == block.widths.tolist()
-    close(curve.y, list(block.errors))
-    assert f"every feed-forward block: {enough(blocks)} of " in energy.highlights[2]
+def test_widths(context, section):
+    widths, parts = section("widths"), part_losses(context.model, context.first(8))
+    assert [table.name for table in widths.tables] == ["dk", "dv", "dff"]
+    for place, (part, curves) in enumerate(parts.losses.items()):
+        drawn = picture(widths, f"What {part} loses").panels[0].curves
+        for row, curve, (name, losses) in zip(table(widths, part).rows, drawn, curves.items(), strict=True):
+            dense = len(losses) - 1
+            assert row[:3] == (context.label(name), name, dense)
+            close(row[3:], [100 * losses[math.ceil(share * dense)] for share in (3 / 4, 1 / 2, 3 / 8, 1 / 4)])
+            assert list(curve.x) == list(range(dense + 1))
+            close(curve.y, 100 * losses)
+        half = {name: 100 * float(losses[math.ceil((len(losses) - 1) / 2)]) for name, losses in curves.items()}
+        assert f"Half of {part} loses {short(mean(half.values()))} % of" in widths.highlights[place]
+        assert (
+            f" {short(max(half.values()))} % in layer {context.label(max(half, key=half.get))} ("
+            in widths.highlights[place]
+        )
 
 
 def test_similarity_of_heads_and_layers(context, section):

@@ -39,6 +39,9 @@ MUSIC = {**ENCODER, "ffn_dim": 32, "num_codebooks": 1, "initializer_factor": 0.4
 LLAMA = {**ENCODER, "num_key_value_heads": HEADS}
 OPT = sized("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings", "init_std")
 GPT2 = sized("n_embd", "n_head", "n_layer", "n_positions")
+XGLM = sized("d_model", "attention_heads", "num_layers", "max_position_embeddings", "init_std")
+TROCR = sized("d_model", "decoder_attention_heads", "decoder_layers", "max_position_embeddings", "init_std")
+TROCR |= {"decoder_ffn_dim": 32, "cross_attention_hidden_size": WIDTH}
 DISTILBERT = sized("dim", "n_heads", "n_layers", "max_position_embeddings")
 T5 = {"d_kv": 8, "d_ff": 32, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
 T5 |= {"vocab_size": VOCABULARY, "d_model": WIDTH, "num_heads": HEADS, "num_layers": LAYERS}
@@ -84,7 +87,7 @@ TOWERS = {"text_config": TEXT_TOWER, "vision_config": IMAGE_TOWER, "projection_d
 
 SELF, CAUSAL, CROSS = ("encoder",) * LAYERS, ("decoder",) * LAYERS, ("decoder", "cross") * LAYERS
 ALL, T5_KINDS = ("encoder", "decoder", "cross"), SELF + CROSS
-CLIP_KINDS, DETECTING = ("decoder", "encoder"), (*SELF, "cross")
+CLIP_KINDS, DETECTING, BLIP_KINDS = ("decoder", "encoder"), (*SELF, "cross"), ("encoder", "cross") * LAYERS
 WITH_ROOM = WIDTH - HEADS  # exact rank of models made for it, whose heads have no room for content biases above it
 SEQ2SEQ, LM, HEADED = "ForConditionalGeneration", "ForCausalLM", "LMHeadModel"
 
@@ -370,6 +373,16 @@ TINIES = {
     "phi": Tiny("Phi", ENCODER, CAUSAL, generates=LM),
     "qwen2": Tiny("Qwen2", LLAMA, CAUSAL, generates=LM, copy_of="llama"),
 }
+BLOCKS_ALONE = {
+    "blip_text_model": Tiny("BlipText", ENCODER, BLIP_KINDS, with_states, encoder_hidden_size=WIDTH, is_decoder=True),
+    "blip_vision_model": Tiny("BlipVision", IMAGES, SELF, images),
+    "mvp": Tiny("Mvp", TRANSLATOR, ALL, pairs),
+    "table-transformer": Tiny("TableTransformer", DETECTOR, DETECTING, scenes),
+    "tapas": Tiny("Tapas", ENCODER, SELF),
+    "trocr": Tiny("TrOCR", TROCR, CROSS, with_states, model="TrOCRForCausalLM"),
+    "xglm": Tiny("XGLM", XGLM, CAUSAL, ffn_dim=32),
+}
+"""Models whose attention cannot be edited."""
 
 
 def skip_older(model_type: str) -> None:
@@ -381,7 +394,7 @@ def skip_older(model_type: str) -> None:
 
 def build(name: str, class_name: str = "") -> PreTrainedModel:
     """Return a random model in evaluation mode with biases that are not zero."""
-    tiny = TINIES[name]
+    tiny = (TINIES | BLOCKS_ALONE)[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{tiny.name}Config")(**tiny.settings)
     for part in (config, *vars(config).values()):
@@ -419,7 +432,7 @@ def build_low(name: str, class_name: str = "") -> PreTrainedModel:
 
 def inputs(name: str, seed: int = 0) -> Batch:
     """Return the inputs of a family, padded where possible."""
-    return TINIES[name].reads(torch.Generator().manual_seed(seed))
+    return (TINIES | BLOCKS_ALONE)[name].reads(torch.Generator().manual_seed(seed))
 
 
 def attend_by_(model: PreTrainedModel, implementation: str) -> None:

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from collab_compress.report.context import ReportContext
 from collab_compress.report.section import Section
 from collab_compress.report.sections.cost import cost
-from collab_compress.report.sections.energy import energy
 from collab_compress.report.sections.heads import attention_maps, dominance, mixing, patterns
 from collab_compress.report.sections.similarity import diversity, similarity
+from collab_compress.report.sections.widths import widths
 
 SECTIONS: dict[str, Callable[[ReportContext], Section]] = {
-    "energy": energy,
+    "widths": widths,
     "mixing": mixing,
     "cost": cost,
     "similarity": similarity,

@@ -1,0 +1,44 @@
+"""Families whose attention cannot be edited: feed-forward blocks become narrower all the same."""
+
+import copy
+
+import pytest
+import torch
+from tiny_families import BLOCKS_ALONE, build, inputs, run
+
+from collab_compress import Compression, UnsupportedModelError, compress
+from collab_compress.architectures import find_attention
+from collab_compress.heads import HeadMask, Tap, prune_heads_
+
+
+@pytest.mark.parametrize("name", BLOCKS_ALONE)
+def test_feed_forward_blocks_are_converted_and_saved(name, tmp_path):
+    dense, batch = build(name), inputs(name)
+    assert tuple(site.kind for site in find_attention(dense)) == BLOCKS_ALONE[name].kinds
+    model = copy.deepcopy(dense)
+    report = compress(model, Compression(dff=16), [batch, inputs(name, seed=1)])
+    assert {block.dff for block in report.feed_forward} == {16}
+    assert model.num_parameters() == report.parameters_after < dense.num_parameters()
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(run(type(dense).from_pretrained(tmp_path), batch), run(model, batch))
+
+
+@pytest.mark.parametrize("name", BLOCKS_ALONE)
+def test_all_else_is_refused_in_one_line(name):
+    model, batch = build(name), inputs(name)
+    expected = run(model, batch)
+    refused = (
+        lambda: compress(model, Compression(dk=8), calibration=None),
+        lambda: compress(model, Compression(dv=8), calibration=None),
+        lambda: compress(model, calibration=[batch, batch]),
+        lambda: HeadMask(model),
+        lambda: Tap(model),
+        lambda: prune_heads_(model, {find_attention(model)[0].name: [0]}),
+    )
+    for call in refused:
+        with pytest.raises(
+            UnsupportedModelError, match=r"computes its scores itself; convert feed-forward .*dff"
+        ) as e:
+            call()
+        assert "\n" not in str(e.value)
+    assert torch.equal(run(model, batch), expected)
