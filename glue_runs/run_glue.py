@@ -186,9 +186,7 @@ def main() -> None:
     for split in rows if args.do_predict else ():
         if split.startswith("test"):
             values = predicted(trainer.predict(rows[split]).predictions)
-            if classes and (
-                task is None or task.layouts[0].first_label is None
-            ):  # else the leaderboard takes numbers
+            if classes and (task is None or not task.layouts[0].numbered):  # else the leaderboard takes numbers
                 values = [classes[value] for value in values]
             name = task.folders[0] if task else "test"
             ending = {"test_matched": "-m", "test_mismatched": "-mm"}.get(split, "")
