@@ -393,8 +393,8 @@ for line, words in {
         write("mine/start/notes.txt", "mine"),
         write("mine/given/checkpoints/notes.txt", "mine"),
     )
-add("collab-run", GIVEN, "out exists and is no output of an experiment", write("out/recipe.json", "[]"))
-add("collab-run", f"{GIVEN} output=mine", "mine", write("mine/tuned/result.json", "{}"))
+add("collab-run", GIVEN, "out/given exists and no experiment made it", write("out/given/recipe.json", "[]"))
+add("collab-run", f"{GIVEN} output=mine", "mine", write("mine/given/result.json", "{}"))
 
 
 @pytest.fixture(scope="module")
