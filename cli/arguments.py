@@ -82,9 +82,8 @@ class Inputs:
     FILE:COLUMN of a .csv, .tsv or .jsonl file; by default random tokens (noise, for images)."""
 
     task: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """A classification task (cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, imdb, yelp, yelp_full, ag_news,
-    dbpedia, yahoo, trec, snli): its validation data are read, and heads are scored by its metric, which takes one
-    pass over the data for each head."""
+    """A classification task (cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, trec): its validation data are read,
+    and heads are scored by its metric, which takes one pass over the data for each head."""
 
     data_dir: Directory = None
     """Folder with the task's files; by default the hub."""

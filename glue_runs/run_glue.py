@@ -93,7 +93,7 @@ def load_texts(data: DataArguments, model_labels: list[str]) -> tuple[DatasetDic
         if missing := [name for name in needed if name not in table]:
             raise DataError(f"{split} has no column {missing[0]!r}; it has {', '.join(table)}; see --text_columns")
     labels = next(iter(tables.values())).get(data.label_column, pd.Series(dtype=object))
-    scores = pd.api.types.is_float_dtype(labels)
+    scores = len(model_labels) == 1 if labels.empty else pd.api.types.is_float_dtype(labels)
     classes = [] if scores else sorted(set(labels.dropna().astype(str)))
     if not scores and ("train" not in tables or set(classes) == set(model_labels)):
         classes = model_labels  # in the order of the model's outputs
@@ -121,7 +121,7 @@ def read_file(path: str) -> pd.DataFrame:
 def read_rows(rows: Dataset, label: str) -> pd.DataFrame:
     table, feature = rows.to_pandas(), rows.features.get(label)
     if isinstance(feature, ClassLabel):
-        table[label] = [None if number < 0 else feature.int2str(number) for number in table[label]]
+        table[label] = table[label].map(dict(enumerate(feature.names)))
     return table
 
 
@@ -186,9 +186,7 @@ def main() -> None:
     for split in rows if args.do_predict else ():
         if split.startswith("test"):
             values = predicted(trainer.predict(rows[split]).predictions)
-            if classes and (
-                task is None or task.layouts[0].first_label is None
-            ):  # else the leaderboard takes numbers
+            if classes and (task is None or not task.layouts[0].numbered):  # else the leaderboard takes numbers
                 values = [classes[value] for value in values]
             name = task.folders[0] if task else "test"
             ending = {"test_matched": "-m", "test_mismatched": "-mm"}.get(split, "")

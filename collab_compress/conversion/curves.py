@@ -123,7 +123,7 @@ def _named(module: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise CompressionError(f"{module}: {error}; pass other calibration data, or dk, dv or dff") from error
+        raise CompressionError(f"{module}: {error}") from error
 
 
 def _score_losses(site: DenseSite, moments: tuple[Moments, ...], head_weights: Tensor | None) -> Tensor:

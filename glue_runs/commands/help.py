@@ -56,7 +56,7 @@ continue, and the exit code is 1.
 Examples:
   collab-sweep glue.yaml output=outputs/glue base.data_dir=glue
   collab-sweep glue.yaml output=outputs/glue 'only.tasks=[mrpc]' 'only.seeds=[0]'
-  collab-sweep rotation.yaml scale=paper
+  collab-sweep glue.yaml scale=paper
 
 arguments:
   SWEEP.yaml           a file with the fields of a sweep, or one of the package (glue.yaml and those of the papers)

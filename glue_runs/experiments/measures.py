@@ -35,7 +35,7 @@ from collab_compress.heads import alphas_of, confidence, head_importance
 from collab_compress.heads.importance import end_tokens
 from collab_compress.transformers_parts import UNLABELLED
 
-from .outputs import lacking, read_record, write_record
+from .outputs import missing_measures, read_record, write_record
 from .recipe import Tuning
 from .workload import TokenModel, Workload
 
@@ -272,7 +272,7 @@ def add_measures(workload: Workload, directory: str | Path, folder: Path) -> Non
         folder: of the stage.
     """
     path = folder / "result.json"
-    names = lacking(read_record(path), workload.recipe.measures)
+    names = missing_measures(read_record(path), workload.recipe.measures)
     if not names:
         return
     model: Any = workload.load_model(directory).to(process_state().device)

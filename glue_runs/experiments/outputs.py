@@ -76,14 +76,16 @@ def reserve_output(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
         for stage in stages:
             _refuse_other(recipe, stage)
         records = [read_result(output / stage) for stage in stages if (output / stage / "result.json").is_file()]
-        return len(records) == len(stages) and not any(lacking(record, recipe.measures) for record in records)
+        return len(records) == len(stages) and not any(
+            missing_measures(record, recipe.measures) for record in records
+        )
 
     with ExitStack() as held:
         try:
             if not finished():
                 held.enter_context(_locked(output))
                 if not any(has_results(folder) for folder in output.glob("*/")):
-                    discard(output / "start")
+                    remove_output(output / "start")
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             raise RecipeError(
                 f"cannot use {output} as output: {getattr(error, 'strerror', None) or error}"
@@ -103,7 +105,7 @@ def has_results(folder: Path) -> bool:
     return any(path for name in names for path in folder.glob(name))
 
 
-def discard(folder: Path) -> None:
+def remove_output(folder: Path) -> None:
     """Remove a folder that a recipe made; others are left unchanged."""
     if _saved(folder) is not None and not folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)
@@ -260,7 +262,7 @@ def record_lines(records: Iterable[dict[str, Any]]) -> str:
     return "".join(f"{json.dumps(mapped(_finite, record), ensure_ascii=False)}\n" for record in records)
 
 
-def lacking(record: Mapping[str, Any], measures: Iterable[str]) -> list[str]:
+def missing_measures(record: Mapping[str, Any], measures: Iterable[str]) -> list[str]:
     """Return the measures that are still to be taken; those that do not apply to the model count as taken."""
     return [name for name in measures if name not in record.get("measured", {})]
 

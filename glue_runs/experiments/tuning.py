@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -227,12 +226,6 @@ def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> Trai
     }
     if workload.task.kind == "regression" and tuning.arguments.get("label_smoothing_factor"):
         raise RecipeError(f"{workload.task.name} has scores, not classes; leave label_smoothing_factor out")
-    workers, cores = tuning.arguments.get("dataloader_num_workers", 0), os.cpu_count() or 1
-    if workers > cores:
-        raise RecipeError(
-            f"training arguments: dataloader_num_workers is {workers}; expected at most the {cores} cores of this "
-            "machine"
-        )
     try:
         arguments = workload.arguments_class(str(folder), seed=recipe.seed, **(defaults | tuning.arguments))
     except Exception as error:  # whatever Transformers, Accelerate and PyTorch raise

@@ -30,10 +30,10 @@ OUTCOMES = [HOLDS, FAILS, OPEN, UNDERTRAINED, NO_CONTROL, NO_RECORDS]
 def verdicts_of(records: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Judge all claims: the paper's key → its verdicts."""
     claims = yaml.safe_load(CLAIMS.read_text(encoding="utf-8"))
-    return {paper: judge(of_paper, records) for paper, of_paper in claims.items()}
+    return {paper: evaluate_claims(of_paper, records) for paper, of_paper in claims.items()}
 
 
-def judge(claims: Sequence[Mapping[str, Any]], records: pd.DataFrame) -> pd.DataFrame:
+def evaluate_claims(claims: Sequence[Mapping[str, Any]], records: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each claim of one paper and task, or mean of tasks: difference, interval, p and verdict."""
     rows = []
     for claim in claims:

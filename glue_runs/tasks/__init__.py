@@ -1,7 +1,7 @@
 """Tasks as data: where their data sets are, how they are read, and how they are encoded for a Trainer."""
 
 from .catalogue import TASKS, Hub, Kind, Task
-from .load import load_task, progress_bars, task_files
+from .load import load_task, progress_bars
 from .tokenization import (
     encode_classification,
     encode_language_model,
@@ -21,6 +21,5 @@ __all__ = [
     "encode_translation",
     "load_task",
     "progress_bars",
-    "task_files",
     "train_tokenizer",
 ]

@@ -1,23 +1,21 @@
 """Load a task from files in a folder, or from the hub."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import datasets
-import pyarrow as pa
-from datasets import Dataset, DatasetDict, DatasetInfo, Features, NamedSplit, load_dataset
+from datasets import Dataset, DatasetDict, NamedSplit, load_dataset
 from datasets.exceptions import DatasetsError
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from tqdm import tqdm
 
 from collab_compress.errors import DataError
 
-from .catalogue import NO_LABEL, TASKS, Hub, Task
+from .catalogue import TASKS, Hub, Task
 from .layouts import Layout, Row, malformed
 
 Languages: TypeAlias = tuple[str, str] | None
@@ -26,7 +24,6 @@ Languages: TypeAlias = tuple[str, str] | None
 Files: TypeAlias = dict[str, list[tuple[Path, ...]]]
 """Split → the files of each of its parts."""
 
-CHUNK = 10_000
 EXPORT = "refs/convert/parquet"  # where the hub keeps conversions to Parquet
 
 
@@ -139,15 +136,10 @@ def load_hub(
     advice = f"pass --data-dir (data_dir=…) with a folder; {expected_files(task.layouts, languages)}"
     if task.hub is None:
         raise DataError(f"{task.name} is not on the hub; {advice}")
-    words: dict[str, str] = {}
-    if languages is not None:
-        source, target = languages
-        words = {"source": source, "target": target, "foreign": target if source == "en" else source}
-    config = task.hub.config.format(**words) if task.hub.config else None
-    place = {"data_dir": config, "revision": EXPORT} if task.hub.exported else {"name": config}
+    options = {"data_dir": task.hub.config, "revision": EXPORT} if task.hub.exported else {"name": task.hub.config}
     with progress_bars(progress):
         try:
-            stored = load_dataset(task.hub.path, **place)
+            stored = load_dataset(task.hub.path, **options)
         except (DatasetsError, OSError, ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise DataError(f"cannot load {task.name} from the hub ({reason}); {advice}") from error
@@ -155,44 +147,20 @@ def load_hub(
             raise DataError(f"{task.hub.path} has no split {missing[0]!r}; it has {', '.join(stored)}")
         wanted = splits or dict.fromkeys(split for layout in task.layouts for split in layout.files)
         return DatasetDict(
-            {split: _canonical(task, task.hub, stored[split], words) for split in wanted if split in stored}
+            {split: _canonical(task, task.hub, stored[split], languages) for split in wanted if split in stored}
         )
 
 
-def _canonical(task: Task, hub: Hub, data: Dataset, words: Mapping[str, str]) -> Dataset:
+def _canonical(task: Task, hub: Hub, data: Dataset, languages: Languages) -> Dataset:
     """Convert a data set to the canonical columns and drop all others."""
-    columns = {}
-    for name, sources in hub.columns.items():
-        columns[name] = [source.format(**words).split(".") for source in sources]
-        for first, *inner in columns[name]:
-            if first not in data.column_names or (inner and inner[0] not in data.features[first]):
-                column = ".".join([first, *inner])
-                raise DataError(f"{hub.path} has no column {column!r}; it has {', '.join(data.column_names)}")
-    rows = data.map(
-        _rename,
-        batched=True,
-        fn_kwargs={"task": task, "columns": columns},
-        remove_columns=data.column_names,
-        features=task.features,
-    )
-    if any(layout.left_out for layout in task.layouts):
-        rows = rows.filter(lambda label: label != NO_LABEL, input_columns=["label"])
-    return rows
-
-
-def _rename(batch: Mapping[str, Any], task: Task, columns: Mapping[str, Sequence[list[str]]]) -> dict[str, list[Any]]:
-    """Return the canonical columns of a batch of rows."""
-    renamed: dict[str, list[Any]] = {}
-    for name, sources in columns.items():
-        values = []
-        for first, *inner in sources:
-            values.append([value[inner[0]] for value in batch[first]] if inner else batch[first])
-        if name in task.text_columns:
-            texts = [" ".join(filter(None, row)) for row in zip(*values, strict=True)]
-            renamed[name] = [task.clean(text) for text in texts]
-        else:
-            renamed[name] = [task.number(label) for label in values[0]] if task.labels else values[0]
-    return renamed
+    source, target = languages or ("", "")
+    columns = {column.format(source=source, target=target): name for name, column in hub.columns.items()}
+    if missing := [column for column in columns if column not in data.column_names]:
+        raise DataError(f"{hub.path} has no column {missing[0]!r}; it has {', '.join(data.column_names)}")
+    rows = data.select_columns(list(columns)).rename_columns(columns)
+    if not task.labels:
+        return rows.cast(task.features)
+    return rows.map(lambda row: {"label": task.number(row["label"])}, features=task.features)
 
 
 def load_task(
@@ -221,7 +189,7 @@ def load_task(
         source: source language, as in the names of the files.
         target: target language.
         files: split → path, or paths to read one after another, instead of the usual ones; `{lang}` stands for the
-            language. Their layout is that of the task's usual files with the same extension.
+            language. They are laid out as the task's usual files.
         train: whether training data are needed; without, they may be missing.
 
     Returns:
@@ -237,33 +205,12 @@ def load_task(
         return load_hub(task, languages, splits, progress)
     layout, paths = find_files(task, Path(data_dir).expanduser(), languages, splits)
 
-    def read(split: str) -> Iterable[Row]:
-        rows = _rows(task, layout, paths[split], split)
-        return tqdm(rows, desc=f"{name} {split}", unit=" rows", disable=not progress)
-
-    return DatasetDict({split: _in_memory(read(split), task.features, split) for split in paths})
-
-
-def task_files(
-    name: str,
-    data_dir: str | Path,
-    *,
-    source: str | None = None,
-    target: str | None = None,
-    files: Mapping[str, str | Sequence[str]] | None = None,
-    train: bool = True,
-) -> dict[str, list[Path]]:
-    """Return the files that `load_task` reads with the same arguments.
-
-    Returns:
-        Split → files, or folders of them, in the order in which they are read.
-
-    Raises:
-        DataError: no such task, or files are missing.
-    """
-    task, languages = _resolve(name, source, target, files, train)
-    _, paths = find_files(task, Path(data_dir).expanduser(), languages, None)
-    return {split: list(chain.from_iterable(parts)) for split, parts in paths.items()}
+    loaded = DatasetDict()
+    for split, parts in paths.items():
+        rows = _rows(task, layout, parts, split)
+        shown = tqdm(rows, desc=f"{name} {split}", unit=" rows", disable=not progress)
+        loaded[split] = Dataset.from_list(list(shown), task.features, split=NamedSplit(split))
+    return loaded
 
 
 def _resolve(
@@ -278,8 +225,7 @@ def _resolve(
         parts = {split: (paths,) if isinstance(paths, str) else tuple(paths) for split, paths in files.items()}
         if empty := [split for split, paths in parts.items() if not all(paths) or not paths]:
             raise DataError(f"{name}: files of {empty[0]} name no path; pass one, or leave the split out")
-        fitting = (layout for layout in layouts if _endings(parts) <= _endings(layout.files))
-        layouts = (replace(next(fitting, layouts[0]), files=parts, optional=()),)
+        layouts = (replace(layouts[0], files=parts, optional=()),)
     if not train:
         for_evaluation = []
         for layout in layouts:
@@ -298,11 +244,6 @@ def _resolve(
     return task, (source, target)
 
 
-def _endings(files: Mapping[str, Sequence[str]]) -> set[str]:
-    names = [name for parts in files.values() for part in parts for name in part.split("|")]
-    return {Path(name.removesuffix(".gz")).suffix for name in names}
-
-
 def _rows(task: Task, layout: Layout, parts: Sequence[tuple[Path, ...]], split: str) -> Iterator[Row]:
     """Read a split, with labels as numbers; raises a DataError where a file is malformed."""
     for paths in parts:
@@ -310,24 +251,7 @@ def _rows(task: Task, layout: Layout, parts: Sequence[tuple[Path, ...]], split: 
         for place, row in layout.rows(paths, split in layout.unlabelled):
             empty = False
             if "label" in row:
-                if row["label"] in layout.left_out:
-                    continue
                 row["label"] = task.label(row["label"], layout, place)
-            if task.escaped:
-                row |= {name: task.clean(row[name]) for name in task.text_columns}
             yield row
         if empty:
             raise malformed((paths[0], 1), "the file is empty; expected rows of data")
-
-
-def _in_memory(rows: Iterable[Row], features: Features, split: str) -> Dataset:
-    """Collect rows into a data set, a chunk at a time."""
-    schema, iterator = features.arrow_schema, iter(rows)
-    chunks: list[Any] = []
-    while chunk := list(islice(iterator, CHUNK)):
-        chunks.append(pa.Table.from_pylist(chunk, schema=schema))
-    return Dataset(
-        pa.concat_tables(chunks or [schema.empty_table()]),
-        info=DatasetInfo(features=features),
-        split=NamedSplit(split),
-    )

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import ClassLabel, Dataset, DatasetDict
 from tiny_words import bert_config, sentence, word_tokenizer, write_mrpc
 from tiny_words import sentences as draw_sentences
-from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, BertModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertForSequenceClassification, BertModel
 
 from collab_compress.errors import DataError
 
@@ -105,6 +106,20 @@ def test_scores(run_glue, model, tmp_path):
     )
     folder = run_glue(model, "--train_file", tmp_path / "train.jsonl", "--validation_file", tmp_path / "train.jsonl")
     assert scores(folder, "validation").keys() >= {"validation_pearson", "validation_spearmanr"}
+    (tmp_path / "test.csv").write_text("text\na cat\na dog\n")
+    run_glue(folder, "--test_file", tmp_path / "test.csv", "--do_predict")
+    predictions = [line.split("\t")[1] for line in (folder / "test.tsv").read_text().splitlines()[1:]]
+    assert all("." in prediction for prediction in predictions)
+
+
+def test_a_data_set_of_the_hub(run_glue, model, monkeypatch):
+    rows = Dataset.from_dict({"question": ["a cat", "a dog"] * 8, "kind": [1, 0] * 8})
+    rows = rows.cast_column("kind", ClassLabel(names=["dogs", "cats"]))
+    splits = DatasetDict(train=rows, validation=rows, test=rows.remove_columns("kind"))
+    monkeypatch.setattr("datasets.load_dataset", {"someone/pets": splits}.get)
+    folder = run_glue(model, "--dataset someone/pets --text_columns question --label_column kind")
+    assert scores(folder, "validation").keys() >= {"validation_accuracy"}
+    assert AutoConfig.from_pretrained(folder).id2label == {0: "cats", 1: "dogs"}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from collab_compress.analysis.plan import SHARES, part_losses
-from collab_compress.errors import HeadError
+from collab_compress.errors import CompressionError, HeadError
 from collab_compress.report.context import ReportContext
 from collab_compress.report.section import Cell, Curve, Curves, Panel, Section, Table, short
 
@@ -25,7 +25,7 @@ def widths(context: ReportContext) -> Section:
             context.first(sequences),
             None if report is None else lambda _, done, total: report("widths", done, total),
         )
-    except ValueError as error:  # as for a single token, whose covariance is 0
+    except CompressionError as error:  # as for a single token, whose covariance is 0
         raise HeadError(f"these inputs allow no weighing: {error}") from error
     losses = {part: curves for part, curves in parts.losses.items() if curves}
     left_out = [f"{part} stays as it is: {reason}" for part, reason in parts.left_out.items()]

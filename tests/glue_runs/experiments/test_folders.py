@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from accelerate.state import AcceleratorState
 from collab_compress_glue_runs.experiments import outputs, protocol, read_recipe, run, tuning
-from collab_compress_glue_runs.experiments.outputs import LOCK, RECIPE, claim, discard
+from collab_compress_glue_runs.experiments.outputs import LOCK, RECIPE, claim, remove_output
 from filelock import FileLock
 
 from collab_compress.errors import CheckpointError, CollabCompressError, DataError, RecipeError
@@ -56,7 +56,7 @@ def test_only_what_a_recipe_made_is_removed(data_dir, tmp_path):
     claim(recipe(data_dir, tmp_path, FRESH), tmp_path / "start")
     (tmp_path / "link").symlink_to(tmp_path / "start")
     for name in ("mine", "link", "start"):
-        discard(tmp_path / name)
+        remove_output(tmp_path / name)
     assert {path.name for path in tmp_path.iterdir()} >= {"mine", "link"}
     assert not (tmp_path / "start").exists()
 
@@ -99,10 +99,6 @@ DK = "compression={dk: 12}"
         ([DK, "calibration=nowhere.txt"], "nowhere.txt"),
         (["tuning.arguments={adam_beta1: 2}"], "beta"),
         (["tuning.arguments={dataloader_num_workers: -1}"], "num_workers"),
-        (
-            ["tuning.arguments={dataloader_num_workers: 99999}"],
-            r"num_workers is 99999; expected at most the \d+ cores",
-        ),
         (["tuning.arguments={lr_scheduler_kwargs: {nothing: 1}}"], "nothing"),
         ([DK, "again={epochs: 1, arguments: {adam_beta1: 2}}"], "beta"),
     ],

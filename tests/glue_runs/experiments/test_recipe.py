@@ -60,7 +60,7 @@ def test_calibration_is_a_choice(path):
         ("heads.rotation={}", r"heads\.rotation\.strategy is missing; heads\.rotation\.epochs is missing$"),
         ("heads.penalties=[{name: hsic, wt: 1}]", r"there is no field heads\.penalties\.0\.wt$"),
         ("seed=a", "seed is 'a'; expected a valid integer"),
-        ("task=foo", "unknown task 'foo'; expected one of ag_news"),
+        ("task=foo", "unknown task 'foo'; expected one of cola"),
         ("heads.penalties=[{name: q}]", "unknown loss 'q'"),
         ("compression.dk=0", "dk is 0; expected at least 1"),
         ("compression.solver.sweeps=1e30", r"compression\.solver\.sweeps is 1e\+30; expected a valid integer"),

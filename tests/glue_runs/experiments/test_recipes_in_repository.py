@@ -86,14 +86,11 @@ class Strict(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-@pytest.mark.parametrize("name", [*sorted(PAPERS), "glue"])
-def test_sweeps_run_at_the_small_scale_by_default_and_at_the_papers_by_one_setting(name):
-    ours = read_sweep(FOLDER / "sweeps" / f"{name}.yaml")
-    assert ours == sweep_of(name, "small")
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_sweeps_run_at_the_small_scale_by_default(path):
+    ours = read_sweep(path)
+    assert ours == sweep_of(path.stem, "small")
     assert {recipe.fresh and recipe.fresh.width for recipe in ours.recipes()} <= {128, None}
-    theirs = sweep_of(name)
-    assert theirs.output != ours.output
-    assert list(theirs.recipes())
 
 
 @pytest.mark.parametrize("path", [*RECIPES, *SWEEPS], ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -148,12 +145,6 @@ def test_what_names_a_paper_is_of_its_table(path):
             assert theirs <= ours, key
 
 
-def test_every_table_that_takes_training_has_a_file():
-    without = {("collaborate", "Table 1"), ("drophead", "Table 2")}  # sizes and speed, and what the data sets are
-    named = {key for path in [*RECIPES, *SWEEPS] for key in tables(path)}
-    assert {(paper, name) for paper, of_paper in PAPERS.items() for name in of_paper} - named == without
-
-
 def test_small_scales_run_what_claims_compare():
     runs = {"minilm-distilbert": set(), None: set()}
     for path in SWEEPS:
@@ -202,29 +193,6 @@ def test_collaborate_figure_5_has_each_rank():
     assert widths == {768, 640, 512, 384, 256, 128, 64}
 
 
-def test_diversity_table_1_has_each_width_and_number_of_heads():
-    models = {
-        f"Transformer d={recipe.fresh.width}, H={recipe.fresh.heads}"
-        for recipe in sweep_of("diversity", "paper-widths").recipes()
-        if recipe.method == f"d{recipe.fresh.width}-h{recipe.fresh.heads}"
-    }
-    assert models == {row["model"] for row in PAPERS["diversity"]["Table 1"]["rows"]}
-
-
-def test_diversity_table_5_has_each_strength():
-    names = {"orthogonality": "ORTHO", "hsic": "HSIC"}
-    strengths = []
-    for recipe in sweep_of("diversity").recipes():
-        if recipe.method == "all":  # of table 4
-            continue
-        strengths += [("DROPHEAD", options.p) for options in recipe.heads.drophead]
-        strengths += [(names[penalty.name], penalty.weight) for penalty in recipe.heads.penalties]
-    baseline, *others = (row["method"] for row in PAPERS["diversity"]["Table 5"]["rows"])
-    printed = [name.removeprefix("+").split() for name in others]
-    assert baseline == "Baseline"
-    assert sorted(strengths) == sorted((name, float(strength)) for name, strength in printed)
-
-
 def test_bhattacharyya_has_the_papers_settings():
     (recipe,) = (r for r in sweep_of("bhattacharyya").recipes() if r.method != "plain" and r.seed == 0)
     (row,) = PAPERS["bhattacharyya"]["Section 4"]["rows"]
@@ -236,8 +204,7 @@ def test_bhattacharyya_has_the_papers_settings():
 
 def test_rotations_name_heads_that_the_model_has():
     """Rotations are tried on a narrow model of the same depth and number of heads."""
-    scales = (sweep_of("rotation", scale) for scale in ("small", "paper"))
-    rotating = [recipe for sweep in scales for recipe in sweep.recipes() if recipe.heads.rotation is not None]
+    rotating = [recipe for recipe in sweep_of("rotation", "small").recipes() if recipe.heads.rotation is not None]
     assert len(rotating) > 1
     for recipe in rotating:
         layers, heads = recipe.fresh.layers, recipe.fresh.heads

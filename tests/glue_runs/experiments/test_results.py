@@ -182,22 +182,22 @@ def test_only_what_has_one_unit_is_averaged(write, tmp_path, other, averaged):
 
 def test_direction_comes_from_the_metric(write, tmp_path):
     write(120.0, "ptb")
-    write(30.0, "wmt14")
+    write(30.0, "multi30k")
     comparison, _ = table(tmp_path)
     assert {column.name: column.greater_is_better for column in comparison.columns} == {
-        "wmt14 de-en": True,
+        "multi30k de-en": True,
         "ptb": False,
     }
 
 
 def test_languages_are_columns_of_their_own(write, tmp_path):
-    write(30.0, "wmt14", recipe={"translation": {"source": "en", "target": "de"}})
-    write(31.0, "wmt14", seed=1, recipe={"translation": {"source": None, "target": None}})
+    write(30.0, "multi30k", recipe={"translation": {"source": "en", "target": "de"}})
+    write(31.0, "multi30k", seed=1, recipe={"translation": {"source": None, "target": None}})
     write(32.0, "parallel")
     write(33.0, "parallel", seed=1, recipe={"translation": {"source": "fr", "target": "de"}})
     comparison, _ = table(tmp_path)
     names = [column.name for column in comparison.columns]
-    assert names == ["wmt14 de-en", "wmt14 en-de", "parallel", "parallel fr-de"]
+    assert names == ["multi30k de-en", "multi30k en-de", "parallel", "parallel fr-de"]
 
 
 def test_order_of_rows(write, tmp_path):
@@ -306,7 +306,7 @@ def test_what_only_watches_training_is_no_difference(write, tmp_path):
         ({"parameters": 2**70}, f"parameters is {2**70}; expected less than 9223372036854775808"),
         ({"seed": True}, "seed is True; expected a valid integer"),
         ({"conversion": 128}, "conversion is 128; expected a valid string"),
-        ({"task": "swag"}, "unknown task 'swag'; expected one of ag_news"),
+        ({"task": "swag"}, "unknown task 'swag'; expected one of cola"),
         ({"recipe": None}, "recipe is None; expected a valid dictionary"),
         ({"recipe": {"model": 3}}, r"recipe\.model is 3; expected a valid string"),
         ({"recipe": {"translation": "de"}}, r"recipe\.translation is 'de'; expected a valid dictionary"),

@@ -47,7 +47,7 @@ def test_the_tables_are_those_of_the_papers():
 def test_columns_of_tasks_are_named_as_ours():
     kinds = {"BLEU": "translation", "perplexity": "language modelling"}
     ours = {name.split()[0] for table in TABLES.values() for name in table["columns"]} & TASKS.keys()
-    assert len(ours) == 20
+    assert len(ours) == 10
     for table in TABLES.values():
         for name, metric in table["columns"].items():
             if name in TASKS or (name.split()[0] in TASKS and "perplexity" not in name):

@@ -5,7 +5,7 @@ import re
 import matplotlib
 from quantities import read_records, tabulate
 from results_page import PAGE, STYLE, forest, generate, scores
-from verdicts import judge
+from verdicts import evaluate_claims
 
 CLAIM = {"says": "Heads are better.", "source": "Table 1", "tasks": ["ptb"], "method": "drophead", "than": "plain"}
 
@@ -44,6 +44,6 @@ def test_scores_are_means_over_seeds_and_the_average_is_over_tasks_first(read, w
 def test_a_forest_plot_has_the_claimed_side_to_the_right(read, write):
     write("plain", [80.0, 82.0, 81.0, 83.1, 80.2], task="ptb")
     path = write("drophead", [79.0, 80.8, 80.0, 82.1, 79.2], task="ptb")  # lower perplexity is better
-    figure = forest(judge([CLAIM], read(path)))
+    figure = forest(evaluate_claims([CLAIM], read(path)))
     (mark,) = figure.axes[0].containers
     assert mark.lines[0].get_xdata() > 0

@@ -9,7 +9,7 @@ import yaml
 from collab_compress_glue_runs.tasks import TASKS
 from quantities import QUANTITIES, late_gain
 from scipy import stats
-from verdicts import CLAIMS, FAILS, HOLDS, NO_CONTROL, NO_RECORDS, OPEN, UNDERTRAINED, holm, judge, p_value
+from verdicts import CLAIMS, FAILS, HOLDS, NO_CONTROL, NO_RECORDS, OPEN, UNDERTRAINED, evaluate_claims, holm, p_value
 
 CLAIM = {"says": "Heads are better.", "source": "Table 1", "tasks": ["mrpc"], "method": "drophead", "than": "plain"}
 PLAIN = [80.0, 82.0, 81.0, 83.1, 80.2]
@@ -17,11 +17,11 @@ BETTER = [81.0, 83.2, 82.1, 84.4, 81.5]
 
 
 @pytest.fixture
-def judged(read):
+def verdict_of(read):
     """Return the verdict of records on one claim."""
 
     def verdict(path, **changes):
-        (row,) = judge([CLAIM | changes], read(path)).itertuples()
+        (row,) = evaluate_claims([CLAIM | changes], read(path)).itertuples()
         return row
 
     return verdict
@@ -31,9 +31,9 @@ def judged(read):
     ("ours", "expected"),
     [(BETTER, HOLDS), ([79.2, 80.9, 80.0, 82.0, 79.3], FAILS), ([81.0, 79.0, 85.0, 80.0, 83.0], OPEN)],
 )
-def test_a_difference_is_tested_by_the_paired_t_test(write, judged, ours, expected):
+def test_a_difference_is_tested_by_the_paired_t_test(write, verdict_of, ours, expected):
     write("plain", PLAIN)
-    row = judged(write("drophead", ours))
+    row = verdict_of(write("drophead", ours))
     test = stats.ttest_rel(ours, PLAIN)
     assert (row.difference, row.p) == (pytest.approx(np.mean(np.subtract(ours, PLAIN))), pytest.approx(test.pvalue))
     assert (row.low, row.high) == pytest.approx(tuple(test.confidence_interval(0.95)))
@@ -42,30 +42,30 @@ def test_a_difference_is_tested_by_the_paired_t_test(write, judged, ours, expect
 
 @pytest.mark.parametrize("mean", [-2.0, -0.9, 0.0, 0.4, 2.5])
 @pytest.mark.parametrize("spread", [0.1, 1.0])
-def test_bounds_are_tested_by_two_one_sided_tests(write, judged, mean, spread):
+def test_bounds_are_tested_by_two_one_sided_tests(write, verdict_of, mean, spread):
     changes = mean + spread * np.array([0.3, -0.4, 0.1, 0.2, -0.2])
     write("plain", PLAIN)
     path = write("drophead", list(np.add(PLAIN, changes)))
     low, high = stats.ttest_1samp(changes, 0).confidence_interval(0.95)
 
     above = stats.ttest_1samp(changes, -1.0, alternative="greater").pvalue
-    row = judged(path, loses_at_most=1.0)
+    row = verdict_of(path, loses_at_most=1.0)
     assert row.p == pytest.approx(min(1, 2 * (above if mean > -1 else 1 - above)))
     assert row.verdict == (HOLDS if low > -1 else FAILS if high < -1 else OPEN)
 
     below = stats.ttest_1samp(changes, 1.0, alternative="less").pvalue
-    row = judged(path, within=1.0)
+    row = verdict_of(path, within=1.0)
     p = max(above, below)
     assert row.p == pytest.approx(min(1, 2 * (p if -1 < mean < 1 else 1 - p)))
     inside, outside = low > -1 and high < 1, high < -1 or low > 1
     assert row.verdict == (HOLDS if inside else FAILS if outside else OPEN)
 
 
-def test_the_same_scores_stay_within_any_bound_and_are_not_better(write, judged):
+def test_the_same_scores_stay_within_any_bound_and_are_not_better(write, verdict_of):
     write("plain", PLAIN)
     path = write("drophead", PLAIN)
-    assert judged(path, within=0.1).verdict == judged(path, loses_at_most=0.1).verdict == HOLDS
-    assert judged(path).verdict == OPEN
+    assert verdict_of(path, within=0.1).verdict == verdict_of(path, loses_at_most=0.1).verdict == HOLDS
+    assert verdict_of(path).verdict == OPEN
     assert p_value(pd.Series([1.0] * 5), 0.0, math.inf) == p_value(pd.Series([-1.0] * 5), 0.0, math.inf) == 0.0
 
 
@@ -82,31 +82,31 @@ def test_p_is_corrected_over_all_claims_and_tasks_of_a_paper(write, read):
     write("hsic", [80.4, 82.9, 80.9, 83.3, 81.0])
     path = write("drophead", BETTER)
     claims = [CLAIM, CLAIM | {"method": "hsic"}, CLAIM | {"method": "none", "tasks": ["mrpc", "rte"]}]
-    table = judge(claims, read(path)).sort_index()
+    table = evaluate_claims(claims, read(path)).sort_index()
     raw = [stats.ttest_rel(ours, PLAIN).pvalue for ours in (BETTER, [80.4, 82.9, 80.9, 83.3, 81.0])]
     assert list(table["p"]) == pytest.approx([4 * raw[0], 3 * raw[1], math.nan, math.nan], nan_ok=True)
 
 
 @pytest.mark.parametrize(("expect", "expected"), [("better", FAILS), ("higher", HOLDS), ("lower", FAILS)])
-def test_lower_perplexity_is_better(write, judged, expect, expected):
+def test_lower_perplexity_is_better(write, verdict_of, expect, expected):
     write("plain", [100.0, 104.0, 99.0, 101.0, 98.0], task="ptb")
     path = write("drophead", [110.1, 114.0, 109.0, 110.9, 108.2], task="ptb")
-    assert judged(path, tasks=["ptb"], expect=expect).verdict == expected
+    assert verdict_of(path, tasks=["ptb"], expect=expect).verdict == expected
 
 
-def test_fewer_than_five_seeds_or_numbers_that_are_not_finite_are_inconclusive(write, judged):
+def test_fewer_than_five_seeds_or_numbers_that_are_not_finite_are_inconclusive(write, verdict_of):
     write("plain", PLAIN[:4])
-    row = judged(write("drophead", BETTER))
+    row = verdict_of(write("drophead", BETTER))
     assert (row.verdict, row.seeds, math.isnan(row.p)) == (OPEN, 4, True)
     write("plain", PLAIN, task="rte")
-    row = judged(write("drophead", [90.0, math.nan, 92.0, 93.0, 95.0], task="rte"), tasks=["rte"])
+    row = verdict_of(write("drophead", [90.0, math.nan, 92.0, 93.0, 95.0], task="rte"), tasks=["rte"])
     assert (row.verdict, row.seeds, math.isnan(row.p)) == (OPEN, 5, True)
 
 
-def test_without_the_control_there_is_no_verdict(write, judged):
+def test_without_the_control_there_is_no_verdict(write, verdict_of):
     path = write("drophead", BETTER)
-    assert judged(path).verdict == NO_CONTROL
-    assert judged(path, method="hsic").verdict == NO_RECORDS
+    assert verdict_of(path).verdict == NO_CONTROL
+    assert verdict_of(path, method="hsic").verdict == NO_RECORDS
 
 
 def curve(*scores, key="eval_bleu"):
@@ -140,48 +140,48 @@ def test_the_late_gain_of_a_training(history, share):
     ("history", "expected"), [(curve(6.5, 14.2, 18.6), UNDERTRAINED), ([], UNDERTRAINED), (FLAT, HOLDS)]
 )
 @pytest.mark.parametrize("undertrained", ["plain", "drophead"])
-def test_untrained_models_must_have_been_trained_to_the_end(write, judged, history, expected, undertrained):
+def test_untrained_models_must_have_been_trained_to_the_end(write, verdict_of, history, expected, undertrained):
     for method, scores in (("plain", PLAIN), ("drophead", BETTER)):
         log = history if method == undertrained else FLAT
         path = write(method, scores, history=log, recipe={"fresh": {"width": 32}})
-    row = judged(path)
+    row = verdict_of(path)
     assert (row.verdict, math.isnan(row.p)) == (expected, expected == UNDERTRAINED)
 
 
-def test_pretrained_models_need_no_history(write, judged):
+def test_pretrained_models_need_no_history(write, verdict_of):
     write("plain", PLAIN, history=curve(6.5, 14.2, 18.6))
-    assert judged(write("drophead", BETTER)).verdict == HOLDS
+    assert verdict_of(write("drophead", BETTER)).verdict == HOLDS
 
 
-def test_pairs_of_different_revisions_are_listed(write, judged):
+def test_pairs_of_different_revisions_are_listed(write, verdict_of):
     write("plain", PLAIN, environment={"revision": "aaa"})
     path = write("drophead", BETTER, environment={"revision": "bbb"})
-    assert judged(path).revisions == "bbb and aaa"
-    assert judged(path, method="plain").revisions == ""
+    assert verdict_of(path).revisions == "bbb and aaa"
+    assert verdict_of(path, method="plain").revisions == ""
 
 
-def test_the_mean_is_over_tasks_of_one_seed(write, judged):
+def test_the_mean_is_over_tasks_of_one_seed(write, verdict_of):
     for method, mrpc, rte in (
         ("plain", [80.0, 82.0, 81.0], [60.0, 61.0]),
         ("drophead", [81.0, 83.0, 88.0], [60.5, 63.0]),
     ):
         write(method, mrpc)
         path = write(method, rte, task="rte")
-    row = judged(path, tasks=["mrpc", "rte"], mean=True)
+    row = verdict_of(path, tasks=["mrpc", "rte"], mean=True)
     assert (row.seeds, row.where) == (2, "the mean of mrpc, rte")
     assert row.difference == pytest.approx(np.mean([(1 + 0.5) / 2, (1 + 2) / 2]))
 
 
-def test_models_do_not_mix_and_the_one_with_most_pairs_counts(write, judged):
+def test_models_do_not_mix_and_the_one_with_most_pairs_counts(write, verdict_of):
     write("plain", PLAIN)
     write("plain", [10.0], model="other")
     write("drophead", [90.0], model="other")
     path = write("drophead", BETTER)
-    row = judged(path)
+    row = verdict_of(path)
     assert (row.model, row.seeds, row.verdict) == ("minilm", 5, HOLDS)
-    row = judged(path, model="other")
+    row = verdict_of(path, model="other")
     assert (row.model, row.difference, row.verdict) == ("other", 80.0, OPEN)
-    assert judged(path, model="another").seeds == 0
+    assert verdict_of(path, model="another").seeds == 0
 
 
 def test_claims_are_of_tasks_and_quantities_that_there_are():

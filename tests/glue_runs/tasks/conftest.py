@@ -30,45 +30,6 @@ def nli(row, labels, label):
     return f"{row}\tp\tq\tgenre\t(a)\t(b)\t(A)\t(B)\tone {row}\ttwo {row}\t{labels}{label}"
 
 
-SNLI_TABLE = table(
-    "gold_label\tsentence1_binary_parse\tsentence2_binary_parse\tsentence1\tsentence2\tcaptionID",
-    "neutral\t(a)\t(b)\tA man.\tA tall man.\t1",
-    "-\t(a)\t(b)\tNo one.\tAgreed.\t2",
-    "entailment\t(a)\t(b)\tA cat.\tAn animal.\t3",
-)
-SNLI_ROWS = [pair("A man.", "A tall man.", 1), pair("A cat.", "An animal.", 0)]
-SNLI_JSON = table(
-    '{"gold_label": "neutral", "sentence1": "A man.", "sentence2": "A tall man.", "annotator_labels": []}',
-    '{"gold_label": "-", "sentence1": "No one.", "sentence2": "Agreed."}',
-    '{"gold_label": "entailment", "sentence1": "A cat.", "sentence2": "An animal."}',
-)
-TED = "<url>http://x</url>\n<keywords>k</keywords>\n {} &amp; one \n<title>t</title>\n{} two\n"
-XML = '<?xml version="1.0"?>\n<mteval><doc docid="1"><title>t</title>\n<seg id="1"> {} &quot;three&quot; </seg>\n'
-SGM = '<srcset setid="s">\n<doc>\n<p>\n<seg id="1">{} four</seg> <seg id="2">five</seg>\n</p>\n</doc>\n</srcset>\n'
-TED_ROWS = [moved("ein & one", "an & one"), moved("ein two", "an two")]
-XML_ROWS = [moved('ein "three"', 'an "three"')]
-
-
-def ted(campaign, validation, test):
-    """Return the files of a campaign and their rows; each set of talks holds one sentence."""
-    files = {}
-    for word, lang in (("ein", "de"), ("an", "en")):
-        files[f"train.tags.de-en.{lang}"] = TED.format(word, word)
-        files |= {f"{campaign}.{part}.de-en.{lang}.xml": XML.format(word) for part in (*validation, *test)}
-    rows = {"train": TED_ROWS, "validation": XML_ROWS * len(validation), "test": XML_ROWS * len(test)}
-    return files, rows
-
-
-def wmt(corpora, dev, test):
-    """Return the files of a year: a sentence in each corpus, and two in markup for validation and test."""
-    files = {f"{name}.de-en.{lang}": f"{name} {lang}\n" for name in corpora for lang in ("de", "en")}
-    rows = {"train": [moved(f"{name} de", f"{name} en") for name in corpora]}
-    for split, name in (("validation", dev), ("test", test)):
-        files |= {f"{name}-src.de.sgm": SGM.format("ein"), f"{name}-ref.en.sgm": SGM.format("an")}
-        rows[split] = [moved("ein four", "an four"), moved("five", "five")]
-    return files, rows
-
-
 SAMPLES = {
     "cola": (
         {
@@ -183,60 +144,9 @@ SAMPLES = {
         },
         {"train": [pair("John is here.", "He is.", 1)], "validation": [pair("Jane left.", "She is here.", 0)]},
     ),
-    "imdb": (
-        {
-            **{f"aclImdb/{part}/neg/{n}_2.txt": f"bad {n}" for part in ("train", "test") for n in (10, 9)},
-            **{f"aclImdb/{split}/pos/0_9.txt": "good<br />\x85 " for split in ("train", "test")},
-            "aclImdb/train/unsup/0_0.txt": "left alone",
-            "aclImdb/train/urls_pos.txt": "left alone",
-        },
-        {split: [text("bad 9", 0), text("bad 10", 0), text("good<br />\x85 ", 1)] for split in ("train", "test")},
-    ),
-    "yelp": (
-        {
-            "yelp_review_polarity_csv/train.csv": table(r'"1","Bad \""food\"", \n\nnever again."', '"2","Fine"'),
-            "yelp_review_polarity_csv/test.csv": table('"2","Good"'),
-        },
-        {"train": [text('Bad "food", \n\nnever again.', 0), text("Fine", 1)], "test": [text("Good", 1)]},
-    ),
-    "yelp_full": (
-        {
-            "yelp_review_full_csv/train.csv": table('"5","Best, ever"'),
-            "yelp_review_full_csv/test.csv": table('"1","Worst"'),
-        },
-        {"train": [text("Best, ever", 4)], "test": [text("Worst", 0)]},
-    ),
-    "ag_news": (
-        {
-            "ag_news_csv/train.csv": table(r'"3","Stocks ""fall""","Short-sellers\nbears, again."'),
-            "ag_news_csv/test.csv": table('"4","Chips",""'),
-        },
-        {"train": [text('Stocks "fall" Short-sellers\\nbears, again.', 2)], "test": [text("Chips", 3)]},
-    ),
-    "dbpedia": (
-        {
-            "dbpedia_csv/train.csv": table('1,"E. D. Abbott Ltd"," Abbott of Farnham, a coachbuilder."'),
-            "dbpedia_csv/test.csv": table('14,"TY KU"," A drink."'),
-        },
-        {
-            "train": [text("E. D. Abbott Ltd  Abbott of Farnham, a coachbuilder.", 0)],
-            "test": [text("TY KU  A drink.", 13)],
-        },
-    ),
-    "yahoo": (
-        {
-            "yahoo_answers_csv/train.csv": table(r'"5","why?","","Because\nit is."'),
-            "yahoo_answers_csv/test.csv": table('"10","who?","Tell me","Him"'),
-        },
-        {"train": [text("why? Because\nit is.", 4)], "test": [text("who? Tell me Him", 9)]},
-    ),
     "trec": (
         {"trec/TREC.train.all": table("0 How far ?", "2 What is .com ?"), "trec/TREC.test.all": table("5 When ?")},
         {"train": [text("How far ?", 0), text("What is .com ?", 2)], "test": [text("When ?", 5)]},
-    ),
-    "snli": (
-        {f"snli_1.0/snli_1.0_{split}.jsonl": SNLI_JSON for split in ("train", "dev", "test")},
-        dict.fromkeys(("train", "validation", "test"), SNLI_ROWS),
     ),
     "multi30k": (
         {
@@ -252,23 +162,6 @@ SAMPLES = {
             "validation": [moved("Eine Frau.", "A woman.")],
             "test": [moved("Ein Hut.", "A hat.")],
         },
-    ),
-    "iwslt14": ted("IWSLT14", ["TED.dev2010", "TEDX.dev2012"], ["TED.tst2010", "TED.tst2011", "TED.tst2012"]),
-    "iwslt17": ted("IWSLT17", ["TED.dev2010"], [f"TED.tst{year}" for year in range(2010, 2016)]),
-    "wmt14": wmt(
-        ["training/europarl-v7", "commoncrawl", "training/news-commentary-v9"],
-        "dev/newstest2013",
-        "test/newstest2014-deen",
-    ),
-    "wmt16": wmt(
-        ["training/europarl-v7", "commoncrawl", "training-parallel-nc-v11/news-commentary-v11"],
-        "dev/newstest2015-deen",
-        "test/newstest2016-deen",
-    ),
-    "wmt17": wmt(
-        ["training/europarl-v7", "commoncrawl", "training/news-commentary-v12", "rapid2016"],
-        "dev/newstest2016-deen",
-        "test/newstest2017-deen",
     ),
     "parallel": (
         {

@@ -48,36 +48,15 @@ def test_every_task_loads_row_by_row_and_names_what_a_model_needs(name, samples,
         assert task.num_labels == 1
 
 
-@pytest.mark.parametrize("name", ["mrpc", "imdb", "multi30k", "ptb", "trec", "iwslt14"])
+@pytest.mark.parametrize("name", ["mrpc", "multi30k", "ptb", "trec"])
 def test_the_folder_may_be_the_task_itself(name, samples, write, tmp_path):
-    files = {path.rpartition("/")[2] if name != "imdb" else path: text for path, text in samples[name][0].items()}
-    folder = tmp_path / "elsewhere"
-    write(folder, files)
-    data = load_task(name, folder / "aclImdb" if name == "imdb" else folder)
-    assert rows(data) == samples[name][1]
+    write(tmp_path / "elsewhere", {path.rpartition("/")[2]: text for path, text in samples[name][0].items()})
+    assert rows(load_task(name, tmp_path / "elsewhere")) == samples[name][1]
 
 
 def test_the_folder_may_hold_all_data(samples, write, tmp_path):
     write(tmp_path / "glue", samples["rte"][0])
     assert rows(load_task("rte", str(tmp_path))) == samples["rte"][1]
-
-
-@pytest.mark.parametrize("ending", ["txt", "tsv"])
-def test_snli_as_a_table(ending, samples, write, tmp_path):
-    lines = [
-        "gold_label\tsentence1\tsentence2",
-        "neutral\tA man.\tA tall man.",
-        "-\tNo one.\tAgreed.",
-        "entailment\tA cat.\tAn animal.",
-    ]
-    name = "snli_1.0_{}.txt" if ending == "txt" else "{}.tsv"
-    write(tmp_path, {name.format(split): "\n".join(lines) for split in ("train", "dev")})
-    assert rows(load_task("snli", tmp_path))["validation"] == samples["snli"][1]["validation"]
-
-
-def test_imdb_as_a_table(write, tmp_path):
-    write(tmp_path, {f"{split}.csv": 'text,label\n"Two\nlines, ""quoted""",1\n' for split in ("train", "test")})
-    assert rows(load_task("imdb", tmp_path))["test"] == [{"text": 'Two\nlines, "quoted"', "label": 1}]
 
 
 def test_trec_with_names_of_labels(write, tmp_path):
@@ -88,17 +67,9 @@ def test_trec_with_names_of_labels(write, tmp_path):
 
 
 def test_the_other_direction_of_a_pair(samples, write, tmp_path):
-    for name in ("multi30k", "iwslt17"):
-        data = load_task(name, write(tmp_path, samples[name][0]), source="en", target="de")
-        turned = [{"source": row["target"], "target": row["source"]} for row in samples[name][1]["test"]]
-        assert rows(data)["test"] == turned
-
-
-def test_wmt_prepared_by_others(write, tmp_path):
-    names = ("train", "newstest2013", "newstest2014")
-    write(tmp_path, {f"{name}.{lang}": f"{name} {lang}\n" for name in names for lang in ("fr", "en")})
-    data = load_task("wmt14", tmp_path, source="fr", target="en")
-    assert rows(data)["test"] == [{"source": "newstest2014 fr", "target": "newstest2014 en"}]
+    data = load_task("multi30k", write(tmp_path, samples["multi30k"][0]), source="en", target="de")
+    turned = [{"source": row["target"], "target": row["source"]} for row in samples["multi30k"][1]["test"]]
+    assert rows(data)["test"] == turned
 
 
 def test_files_of_any_name_read_one_after_another(write, tmp_path):
@@ -110,13 +81,6 @@ def test_files_of_any_name_read_one_after_another(write, tmp_path):
     assert load_task("text", tmp_path, files={"test": "two.x"})["test"]["text"][:] == ["two x"]
 
 
-def test_files_of_any_name_are_laid_out_as_those_that_end_alike(write, tmp_path):
-    columns = "gold_label\tsentence1\tsentence2\n"
-    write(tmp_path, {"my.csv": "text,label\nfine,1\n", "my.tsv": columns + "neutral\ta dog\ta cat\n"})
-    assert load_task("imdb", tmp_path, files={"train": "my.csv"})["train"][:] == {"text": ["fine"], "label": [1]}
-    assert load_task("snli", tmp_path, files={"train": "my.tsv"})["train"]["text"][:] == ["a dog"]
-
-
 def test_only_the_splits_asked_for(samples, write, tmp_path):
     files = {name: text for name, text in samples["stsb"][0].items() if "dev" in name}
     data = load_task("stsb", write(tmp_path, files), splits=["validation"])
@@ -124,12 +88,6 @@ def test_only_the_splits_asked_for(samples, write, tmp_path):
     fails(tmp_path, "stsb", "none of its files of test in .*STS-B", splits=["test"])
     fails(tmp_path, "stsb", r"no train.tsv \(train\) in .*STS-B", splits=["train", "validation"])
     fails(tmp_path, "stsb", r"stsb has no split 'dev'; expected train, validation, test", splits=["dev"])
-
-
-def test_rows_over_several_chunks(write, tmp_path, monkeypatch):
-    monkeypatch.setattr("collab_compress_glue_runs.tasks.load.CHUNK", 3)
-    write(tmp_path, {"train.txt": "\n".join(map(str, range(10)))})
-    assert load_task("text", tmp_path)["train"]["text"][:] == [str(number) for number in range(10)]
 
 
 def test_broken_rows_of_qqp_are_counted(samples, write, tmp_path, caplog):
@@ -165,16 +123,13 @@ def test_real_rows(real_data):
 
 
 def test_unknown_task_and_languages(tmp_path):
-    fails(tmp_path, "glue", "unknown task 'glue'; expected one of ag_news, cola")
+    fails(tmp_path, "glue", "unknown task 'glue'; expected one of cola, mnli")
     fails(tmp_path, "parallel", "parallel needs two languages, got source None and target None")
     fails(tmp_path, "multi30k", "two languages, got source 'en'", source="en")
     fails(tmp_path, "mrpc", "mrpc is classification and has no source or target language", source="en")
     fails(None, "ptb", "pass data_dir too", files={"train": "x"})
     fails(tmp_path, "ptb", "files of train name no path; pass one", files={"train": []})
     fails(tmp_path, "multi30k", "'x.txt' is that of both languages; put {lang}", files={"train": "x.txt"})
-    fails(
-        tmp_path, "multi30k", r"file name 'x.\{l\}' has an unknown placeholder; .* \{lang\}", files={"train": "x.{l}"}
-    )
 
 
 def test_missing_files_are_named_with_what_was_expected(samples, write, tmp_path):
@@ -186,12 +141,6 @@ def test_missing_files_are_named_with_what_was_expected(samples, write, tmp_path
     fails(tmp_path, "multi30k", r"no train.en \(train\) in .*multi30k; expected train.de and train.en, val.de and")
     write(tmp_path, {"multi30k/train.en": "a\n", "multi30k/test_2016_flickr.de": "ein\n"})
     fails(tmp_path, "multi30k", r"no test_2016_flickr.en \(test\) in .*multi30k")
-    write(tmp_path / "wmt", {"training/europarl-v7.de-en.de": "ein\n", "training/europarl-v7.de-en.en": "a\n"})
-    fails(
-        tmp_path / "wmt", "wmt14", "training/europarl-v7.de-en.de and training/europarl-v7.de-en.en and commoncrawl"
-    )
-    write(tmp_path, {"aclImdb/train/neg/1_1.txt": "bad", "aclImdb/test/neg/1_1.txt": "bad"})
-    fails(tmp_path, "imdb", "aclImdb/train/pos has no texts")
 
 
 TSV = "MRPC/train.tsv"
@@ -212,7 +161,7 @@ HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
         ),
         ("mrpc", TSV, f"{HEADER}-1\t7\t8\tone\ttwo\n", "line 2: label '-1' is not the number"),
         ("mrpc", TSV, f"{HEADER}\t7\t8\tone\ttwo\n", "line 2: label '' is not the number"),
-        ("mrpc", TSV, "", "line 1: the file is empty; expected a line that names columns"),
+        ("mrpc", TSV, "", "line 1: no column .*got an empty file"),
         ("mrpc", TSV, HEADER, "line 1: the file is empty; expected rows of data"),
         ("mrpc", TSV, HEADER.encode() + b"1\t7\t8\tone\tf\xfcr\n", "line 2: not UTF-8 .*byte 12"),
         ("cola", "CoLA/train.tsv", "gj04\t1\tsentence\n", "line 1: 3 columns; expected 4: source, label, mark"),
@@ -226,15 +175,6 @@ HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
         ("stsb", "STS-B/dev.tsv", "sentence1\tsentence2\tscore\na\tb\t5.1\n", "line 2: score 5.1 is out of range"),
         ("stsb", "STS-B/dev.tsv", "sentence1\tsentence2\tscore\na\tb\tnan\n", "line 2: score nan is out of range"),
         (
-            "ag_news",
-            "ag_news_csv/train.csv",
-            '"0","a","b"\n',
-            "line 1: label '0' is not the number .* expected 1 to 4",
-        ),
-        ("ag_news", "ag_news_csv/train.csv", '"1","a","b"\n"1","a"\n', "line 2: 2 columns; expected 3: class, title"),
-        ("ag_news", "ag_news_csv/train.csv", '"1","a","b"\n"1","a,"b"\n', "line 2: cannot be split into columns"),
-        ("ag_news", "ag_news_csv/train.csv", '"1","a\n","b"\n1,a,"b\n', "line 3: cannot be split .*unexpected end"),
-        (
             "trec",
             "trec/TREC.train.all",
             "0 How ?\n6 Why ?\n",
@@ -246,14 +186,9 @@ HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
             "0 How ?\nWhy?\n",
             "line 2: got 'Why.'; expected a label, a space and a text",
         ),
-        ("snli", "snli_1.0/snli_1.0_dev.jsonl", "{'gold_label'}\n", "line 1: not JSON"),
-        ("snli", "snli_1.0/snli_1.0_dev.jsonl", '\n{"gold_label": "neutral"}\n', "2: no text under"),
-        ("snli", "snli_1.0/snli_1.0_dev.jsonl", '["gold_label"]\n', "line 1: no text under 'sentence1'"),
         ("multi30k", "multi30k/train.de.gz", "eins\n", "train.en.gz, line 2: no counterpart: train.de.gz has 1 .* 2"),
         ("multi30k", "multi30k/train.en.gz", "a\n", "train.de.gz, line 2: no counterpart: train.de.gz has 2 .* 1"),
         ("multi30k", "multi30k/val.de.gz", "", "line 1: no counterpart"),
-        ("wmt14", "test/newstest2014-deen-src.de.sgm", "<seg id='1'>half\n", "line 1: a <seg> does not end"),
-        ("wmt14", "test/newstest2014-deen-src.de.sgm", "<seg>a</seg> <seg>b\n", "line 1: a <seg> does not end"),
         ("ptb", "ptb/ptb.test.txt", "", "line 1: the file is empty; expected rows"),
     ],
 )
