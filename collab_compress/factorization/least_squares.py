@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from collab_compress.devices import float64_device
-from collab_compress.factorization.moments import cholesky
+from collab_compress.factorization.moments import Moments, cholesky
 
 STRIP = 512  # columns of a symmetric product that are computed together, from the diagonal on
 BLOCK = 64  # neurons that are eliminated between two rankings
@@ -39,14 +39,20 @@ class ResidualMoments:
         self.squared = 0.0
         self.place = torch.device("cpu")
 
-    def add(self, inputs: Tensor, residuals: Tensor) -> None:
-        """Add vectors a (n, N) and residuals e (n, D)."""
+    def add(self, inputs: Tensor, residuals: Tensor | None = None) -> None:
+        """Add vectors a (n, N) and residuals e (n, D), if there are any."""
         if not len(inputs):
             return
         wide = torch.float64 if inputs.dtype == torch.float64 else torch.float32
-        inputs, residuals = inputs.to(wide), residuals.to(wide)
+        inputs = inputs.to(wide)
+        residuals = inputs[:, :0] if residuals is None else residuals.to(wide)
         if not self.count:
-            self._start(inputs, residuals)
+            self._near = inputs.mean(0)
+            self.place = float64_device(inputs.device)
+            width, outputs = inputs.shape[1], residuals.shape[1]
+            zeros = partial(torch.zeros, dtype=torch.float64, device=self.place)
+            self._inputs, self._residuals = zeros(width), zeros(outputs)
+            self._products, self._crossed = zeros(width, width), zeros(width, outputs)
         centred = inputs - self._near
         self._inputs += centred.to(self.place).sum(0, dtype=torch.float64)
         self._residuals += residuals.to(self.place).sum(0, dtype=torch.float64)
@@ -57,19 +63,17 @@ class ResidualMoments:
         self.squared += float(residuals.square().sum())
         self.count += len(inputs)
 
-    def _start(self, inputs: Tensor, residuals: Tensor) -> None:
-        width, outputs = inputs.shape[1], residuals.shape[1]
-        self._near = inputs.mean(0)
-        self.place = float64_device(inputs.device)
-        zeros = partial(torch.zeros, dtype=torch.float64, device=self.place)
-        self._inputs = zeros(width)
-        self._residuals = zeros(outputs)
-        self._products = zeros(width, width)
-        self._crossed = zeros(width, outputs)
-
     def means(self) -> tuple[Tensor, Tensor]:
         """Return the means of a (N,) and e (D,), in float64."""
         return self._near.to(self.place).double() + self._inputs / self.count, self._residuals / self.count
+
+    def input_moments(self) -> Moments:
+        """Return the moments of the vectors alone.
+
+        Raises:
+            ValueError: they are not finite.
+        """
+        return Moments(self.means()[0], self.moments(centred=False)[0], float(self.count))
 
     def moments(self, centred: bool) -> tuple[Tensor, Tensor]:
         """Return E[a aᵀ] (N, N) and E[a eᵀ] (N, D), or covariances if `centred`; in float64."""

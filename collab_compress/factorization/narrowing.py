@@ -1,7 +1,5 @@
 """Narrower values: the best channels of each head, and an output projection fitted to all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -9,7 +7,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from collab_compress.factorization.factors import checked_weights
+from collab_compress.factorization.factors import checked_weights, relative
 from collab_compress.factorization.moments import Moments, check_moments, cholesky, damp
 
 CONSTANT = 1e-10  # share of the variance in the second moments below which there is only rounding
@@ -82,34 +80,32 @@ def narrow_values(
             "expected (Hkv, D, d) and (H, d, D) with Hkv a divisor of H"
         )
     heads, width, _ = output.shape
-    count = len(value)
     check_moments("moments", moments, heads * width)
     if not 1 <= size <= width:
         raise ValueError(f"size is out of range: got {size}, expected 1 to {width}")
-    group = heads // count
-    place = output.device
+    count, group = len(value), heads // len(value)
     white = torch.block_diag(*(value.mT @ value).repeat_interleave(group, 0))  # (H·d, H·d)
     joint = white
     if moments is not None:
-        joint = (moments.covariance() if fold else moments.second).to(place)
-        if float(joint.trace()) <= CONSTANT * float(moments.second.trace()):
-            joint = white
-    damped = damp(joint, damping)
+        given = (moments.covariance() if fold else moments.second).to(white)
+        varies = float(given.trace()) > CONSTANT * float(moments.second.trace())
+        joint = given if varies else white
     dense = output.flatten(0, 1)  # (H·d, D)
+    damped = damp(joint, damping)
     # exactly the identity where nothing is dropped
-    kept = torch.eye(width, dtype=joint.dtype, device=place).expand(count, -1, -1)
+    kept = torch.eye(width, dtype=joint.dtype, device=joint.device).expand(count, -1, -1)
     refit, residual = dense, torch.zeros_like(dense)
     if size < width:
         heads_of_values = grouped(damped, list(output), group)
         kept = torch.stack([ranked_channels(*head)[0][:, :size] for head in heads_of_values])
-        channels = torch.block_diag(*(head for head in kept for _ in range(group)))  # (H·d, dv·group)
+        channels = torch.block_diag(*kept.repeat_interleave(group, 0))  # (H·d, dv·group)
         crossed = damped @ channels
         refit = torch.cholesky_solve(crossed.mT @ dense, _lower_root(channels.mT @ crossed))
         residual = dense - channels @ refit
     return Narrowing(
         heads=kept,
         output=refit,
-        bias=moments.mean.to(place) @ residual if fold and moments is not None else None,
+        bias=moments.mean.to(residual) @ residual if fold and moments is not None else None,
         weight_error=_relative(residual, dense, white),
         data_error=None if moments is None else _relative(residual, dense, joint),
     )
@@ -132,7 +128,7 @@ def grouped(moments: Tensor, outputs: Sequence[Tensor], group: int) -> list[tupl
 def _relative(residual: Tensor, dense: Tensor, weights: Tensor) -> float:
     """Return the norm of one matrix over that of another, with the same weights for directions of the input."""
     error, total = (float((matrix * (weights @ matrix)).sum()) for matrix in (residual, dense))
-    return (max(error, 0.0) / total) ** 0.5 if total > 0 else 0.0
+    return relative(error, total)
 
 
 def ranked_channels(moments: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
