@@ -6,7 +6,6 @@ modules and `set_attn_implementation` go on reading the model's own config. A mo
 another forward pass (`forwards`).
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -197,7 +196,8 @@ def _prepare_cache(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     cache = kwargs.get("past_key_values")
     if cache is None or hasattr(cache, LAZY_VALUES) or not getattr(cache, "is_compileable", False):
         return
-    layers = list(_cache_layers(cache))
+    inner = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
+    layers = [layer for part in (*inner, cache) for layer in getattr(part, "layers", ())]
     for layer in layers:
         if not layer.is_initialized:
             layer.lazy_initialization = partial(_allocate, layer)
@@ -216,13 +216,6 @@ def _prepare_cache(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             f"this static cache was allocated for keys as wide as values; this converted {type(module).__name__} has "
             f"keys {key} and values {value} wide; leave out early_initialization, and the cache allocates both widths"
         )
-
-
-def _cache_layers(cache: Any) -> Iterator[Any]:
-    """Yield the layers of a cache, or of both caches of an encoder–decoder."""
-    for name in ("self_attention_cache", "cross_attention_cache"):
-        yield from getattr(getattr(cache, name, None), "layers", ())
-    yield from getattr(cache, "layers", ())
 
 
 def _allocate(layer: Any, keys: Tensor, values: Tensor) -> None:

@@ -122,7 +122,7 @@ def _read_rows(source: str | Path) -> Iterator[Any]:
         return _select(_parse_table(path, lines, SEPARATORS[suffix]), name, columns)
     if columns:
         raise CalibrationError(f"{path} has no columns to choose from; expected a .csv, .tsv or .jsonl file")
-    return _split_lines(path, lines)
+    return _texts_by_line(path, lines)
 
 
 def _read_lines(path: Path) -> Iterator[str]:
@@ -144,7 +144,7 @@ def _read_lines(path: Path) -> Iterator[str]:
         raise CalibrationError(f"cannot read calibration texts from {name}: {reason}{advice}") from error
 
 
-def _split_lines(path: Path, lines: Iterable[str]) -> Iterator[Any]:
+def _texts_by_line(path: Path, lines: Iterable[str]) -> Iterator[Any]:
     for line in lines:
         parts = tuple(line.rstrip("\r\n").split("\t"))
         if len(parts) > 2:
@@ -152,7 +152,7 @@ def _split_lines(path: Path, lines: Iterable[str]) -> Iterator[Any]:
                 f"{path} has a line of {len(parts)} columns, {line.strip()[:40]!r}; expected one text a line, or "
                 f"two with a tab between them; name columns of a .csv, .tsv or .jsonl file as {path.name}:COLUMN"
             )
-        yield parts if len(parts) == 2 else line.rstrip("\r\n")
+        yield parts if len(parts) == 2 else parts[0]
 
 
 def _parse_table(path: Path, lines: Iterable[str], separator: str) -> Iterator[Mapping[str, Any]]:

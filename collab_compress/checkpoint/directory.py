@@ -268,8 +268,13 @@ def copy_companions(directory: Path, target: Path) -> None:
     for name in companions_of(directory):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(directory / name, target / name)
-        if name.suffix == ".json":
-            _drop_auto_map(target / name)
+        stored = (target / name).read_bytes()
+        if name.suffix == ".json" and b'"auto_map"' in stored:  # other files keep their bytes
+            with suppress(ValueError, RecursionError):  # no JSON
+                settings = json.loads(stored)
+                if isinstance(settings, dict):
+                    settings.pop("auto_map", None)
+                    (target / name).write_text(to_json(settings), encoding="utf-8")
 
 
 def sentence_transformers_folders(directory: Path) -> list[str]:
@@ -293,15 +298,6 @@ def sentence_transformers_folders(directory: Path) -> list[str]:
         if not place.is_relative_to(root) or (folder and place == root):
             raise CheckpointError(f"{listing} names {folder!r}, which is no folder inside the model")
     return [folder for folder in dict.fromkeys(folders) if folder and (directory / folder).is_dir()]
-
-
-def _drop_auto_map(path: Path) -> None:
-    """Remove `auto_map` from a JSON file in place; other files keep their bytes."""
-    stored = path.read_bytes()
-    with suppress(ValueError, RecursionError):  # no JSON
-        if b'"auto_map"' in stored and isinstance(settings := json.loads(stored), dict):
-            settings.pop("auto_map", None)
-            path.write_text(to_json(settings), encoding="utf-8")
 
 
 def push_to_hub(directory: str | Path, name: str) -> str:

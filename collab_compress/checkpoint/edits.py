@@ -84,7 +84,17 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise CheckpointError(f"the checkpoint has edits {edits!r:.80}; expected a list")
         self.quant_method = METHOD
         self.version = version
-        self.edits = [edit if hasattr(edit, "apply_") else _decode(edit) for edit in edits or []]
+        self.edits: list[ModelEdit] = []
+        for edit in edits or []:
+            if not hasattr(edit, "apply_"):
+                kind = edit.get("kind") if isinstance(edit, Mapping) else None
+                if not isinstance(kind, str) or kind not in EDITS:
+                    raise CheckpointError(
+                        f"the checkpoint holds an edit of kind {kind!r}; this package knows "
+                        f"{', '.join(sorted(EDITS))}; upgrade collab-compress"
+                    )
+                edit = EDITS[kind].from_dict(edit)
+            self.edits.append(edit)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the edits in JSON types."""
@@ -94,16 +104,6 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field of `to_dict`, which Transformers reads if `from_pretrained` gets a live config."""
         return self.to_dict().get(name, default)
-
-
-def _decode(data: Any) -> ModelEdit:
-    kind = data.get("kind") if isinstance(data, Mapping) else None
-    if not isinstance(kind, str) or kind not in EDITS:
-        raise CheckpointError(
-            f"the checkpoint holds an edit of kind {kind!r}; this package knows {', '.join(sorted(EDITS))}; "
-            "upgrade collab-compress"
-        )
-    return EDITS[kind].from_dict(data)
 
 
 # Edits on live models.
@@ -149,20 +149,20 @@ def edits_of(model: PreTrainedModel) -> list[ModelEdit]:
         raise CheckpointError(
             f"{type(model).__name__} was loaded before collab_compress was imported; import it first, then load"
         )
-    return _merged(_edits_inside(model, inner) for inner in models_in(model) if MARK in vars(inner))
-
-
-def _edits_inside(model: PreTrainedModel, inner: PreTrainedModel) -> list[ModelEdit]:
-    """Return the edits of `inner`, by paths in the base of `model`, without layers that were removed."""
-    path = path_in_base(model, inner.base_model)
-    prefix = f"{path}." if path else ""
-    known = {name for name, _ in inner.base_model.named_modules()}
     edits = []
-    for edit in vars(inner)[MARK]:
-        modules = {prefix + name: spec for name, spec in edit.modules.items() if name in known}
-        if modules:
-            edits.append(with_modules(edit, modules))
-    return edits
+    for inner in models_in(model):
+        if MARK in vars(inner):
+            path = path_in_base(model, inner.base_model)
+            prefix = f"{path}." if path else ""
+            known = {name for name, _ in inner.base_model.named_modules()}  # without layers that were removed
+            edits.append(
+                [
+                    with_modules(edit, {prefix + name: edit.modules[name] for name in edit.modules if name in known})
+                    for edit in vars(inner)[MARK]
+                    if not known.isdisjoint(edit.modules)
+                ]
+            )
+    return _merged(edits)
 
 
 def _merged(lists: Iterable[Sequence[ModelEdit]]) -> list[ModelEdit]:
