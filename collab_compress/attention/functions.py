@@ -46,6 +46,12 @@ def collab_sdpa(
     Raises:
         UnsupportedModelError: the module passes a paged cache, or an argument that changes the scores and is not
             implemented here.
+
+    Example:
+        >>> module, heads = model.encoder.layer[0].attention.self, torch.randn(3, 2, 3, 6, 8)  # queries, keys, values
+        >>> outputs, _ = collab_sdpa(module, *heads, attention_mask=None)
+        >>> torch.allclose(outputs, collab_eager(module, *heads, attention_mask=None)[0], atol=1e-5)
+        True
     """
     hooks = head_hooks(module)
     if any(hook.needs_probs for hook in hooks):
@@ -65,6 +71,12 @@ def collab_eager(
 
     Returns:
         Head outputs as in `collab_sdpa`, and probabilities after dropout (B, H, T, S), as stock eager attention.
+
+    Example:
+        >>> module, heads = model.encoder.layer[0].attention.self, torch.randn(3, 2, 3, 6, 8)  # queries, keys, values
+        >>> outputs, probs = collab_eager(module, *heads, attention_mask=None)
+        >>> outputs.shape, probs.shape
+        (torch.Size([2, 6, 3, 8]), torch.Size([2, 3, 6, 6]))
     """
     form = getattr(module, "score_form", None)
     _refuse_unsupported(module, options, CHOOSE_KEYS if form is None else CHOOSE_KEYS | CHANGE_SCORES)

@@ -39,6 +39,11 @@ class PaddedProjection(Replacement):
         multiple: the number of output channels is padded to a multiple of this: the head width d, or H·d.
         bias: whether the projection has a bias b, as values may.
         content_biases: number of content biases, H or 0.
+
+    Example:
+        >>> projection = PaddedProjection(in_features=24, width=10, multiple=8)
+        >>> projection(torch.randn(2, 6, 24)).shape
+        torch.Size([2, 6, 16])
     """
 
     def __init__(
@@ -96,6 +101,11 @@ class Layout(NamedTuple):
             of which that of the queries is H·d wide and the other two share the rest.
         even: whether the module views queries, keys and values as equally many heads, so that all are padded to the
             width of the widest.
+
+    Example:
+        >>> query, key, value = Layout(heads=3, head_width=8).split(torch.randn(2, 6, 72), dim=-1)
+        >>> query.shape
+        torch.Size([2, 6, 24])
     """
 
     heads: int

@@ -36,6 +36,11 @@ class Pairing:
         rotated: number of rotated channels, the first ones.
         pairs: "halves" where channel j of the rotated ones pairs with j + rotated/2, "neighbours" where 2j pairs with
             2j + 1, "neighbours, tables too" where the tables of cosines and sines have that layout as well.
+
+    Example:
+        >>> real, imaginary = Pairing(width=4, rotated=4, pairs="halves").split(torch.arange(4))
+        >>> real, imaginary
+        (tensor([0, 1]), tensor([2, 3]))
     """
 
     width: int
@@ -134,6 +139,10 @@ def arranged(frequencies: Sequence[int], slots: int) -> list[int]:
 
     Returns:
         Index of the channel pair for each slot, pseudo-head by pseudo-head.
+
+    Example:
+        >>> arranged([0, 0, 1, 1], slots=2)  # frequencies 0, 1, 0, 1
+        [0, 2, 1, 3]
     """
     waiting: list[list[int]] = [[] for _ in range(slots)]
     for channel, frequency in enumerate(frequencies):
@@ -159,6 +168,15 @@ class RotaryScores(ScoreForm):
         frequencies: of each channel pair, P·d/2, as for `RotatingProjection`.
         query_bias: whether queries have a bias.
         key_bias: whether keys have one.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> from collab_compress.architectures import find_dense_attention
+        >>> sizes = {"hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 3, "num_hidden_layers": 1}
+        >>> site = find_dense_attention(LlamaModel(LlamaConfig(vocab_size=61, **sizes)))[0]
+        >>> form = RotaryScores.of(site, rank=12)
+        >>> form.rank, form.frequencies  # two pseudo-heads of 4 pairs of channels
+        (16, (0, 1, 2, 3, 0, 1, 2, 3))
     """
 
     key_heads: int = 0

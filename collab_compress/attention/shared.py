@@ -27,6 +27,12 @@ class SharedScores(ScoreForm):
     """The shared form: R channels, of which each head reads `reads`, weighted by its row of `mixing` (H, k).
 
     The module also holds `mixing_channels` (H, k), the indices of the channels in ascending order.
+
+    Example:
+        >>> from collab_compress.architectures import find_dense_attention
+        >>> form = SharedScores.of(find_dense_attention(model)[0], rank=12, head_dim=8, content_bias=True)
+        >>> form.reads, form.width, form.parameters((24, 24))  # the dense map has 1,152, and 48 in biases
+        (7, 8, 669)
     """
 
     reads: int = field(kw_only=True)

@@ -51,6 +51,12 @@ class NarrowValues(MapForm):
         size: channels of each head of values.
         value_bias: whether values have a bias.
         group: number of heads that share one head of values.
+
+    Example:
+        >>> from collab_compress.architectures import find_dense_values
+        >>> form = NarrowValues.of(find_dense_values(model)[0], dv=12, value_bias=True)
+        >>> form.size, form.dv, form.parameters((24, 24)), form.macs((24, 24), length=10)
+        (4, 12, 588, 6960)
     """
 
     value: str

@@ -75,6 +75,10 @@ def calibration_batches(
     Raises:
         CalibrationError: no tokenizer, no data, a file that cannot be read, something else than data, or texts for a
             model that does not read any.
+
+    Example:
+        >>> calibration_batches([batch], model, sequences=1)  # ready batches, cut to one sequence
+        [{'input_ids': tensor([[...]]), 'attention_mask': tensor([[1, 1, 1, 1, 1, 1]])}]
     """
     batches, notes, _ = noted_batches(calibration, model, tokenizer, sequences=sequences, length=length, seed=seed)
     for note in notes:
@@ -329,7 +333,12 @@ def _unpadded_tokens(batch: Batch) -> list[tuple[int, ...]]:
 
 
 def sequence_count(batch: Batch) -> int:
-    """Return the number of sequences, or images, of a batch."""
+    """Return the number of sequences, or images, of a batch.
+
+    Example:
+        >>> sequence_count(batch)
+        2
+    """
     return next((len(value) for value in _tensors(batch)), 0)
 
 
@@ -339,7 +348,12 @@ def is_divisible(batch: Batch) -> bool:
 
 
 def slice_batch(batch: Batch, part: slice | Tensor) -> Batch:
-    """Return some of the sequences of a batch that `is_divisible`, by a slice or a mask."""
+    """Return some of the sequences of a batch that `is_divisible`, by a slice or a mask.
+
+    Example:
+        >>> slice_batch(batch, slice(1))["input_ids"].shape
+        torch.Size([1, 6])
+    """
     return {
         name: value[part] if isinstance(value, Tensor) and value.dim() else value for name, value in batch.items()
     }
@@ -363,7 +377,12 @@ def in_parts(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def sample_sequences(batches: Sequence[Batch], count: int) -> list[Batch]:
-    """Return about `count` sequences, evenly spaced, in batches of up to 16 where batches can be divided."""
+    """Return about `count` sequences, evenly spaced, in batches of up to 16 where batches can be divided.
+
+    Example:
+        >>> len(sample_sequences([batch] * 10, 4))  # batches, of two sequences each
+        2
+    """
     parts = in_parts(batches)
     total = max(1, sum(map(sequence_count, parts)))
     return evenly_spaced(parts, max(1, len(parts) * count // total))

@@ -26,6 +26,10 @@ def split_columns(source: str | Path) -> tuple[str, list[str]]:
     """Split `FILE:column` or `FILE:first,second` into the file and its columns.
 
     A source that exists under its full name, or has no colon, has no columns.
+
+    Example:
+        >>> split_columns("reviews.csv:text"), split_columns("mnli.tsv:premise,hypothesis")
+        (('reviews.csv', ['text']), ('mnli.tsv', ['premise', 'hypothesis']))
     """
     name, _, columns = str(source).rpartition(":")
     if not name or os.path.exists(source) or any(separator in columns for separator in "/\\"):
@@ -66,6 +70,10 @@ def texts_of(rows: Iterable[Any], source: str, most: int | None = None) -> tuple
 
     Raises:
         CalibrationError: a row is something else, or there is no text.
+
+    Example:
+        >>> texts_of(["one", "", ("a source", "a target")], "the list")
+        (['one', ('a source', 'a target')], ['1 of 3 texts are blank, or lack one text of a pair, and are left out'])
     """
     texts: list[Text] = []
     count = characters = 0

@@ -54,6 +54,11 @@ def attention_masks(
 
     Raises:
         HeadError: a mask is not (B, T), so it does not say which tokens are padding.
+
+    Example:
+        >>> masks = attention_masks(model, (), (), batch)
+        >>> masks["encoder"].key.sum(1)
+        tensor([6, 4])
     """
     inputs = {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -165,7 +170,12 @@ def resize_mask(mask: Tensor | None, positions: int) -> Tensor | None:
 
 
 def unpadded(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the vectors of `values` (…, D) that are no padding, (n, D); all if the mask has other positions."""
+    """Return the vectors of `values` (…, D) that are no padding, (n, D); all if the mask has other positions.
+
+    Example:
+        >>> unpadded(torch.randn(2, 6, 24), batch["attention_mask"] != 0).shape
+        torch.Size([10, 24])
+    """
     vectors = values.reshape(-1, values.shape[-1])
     resized = None if mask is None else resize_mask(mask, len(vectors) // len(mask))
     if resized is None or resized.numel() != len(vectors):
@@ -174,7 +184,14 @@ def unpadded(values: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def as_batch(batch: Any) -> Batch:
-    """Return a batch as a dict, or raise a CalibrationError: iterating over a single batch yields its names."""
+    """Return a batch as a dict, or raise a CalibrationError: iterating over a single batch yields its names.
+
+    Example:
+        >>> as_batch("a text")
+        Traceback (most recent call last):
+            ...
+        collab_compress.errors.CalibrationError: a batch is 'a text'; expected keyword arguments of the model, ...
+    """
     if not isinstance(batch, Mapping):
         raise CalibrationError(
             f"a batch is {batch!r:.80}; expected keyword arguments of the model, as {{'input_ids': …}}; pass several "
@@ -188,6 +205,10 @@ def run_batch(model: PreTrainedModel, batch: Batch) -> Any:
 
     Raises:
         CalibrationError: the model does not take such batches.
+
+    Example:
+        >>> run_batch(model, batch).last_hidden_state.shape
+        torch.Size([2, 6, 24])
     """
     moved: dict[str, Any] = {
         name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in batch.items()
@@ -226,7 +247,15 @@ def _cause(model: PreTrainedModel, batch: Batch, reason: str) -> str:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Run `model` without gradients and dropout, then restore its mode."""
+    """Run `model` without gradients and dropout, then restore its mode.
+
+    Example:
+        >>> with evaluation_mode(model.train()):
+        ...     model.training, torch.is_grad_enabled()
+        (False, False)
+        >>> model.training
+        True
+    """
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -252,6 +281,12 @@ def gather_moments(
 
     Raises:
         CalibrationError: a module saw no token, an input was not finite, or a mask is not (batch, tokens).
+
+    Example:
+        >>> from collab_compress.architectures import find_dense_attention
+        >>> query, key = gather_moments(model, find_dense_attention(model), [batch])[0]
+        >>> query.width, query.count  # without padding
+        (24, 10.0)
     """
     with evaluation_mode(model), InputMoments(sites) as gathered:
         for batch in batches:
@@ -268,6 +303,14 @@ class InputMoments:
 
     Args:
         sites: attention modules.
+
+    Example:
+        >>> from collab_compress.architectures import find_dense_values
+        >>> with InputMoments(find_dense_values(model)) as gathered:
+        ...     gathered.masks = batch_masks(model, batch)
+        ...     outputs = model(**batch)
+        >>> [moments.count for (moments,) in gathered.moments()]  # of each layer's outputs, without padding
+        [10.0, 10.0]
     """
 
     masks: Mapping[MaskKind, AttentionMasks] = {}

@@ -72,6 +72,10 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     Raises:
         CheckpointError: the checkpoint was written by another version, or holds an unknown or invalid edit.
+
+    Example:
+        >>> EditConfig().to_dict()
+        {'quant_method': 'collab_compress', 'version': 2, 'edits': []}
     """
 
     def __init__(self, edits: list[Any] | None = None, version: int = VERSION, **_: Any) -> None:
@@ -114,6 +118,10 @@ def path_in_base(model: PreTrainedModel, module: nn.Module) -> str:
 
     Raises:
         UnsupportedModelError: it lies outside.
+
+    Example:
+        >>> path_in_base(model, model.encoder.layer[0].attention.self)
+        'encoder.layer.0.attention.self'
     """
     for name, candidate in model.base_model.named_modules():
         if candidate is module:
@@ -127,7 +135,12 @@ def path_in_base(model: PreTrainedModel, module: nn.Module) -> str:
 
 
 def models_in(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """List `model` and the models inside it, outer ones first."""
+    """List `model` and the models inside it, outer ones first.
+
+    Example:
+        >>> [type(inner).__name__ for inner in models_in(model)]
+        ['BertModel']
+    """
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
@@ -143,6 +156,14 @@ def edits_of(model: PreTrainedModel) -> list[ModelEdit]:
     Raises:
         CheckpointError: the model was rebuilt by the modelling code that its checkpoint ships.
         UnsupportedModelError: an edited model inside lies outside the base model.
+
+    Example:
+        >>> from collab_compress import prune_heads_
+        >>> edits_of(model)
+        []
+        >>> prune_heads_(model, {"encoder.layer.0.attention.self": [1]})
+        >>> [edit.kind for edit in edits_of(model)]
+        ['pruned']
     """
     config = getattr(model.config, "quantization_config", None)
     if getattr(config, "quant_method", None) == METHOD and not isinstance(config, EditConfig):
@@ -229,6 +250,15 @@ def all_or_nothing(model: PreTrainedModel) -> Iterator[None]:
     """Restore the modules of `model` and their configs, in place, if the block fails or is interrupted.
 
     Parameters that were replaced are restored. Values that were written into tensors are not.
+
+    Example:
+        >>> try:
+        ...     with all_or_nothing(model):
+        ...         model.pooler = None
+        ...         raise ValueError
+        ... except ValueError:
+        ...     print(type(model.pooler).__name__)
+        BertPooler
     """
     classes = [(module, type(module)) for module in model.modules()]
     attributes = _config_holders(model)
@@ -277,6 +307,10 @@ def is_quantized(model: PreTrainedModel) -> bool:
 
     Raises:
         CheckpointError: as `edits_of`.
+
+    Example:
+        >>> is_quantized(model)
+        False
     """
     edits_of(model)
     return getattr(model.config, "quantization_config", None) is not None and not describes_edits(model.config)

@@ -101,13 +101,23 @@ def find_directory(name: str, revision: str | None = None) -> Path:
 
 
 def title_of(name: str) -> str:
-    """Return the short name of MODEL, for titles and output directories."""
+    """Return the short name of MODEL, for titles and output directories.
+
+    Example:
+        >>> title_of("google-bert/bert-base-uncased")
+        'bert-base-uncased'
+    """
     path = _expanded(name)
     return path.resolve().name if os.path.isdir(path) else name.rpartition("/")[2]
 
 
 def repository_of(name: str) -> str | None:
-    """Return the hub name of MODEL; None for a directory."""
+    """Return the hub name of MODEL; None for a directory.
+
+    Example:
+        >>> repository_of("bert-base")
+        'google-bert/bert-base-uncased'
+    """
     known = {**SHORT_NAMES, EMBEDDED: EMBEDDED_REPOSITORY}
     local = os.path.lexists(_expanded(name)) or name.startswith((".", "/", "~"))
     return None if local else known.get(name, name)
@@ -118,6 +128,13 @@ def load_config(source: str | Path) -> Any:
 
     Raises:
         CheckpointError: it cannot be read, or requires code that comes with the model.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     model.config.save_pretrained(folder)
+        ...     load_config(folder).model_type
+        'bert'
     """
     path = Path(source) / "config.json"
     try:
@@ -146,6 +163,14 @@ def load_model(
     Raises:
         CheckpointError: weights are missing, damaged, of another shape, pickled, quantized, outside the folder, or
             without a place in the model, or the model requires code that comes with it.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     model.save_pretrained(folder)
+        ...     loaded, info = load_model(type(model), folder)
+        >>> loaded.config.hidden_size, sorted(info["missing_keys"])
+        (24, [])
     """
     _check_weights(source)
     try:

@@ -42,6 +42,11 @@ class Factors:
 
     Raises:
         ValueError: the shapes do not fit together.
+
+    Example:
+        >>> factors = Factors(query=torch.randn(16, 6), mixing=torch.randn(4, 6), key=torch.randn(16, 6))
+        >>> factors.rank, factors.normalised().mixing.norm(dim=0).round(decimals=3)
+        (6, tensor([1., 1., 1., 1., 1., 1.]))
     """
 
     query: Tensor
@@ -105,6 +110,13 @@ class HeadTensor:
 
     Raises:
         ValueError: the two differ in heads or in per-head width, or are not 3-dimensional.
+
+    Example:
+        >>> heads = HeadTensor(torch.randn(4, 16, 2), torch.randn(4, 16, 2))
+        >>> heads.heads, heads.head_width, heads.full_rank
+        (4, 2, 8)
+        >>> torch.allclose(heads.squared_norm(), heads.dense().square().sum(), rtol=1e-4)
+        True
     """
 
     query: Tensor
@@ -180,6 +192,12 @@ class Solution:
         converged: whether the run ended because it made no more progress, before its number of sweeps.
         breakdowns: number of sweeps that met a system that could not be solved. Each is tried again on a
             slightly different system; a run that cannot go on ends with the best factors so far, not converged.
+
+    Example:
+        >>> from collab_compress.factorization.als import als
+        >>> query, key = torch.randn(2, 4, 16, 2).double()
+        >>> als(HeadTensor(query, key), rank=6, sweeps=5).sweeps
+        5
     """
 
     factors: Factors
@@ -195,6 +213,13 @@ class Factorization(Solution):
     Args:
         weight_error: relative error $\|T - \hat T\|_F / \|T\|_F$ of the weights, unweighted.
         data_error: relative error under the weighting, or None without moments.
+
+    Example:
+        >>> from collab_compress.factorization import factorize
+        >>> query, key = torch.randn(2, 4, 16, 2)
+        >>> result = factorize(query, key, rank=8)  # all channels
+        >>> result.weight_error, result.data_error is None
+        (0.0, True)
     """
 
     weight_error: float

@@ -32,6 +32,14 @@ class ResidualMoments:
 
     Vectors are taken relative to one near their mean, so that a large mean costs no digits. Products are made in
     float32, or in float64 for such vectors; sums are in float64.
+
+    Example:
+        >>> inputs = torch.randn(100, 4)
+        >>> moments = ResidualMoments()
+        >>> moments.add(inputs, residuals=2 * inputs)
+        >>> change, shift = fit(moments, damping=1e-6, bias=True)
+        >>> change.diagonal().round(decimals=3).tolist()
+        [2.0, 2.0, 2.0, 2.0]
     """
 
     def __init__(self) -> None:
@@ -124,6 +132,13 @@ def fit(moments: ResidualMoments, damping: float, bias: bool) -> tuple[Tensor, T
 
     Raises:
         ValueError: the moments are singular, or not finite.
+
+    Example:
+        >>> moments = ResidualMoments()
+        >>> moments.add(torch.randn(100, 4), torch.ones(100, 2))
+        >>> change, shift = fit(moments, damping=1e-3, bias=True)
+        >>> shift.round(decimals=3).tolist()
+        [1.0, 1.0]
     """
     second, crossed = moments.moments(centred=bias)
     message = "the inputs' moments are singular; pass a larger damping, or more data"
@@ -160,7 +175,13 @@ def choice_moments(
 
 
 def choose_neurons(second: Tensor, crossed: Tensor, count: int, block: int = BLOCK) -> Tensor:
-    """Return the indices of the neurons to keep, in ascending order, (count,); as `eliminate`."""
+    """Return the indices of the neurons to keep, in ascending order, (count,); as `eliminate`.
+
+    Example:
+        >>> second, crossed = torch.eye(4).double(), torch.diag(torch.tensor([4.0, 1.0, 3.0, 2.0])).double()
+        >>> choose_neurons(second, crossed, count=2)
+        tensor([0, 2])
+    """
     order = eliminate(second, crossed, count, block).order
     return order[len(order) - count :].sort().values
 
@@ -189,6 +210,12 @@ def eliminate(second: Tensor, crossed: Tensor, least: int = 0, block: int = BLOC
 
     Raises:
         ValueError: the moments are singular.
+
+    Example:
+        >>> second, crossed = torch.eye(4).double(), torch.diag(torch.tensor([4.0, 1.0, 3.0, 2.0])).double()
+        >>> elimination = eliminate(second, crossed, block=1)
+        >>> elimination.order.tolist(), elimination.losses.tolist()
+        ([1, 3, 2, 0], [30.0, 14.0, 5.0, 1.0, 0.0])
     """
     root = cholesky(second, "the activations' moments are singular; pass a larger damping, or more data")
     inverse = torch.cholesky_inverse(root, out=root)

@@ -21,6 +21,11 @@ class Moments:
 
     Raises:
         ValueError: the shapes do not fit, the count is not positive, or a value is not finite.
+
+    Example:
+        >>> moments = Moments.of(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
+        >>> moments.mean.tolist(), moments.covariance().tolist(), moments.count
+        ([2.0, 0.0], [[1.0, 0.0], [0.0, 0.0]], 2.0)
     """
 
     mean: Tensor
@@ -101,6 +106,14 @@ class Weighting:
     Args:
         query: $S_Q$, upper triangular (Dq, Dq), or None for the identity.
         key: $S_K$, upper triangular (Dk, Dk), or None for the identity.
+
+    Example:
+        >>> from collab_compress.factorization import HeadTensor
+        >>> moments = Moments.of(torch.randn(100, 16).double())
+        >>> heads = HeadTensor(*torch.randn(2, 4, 16, 2).double())
+        >>> weighting = Weighting.of(moments, moments, damping=1e-3, centre_query=True)
+        >>> weighting.apply(heads).query.shape
+        torch.Size([4, 16, 2])
     """
 
     query: Tensor | None

@@ -29,6 +29,11 @@ class Narrowing:
             $U_i = W^V_i W^O_i$.
         data_error: relative error of the layer's output on calibration data, around the mean where that is folded;
             None without data.
+
+    Example:
+        >>> narrow = narrow_values(torch.randn(3, 24, 8), torch.randn(3, 8, 24), size=8, moments=None)
+        >>> narrow.weight_error  # all channels are kept
+        0.0
     """
 
     heads: Tensor
@@ -72,6 +77,13 @@ def narrow_values(
     Raises:
         ValueError: shapes, size or moments do not fit, a value is not finite, the device cannot be used, or the
             moments are singular even after damping.
+
+    Example:
+        >>> value, output = torch.randn(3, 24, 8), torch.randn(3, 8, 24)  # of 3 heads
+        >>> moments = Moments.of(torch.randn(100, 24))  # of the heads' outputs, side by side
+        >>> narrow = narrow_values(value, output, size=5, moments=moments)
+        >>> narrow.heads.shape, narrow.output.shape
+        (torch.Size([3, 8, 5]), torch.Size([15, 24]))
     """
     value, output = checked_weights("value", value, device), checked_weights("output", output, device)
     if value.ndim != 3 or output.ndim != 3 or len(output) % len(value) or value.shape[2] != output.shape[1]:
