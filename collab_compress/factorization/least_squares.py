@@ -52,8 +52,8 @@ class ResidualMoments:
         if not len(inputs):
             return
         wide = torch.float64 if inputs.dtype == torch.float64 else torch.float32
-        inputs = inputs.to(wide)
-        residuals = inputs[:, :0] if residuals is None else residuals.to(wide)
+        inputs = inputs.detach().to(wide)
+        residuals = inputs[:, :0] if residuals is None else residuals.detach().to(wide)
         if not self.count:
             self._near = inputs.mean(0)
             self.place = float64_device(inputs.device)
