@@ -35,7 +35,8 @@ from transformers import AutoModel, BertConfig, BertModel
 from transformers.utils.logging import disable_progress_bar
 
 from collab_compress import Compression, Solver, compress
-from collab_compress.factorization import Factors, HeadTensor, factorize
+from collab_compress.factorization import Factors, HeadTensor
+from collab_compress.factorization.als import als
 from collab_compress.factorization.parafac import SWEEPS, TOLERANCE
 
 Heads = tuple[Tensor, Tensor]  # queries and keys, (H, D, d) each
@@ -104,8 +105,9 @@ def run_once(heads: Heads, rank: int, target_error: float, sweeps: int | None) -
         if error <= target_error:
             reached.append(perf_counter() - start)
 
-    result = factorize(*heads, rank, progress=watch, sweeps=sweeps)
-    return result.weight_error, perf_counter() - start, min(reached)
+    tensor = HeadTensor(*(side.double() for side in heads))
+    error = tensor.relative_error(als(tensor, rank, sweeps, progress=watch).factors)
+    return error, perf_counter() - start, min(reached)
 
 
 def peak_memory(heads: Heads, rank: int, solver: str) -> float:
@@ -116,18 +118,21 @@ def peak_memory(heads: Heads, rank: int, solver: str) -> float:
         return float(fresh_process(__file__, "solver", "--child", solver, path, rank))
 
 
+def run_solver(solver: str, heads: Heads, rank: int, sweeps: int) -> None:
+    """Make some sweeps of a solver."""
+    if solver == "parafac":
+        run_parafac(heads, rank, sweeps)
+    else:
+        als(HeadTensor(*(side.double() for side in heads)), rank, sweeps)
+
+
 def print_peak_memory(solver: str, path: str, rank: int) -> None:
     """Make two sweeps, and print by how many MiB they raised the peak memory of this process."""
     heads = torch.load(path, weights_only=True)
     small = torch.ones(2, 4, 2), torch.ones(2, 4, 2)
-    factorize(
-        *small, 2, solver=solver, sweeps=1
-    )  # loads libraries and thread pools, which are not the solver's memory
+    run_solver(solver, small, 2, 1)  # loads libraries and thread pools, which are not the solver's memory
     before = reset_peak()
-    if solver == "parafac":
-        run_parafac(heads, rank, sweeps=2)
-    else:
-        factorize(*heads, rank, sweeps=2)
+    run_solver(solver, heads, rank, 2)
     print((resident_bytes("VmHWM") - before) / 2**20)
 
 

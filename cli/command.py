@@ -128,7 +128,7 @@ def errors_in_one_line(name: str, handler: Handler | None = None, hold_warnings:
         sys.exit(ERROR if expected else UNEXPECTED)
     finally:
         logger.removeHandler(warnings)
-        if (distributed := sys.modules.get("collab_compress.distributed")) is not None:
+        if (distributed := sys.modules.get("collab_compress_cli.distributed")) is not None:
             distributed.end_processes()
         for number, previous in handlers_before.items():
             signal.signal(number, previous)

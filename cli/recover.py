@@ -17,10 +17,10 @@ from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.recovery import attention_digest, recover_
 from collab_compress.conversion.refit import refit_
-from collab_compress.distributed import process_state
 
 from .arguments import RecoverArguments as Arguments
 from .command import main_of
+from .distributed import process_state
 from .model import Source, begin, finish, load_model, progress_bar, read_record
 
 TIMED = 3  # steps after which the total time is estimated, without the first, slower one

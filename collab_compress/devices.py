@@ -6,7 +6,12 @@ WITHOUT_FLOAT64 = ("mps",)
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Return the device itself, or the CPU if the device has no float64 (Apple's MPS)."""
+    """Return the device itself, or the CPU if the device has no float64 (Apple's MPS).
+
+    Example:
+        >>> float64_device(torch.device("mps"))
+        device(type='cpu')
+    """
     return device if has_float64(device) else torch.device("cpu")
 
 
@@ -15,6 +20,10 @@ def work_device(device: torch.device | str | None, weights: torch.Tensor) -> tor
 
     Raises:
         ValueError: the device is unknown or absent, has no float64, or is `meta`.
+
+    Example:
+        >>> work_device(None, torch.ones(2))
+        device(type='cpu')
     """
     try:
         place = float64_device(weights.device) if device is None else torch.device(device)
@@ -27,5 +36,10 @@ def work_device(device: torch.device | str | None, weights: torch.Tensor) -> tor
 
 
 def has_float64(device: torch.device) -> bool:
-    """Return whether a device supports float64."""
+    """Return whether a device supports float64.
+
+    Example:
+        >>> has_float64(torch.device("cpu")), has_float64(torch.device("mps"))
+        (True, False)
+    """
     return device.type not in WITHOUT_FLOAT64

@@ -38,14 +38,26 @@ class DataError(CollabCompressError):
 
 
 def check_type(name: str, value: Any, expected: type, error: type[CollabCompressError]) -> None:
-    """Raise `error` for an argument of another type than expected, such as a dict of options in place of a class."""
+    """Raise `error` for an argument of another type than expected, such as a dict of options in place of a class.
+
+    Example:
+        >>> check_type("solver", {"sweeps": 9}, tuple, CompressionError)
+        Traceback (most recent call last):
+            ...
+        collab_compress.errors.CompressionError: solver is of type dict: {'sweeps': 9}; expected tuple
+    """
     if not isinstance(value, expected):
         got = f"{name} is of type {type(value).__name__}: {value!r}"[:LONGEST]
         raise error(f"{got}; expected {expected.__name__}")
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error in one line of at most 400 characters; of the file system, the reason alone."""
+    """Return the message of an error in one line of at most 400 characters; of the file system, the reason alone.
+
+    Example:
+        >>> one_line(ValueError("too   wide"))
+        'too wide'
+    """
     reason = error.strerror if isinstance(error, OSError) and error.filename is not None else None
     words = " ".join((reason or str(error)).split())
     return words if len(words) <= LONGEST else words[: LONGEST - 1] + "…"

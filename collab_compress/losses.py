@@ -57,6 +57,12 @@ def hsic(x: Tensor, mask: Tensor | None = None, unscaled: bool = False) -> Tenso
 
     Raises:
         ValueError: a shape does not fit.
+
+    Example:
+        >>> heads = torch.randn(2, 50, 4, 8)
+        >>> same = heads[:, :, :1].expand(2, 50, 4, 8)
+        >>> bool(hsic(same) > hsic(heads))
+        True
     """
     _check("x", x, "(B, T, H, d)", mask, (0, 1))
     with _no_autocast(x):
@@ -91,6 +97,10 @@ def orthogonality(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Raises:
         ValueError: a shape does not fit, or there are no heads or channels.
+
+    Example:
+        >>> orthogonality(torch.eye(3).expand(2, 5, 3, 3))  # the vectors of 3 heads, orthonormal at each of 5 tokens
+        tensor(0.)
     """
     _check("x", x, "(B, T, H, d)", mask, (0, 1))
     heads, width = x.shape[2:]
@@ -131,6 +141,12 @@ def agreement(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Returns:
         A scalar in float32, or float64 if x is; 0 for one head or without unpadded tokens.
+
+    Example:
+        >>> round(float(agreement(torch.ones(2, 5, 3, 8))), 4)  # three heads that are the same
+        1.0
+        >>> float(agreement(torch.eye(3).expand(2, 5, 3, 3)))
+        0.0
     """
     _check("x", x, "(B, T, H, d)", mask, (0, 1))
     return _mean_cosine(x, 2, mask)
@@ -147,6 +163,11 @@ def agreement_probs(probs: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Returns:
         A scalar in float32, or float64 if the probs are; 0 for one head or without unpadded queries.
+
+    Example:
+        >>> probs = torch.eye(4)[[0, 1, 2]].view(1, 3, 1, 4)  # of one query, three heads
+        >>> float(agreement_probs(probs))
+        0.0
     """
     _check("probs", probs, "(B, H, T, S)", mask, (0, 2))
     return _mean_cosine(probs, 1, mask)
@@ -177,6 +198,10 @@ def bhattacharyya(probs: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Returns:
         A scalar in float32, or float64 if the probs are; 0 for one head or without unpadded queries.
+
+    Example:
+        >>> round(float(bhattacharyya(torch.full((1, 3, 2, 4), 0.25))), 4)  # heads that attend alike
+        1.0
     """
     _check("probs", probs, "(B, H, T, S)", mask, (0, 2))
     with _no_autocast(probs):
@@ -195,6 +220,10 @@ def nuclear_norm(alphas: Tensor) -> Tensor:
 
     Returns:
         One for each matrix, (…), in float32, or float64 if alphas is; NaN where a matrix is not finite.
+
+    Example:
+        >>> nuclear_norm(torch.eye(4))
+        tensor(4.)
     """
     if alphas.ndim < 2 or alphas.shape[-2] != alphas.shape[-1]:
         raise ValueError(f"alphas have the wrong shape: got {tuple(alphas.shape)}, expected (…, H, H)")
@@ -220,6 +249,13 @@ def nuclear_growth(alphas: Tensor, growth: float) -> Tensor:
 
     Returns:
         One for each matrix, (…), in float32, or float64 if alphas is.
+
+    Example:
+        >>> alphas = torch.eye(4, requires_grad=True)
+        >>> loss = nuclear_growth(alphas, growth=0.5)
+        >>> loss.backward()
+        >>> loss.item(), alphas.grad.diagonal()
+        (0.5, tensor([-1., -1., -1., -1.]))
     """
     norm = nuclear_norm(alphas)
     return norm.detach() + growth - norm
@@ -239,6 +275,12 @@ def kl_divergence(probs: Tensor, target: Tensor, mask: Tensor | None = None) -> 
 
     Returns:
         A scalar in float32, or float64 if the probs are; 0 without unpadded queries.
+
+    Example:
+        >>> probs = torch.tensor([0.5, 0.5]).view(1, 1, 1, 2)
+        >>> target = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
+        >>> round(float(kl_divergence(probs, target)), 4)  # log 2
+        0.6931
     """
     _check("probs", probs, "(B, H, T, S)", mask, (0, 2))
     if target.shape != probs.shape:

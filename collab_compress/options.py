@@ -56,7 +56,12 @@ def check_counts(options: Any, error: type[Exception], *names: str, least: int =
 
 @dataclass(frozen=True, kw_only=True)
 class Solver:
-    """How the factors of queries and keys, and the channels of values, are computed."""
+    """How the factors of queries and keys, and the channels of values, are computed.
+
+    Example:
+        >>> Solver(sweeps=36, damping=0.01).sweeps
+        36
+    """
 
     method: tyro.conf.Suppress[Method] = "als"
     """Solver of queries and keys: als (ours) or parafac (the papers' recipe, through tensorly)."""
@@ -182,7 +187,14 @@ class Compression:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationOptions:
-    """How much of the calibration data is used."""
+    """How much of the calibration data is used.
+
+    Example:
+        >>> CalibrationOptions(sequences=0)
+        Traceback (most recent call last):
+            ...
+        collab_compress.errors.CalibrationError: sequences is 0; expected at least 1
+    """
 
     sequences: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Number of calibration sequences: of random ones (384 if not given, 128 with `length`), of texts, drawn at
@@ -198,7 +210,12 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """How much a report measures."""
+    """How much a report measures.
+
+    Example:
+        >>> ReportOptions(lengths=[32, 128]).lengths
+        (32, 128)
+    """
 
     dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Shared width R at which the cost of dense attention is counted and timed. If neither this nor dv is given, dk

@@ -36,8 +36,8 @@ CLASSES, OWN = (
 
 
 def path_of(file: str) -> str:
-    """Return the path of a file of ours: in collab_compress, or in glue_runs."""
-    return file if file.startswith("glue_runs/") else f"collab_compress/{file}"
+    """Return the path of a file of ours: in collab_compress, or in cli or glue_runs."""
+    return file if file.startswith(("cli/", "glue_runs/")) else f"collab_compress/{file}"
 
 
 def moved(part: str, file: str, got: Any) -> None:
@@ -214,7 +214,7 @@ PARTS = [
          takes(transformers.TrainingArguments, "train_sampling_strategy")),
     Part("get_length_grouped_indices", "glue_runs/experiments/batches.py", "get_length_grouped_indices",
          lengths_are_grouped),
-    Part("accelerate.utils.gather_object and broadcast_object_list", "distributed.py", "gather_object",
+    Part("accelerate.utils.gather_object and broadcast_object_list", "cli/distributed.py", "gather_object",
          lambda: takes(accelerate.utils.gather_object, "object")()
          and takes(accelerate.utils.broadcast_object_list, "object_list")()),
 ]  # fmt: skip

@@ -56,6 +56,11 @@ class AttentionFamily:
         rotary_where: boolean attribute, whether a layer rotates queries and keys; empty where all do.
         undescribed: kind of attention that these paths do not fit → how it differs.
         since: oldest tested version of Transformers that has the modules as described; empty where all tested have.
+
+    Example:
+        >>> family = FAMILIES["bert"]
+        >>> family.query, family.output
+        ('query', '..output.dense')
     """
 
     name: str

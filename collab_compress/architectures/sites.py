@@ -34,6 +34,12 @@ class FusedSlice:
         step: distance between the first channels of two heads.
         heads: number of heads H.
         head_width: width d of one head.
+
+    Example:
+        >>> layer = torch.nn.Linear(24, 72)  # queries, keys and values of 3 heads
+        >>> keys = FusedSlice(layer, first=24, step=8, heads=3, head_width=8)
+        >>> torch.equal(keys.weight, layer.weight[24:48])
+        True
     """
 
     layer: nn.Linear | Conv1D
@@ -122,6 +128,11 @@ class AttentionSite:
         parent: the module that holds it.
         key_value_heads: number of heads of keys and values Hkv; each serves H / Hkv heads of queries.
         reads_tokens: whether its model has a vocabulary, unlike an image tower.
+
+    Example:
+        >>> site = find_attention(model)[0]
+        >>> site.part("query"), site.path("query")
+        (Linear(in_features=24, out_features=24, bias=True), 'encoder.layer.0.attention.self.query')
     """
 
     name: str
@@ -175,6 +186,11 @@ class DenseSite(AttentionSite):
     Args:
         query: projection of queries, weight (H·d, D), storage layout of `nn.Linear`; its slice of a fused layer.
         key: projection of keys, weight (Hkv·d, D).
+
+    Example:
+        >>> site = find_dense_attention(model)[0]
+        >>> site.widths, site.key_heads().shape, site.query_bias().shape
+        ((24, 24), torch.Size([3, 24, 8]), torch.Size([3, 8]))
     """
 
     query: nn.Linear | FusedSlice
@@ -211,6 +227,11 @@ class ValueSite(AttentionSite):
     Args:
         value: projection of values, weight (Hkv·d, D), storage layout of `nn.Linear`; its slice of a fused layer.
         output: the output projection, weight (D, H·d), or (H·d, D) in a transposed layer.
+
+    Example:
+        >>> site = find_dense_values(model)[0]
+        >>> site.widths, site.value_bias().shape
+        ((24, 24), torch.Size([3, 8]))
     """
 
     value: nn.Linear | FusedSlice
@@ -244,7 +265,12 @@ class ValueSite(AttentionSite):
 
 
 def split_heads(weight: Tensor, heads: int) -> Tensor:
-    """Split an `nn.Linear` weight (H·d, D) into per-head matrices (H, D, d)."""
+    """Split an `nn.Linear` weight (H·d, D) into per-head matrices (H, D, d).
+
+    Example:
+        >>> split_heads(torch.randn(24, 16), heads=3).shape
+        torch.Size([3, 16, 8])
+    """
     return weight.detach().view(heads, -1, weight.shape[1]).transpose(1, 2)
 
 
@@ -262,6 +288,12 @@ def find_attention(model: nn.Module, modules: str = "*", kinds: Collection[Kind]
     Raises:
         UnsupportedModelError: unknown family; no module matches; a module lacks an attribute its family promises.
         HeadError: `kinds` is no collection, as ("encoder",) is.
+
+    Example:
+        >>> for site in find_attention(model):
+        ...     print(site.name, site.kind, site.heads, site.head_width)
+        encoder.layer.0.attention.self encoder 3 8
+        encoder.layer.1.attention.self encoder 3 8
     """
     if not isinstance(kinds, Collection) or isinstance(kinds, str):
         raise HeadError(f"kinds is {kinds!r}; expected a tuple of some of {', '.join(KINDS)}, as ('encoder',)")
@@ -409,6 +441,11 @@ def find_dense_attention(model: nn.Module, modules: str = "*", without: Collecti
             embedding, query/key normalisation) is not described by the family; a query or key projection is no
             plain `nn.Linear`, is quantized, or is not H·d wide; the family's description leaves this kind of
             attention out.
+
+    Example:
+        >>> (site,) = find_dense_attention(model, "*layer.1*")
+        >>> site.query_heads().shape  # (H, D, d)
+        torch.Size([3, 24, 8])
     """
     sites = [_dense_scores(site) for site in find_attention(model, modules) if site.name not in without]
     _refuse_interposed(transformers_model(model), sites)
@@ -422,6 +459,11 @@ def find_dense_values(model: nn.Module, modules: str = "*") -> list[ValueSite]:
     Raises:
         UnsupportedModelError: as `find_attention`; the value or output projection is no plain layer, is quantized,
             or is not H·d wide; heads are mixed before it; the family's description leaves this kind out.
+
+    Example:
+        >>> site = find_dense_values(model)[0]
+        >>> site.value_heads().shape, site.output_heads().shape
+        (torch.Size([3, 24, 8]), torch.Size([3, 8, 24]))
     """
     sites = [_dense_values(site) for site in find_attention(model, modules)]
     _refuse_unknown_parts(transformers_model(model), modules)
@@ -479,6 +521,9 @@ def refuse_kept_attention(site: AttentionSite) -> None:
 
     Raises:
         UnsupportedModelError: it computes its scores itself.
+
+    Example:
+        >>> refuse_kept_attention(find_attention(model)[0])  # attention of BERT can be edited
     """
     if site.family.keeps_attention:
         raise UnsupportedModelError(
@@ -565,6 +610,15 @@ def refuse_hooks(path: str, layer: nn.Module, stays: bool = False) -> None:
 
     Raises:
         UnsupportedModelError: there is one.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> refuse_hooks("layer", layer)
+        >>> handle = layer.register_forward_hook(print)
+        >>> refuse_hooks("layer", layer)
+        Traceback (most recent call last):
+            ...
+        collab_compress.errors.UnsupportedModelError: layer (Linear) has a forward hook, which would not survive; ...
     """
     hooks: dict[str, Any] = {
         "a forward pre-hook": layer._forward_pre_hooks,
@@ -592,6 +646,12 @@ def transformers_model(model: Any) -> PreTrainedModel:
 
     Raises:
         UnsupportedModelError: it is none of these.
+
+    Example:
+        >>> transformers_model(torch.nn.Linear(2, 2))
+        Traceback (most recent call last):
+            ...
+        collab_compress.errors.UnsupportedModelError: Linear is no Transformers model; ...
     """
     if isinstance(model, PreTrainedModel):
         return model

@@ -1,6 +1,6 @@
 """Converted attention inside a live model: its forms, projections, attention functions."""
 
-from collab_compress.attention.form import HeadRows, MapForm, ScoreForm, ScoreParts
+from collab_compress.attention.form import MapForm, ScoreForm, ScoreParts
 from collab_compress.attention.forms import FORM_KINDS, FormEdit
 from collab_compress.attention.functions import register_attention
 from collab_compress.attention.install import install_, is_converted, uninstall_
@@ -11,7 +11,6 @@ from collab_compress.attention.values import NarrowValues, ValueParts
 __all__ = [
     "FORM_KINDS",
     "FormEdit",
-    "HeadRows",
     "MapForm",
     "NarrowValues",
     "RotaryScores",

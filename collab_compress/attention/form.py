@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -18,7 +17,6 @@ from collab_compress.attention.projections import (
     QKVProjection,
     dense_projection,
     fused_layer,
-    put_back_,
     replace_,
 )
 from collab_compress.errors import CheckpointError, CollabCompressError, CompressionError, UnsupportedModelError
@@ -30,23 +28,6 @@ class Cut(NamedTuple):
     owner: Any
     name: str
     value: Any
-
-
-class HeadRows(NamedTuple):
-    """The rows of a parameter that belong to single heads.
-
-    Args:
-        path: of the parameter in the attention module.
-        rows: rows of each head.
-    """
-
-    path: str
-    rows: Sequence[range]
-
-    @classmethod
-    def of(cls, path: str, sizes: Sequence[int]) -> Self:
-        """Return the rows of a parameter that holds `sizes` rows of each head in turn."""
-        return cls(path, [range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))])
 
 
 @dataclass(frozen=True)
@@ -76,8 +57,6 @@ class MapForm(ABC):
     """Attribute of the module that holds the form."""
     kind: ClassVar[str]
     """Name in checkpoints."""
-    option: ClassVar[str]
-    """Name in options."""
     title: ClassVar[str]
     """The form in words, for model cards."""
 
@@ -160,11 +139,11 @@ class MapForm(ABC):
         """Restore the map's dense projections in place, also if `put_in_` failed half-way."""
 
     def finish_(self, module: Any) -> None:  # noqa: B027 (not every form has such parts)
-        """Restore, in place, what a checkpoint does not hold; by default nothing."""
+        """Restore, in place, what a checkpoint does not hold."""
 
     @abstractmethod
-    def head_rows(self) -> list[HeadRows]:
-        """Return the rows of parameters that belong to single heads, in the same order for every head."""
+    def head_rows(self) -> dict[str, int]:
+        """Return the parameters whose rows belong to single heads: path in the module → rows of each head in turn."""
 
     @abstractmethod
     def without(self, kept: Sequence[int]) -> Self:
@@ -181,8 +160,8 @@ class MapForm(ABC):
     def row_cuts(self, module: Any, kept: Sequence[int]) -> list[Cut]:
         """Return the cuts of the parameters in `head_rows`."""
         cuts = []
-        for path, rows in self.head_rows():
-            kept_rows = [row for head in kept for row in rows[head]]
+        for path, count in self.head_rows().items():
+            kept_rows = [row for head in kept for row in range(head * count, (head + 1) * count)]
             parent, _, name = path.rpartition(".")
             owner = module.get_submodule(parent)
             tensor = getattr(owner, name)
@@ -208,12 +187,6 @@ class ScoreParts:
     key: PaddedProjection
     mixing: nn.Parameter
     channels: Tensor | None = None
-
-    def tensors(self) -> list[Tensor]:
-        """List the fitted tensors."""
-        channels = [] if self.channels is None else [self.channels]
-        fitted = [*self.query.parameters(), *self.key.parameters(), self.mixing]
-        return [*(parameter.data for parameter in fitted), *channels]
 
 
 @dataclass(frozen=True)
@@ -291,12 +264,12 @@ class ScoreForm(MapForm):
         query_weight, query_in = dense_projection(module, self.query)
         key_weight, key_in = dense_projection(module, self.key)
         like: dict[str, Any] = {"device": query_weight.device, "dtype": query_weight.dtype}
-        is_trained = query_weight.requires_grad, key_weight.requires_grad
+        is_trained = self.train_mixing and (query_weight.requires_grad or key_weight.requires_grad)
         query, key = self.build_projections(query_in, key_in, like)
         return ScoreParts(
-            query.requires_grad_(is_trained[0]),
-            key.requires_grad_(is_trained[1]),
-            self.build_mixing(any(is_trained), **like),
+            query.requires_grad_(query_weight.requires_grad),
+            key.requires_grad_(key_weight.requires_grad),
+            nn.Parameter(torch.empty(*self.mixing_shape, **like), is_trained),
         )
 
     def build_projections(
@@ -306,12 +279,6 @@ class ScoreForm(MapForm):
         query = PaddedProjection(query_in, self.rank, self.multiple, **like)
         key = PaddedProjection(key_in, self.rank, self.multiple, content_biases=self.content_channels, **like)
         return query, key
-
-    def build_mixing(self, trained: bool, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-        """Return empty mixing weights."""
-        return nn.Parameter(
-            torch.empty(*self.mixing_shape, device=device, dtype=dtype), self.train_mixing and trained
-        )
 
     @property
     @abstractmethod
@@ -334,8 +301,8 @@ class ScoreForm(MapForm):
             setattr(module, _scaling_name(module), self.scale)
 
     def take_out_(self, module: Any, dense: tuple[Any, Any]) -> None:
-        """Restore the dense query and key projections in place, as `put_back_` takes them."""
-        put_back_(module, dict(zip((self.query, self.key), dense, strict=True)), self.layout)
+        """Restore the dense query and key projections in place, as `replace_` takes them."""
+        replace_(module, dict(zip((self.query, self.key), dense, strict=True)), self.layout)
         for name in ("mixing", "mixing_channels"):
             if hasattr(module, name):
                 delattr(module, name)
@@ -381,10 +348,6 @@ class ScoreForm(MapForm):
         return cached_scores(query, key)
 
     # Heads.
-
-    def content_rows(self) -> list[HeadRows]:
-        """Return the rows of the content biases, one for each head, if there are any."""
-        return [HeadRows.of(f"{self.key}.content_bias", [1] * self.heads)] if self.content_bias else []
 
     def keep_heads(self, module: Any, kept: Sequence[int]) -> list[Cut]:
         """Return the cuts of `module` that leave the kept heads, in ascending order."""

@@ -28,6 +28,16 @@ class FormEdit:
         kind: of the form.
         modules: path of each module inside the base model (so that the checkpoint loads with and without a head)
             → its form.
+
+    Example:
+        >>> from collab_compress import Compression, compress
+        >>> from collab_compress.checkpoint import edits_of
+        >>> report = compress(model, Compression(dk=12), calibration=None)
+        >>> (edit,) = edits_of(model)
+        >>> edit.kind, edit.heads["encoder.layer.0.attention.self"]
+        ('collaborative', 3)
+        >>> FormEdit.from_dict({"kind": edit.kind, **edit.to_dict()}) == edit
+        True
     """
 
     kind: str

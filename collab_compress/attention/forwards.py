@@ -7,22 +7,17 @@ the stock forward pass returns. A further family is a row of `FORWARDS`.
 """
 
 import inspect
-from dataclasses import dataclass
 from functools import cache
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import EncoderDecoderCache
 
 from collab_compress.transformers_parts import ALL_ATTENTION_FUNCTIONS
 
-Call = dict[str, Any]
-"""Arguments of one forward pass, by the names that the stock class gives them."""
 
-
-@dataclass(frozen=True)
-class Forward:
+class Forward(NamedTuple):
     """How a class of attention modules attends while it is edited.
 
     Args:
@@ -34,33 +29,6 @@ class Forward:
     layers: tuple[str, str, str] = ("query", "key", "value")
     output: str = ""
     may_omit_probs: bool = False
-
-    def project(self, module: Any, call: Call) -> list[Tensor]:
-        """Return queries, keys and values with those that the cache holds, as key groups (B, n, S, d)."""
-        width, hidden_states = module.attention_head_size, call["hidden_states"]
-        past, index = call.get("past_key_values"), getattr(module, "layer_idx", None)
-        layers, states = [getattr(module, name) for name in self.layers], call.get("encoder_hidden_states")
-        if isinstance(past, EncoderDecoderCache):
-            is_cross = states is not None
-            is_updated = is_cross and past.is_updated.get(index)
-            if is_cross:  # the encoder's keys and values are kept from the first call on
-                past.is_updated[index] = True
-            past = past.cross_attention_cache if is_cross else past.self_attention_cache
-            if is_updated:
-                layer = past.layers[index]
-                return [_key_groups(layers[0](hidden_states), width), layer.keys, layer.values]
-        states = hidden_states if states is None else states
-        inputs = (hidden_states, states, states)
-        query, key, value = (_key_groups(layer(part), width) for layer, part in zip(layers, inputs, strict=True))
-        if past is not None:
-            key, value = past.update(key, value, index)
-        return [query, key, value]
-
-
-def _key_groups(projected: Tensor, head_width: int) -> Tensor:
-    """Lay projected tokens (B, T, n·d) out as key groups of the head width, (B, n, T, d)."""
-    groups: Tensor = projected.unflatten(-1, (-1, head_width))
-    return groups.transpose(1, 2)
 
 
 FORWARDS: dict[str, Forward] = {
@@ -74,9 +42,9 @@ FORWARDS: dict[str, Forward] = {
 
 def forward(module: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Attend as the stock forward pass of the module, by this package's attention functions."""
-    row: Forward = FORWARDS[module.stock_class.__name__]
+    row = FORWARDS[module.stock_class.__name__]
     call = {**dict(zip(module.argument_names, args, strict=False)), **kwargs}
-    query, key, value = row.project(module, call)
+    query, key, value = _projected(module, row, call)
     needs_probs = bool(call.get("output_attentions"))
     outputs, probs = ALL_ATTENTION_FUNCTIONS["collab_eager" if needs_probs else "collab_sdpa"](
         module,
@@ -93,6 +61,32 @@ def forward(module: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     if row.output:
         outputs = getattr(module, row.output)(outputs)
     return (outputs,) if row.may_omit_probs and probs is None else (outputs, probs)
+
+
+def _projected(module: Any, row: Forward, call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values with those that the cache holds, as key groups (B, n, S, d)."""
+    to_query, to_key, to_value = (getattr(module, name) for name in row.layers)
+    hidden_states, encoder_states = call["hidden_states"], call.get("encoder_hidden_states")
+    cache, index = call.get("past_key_values"), getattr(module, "layer_idx", None)
+
+    def key_groups(projected: Tensor) -> Tensor:
+        groups: Tensor = projected.unflatten(-1, (-1, module.attention_head_size))
+        return groups.transpose(1, 2)
+
+    query = key_groups(to_query(hidden_states))
+    if isinstance(cache, EncoderDecoderCache) and encoder_states is None:
+        cache = cache.self_attention_cache
+    elif isinstance(cache, EncoderDecoderCache):  # the encoder's keys and values are kept from the first call on
+        if cache.is_updated.get(index):
+            layer = cache.cross_attention_cache.layers[index]
+            return query, layer.keys, layer.values
+        cache.is_updated[index] = True
+        cache = cache.cross_attention_cache
+    states = hidden_states if encoder_states is None else encoder_states
+    key, value = key_groups(to_key(states)), key_groups(to_value(states))
+    if cache is not None:
+        key, value = cache.update(key, value, index)
+    return query, key, value
 
 
 def has_own_forward(module: Any) -> bool:

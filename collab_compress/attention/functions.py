@@ -46,6 +46,12 @@ def collab_sdpa(
     Raises:
         UnsupportedModelError: the module passes a paged cache, or an argument that changes the scores and is not
             implemented here.
+
+    Example:
+        >>> module, heads = model.encoder.layer[0].attention.self, torch.randn(3, 2, 3, 6, 8)  # queries, keys, values
+        >>> outputs, _ = collab_sdpa(module, *heads, attention_mask=None)
+        >>> torch.allclose(outputs, collab_eager(module, *heads, attention_mask=None)[0], atol=1e-5)
+        True
     """
     hooks = head_hooks(module)
     if any(hook.needs_probs for hook in hooks):
@@ -65,13 +71,22 @@ def collab_eager(
 
     Returns:
         Head outputs as in `collab_sdpa`, and probabilities after dropout (B, H, T, S), as stock eager attention.
+
+    Example:
+        >>> module, heads = model.encoder.layer[0].attention.self, torch.randn(3, 2, 3, 6, 8)  # queries, keys, values
+        >>> outputs, probs = collab_eager(module, *heads, attention_mask=None)
+        >>> outputs.shape, probs.shape
+        (torch.Size([2, 6, 3, 8]), torch.Size([2, 3, 6, 6]))
     """
     form = getattr(module, "score_form", None)
     _refuse_unsupported(module, options, CHOOSE_KEYS if form is None else CHOOSE_KEYS | CHANGE_SCORES)
     needs_probs = any(hook.needs_probs for hook in head_hooks(module))
     p = options.pop("dropout", 0.0)
-    causal = _is_causal(module, options.pop("is_causal", None), attention_mask, query.shape[2])
-    mask = _additive(attention_mask, query, key, causal)
+    mask = attention_mask
+    if _is_causal(module, options.pop("is_causal", None), attention_mask, query.shape[2]):
+        mask = query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool).tril()
+    if mask is not None and mask.dtype == torch.bool:  # made for SDPA; eager attention takes an additive one
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
     heads = _ordinary_heads(module, query, key, value, _scaling(module, options))
     # Stock functions of some families scale by the width of a head, which a converted one does not have.
     stock = None if form else getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -98,12 +113,9 @@ def collab_stock(
         UnsupportedModelError: there are hooks on the heads; or as `collab_sdpa`.
     """
     name, form = module.config.stock._attn_implementation, getattr(module, "score_form", None)
-    for reason, holds in {
-        "has hooks on its heads": bool(head_hooks(module)),
-        "is edited": name not in ALL_ATTENTION_FUNCTIONS,
-    }.items():
-        if holds:
-            raise wrong_implementation(f"{type(module).__name__} {reason}", name)
+    if head_hooks(module) or name not in ALL_ATTENTION_FUNCTIONS:
+        reason = "has hooks on its heads" if head_hooks(module) else "is edited"
+        raise wrong_implementation(f"{type(module).__name__} {reason}", name)
     _refuse_unsupported(module, options, CHOOSE_KEYS if form is None else CHOOSE_KEYS | CHANGE_SCORES)
     return _attend(ALL_ATTENTION_FUNCTIONS[name], module, (query, key, value), attention_mask, options)
 
@@ -146,7 +158,9 @@ def _ordinary_heads(
 
     G is H, or the number of groups of heads that share keys and values.
     """
-    form, value = getattr(module, "score_form", None), _split_heads(module, value)
+    form, value_form = getattr(module, "score_form", None), getattr(module, "value_form", None)
+    if value_form is not None:
+        value = value_form.heads_of(value)
     if form is not None:
         query, key = form.heads_of(module, query, key, scaling)
         value = for_each_head(value, key.shape[1])
@@ -182,12 +196,6 @@ def _attend_to_cache(
     probs = probabilities_(probs, mask)
     heads, size = (value.shape[1], value.shape[-1]) if values is None else (values.value_heads, values.size)
     return weighted_values(probs, value, heads, size).view(len(query), 1, 1, -1)
-
-
-def _split_heads(module: Any, value: Tensor) -> Tensor:
-    """Split narrow values into heads, (B, ⌈dv/d⌉, S, d) to (B, Hkv, S, s)."""
-    form = getattr(module, "value_form", None)
-    return value if form is None else form.heads_of(value)
 
 
 def _run_hooks(outputs: Tensor, call: HeadCall) -> Tensor:
@@ -236,15 +244,6 @@ def _is_causal(module: Any, is_causal: bool | None, mask: Tensor | None, queries
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", False))
     return is_causal and mask is None and queries > 1
-
-
-def _additive(mask: Tensor | None, query: Tensor, key: Tensor, causal: bool) -> Tensor | None:
-    """Turn a mask made for SDPA into the additive one that eager attention takes."""
-    if causal:
-        mask = query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool).tril()
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
 
 
 def register_attention() -> None:

@@ -6,7 +6,6 @@ modules and `set_attn_implementation` go on reading the model's own config. A mo
 another forward pass (`forwards`).
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -57,7 +56,12 @@ def wrong_implementation(reason: str, implementation: Any) -> UnsupportedModelEr
 
 
 def for_each_head(part: Tensor, heads: int) -> Tensor:
-    """Repeat the keys or values of each group for its heads, (B, Hkv, S, d) to (B, H, S, d)."""
+    """Repeat the keys or values of each group for its heads, (B, Hkv, S, d) to (B, H, S, d).
+
+    Example:
+        >>> for_each_head(torch.randn(2, 3, 6, 8), heads=12).shape
+        torch.Size([2, 12, 6, 8])
+    """
     group = heads // part.shape[1]
     return part if group == 1 else part.repeat_interleave(group, 1)
 
@@ -135,12 +139,34 @@ def remove_head_hook_(module: Any, hook: HeadHook) -> None:
 
 
 def is_converted(module: Any) -> bool:
-    """Return whether the scores or values of this attention module are in another form than the dense one."""
+    """Return whether the scores or values of this attention module are in another form than the dense one.
+
+    Example:
+        >>> from collab_compress import Compression, compress
+        >>> module = model.encoder.layer[0].attention.self
+        >>> is_converted(module)
+        False
+        >>> report = compress(model, Compression(dk=12), calibration=None)
+        >>> is_converted(module)
+        True
+    """
     return any(hasattr(module, name) for name in FORMS_AT)
 
 
 def install_(module: Any, form: MapForm, parts: Any) -> None:
-    """Replace the projections of one map of `module` by `parts`, as the form builds them, in place."""
+    """Replace the projections of one map of `module` by `parts`, as the form builds them, in place.
+
+    Example:
+        >>> from collab_compress.architectures import find_dense_attention
+        >>> from collab_compress.attention import SharedScores
+        >>> site = find_dense_attention(model)[0]
+        >>> form = SharedScores.of(site, rank=12, head_dim=None, content_bias=True)
+        >>> install_(site.module, form, form.build(site.module, site.parent))  # without weights
+        >>> site.module.query
+        PaddedProjection(
+          (proj): Linear(in_features=24, out_features=12, bias=False)
+        )
+    """
     setattr(module, form.at, form)  # first, so that `uninstall_` can undo a part
     redirect_(module)
     form.put_in_(module, parts)
@@ -155,6 +181,16 @@ def uninstall_(module: Any, at: str, dense: Any) -> None:
         module: the attention module.
         at: `MapForm.at` of the form to take out.
         dense: the dense projections, as `MapForm.take_out_` takes them.
+
+    Example:
+        >>> from collab_compress.architectures import find_dense_attention
+        >>> from collab_compress.attention import SharedScores
+        >>> site = find_dense_attention(model)[0]
+        >>> form = SharedScores.of(site, rank=12, head_dim=None, content_bias=True)
+        >>> install_(site.module, form, form.build(site.module, site.parent))
+        >>> uninstall_(site.module, form.at, (site.query, site.key))
+        >>> site.module.query is site.query
+        True
     """
     form: MapForm | None = module.__dict__.pop(at, None)
     if form is None:
@@ -197,7 +233,8 @@ def _prepare_cache(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     cache = kwargs.get("past_key_values")
     if cache is None or hasattr(cache, LAZY_VALUES) or not getattr(cache, "is_compileable", False):
         return
-    layers = list(_cache_layers(cache))
+    inner = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
+    layers = [layer for part in (*inner, cache) for layer in getattr(part, "layers", ())]
     for layer in layers:
         if not layer.is_initialized:
             layer.lazy_initialization = partial(_allocate, layer)
@@ -216,13 +253,6 @@ def _prepare_cache(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             f"this static cache was allocated for keys as wide as values; this converted {type(module).__name__} has "
             f"keys {key} and values {value} wide; leave out early_initialization, and the cache allocates both widths"
         )
-
-
-def _cache_layers(cache: Any) -> Iterator[Any]:
-    """Yield the layers of a cache, or of both caches of an encoder–decoder."""
-    for name in ("self_attention_cache", "cross_attention_cache"):
-        yield from getattr(getattr(cache, name, None), "layers", ())
-    yield from getattr(cache, "layers", ())
 
 
 def _allocate(layer: Any, keys: Tensor, values: Tensor) -> None:

@@ -39,6 +39,11 @@ class PaddedProjection(Replacement):
         multiple: the number of output channels is padded to a multiple of this: the head width d, or H·d.
         bias: whether the projection has a bias b, as values may.
         content_biases: number of content biases, H or 0.
+
+    Example:
+        >>> projection = PaddedProjection(in_features=24, width=10, multiple=8)
+        >>> projection(torch.randn(2, 6, 24)).shape
+        torch.Size([2, 6, 16])
     """
 
     def __init__(
@@ -96,6 +101,11 @@ class Layout(NamedTuple):
             of which that of the queries is H·d wide and the other two share the rest.
         even: whether the module views queries, keys and values as equally many heads, so that all are padded to the
             width of the widest.
+
+    Example:
+        >>> query, key, value = Layout(heads=3, head_width=8).split(torch.randn(2, 6, 72), dim=-1)
+        >>> query.shape
+        torch.Size([2, 6, 24])
     """
 
     heads: int
@@ -190,17 +200,20 @@ def width_in(layer: Any) -> int:
     return int(layer.nx if isinstance(layer, Conv1D) else layer.in_features)
 
 
-def replace_(module: Any, projections: Mapping[str, nn.Module], layout: Layout) -> None:
+def replace_(module: Any, projections: Mapping[str, Any], layout: Layout) -> None:
     """Install projections in an attention module, path → projection, in place.
 
     A fused layer of queries, keys and values becomes three layers, or one layer again if all three are dense.
 
     Args:
         module: the attention module.
-        projections: path → projection.
+        projections: path → projection, or an object that holds the old fused layer as `layer`.
         layout: of the fused layer, if the stock module has one.
     """
     for path, projection in projections.items():
+        if hasattr(projection, "layer"):
+            _set_fused_(module, path, projection.layer)
+            continue
         layer = fused_layer(module, path)
         if layer is not None and not isinstance(layer, QKVProjection):
             layer = QKVProjection(*_split_layer(layer, layout), layout=layout, transposed=isinstance(layer, Conv1D))
@@ -209,21 +222,6 @@ def replace_(module: Any, projections: Mapping[str, nn.Module], layout: Layout) 
         if layer is not None:
             is_dense = all(isinstance(part, nn.Linear) for part in layer.parts)
             _set_fused_(module, path, _join_layers(layer) if is_dense else layer)
-
-
-def put_back_(module: Any, projections: Mapping[str, Any], layout: Layout) -> None:
-    """Restore the stock projections that `replace_` replaced, in place.
-
-    Args:
-        module: the attention module.
-        projections: path → projection, or an object that holds the old fused layer as `layer`.
-        layout: as for `replace_`.
-    """
-    for path, projection in projections.items():
-        if not hasattr(projection, "layer"):
-            replace_(module, {path: projection}, layout)
-        else:
-            _set_fused_(module, path, projection.layer)
 
 
 def _set_fused_(module: Any, path: str, layer: Any) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from collab_compress.attention.form import HeadRows, ScoreForm, ScoreParts, plain_weight
+from collab_compress.attention.form import ScoreForm, ScoreParts, plain_weight
 from collab_compress.attention.projections import PaddedProjection, add_pre_hook_, remove_pre_hook_
 from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError, UnsupportedModelError
@@ -36,6 +36,11 @@ class Pairing:
         rotated: number of rotated channels, the first ones.
         pairs: "halves" where channel j of the rotated ones pairs with j + rotated/2, "neighbours" where 2j pairs with
             2j + 1, "neighbours, tables too" where the tables of cosines and sines have that layout as well.
+
+    Example:
+        >>> real, imaginary = Pairing(width=4, rotated=4, pairs="halves").split(torch.arange(4))
+        >>> real, imaginary
+        (tensor([0, 1]), tensor([2, 3]))
     """
 
     width: int
@@ -134,6 +139,10 @@ def arranged(frequencies: Sequence[int], slots: int) -> list[int]:
 
     Returns:
         Index of the channel pair for each slot, pseudo-head by pseudo-head.
+
+    Example:
+        >>> arranged([0, 0, 1, 1], slots=2)  # frequencies 0, 1, 0, 1
+        [0, 2, 1, 3]
     """
     waiting: list[list[int]] = [[] for _ in range(slots)]
     for channel, frequency in enumerate(frequencies):
@@ -159,6 +168,15 @@ class RotaryScores(ScoreForm):
         frequencies: of each channel pair, P·d/2, as for `RotatingProjection`.
         query_bias: whether queries have a bias.
         key_bias: whether keys have one.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaModel
+        >>> from collab_compress.architectures import find_dense_attention
+        >>> sizes = {"hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 3, "num_hidden_layers": 1}
+        >>> site = find_dense_attention(LlamaModel(LlamaConfig(vocab_size=61, **sizes)))[0]
+        >>> form = RotaryScores.of(site, rank=12)
+        >>> form.rank, form.frequencies  # two pseudo-heads of 4 pairs of channels
+        (16, (0, 1, 2, 3, 0, 1, 2, 3))
     """
 
     key_heads: int = 0
@@ -308,18 +326,18 @@ class RotaryScores(ScoreForm):
     # Attention.
 
     def heads_of(self, module: Any, query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        """Return queries (B, H, T, d), as they are, and the keys of each head or group, (B, G, S, d)."""
-        return query[:, : self.heads], self._mixed_keys(module, key[:, : self.rank // self.head_width])
+        """Return queries (B, H, T, d), as they are, and the keys of each head or group, (B, G, S, d).
 
-    def _mixed_keys(self, module: Any, key: Tensor) -> Tensor:
-        """Sum the channels of each frequency to the keys of each head or group, (B, P, S, d) to (B, G, S, d)."""
+        The channels of each frequency are summed to these keys.
+        """
+        key = key[:, : self.rank // self.head_width]  # (B, P, S, d)
         by_real, by_imaginary = module.mixing.to(key.dtype).unsqueeze(1).chunk(2, -1)  # (G, 1, R/2)
-        parts = (part.transpose(1, 2).flatten(2).unsqueeze(1) for part in self.pairing.split(key))
-        real, imaginary = parts  # (B, 1, S, R/2)
+        pairs = self.pairing.split(key)
+        real, imaginary = (part.transpose(1, 2).flatten(2).unsqueeze(1) for part in pairs)  # (B, 1, S, R/2)
         mixed = real * by_real + imaginary * by_imaginary, imaginary * by_real - real * by_imaginary
         slots = torch.tensor(self.frequencies, device=key.device)
         sums = (part.new_zeros(*part.shape[:3], self.head_width // 2).index_add(-1, slots, part) for part in mixed)
-        return self.pairing.join(*sums)
+        return query[:, : self.heads], self.pairing.join(*sums)
 
     def head_queries(self, module: Any, query: Tensor) -> Tensor:
         """Return the rotated queries (B, H, T, d), mixed for the R channels of the keys, (B, T, H, R)."""
@@ -332,12 +350,10 @@ class RotaryScores(ScoreForm):
 
     # Heads.
 
-    def head_rows(self) -> list[HeadRows]:
+    def head_rows(self) -> dict[str, int]:
         """Return each head's rows of the queries and of the mixing weights. Not valid for grouped queries."""
-        names = ("weight", "bias") if self.query_bias else ("weight",)
-        sizes = [self.head_width] * self.heads
-        queries = [HeadRows.of(f"{self.query}.proj.{name}", sizes) for name in names]
-        return [*queries, HeadRows.of("mixing", [1] * self.heads)]
+        rows = {f"{self.query}.proj.weight": self.head_width, "mixing": 1}
+        return rows | {f"{self.query}.proj.bias": self.head_width} if self.query_bias else rows
 
     def without(self, kept: Sequence[int]) -> Self:
         """Return the form of the kept heads, with all shared channels."""

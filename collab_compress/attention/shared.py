@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from collab_compress.attention.form import HeadRows, ScoreForm, ScoreParts, plain_weight, scaling_of
+from collab_compress.attention.form import ScoreForm, ScoreParts, plain_weight, scaling_of
 from collab_compress.errors import CheckpointError, CompressionError
 
 
@@ -27,6 +27,12 @@ class SharedScores(ScoreForm):
     """The shared form: R channels, of which each head reads `reads`, weighted by its row of `mixing` (H, k).
 
     The module also holds `mixing_channels` (H, k), the indices of the channels in ascending order.
+
+    Example:
+        >>> from collab_compress.architectures import find_dense_attention
+        >>> form = SharedScores.of(find_dense_attention(model)[0], rank=12, head_dim=8, content_bias=True)
+        >>> form.reads, form.width, form.parameters((24, 24))  # the dense map has 1,152, and 48 in biases
+        (7, 8, 669)
     """
 
     reads: int = field(kw_only=True)
@@ -154,10 +160,10 @@ class SharedScores(ScoreForm):
 
     # Heads.
 
-    def head_rows(self) -> list[HeadRows]:
+    def head_rows(self) -> dict[str, int]:
         """Return each head's row of the mixing weights, of their channels, and its content bias."""
-        rows = [HeadRows.of(path, [1] * self.heads) for path in ("mixing", "mixing_channels")]
-        return [*rows, *self.content_rows()]
+        rows = {"mixing": 1, "mixing_channels": 1}
+        return rows | {f"{self.key}.content_bias": 1} if self.content_bias else rows
 
     def without(self, kept: Sequence[int]) -> Self:
         """Return the form of the kept heads, with all shared channels."""

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.attention.form import Cut, HeadRows, MapForm, padding_of, plain_weight, remaining
-from collab_compress.attention.projections import PaddedProjection, dense_projection, put_back_
+from collab_compress.attention.form import Cut, MapForm, padding_of, plain_weight, remaining
+from collab_compress.attention.projections import PaddedProjection, dense_projection, replace_
 from collab_compress.errors import CompressionError
 
 JOINT_WIDTH = "all_head_size"  # attribute of some modules: width of all head outputs, H·d or dv
@@ -40,11 +40,6 @@ class ValueParts:
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def tensors(self) -> list[Tensor]:
-        """List the fitted tensors."""
-        fitted = [*self.value.parameters(), self.weight, self.bias]
-        return [tensor.data for tensor in fitted if tensor is not None]
-
 
 @dataclass(frozen=True)
 class NarrowValues(MapForm):
@@ -56,6 +51,12 @@ class NarrowValues(MapForm):
         size: channels of each head of values.
         value_bias: whether values have a bias.
         group: number of heads that share one head of values.
+
+    Example:
+        >>> from collab_compress.architectures import find_dense_values
+        >>> form = NarrowValues.of(find_dense_values(model)[0], dv=12, value_bias=True)
+        >>> form.size, form.dv, form.parameters((24, 24)), form.macs((24, 24), length=10)
+        (4, 12, 588, 6960)
     """
 
     value: str
@@ -66,7 +67,6 @@ class NarrowValues(MapForm):
 
     at: ClassVar[str] = "value_form"
     kind: ClassVar[str] = "narrow-values"
-    option: ClassVar[str] = "narrow"
     title: ClassVar[str] = "narrow values"
 
     @classmethod
@@ -172,17 +172,16 @@ class NarrowValues(MapForm):
 
     def put_in_(self, module: Any, parts: ValueParts) -> None:
         """Replace the values of `module` and the parameters of its output projection, in place."""
-        self._install_(module, parts, self.dv)
+        replace_(module, {self.value: parts.value}, self.layout)
+        fill_(parts.output, parts.weight, parts.bias)
+        if hasattr(module, JOINT_WIDTH):
+            setattr(module, JOINT_WIDTH, self.dv)
 
     def take_out_(self, module: Any, dense: ValueParts) -> None:
         """Restore the dense values and output projection in place."""
-        self._install_(module, dense, self.heads * self.head_width)
-
-    def _install_(self, module: Any, parts: ValueParts, width: int) -> None:
-        put_back_(module, {self.value: parts.value}, self.layout)
-        fill_(parts.output, parts.weight, parts.bias)
+        self.put_in_(module, dense)
         if hasattr(module, JOINT_WIDTH):
-            setattr(module, JOINT_WIDTH, width)
+            setattr(module, JOINT_WIDTH, self.heads * self.head_width)
 
     def read(self, name: str, module: Any, output: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return Wv·P (D, dv), its bias (dv,) or None, and O (dv·group, D), of the module called `name`.
@@ -221,12 +220,10 @@ class NarrowValues(MapForm):
 
     # Heads.
 
-    def head_rows(self) -> list[HeadRows]:
+    def head_rows(self) -> dict[str, int]:
         """Return each head's channels of the values, if heads do not share them."""
-        if self.group > 1:
-            return []
         names = ("weight", "bias") if self.value_bias else ("weight",)
-        return [HeadRows.of(f"{self.value}.proj.{name}", [self.size] * self.heads) for name in names]
+        return {f"{self.value}.proj.{name}": self.size for name in names} if self.group == 1 else {}
 
     def without(self, kept: Sequence[int]) -> Self:
         """Return the form of the kept heads, which share no channels."""

@@ -36,6 +36,7 @@ Item = TypeVar("Item")
 _logger = logging.getLogger(__name__)
 
 NAMES = ("auto", "builtin", "synthetic", "generated", "none")
+EXPECTED = ", ".join(map(repr, NAMES))
 
 
 def calibration_batches(
@@ -74,6 +75,10 @@ def calibration_batches(
     Raises:
         CalibrationError: no tokenizer, no data, a file that cannot be read, something else than data, or texts for a
             model that does not read any.
+
+    Example:
+        >>> calibration_batches([batch], model, sequences=1)  # ready batches, cut to one sequence
+        [{'input_ids': tensor([[...]]), 'attention_mask': tensor([[1, 1, 1, 1, 1, 1]])}]
     """
     batches, notes, _ = noted_batches(calibration, model, tokenizer, sequences=sequences, length=length, seed=seed)
     for note in notes:
@@ -130,12 +135,7 @@ def noted_batches(
     elif is_named(calibration, "generated"):
         batches = given = generated_batches(model, tokenizer, sequences, length, seed)
     else:
-        if rows is None:
-            texts, random, notes = _named(str(calibration), model, tokenizer, sequences, length, seed)
-        else:  # a stream may have no end
-            most = None if hasattr(calibration, "__len__") else sequences
-            texts, notes = texts_of(rows, "calibration", most)
-            texts, random = _sample(texts, sequences, seed, notes), 0
+        texts, random, notes = _texts(calibration, rows, model, tokenizer, sequences, length, seed)
         limit = usable_length(length, model, tokenizer)
         if texts:
             given, cut = text_batches(model, tokenizer, texts, limit, seed)
@@ -147,48 +147,6 @@ def noted_batches(
             batches = sampled(batches, None, seed) if given else batches
             if length is not None and limit is not None and limit < length:
                 notes.append(f"random sequences have {limit} tokens, the most the model takes, and not {length}")
-    _check_vocabulary(model, batches)
-    return batches, [*notes, *_alike(given, tokenizer)], given
-
-
-def _named(
-    name: str,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    sequences: int | None,
-    length: int | None,
-    seed: int,
-) -> tuple[list[Text], int, list[str]]:
-    """Return texts that have a name or are in a file, the number of random sequences beside them, and notes."""
-    beside, notes = VARIED if length is None else EQUAL, []
-    if name in ("auto", "builtin"):
-        reason = why_not_builtin(model, tokenizer)
-        if reason is not None and name == "builtin":
-            raise CalibrationError(f"the built-in texts are English, and {reason}; pass texts, or 'synthetic'")
-        if reason is not None:
-            notes.append(f"calibration uses random tokens, not the built-in texts: {reason}; pass texts of your own")
-        name = "builtin" if reason is None else "synthetic"
-    if name == "synthetic":
-        return [], sequences or beside, notes
-    if name == "builtin":
-        texts = builtin_texts(pairs=pair_separator(model, tokenizer) is not None)
-        if sequences is not None:  # the same mixture, and more random tokens where there are too few texts
-            beside = max(sequences - len(texts), round(sequences * beside / (len(texts) + beside)))
-            texts = sampled(texts, sequences - beside, seed)
-        return texts, beside, notes
-    texts, notes = read_texts(_source(name))
-    return _sample(texts, sequences, seed, notes), 0, notes
-
-
-def _sample(texts: Sequence[Text], sequences: int | None, seed: int, notes: list[str]) -> list[Text]:
-    """Return so many texts in random order, and note how many are left out."""
-    sample = sampled(texts, sequences, seed)
-    if len(sample) < len(texts):
-        notes.append(f"calibration uses {len(sample)} of {len(texts)} texts, drawn at random")
-    return sample
-
-
-def _check_vocabulary(model: PreTrainedModel, batches: Sequence[Batch]) -> None:
     for name, target in (("input_ids", False), ("decoder_input_ids", True)):
         size = vocabulary_size(model, target)
         ids = [batch[name] for batch in batches if isinstance(batch.get(name), Tensor)]
@@ -198,6 +156,44 @@ def _check_vocabulary(model: PreTrainedModel, batches: Sequence[Batch]) -> None:
                 f"the calibration data holds token {largest}, but the model's vocabulary ends at {size - 1}; "
                 "the tokenizer is not this model's"
             )
+    return batches, [*notes, *_alike(given, tokenizer)], given
+
+
+def _texts(
+    calibration: Calibration,
+    rows: Iterator[Any] | None,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sequences: int | None,
+    length: int | None,
+    seed: int,
+) -> tuple[list[Text], int, list[str]]:
+    """Return the texts of rows, of a file, or that have a name; the number of random sequences beside them; notes."""
+    name, notes = str(calibration) if rows is None else "", []
+    if name in ("auto", "builtin"):
+        reason = why_not_builtin(model, tokenizer)
+        if reason is not None and name == "builtin":
+            raise CalibrationError(f"the built-in texts are English, and {reason}; pass texts, or 'synthetic'")
+        if reason is not None:
+            notes.append(f"calibration uses random tokens, not the built-in texts: {reason}; pass texts of your own")
+        name = "builtin" if reason is None else "synthetic"
+    beside = VARIED if length is None else EQUAL
+    if name == "synthetic":
+        return [], sequences or beside, notes
+    if name == "builtin":
+        texts = builtin_texts(pairs=pair_separator(model, tokenizer) is not None)
+        if sequences is not None:  # the same mixture, and more random tokens where there are too few texts
+            beside = max(sequences - len(texts), round(sequences * beside / (len(texts) + beside)))
+            texts = sampled(texts, sequences - beside, seed)
+        return texts, beside, notes
+    if rows is None:
+        texts, notes = read_texts(_source(name))
+    else:  # a stream may have no end
+        texts, notes = texts_of(rows, "calibration", None if hasattr(calibration, "__len__") else sequences)
+    sample = sampled(texts, sequences, seed)
+    if len(sample) < len(texts):
+        notes.append(f"calibration uses {len(sample)} of {len(texts)} texts, drawn at random")
+    return sample, 0, notes
 
 
 def is_none(calibration: Any) -> bool:
@@ -229,20 +225,15 @@ def text_file(calibration: Any) -> Path | None:
 def _source(calibration: Any) -> str:
     source = os.path.expanduser(str(calibration))
     if not source:
-        raise CalibrationError(f"calibration '' names no file; expected {_expected()}, or a file of texts")
+        raise CalibrationError(f"calibration '' names no file; expected {EXPECTED}, or a file of texts")
     return source
-
-
-def _expected() -> str:
-    return ", ".join(map(repr, NAMES))
 
 
 def _items(calibration: Any, sequences: int | None) -> tuple[list[Batch], Iterator[Any] | None]:
     """Return ready batches with up to `sequences` sequences and None, or no batches and the rows of texts."""
     if isinstance(calibration, bytes | Mapping) or not isinstance(calibration, Iterable):
         raise CalibrationError(
-            f"calibration is a {type(calibration).__name__}; expected {_expected()}, a file of texts, texts, or "
-            "batches"
+            f"calibration is a {type(calibration).__name__}; expected {EXPECTED}, a file of texts, texts, or batches"
         )
     items = iter(calibration)
     first = list(islice(items, 1))
@@ -286,26 +277,24 @@ def _batch(place: int, item: Any) -> Batch:
 
 
 def _notes_on_ready(model: PreTrainedModel, batches: Sequence[Batch], length: int | None) -> list[str]:
-    notes = _shifted_positions(model, batches)
-    ids = [batch["input_ids"] for batch in batches if "input_ids" in batch]
-    longest = max((tokens.shape[-1] for tokens in ids if tokens.dim()), default=0)
+    """Return warnings of sequences that are padded on the left without positions, or longer than `length`."""
+    notes = []
+    is_rotary = bool(getattr(model.config.get_text_config(), "rope_parameters", None))  # only distances count
+    count = longest = 0
+    for batch in batches:
+        mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+        if isinstance(mask, Tensor) and mask.dim() == 2 and batch.get("position_ids") is None:
+            count += int(((mask[:, 0] == 0) & (mask != 0).any(1)).sum())
+        if ids is not None and ids.dim():
+            longest = max(longest, ids.shape[-1])
+    if count and not is_rotary and "position_ids" in forward_arguments(model):
+        notes.append(
+            f"{count} calibration sequences are padded on the left without position_ids, so positions may count from "
+            "the padding; pad them on the right, or pass position_ids"
+        )
     if length is not None and longest > length:
         notes.append(f"calibration batches have up to {longest} tokens a sequence; length {length} cuts texts only")
     return notes
-
-
-def _shifted_positions(model: PreTrainedModel, batches: Sequence[Batch]) -> list[str]:
-    """Return a warning of sequences that are padded on the left, where positions then count from the padding."""
-    is_rotary = bool(getattr(model.config.get_text_config(), "rope_parameters", None))  # only distances count
-    if is_rotary or "position_ids" not in forward_arguments(model):
-        return []
-    count = 0
-    for batch in batches:
-        mask = batch.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.dim() == 2 and batch.get("position_ids") is None:
-            count += int(((mask[:, 0] == 0) & (mask != 0).any(1)).sum())
-    advice = "so positions may count from the padding; pad them on the right, or pass position_ids"
-    return [f"{count} calibration sequences are padded on the left without position_ids, {advice}"] if count else []
 
 
 def _alike(batches: Sequence[Batch], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
@@ -344,7 +333,12 @@ def _unpadded_tokens(batch: Batch) -> list[tuple[int, ...]]:
 
 
 def sequence_count(batch: Batch) -> int:
-    """Return the number of sequences, or images, of a batch."""
+    """Return the number of sequences, or images, of a batch.
+
+    Example:
+        >>> sequence_count(batch)
+        2
+    """
     return next((len(value) for value in _tensors(batch)), 0)
 
 
@@ -354,7 +348,12 @@ def is_divisible(batch: Batch) -> bool:
 
 
 def slice_batch(batch: Batch, part: slice | Tensor) -> Batch:
-    """Return some of the sequences of a batch that `is_divisible`, by a slice or a mask."""
+    """Return some of the sequences of a batch that `is_divisible`, by a slice or a mask.
+
+    Example:
+        >>> slice_batch(batch, slice(1))["input_ids"].shape
+        torch.Size([1, 6])
+    """
     return {
         name: value[part] if isinstance(value, Tensor) and value.dim() else value for name, value in batch.items()
     }
@@ -378,7 +377,12 @@ def in_parts(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def sample_sequences(batches: Sequence[Batch], count: int) -> list[Batch]:
-    """Return about `count` sequences, evenly spaced, in batches of up to 16 where batches can be divided."""
+    """Return about `count` sequences, evenly spaced, in batches of up to 16 where batches can be divided.
+
+    Example:
+        >>> len(sample_sequences([batch] * 10, 4))  # batches, of two sequences each
+        2
+    """
     parts = in_parts(batches)
     total = max(1, sum(map(sequence_count, parts)))
     return evenly_spaced(parts, max(1, len(parts) * count // total))

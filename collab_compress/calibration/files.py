@@ -26,6 +26,10 @@ def split_columns(source: str | Path) -> tuple[str, list[str]]:
     """Split `FILE:column` or `FILE:first,second` into the file and its columns.
 
     A source that exists under its full name, or has no colon, has no columns.
+
+    Example:
+        >>> split_columns("reviews.csv:text"), split_columns("mnli.tsv:premise,hypothesis")
+        (('reviews.csv', ['text']), ('mnli.tsv', ['premise', 'hypothesis']))
     """
     name, _, columns = str(source).rpartition(":")
     if not name or os.path.exists(source) or any(separator in columns for separator in "/\\"):
@@ -66,6 +70,10 @@ def texts_of(rows: Iterable[Any], source: str, most: int | None = None) -> tuple
 
     Raises:
         CalibrationError: a row is something else, or there is no text.
+
+    Example:
+        >>> texts_of(["one", "", ("a source", "a target")], "the list")
+        (['one', ('a source', 'a target')], ['1 of 3 texts are blank, or lack one text of a pair, and are left out'])
     """
     texts: list[Text] = []
     count = characters = 0
@@ -122,7 +130,7 @@ def _read_rows(source: str | Path) -> Iterator[Any]:
         return _select(_parse_table(path, lines, SEPARATORS[suffix]), name, columns)
     if columns:
         raise CalibrationError(f"{path} has no columns to choose from; expected a .csv, .tsv or .jsonl file")
-    return _split_lines(path, lines)
+    return _texts_by_line(path, lines)
 
 
 def _read_lines(path: Path) -> Iterator[str]:
@@ -144,7 +152,7 @@ def _read_lines(path: Path) -> Iterator[str]:
         raise CalibrationError(f"cannot read calibration texts from {name}: {reason}{advice}") from error
 
 
-def _split_lines(path: Path, lines: Iterable[str]) -> Iterator[Any]:
+def _texts_by_line(path: Path, lines: Iterable[str]) -> Iterator[Any]:
     for line in lines:
         parts = tuple(line.rstrip("\r\n").split("\t"))
         if len(parts) > 2:
@@ -152,7 +160,7 @@ def _split_lines(path: Path, lines: Iterable[str]) -> Iterator[Any]:
                 f"{path} has a line of {len(parts)} columns, {line.strip()[:40]!r}; expected one text a line, or "
                 f"two with a tab between them; name columns of a .csv, .tsv or .jsonl file as {path.name}:COLUMN"
             )
-        yield parts if len(parts) == 2 else line.rstrip("\r\n")
+        yield parts if len(parts) == 2 else parts[0]
 
 
 def _parse_table(path: Path, lines: Iterable[str], separator: str) -> Iterator[Mapping[str, Any]]:

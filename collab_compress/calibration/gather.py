@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import AttentionSite, DenseSite, Kind, ValueSite
-from collab_compress.devices import float64_device
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization import Moments
+from collab_compress.factorization.least_squares import ResidualMoments
 from collab_compress.transformers_parts import UNLABELLED
 
 Batch: TypeAlias = dict[str, Tensor]
@@ -54,6 +54,11 @@ def attention_masks(
 
     Raises:
         HeadError: a mask is not (B, T), so it does not say which tokens are padding.
+
+    Example:
+        >>> masks = attention_masks(model, (), (), batch)
+        >>> masks["encoder"].key.sum(1)
+        tensor([6, 4])
     """
     inputs = {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -69,7 +74,13 @@ def attention_masks(
     target = source
     if model.config.is_encoder_decoder:
         target, memory = mask("decoder_attention_mask"), source
-        target = _target_mask(model, inputs) if target is None else target
+        labels, ids = inputs.get("labels"), inputs.get("decoder_input_ids")
+        if target is None and ids is not None and model.config.pad_token_id is not None:
+            target = ids != model.config.pad_token_id
+            target[:, 0] = True
+        elif target is None and ids is None and isinstance(labels, Tensor) and labels.dim() == 2:
+            target = (labels != UNLABELLED).roll(1, dims=1)
+            target[:, 0] = True
     elif model.config.model_type == "musicgen_melody_decoder":  # reads encoder states before its own tokens
         target = _concatenated((inputs.get("encoder_hidden_states"), memory), (inputs.get("input_ids"), source))
     pixels = source if "flattened_patches" in inputs else None
@@ -97,18 +108,6 @@ def _source_mask(model: Any, inputs: Mapping[str, Any], mask: Tensor | None) -> 
         return None  # models of spectrograms of one length attend to all of them
     if "visual_embeds" in inputs:  # VisualBERT appends them to its tokens
         return _concatenated((ids, mask), (inputs["visual_embeds"], inputs.get("visual_attention_mask")))
-    return mask
-
-
-def _target_mask(model: Any, inputs: Mapping[str, Any]) -> Tensor | None:
-    labels, ids = inputs.get("labels"), inputs.get("decoder_input_ids")
-    if ids is not None and model.config.pad_token_id is not None:
-        mask: Tensor = ids != model.config.pad_token_id
-    elif ids is None and isinstance(labels, Tensor) and labels.dim() == 2:
-        mask = (labels != UNLABELLED).roll(1, dims=1)
-    else:
-        return None
-    mask[:, 0] = True
     return mask
 
 
@@ -171,7 +170,12 @@ def resize_mask(mask: Tensor | None, positions: int) -> Tensor | None:
 
 
 def unpadded(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the vectors of `values` (…, D) that are no padding, (n, D); all if the mask has other positions."""
+    """Return the vectors of `values` (…, D) that are no padding, (n, D); all if the mask has other positions.
+
+    Example:
+        >>> unpadded(torch.randn(2, 6, 24), batch["attention_mask"] != 0).shape
+        torch.Size([10, 24])
+    """
     vectors = values.reshape(-1, values.shape[-1])
     resized = None if mask is None else resize_mask(mask, len(vectors) // len(mask))
     if resized is None or resized.numel() != len(vectors):
@@ -180,7 +184,14 @@ def unpadded(values: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def as_batch(batch: Any) -> Batch:
-    """Return a batch as a dict, or raise a CalibrationError: iterating over a single batch yields its names."""
+    """Return a batch as a dict, or raise a CalibrationError: iterating over a single batch yields its names.
+
+    Example:
+        >>> as_batch("a text")
+        Traceback (most recent call last):
+            ...
+        collab_compress.errors.CalibrationError: a batch is 'a text'; expected keyword arguments of the model, ...
+    """
     if not isinstance(batch, Mapping):
         raise CalibrationError(
             f"a batch is {batch!r:.80}; expected keyword arguments of the model, as {{'input_ids': …}}; pass several "
@@ -194,6 +205,10 @@ def run_batch(model: PreTrainedModel, batch: Batch) -> Any:
 
     Raises:
         CalibrationError: the model does not take such batches.
+
+    Example:
+        >>> run_batch(model, batch).last_hidden_state.shape
+        torch.Size([2, 6, 24])
     """
     moved: dict[str, Any] = {
         name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in batch.items()
@@ -217,10 +232,11 @@ def _cause(model: PreTrainedModel, batch: Batch, reason: str) -> str:
     shapes = {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
     contents = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "no tensors"
     tokens = [shape for name, shape in shapes.items() if name.endswith(("input_ids", "attention_mask"))]
-    length, positions = max((shape[-1] for shape in tokens), default=0), _positions(model)
+    length = max((shape[-1] for shape in tokens), default=0)
+    positions = getattr(model.config, "max_position_embeddings", None)
     if len({shape[0] for shape in tokens}) > 1:
         return f"its tensors have different numbers of sequences: {contents}"
-    if positions is not None and length > positions:
+    if isinstance(positions, int) and length > positions:
         return f"its sequences have {length} tokens, and the model has {positions} positions; pass shorter ones"
     if "padding token" in reason:
         return "set model.config.pad_token_id to the token that the batches are padded with"
@@ -229,14 +245,17 @@ def _cause(model: PreTrainedModel, batch: Batch, reason: str) -> str:
     return f"the batch holds {contents}"
 
 
-def _positions(model: PreTrainedModel) -> int | None:
-    positions = getattr(model.config, "max_position_embeddings", None)
-    return positions if isinstance(positions, int) else None
-
-
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Run `model` without gradients and dropout, then restore its mode."""
+    """Run `model` without gradients and dropout, then restore its mode.
+
+    Example:
+        >>> with evaluation_mode(model.train()):
+        ...     model.training, torch.is_grad_enabled()
+        (False, False)
+        >>> model.training
+        True
+    """
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -262,6 +281,12 @@ def gather_moments(
 
     Raises:
         CalibrationError: a module saw no token, an input was not finite, or a mask is not (batch, tokens).
+
+    Example:
+        >>> from collab_compress.architectures import find_dense_attention
+        >>> query, key = gather_moments(model, find_dense_attention(model), [batch])[0]
+        >>> query.width, query.count  # without padding
+        (24, 10.0)
     """
     with evaluation_mode(model), InputMoments(sites) as gathered:
         for batch in batches:
@@ -278,104 +303,60 @@ class InputMoments:
 
     Args:
         sites: attention modules.
+
+    Example:
+        >>> from collab_compress.architectures import find_dense_values
+        >>> with InputMoments(find_dense_values(model)) as gathered:
+        ...     gathered.masks = batch_masks(model, batch)
+        ...     outputs = model(**batch)
+        >>> [moments.count for (moments,) in gathered.moments()]  # of each layer's outputs, without padding
+        [10.0, 10.0]
     """
 
     masks: Mapping[MaskKind, AttentionMasks] = {}
     """Masks of the batch that runs next."""
 
     def __init__(self, sites: Sequence[DenseSite | ValueSite]) -> None:
-        self._watchers = [_Watcher(site) for site in sites]
+        self._sites = sites
+        self._sums = [[ResidualMoments() for _ in site.inputs] for site in sites]
+        self._query_inputs: list[Tensor | None] = [None] * len(sites)  # of calls whose key projection is still to run
         self._hooks = ExitStack()
 
     def __enter__(self) -> Self:
-        for watcher in self._watchers:
-            for place, (projection, _) in enumerate(watcher.site.inputs):
-                self._hooks.enter_context(projection.register_forward_pre_hook(partial(self._add, watcher, place)))
+        for number, site in enumerate(self._sites):
+            for place, (projection, _) in enumerate(site.inputs):
+                self._hooks.enter_context(projection.register_forward_pre_hook(partial(self._add, number, place)))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
 
-    def _add(self, watcher: "_Watcher", place: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        watcher.add(place, args[0], masks_of(watcher.site, self.masks))
-
-    def moments(self) -> list[tuple[Moments, ...]]:
-        """Return the moments of each site, as `gather_moments`."""
-        return [watcher.moments() for watcher in self._watchers]
-
-
-class _Sums:
-    """Sums of vectors and of their products.
-
-    A vector near the mean is subtracted first, so that a large mean costs no digits. Products are computed in
-    float32, or in float64 if the model is, and added in float64.
-    """
-
-    def __init__(self, near: Tensor) -> None:
-        self.near = near
-        self.device = float64_device(near.device)
-        self.first = torch.zeros(len(near), dtype=torch.float64, device=self.device)
-        self.second = torch.zeros(len(near), len(near), dtype=torch.float64, device=self.device)
-        self.count = 0
-
-    def add(self, vectors: Tensor) -> None:
-        """Add vectors (N, D)."""
-        shifted = vectors.to(self.near.dtype) - self.near
-        self.first += shifted.to(self.device).sum(0, dtype=torch.float64)
-        self.second += (shifted.mT @ shifted).to(self.device)
-        self.count += len(shifted)
-
-    def moments(self) -> Moments:
-        """Return the moments in float64."""
-        near, mean = self.near.to(self.device).double(), self.first / self.count
-        cross = torch.outer(near, mean)
-        second = self.second.div_(self.count).add_(cross).add_(cross.mT).addr_(near, near)
-        return Moments(near + mean, second, float(self.count))
-
-
-class _Watcher:
-    """The inputs of one module's projections, added up."""
-
-    def __init__(self, site: DenseSite | ValueSite) -> None:
-        self.site = site
-        self._sums: list[_Sums | None] = [None] * len(site.inputs)
-        self._query_input: Tensor | None = None
-
-    def add(self, place: int, inputs: Tensor, masks: AttentionMasks) -> None:
+    def _add(self, number: int, place: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Add the inputs (B, T, D) of one call of a projection."""
-        query_input, self._query_input = self._query_input, inputs if place == 0 and len(self._sums) > 1 else None
-        if place and inputs is query_input:
+        site, x, query_input = self._sites[number], args[0], self._query_inputs[number]
+        self._query_inputs[number] = x if place == 0 and len(site.inputs) > 1 else None
+        if place and x is query_input:
             return
-        vectors = self._vectors(inputs, getattr(masks, self.site.inputs[place][1]))
-        sums = self._sums[place]
-        if sums is None and len(vectors):
-            wide = vectors if vectors.dtype == torch.float64 else vectors.float()
-            sums = self._sums[place] = _Sums(wide.mean(0))
-        if sums is not None:
-            sums.add(vectors)
-
-    def _vectors(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the tokens of x (B, T, D) that are no padding, (N, D)."""
-        mask = resize_mask(mask, x.shape[1])
-        if mask is None:
-            return x.reshape(-1, x.shape[-1])
-        if mask.shape != x.shape[:-1]:
+        mask = resize_mask(getattr(masks_of(site, self.masks), site.inputs[place][1]), x.shape[1])
+        if mask is not None and mask.shape != x.shape[:-1]:
             raise CalibrationError(
-                f"{self.site.name} reads inputs of shape {tuple(x.shape)}, and the mask of the batch has shape "
+                f"{site.name} reads inputs of shape {tuple(x.shape)}, and the mask of the batch has shape "
                 f"{tuple(mask.shape)}, so it does not say what is padding; pass batches without padding and mask"
             )
-        return x[mask.to(x.device)]
+        self._sums[number][place].add(x.reshape(-1, x.shape[-1]) if mask is None else x[mask.to(x.device)])
 
-    def moments(self) -> tuple[Moments, ...]:
-        """Return the moments; projections without sums share those of the first."""
-        first, *others = self._sums
-        if first is None:
-            raise CalibrationError(
-                f"{self.site.name} saw no token during calibration; are all positions padding, or do the batches "
-                "lack what it reads (encoder_hidden_states, for cross-attention)?"
-            )
-        try:
-            moments = first.moments()
-            return (moments, *(moments if sums is None else sums.moments() for sums in others))
-        except ValueError as error:
-            raise CalibrationError(f"{self.site.name}: its inputs are not finite on the calibration data") from error
+    def moments(self) -> list[tuple[Moments, ...]]:
+        """Return the moments of each site, as `gather_moments`; projections without sums share those of the first."""
+        moments = []
+        for site, (first, *others) in zip(self._sites, self._sums, strict=True):
+            if not first.count:
+                raise CalibrationError(
+                    f"{site.name} saw no token during calibration; are all positions padding, or do the batches "
+                    "lack what it reads (encoder_hidden_states, for cross-attention)?"
+                )
+            try:
+                inputs = first.input_moments()
+                moments.append((inputs, *(sums.input_moments() if sums.count else inputs for sums in others)))
+            except ValueError as error:
+                raise CalibrationError(f"{site.name}: its inputs are not finite on the calibration data") from error
+        return moments

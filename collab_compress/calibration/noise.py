@@ -38,7 +38,14 @@ def noise_batches(
         Batches of keyword arguments; none if it is unknown what the model reads.
     """
     length = length or POSITIONS
-    inputs = noise_for(model, sequences or IMAGES, length, seed)
+    generator = torch.Generator().manual_seed(seed)
+    parts = [getattr(model.config, name, None) for name in ("vision_config", "encoder", "backbone_config")]
+    configs: list[Any] = [config for config in (model.config, *parts) if config is not None]
+    inputs: dict[str, Tensor] = {}
+    if model.main_input_name == "pixel_values" or reads_images_too(model):
+        inputs = _draw_pixels(model, configs, sequences or IMAGES, generator)
+    elif model.main_input_name in ("input_values", "input_features", "inputs"):
+        inputs = _draw_sounds(model, configs, sequences or IMAGES, length, generator)
     count = min((len(part) for part in inputs.values()), default=0)
     if inputs and (reads_images_too(model) or model.config.is_encoder_decoder):
         if tokenizer is None:
@@ -63,28 +70,6 @@ def reads_images_too(model: PreTrainedModel) -> bool:
     return model.main_input_name == "input_ids" and all(
         hasattr(model.config, name) for name in ("text_config", "vision_config")
     )
-
-
-def noise_for(model: PreTrainedModel, count: int, length: int, seed: int) -> dict[str, Tensor]:
-    """Draw noise for what a model reads beside tokens, in the size that its config names.
-
-    Args:
-        model: reads what its `main_input_name` says, and images if it has a vision tower.
-        count: number N of images, clips or sounds.
-        length: positions of a sound that may have any length.
-        seed: of the noise.
-
-    Returns:
-        Keyword arguments for the model, each (N, …); empty if it reads only tokens.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    parts = [getattr(model.config, name, None) for name in ("vision_config", "encoder", "backbone_config")]
-    configs: list[Any] = [config for config in (model.config, *parts) if config is not None]
-    if model.main_input_name == "pixel_values" or reads_images_too(model):
-        return _draw_pixels(model, configs, count, generator)
-    if model.main_input_name in ("input_values", "input_features", "inputs"):
-        return _draw_sounds(model, configs, count, length, generator)
-    return {}
 
 
 def _noise(count: int, channels: int, sizes: Sequence[int], generator: torch.Generator) -> Tensor:

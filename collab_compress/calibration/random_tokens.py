@@ -51,7 +51,9 @@ def synthetic_batches(
         raise CalibrationError(f"no room for random tokens in sequences of {longest}; pass a larger length")
     count = sequences or (VARIED if length is None else EQUAL)
     check_size(count * longest, f"{count} random sequences of up to {longest} tokens")
-    lengths = _draw_lengths(count, max(shortest, len(prefix) + len(suffix) + 1), longest, generator)
+    shortest = max(shortest, len(prefix) + len(suffix) + 1)
+    uniform = torch.rand(count, generator=generator, dtype=torch.float64).sort().values
+    lengths = (shortest * ((longest + 1) / shortest) ** uniform).long().clamp(shortest, longest)  # ascending
     between = pair_separator(model, tokenizer) if length is None else None
 
     def draw(ids: list[int]) -> list[Tensor]:
@@ -100,12 +102,6 @@ def likelihoods(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Tenso
         return uniform
     zipf = torch.where(is_word, 1 / (is_word.cumsum(0) + RANK_SHIFT), 0.0).double()
     return (uniform + zipf / zipf.sum()) / 2
-
-
-def _draw_lengths(count: int, shortest: int, longest: int, generator: torch.Generator) -> Tensor:
-    """Draw ascending lengths (N,), uniform in their logarithm."""
-    uniform = torch.rand(count, generator=generator, dtype=torch.float64).sort().values
-    return (shortest * ((longest + 1) / shortest) ** uniform).long().clamp(shortest, longest)
 
 
 def _with_special(

@@ -138,22 +138,21 @@ def usable_length(length: int | None, model: PreTrainedModel, tokenizer: PreTrai
     limit: Any = tokenizer.model_max_length
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 1:
         raise CalibrationError(f"model_max_length of the tokenizer is {limit!r}; expected a number of tokens")
-    shortest = min(inf if length is None else length, limit, _position_limit(model))
+    config = model.config.get_text_config()
+    limits = [getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    tables = [getattr(module, "position_embeddings", None) for module in model.modules()]
+    offset = [  # of models whose positions begin after padding's
+        table.num_embeddings - table.padding_idx - 1
+        for table in tables
+        if isinstance(table, nn.Embedding) and table.padding_idx is not None
+    ]
+    positions = next(filter(None, (*offset, *limits)), inf)
+    shortest = min(inf if length is None else length, limit, positions)
     if shortest <= tokenizer.num_special_tokens_to_add():
         raise CalibrationError(
             f"length {shortest} leaves no room for texts beside the special tokens of each; pass a larger one"
         )
     return int(shortest) if shortest < UNLIMITED else None
-
-
-def _position_limit(model: PreTrainedModel) -> float:
-    tables = (getattr(module, "position_embeddings", None) for module in model.modules())
-    for table in tables:
-        if isinstance(table, nn.Embedding) and table.padding_idx is not None:  # positions begin after padding's
-            return table.num_embeddings - table.padding_idx - 1
-    config = model.config.get_text_config()
-    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
-    return next(filter(None, limits), inf)
 
 
 def vocabulary_size(model: PreTrainedModel, target: bool = False) -> int | None:
@@ -198,7 +197,8 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], targe
 
 def pair_separator(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
     """Return the special tokens between two texts; None if model or tokenizer does not tell pairs apart."""
-    if model.config.is_encoder_decoder or _is_causal(model):
+    is_causal = any(getattr(module, "is_causal", False) for module in model.modules())
+    if model.config.is_encoder_decoder or is_causal or getattr(model.config, "is_decoder", False):
         return None
     ids = ordinary_tokens(model, tokenizer)
     prefix, suffix = special_tokens(tokenizer, ids)
@@ -209,12 +209,6 @@ def pair_separator(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
         if plain and [*prefix, *plain, *between, *plain, *suffix] == pair:
             return between or None
     return None
-
-
-def _is_causal(model: PreTrainedModel) -> bool:
-    return any(getattr(module, "is_causal", False) for module in model.modules()) or bool(
-        getattr(model.config, "is_decoder", False)
-    )
 
 
 def start_token(config: Any, suffix: Sequence[int]) -> int:

@@ -97,7 +97,16 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield an empty directory that becomes `path`, as `atomic_file` does with a file."""
+    """Yield an empty directory that becomes `path`, as `atomic_file` does with a file.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     with atomic_directory(Path(folder) / "model") as partial:
+        ...         model.save_pretrained(partial)
+        ...     sorted(path.name for path in (Path(folder) / "model").iterdir())
+        ['config.json', 'model.safetensors']
+    """
     with atomic_file(path) as partial:
         partial.mkdir()
         yield partial
@@ -136,12 +145,24 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def to_json(value: Any) -> str:
-    """Return a value as JSON for a file; values that JSON cannot hold become strings."""
+    """Return a value as JSON for a file; values that JSON cannot hold become strings.
+
+    Example:
+        >>> print(to_json({"path": Path("model")}))
+        {
+          "path": "model"
+        }
+    """
     return json.dumps(value, indent=2, default=str) + "\n"
 
 
 def mapped(leaf: Callable[[Any], Any], value: Any) -> Any:
-    """Apply `leaf` to every value in nested mappings and lists; tuples become lists."""
+    """Apply `leaf` to every value in nested mappings and lists; tuples become lists.
+
+    Example:
+        >>> mapped(str, {"widths": (1, 2)})
+        {'widths': ['1', '2']}
+    """
     if isinstance(value, Mapping):
         return {name: mapped(leaf, inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -150,7 +171,17 @@ def mapped(leaf: Callable[[Any], Any], value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as JSON, by `write_atomically`."""
+    """Write a value as JSON, by `write_atomically`.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     write_json(Path(folder) / "new" / "report.json", {"dk": 8})
+        ...     print((Path(folder) / "new" / "report.json").read_text())
+        {
+          "dk": 8
+        }
+    """
     write_atomically(path, to_json(value))
 
 
@@ -159,6 +190,12 @@ def refuse_existing(path: Path) -> None:
 
     Raises:
         CheckpointError: `path` exists, or cannot exist.
+
+    Example:
+        >>> refuse_existing(Path("."))
+        Traceback (most recent call last):
+            ...
+        collab_compress.errors.CheckpointError: . exists; choose another output or remove it
     """
     with _write_errors(path):
         if os.path.lexists(path) or os.path.lexists(_final(path)):  # `new/..` exists, though `new` does not
@@ -268,8 +305,13 @@ def copy_companions(directory: Path, target: Path) -> None:
     for name in companions_of(directory):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(directory / name, target / name)
-        if name.suffix == ".json":
-            _drop_auto_map(target / name)
+        stored = (target / name).read_bytes()
+        if name.suffix == ".json" and b'"auto_map"' in stored:  # other files keep their bytes
+            with suppress(ValueError, RecursionError):  # no JSON
+                settings = json.loads(stored)
+                if isinstance(settings, dict):
+                    settings.pop("auto_map", None)
+                    (target / name).write_text(to_json(settings), encoding="utf-8")
 
 
 def sentence_transformers_folders(directory: Path) -> list[str]:
@@ -293,15 +335,6 @@ def sentence_transformers_folders(directory: Path) -> list[str]:
         if not place.is_relative_to(root) or (folder and place == root):
             raise CheckpointError(f"{listing} names {folder!r}, which is no folder inside the model")
     return [folder for folder in dict.fromkeys(folders) if folder and (directory / folder).is_dir()]
-
-
-def _drop_auto_map(path: Path) -> None:
-    """Remove `auto_map` from a JSON file in place; other files keep their bytes."""
-    stored = path.read_bytes()
-    with suppress(ValueError, RecursionError):  # no JSON
-        if b'"auto_map"' in stored and isinstance(settings := json.loads(stored), dict):
-            settings.pop("auto_map", None)
-            path.write_text(to_json(settings), encoding="utf-8")
 
 
 def push_to_hub(directory: str | Path, name: str) -> str:

@@ -72,6 +72,10 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     Raises:
         CheckpointError: the checkpoint was written by another version, or holds an unknown or invalid edit.
+
+    Example:
+        >>> EditConfig().to_dict()
+        {'quant_method': 'collab_compress', 'version': 2, 'edits': []}
     """
 
     def __init__(self, edits: list[Any] | None = None, version: int = VERSION, **_: Any) -> None:
@@ -84,7 +88,17 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise CheckpointError(f"the checkpoint has edits {edits!r:.80}; expected a list")
         self.quant_method = METHOD
         self.version = version
-        self.edits = [edit if hasattr(edit, "apply_") else _decode(edit) for edit in edits or []]
+        self.edits: list[ModelEdit] = []
+        for edit in edits or []:
+            if not hasattr(edit, "apply_"):
+                kind = edit.get("kind") if isinstance(edit, Mapping) else None
+                if not isinstance(kind, str) or kind not in EDITS:
+                    raise CheckpointError(
+                        f"the checkpoint holds an edit of kind {kind!r}; this package knows "
+                        f"{', '.join(sorted(EDITS))}; upgrade collab-compress"
+                    )
+                edit = EDITS[kind].from_dict(edit)
+            self.edits.append(edit)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the edits in JSON types."""
@@ -96,16 +110,6 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return self.to_dict().get(name, default)
 
 
-def _decode(data: Any) -> ModelEdit:
-    kind = data.get("kind") if isinstance(data, Mapping) else None
-    if not isinstance(kind, str) or kind not in EDITS:
-        raise CheckpointError(
-            f"the checkpoint holds an edit of kind {kind!r}; this package knows {', '.join(sorted(EDITS))}; "
-            "upgrade collab-compress"
-        )
-    return EDITS[kind].from_dict(data)
-
-
 # Edits on live models.
 
 
@@ -114,6 +118,10 @@ def path_in_base(model: PreTrainedModel, module: nn.Module) -> str:
 
     Raises:
         UnsupportedModelError: it lies outside.
+
+    Example:
+        >>> path_in_base(model, model.encoder.layer[0].attention.self)
+        'encoder.layer.0.attention.self'
     """
     for name, candidate in model.base_model.named_modules():
         if candidate is module:
@@ -127,7 +135,12 @@ def path_in_base(model: PreTrainedModel, module: nn.Module) -> str:
 
 
 def models_in(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """List `model` and the models inside it, outer ones first."""
+    """List `model` and the models inside it, outer ones first.
+
+    Example:
+        >>> [type(inner).__name__ for inner in models_in(model)]
+        ['BertModel']
+    """
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
@@ -143,26 +156,34 @@ def edits_of(model: PreTrainedModel) -> list[ModelEdit]:
     Raises:
         CheckpointError: the model was rebuilt by the modelling code that its checkpoint ships.
         UnsupportedModelError: an edited model inside lies outside the base model.
+
+    Example:
+        >>> from collab_compress import prune_heads_
+        >>> edits_of(model)
+        []
+        >>> prune_heads_(model, {"encoder.layer.0.attention.self": [1]})
+        >>> [edit.kind for edit in edits_of(model)]
+        ['pruned']
     """
     config = getattr(model.config, "quantization_config", None)
     if getattr(config, "quant_method", None) == METHOD and not isinstance(config, EditConfig):
         raise CheckpointError(
             f"{type(model).__name__} was loaded before collab_compress was imported; import it first, then load"
         )
-    return _merged(_edits_inside(model, inner) for inner in models_in(model) if MARK in vars(inner))
-
-
-def _edits_inside(model: PreTrainedModel, inner: PreTrainedModel) -> list[ModelEdit]:
-    """Return the edits of `inner`, by paths in the base of `model`, without layers that were removed."""
-    path = path_in_base(model, inner.base_model)
-    prefix = f"{path}." if path else ""
-    known = {name for name, _ in inner.base_model.named_modules()}
     edits = []
-    for edit in vars(inner)[MARK]:
-        modules = {prefix + name: spec for name, spec in edit.modules.items() if name in known}
-        if modules:
-            edits.append(with_modules(edit, modules))
-    return edits
+    for inner in models_in(model):
+        if MARK in vars(inner):
+            path = path_in_base(model, inner.base_model)
+            prefix = f"{path}." if path else ""
+            known = {name for name, _ in inner.base_model.named_modules()}  # without layers that were removed
+            edits.append(
+                [
+                    with_modules(edit, {prefix + name: edit.modules[name] for name in edit.modules if name in known})
+                    for edit in vars(inner)[MARK]
+                    if not known.isdisjoint(edit.modules)
+                ]
+            )
+    return _merged(edits)
 
 
 def _merged(lists: Iterable[Sequence[ModelEdit]]) -> list[ModelEdit]:
@@ -229,6 +250,15 @@ def all_or_nothing(model: PreTrainedModel) -> Iterator[None]:
     """Restore the modules of `model` and their configs, in place, if the block fails or is interrupted.
 
     Parameters that were replaced are restored. Values that were written into tensors are not.
+
+    Example:
+        >>> try:
+        ...     with all_or_nothing(model):
+        ...         model.pooler = None
+        ...         raise ValueError
+        ... except ValueError:
+        ...     print(type(model.pooler).__name__)
+        BertPooler
     """
     classes = [(module, type(module)) for module in model.modules()]
     attributes = _config_holders(model)
@@ -277,6 +307,10 @@ def is_quantized(model: PreTrainedModel) -> bool:
 
     Raises:
         CheckpointError: as `edits_of`.
+
+    Example:
+        >>> is_quantized(model)
+        False
     """
     edits_of(model)
     return getattr(model.config, "quantization_config", None) is not None and not describes_edits(model.config)

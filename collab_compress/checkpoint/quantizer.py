@@ -172,10 +172,19 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **options: Any
     ) -> PreTrainedModel:
-        self.model, self.stored = model, _stored_names(checkpoint_files or ())
-        located = [_located(edit, model) for edit in self.edits]
-        self.absent = [name for _, names in located for name in names]
-        self.edits = [edit for edit, _ in located if edit.modules]
+        self.model, self.stored, self.absent = model, list[str](), list[str]()
+        for file in checkpoint_files or ():
+            if str(file).endswith(".safetensors"):
+                with safe_open(file, framework="pt") as opened:
+                    self.stored += opened.keys()
+        known = [name for name, _ in model.base_model.named_modules()]
+        stored_edits, self.edits = self.edits, []
+        for edit in stored_edits:
+            paths = {name: _path_in(known, name, model.base_model_prefix) for name in edit.modules}
+            self.absent += [name for name, path in paths.items() if path is None]  # a decoder lacks the encoder's
+            modules = {path: edit.modules[name] for name, path in paths.items() if path is not None}
+            if modules:
+                self.edits.append(with_modules(edit, modules))
         for edit in self.edits:
             _check_heads(edit, model)
             edit.apply_(model)
@@ -226,7 +235,10 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         if self.quantizes:
             model.config.quantization_config = self.quantization_config
         else:
-            _remove_marks_of_quantization_(model)
+            for name in ("hf_quantizer", "quantization_method", "is_quantized"):  # the weights are ordinary floats
+                vars(model).pop(name, None)
+            for config, _ in configs_of(model):
+                vars(config).pop("_is_quantized", None)
         for edit in self.edits:
             edit.finish_(model)
         return model
@@ -271,42 +283,6 @@ def take_another_quantization_config() -> None:
         return config
 
     AutoHfQuantizer.merge_quantization_configs = staticmethod(merge_quantization_configs)
-
-
-def _remove_marks_of_quantization_(model: PreTrainedModel) -> None:
-    """Remove, in place, what Transformers notes on quantized models: the weights are ordinary floats."""
-    for name in ("hf_quantizer", "quantization_method", "is_quantized"):
-        vars(model).pop(name, None)
-    for config, _ in configs_of(model):
-        vars(config).pop("_is_quantized", None)
-
-
-def _stored_names(files: Sequence[str]) -> list[str]:
-    """Return the sorted names of the tensors in safetensors files."""
-    names: list[str] = []
-    for file in files:
-        if str(file).endswith(".safetensors"):
-            with safe_open(file, framework="pt") as opened:
-                names += opened.keys()
-    return sorted(names)
-
-
-def _located(edit: ModelEdit, model: PreTrainedModel) -> tuple[ModelEdit, list[str]]:
-    """Return a stored edit by the paths of `model`, whose class may differ from that of the saved model.
-
-    Returns:
-        The edit of the modules that `model` has, and the paths of those that it lacks, as a decoder lacks those of
-        the encoder.
-    """
-    known = [name for name, _ in model.base_model.named_modules()]
-    modules, absent = {}, []
-    for name, spec in edit.modules.items():
-        path = _path_in(known, name, model.base_model_prefix)
-        if path is None:
-            absent.append(name)
-        else:
-            modules[path] = spec
-    return with_modules(edit, modules), absent
 
 
 def _check_heads(edit: ModelEdit, model: PreTrainedModel) -> None:

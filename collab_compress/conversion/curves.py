@@ -132,12 +132,7 @@ def _score_losses(site: DenseSite, moments: tuple[Moments, ...], head_weights: T
     place = float64_device(site.query.weight.device)
     query, key = (heads.to(place, torch.float64) for heads in (site.query_heads(), site.key_heads()))
     key = key.repeat_interleave(group, 0)
-    weighting = Weighting.of(
-        *(side.to(query.device, torch.float64) for side in moments),
-        damping=DAMPING,
-        centre_query=site.query.bias is not None,
-        centre_key=True,
-    )
+    weighting = Weighting.of(*moments, damping=DAMPING, centre_query=site.query.bias is not None, device=query.device)
     weighted = weighting.apply(HeadTensor(query, key))
     if head_weights is not None:
         weighted = HeadTensor(weighted.query * head_weights.to(query)[:, None, None], weighted.key)

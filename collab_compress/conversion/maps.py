@@ -110,7 +110,6 @@ def _share(site: DenseSite, compression: Compression, moments: SiteMoments, head
     """Factor the scores of one module."""
     assert compression.dk is not None
     query_moments, key_moments = moments or (None, None)
-    solver = compression.solver
     form = Task(site, compression).form()
     assert isinstance(form, SharedScores)
     result = factorize(
@@ -120,13 +119,9 @@ def _share(site: DenseSite, compression: Compression, moments: SiteMoments, head
         query_bias=site.query_bias(),
         query_moments=query_moments,
         key_moments=key_moments,
-        solver=solver.method,
-        seed=solver.seed,
-        sweeps=solver.sweeps,
-        damping=solver.damping,
-        device=solver.device,
-        reads=form.reads if form.reads < form.rank else None,
         head_weights=head_weights,
+        reads=form.reads if form.reads < form.rank else None,
+        solver=compression.solver,
     )
     parts = form.build(site.module, site.parent)
     factors = result.factors.to(dtype=parts.mixing.dtype)  # before they move: not every device has float64
@@ -147,10 +142,9 @@ def _share_rotary(
         pairing.rank // 2,
         query_moments=query_moments,
         key_moments=key_moments,
-        damping=compression.solver.damping,
-        rotated=site.rotated // 2,
-        device=compression.solver.device,
         head_weights=head_weights,
+        rotated=site.rotated // 2,
+        solver=compression.solver,
     )
     factors = result.factors
     order = arranged(factors.frequencies, site.head_width // 2)

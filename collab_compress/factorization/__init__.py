@@ -1,13 +1,12 @@
 """Decompose the heads of an attention layer: their scores into shared factors, their values into fewer channels."""
 
-from collab_compress.factorization.decompose import SOLVERS, factorize
-from collab_compress.factorization.factors import Factorization, Factors, HeadTensor, Solution, SolverOptions
+from collab_compress.factorization.decompose import factorize
+from collab_compress.factorization.factors import Factorization, Factors, HeadTensor, Solution
 from collab_compress.factorization.moments import Moments
 from collab_compress.factorization.narrowing import Narrowing, narrow_values
 from collab_compress.factorization.rotary import RotaryFactorization, RotaryFactors, factorize_rotary
 
 __all__ = [
-    "SOLVERS",
     "Factorization",
     "Factors",
     "HeadTensor",
@@ -16,7 +15,6 @@ __all__ = [
     "RotaryFactorization",
     "RotaryFactors",
     "Solution",
-    "SolverOptions",
     "factorize",
     "factorize_rotary",
     "narrow_values",

@@ -1,18 +1,12 @@
 """The heads' query-key products as a tensor that is never formed, and the shared factors that approximate it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from collab_compress.devices import work_device
-
-Progress = Callable[[int, float], None]
 
 
 def checked_weights(name: str, values: Tensor, device: torch.device | str | None) -> Tensor:
@@ -48,6 +42,11 @@ class Factors:
 
     Raises:
         ValueError: the shapes do not fit together.
+
+    Example:
+        >>> factors = Factors(query=torch.randn(16, 6), mixing=torch.randn(4, 6), key=torch.randn(16, 6))
+        >>> factors.rank, factors.normalised().mixing.norm(dim=0).round(decimals=3)
+        (6, tensor([1., 1., 1., 1., 1., 1.]))
     """
 
     query: Tensor
@@ -80,27 +79,19 @@ class Factors:
         query, mixing, key = (factor.mT @ factor for factor in (self.query, self.mixing, self.key))
         return (query * mixing * key).sum()
 
-    def normalised(self) -> Factors:
+    def normalised(self) -> "Factors":
         """Return the same products with mixing columns of length 1 and query and key columns of equal length."""
-        return Factors(*balanced(self.query, self.mixing, self.key), self.content_bias)
+        lengths = torch.stack([factor.norm(dim=0) for factor in (self.query, self.mixing, self.key)])
+        query, mixing, key = lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
+        common = lengths.prod(0).sqrt()
+        return Factors(
+            self.query * (common / query), self.mixing / mixing, self.key * (common / key), self.content_bias
+        )
 
-    def to(self, *args: Any, **kwargs: Any) -> Factors:
-        """Return the factors on another device or in another dtype; arguments as for `Tensor.to`."""
-        query, mixing, key = (factor.to(*args, **kwargs) for factor in (self.query, self.mixing, self.key))
-        bias = self.content_bias
-        return Factors(query, mixing, key, None if bias is None else bias.to(*args, **kwargs))
-
-
-def balanced(query: Tensor, mixing: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return factors of the same products: mixing columns of length 1, query and key columns of equal length."""
-    query_length, mixing_length, key_length = (factor.norm(dim=0) for factor in (query, mixing, key))
-    common = (query_length * mixing_length * key_length).sqrt()
-    tiny = torch.finfo(common.dtype).tiny
-    return (
-        query * (common / query_length.clamp_min(tiny)),
-        mixing / mixing_length.clamp_min(tiny),
-        key * (common / key_length.clamp_min(tiny)),
-    )
+    def to(self, dtype: torch.dtype) -> "Factors":
+        """Return the factors in another dtype."""
+        bias = None if self.content_bias is None else self.content_bias.to(dtype)
+        return Factors(self.query.to(dtype), self.mixing.to(dtype), self.key.to(dtype), bias)
 
 
 @dataclass(frozen=True)
@@ -119,6 +110,13 @@ class HeadTensor:
 
     Raises:
         ValueError: the two differ in heads or in per-head width, or are not 3-dimensional.
+
+    Example:
+        >>> heads = HeadTensor(torch.randn(4, 16, 2), torch.randn(4, 16, 2))
+        >>> heads.heads, heads.head_width, heads.full_rank
+        (4, 2, 8)
+        >>> torch.allclose(heads.squared_norm(), heads.dense().square().sum(), rtol=1e-4)
+        True
     """
 
     query: Tensor
@@ -161,34 +159,19 @@ class HeadTensor:
         r"""Return $\|T\|_F^2 = \sum_i \langle Q_i^\top Q_i, K_i^\top K_i\rangle$, a scalar."""
         return ((self.query.mT @ self.query) * (self.key.mT @ self.key)).sum()
 
-    def inner(self, factors: Factors) -> Tensor:
-        r"""Return $\langle T, \hat T\rangle$, a scalar."""
-        projected = (self.flat_query.mT @ factors.query) * (self.flat_key.mT @ factors.key)  # (H·d, R)
-        return (projected.view(self.heads, self.head_width, projected.shape[1]).sum(1) * factors.mixing).sum()
-
     def relative_error(self, factors: Factors) -> float:
         r"""Return $\|T - \hat T\|_F / \|T\|_F$ without forming either; 0 for a zero tensor and zero factors.
 
         The squares cancel: in float64 errors below about 1e-7 are rounding.
         """
-        norm = self.squared_norm().item()
-        residual = norm - 2 * self.inner(factors).item() + factors.squared_norm().item()
-        return relative(residual, norm)
-
-    def residual_transpose_times(self, factors: Factors, vector: Tensor) -> Tensor:
-        r"""Return $(T_i - \hat T_i)^\top x$ of every head, (H, Dk), for one vector x, (Dq,)."""
-        exact = torch.einsum("hkd,hd->hk", self.key, torch.einsum("hqd,q->hd", self.query, vector))
-        approximate = (factors.mixing * (vector @ factors.query)) @ factors.key.mT
-        return exact - approximate
+        projected = (self.flat_query.mT @ factors.query) * (self.flat_key.mT @ factors.key)  # (H·d, R)
+        inner = (projected.unflatten(0, (self.heads, self.head_width)).sum(1) * factors.mixing).sum()
+        norm = self.squared_norm()
+        return relative((norm - 2 * inner + factors.squared_norm()).item(), norm.item())
 
     def dense(self) -> Tensor:
         """Form the whole tensor, (H, Dq, Dk): for tests and for solvers that need it."""
         return self.query @ self.key.mT
-
-
-def by_head(flat: Tensor, heads: int) -> Tensor:
-    """Split a projection into heads, (D, H·d) to (H, D, d)."""
-    return flat.view(len(flat), heads, -1).transpose(0, 1).contiguous()
 
 
 def relative(residual: float, norm: float) -> float:
@@ -200,35 +183,21 @@ def relative(residual: float, norm: float) -> float:
 
 
 @dataclass(frozen=True)
-class SolverOptions:
-    """Options of a solver.
-
-    Args:
-        sweeps: most passes over the three factors; None for the solver's default.
-        tolerance: stop once a sweep lowers the error by less than this share of it, on average (parafac: the relative
-            error by less than this); None for the solver's default.
-        seed: seed of random starts; solvers that start deterministically ignore it.
-        progress: called after every sweep with the sweep's number and the relative error so far.
-        reads: number k of components that each head reads; None for all R.
-    """
-
-    sweeps: int | None = None
-    tolerance: float | None = None
-    seed: int = 0
-    progress: Progress | None = None
-    reads: int | None = None
-
-
-@dataclass(frozen=True)
 class Solution:
     """Factors of a tensor of heads, as a solver returns them.
 
     Args:
         factors: the best factors met.
         sweeps: passes over the three factors that were made; 0 where the answer is in closed form.
-        converged: whether the tolerance, rather than the number of sweeps, ended the run.
+        converged: whether the run ended because it made no more progress, before its number of sweeps.
         breakdowns: number of sweeps that met a system that could not be solved. Each is tried again on a
             slightly different system; a run that cannot go on ends with the best factors so far, not converged.
+
+    Example:
+        >>> from collab_compress.factorization.als import als
+        >>> query, key = torch.randn(2, 4, 16, 2).double()
+        >>> als(HeadTensor(query, key), rank=6, sweeps=5).sweeps
+        5
     """
 
     factors: Factors
@@ -244,6 +213,13 @@ class Factorization(Solution):
     Args:
         weight_error: relative error $\|T - \hat T\|_F / \|T\|_F$ of the weights, unweighted.
         data_error: relative error under the weighting, or None without moments.
+
+    Example:
+        >>> from collab_compress.factorization import factorize
+        >>> query, key = torch.randn(2, 4, 16, 2)
+        >>> result = factorize(query, key, rank=8)  # all channels
+        >>> result.weight_error, result.data_error is None
+        (0.0, True)
     """
 
     weight_error: float

@@ -7,11 +7,10 @@ $P_Q = F_Q^\top \tilde W_Q = (F_Q^\top F_Q) Z_Q$: one product with the tensor fo
 Along a line the squared error is a polynomial of degree six, whose lowest point is computed exactly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
+from typing import Self
 
 import numpy as np
 import torch
@@ -32,42 +31,32 @@ class Channels:
     r"""The channels of all heads side by side, as the solver uses them.
 
     Args:
-        query: $F_Q$, (Dq, n) with n = H·r.
-        key: $F_K$, (Dk, n).
-        heads: H.
+        heads: with $F_Q$, (Dq, n), and $F_K$, (Dk, n), of n = H·r channels.
     """
 
-    def __init__(self, query: Tensor, key: Tensor, heads: int) -> None:
-        self.query, self.key, self.heads, self.dtype = query, key, heads, query.dtype
+    def __init__(self, heads: HeadTensor) -> None:
+        self.heads = heads
+        self.query, self.key, self.dtype = heads.flat_query, heads.flat_key, heads.query.dtype
         self.grams: tuple[Tensor, Tensor] | None = None
         # With many heads and narrow inputs the Gram matrices would be larger than the channels.
-        if query.shape[1] <= 2 * min(len(query), len(key)):
-            self.grams = query.mT @ query, key.mT @ key
+        if self.query.shape[1] <= 2 * min(len(self.query), len(self.key)):
+            self.grams = self.query.mT @ self.query, self.key.mT @ self.key
 
-    @classmethod
-    def of(cls, tensor: HeadTensor) -> Channels:
-        """Return the channels of heads, as they are."""
-        return cls(tensor.flat_query, tensor.flat_key, tensor.heads)
-
-    def to(self, dtype: torch.dtype) -> Channels:
+    def to(self, dtype: torch.dtype) -> "Channels":
         """Return the channels in another dtype."""
-        return Channels(self.query.to(dtype), self.key.to(dtype), self.heads)
+        return Channels(HeadTensor(self.heads.query.to(dtype), self.heads.key.to(dtype)))
 
-    def project_query(self, coefficients: Tensor, out: Tensor | None = None) -> Tensor:
+    def project_query(self, coefficients: Tensor) -> Tensor:
         r"""Return $F_Q^\top F_Q Z$, (n, R), from Z (n, R)."""
-        if self.grams is None:
-            return torch.matmul(self.query.mT, self.query @ coefficients, out=out)
-        return torch.matmul(self.grams[0], coefficients, out=out)
+        return self.query.mT @ (self.query @ coefficients) if self.grams is None else self.grams[0] @ coefficients
 
-    def project_key(self, coefficients: Tensor, out: Tensor | None = None) -> Tensor:
+    def project_key(self, coefficients: Tensor) -> Tensor:
         r"""Return $F_K^\top F_K Z$, (n, R), from Z (n, R)."""
-        if self.grams is None:
-            return torch.matmul(self.key.mT, self.key @ coefficients, out=out)
-        return torch.matmul(self.grams[1], coefficients, out=out)
+        return self.key.mT @ (self.key @ coefficients) if self.grams is None else self.grams[1] @ coefficients
 
     def by_head(self, projected: Tensor) -> Tensor:
         """View channels (n, R) as (H, r, R)."""
-        return projected.view(self.heads, len(projected) // self.heads, projected.shape[1])
+        return projected.view(self.heads.heads, self.heads.query.shape[2], projected.shape[1])
 
     def mttkrp(self, mixing: Tensor, projected: Tensor) -> Tensor:
         r"""Return the matricised tensor times Khatri-Rao product for one side, as coefficients (n, R).
@@ -83,66 +72,70 @@ class Channels:
         return self.by_head(projected_query * projected_key).sum(1)
 
 
+@dataclass(frozen=True)
 class Direction:
-    """Three factors, or a step in them, with both projections onto the heads, in one tensor.
+    """Three factors, or a step in them, with both projections onto the heads.
 
     Everything is linear in the factors, so sums of directions need no product with the tensor.
 
     Args:
-        values: Z of queries, Z of keys, M, projected queries, projected keys, M: (4n + 2H, R). The first half times
-            the second is the factors' inner product.
-        heads: H.
+        query: Z of queries, (n, R).
+        mixing: M, (H, R).
+        key: Z of keys, (n, R).
+        projected_query: P of queries, (n, R).
+        projected_key: P of keys, (n, R).
     """
 
-    def __init__(self, values: Tensor, heads: int) -> None:
-        self.values, self.heads = values, heads
-        channels = len(values) // 4 - heads // 2
-        self.parts = values.split((channels, channels, heads) * 2)
-        self.query, self.key, self.mixing, self.projected_query, self.projected_key, _ = self.parts
+    query: Tensor
+    mixing: Tensor
+    key: Tensor
+    projected_query: Tensor
+    projected_key: Tensor
 
     @classmethod
-    def of(cls, channels: Channels, query: Tensor, mixing: Tensor, key: Tensor) -> Direction:
+    def of(cls, channels: Channels, query: Tensor, mixing: Tensor, key: Tensor) -> "Direction":
         """Compute the projections of coefficients (n, R), (H, R), (n, R)."""
-        projected = channels.project_query(query), channels.project_key(key)
-        return cls(torch.cat([query, key, mixing, *projected, mixing]), channels.heads)
+        return Direction(query, mixing, key, channels.project_query(query), channels.project_key(key))
 
-    def seen_by(self, channels: Channels) -> Direction:
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The factors and the projections."""
+        return self.query, self.mixing, self.key, self.projected_query, self.projected_key
+
+    @property
+    def rank(self) -> int:
+        """Number of components R."""
+        return self.mixing.shape[1]
+
+    def seen_by(self, channels: Channels) -> "Direction":
         """Return the same factors with projections by these channels, in their dtype."""
-        query, mixing, key = (part.to(channels.dtype) for part in (self.query, self.mixing, self.key))
-        return Direction.of(channels, query, mixing, key)
+        return Direction.of(channels, *(part.to(channels.dtype) for part in self.parts[:3]))
 
-    def plus(self, other: Direction, scale: float | Tensor, out: Tensor | None = None) -> Direction:
+    def plus(self, other: "Direction", scale: float | Tensor) -> "Direction":
         """Return this plus a multiple of another direction."""
-        if isinstance(scale, Tensor):
-            values = torch.addcmul(self.values, other.values, scale, out=out)
-        else:
-            values = torch.add(self.values, other.values, alpha=scale, out=out)
-        return Direction(values, self.heads)
+        return Direction(*(part + scale * added for part, added in zip(self.parts, other.parts, strict=True)))
 
-    def dot(self, other: Direction) -> Tensor:
+    def dot(self, other: "Direction") -> Tensor:
         """Return the sum of the three factors' inner products, a scalar."""
-        factors, projections = self.values.chunk(2)[0], other.values.chunk(2)[1]
-        return torch.dot(factors.flatten(), projections.flatten())
+        query = (self.query * other.projected_query).sum()
+        return query + (self.mixing * other.mixing).sum() + (self.key * other.projected_key).sum()
 
 
+@dataclass(frozen=True)
 class Iterate(Direction):
-    """A point with its three R×R Gram matrices.
+    """A point with its Gram matrices: of query factor, mixing matrix and key factor, (3, R, R)."""
 
-    Args:
-        values: as for `Direction`.
-        heads: H.
-        grams: of query factor, mixing matrix and key factor, (3, R, R).
-    """
-
-    def __init__(self, values: Tensor, heads: int, grams: Tensor) -> None:
-        super().__init__(values, heads)
-        self.grams = grams
+    grams: Tensor
 
     @classmethod
-    def at(cls, point: Direction) -> Iterate:
+    def at(cls, point: Direction) -> "Iterate":
         """Compute the Gram matrices of a point."""
-        pairs = ((point.query, point.projected_query), (point.mixing,) * 2, (point.key, point.projected_key))
-        return cls(point.values, point.heads, torch.stack([left.mT @ right for left, right in pairs]))
+        query, mixing, key = (
+            point.query.mT @ point.projected_query,
+            point.mixing.mT @ point.mixing,
+            point.key.mT @ point.projected_key,
+        )
+        return cls(*point.parts, torch.stack([query, mixing, key]))
 
     def relative_error(self, channels: Channels) -> float:
         """Return the error of heads whose squared norm is 1."""
@@ -150,50 +143,48 @@ class Iterate(Direction):
         squared = self.grams.prod(0).sum()
         return float((1 - 2 * inner + squared).clamp_min(0).sqrt())
 
-    def swept(
-        self,
-        channels: Channels,
-        ridge: float,
-        shift: float = SHIFT,
-        out: Tensor | None = None,
-        reads: Tensor | None = None,
-    ) -> Direction:
-        """Return the point after least squares for mixing, query, mixing again, and key.
+    def swept(self, channels: Channels, ridge: float, shift: float = SHIFT, reads: Tensor | None = None) -> Direction:
+        r"""Return the point after least squares for mixing, query, mixing again, and key.
 
-        The mixing matrix costs next to nothing, and solving it before either projection saves about a
-        third of the sweeps.
+        With the other two fixed, each factor is the solution of normal equations, a Hadamard product of two Gram
+        matrices on the left and a matricised tensor times Khatri-Rao product on the right, as in
+
+        $$Z_Q \big[(\tilde W_K^\top \tilde W_K) \odot (M^\top M) + \rho I\big] = \mathrm{mttkrp}(M, P_K)$$
+
+        The mixing matrix costs next to nothing, and solving it before either projection saves about a third of the
+        sweeps.
 
         Args:
             channels: of the heads.
-            ridge: weight of the factors' squared norms beside the squared error.
+            ridge: weight $\rho$ of the factors' squared norms beside the squared error.
             shift: as in `solve_normal_equations`; NaNs in the result mean that a system was singular all the same.
-            out: memory for the values.
             reads: components that each head reads, (H, k); None for all.
         """
-        swept = Direction(torch.empty_like(self.values) if out is None else out, self.heads)
-        query, key, mixing, projected_query, projected_key, mixing_copy = swept.parts
         query_gram, _, key_gram = self.grams
         right = channels.mixing_mttkrp(self.projected_query, self.projected_key)
-        solve_mixing(query_gram * key_gram, right, ridge, shift, mixing, reads)
-        right = channels.mttkrp(mixing, self.projected_key)
-        solve_normal_equations(key_gram * (mixing.mT @ mixing), right, ridge, shift, out=query)
-        channels.project_query(query, out=projected_query)
-        query_gram = query.mT @ projected_query
-        right = channels.mixing_mttkrp(projected_query, self.projected_key)
-        solve_mixing(query_gram * key_gram, right, ridge, shift, mixing, reads)
-        right = channels.mttkrp(mixing, projected_query)
-        solve_normal_equations(query_gram * (mixing.mT @ mixing), right, ridge, shift, out=key)
-        channels.project_key(key, out=projected_key)
-        # A component's three columns get one length, the gauge in which the ridge is smallest.
-        squares = query_gram.diagonal(), (key * projected_key).sum(0).clamp_min(0), mixing.square().sum(0)
-        lengths = torch.stack(squares).sqrt()
-        scales = lengths.prod(0).pow(1 / 3) / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
-        for part, scale in zip(swept.parts[:5], (*scales, *scales[:2]), strict=True):
-            part.mul_(scale)
-        mixing_copy.copy_(mixing)
-        return swept
+        mixing = solve_mixing(query_gram * key_gram, right, ridge, shift, reads)
 
-    def widened(self, channels: Channels, count: int) -> Iterate:
+        right = channels.mttkrp(mixing, self.projected_key)
+        query = solve_normal_equations(key_gram * (mixing.mT @ mixing), right, ridge, shift)
+        projected_query = channels.project_query(query)
+        query_gram = query.mT @ projected_query
+
+        right = channels.mixing_mttkrp(projected_query, self.projected_key)
+        mixing = solve_mixing(query_gram * key_gram, right, ridge, shift, reads)
+
+        right = channels.mttkrp(mixing, projected_query)
+        key = solve_normal_equations(query_gram * (mixing.mT @ mixing), right, ridge, shift)
+        projected_key = channels.project_key(key)
+
+        # A component's three columns get one length, the gauge in which the ridge is smallest.
+        squares = query_gram.diagonal(), mixing.square().sum(0), (key * projected_key).sum(0).clamp_min(0)
+        lengths = torch.stack(squares).sqrt()
+        of_query, of_mixing, of_key = lengths.prod(0).pow(1 / 3) / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
+        return Direction(
+            query * of_query, mixing * of_mixing, key * of_key, projected_query * of_query, projected_key * of_key
+        )
+
+    def widened(self, channels: Channels, count: int) -> "Iterate":
         r"""Return a point with further components: the singular channels that it fits worst, each for its own head.
 
         With $u_j$ and $v_j$ the singular vectors of a channel of head i and $\sigma_j$ its singular value, the point
@@ -201,35 +192,35 @@ class Iterate(Direction):
         $\delta_j\, u_j \otimes v_j$ of that head alone lowers the squared error by $\delta_j^2$, whatever else is
         added. New components come last, with three columns of one length.
         """
-        values = channels.query.square().sum(0)
+        values = channels.query.square().sum(0)  # singular values
         tiny = torch.finfo(values.dtype).tiny
         fitted = channels.by_head(self.projected_query * self.projected_key) * self.mixing[:, None]
         lacking = values - fitted.sum(-1).flatten() / values.clamp_min(tiny)
         chosen = lacking.abs().argsort(descending=True, stable=True)[:count]
-        columns, mixing = one_hot(chosen, values.view(channels.heads, -1), count)
+        columns, mixing = one_hot(chosen, values.view(len(self.mixing), -1), count)
         size = lacking[chosen].abs().pow(1 / 3)
         columns *= size / values[chosen].sqrt().clamp_min(tiny)
         mixing *= size * lacking[chosen].sign()
         added = Direction.of(channels, columns, mixing, columns)
-        return Iterate.at(Direction(torch.cat([self.values, added.values], 1), self.heads))
+        pairs = zip(self.parts, added.parts, strict=True)
+        return Iterate.at(Direction(*(torch.cat(pair, 1) for pair in pairs)))
 
-    def narrowed(self, rank: int) -> Iterate:
+    def narrowed(self, rank: int) -> "Iterate":
         """Return a point with the R components of largest norm, without those that a ridge has killed."""
         squares = self.grams.diagonal(dim1=1, dim2=2).prod(0)
         order = squares.argsort(descending=True, stable=True)[:rank]
         alive = squares[order] > DEAD**2 * squares[order].median()
-        return Iterate.at(Direction(self.values[:, order[alive].sort().values], self.heads))
+        kept = order[alive].sort().values
+        return Iterate.at(Direction(*(part[:, kept] for part in self.parts)))
 
-    def read_by(self, channels: Channels, reads: Tensor) -> Iterate:
+    def read_by(self, channels: Channels, reads: Tensor) -> "Iterate":
         """Return the point with the best mixing matrix whose head i reads the components `reads[i]`, (H, k)."""
-        point = Direction(self.values.clone(), self.heads)
         query_gram, _, key_gram = self.grams
         right = channels.mixing_mttkrp(self.projected_query, self.projected_key)
-        solve_mixing(query_gram * key_gram, right, 0.0, SHIFT, point.mixing, reads)
+        fitted = solve_mixing(query_gram * key_gram, right, 0.0, SHIFT, reads)
         as_before = torch.zeros_like(self.mixing).scatter(1, reads, self.mixing.gather(1, reads))
-        point.mixing.copy_(torch.where(point.mixing.isfinite(), point.mixing, as_before))  # of a singular system
-        point.parts[-1].copy_(point.mixing)
-        return Iterate.at(point)
+        mixing = torch.where(fitted.isfinite(), fitted, as_before)  # a singular system gives NaNs
+        return Iterate.at(Direction(self.query, mixing, self.key, self.projected_query, self.projected_key))
 
     def strongest_reads(self, count: int, reads: Tensor | None = None) -> Tensor:
         r"""Return the components, (H, count), that each head loses most by not reading, of those it reads.
@@ -238,14 +229,13 @@ class Iterate(Direction):
         (\tilde W_K^\top \tilde W_K)$, the squared error grows by $m_{ir}^2 / (G^{-1})_{rr}$ if it no longer reads r,
         once its other entries are fitted again.
         """
-        rank = self.mixing.shape[1]
         if reads is None:
-            reads = torch.arange(rank, device=self.mixing.device).expand(self.heads, rank)
+            reads = torch.arange(self.rank, device=self.mixing.device).expand_as(self.mixing)
         query_gram, _, key_gram = self.grams
         gram = submatrices((query_gram * key_gram).double(), reads)
         scale = gram.diagonal(dim1=1, dim2=2).clamp_min(torch.finfo(gram.dtype).tiny).rsqrt()
         gram = gram * scale[:, :, None] * scale[:, None]
-        gram.diagonal(dim1=1, dim2=2).add_(1e-12 * rank)
+        gram.diagonal(dim1=1, dim2=2).add_(1e-12 * self.rank)
         inverse = torch.linalg.inv(gram).diagonal(dim1=1, dim2=2) * scale.square()
         losses = self.mixing.gather(1, reads).square() / inverse
         return reads.gather(1, losses.topk(count, 1).indices).sort(1).values
@@ -256,30 +246,24 @@ def submatrices(gram: Tensor, reads: Tensor) -> Tensor:
     return gram[reads[:, :, None], reads[:, None]]
 
 
-def solve_mixing(
-    gram: Tensor, right: Tensor, ridge: float, shift: float, out: Tensor, reads: Tensor | None = None
-) -> None:
-    """Solve for the mixing matrix (H, R), written to `out`: zero where a head does not read a component.
+def solve_mixing(gram: Tensor, right: Tensor, ridge: float, shift: float, reads: Tensor | None) -> Tensor:
+    """Solve for the mixing matrix (H, R), zero where a head does not read a component, as `solve_normal_equations`.
 
     Args:
         gram: of the components, (R, R).
         right: (H, R).
-        ridge: as for `solve_normal_equations`.
+        ridge: added to the diagonal.
         shift: likewise.
-        out: memory for the mixing matrix.
         reads: components that each head reads, (H, k); None for all.
     """
     if reads is None:
-        solve_normal_equations(gram, right, ridge, shift, out=out)
-        return
+        return solve_normal_equations(gram, right, ridge, shift)
     rows = right.gather(1, reads).unsqueeze(1)  # (H, 1, k)
     solution = solve_normal_equations(submatrices(gram, reads), rows, ridge, shift)
-    out.zero_().scatter_(1, reads, solution.squeeze(1))
+    return torch.zeros_like(right).scatter(1, reads, solution.squeeze(1))
 
 
-def solve_normal_equations(
-    gram: Tensor, right: Tensor, ridge: float, shift: float = SHIFT, out: Tensor | None = None
-) -> Tensor:
+def solve_normal_equations(gram: Tensor, right: Tensor, ridge: float, shift: float = SHIFT) -> Tensor:
     """Return X minimising the quadratic whose normal equations are X (gram + ridge·I) = right; solved in float64.
 
     Args:
@@ -287,7 +271,6 @@ def solve_normal_equations(
         right: (n, R), or (H, n, R).
         ridge: added to the diagonal.
         shift: added to the diagonal once it is scaled to 1, in units of R times the rounding of one number.
-        out: memory for X; None for new memory.
 
     Returns:
         As `right`; all NaN where even the shifted system has no Cholesky factorization, so that no device is waited
@@ -303,11 +286,10 @@ def solve_normal_equations(
     root, info = torch.linalg.cholesky_ex(system)
     scale = torch.where(info[..., None] == 0, scale, torch.nan).unsqueeze(-2)  # of columns
     if right.shape[-2] < right.shape[-1]:
-        solution = (torch.cholesky_solve((right * scale).mT, root).mT * scale).to(right.dtype)
-        return solution if out is None else out.copy_(solution)
+        return (torch.cholesky_solve((right * scale).mT, root).mT * scale).to(right.dtype)
     # With many right-hand sides one product costs less than two triangular solves.
     inverse = torch.cholesky_inverse(root).mul_(scale.mT * scale)
-    return torch.matmul(right, inverse.to(right.dtype), out=out)
+    return right @ inverse.to(right.dtype)
 
 
 @dataclass(frozen=True)
@@ -322,7 +304,6 @@ class Line:
         grams: per factor the matrices of $1, \alpha, \alpha^2$ in its Gram matrix along the line, (3, 3, R, R).
         squared: coefficients of $1$ to $\alpha^6$ of the squared error of heads whose squared norm is 1, (7,).
         penalty: of $1$ to $\alpha^6$ of the ridge's part, (7,).
-        out: memory for the next point's values; None for new memory.
     """
 
     point: Iterate
@@ -330,58 +311,47 @@ class Line:
     grams: Tensor
     squared: Tensor
     penalty: Tensor
-    out: Tensor | None = None
 
     @classmethod
-    def of(
-        cls, channels: Channels, point: Iterate, direction: Direction, ridge: float, out: Tensor | None = None
-    ) -> Line:
+    def of(cls, channels: Channels, point: Iterate, direction: Direction, ridge: float) -> Self:
         """Expand the polynomial; two R×R products per projection and none with the tensor."""
-        rank = point.grams.shape[-1]
-        grams = point.grams.new_empty(3, 3, rank, rank)
-        grams[:, 0] = point.grams
         sides = (
             (point.query, direction.query, direction.projected_query),
             (point.mixing, direction.mixing, direction.mixing),
             (point.key, direction.key, direction.projected_key),
         )
-        for gram, (factor, step, projected_step) in zip(grams, sides, strict=True):
+        grams = point.grams.new_empty(3, *point.grams.shape)
+        for gram, fixed, (factor, step, projected_step) in zip(grams, point.grams, sides, strict=True):
             cross = factor.mT @ projected_step
-            torch.add(cross, cross.mT, out=gram[1])
-            torch.matmul(step.mT, projected_step, out=gram[2])
+            gram[0], gram[1], gram[2] = fixed, cross + cross.mT, step.mT @ projected_step
         query, mixing, key = grams
-        products = grams.new_zeros(5, rank, rank)
-        for power in range(3):
-            products[power : power + 3].addcmul_(query[power : power + 1], mixing)
-        squared = _diagonal_sums(products.flatten(1) @ key.flatten(1).mT)
-        cross = channels.mixing_mttkrp(point.projected_query, direction.projected_key)
-        inner = torch.stack(
-            [
-                channels.mixing_mttkrp(point.projected_query, point.projected_key),
-                cross + channels.mixing_mttkrp(direction.projected_query, point.projected_key),
-                channels.mixing_mttkrp(direction.projected_query, direction.projected_key),
-            ]
-        )
-        heads = torch.stack([point.mixing, direction.mixing])
-        squared[:4] -= 2 * _diagonal_sums(inner.flatten(1) @ heads.flatten(1).mT)
+        # ‖T̂‖² and ⟨T, T̂⟩ are sums of products of three factors' parts, of power i, j and k in α.
+        norms = torch.stack([(part * mixing).flatten(1) @ key.flatten(1).mT for part in query])  # (3, 3, 3)
+        queries = point.projected_query, direction.projected_query
+        keys = point.projected_key, direction.projected_key
+        heads = [channels.mixing_mttkrp(of_query, of_key).flatten() for of_query in queries for of_key in keys]
+        mixings = torch.stack([point.mixing.flatten(), direction.mixing.flatten()])
+        inner = (torch.stack(heads) @ mixings.mT).view(2, 2, 2)
+        squared = _by_power(norms)
+        squared[:4] -= 2 * _by_power(inner)
         squared[0] += 1.0
         penalty = torch.zeros_like(squared)
         penalty[:3] = ridge * grams.diagonal(dim1=2, dim2=3).sum((0, 2))
-        return cls(point, direction, grams, squared, penalty, out)
+        return cls(point, direction, grams, squared, penalty)
 
     def at(self, step: float) -> Iterate:
         """Return the point at one step length, its Gram matrices taken from the expansion."""
-        grams = torch.add(self.grams[:, 1], self.grams[:, 2], alpha=step)
-        grams = torch.add(self.grams[:, 0], grams, alpha=step)
-        return Iterate(self.point.plus(self.direction, step, self.out).values, self.point.heads, grams)
+        fixed, linear, quadratic = self.grams.unbind(1)
+        return Iterate(*self.point.plus(self.direction, step).parts, fixed + step * (linear + step * quadratic))
 
 
-def _diagonal_sums(table: Tensor) -> Tensor:
-    """Sum a table of coefficients over i + j = n: the product of two polynomials, in float64."""
-    rows, columns = table.shape
-    sums = table.new_zeros(rows + columns - 1, dtype=torch.float64)
-    for j in range(columns):
-        sums[j : j + rows] += table[:, j]
+def _by_power(products: Tensor) -> Tensor:
+    """Sum coefficients (n, n, n) over i + j + k, the power, in float64."""
+    size = len(products)
+    sums = products.new_zeros(3 * size - 2, dtype=torch.float64)
+    for i in range(size):
+        for j in range(size):
+            sums[i + j : i + j + size] += products[i, j]
     return sums
 
 

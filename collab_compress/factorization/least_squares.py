@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from collab_compress.devices import float64_device
-from collab_compress.factorization.moments import cholesky
+from collab_compress.factorization.moments import Moments, cholesky
 
 STRIP = 512  # columns of a symmetric product that are computed together, from the diagonal on
 BLOCK = 64  # neurons that are eliminated between two rankings
@@ -32,6 +32,14 @@ class ResidualMoments:
 
     Vectors are taken relative to one near their mean, so that a large mean costs no digits. Products are made in
     float32, or in float64 for such vectors; sums are in float64.
+
+    Example:
+        >>> inputs = torch.randn(100, 4)
+        >>> moments = ResidualMoments()
+        >>> moments.add(inputs, residuals=2 * inputs)
+        >>> change, shift = fit(moments, damping=1e-6, bias=True)
+        >>> change.diagonal().round(decimals=3).tolist()
+        [2.0, 2.0, 2.0, 2.0]
     """
 
     def __init__(self) -> None:
@@ -39,14 +47,20 @@ class ResidualMoments:
         self.squared = 0.0
         self.place = torch.device("cpu")
 
-    def add(self, inputs: Tensor, residuals: Tensor) -> None:
-        """Add vectors a (n, N) and residuals e (n, D)."""
+    def add(self, inputs: Tensor, residuals: Tensor | None = None) -> None:
+        """Add vectors a (n, N) and residuals e (n, D), if there are any."""
         if not len(inputs):
             return
         wide = torch.float64 if inputs.dtype == torch.float64 else torch.float32
-        inputs, residuals = inputs.to(wide), residuals.to(wide)
+        inputs = inputs.detach().to(wide)
+        residuals = inputs[:, :0] if residuals is None else residuals.detach().to(wide)
         if not self.count:
-            self._start(inputs, residuals)
+            self._near = inputs.mean(0)
+            self.place = float64_device(inputs.device)
+            width, outputs = inputs.shape[1], residuals.shape[1]
+            zeros = partial(torch.zeros, dtype=torch.float64, device=self.place)
+            self._inputs, self._residuals = zeros(width), zeros(outputs)
+            self._products, self._crossed = zeros(width, width), zeros(width, outputs)
         centred = inputs - self._near
         self._inputs += centred.to(self.place).sum(0, dtype=torch.float64)
         self._residuals += residuals.to(self.place).sum(0, dtype=torch.float64)
@@ -57,19 +71,17 @@ class ResidualMoments:
         self.squared += float(residuals.square().sum())
         self.count += len(inputs)
 
-    def _start(self, inputs: Tensor, residuals: Tensor) -> None:
-        width, outputs = inputs.shape[1], residuals.shape[1]
-        self._near = inputs.mean(0)
-        self.place = float64_device(inputs.device)
-        zeros = partial(torch.zeros, dtype=torch.float64, device=self.place)
-        self._inputs = zeros(width)
-        self._residuals = zeros(outputs)
-        self._products = zeros(width, width)
-        self._crossed = zeros(width, outputs)
-
     def means(self) -> tuple[Tensor, Tensor]:
         """Return the means of a (N,) and e (D,), in float64."""
         return self._near.to(self.place).double() + self._inputs / self.count, self._residuals / self.count
+
+    def input_moments(self) -> Moments:
+        """Return the moments of the vectors alone.
+
+        Raises:
+            ValueError: they are not finite.
+        """
+        return Moments(self.means()[0], self.moments(centred=False)[0], float(self.count))
 
     def moments(self, centred: bool) -> tuple[Tensor, Tensor]:
         """Return E[a aᵀ] (N, N) and E[a eᵀ] (N, D), or covariances if `centred`; in float64."""
@@ -120,6 +132,13 @@ def fit(moments: ResidualMoments, damping: float, bias: bool) -> tuple[Tensor, T
 
     Raises:
         ValueError: the moments are singular, or not finite.
+
+    Example:
+        >>> moments = ResidualMoments()
+        >>> moments.add(torch.randn(100, 4), torch.ones(100, 2))
+        >>> change, shift = fit(moments, damping=1e-3, bias=True)
+        >>> shift.round(decimals=3).tolist()
+        [1.0, 1.0]
     """
     second, crossed = moments.moments(centred=bias)
     message = "the inputs' moments are singular; pass a larger damping, or more data"
@@ -156,7 +175,13 @@ def choice_moments(
 
 
 def choose_neurons(second: Tensor, crossed: Tensor, count: int, block: int = BLOCK) -> Tensor:
-    """Return the indices of the neurons to keep, in ascending order, (count,); as `eliminate`."""
+    """Return the indices of the neurons to keep, in ascending order, (count,); as `eliminate`.
+
+    Example:
+        >>> second, crossed = torch.eye(4).double(), torch.diag(torch.tensor([4.0, 1.0, 3.0, 2.0])).double()
+        >>> choose_neurons(second, crossed, count=2)
+        tensor([0, 2])
+    """
     order = eliminate(second, crossed, count, block).order
     return order[len(order) - count :].sort().values
 
@@ -185,6 +210,12 @@ def eliminate(second: Tensor, crossed: Tensor, least: int = 0, block: int = BLOC
 
     Raises:
         ValueError: the moments are singular.
+
+    Example:
+        >>> second, crossed = torch.eye(4).double(), torch.diag(torch.tensor([4.0, 1.0, 3.0, 2.0])).double()
+        >>> elimination = eliminate(second, crossed, block=1)
+        >>> elimination.order.tolist(), elimination.losses.tolist()
+        ([1, 3, 2, 0], [30.0, 14.0, 5.0, 1.0, 0.0])
     """
     root = cholesky(second, "the activations' moments are singular; pass a larger damping, or more data")
     inverse = torch.cholesky_inverse(root, out=root)

@@ -1,15 +1,13 @@
 """First and second moments of a module's inputs, which calibration gathers, and how they weigh the error."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from collab_compress.devices import float64_device
-from collab_compress.factorization.factors import Factors, HeadTensor, by_head
+from collab_compress.factorization.factors import Factors, HeadTensor
 
 
 @dataclass(frozen=True)
@@ -23,6 +21,11 @@ class Moments:
 
     Raises:
         ValueError: the shapes do not fit, the count is not positive, or a value is not finite.
+
+    Example:
+        >>> moments = Moments.of(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
+        >>> moments.mean.tolist(), moments.covariance().tolist(), moments.count
+        ([2.0, 0.0], [[1.0, 0.0], [0.0, 0.0]], 2.0)
     """
 
     mean: Tensor
@@ -42,7 +45,7 @@ class Moments:
             raise ValueError("moments are not finite: got nan or inf; check the calibration inputs")
 
     @classmethod
-    def of(cls, inputs: Tensor) -> Moments:
+    def of(cls, inputs: Tensor) -> Self:
         """Return the moments of vectors (..., D), in float64 (on the CPU where their device has none).
 
         Raises:
@@ -62,10 +65,6 @@ class Moments:
         r"""Return $E[x x^\top] - \mu \mu^\top$, (D, D), symmetrised against rounding."""
         centred = self.second - torch.outer(self.mean, self.mean)
         return (centred + centred.mT) / 2
-
-    def to(self, *args: Any, **kwargs: Any) -> Moments:
-        """Return the moments on another device or in another dtype; arguments as for `Tensor.to`."""
-        return Moments(self.mean.to(*args, **kwargs), self.second.to(*args, **kwargs), self.count)
 
 
 def check_moments(name: str, moments: Moments | None, width: int) -> None:
@@ -107,6 +106,14 @@ class Weighting:
     Args:
         query: $S_Q$, upper triangular (Dq, Dq), or None for the identity.
         key: $S_K$, upper triangular (Dk, Dk), or None for the identity.
+
+    Example:
+        >>> from collab_compress.factorization import HeadTensor
+        >>> moments = Moments.of(torch.randn(100, 16).double())
+        >>> heads = HeadTensor(*torch.randn(2, 4, 16, 2).double())
+        >>> weighting = Weighting.of(moments, moments, damping=1e-3, centre_query=True)
+        >>> weighting.apply(heads).query.shape
+        torch.Size([4, 16, 2])
     """
 
     query: Tensor | None
@@ -120,9 +127,11 @@ class Weighting:
         *,
         damping: float,
         centre_query: bool,
-        centre_key: bool,
-    ) -> Weighting:
+        device: torch.device | None = None,
+    ) -> Self:
         r"""Build the weighting from the moments of the query and key inputs; None leaves a side unweighted.
+
+        Keys are weighed by their covariance: the softmax ignores what is constant over them.
 
         Args:
             query: moments of the inputs of the query projection, width Dq.
@@ -130,20 +139,32 @@ class Weighting:
             damping: multiple of the mean diagonal added to the diagonal. Without it, directions that the sample
                 never visits get no weight at all.
             centre_query: weigh queries by their covariance; what is constant over them goes into the content bias.
-            centre_key: weigh keys by their covariance; the softmax ignores what is constant over them.
+            device: of the result, with float64; None for that of the moments.
 
         Raises:
             ValueError: a moment matrix is singular even after damping, or too large.
         """
-        return cls(
-            None if query is None else _moment_root("query", query, damping, centre_query),
-            None if key is None else _moment_root("key", key, damping, centre_key),
-        )
+        roots: list[Tensor | None] = []
+        for side, moments, centre in (("query", query, centre_query), ("key", key, True)):
+            if moments is None:
+                roots.append(None)
+                continue
+            kind = "covariance" if centre else "second moment"
+            matrix = moments.covariance() if centre else (moments.second + moments.second.mT) / 2
+            damped = damp(matrix.to(device).double(), damping)
+            if not bool(torch.isfinite(damped).all()):
+                raise ValueError(f"the moments of the {side} inputs are not finite with damping {damping}; lower it")
+            message = (
+                f"the {kind} of the {side} inputs is singular: got damping {damping} over {moments.count:g} "
+                "inputs; expected a positive definite matrix: raise the damping or give inputs that vary"
+            )
+            roots.append(cholesky(damped, message, upper=True))
+        return cls(*roots)
 
     def apply(self, tensor: HeadTensor) -> HeadTensor:
         """Return the weighted heads, shapes unchanged."""
-        query = tensor.query if self.query is None else by_head(self.query @ tensor.flat_query, tensor.heads)
-        key = tensor.key if self.key is None else by_head(self.key @ tensor.flat_key, tensor.heads)
+        query = tensor.query if self.query is None else self.query @ tensor.query
+        key = tensor.key if self.key is None else self.key @ tensor.key
         return HeadTensor(query, key)
 
     def undo(self, factors: Factors) -> Factors:
@@ -154,19 +175,6 @@ class Weighting:
         if self.key is not None:
             key = torch.linalg.solve_triangular(self.key, key, upper=True)
         return Factors(query, factors.mixing, key)
-
-
-def _moment_root(side: str, moments: Moments, damping: float, centre: bool) -> Tensor:
-    matrix = moments.covariance() if centre else (moments.second + moments.second.mT) / 2
-    damped = damp(matrix, damping)
-    if not bool(torch.isfinite(damped).all()):
-        raise ValueError(f"the moments of the {side} inputs are not finite with damping {damping}; lower it")
-    kind = "covariance" if centre else "second moment"
-    message = (
-        f"the {kind} of the {side} inputs is singular: got damping {damping} over {moments.count:g} "
-        "inputs; expected a positive definite matrix: raise the damping or give inputs that vary"
-    )
-    return cholesky(damped, message, upper=True)
 
 
 def damp(matrix: Tensor, damping: float) -> Tensor:

@@ -1,7 +1,5 @@
 """Narrower values: the best channels of each head, and an output projection fitted to all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -9,7 +7,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from collab_compress.factorization.factors import checked_weights
+from collab_compress.factorization.factors import checked_weights, relative
 from collab_compress.factorization.moments import Moments, check_moments, cholesky, damp
 
 CONSTANT = 1e-10  # share of the variance in the second moments below which there is only rounding
@@ -31,6 +29,11 @@ class Narrowing:
             $U_i = W^V_i W^O_i$.
         data_error: relative error of the layer's output on calibration data, around the mean where that is folded;
             None without data.
+
+    Example:
+        >>> narrow = narrow_values(torch.randn(3, 24, 8), torch.randn(3, 8, 24), size=8, moments=None)
+        >>> narrow.weight_error  # all channels are kept
+        0.0
     """
 
     heads: Tensor
@@ -74,6 +77,13 @@ def narrow_values(
     Raises:
         ValueError: shapes, size or moments do not fit, a value is not finite, the device cannot be used, or the
             moments are singular even after damping.
+
+    Example:
+        >>> value, output = torch.randn(3, 24, 8), torch.randn(3, 8, 24)  # of 3 heads
+        >>> moments = Moments.of(torch.randn(100, 24))  # of the heads' outputs, side by side
+        >>> narrow = narrow_values(value, output, size=5, moments=moments)
+        >>> narrow.heads.shape, narrow.output.shape
+        (torch.Size([3, 8, 5]), torch.Size([15, 24]))
     """
     value, output = checked_weights("value", value, device), checked_weights("output", output, device)
     if value.ndim != 3 or output.ndim != 3 or len(output) % len(value) or value.shape[2] != output.shape[1]:
@@ -82,34 +92,32 @@ def narrow_values(
             "expected (Hkv, D, d) and (H, d, D) with Hkv a divisor of H"
         )
     heads, width, _ = output.shape
-    count = len(value)
     check_moments("moments", moments, heads * width)
     if not 1 <= size <= width:
         raise ValueError(f"size is out of range: got {size}, expected 1 to {width}")
-    group = heads // count
-    place = output.device
+    count, group = len(value), heads // len(value)
     white = torch.block_diag(*(value.mT @ value).repeat_interleave(group, 0))  # (H·d, H·d)
     joint = white
     if moments is not None:
-        joint = (moments.covariance() if fold else moments.second).to(place)
-        if float(joint.trace()) <= CONSTANT * float(moments.second.trace()):
-            joint = white
-    damped = damp(joint, damping)
+        given = (moments.covariance() if fold else moments.second).to(white)
+        varies = float(given.trace()) > CONSTANT * float(moments.second.trace())
+        joint = given if varies else white
     dense = output.flatten(0, 1)  # (H·d, D)
+    damped = damp(joint, damping)
     # exactly the identity where nothing is dropped
-    kept = torch.eye(width, dtype=joint.dtype, device=place).expand(count, -1, -1)
+    kept = torch.eye(width, dtype=joint.dtype, device=joint.device).expand(count, -1, -1)
     refit, residual = dense, torch.zeros_like(dense)
     if size < width:
         heads_of_values = grouped(damped, list(output), group)
         kept = torch.stack([ranked_channels(*head)[0][:, :size] for head in heads_of_values])
-        channels = torch.block_diag(*(head for head in kept for _ in range(group)))  # (H·d, dv·group)
+        channels = torch.block_diag(*kept.repeat_interleave(group, 0))  # (H·d, dv·group)
         crossed = damped @ channels
         refit = torch.cholesky_solve(crossed.mT @ dense, _lower_root(channels.mT @ crossed))
         residual = dense - channels @ refit
     return Narrowing(
         heads=kept,
         output=refit,
-        bias=moments.mean.to(place) @ residual if fold and moments is not None else None,
+        bias=moments.mean.to(residual) @ residual if fold and moments is not None else None,
         weight_error=_relative(residual, dense, white),
         data_error=None if moments is None else _relative(residual, dense, joint),
     )
@@ -132,7 +140,7 @@ def grouped(moments: Tensor, outputs: Sequence[Tensor], group: int) -> list[tupl
 def _relative(residual: Tensor, dense: Tensor, weights: Tensor) -> float:
     """Return the norm of one matrix over that of another, with the same weights for directions of the input."""
     error, total = (float((matrix * (weights @ matrix)).sum()) for matrix in (residual, dense))
-    return (max(error, 0.0) / total) ** 0.5 if total > 0 else 0.0
+    return relative(error, total)
 
 
 def ranked_channels(moments: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:

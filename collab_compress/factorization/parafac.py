@@ -1,20 +1,17 @@
 """The papers' recipe: parafac of tensorly on the dense tensor, from a random start."""
 
-from __future__ import annotations
-
-import sys
 from math import isfinite
 from typing import Any
 
 import torch
 
-from collab_compress.factorization.factors import Factors, HeadTensor, Solution, SolverOptions
+from collab_compress.factorization.factors import Factors, HeadTensor, Solution
 
 SWEEPS = 100
 TOLERANCE = 1e-6
 
 
-def parafac(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
+def parafac(tensor: HeadTensor, rank: int, sweeps: int | None = None, seed: int = 0) -> Solution:
     """Decompose the dense tensor as "Multi-Head Attention: Collaborate Instead of Concatenate" does.
 
     The yardstick: alternating least squares from a random start, stopped at tolerance 1e-6 or after 100
@@ -23,7 +20,8 @@ def parafac(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
     Args:
         tensor: the heads.
         rank: R.
-        options: its seed seeds the random start.
+        sweeps: most passes over the three factors; None for 100.
+        seed: of the random start.
 
     Returns:
         The factors, mixing as the first mode's. Where a system is singular or
@@ -41,21 +39,15 @@ def parafac(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
             "the parafac solver needs tensorly, which is not installed; expected `pip install tensorly`, "
             'or solver="als", which needs nothing more'
         ) from error
-    points: list[Any] = []  # the last one
-    errors: list[float] = []
+    sweeps = SWEEPS if sweeps is None else sweeps
+    points: list[Any] = []  # the random start, and the point after each sweep
 
     def record(point: Any, error: Any) -> bool:
         if not isfinite(error):
             return True  # tensorly stops
-        errors.append(float(error))
-        points[:] = [(point.weights, list(point.factors))]  # a copy: tensorly puts new tensors into its own list
-        if options.progress is not None and len(errors) > 1:
-            options.progress(len(errors) - 1, errors[-1])
+        points.append((point.weights, list(point.factors)))  # a copy: tensorly puts new tensors into its own list
         return False
 
-    sweeps = SWEEPS if options.sweeps is None else options.sweeps
-    # At tolerance 0 tensorly computes no error for the callback.
-    tolerance = TOLERANCE if options.tolerance is None else max(options.tolerance, sys.float_info.min)
     with tensorly.backend_context("pytorch"):
         try:
             weights, factors = decomposition.parafac(
@@ -63,8 +55,8 @@ def parafac(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
                 rank,
                 n_iter_max=sweeps,
                 init="random",
-                tol=tolerance,
-                random_state=options.seed,
+                tol=TOLERANCE,
+                random_state=seed,
                 callback=record,
             )
             failed = not all(bool(torch.isfinite(factor).all()) for factor in factors)
@@ -73,9 +65,9 @@ def parafac(tensor: HeadTensor, rank: int, options: SolverOptions) -> Solution:
     if failed:
         if not points:
             raise ValueError("the random start's error is not finite; the heads' values are too large")
-        weights, factors = points[0]
+        weights, factors = points[-1]
     mixing, query, key = factors
-    swept = len(errors[1:])  # the first call of the callback is the random start, before any sweep
+    swept = len(points) - 1 if points else 0
     return Solution(
         Factors(query, mixing * weights, key),
         swept,

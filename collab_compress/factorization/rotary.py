@@ -12,8 +12,6 @@ each are the leading singular vectors of its $b_{ij}$, weighted by the lengths o
 Transformer with Rotary Position Embedding" (Su et al., 2021); the sharing is ours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,9 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from collab_compress.devices import float64_device
+from collab_compress.devices import work_device
 from collab_compress.factorization.factors import relative
 from collab_compress.factorization.moments import Moments, cholesky
+from collab_compress.options import Solver
+
+DEFAULT = Solver()
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ class RotaryFactors:
         mixing: m, complex (G, S): one row for each head, or group of heads that share a key.
         key: $\kappa$, complex (Dk, S), columns of length 1.
         frequencies: of each of the S channels, from 0.
+
+    Example:
+        >>> query, key = torch.randn(2, 4, 16, 4, dtype=torch.complex64)
+        >>> factors = factorize_rotary(query, key, channels=6).factors
+        >>> factors.mixing.shape, factors.key.shape, len(factors.frequencies)
+        (torch.Size([4, 6]), torch.Size([16, 6]), 6)
     """
 
     mixing: Tensor
@@ -52,6 +59,12 @@ class RotaryFactorization:
         sweeps: always 0: the answer is in closed form.
         converged: always True.
         breakdowns: always 0.
+
+    Example:
+        >>> query, key = torch.randn(2, 4, 16, 4, dtype=torch.complex64)
+        >>> errors = [factorize_rotary(query, key, count).weight_error for count in (4, 8, 16)]
+        >>> errors[0] > errors[1] > errors[2] == 0
+        True
     """
 
     factors: RotaryFactors
@@ -69,10 +82,9 @@ def factorize_rotary(
     *,
     query_moments: Moments | None = None,
     key_moments: Moments | None = None,
-    damping: float = 1e-3,
-    rotated: int | None = None,
-    device: torch.device | str | None = None,
     head_weights: Tensor | None = None,
+    rotated: int | None = None,
+    solver: Solver = DEFAULT,
 ) -> RotaryFactorization:
     """Share the complex key channels of heads with a rotary embedding, which keep their queries.
 
@@ -84,16 +96,21 @@ def factorize_rotary(
         channels: S, from 1 to G·J; at G·J the answer is the keys themselves.
         query_moments: moments of the queries' inputs; Dq wide, or one less where the last row is a bias.
         key_moments: of the keys' inputs.
-        damping: multiple of the moments' mean diagonal added to their diagonal.
+        head_weights: (H,), all above 0; as for `factorize`.
         rotated: number of frequencies that rotate, the first; None for all. For the others the softmax ignores what
             is constant over keys, so keys are centred there.
-        device: device of the work, with float64; None for the device of `query`, or the CPU.
-        head_weights: (H,), all above 0; as for `factorize`.
+        solver: damping of the moments, and device of the work.
 
     Raises:
         ValueError: shapes do not fit, a value is not finite, or the moments are singular.
+
+    Example:
+        >>> query = torch.randn(4, 16, 4, dtype=torch.complex64)  # 4 heads of 4 pairs of channels
+        >>> key = torch.randn(2, 16, 4, dtype=torch.complex64)  # of 2 groups of heads
+        >>> factorize_rotary(query, key, channels=8).weight_error
+        0.0
     """
-    place = float64_device(query.device) if device is None else torch.device(device)
+    place = work_device(solver.device, query)
     query, key = (side.detach().to(place).to(torch.complex128) for side in (query, key))
     heads, groups, frequencies = len(query), len(key), query.shape[-1]
     if heads % groups or key.shape[-1] != frequencies or not 1 <= channels <= groups * frequencies:
@@ -104,15 +121,12 @@ def factorize_rotary(
     if not bool(torch.isfinite(torch.view_as_real(query)).all() and torch.isfinite(torch.view_as_real(key)).all()):
         raise ValueError("queries or keys are not finite: got nan or inf, expected finite weights")
     rotated = frequencies if rotated is None else rotated
-    query_root = _augmented_root("query", query_moments, query.shape[1], damping, place)
-    key_roots = [
-        _augmented_root("key", key_moments, key.shape[1], damping, place, centre=centre) for centre in (False, True)
-    ]
-    weights = (torch.ones(heads) if head_weights is None else head_weights).to(query)[:, None]
-    weighted_query = _weighted(query_root, query) * weights[:, None]
-    weighted_key = torch.cat(
-        [_weighted(root, keys) for root, keys in zip(key_roots, key.tensor_split([rotated], -1), strict=True)], -1
-    )
+    query_root = _augmented_root("query", query_moments, query, solver.damping, centre=False)
+    key_root = _augmented_root("key", key_moments, key, solver.damping, centre=False)
+    centred_root = _augmented_root("key", key_moments, key, solver.damping, centre=True)
+    weights = (torch.ones(heads) if head_weights is None else head_weights).to(query)[:, None, None]
+    weighted_query = query_root @ query * weights
+    weighted_key = torch.cat([key_root @ key[..., :rotated], centred_root @ key[..., rotated:]], -1)
     has_data = query_moments is not None or key_moments is not None
     if channels == groups * frequencies:
         eye = torch.eye(groups, dtype=key.dtype, device=place).repeat(1, frequencies)
@@ -120,9 +134,13 @@ def factorize_rotary(
         factors = _normalised(RotaryFactors(eye, key.permute(1, 2, 0).flatten(1), labels))
         return RotaryFactorization(factors, 0.0, 0.0 if has_data else None)
     weighted = _best_keys(weighted_query, weighted_key, channels)
-    still = torch.tensor([frequency >= rotated for frequency in weighted.frequencies], device=place)
-    keys = [_unweighted(root, weighted.key) for root in key_roots]
-    factors = _normalised(RotaryFactors(weighted.mixing, torch.where(still, keys[1], keys[0]), weighted.frequencies))
+    is_rotated = torch.tensor([frequency < rotated for frequency in weighted.frequencies], device=place)
+    keys = torch.where(
+        is_rotated,
+        torch.linalg.solve_triangular(key_root, weighted.key, upper=True),
+        torch.linalg.solve_triangular(centred_root, weighted.key, upper=True),
+    )
+    factors = _normalised(RotaryFactors(weighted.mixing, keys, weighted.frequencies))
     return RotaryFactorization(
         factors,
         weight_error=rotary_error(query, key, factors),
@@ -190,12 +208,14 @@ def allocated(errors: Sequence[Tensor] | Tensor, channels: int) -> list[int]:
     return counts[::-1]
 
 
-def _augmented_root(
-    side: str, moments: Moments | None, width: int, damping: float, place: torch.device, centre: bool = False
-) -> Tensor | None:
-    """Return S with SᵀS = E[xxᵀ] or the covariance, damped, (D, D), for x with a 1 appended where there is a bias."""
+def _augmented_root(side: str, moments: Moments | None, heads: Tensor, damping: float, centre: bool) -> Tensor:
+    """Return S with SᵀS = E[xxᵀ] or the covariance, damped, (D, D), for x with a 1 appended where there is a bias.
+
+    Without moments it is the identity.
+    """
+    place, width = heads.device, heads.shape[1]
     if moments is None:
-        return None
+        return torch.eye(width, dtype=heads.dtype, device=place)
     if moments.width not in (width, width - 1):
         raise ValueError(f"moments of the {side} inputs are {moments.width} wide; expected {width}")
     mean, second = moments.mean.to(place).double(), moments.second.to(place).double()
@@ -205,14 +225,4 @@ def _augmented_root(
     damped = (second + second.mT) / 2 - (torch.outer(mean, mean) if centre else 0)
     damped.diagonal().add_(damping * second.diagonal().mean())
     message = f"the second moment of the {side} inputs is singular; raise the damping, or give more data"
-    return cholesky(damped, message, upper=True).to(torch.complex128)
-
-
-def _weighted(root: Tensor | None, channels: Tensor) -> Tensor:
-    return channels if root is None else root @ channels
-
-
-def _unweighted(root: Tensor | None, channels: Tensor) -> Tensor:
-    if root is not None:
-        channels = torch.linalg.solve_triangular(root, channels, upper=True)
-    return channels
+    return cholesky(damped, message, upper=True).to(heads.dtype)

@@ -1,33 +1,9 @@
-"""Closed-form factors: exact concatenation, and the best per-head truncation."""
-
-from __future__ import annotations
+"""Singular channels of heads, and components that are single channels: the best per-head truncation."""
 
 import torch
 from torch import Tensor
 
-from collab_compress.factorization.factors import Factors, HeadTensor
-
-
-def concatenation(tensor: HeadTensor) -> Factors:
-    """Return exact factors of rank H·d: the heads side by side, M blocks of ones.
-
-    Section 3.1 of "Multi-Head Attention: Collaborate Instead of Concatenate": ordinary multi-head attention
-    is the collaborative form with this mixing matrix.
-    """
-    eye = torch.eye(tensor.heads, dtype=tensor.query.dtype, device=tensor.query.device)
-    mixing = eye.repeat_interleave(tensor.head_width, dim=1)
-    return Factors(tensor.flat_query.clone(), mixing, tensor.flat_key.clone())
-
-
-def truncation(tensor: HeadTensor, rank: int, equal: bool = False) -> Factors:
-    """Return the R largest singular triplets over all heads, every component serving one head.
-
-    The best approximation whose mixing matrix is one-hot: per-head truncated SVDs that share out the rank. Query and
-    key factor take the root of the singular value each. Columns past the H·min(Dq, Dk, d) triplets are zero.
-    """
-    singular, values = singular_channels(tensor)
-    chosen, mixing = one_hot(strongest(values, rank, equal), values, rank)
-    return Factors(singular.flat_query @ chosen, mixing, singular.flat_key @ chosen)
+from collab_compress.factorization.factors import HeadTensor
 
 
 def strongest(values: Tensor, count: int, equal: bool = False) -> Tensor:

@@ -260,7 +260,7 @@ def _check_query_and_key(site: AttentionSite, kept: Sequence[int], shared: Colle
     """Raise if heads cannot be cut from the query and key projections, or from what replaces them."""
     if hasattr(site.module, "score_form"):
         form = site.part("score_form")
-        projections = {path.removesuffix(".weight") for path, _ in form.head_rows() if path.endswith(".proj.weight")}
+        projections = {path.removesuffix(".weight") for path in form.head_rows() if path.endswith(".proj.weight")}
         for path in sorted(projections | {f"{form.key}.proj"}):
             _linear(site, path, shared)
         try:

@@ -60,8 +60,8 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
     for attribute, dense_paths in zip(FORMS_AT, ((family.query, family.key), (family.value,)), strict=True):
         form = getattr(site.module, attribute, None)
         if form is not None:
-            for path, rows in form.head_rows():
-                blocks.append(HeadBlock(site.part(path), 0, rows[head].start, rows[head].stop))
+            for path, count in form.head_rows().items():
+                blocks.append(HeadBlock(site.part(path), 0, head * count, (head + 1) * count))
         else:
             for path in dense_paths:
                 projection = read(site.name, site.module, family, path, nn.Linear)

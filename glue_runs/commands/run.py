@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from collab_compress_cli.command import errors_in_one_line, silence_libraries
+from collab_compress_cli.distributed import process_state
 from collab_compress_cli.model import refuse_nested
 from tqdm import tqdm
 
 from collab_compress.checkpoint.directory import refuse_place, to_json, write_new
-from collab_compress.distributed import process_state
 from collab_compress.errors import RecipeError
 
 from ..experiments import read_recipe, read_sweep, run, run_sweep

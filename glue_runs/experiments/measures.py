@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
+from collab_compress_cli.distributed import process_state
 from datasets import Dataset, DatasetDict
 from torch import Tensor
 from transformers import EvalPrediction, PreTrainedModel
@@ -30,7 +31,6 @@ from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.checkpoint.directory import mapped
-from collab_compress.distributed import process_state
 from collab_compress.heads import alphas_of, confidence, head_importance
 from collab_compress.heads.importance import end_tokens
 from collab_compress.transformers_parts import UNLABELLED

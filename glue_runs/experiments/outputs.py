@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from collab_compress_cli.distributed import process_state
 from datasets import Dataset
 from filelock import FileLock, Timeout
 
 import collab_compress
 from collab_compress.checkpoint.directory import mapped, to_json, write_json
-from collab_compress.distributed import process_state
 from collab_compress.errors import RecipeError
 
 from .recipe import Recipe

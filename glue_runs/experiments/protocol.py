@@ -7,11 +7,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from collab_compress_cli.distributed import failing_together, on_every_process, on_main_process, process_state
+
 from collab_compress.checkpoint.directory import atomic_directory, write_json
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion import recover_
 from collab_compress.conversion.compress import compress, install_unset_
-from collab_compress.distributed import failing_together, on_every_process, on_main_process, process_state
 from collab_compress.errors import CheckpointError, RecipeError
 
 from ..tasks import TASKS
@@ -60,7 +61,10 @@ def run(recipe: Recipe) -> list[dict[str, Any]]:
     with failing_together(), ExitStack() as held:
         if not on_main_process(lambda: held.enter_context(reserve_output(recipe, stages))):
             _run(recipe, stages)
-        return on_main_process(lambda: [read_result(recipe.output / stage) for stage in stages])
+        results: list[dict[str, Any]] = on_main_process(
+            lambda: [read_result(recipe.output / stage) for stage in stages]
+        )
+        return results
 
 
 def check_environment(recipe: Recipe) -> None:
@@ -92,7 +96,7 @@ def _run(recipe: Recipe, stages: Sequence[str]) -> None:
     commits = on_every_process(lambda: hub_commits(source, workload.texts))
 
     def is_missing(file: str, names: Sequence[str]) -> bool:
-        return on_main_process(lambda: not all((recipe.output / name / file).exists() for name in names))
+        return bool(on_main_process(lambda: not all((recipe.output / name / file).exists() for name in names)))
 
     is_unmade = is_missing("model", stages if recipe.tuning is not None else stages[1:])
     if is_unmade or is_missing("result.json", stages):

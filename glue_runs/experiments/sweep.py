@@ -7,7 +7,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from collab_compress.distributed import can_continue_together
+from collab_compress_cli.distributed import can_continue_together
+
 from collab_compress.errors import CollabCompressError, RecipeError
 
 from .protocol import check_environment, run, summary

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from collab_compress_cli.distributed import on_main_process
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import (
     TensorBoardCallback,
@@ -18,7 +19,6 @@ from transformers.integrations import (
 
 from collab_compress.checkpoint.directory import atomic_directory
 from collab_compress.checkpoint.pretrained import load_model
-from collab_compress.distributed import on_main_process
 from collab_compress.errors import CollabCompressError, RecipeError, one_line
 from collab_compress.training import HeadSession, HeadTraining
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from collab_compress_cli.distributed import on_every_process, process_state
 from datasets import Dataset, DatasetDict
 from torch import Tensor
 from transformers import (
@@ -32,7 +33,6 @@ from transformers import (
 from collab_compress.checkpoint import pretrained
 from collab_compress.checkpoint.directory import has_tokenizer, write_atomically
 from collab_compress.checkpoint.pretrained import load_config
-from collab_compress.distributed import on_every_process, process_state
 from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.training import HeadSeq2SeqTrainer, HeadTrainer
 

@@ -12,7 +12,6 @@ from collab_compress.attention.projections import (
     PaddedProjection,
     QKVProjection,
     fused_layer,
-    put_back_,
     replace_,
 )
 
@@ -70,11 +69,11 @@ def test_split_layers_equal_the_fused_one_and_fuse_back(kind, bias, interleaved)
     torch.testing.assert_close(module.qkv.key(x), narrow(x))
     dense = nn.Linear(IN, HEADS * WIDTH, slices[1].bias is not None)
     dense.load_state_dict(dict(slices[1].named_parameters()))
-    put_back_(module, {PARTS[1]: dense}, layout)
+    replace_(module, {PARTS[1]: dense}, layout)
     assert type(module.qkv) is type(fused)
     assert module.qkv.state_dict().keys() == weights.keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in module.qkv.state_dict().items())
-    put_back_(module, dict(zip(PARTS, slices, strict=True)), layout)
+    replace_(module, dict(zip(PARTS, slices, strict=True)), layout)
     assert module.qkv is fused
 
 

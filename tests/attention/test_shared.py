@@ -60,7 +60,7 @@ def test_heads_that_move_or_go_take_their_channels_along(heads):
         for cut in module.score_form.keep_heads(module, heads):
             setattr(cut.owner, cut.name, cut.value)
     else:
-        for path, _ in module.score_form.head_rows():
+        for path in module.score_form.head_rows():
             tensor = module.state_dict()[path]
             tensor.copy_(tensor[heads])
     found = inputs._replace(value=inputs.value[:, heads])

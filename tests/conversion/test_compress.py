@@ -70,7 +70,9 @@ def equal(one, other):
 def test_factors_are_those_of_the_decomposition(family, make_tiny):
     model = make_tiny(family)
     site = find_dense_attention(model)[0]
-    expected = factorize(site.query_heads(), site.key_heads(), 7, query_bias=site.query_bias(), sweeps=3).factors
+    expected = factorize(
+        site.query_heads(), site.key_heads(), 7, query_bias=site.query_bias(), solver=Solver(sweeps=3)
+    ).factors
     compress(model, Compression(dk=7, solver=Solver(sweeps=3)), calibration=None)
     factors = read_factors(model)[site.name]
     assert factors.query.shape == (24, 7)

@@ -46,7 +46,7 @@ def make_point(factors_of) -> Callable[..., tuple[Iterate, Factors]]:
         generator = torch.Generator().manual_seed(seed)
         rows = (tensor.full_rank, tensor.heads, tensor.full_rank)
         drawn = (torch.randn(n, rank, generator=generator, dtype=torch.float64) for n in rows)
-        point = Iterate.at(Direction.of(Channels.of(tensor), *drawn))
+        point = Iterate.at(Direction.of(Channels(tensor), *drawn))
         return point, factors_of(tensor, point)
 
     return make
@@ -65,3 +65,19 @@ def dense_of() -> Callable[[Factors], torch.Tensor]:
         return total
 
     return dense
+
+
+@pytest.fixture(scope="session")
+def truncation() -> Callable[..., Factors]:
+    def truncated(tensor: HeadTensor, rank: int, equal: bool = False) -> Factors:
+        """Return the largest singular triplets of all heads, or as many of each head."""
+        triplets = []
+        for head, dense in enumerate(tensor.dense()):
+            left, values, right = torch.linalg.svd(dense, full_matrices=False)
+            for place, value in enumerate(values.tolist()):
+                order = (place, head) if equal else (-value, head)
+                triplets.append((order, left[:, place] * value, torch.eye(tensor.heads).double()[head], right[place]))
+        _, query, mixing, key = zip(*sorted(triplets, key=lambda triplet: triplet[0])[:rank], strict=True)
+        return Factors(torch.stack(query, 1), torch.stack(mixing, 1), torch.stack(key, 1))
+
+    return truncated

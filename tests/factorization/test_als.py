@@ -1,27 +1,32 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collab_compress.factorization import HeadTensor, SolverOptions
-from collab_compress.factorization.als import Continuation, Memory, als, make_sweep
-from collab_compress.factorization.iterate import Channels, Direction, Iterate
-from collab_compress.factorization.truncation import truncation
+from collab_compress.factorization import HeadTensor
+from collab_compress.factorization.als import als, ridge_of, width_of
+from collab_compress.factorization.iterate import Channels, Direction, Iterate, Line
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
+
+
+SOLVER = "collab_compress.factorization.als"
 
 
 def followed(tensor, rank, **options):
     """Return the solution, and the errors that were reported after its sweeps."""
     errors = []
-    return als(tensor, rank, SolverOptions(**options, progress=lambda _, error: errors.append(error))), errors
+    return als(tensor, rank, **options, progress=lambda _, error: errors.append(error)), errors
 
 
 @settings(max_examples=40, deadline=None)
 @given(SHAPES, st.integers(1, 15), st.integers(0, 99), st.integers(1, 25))
-def test_errors_fall_and_end_no_higher_than_the_truncation(make_heads, dense_of, shape, rank, seed, sweeps):
+def test_errors_fall_and_end_no_higher_than_the_truncation(
+    make_heads, truncation, dense_of, shape, rank, seed, sweeps
+):
     tensor = make_heads(*shape, seed=seed)
     rank = min(rank, tensor.full_rank)
     solution, errors = followed(tensor, rank, sweeps=sweeps)
@@ -35,14 +40,14 @@ def test_errors_fall_and_end_no_higher_than_the_truncation(make_heads, dense_of,
 
 def error_of(tensor, rank, reads):
     """Return the error with heads that read some components, once their number is checked."""
-    factors = als(tensor, rank, SolverOptions(reads=reads)).factors
+    factors = als(tensor, rank, reads=reads).factors
     assert int(factors.mixing.count_nonzero(1).max()) <= reads
     return float(tensor.relative_error(factors))
 
 
 @settings(max_examples=6, derandomize=True)
 @given(st.tuples(st.integers(2, 4), st.integers(5, 9), st.integers(5, 9), st.integers(2, 4)), st.data())
-def test_more_channels_and_more_reads_are_no_worse(make_heads, shape, data):
+def test_more_channels_and_more_reads_are_no_worse(make_heads, truncation, shape, data):
     """The solver is local: another number of channels may lead it to a point that is worse by 2 %."""
     tensor = make_heads(*shape, seed=data.draw(st.integers(0, 99)))
     rank = data.draw(st.integers(2, tensor.full_rank - 1))
@@ -55,14 +60,14 @@ def test_more_channels_and_more_reads_are_no_worse(make_heads, shape, data):
 
 def test_reading_all_components_is_reading_without_a_limit(make_heads):
     tensor = make_heads(3, 9, 8, 3)
-    plain, limited = (als(tensor, 5, SolverOptions(sweeps=20, reads=reads)) for reads in (None, 5))
+    plain, limited = (als(tensor, 5, sweeps=20, reads=reads) for reads in (None, 5))
     assert torch.equal(plain.factors.mixing, limited.factors.mixing)
 
 
 def test_heads_that_read_few_components_are_at_a_fixed_point(make_heads, dense_of):
     """Dense least squares for the mixing weights that may differ from zero gain next to nothing."""
     tensor = make_heads(4, 12, 11, 4)
-    factors = als(tensor, 9, SolverOptions(reads=3)).factors
+    factors = als(tensor, 9, reads=3).factors
     for head, dense in enumerate(tensor.dense()):
         reads = factors.mixing[head].nonzero()[:, 0]
         assert len(reads) == 3
@@ -74,7 +79,7 @@ def test_heads_that_read_few_components_are_at_a_fixed_point(make_heads, dense_o
 
 @pytest.mark.parametrize("case", ["zero head", "twin heads", "one head", "width one", "huge", "tiny", "dead inputs"])
 @pytest.mark.parametrize(("rank", "reads"), [(1, None), (3, None), (3, 1)])
-def test_degenerate_heads_are_survived(make_heads, case, rank, reads):
+def test_degenerate_heads_are_survived(make_heads, truncation, case, rank, reads):
     shape = {"one head": (1, 8, 7, 4), "width one": (4, 8, 7, 1)}.get(case, (3, 8, 7, 2))
     heads = make_heads(*shape)
     query, key = heads.query.clone(), heads.key.clone()
@@ -89,31 +94,32 @@ def test_degenerate_heads_are_survived(make_heads, case, rank, reads):
     elif case == "dead inputs":
         query[:, 2:] = 0
     tensor = HeadTensor(query, key)
-    factors = als(tensor, rank, SolverOptions(sweeps=60, reads=reads)).factors
+    factors = als(tensor, rank, sweeps=60, reads=reads).factors
     assert all(torch.isfinite(part).all() for part in (factors.query, factors.mixing, factors.key))
     start = truncation(tensor, min(rank, tensor.heads * (reads or rank)), equal=reads is not None)
     assert tensor.relative_error(factors) <= tensor.relative_error(start) + 1e-7
 
 
-def test_exact_low_rank_is_found(make_factors, make_heads):
+def test_exact_low_rank_is_found(make_factors, make_heads, monkeypatch):
     """A tensor that is a sum of three components over four heads, not aligned with any head."""
     hidden = make_factors(make_heads(4, 9, 8, 3), 3, seed=5)
     tensor = HeadTensor(hidden.query * hidden.mixing[:, None], hidden.key.expand(4, -1, -1))
-    solution = als(tensor, 3, SolverOptions(sweeps=300, tolerance=0.0))
+    monkeypatch.setattr(f"{SOLVER}.TOLERANCE", 0.0)
+    solution = als(tensor, 3, sweeps=300)
     assert tensor.relative_error(solution.factors) < 1e-6
     assert solution.converged
 
 
-def test_sharing_beats_the_truncation_where_heads_agree(make_heads):
+def test_sharing_beats_the_truncation_where_heads_agree(make_heads, truncation):
     tensor = make_heads(4, 10, 9, 3)
     shared = HeadTensor(tensor.query[:1] + 0.1 * tensor.query, tensor.key[:1] + 0.1 * tensor.key)
-    solution = als(shared, 4, SolverOptions())
+    solution = als(shared, 4)
     assert shared.relative_error(solution.factors) < 0.5 * shared.relative_error(truncation(shared, 4))
 
 
 def test_zero_tensor_needs_no_sweep():
     tensor = HeadTensor(torch.zeros(2, 4, 2).double(), torch.zeros(2, 4, 2).double())
-    solution = als(tensor, 2, SolverOptions())
+    solution = als(tensor, 2)
     assert solution.sweeps == 0
     assert solution.converged
     assert solution.factors.squared_norm().item() == 0.0
@@ -122,14 +128,14 @@ def test_zero_tensor_needs_no_sweep():
 def test_a_truncation_that_is_exact_needs_no_sweep(make_heads):
     tensor = make_heads(2, 5, 5, 3)
     low = HeadTensor(tensor.query[..., :1].repeat(1, 1, 3), tensor.key)
-    solution = als(low, 4, SolverOptions())
+    solution = als(low, 4)
     assert solution.sweeps == 0
     assert solution.converged
 
 
-def test_runs_are_bitwise_repeatable_and_the_seed_is_ignored(make_heads):
+def test_runs_are_bitwise_repeatable(make_heads):
     tensor = make_heads(3, 12, 11, 4)
-    one, two = (als(tensor, 5, SolverOptions(sweeps=30, seed=seed)) for seed in (0, 1))
+    one, two = (als(tensor, 5, sweeps=30) for _ in range(2))
     assert torch.equal(one.factors.query, two.factors.query)
     assert torch.equal(one.factors.mixing, two.factors.mixing)
     assert torch.equal(one.factors.key, two.factors.key)
@@ -139,14 +145,12 @@ def test_runs_are_bitwise_repeatable_and_the_seed_is_ignored(make_heads):
 def test_tolerance_ends_the_run_and_progress_is_reported(make_heads):
     tensor = make_heads(3, 12, 11, 4)
     reports = []
-    solution = als(
-        tensor, 5, SolverOptions(sweeps=500, tolerance=1e-3, progress=lambda *report: reports.append(report))
-    )
+    solution = als(tensor, 5, sweeps=500, progress=lambda *report: reports.append(report))
     assert solution.converged
     assert solution.sweeps < 500
     assert [sweep for sweep, _ in reports] == list(range(1, solution.sweeps + 1))
     assert reports[-1][1] == pytest.approx(tensor.relative_error(solution.factors), rel=1e-6)
-    assert not als(tensor, 5, SolverOptions(sweeps=5)).converged
+    assert not als(tensor, 5, sweeps=5).converged
 
 
 def broken(monkeypatch, systems):
@@ -162,17 +166,19 @@ def broken(monkeypatch, systems):
 
 def test_a_system_that_cannot_be_solved_is_shifted_and_counted(make_heads, monkeypatch):
     tensor = make_heads(3, 12, 11, 4)
-    unbroken = als(tensor, 5, SolverOptions(sweeps=60))
+    unbroken = als(tensor, 5, sweeps=60)
     assert unbroken.breakdowns == 0
     broken(monkeypatch, {9, 40})
-    solution = als(tensor, 5, SolverOptions(sweeps=60))
+    solution = als(tensor, 5, sweeps=60)
     assert solution.breakdowns == 2
     error = tensor.relative_error(solution.factors)
     assert error == pytest.approx(tensor.relative_error(unbroken.factors), rel=0.02)
 
 
 @pytest.mark.parametrize(("good", "sweeps"), [(0, 0), (12, 3)])
-def test_a_solver_that_cannot_go_on_keeps_the_best_point_and_has_not_converged(make_heads, monkeypatch, good, sweeps):
+def test_a_solver_that_cannot_go_on_keeps_the_best_point_and_has_not_converged(
+    make_heads, truncation, monkeypatch, good, sweeps
+):
     tensor = make_heads(3, 12, 11, 4)
     broken(monkeypatch, range(good, 10**6))
     solution, errors = followed(tensor, 5)
@@ -184,14 +190,14 @@ def test_a_solver_that_cannot_go_on_keeps_the_best_point_and_has_not_converged(m
 
 
 @pytest.mark.parametrize("after", [0, 5])
-def test_nans_end_the_run_and_are_no_convergence(make_heads, monkeypatch, after):
+def test_nans_end_the_run_and_are_no_convergence(make_heads, truncation, monkeypatch, after):
     tensor, calls, product = make_heads(3, 12, 11, 4), itertools.count(), Channels.project_query
 
     def poisoned(self, *args, **kwargs):
         return product(self, *args, **kwargs).mul_(float("nan") if next(calls) > after else 1.0)
 
     monkeypatch.setattr(Channels, "project_query", poisoned)
-    solution = als(tensor, 5, SolverOptions())
+    solution = als(tensor, 5)
     factors = solution.factors
     assert not solution.converged
     assert solution.breakdowns == 1
@@ -204,7 +210,7 @@ def test_float32_products_end_where_float64_ends(make_heads, monkeypatch):
     """Products are in float32 while there is a ridge; the last sweeps and the returned error are in float64."""
     tensor = make_heads(8, 40, 40, 6)
     _, exact = followed(tensor, 16)
-    monkeypatch.setattr("collab_compress.factorization.als.LARGE", 1)
+    monkeypatch.setattr(f"{SOLVER}.LARGE", 1)
     solution, rough = followed(tensor, 16)
     assert rough != exact
     assert rough[-1] == pytest.approx(exact[-1], rel=2e-3)
@@ -215,98 +221,79 @@ def test_float32_products_end_where_float64_ends(make_heads, monkeypatch):
 def test_heads_whose_squares_overflow_are_refused(make_heads):
     heads = make_heads(2, 5, 5, 2)
     with pytest.raises(ValueError, match="squared norm overflows float64"):
-        als(HeadTensor(heads.query * 1e90, heads.key * 1e90), 3, SolverOptions())
+        als(HeadTensor(heads.query * 1e90, heads.key * 1e90), 3)
 
 
-def test_ridge_fades_and_ends():
-    ridge = Continuation(first=0.1, start=0.1, end=0.01, share=0.8, search=0.0)
-    values = [ridge.ridge(sweep, 100) for sweep in range(100)]
+def test_ridge_fades_and_ends(monkeypatch):
+    schedule = {"SEARCH_TO": 0.0, "RIDGE_TO": 0.8, "FIRST_RIDGE": 0.1, "LAST_RIDGE": 0.001}
+    with monkeypatch.context() as patch:
+        for name, value in schedule.items():
+            patch.setattr(f"{SOLVER}.{name}", value)
+        values = [ridge_of(sweep, 100) for sweep in range(100)]
     assert values[0] == 0.1
     assert values[40] == pytest.approx(0.01)
     assert all(later <= earlier for earlier, later in itertools.pairwise(values))
     assert not any(values[80:])
-    assert Continuation().ridge(0, 1) == 0.0
+    assert ridge_of(0, 1) == 0.0
     for sweeps in range(2, 100):
-        assert max(Continuation().ridge(sweep, sweeps) for sweep in range(sweeps)) <= Continuation().first
+        assert max(ridge_of(sweep, sweeps) for sweep in range(sweeps)) <= ridge_of(0, 100)
 
 
-def sweep_by(monkeypatch, sweep):
-    """Replace the function that makes the solver's sweeps."""
-    monkeypatch.setattr("collab_compress.factorization.als.make_sweep", sweep)
+@pytest.mark.parametrize("failing", [(4, 7, 8), (30,)])
+def test_repeated_sweeps_are_the_same(make_heads, monkeypatch, failing):
+    """A sweep whose numbers are not finite is made again from the same point."""
+    monkeypatch.setattr(f"{SOLVER}.LARGE", 1)
+    tensor, calls, of = make_heads(8, 40, 40, 6), itertools.count(), Line.of
+    unbroken = als(tensor, 16, sweeps=60)
+
+    def line(*arguments):
+        made = of(*arguments)
+        return replace(made, squared=made.squared * float("nan")) if next(calls) in failing else made
+
+    monkeypatch.setattr(Line, "of", line)
+    solution = als(tensor, 16, sweeps=60)
+    assert solution.sweeps == unbroken.sweeps
+    assert solution.breakdowns == len([call for call in failing if call != 8])
+    error = tensor.relative_error(solution.factors)
+    assert error == pytest.approx(tensor.relative_error(unbroken.factors), rel=1e-3)
 
 
-@pytest.mark.parametrize("large", [1, 1 << 14])
-@pytest.mark.parametrize("failing", [(), (4, 7, 8), (30,)])
-def test_reused_memory_holds_nothing_that_is_needed(make_heads, monkeypatch, large, failing):
-    """With float32 products and without, with spare components, and with repeated sweeps."""
-    monkeypatch.setattr("collab_compress.factorization.als.LARGE", large)
-    tensor = make_heads(8, 40, 40, 6)
-    solutions = []
-    for unused in (Memory.unused, lambda _, values: values.new_empty(4, *values.shape)):
-        calls = itertools.count()
+def test_the_best_point_is_kept(make_heads, monkeypatch):
+    calls, tensor, of = itertools.count(), make_heads(3, 12, 11, 4), Line.of
 
-        def sweep(*arguments, calls=calls, **options):
-            made = make_sweep(*arguments, **options)
-            return made._replace(squared=[float("nan")]) if next(calls) in failing else made
-
-        sweep_by(monkeypatch, sweep)
-        monkeypatch.setattr(Memory, "unused", unused)
-        solutions.append(als(tensor, 16, SolverOptions(sweeps=60)))
-    ours, theirs = solutions
-    assert ours.sweeps == theirs.sweeps
-    assert ours.breakdowns == theirs.breakdowns == len([call for call in failing if call != 8])
-    for name in ("query", "mixing", "key"):
-        assert torch.equal(getattr(ours.factors, name), getattr(theirs.factors, name))
-
-
-def test_sweeps_alternate_between_two_sets_of_blocks(make_heads, monkeypatch):
-    used = []
-
-    def sweep(*arguments, memory, **options):
-        made = make_sweep(*arguments, memory=memory, **options)
-        used.append(tuple(blocks.data_ptr() for blocks in memory.sets))
-        return made
-
-    sweep_by(monkeypatch, sweep)
-    als(make_heads(8, 40, 40, 6), 16, SolverOptions(sweeps=60))
-    assert len(used) == 60
-    assert len(list(itertools.groupby(used))) <= 4  # new ones where the number of components or the dtype changes
-
-
-def test_the_best_point_is_not_overwritten(make_heads, monkeypatch):
-    calls, tensor = itertools.count(), make_heads(3, 12, 11, 4)
-
-    def worse(*arguments, **options):
-        made = make_sweep(*arguments, **options)
+    def worse(*arguments):
+        made = of(*arguments)
         made.squared[0] += next(calls) >= 10  # at every step length
         return made
 
-    sweep_by(monkeypatch, worse)
+    monkeypatch.setattr(Line, "of", worse)
     solution, errors = followed(tensor, 5, sweeps=20)
     assert len(set(errors[9:])) == 1
     assert tensor.relative_error(solution.factors) == pytest.approx(errors[9], rel=1e-9)
 
 
-def test_spare_components_are_there_for_a_part_of_the_search_only():
-    continuation = Continuation(widening=0.1, search=0.25, spare=1.25)
-    widths = [continuation.width(sweep, 80, 16, 99) for sweep in range(80)]
+def test_spare_components_are_there_for_a_part_of_the_search_only(monkeypatch):
+    for name, value in {"SPARE_FROM": 0.1, "SEARCH_TO": 0.25, "SPARE": 1.25}.items():
+        monkeypatch.setattr(f"{SOLVER}.{name}", value)
+    widths = [width_of(sweep, 80, 16, 99) for sweep in range(80)]
     assert [(width, len(list(group))) for width, group in itertools.groupby(widths)] == [(16, 8), (20, 12), (16, 60)]
-    assert continuation.width(10, 80, 16, 18) == 18
-    assert continuation.width(200, 80, 16, 99) == 16
+    assert width_of(10, 80, 16, 18) == 18
+    assert width_of(200, 80, 16, 99) == 16
 
 
 @pytest.mark.parametrize("first", [0.2, 10.0])
 def test_components_that_the_first_ridge_kills_are_replaced(make_heads, monkeypatch, first):
     tensor = make_heads(4, 12, 11, 4)
     _, usual = followed(tensor, 6)
-    monkeypatch.setattr("collab_compress.factorization.als.Continuation", lambda: Continuation(first=first))
+    monkeypatch.setattr(f"{SOLVER}.SEARCH_RIDGE", first)
     _, replaced = followed(tensor, 6)
     assert replaced[-1] == pytest.approx(usual[-1], rel=0.05)
 
 
-def test_the_end_is_a_fixed_point_of_plain_least_squares(make_heads):
+def test_the_end_is_a_fixed_point_of_plain_least_squares(make_heads, monkeypatch):
     tensor = make_heads(3, 12, 11, 4)
-    solution, (*_, error) = followed(tensor, 5, sweeps=2000, tolerance=0.0)
+    monkeypatch.setattr(f"{SOLVER}.TOLERANCE", 0.0)
+    solution, (*_, error) = followed(tensor, 5, sweeps=2000)
     assert solution.converged
     norm = tensor.squared_norm().item()
     unit = HeadTensor(tensor.query / norm**0.25, tensor.key / norm**0.25)
@@ -314,7 +301,7 @@ def test_the_end_is_a_fixed_point_of_plain_least_squares(make_heads):
         torch.linalg.lstsq(side, factor / norm**0.25).solution
         for side, factor in ((unit.flat_query, solution.factors.query), (unit.flat_key, solution.factors.key))
     ]
-    channels = Channels.of(unit)
+    channels = Channels(unit)
     point = Iterate.at(Direction.of(channels, coefficients[0], solution.factors.mixing, coefficients[1]))
     after = point
     for _ in range(20):

@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collab_compress.factorization import Factors, HeadTensor
-from collab_compress.factorization.truncation import concatenation
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
 
@@ -27,13 +26,13 @@ def test_zero_components_stay_zero_and_finite():
     assert torch.isfinite(factors.mixing).all()
 
 
-def test_to_moves_every_part():
+def test_to_converts_every_part():
     factors = Factors(torch.ones(3, 2), torch.ones(1, 2), torch.ones(4, 2), torch.ones(1, 4))
     moved = factors.to(dtype=torch.float16)
     assert {part.dtype for part in (moved.query, moved.mixing, moved.key)} == {torch.float16}
     assert moved.content_bias is not None
     assert moved.content_bias.dtype == torch.float16
-    assert factors.normalised().to("cpu", torch.float64).content_bias is not None
+    assert factors.normalised().to(torch.float64).content_bias is not None
 
 
 def test_mismatched_shapes_are_refused():
@@ -45,24 +44,13 @@ def test_mismatched_shapes_are_refused():
 
 
 @given(SHAPES, st.integers(1, 9), st.integers(0, 99))
-def test_norm_inner_product_and_error_match_the_dense_tensor(make_heads, make_factors, dense_of, shape, rank, seed):
+def test_norm_and_error_match_the_dense_tensor(make_heads, make_factors, dense_of, shape, rank, seed):
     tensor = make_heads(*shape, seed=seed)
     factors = make_factors(tensor, rank, seed=seed + 1)
     dense, approximation = tensor.dense(), dense_of(factors)
     torch.testing.assert_close(tensor.squared_norm(), dense.square().sum())
-    torch.testing.assert_close(tensor.inner(factors), (dense * approximation).sum())
     expected = ((dense - approximation).norm() / dense.norm()).item()
     assert tensor.relative_error(factors) == pytest.approx(expected, rel=1e-7)
-    vector = torch.arange(shape[1]).double()
-    torch.testing.assert_close(
-        tensor.residual_transpose_times(factors, vector),
-        torch.stack([residual.T @ vector for residual in dense - approximation]),
-    )
-
-
-def test_error_of_exact_factors_reads_as_rounding(make_heads):
-    tensor = make_heads(3, 8, 7, 2)
-    assert tensor.relative_error(concatenation(tensor)) < 1e-7
 
 
 def test_error_of_a_zero_tensor():

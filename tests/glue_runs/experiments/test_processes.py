@@ -4,8 +4,8 @@ PROGRAM = """
 import os, sys, time
 import torch
 from collab_compress.errors import RecipeError
-from collab_compress.distributed import can_continue_together, on_every_process, failing_together, on_main_process
-from collab_compress.distributed import end_processes, process_state
+from collab_compress_cli.distributed import can_continue_together, on_every_process, failing_together, on_main_process
+from collab_compress_cli.distributed import end_processes, process_state
 
 state, rank = process_state(), process_state().process_index
 

@@ -176,7 +176,7 @@ LONE = """
 import sys
 import torch
 from collab_compress_glue_runs.experiments import protocol, tuning
-from collab_compress.distributed import process_state
+from collab_compress_cli.distributed import process_state
 from transformers import Trainer
 
 stock = Trainer.training_step
