@@ -28,6 +28,12 @@ class DropHead(HeadHooks):
             all of them: the "naive" DropHead of "Analyzing and Controlling Inter-Head Diversity in Multi-Head
             Attention", §4.3.
 
+    Example:
+        >>> with DropHead(model.train(), p=0.5):
+        ...     outputs = model(**batch)
+        >>> outputs.last_hidden_state.shape
+        torch.Size([2, 6, 24])
+
     Raises:
         HeadError: p is not in [0, 1).
         UnsupportedModelError: the model's family is not known.
