@@ -6,6 +6,7 @@ import re
 import tomllib
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -41,6 +42,16 @@ def test_imports_of_the_documentation_exist(page: Path) -> None:
                 module = importlib.import_module(statement.module)
                 missing = [name.name for name in statement.names if not hasattr(module, name.name)]
                 assert not missing, f"{statement.module} has no {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("package", ["analysis", "heads", "report", "training"])
+def test_what_packages_export_has_an_example(package: str) -> None:
+    """Examples are run with the tests (`--doctest-modules`)."""
+    module = importlib.import_module(f"collab_compress.{package}")
+    for name in module.__all__:
+        value = getattr(module, name)
+        if isinstance(value, type | FunctionType) and value.__module__.startswith(module.__name__):
+            assert ">>>" in value.__doc__, name
 
 
 SNIPPET_PAGES = [ROOT / "README.md"] + [

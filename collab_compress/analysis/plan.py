@@ -2,9 +2,9 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,7 +33,6 @@ from collab_compress.options import CalibrationOptions
 SHARES = (3 / 4, 1 / 2, 3 / 8, 1 / 4)  # of the dense widths
 BAR = 20  # characters of the longest bar
 _logger = logging.getLogger(__name__)
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,10 @@ class Row:
             some of it.
         parameters: of the model, over dense.
         operations: of the part, over dense, at the plan's length.
+
+    Example:
+        >>> Row(part="dv", width=16, loss=0.03, parameters=0.9, operations=0.7).width
+        16
     """
 
     part: Part
@@ -64,6 +67,12 @@ class Plan:
         rows: by part, the widest first.
         length: tokens for which operations are counted.
         left_out: part that cannot be converted → reason.
+
+    Example:
+        >>> print(Plan((Row("dk", 12, 0.02, 0.9, 0.6), Row("dk", 6, 0.08, 0.8, 0.4)), length=128, left_out={}))
+        part  width  operations at 128 tokens  parameters  loss in a layer
+        dk       12                       60%       90.0%   2.00% █████
+        dk        6                       40%       80.0%   8.00% ████████████████████
     """
 
     rows: tuple[Row, ...]
@@ -111,19 +120,24 @@ class PartLosses:
 def part_losses(model: PreTrainedModel, batches: Sequence[Batch], progress: Progress | None = None) -> PartLosses:
     """Return what each part of a model that can be converted loses at every width, and why others cannot.
 
-    Args:
-        model: stock or edited; it does not change.
-        batches: keyword arguments for the model.
-        progress: called with a layer's name, how many are done, and how many there are.
-
-    Raises:
-        UnsupportedModelError: the model's layers cannot be called alone.
-        CalibrationError: a module saw no token, or an input was not finite.
-        CompressionError: moments of a module are singular.
+    Raises the errors of `plan`, and CompressionError where moments of a module are singular.
     """
     left_out: dict[str, str] = {}
-    scores = _found(find_dense_attention, ScoreForm.at, model, "dk", left_out)
-    values = _found(find_dense_values, NarrowValues.at, model, "dv", left_out)
+    scores: list[DenseSite] = []
+    values: list[ValueSite] = []
+    sites = find_attention(model)
+    try:
+        scores = find_dense_attention(model)
+    except UnsupportedModelError as error:
+        left_out["dk"] = str(error)
+    try:
+        values = find_dense_values(model)
+    except UnsupportedModelError as error:
+        left_out["dv"] = str(error)
+    if any(hasattr(site.module, ScoreForm.at) for site in sites):
+        scores, left_out["dk"] = [], "it is already converted"
+    if any(hasattr(site.module, NarrowValues.at) for site in sites):
+        values, left_out["dv"] = [], "it is already converted"
     if any(site.family.rotary for site in scores):
         scores, left_out["dk"] = [], "what queries and keys with a rotary embedding lose is not known beforehand"
     blocks, why_no_blocks = narrowable_blocks(model, batches[0])
@@ -159,6 +173,11 @@ def plan(
     Raises:
         UnsupportedModelError: the model's family is not known, or its layers cannot be called alone.
         CalibrationError: calibration data is missing or unusable.
+
+    Example:
+        >>> result = plan(model, [batch], shares=(1 / 2,))
+        >>> [(row.part, row.width) for row in result.rows]
+        [('dk', 12), ('dv', 12), ('dff', 16)]
     """
     tokenizer = tokenizer or getattr(model, "tokenizer", None)
     model = sharing_copy(transformers_model(model))  # so that other threads may run the model meanwhile
@@ -170,47 +189,31 @@ def plan(
         raise CalibrationError("a plan takes calibration data of at least two sequences; pass more")
     batches, length = sample_sequences(data.used, MEASURED), data.length
     parts = part_losses(model, batches, progress)
-    losses = parts.losses
-
-    def row(part: Part, share: float) -> Row | None:
-        costs: list[PartReport] = []
-        widths = {name: math.ceil(share * (len(curve) - 1)) for name, curve in losses[part].items()}
-        if not widths or all(width == len(losses[part][name]) - 1 for name, width in widths.items()):
-            return None
-        for scored in parts.scores if part == "dk" else ():
-            form = SharedScores.of(scored, widths[scored.name], None, scored.query.bias is not None)
-            costs.append(score_costs(scored, form, length))
-        for valued in parts.values if part == "dv" else ():
-            narrow = NarrowValues.of(valued, widths[valued.name], valued.value.bias is not None)
-            costs.append(value_costs(valued, narrow, length))
-        for block in parts.blocks if part == "dff" else ():
-            costs.append(block_report(model, block, widths[block.down], length))
-        saved = sum(cost.parameters_before - cost.parameters_after for cost in costs)
-        return Row(
-            part=part,
-            width=min(widths.values()),
-            loss=sum(float(losses[part][name][width]) for name, width in widths.items()) / len(widths),
-            parameters=1 - saved / model.num_parameters(),
-            operations=sum(cost.macs_after for cost in costs) / sum(cost.macs_before for cost in costs),
-        )
-
-    rows = [row(part, share) for part in losses for share in sorted(shares, reverse=True)]
-    return Plan(tuple(filter(None, rows)), length, parts.left_out)
-
-
-def _found(
-    find: Callable[[PreTrainedModel], list[Item]],
-    at: str,
-    model: PreTrainedModel,
-    part: str,
-    left_out: dict[str, str],
-) -> list[Item]:
-    """Return the modules that can be converted, unless some hold a form already; note why, if they cannot."""
-    if any(hasattr(site.module, at) for site in find_attention(model)):
-        left_out[part] = "it is already converted"
-        return []
-    try:
-        return find(model)
-    except UnsupportedModelError as error:
-        left_out[part] = str(error)
-        return []
+    rows = []
+    for part, curves in parts.losses.items():
+        for share in sorted(shares, reverse=True):
+            widths = {name: math.ceil(share * (len(curve) - 1)) for name, curve in curves.items()}
+            if all(width == len(curves[name]) - 1 for name, width in widths.items()):
+                continue  # dense, or there is no such part
+            costs: list[PartReport] = []
+            if part == "dk":
+                for scored in parts.scores:
+                    form = SharedScores.of(scored, widths[scored.name], None, scored.query.bias is not None)
+                    costs.append(score_costs(scored, form, length))
+            elif part == "dv":
+                for valued in parts.values:
+                    narrow = NarrowValues.of(valued, widths[valued.name], valued.value.bias is not None)
+                    costs.append(value_costs(valued, narrow, length))
+            else:
+                costs += [block_report(model, block, widths[block.down], length) for block in parts.blocks]
+            saved = sum(cost.parameters_before - cost.parameters_after for cost in costs)
+            rows.append(
+                Row(
+                    part=part,
+                    width=min(widths.values()),
+                    loss=sum(float(curves[name][width]) for name, width in widths.items()) / len(widths),
+                    parameters=1 - saved / model.num_parameters(),
+                    operations=sum(cost.macs_after for cost in costs) / sum(cost.macs_before for cost in costs),
+                )
+            )
+    return Plan(tuple(rows), length, parts.left_out)

@@ -1,14 +1,117 @@
-"""What heads share: mixing matrices and alphas."""
+"""What heads share: the factors of their scores and the energy of these, mixing matrices, alphas."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.energy import score_factors
-from collab_compress.errors import HeadError
+from collab_compress.architectures import DenseSite, find_attention
+from collab_compress.conversion.expand import read_factors
+from collab_compress.errors import HeadError, UnsupportedModelError
+from collab_compress.factorization import HeadTensor
 from collab_compress.heads import alphas_of
+
+
+def score_factors(model: PreTrainedModel) -> dict[str, tuple[HeadTensor, Tensor | None]]:
+    """Return the factors of the scores of every attention module, in float64 on the CPU, without the scale.
+
+    Returns:
+        Module path → heads T_i, as query (H, D, d) and key (H, D, d), in a collaborative module W̃q·diag(m_i) and W̃k;
+        and the mixing matrix M (H, R), None for a dense module.
+
+    Raises:
+        UnsupportedModelError: the model's family is not known, or it has a rotary embedding.
+    """
+    shared = read_factors(model)
+    factors: dict[str, tuple[HeadTensor, Tensor | None]] = {}
+    for site in find_attention(model):
+        if site.family.rotary:
+            raise UnsupportedModelError(
+                f"{site.name}: a rotary position embedding rotates queries and keys after their projection, so "
+                "the scores do not use Wq·Wkᵀ, and nothing can be measured on it; leave this measure out"
+            )
+        if site.name in shared:
+            found = shared[site.name]
+            mixing = _exact(found.mixing)
+            key = _exact(found.key).expand(len(mixing), -1, -1)
+            factors[site.name] = HeadTensor(_exact(found.query) * mixing[:, None], key), mixing  # (H, D, R) each
+        else:
+            dense = DenseSite(**vars(site), query=site.part(site.family.query), key=site.part(site.family.key))
+            factors[site.name] = HeadTensor(_exact(dense.query_heads()), _exact(dense.key_heads())), None
+    return factors
+
+
+@dataclass(frozen=True)
+class Energy:
+    r"""Cumulative energy of one module's queries and keys: entry k is the share of the first k components.
+
+    Args:
+        heads: of each head's $W_Q^{(i)} W_K^{(i)\top}$, (H, d+1).
+        query: of all heads' $W_Q$, side by side.
+        key: of $W_K$.
+        product: of $W_Q W_K^\top = \sum_i W_Q^{(i)} W_K^{(i)\top}$.
+
+    Example:
+        >>> energy = head_energy(model)["encoder.layer.0.attention.self"]
+        >>> energy.heads.shape, energy.query.shape, energy.product[-1]
+        (torch.Size([3, 9]), torch.Size([25]), tensor(1., dtype=torch.float64))
+    """
+
+    heads: Tensor
+    query: Tensor
+    key: Tensor
+    product: Tensor
+
+
+def head_energy(model: PreTrainedModel) -> dict[str, Energy]:
+    r"""Return the energy that principal components of query and key weights capture, by head and over all heads.
+
+    Figure 1 of "Multi-Head Attention: Collaborate Instead of Concatenate".
+
+    Args:
+        model: stock or converted; in a converted one heads are $\tilde W_Q \operatorname{diag}(m_i)$ and
+            $\tilde W_K$, and curves of heads have up to R+1 entries.
+
+    Returns:
+        Module path → curves, in float64; 1 throughout for weights that are zero.
+
+    Raises:
+        UnsupportedModelError: the model's family is not known, or it has a rotary embedding.
+
+    Example:
+        >>> energy = head_energy(model)["encoder.layer.0.attention.self"]
+        >>> energy.heads[:, 4] < 1  # half of a head's components do not hold all its energy
+        tensor([True, True, True])
+    """
+    energies = {}
+    for name, (tensor, _) in score_factors(model).items():
+        energies[name] = Energy(
+            heads=_cumulative(_core(tensor.query, tensor.key)),
+            query=_cumulative(tensor.flat_query),
+            key=_cumulative(tensor.flat_key),
+            product=_cumulative(_core(tensor.flat_query, tensor.flat_key)),
+        )
+    return energies
+
+
+def _core(left: Tensor, right: Tensor) -> Tensor:
+    """Return a small matrix with the singular values of L·Rᵀ, from (…, m, k) and (…, n, k)."""
+    core: Tensor = torch.linalg.qr(left).R @ torch.linalg.qr(right).R.mT
+    return core
+
+
+def _cumulative(matrix: Tensor) -> Tensor:
+    """Return the shares of energy that the first 0, 1, … components hold; 1 throughout for a zero matrix."""
+    sums = nn.functional.pad(torch.linalg.svdvals(matrix).square().cumsum(-1), (1, 0))
+    total = sums[..., -1:]
+    return torch.where(total > 0, sums / torch.where(total > 0, total, 1.0), 1.0)
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().double()
 
 
 def mixing_matrices(model: PreTrainedModel, *, order: bool = False) -> dict[str, Tensor]:
@@ -27,19 +130,23 @@ def mixing_matrices(model: PreTrainedModel, *, order: bool = False) -> dict[str,
 
     Raises:
         UnsupportedModelError: the model's family is not known, or it has a rotary embedding.
+
+    Example:
+        >>> mixing_matrices(model)["encoder.layer.0.attention.self"].shape
+        torch.Size([3, 24])
     """
     matrices = {}
-    for parts in score_factors(model):
+    for name, (tensor, mixing) in score_factors(model).items():
         # a query of T_i is that of the component times its entry in M, so these are the norms times |M|
-        strengths = parts.tensor.query.norm(dim=1) * parts.tensor.key.norm(dim=1)  # (H, R or d)
-        if parts.mixing is None:
+        strengths = tensor.query.norm(dim=1) * tensor.key.norm(dim=1)  # (H, R or d)
+        if mixing is None:
             matrix: Tensor = torch.block_diag(*strengths[:, None])
         else:
-            largest = parts.mixing.gather(0, parts.mixing.abs().argmax(0, keepdim=True))  # (1, R)
-            matrix = strengths * parts.mixing.sign() * torch.where(largest < 0, -1.0, 1.0)
+            largest = mixing.gather(0, mixing.abs().argmax(0, keepdim=True))  # (1, R)
+            matrix = strengths * mixing.sign() * torch.where(largest < 0, -1.0, 1.0)
         if order:
             matrix = matrix[:, matrix.square().sum(0).argsort(descending=True, stable=True)]
-        matrices[parts.site.name] = matrix
+        matrices[name] = matrix
     return matrices
 
 
@@ -54,6 +161,14 @@ def alpha_matrices(model: PreTrainedModel) -> dict[str, Tensor]:
     Raises:
         HeadError: no heads are mixed.
         UnsupportedModelError: the model's family is not known.
+
+    Example:
+        >>> from collab_compress.heads import mix_heads_
+        >>> mix_heads_(model)
+        >>> alpha_matrices(model)["encoder.layer.0.attention.self"]
+        tensor([[1., 0., 0.],
+                [0., 1., 0.],
+                [0., 0., 1.]], dtype=torch.float64)
     """
     alphas = alphas_of(model)
     if not alphas:
@@ -73,6 +188,10 @@ def effective_rank(matrix: Tensor) -> float:
 
     Raises:
         HeadError: not a matrix.
+
+    Example:
+        >>> round(effective_rank(torch.eye(4)), 6), round(effective_rank(torch.ones(4, 4)), 6)
+        (4.0, 1.0)
     """
     if matrix.ndim != 2:
         raise HeadError(f"got {tuple(matrix.shape)}, expected a matrix")

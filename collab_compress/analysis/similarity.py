@@ -25,10 +25,15 @@ class SVCCA:
 
     Args:
         labels: names of the representations along the rows.
-        coefficients: (n, m, w), between 0 and 1, descending; 0 beyond the number of directions of the narrower one
-            and below the threshold.
+        coefficients: (n, m, w), between 0 and 1, descending; 0 beyond the number of directions of the narrower one.
         directions: number of coefficients of each pair that count, (n, m).
         within: whether rows and columns are the same representations.
+
+    Example:
+        >>> x = torch.randn(100, 3, 4)  # tokens, heads, width
+        >>> result = svcca(JointCovariance.of(list(x.unbind(1))))
+        >>> result.similarity.shape, result.curve.shape, 0 < result.mean < 1
+        (torch.Size([3, 3]), torch.Size([4]), True)
     """
 
     labels: tuple[str, ...]
@@ -72,7 +77,6 @@ def svcca(
     other: Tensor | None = None,
     *,
     variance: float = 0.99,
-    threshold: float = 0.0,
 ) -> SVCCA:
     r"""Return SVCCA (singular vector canonical correlation analysis) of all pairs of representations.
 
@@ -93,22 +97,26 @@ def svcca(
         other: the second, of the same N tokens; the result is then of one pair.
         variance: share of each representation's variance to keep, above 0, up to 1. Directions whose variance is no
             more than rounding are never kept.
-        threshold: least coefficient that counts in means and curves ("top SVCCA coefficients with a threshold such
-            that covers all meaningful subspaces", section 3.2, which does not give it). All count at 0.
 
     Returns:
         All coefficients; `similarity`, `mean` and `curve` sum them up. A representation that never varies has no
-        directions and similarity 0, also with itself; so has a pair without a coefficient above the threshold.
+        directions and similarity 0, also with itself.
 
     Raises:
-        HeadError: the share or the threshold is not in range; `responses` is neither; or two matrices do not fit
-            together.
+        HeadError: the share is not in range; `responses` is neither; or two matrices do not fit together.
+
+    Example:
+        >>> from collab_compress.analysis import head_covariances
+        >>> heads = head_covariances(model, [batch])["encoder.layer.0.attention.self"]
+        >>> svcca(heads).similarity.shape
+        torch.Size([3, 3])
+        >>> x = torch.randn(100, 4)
+        >>> round(svcca(x, x @ torch.randn(4, 4), variance=1).mean, 6)  # the same for any invertible map
+        1.0
     """
     responses = _joint(responses, other)
     if not 0 < variance <= 1:
         raise HeadError(f"share of variance to keep is {variance}; expected above 0, up to 1")
-    if not 0 <= threshold < 1:
-        raise HeadError(f"threshold of coefficients is {threshold}; expected from 0 to below 1")
     slices, whitening = responses.slices, _whitening(responses, variance)
     rows, columns, within = responses.rows, responses.columns, not responses.leading
     coefficients = torch.zeros(len(rows), len(columns), max(responses.widths), dtype=torch.float64)
@@ -120,8 +128,7 @@ def svcca(
                 continue
             cross = responses.matrix[slices[row], slices[column]]
             values = torch.linalg.svdvals(whitening[row].mT @ cross @ whitening[column])
-            values = values[values >= threshold].clamp(max=1)
-            coefficients[i, j, : len(values)], directions[i, j] = values, len(values)
+            coefficients[i, j, : len(values)], directions[i, j] = values.clamp(max=1), len(values)
     return SVCCA(tuple(responses.labels[row] for row in rows), coefficients, directions, within)
 
 
@@ -146,7 +153,7 @@ def cka(responses: JointCovariance | Tensor, other: Tensor | None = None) -> Ten
     equals equation 5 of "Analyzing and Controlling Inter-Head Diversity in Multi-Head Attention" (Kornblith et al.,
     2019) with $K_i = X_i X_i^\top$. It is invariant under rotations, isotropic scalings and shifts. For independent
     representations it is not 0 but about $\sqrt{d_i d_j} / N$ (d directions of equal variance), so use many more
-    tokens than directions, or `sample_cka(…, unbiased=True)`.
+    tokens than directions, or `sample_cka`.
 
     Args:
         responses: covariance from `head_covariances` or `JointCovariance.of`; or the first of two matrices of
@@ -159,6 +166,13 @@ def cka(responses: JointCovariance | Tensor, other: Tensor | None = None) -> Ten
 
     Raises:
         HeadError: `responses` is neither, or two matrices do not fit together.
+
+    Example:
+        >>> x = torch.randn(100, 4)
+        >>> cka(x, 2 * x + 1)
+        tensor([[1.0000]], dtype=torch.float64)
+        >>> bool(cka(x, torch.randn(100, 4)) < 0.2)
+        True
     """
     responses = _joint(responses, other)
     squares = responses.sum_blocks(responses.sum_blocks(responses.matrix.square()).mT)  # (n, n)
@@ -179,77 +193,55 @@ def _joint(responses: JointCovariance | Tensor, other: Tensor | None) -> JointCo
     return responses
 
 
-def sample_cka(tokens: Tensor | Sequence[Tensor], *, unbiased: bool = False) -> Tensor:
-    """Return linear CKA of all pairs of heads on a sample of tokens.
+def sample_cka(tokens: Tensor | Sequence[Tensor]) -> Tensor:
+    """Return unbiased linear CKA of all pairs of heads on a sample of tokens.
 
-    The cost is O(H d N²) operations and O(H N) memory, so N should be at most a few thousand tokens; `cka` gives the
-    ordinary estimate for any number.
+    The dependence of heads is estimated by HSIC₁ (Song et al., "Feature Selection via Dependence Maximization",
+    2012). The ordinary estimate (`cka`) is of order 1/N too high: independent heads do not come out at 0. The cost is
+    O(H d N²) operations and O(H N) memory, so N should be at most a few thousand tokens.
 
     Args:
         tokens: (N, H, d) from `head_samples`, or several representations (N, d_i) of the same tokens, as of layers
             or models; N is at least 4.
-        unbiased: estimate the dependence by HSIC₁ (Song et al., "Feature Selection via Dependence Maximization",
-            2012). The ordinary estimate (equation 4 of "Inter-Head Diversity") is of order 1/N too high: independent
-            heads do not come out at 0.
 
     Returns:
-        (H, H) in float64; 0 for a head that never varies. The ordinary estimate is between 0 and 1; the unbiased one
-        may lie a little outside.
+        (H, H) in float64, which may lie a little outside of 0 and 1; 0 for a head that never varies.
 
     Raises:
         HeadError: too few tokens or not the same number.
+
+    Example:
+        >>> tokens = torch.randn(200, 2, 8)
+        >>> tokens[:, 1] = -tokens[:, 0]
+        >>> sample_cka(tokens).round(decimals=6)
+        tensor([[1., 1.],
+                [1., 1.]], dtype=torch.float64)
     """
-    centred = _centre(tokens if isinstance(tokens, Tensor) else _stack(tokens))
-    dependence = _hsic(centred, unbiased)
-    norms = dependence.diagonal().clamp(min=0).sqrt()
-    return _ratio(dependence, norms, norms)
-
-
-def _centre(tokens: Tensor) -> Tensor:
-    """Subtract each head's mean; return (H, N, d) in float64 on the CPU, 0 for heads that vary only by rounding."""
+    if not isinstance(tokens, Tensor):
+        check_representations(tokens)
+        widest = max(x.shape[1] for x in tokens)
+        # zeros at the end change no kernel
+        tokens = torch.stack([torch.nn.functional.pad(x, (0, widest - x.shape[1])) for x in tokens], 1)
     if tokens.ndim != 3 or len(tokens) < 4:
         raise HeadError(f"got tokens {tuple(tokens.shape)}; expected (N, H, d) with N at least 4")
-    heads = tokens.detach().cpu().double().transpose(0, 1)
-    if not bool(heads.isfinite().all()):
+    vectors = tokens.detach().cpu().double().transpose(0, 1)  # (H, N, d)
+    heads, count, width = vectors.shape
+    if not bool(vectors.isfinite().all()):
         raise HeadError("what heads compute is not finite; look for NaN or infinity in the weights")
-    centred = heads - heads.mean(1, keepdim=True)
-    power, width = heads.square().sum(2).mean(1), heads.shape[2]
-    noise = width * rounding_variance(power, width, torch.finfo(tokens.dtype).eps)
-    return centred * (centred.square().sum(2).mean(1) > noise)[:, None, None]
-
-
-def _hsic(centred: Tensor, unbiased: bool) -> Tensor:
-    """Return HSIC of all pairs of heads, (H, H), except for a common factor in the ordinary estimate.
-
-    Kernels are computed in blocks of rows, of which only products and sums are kept: O(H·N) memory.
-
-    Args:
-        centred: vectors (H, N, d).
-        unbiased: HSIC₁ (Song et al., 2012) in place of tr(K C L C).
-    """
-    count = centred.shape[1]
-    joint = centred.new_zeros(len(centred), len(centred))
-    sums = []
+    centred = vectors - vectors.mean(1, keepdim=True)
+    noise = width * rounding_variance(vectors.square().sum(2).mean(1), width, torch.finfo(tokens.dtype).eps)
+    centred = centred * (centred.square().sum(2).mean(1) > noise)[:, None, None]
+    products, rows = vectors.new_zeros(heads, heads), vectors.new_zeros(heads, count)
     for start in range(0, count, ROWS):
-        block = centred[:, start : start + ROWS]
-        kernels = block @ centred.mT  # (H, rows, N)
-        if unbiased:
-            kernels.diagonal(start, 1, 2).zero_()
-        sums.append(kernels.sum(2))
-        joint += torch.einsum("hrn,grn->hg", kernels, kernels)
-    rows = torch.cat(sums, 1)  # (H, N)
+        kernels = centred[:, start : start + ROWS] @ centred.mT  # (H, rows, N)
+        kernels.diagonal(start, 1, 2).zero_()
+        rows[:, start : start + ROWS] = kernels.sum(2)
+        products += torch.einsum("hrn,grn->hg", kernels, kernels)
     totals = rows.sum(1)
-    if not unbiased:
-        return joint - 2 / count * rows @ rows.mT + torch.outer(totals, totals) / count**2
     middle = torch.outer(totals, totals) / ((count - 1) * (count - 2))
-    return (joint + middle - 2 / (count - 2) * rows @ rows.mT) / (count * (count - 3))
-
-
-def _stack(representations: Sequence[Tensor]) -> Tensor:
-    """Stack matrices (N, d_i) as heads (N, n, d), padded with zeros, which change no kernel."""
-    check_representations(representations)
-    width = max(x.shape[1] for x in representations)
-    return torch.stack([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in representations], 1)
+    dependence = (products + middle - 2 / (count - 2) * rows @ rows.mT) / (count * (count - 3))
+    norms = dependence.diagonal().clamp(min=0).sqrt()
+    return _ratio(dependence, norms, norms)
 
 
 def _ratio(squares: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

@@ -40,6 +40,12 @@ def with_progress(items: Iterable[_Item], progress: Progress, label: str) -> Ite
         progress: True for a bar, False for nothing, or a function of the number of finished items and the total
             (None if unknown).
         label: text of the bar.
+
+    Example:
+        >>> list(with_progress("ab", lambda done, total: print(done, "of", total), "letters"))
+        1 of 2
+        2 of 2
+        ['a', 'b']
     """
     total = len(items) if isinstance(items, Sized) else None
     if progress is True:
@@ -108,21 +114,54 @@ class Observer(Protocol):
         """Add the readings of one batch."""
 
 
-_Observer = TypeVar("_Observer", bound=Observer)
+class Means:
+    """An `Observer` that averages over the positions of each module.
+
+    Args:
+        part: the part of readings that is measured.
+        sums: function of a reading to the sum over positions that count, and their number; None where there is
+            nothing to measure.
+    """
+
+    def __init__(self, part: Part, sums: Callable[[Reading], tuple[Tensor, int] | None]) -> None:
+        self.part, self._measure = part, sums
+        self._sums: dict[str, Tensor] = {}
+        self._counts: Counter[str] = Counter()
+
+    def add(self, readings: Readings) -> None:
+        """Add the readings of one batch."""
+        for name, reading in readings:
+            if (measured := self._measure(reading)) is not None:
+                total, count = measured
+                self._sums[name] = self._sums.get(name, 0) + total.cpu()
+                self._counts[name] += count
+
+    def result(self) -> dict[str, Tensor]:
+        """Return the means of each module, or raise a HeadError where none is defined."""
+        for name, total in self._sums.items():
+            if not self._counts[name]:
+                raise HeadError(
+                    f"{name} saw only padding, or single tokens; pass batches of sequences of two or more tokens"
+                )
+            if not bool(total.isfinite().all()):
+                raise HeadError(f"{name}: what its heads compute is not finite; look for NaN or infinity in weights")
+        return {name: total / self._counts[name] for name, total in self._sums.items()}
 
 
 def observe(
     model: PreTrainedModel,
     batches: Batches,
-    observer: _Observer,
+    observers: Iterable[Observer],
     kinds: Collection[Kind] = KINDS,
     modules: str = "*",
     progress: Progress = False,
-) -> _Observer:
-    """Run a model on all batches for one observer and return it; as `read_heads`."""
-    for (readings,) in read_heads([model], batches, observer.part, kinds=kinds, modules=modules, progress=progress):
-        observer.add(readings)
-    return observer
+) -> None:
+    """Run a model on all batches for observers of one part of readings; as `read_heads`."""
+    observers = list(observers)
+    part = observers[0].part
+    for (readings,) in read_heads([model], batches, part, kinds=kinds, modules=modules, progress=progress):
+        for observer in observers:
+            observer.add(readings)
 
 
 def observed(

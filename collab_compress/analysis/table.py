@@ -38,6 +38,11 @@ def head_table(model: PreTrainedModel, batches: Batches) -> Any:
         HeadError: no batches, or a measure is not finite.
         CalibrationError: the model does not take the batches.
         UnsupportedModelError: the model's family is not known.
+
+    Example:
+        >>> table = head_table(model, [batch])
+        >>> len(table), list(table.columns)
+        (6, ['module', 'kind', 'layer', 'head', 'importance', 'confidence', 'entropy', 'induction', 'drift_without'])
     """
     model, listed = transformers_model(model), list(map(as_batch, batches))
     labelled = bool(listed) and all("labels" in batch for batch in listed)

@@ -100,11 +100,10 @@ class AlphasEdit:
 
 @torch.inference_mode(False)
 def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
-    """Add head mixing to every attention module, in place, in all modules or none.
+    """Add head mixing to every attention module, in place, in all modules or none ("Multi-Head Rotation").
 
     Just before the output projection head i becomes Z'_i = Σ_j α_ij Z_j. α (H, H) starts as the identity, so the
-    model's output changes only once α is trained. Implements Multi-Head Mixing of "Multi-Head Rotation – a Multi-Head
-    Attention Utilisation Using Parameters Rotation and Linear Mixing".
+    model's output changes only once α is trained.
 
     Args:
         model: stock or collaborative. A module that serves several layers (ALBERT) has one α for all of them.
@@ -113,6 +112,14 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
         UnsupportedModelError: the model's family is not known, or a module lies outside the base model.
         HeadError: heads are mixed already; the model is quantized, offloaded or sharded; an output projection is no
             plain `nn.Linear`, or shares its weight with another; heads differ in the width of their values.
+
+    Example:
+        >>> dense = model(**batch).last_hidden_state
+        >>> mix_heads_(model)
+        >>> torch.allclose(model(**batch).last_hidden_state, dense, atol=1e-5)
+        True
+        >>> alphas_of(model)["encoder.layer.0.attention.self"].shape
+        torch.Size([3, 3])
     """
     model = transformers_model(model)
     refuse_unwritable(model, "mix_heads_")
@@ -149,6 +156,15 @@ def alphas_of(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> dict[s
 
     Raises:
         UnsupportedModelError: the model's family is not known.
+
+    Example:
+        >>> alphas_of(model)
+        {}
+        >>> mix_heads_(model)
+        >>> alphas_of(model)["encoder.layer.0.attention.self"].detach()
+        tensor([[1., 0., 0.],
+                [0., 1., 0.],
+                [0., 0., 1.]])
     """
     return {site.name: projection.alphas for site, projection in mixed_projections(model, kinds)}
 
@@ -176,6 +192,15 @@ def merge_alphas_(model: PreTrainedModel) -> None:
 
     Raises:
         HeadError: no heads are mixed, something wraps an output projection, or the model is sharded.
+
+    Example:
+        >>> mix_heads_(model)
+        >>> with torch.no_grad():
+        ...     alphas_of(model)["encoder.layer.0.attention.self"][0, 1] = 0.5
+        >>> mixed = model(**batch).last_hidden_state
+        >>> merge_alphas_(model)
+        >>> alphas_of(model), torch.allclose(model(**batch).last_hidden_state, mixed, atol=1e-5)
+        ({}, True)
     """
     model = transformers_model(model)
     refuse_unwritable(model, "merge_alphas_")

@@ -1,6 +1,5 @@
 """Checks of arguments that several methods on heads share."""
 
-from collections.abc import Mapping
 from math import inf, isfinite
 from numbers import Real
 from typing import Any
@@ -15,9 +14,3 @@ def check_number(name: str, value: Any, least: float = -inf, most: float = inf, 
     end = f" to {most:g}" if most < inf else f" to below {below:g}" if below < inf else " or more"
     expected = "a finite number" if least == -inf else f"{least:g}{end}"
     raise HeadError(f"{name} is {value!r}; expected {expected}")
-
-
-def check_mapping(name: str, value: Any, example: str) -> None:
-    """Raise a HeadError unless a value is a mapping from the paths of attention modules."""
-    if not isinstance(value, Mapping):
-        raise HeadError(f"{name} are {value!r:.80}; expected module path → {example}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from math import log
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +33,6 @@ class HeadGates(HeadHooks):
     al., "Analyzing Multi-Head Self-Attention", 2019, section 5.1). In evaluation u is 1/2 and β is 1. A module that
     serves several layers (ALBERT) has one gate a head for all of them.
 
-        gates = HeadGates(model)
-        optimizer.add_param_group({"params": gates.parameters(), "lr": 0.05})
-        (model(**batch).loss + 0.01 * gates.penalty()).backward()
-        ...
-        closed = gates.closed(keep_one=True)
-        gates.fold_()  # the model now computes without gates what it computed with them
-        prune_heads_(model, closed)
-
     Args:
         model: stock or edited; attention runs as `eager` or `sdpa`.
         kinds: kinds of attention.
@@ -51,6 +42,15 @@ class HeadGates(HeadHooks):
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
         HeadError: an output projection is wrapped or quantized, or shares its weight with another, or the model is
             sharded, so that gates could not be folded into it; or `start` is no finite number.
+
+    Example:
+        >>> gates = HeadGates(model.train())
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> optimizer.add_param_group({"params": gates.parameters(), "lr": 0.05})
+        >>> (model(**batch)[0].square().mean() + 0.01 * gates.penalty()).backward()
+        >>> optimizer.step()  # and so on
+        >>> closed = gates.closed(keep_one=True)  # heads to remove afterwards, by prune_heads_
+        >>> gates.fold_()  # the model now computes without gates what it computed with them
     """
 
     def __init__(self, model: PreTrainedModel, kinds: Collection[Kind] = KINDS, start: float = 2.0) -> None:
@@ -123,21 +123,19 @@ def _gate(logits: Tensor) -> Tensor:
 
 
 def _check(model: PreTrainedModel, sites: Iterable[AttentionSite]) -> list[tuple[str, Tensor, int]]:
-    """Return the path of each module and its `_columns`, or raise if gates cannot be folded into them."""
+    """Return path, weight (D, H·s) and s of what reads the heads of each module, or raise if it cannot take gates."""
     refuse_unwritable(model, "head gates")
-    columns = [(site.name, *_columns(site)) for site in sites]
+    columns: list[tuple[str, Tensor, int]] = []
+    for site in sites:
+        projection = site.part(site.family.output)
+        if isinstance(projection, MixedProjection):
+            columns.append((site.name, projection.alphas, 1))
+        else:
+            weight = output_weight(site.path(site.family.output), projection)
+            columns.append((site.name, weight, weight.shape[1] // site.heads))
     if len({weight.data_ptr() for _, weight, _ in columns}) < len(columns):
         raise HeadError(
             f"{type(model).__name__}: output projections share weights, into which the gates of one module alone can "
             "be folded; untie them"
         )
     return columns
-
-
-def _columns(site: AttentionSite) -> tuple[Tensor, int]:
-    """Return a view (D, H·s) of the weight that reads a module's heads, and the columns s of each head."""
-    projection: Any = site.part(site.family.output)
-    if isinstance(projection, MixedProjection):
-        return projection.alphas, 1
-    weight = output_weight(site.path(site.family.output), projection)
-    return weight, weight.shape[1] // site.heads

@@ -26,7 +26,6 @@ from collab_compress.calibration.gather import (
     resize_mask,
 )
 from collab_compress.errors import HeadError
-from collab_compress.heads.checks import check_mapping
 from collab_compress.heads.pruning import check_heads
 
 Part = Literal["outputs", "values", "probs", "queries", "keys"]
@@ -74,8 +73,7 @@ class HeadHooks:
 
     def _check_present(self) -> None:
         if not self._hooks:
-            name = type(self).__name__
-            raise HeadError(f"this {name} has been removed from the model; make a new {name}")
+            raise HeadError(f"this {type(self).__name__} has been removed from the model; make a new one")
 
     def __enter__(self) -> Self:
         return self
@@ -114,6 +112,15 @@ class Reading:
         queries: (B, T, H, d), or (B, T, H, R) in a converted module.
         keys: (B, S, H, d).
         masks: padding masks of queries and keys.
+
+    Example:
+        >>> with Tap(model, ("queries", "values")) as tap:
+        ...     outputs = model(**batch)
+        ...     reading = tap.take()[0]
+        >>> reading.queries.shape, reading.site.layer, reading.probs
+        (torch.Size([2, 6, 3, 8]), 0, None)
+        >>> reading.mask_of("queries").sum(1)
+        tensor([6, 4])
     """
 
     site: AttentionSite
@@ -145,6 +152,15 @@ class Tap(HeadHooks):
     Raises:
         UnsupportedModelError: the model's family is not known.
         HeadError: "keys" of a converted module, whose heads share keys or differ in width.
+
+    Example:
+        >>> with Tap(model, "probs") as tap:
+        ...     outputs = model(**batch)
+        ...     readings = tap.take()
+        >>> [reading.site.name for reading in readings]
+        ['encoder.layer.0.attention.self', 'encoder.layer.1.attention.self']
+        >>> readings[0].probs.shape  # (B, H, T, S)
+        torch.Size([2, 3, 6, 6])
     """
 
     _handles: Sequence[Any] = ()
@@ -156,10 +172,9 @@ class Tap(HeadHooks):
         kinds: Collection[Kind] = KINDS,
         training: bool = False,
     ) -> None:
-        several = isinstance(parts, Collection) and not isinstance(parts, str)
-        self.parts: frozenset[Any] = frozenset(parts if several else (parts,))
+        self.parts = {parts} if isinstance(parts, str) else set(parts)
         if unknown := self.parts - set(PARTS):
-            raise HeadError(f"a tap cannot read {', '.join(sorted(map(str, unknown)))}; it reads {', '.join(PARTS)}")
+            raise HeadError(f"a tap cannot read {', '.join(sorted(unknown))}; it reads {', '.join(PARTS)}")
         self.training = training
         self.needs_probs = "probs" in self.parts
         model = transformers_model(model)
@@ -263,6 +278,13 @@ class HeadMask(HeadHooks):
     Raises:
         UnsupportedModelError: the model's family is not known.
         HeadError: as in `set`.
+
+    Example:
+        >>> dense = model(**batch).last_hidden_state
+        >>> with HeadMask(model, {"encoder.layer.0.attention.self": torch.tensor([1.0, 0.0, 1.0])}):
+        ...     silenced = model(**batch).last_hidden_state
+        >>> torch.allclose(dense, silenced), torch.equal(dense, model(**batch).last_hidden_state)
+        (False, True)
     """
 
     def __init__(
@@ -294,7 +316,6 @@ class HeadMask(HeadHooks):
         self._masks = self._checked(masks)
 
     def _checked(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        check_mapping("masks", masks, "tensor (heads,)")
         for name, mask in masks.items():
             if name not in self.heads:
                 raise HeadError(f"no attention module {name!r} to mask; there are {', '.join(self.heads)}")
@@ -340,6 +361,11 @@ def masks_without(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) 
 
     Raises:
         HeadError: a module or a head is not known.
+
+    Example:
+        >>> masks = masks_without(model, {"encoder.layer.0.attention.self": [1]})
+        >>> masks["encoder.layer.0.attention.self"]
+        tensor([1., 0., 1.])
     """
     masks = {}
     for site, removed in check_heads(find_attention(model), heads):

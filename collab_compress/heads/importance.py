@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from collab_compress.architectures import KINDS, Kind, transformers_model
 from collab_compress.calibration import as_batch, evaluation_mode, run_batch
 from collab_compress.errors import HeadError
-from collab_compress.heads.checks import check_mapping, check_number
+from collab_compress.heads.checks import check_number
 from collab_compress.heads.hooks import HeadMask, Part, Reading, Tap
 
 
@@ -45,6 +45,11 @@ def confidence(
             `across_processes`, in every process.
         CalibrationError: the model does not take such batches.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+
+    Example:
+        >>> sure = confidence(model, [batch])["encoder.layer.0.attention.self"]
+        >>> sure.shape, bool((sure > 1 / 6).all())
+        (torch.Size([3]), True)
     """
     return _mean_over_queries(
         model, batches, "probs", _largest, exclude=exclude, kinds=kinds, across_processes=across_processes
@@ -78,6 +83,12 @@ def average_distance(
         HeadError: as `confidence`; or a module has a single head, or `of` is neither.
         CalibrationError: the model does not take such batches.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+
+    Example:
+        >>> average_distance(model, [batch])["encoder.layer.0.attention.self"].shape
+        torch.Size([3])
+        >>> average_distance(model, [batch], of="probs").keys()
+        dict_keys(['encoder.layer.0.attention.self', 'encoder.layer.1.attention.self'])
     """
     if of not in ("outputs", "probs"):
         raise HeadError(f"cannot measure distances between heads' {of!r}; expected 'outputs' or 'probs'")
@@ -125,23 +136,40 @@ def _mean_over_queries(
     excluded = sorted(end_tokens(model) if exclude is None else exclude)
     across_processes = across_processes and distributed.is_initialized()
     results: list[Any] = [None] * distributed.get_world_size() if across_processes else [None]
+    sums: dict[str, Tensor] = {}  # of each head, and the number of queries, (H + 1,)
     try:
-        results[0] = result = _sums(model, batches, part, measure, excluded=excluded, kinds=kinds)
+        with Tap(model, [part], kinds) as tap, evaluation_mode(model):
+            for batch in batches:
+                if not sums:
+                    sums = {site.name: torch.zeros(site.heads + 1, dtype=torch.float64) for site in tap.sites}
+                run_batch(model, as_batch(batch))
+                token_ids = _token_ids(model, batch) if excluded else {}
+                for reading in tap.take():
+                    query_ids, key_ids = token_ids.get(reading.site.kind, (None, None))
+                    values = measure(reading, key_ids, excluded)  # (B, T, H)
+                    shape, mask = values.shape[:2], reading.masks.query
+                    counts = torch.ones(shape, dtype=torch.bool) if mask is None else mask
+                    hidden = _is_excluded(reading, query_ids, tuple(shape), excluded)
+                    counts = counts if hidden is None else counts & ~hidden.to(counts.device)
+                    values = values[counts.to(values.device)]  # (N, H)
+                    sums[reading.site.name][:-1] += values.cpu().double().sum(0)
+                    sums[reading.site.name][-1] += len(values)
     except Exception as error:
         if across_processes:
             distributed.all_gather_object(results, f"{type(error).__name__}: {error}")  # the others wait for it
         raise
+    results[0] = sums
     if across_processes:
-        distributed.all_gather_object(results, result)
+        distributed.all_gather_object(results, sums)
     for rank, message in enumerate(results):
         if isinstance(message, str):
             raise HeadError(f"process {rank} could not measure the importance of heads: {message}")
-    measured = [sums for sums in results if sums]
+    measured = [of_process for of_process in results if of_process]
     if not measured:
         raise HeadError("no batches to measure the importance of heads on; pass some, of held-out data")
     means = {}
     for name in measured[0]:
-        total = torch.stack([sums[name] for sums in measured]).sum(0)
+        total = torch.stack([of_process[name] for of_process in measured]).sum(0)
         if total[-1] == 0:
             raise HeadError(
                 f"{name} saw no token that counts: all are padding or excluded, or nothing calls it; pass batches "
@@ -153,39 +181,6 @@ def _mean_over_queries(
             )
         means[name] = total[:-1] / total[-1]
     return means
-
-
-def _sums(
-    model: PreTrainedModel,
-    batches: Iterable[Mapping[str, Tensor]],
-    part: Part,
-    measure: Measure,
-    *,
-    excluded: list[int],
-    kinds: Collection[Kind],
-) -> dict[str, Tensor]:
-    """Return, for each module, each head's sum over the queries that count and their number, (H + 1,) in float64.
-
-    Empty without batches.
-    """
-    sums: dict[str, Tensor] = {}
-    with Tap(model, [part], kinds) as tap, evaluation_mode(model):
-        for batch in batches:
-            if not sums:
-                sums = {site.name: torch.zeros(site.heads + 1, dtype=torch.float64) for site in tap.sites}
-            run_batch(model, as_batch(batch))
-            token_ids = _token_ids(model, batch) if excluded else {}
-            for reading in tap.take():
-                query_ids, key_ids = token_ids.get(reading.site.kind, (None, None))
-                values = measure(reading, key_ids, excluded)  # (B, T, H)
-                shape, mask = values.shape[:2], reading.masks.query
-                counts = torch.ones(shape, dtype=torch.bool) if mask is None else mask
-                hidden = _is_excluded(reading, query_ids, tuple(shape), excluded)
-                counts = counts if hidden is None else counts & ~hidden.to(counts.device)
-                values = values[counts.to(values.device)]  # (N, H)
-                sums[reading.site.name][:-1] += values.cpu().double().sum(0)
-                sums[reading.site.name][-1] += len(values)
-    return sums
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: Any = None) -> set[int]:
@@ -253,6 +248,11 @@ def head_importance(
     Raises:
         UnsupportedModelError: the model's family is not known.
         HeadError: no batches, no loss or one without gradient, a gradient that is not finite or 0 for all heads.
+
+    Example:
+        >>> importance = head_importance(model, [batch], lambda outputs, batch: outputs[0].square().mean())
+        >>> importance["encoder.layer.0.attention.self"].norm()
+        tensor(1.)
     """
     model = transformers_model(model)
     with HeadMask(model) as mask, evaluation_mode(model), torch.enable_grad():
@@ -262,7 +262,13 @@ def head_importance(
             inputs = {
                 key: value.to(model.device) if isinstance(value, Tensor) else value for key, value in batch.items()
             }
-            size = _batch_size(inputs)
+            sizes = {len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()}
+            if len(sizes) != 1:
+                raise HeadError(
+                    f"cannot tell how many samples a batch has: its tensors begin with sizes {sorted(sizes)}; "
+                    "expected tensors (batch, …)"
+                )
+            size = sizes.pop()
             gates = {
                 name: torch.ones(size, heads, device=model.device, requires_grad=True)
                 for name, heads in mask.heads.items()
@@ -308,16 +314,6 @@ def _summed_loss(model: PreTrainedModel, batch: Mapping[str, Any], size: int, lo
     return value.sum() if value.shape == (size,) else value.sum() * size
 
 
-def _batch_size(batch: Mapping[str, Any]) -> int:
-    sizes = {len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim()}
-    if len(sizes) != 1:
-        raise HeadError(
-            f"cannot tell how many samples a batch has: its tensors begin with sizes {sorted(sizes)}; "
-            "expected tensors (batch, …)"
-        )
-    return sizes.pop()
-
-
 def least_important(
     importance: Mapping[str, Tensor], share: float, *, keep_one: bool = False
 ) -> dict[str, list[int]]:
@@ -333,20 +329,23 @@ def least_important(
 
     Raises:
         HeadError: the share is not between 0 and 1, or an importance is no vector of finite numbers.
+
+    Example:
+        >>> importance = {"a": torch.tensor([0.1, 0.5, 0.2]), "b": torch.tensor([0.3, 0.4, 0.9])}
+        >>> least_important(importance, share=0.5)
+        {'a': [0, 2], 'b': [0]}
+        >>> least_important(importance, share=1, keep_one=True)
+        {'a': [0, 2], 'b': [0, 1]}
     """
-    check_mapping("importances", importance, "tensor (heads,)")
     check_number("share of heads", share, 0, 1)
-    ranked: list[tuple[float, str, int]] = []
-    spared = set()
+    candidates: list[tuple[float, str, int]] = []
     for name, values in importance.items():
-        if not isinstance(values, Tensor) or values.dim() != 1 or not len(values) or not values.isfinite().all():
+        if values.dim() != 1 or not len(values) or not values.isfinite().all():
             raise HeadError(f"importance of {name}: got {values}; expected one finite number a head")
-        ranked += [(value, name, head) for head, value in enumerate(values.tolist())]
-        if keep_one:
-            spared.add((name, int(values.argmax())))
-    ranked.sort(key=lambda entry: entry[0])
-    candidates = [(name, head) for _, name, head in ranked if (name, head) not in spared]
+        spared = int(values.argmax()) if keep_one else None
+        candidates += [(value, name, head) for head, value in enumerate(values.tolist()) if head != spared]
+    candidates.sort(key=lambda candidate: candidate[0])
     picked: dict[str, list[int]] = {name: [] for name in importance}
-    for name, head in candidates[: round(share * len(ranked))]:
+    for _, name, head in candidates[: round(share * sum(map(len, importance.values())))]:
         picked[name].append(head)
     return {name: sorted(heads) for name, heads in picked.items() if heads}

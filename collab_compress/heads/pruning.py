@@ -25,8 +25,6 @@ def check_heads(
 ) -> list[tuple[AttentionSite, list[int]]]:
     """Return the named modules with their heads in ascending order, or raise a HeadError if one is not known."""
     known = {site.name: site for site in sites}
-    if not isinstance(heads, Mapping) or not all(isinstance(chosen, Collection) for chosen in heads.values()):
-        raise HeadError(f"heads are {heads!r}; expected module path → heads, as in {{{next(iter(known))!r}: [0]}}")
     for name, chosen in heads.items():
         if name not in known:
             raise HeadError(f"no attention module {name!r}; there are {', '.join(known)}")
@@ -38,29 +36,17 @@ def check_heads(
 
 @dataclass(frozen=True)
 class KeptHeads:
-    """The heads that one attention module keeps, and where its projections are.
+    """The heads that one attention module keeps, and the paths of its projections inside it."""
 
-    Args:
-        kept: heads that stay, ascending, counted as before the removal.
-        before: number of heads before.
-        head_width: width d of one head's queries and keys.
-        value_width: width dv of one head's values.
-        heads: attribute of the attention module that counts heads.
-        query: path of the query projection in the attention module.
-        key: path of the key projection.
-        value: path of the value projection.
-        output: path of the output projection, which starts with `..` where it lies in the parent module.
-    """
-
-    kept: tuple[int, ...]
-    before: int
-    head_width: int
-    value_width: int
-    heads: str
+    kept: tuple[int, ...]  # ascending, counted as before the removal
+    before: int  # number of heads
+    head_width: int  # of one head's queries and keys, d
+    value_width: int  # of one head's values, dv
+    heads: str  # attribute that counts heads
     query: str
     key: str
     value: str
-    output: str
+    output: str  # starts with `..` where it lies in the parent module
 
     def rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yield what stored fields must hold, as `MapForm.rules`."""
@@ -105,11 +91,7 @@ class PrunedEdit:
             for name, kept in self.modules.items():
                 module = model.base_model.get_submodule(name)
                 if getattr(module, _head_count(module, kept)) == kept.before:
-                    parent = model.base_model.get_submodule(name.rpartition(".")[0])
-                    holder = parent if kept.output.startswith("..") else module
-                    cuts += _module_cuts(
-                        model.base_model, name, holder.get_submodule(kept.output.removeprefix("..")), kept
-                    )
+                    cuts += _module_cuts(model.base_model, name, kept)
             for cut in cuts:
                 setattr(cut.owner, cut.name, cut.value)
             for name in self.modules:
@@ -122,9 +104,11 @@ class PrunedEdit:
         """Do nothing: cut projections are loaded like any other weight."""
 
 
-def _module_cuts(base: Any, name: str, output: Any, kept: KeptHeads) -> list[Cut]:
+def _module_cuts(base: Any, name: str, kept: KeptHeads) -> list[Cut]:
     """List the changes that remove heads from the module `base.name`."""
     module: Any = base.get_submodule(name)
+    holder = base.get_submodule(name.rpartition(".")[0]) if kept.output.startswith("..") else module
+    output = holder.get_submodule(kept.output.removeprefix(".."))
     if hasattr(module, "value_form"):
         cuts: list[Cut] = module.value_form.keep_heads(module, output, kept.kept)
     else:
@@ -153,11 +137,7 @@ def _head_count(module: Any, kept: KeptHeads) -> str:
 
 
 def _channels(kept: KeptHeads, width: int, base: Any, path: str) -> list[int]:
-    """Return the output channels of the projection `base.path` that belong to the kept heads.
-
-    Raises:
-        CheckpointError: it has not as many channels as the heads need.
-    """
+    """Return the output channels of the projection `base.path` that belong to the kept heads."""
     count = len(base.get_submodule(path).weight)
     if kept.before * width != count:
         raise CheckpointError(
@@ -195,6 +175,13 @@ def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -
             shared or offloaded; head outputs are mixed, masked or hooked; the model is quantized or sharded.
         CheckpointError: the model was loaded before this package was imported, or a projection is not as wide as
             its heads.
+
+    Example:
+        >>> prune_heads_(model, {"encoder.layer.0.attention.self": [0, 2]})
+        >>> model.encoder.layer[0].attention.self.query
+        Linear(in_features=24, out_features=8, bias=True)
+        >>> model(**batch).last_hidden_state.shape
+        torch.Size([2, 6, 24])
     """
     model = transformers_model(model)
     refuse_unwritable(model, "prune_heads_")
@@ -203,7 +190,11 @@ def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -
         raise HeadError(f"{type(model).__name__} is quantized; remove heads from the unquantized checkpoint instead")
     if not chosen:
         return
-    shared = _shared_parts(model)
+    holders: Counter[int] = Counter()  # of each parameter and module, by identity
+    for module in model.modules():
+        holders.update({id(part) for part in (*module._parameters.values(), *module._modules.values())})
+    holders.pop(id(None), None)
+    shared = {part for part, count in holders.items() if count > 1}
     edit = PrunedEdit({path_in_base(model, site.module): _kept(site, heads, shared) for site, heads in chosen})
     with all_or_nothing(model):
         edit.apply_(model)
@@ -234,7 +225,20 @@ def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
             f"{site.path(family.output)} mixes the heads, so none can be removed alone; call merge_alphas_ "
             "first, then remove heads"
         )
-    _check_query_and_key(site, kept, shared)
+    if hasattr(site.module, "score_form"):
+        scores = site.part("score_form")
+        weights = {path for path in scores.head_rows() if path.endswith(".proj.weight")}
+        for path in sorted(weights | {f"{scores.key}.proj.weight"}):
+            _linear(site, path.removesuffix(".weight"), shared)
+        try:
+            scores.without(kept).check_room()
+        except CompressionError as error:
+            raise HeadError(
+                f"{site.name} cannot work with {len(kept)} heads: {error}; or remove fewer heads"
+            ) from error
+    else:
+        _linear(site, family.query, shared)
+        _linear(site, family.key, shared)
     form = getattr(site.module, "value_form", None)
     value = _linear(site, family.value if form is None else f"{family.value}.proj", shared)
     output = _linear(site, family.output, shared)
@@ -256,24 +260,6 @@ def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
     )
 
 
-def _check_query_and_key(site: AttentionSite, kept: Sequence[int], shared: Collection[int]) -> None:
-    """Raise if heads cannot be cut from the query and key projections, or from what replaces them."""
-    if hasattr(site.module, "score_form"):
-        form = site.part("score_form")
-        projections = {path.removesuffix(".weight") for path in form.head_rows() if path.endswith(".proj.weight")}
-        for path in sorted(projections | {f"{form.key}.proj"}):
-            _linear(site, path, shared)
-        try:
-            form.without(kept).check_room()
-        except CompressionError as error:
-            raise HeadError(
-                f"{site.name} cannot work with {len(kept)} heads: {error}; or remove fewer heads"
-            ) from error
-        return
-    for path in (site.family.query, site.family.key):
-        _linear(site, path, shared)
-
-
 def _linear(site: AttentionSite, path: str, shared: Collection[int]) -> nn.Linear:
     """Return a projection, or raise unless it is a plain one, in memory, and not shared with another module."""
     projection, where = site.part(path), site.path(path)
@@ -281,12 +267,3 @@ def _linear(site: AttentionSite, path: str, shared: Collection[int]) -> nn.Linea
     if any(id(part) in shared for part in (projection, *projection.parameters(recurse=False))):
         raise HeadError(f"{where} is shared with another module, which would lose channels too; untie them first")
     return projection  # type: ignore[no-any-return]
-
-
-def _shared_parts(model: nn.Module) -> set[int]:
-    """Return the identities of parameters and modules that more than one module holds."""
-    holders: Counter[int] = Counter()
-    for module in model.modules():
-        holders.update({id(part) for part in (*module._parameters.values(), *module._modules.values())})
-    holders.pop(id(None), None)
-    return {part for part, count in holders.items() if count > 1}

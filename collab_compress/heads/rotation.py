@@ -37,6 +37,10 @@ class RotationOptions:
 
     Heads of different kinds of attention never swap. Every strategy but `manual` pairs the heads of each kind
     separately, so k pairs means k pairs of each kind.
+
+    Example:
+        >>> RotationOptions("hard", epochs=(1, 2, 3), k=2, swap_back_after=0.5).within_epochs
+        True
     """
 
     strategy: Strategy
@@ -101,10 +105,9 @@ class RotationOptions:
             ) from error
         for name, value in normalised.items():
             object.__setattr__(self, name, value)
-        if self.strategy not in get_args(Strategy):
-            raise HeadError(f"strategy is {self.strategy!r}; expected one of {', '.join(get_args(Strategy))}")
-        if self.importance not in get_args(Importance):
-            raise HeadError(f"importance is {self.importance!r}; expected distance or confidence")
+        for name, known in (("strategy", get_args(Strategy)), ("importance", get_args(Importance))):
+            if getattr(self, name) not in known:
+                raise HeadError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
         valid = all(0 <= epoch < inf for epoch in self.epochs) and len(set(self.epochs)) == len(self.epochs)
         if not self.epochs or not valid:
             raise HeadError(f"epochs are {self.epochs}; expected at least one, each once, counted from 0")
@@ -176,7 +179,7 @@ def soft(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scor
 
 def random(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
     """Draw k pairs of different heads from all layers (algorithm 3); the same for the same seed, kind and epoch."""
-    heads = _heads(sites)
+    heads = [(site.name, head) for site in sites for head in range(site.heads)]
     _check_k(rotation, len(heads) // 2, sites)
     sample = Random(f"{rotation.seed} {sites[0].kind} {epoch}").sample(heads, 2 * rotation.k)
     return list(zip(sample[::2], sample[1::2], strict=True))
@@ -191,13 +194,10 @@ STRATEGIES: dict[Strategy, Callable[[RotationOptions, Sequence[AttentionSite], S
 is twice. Raises HeadError where the options need more heads or layers than there are."""
 
 
-def _heads(sites: Sequence[AttentionSite]) -> list[Head]:
-    return [(site.name, head) for site in sites for head in range(site.heads)]
-
-
 def _by_importance(sites: Sequence[AttentionSite], scores: Scores) -> list[Head]:
     """Return all heads, the least important first, equal ones in the model's order."""
-    return sorted(_heads(sites), key=lambda head: float(scores[head[0]][head[1]]))
+    heads = [(site.name, head) for site in sites for head in range(site.heads)]
+    return sorted(heads, key=lambda head: float(scores[head[0]][head[1]]))
 
 
 def _check_k(rotation: RotationOptions, most: int, sites: Sequence[AttentionSite]) -> None:
@@ -210,7 +210,15 @@ def _check_k(rotation: RotationOptions, most: int, sites: Sequence[AttentionSite
 
 @dataclass(frozen=True)
 class RotationEvent:
-    """One swap of heads, at an epoch from 0, or their swap back."""
+    """One swap of heads, at an epoch from 0, or their swap back.
+
+    Example:
+        >>> first, last = ("encoder.layer.0.attention.self", 0), ("encoder.layer.1.attention.self", 2)
+        >>> rotator = Rotator(model, RotationOptions("manual", epochs=(1,), pairs=((first, last),)))
+        >>> (event,) = rotator.epoch(1)
+        >>> event.reason, event.epoch
+        ('swap', 1)
+    """
 
     epoch: float
     reason: Literal["swap", "swap-back"]
@@ -235,6 +243,13 @@ class Rotator:
         HeadError: the model does not have the heads that the strategy needs, or they cannot be swapped, as under
             FSDP1 and ZeRO-3.
         UnsupportedModelError: the model's family is not known, or it has no attention of these kinds.
+
+    Example:
+        >>> rotator = Rotator(model, RotationOptions("soft", epochs=(1,), swap_back_after=2))
+        >>> [len(rotator.epoch(epoch, batches=[batch])) for epoch in range(4)]
+        [0, 1, 0, 1]
+        >>> [event.reason for event in rotator.history]
+        ['swap', 'swap-back']
     """
 
     def __init__(self, model: PreTrainedModel, rotation: RotationOptions, tokenizer: Any = None) -> None:
@@ -294,7 +309,11 @@ class Rotator:
             self._swap(RotationEvent(now, "swap-back", self._swapped), optimizer)
             late = now >= self._due + 1  # whole epochs without a call
             self._swapped, self._awake = (), (now if late else self._due) + self.rotation.rest
-        time = self._time_reached(now)
+        times = [time for time in self.rotation.epochs if _reached(time, now)]
+        if self._latest is None:  # only a time that is due now
+            time = next((time for time in times if _reached(now, time)), None)
+        else:
+            time = max((time for time in times if not _reached(time, self._latest)), default=None)
         if time is not None and not self._swapped and _reached(self._awake, time):
             pairs = self._pairs(time, batches)
             self._swap(RotationEvent(now, "swap", pairs), optimizer)
@@ -333,13 +352,6 @@ class Rotator:
             ) from error
         matched_blocks(self.model, swapped)
         self._latest, self._swapped, self._due, self._awake, self.history = latest, swapped, due, awake, history
-
-    def _time_reached(self, now: float) -> float | None:
-        """Return the last swap time since the previous call; at the first call, only one that is due now."""
-        times = [time for time in self.rotation.epochs if _reached(time, now)]
-        if self._latest is None:
-            return next((time for time in times if _reached(now, time)), None)
-        return max((time for time in times if not _reached(time, self._latest)), default=None)
 
     def _swap(self, event: RotationEvent, optimizer: Any) -> None:
         swap_heads_(self.model, event.pairs, optimizer if self.rotation.moments else None)

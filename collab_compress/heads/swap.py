@@ -1,6 +1,6 @@
 """Swap attention heads, the parameter slices that belong to each, with their gradients and optimizer state."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeAlias
@@ -62,11 +62,17 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
         if form is not None:
             for path, count in form.head_rows().items():
                 blocks.append(HeadBlock(site.part(path), 0, head * count, (head + 1) * count))
-        else:
-            for path in dense_paths:
-                projection = read(site.name, site.module, family, path, nn.Linear)
+            continue
+        for path in dense_paths:
+            projection: nn.Linear | FusedSlice = read(site.name, site.module, family, path, nn.Linear)
+            if isinstance(projection, FusedSlice):
+                layer, dim, channels = projection.layer, projection.dim, projection.rows(head)
+            else:
                 width = projection.out_features // site.heads if path == family.value else site.head_width
-                blocks += _projection_blocks(projection, head, width)
+                layer, dim, channels = projection, 0, range(head * width, (head + 1) * width)
+            blocks.append(HeadBlock(layer.weight, dim, channels.start, channels.stop))
+            if layer.bias is not None:
+                blocks.append(HeadBlock(layer.bias, 0, channels.start, channels.stop))
     for block in blocks:
         refuse_split(site.name, block.parameter)
         shape = tuple(block.parameter.shape)
@@ -79,18 +85,6 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
                 f"{block.start}:{block.stop} of dimension {block.dim}; gather sharded parameters, undo quantization "
                 "and remove parametrizations first"
             )
-    return blocks
-
-
-def _projection_blocks(projection: nn.Linear | FusedSlice, head: int, width: int) -> list[HeadBlock]:
-    """List one head's slices of a projection's weight (H·width, D) and bias (H·width,)."""
-    layer: Any = projection
-    rows, dim = range(head * width, (head + 1) * width), 0
-    if isinstance(projection, FusedSlice):
-        layer, dim, rows = projection.layer, projection.dim, projection.rows(head)
-    blocks = [HeadBlock(layer.weight, dim, rows.start, rows.stop)]
-    if layer.bias is not None:
-        blocks.append(HeadBlock(layer.bias, 0, rows.start, rows.stop))
     return blocks
 
 
@@ -114,16 +108,27 @@ def swap_heads_(model: nn.Module, pairs: Sequence[Pair], optimizer: Any = None) 
             optimizer steps other parameters, such as master copies; or only one head of a pair has a gradient or
             optimizer state, or one has state that is not kept weight by weight. Nothing has moved then.
         UnsupportedModelError: the model's family is not known, or a projection is no plain `nn.Linear`.
+
+    Example:
+        >>> first, last = ("encoder.layer.0.attention.self", 0), ("encoder.layer.1.attention.self", 2)
+        >>> before = model.encoder.layer[0].attention.self.value.weight[:8].clone()
+        >>> swap_heads_(model, [(first, last)])
+        >>> torch.equal(model.encoder.layer[1].attention.self.value.weight[16:], before)
+        True
     """
     matched = matched_blocks(model, pairs)
     check_optimizer(optimizer, [block for blocks in matched for block in blocks])
-    inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
-    state = {} if inner is None else inner.state
+    state = {} if optimizer is None else inner_optimizer(optimizer).state
     with torch.no_grad():
         swaps: list[tuple[HeadBlock, Tensor, HeadBlock, Tensor]] = []
         for one, other in matched:
             tensors, other_tensors = _head_tensors(one.parameter, state), _head_tensors(other.parameter, state)
-            _check_alike(one, tensors, other_tensors)
+            if differing := sorted(tensors.keys() ^ other_tensors.keys()):
+                raise HeadError(
+                    f"only one of two heads to swap has {', '.join(differing)}, for parameters of shape "
+                    f"{tuple(one.parameter.shape)}; train or freeze both modules alike, and clear gradients "
+                    "with zero_grad() before swapping"
+                )
             swaps += [(one, tensor, other, other_tensors[name]) for name, tensor in tensors.items()]
         for one, tensor, other, other_tensor in swaps:
             full = full_tensor(tensor)
@@ -137,17 +142,16 @@ def swap_heads_(model: nn.Module, pairs: Sequence[Pair], optimizer: Any = None) 
 
 def as_pairs(pairs: Any) -> tuple[Pair, ...]:
     """Read pairs of heads that may be lists, as from JSON."""
+
+    def as_head(name: Any, number: Any) -> Head:
+        if not isinstance(name, str) or not isinstance(number, Integral) or isinstance(number, bool):
+            raise TypeError(name, number)
+        return name, int(number)
+
     try:
-        return tuple((_as_head(one), _as_head(other)) for one, other in pairs)
+        return tuple((as_head(*one), as_head(*other)) for one, other in pairs)
     except (TypeError, ValueError) as error:
         raise HeadError(f"pairs are {pairs!r}; expected ((module, head), (module, head)) for each") from error
-
-
-def _as_head(head: Any) -> Head:
-    name, number = head
-    if not isinstance(name, str) or not isinstance(number, Integral) or isinstance(number, bool):
-        raise TypeError(head)
-    return name, int(number)
 
 
 def matched_blocks(model: nn.Module, pairs: Sequence[Pair]) -> list[Matched]:
@@ -182,7 +186,10 @@ def match_heads(one: AttentionSite, i: int, other: AttentionSite, j: int) -> lis
             "pair heads of the same module, or expand the model to its dense form first"
         )
     blocks, other_blocks = head_blocks(one, i), head_blocks(other, j)
-    shapes, other_shapes = (", ".join(map(_shape, side)) for side in (blocks, other_blocks))
+    shapes, other_shapes = (
+        ", ".join(f"{str(block.parameter.dtype)[6:]}{list(block.of(block.parameter).shape)}" for block in side)
+        for side in (blocks, other_blocks)
+    )
     if shapes != other_shapes:
         raise HeadError(
             f"{place}: their parameters differ, {shapes} against {other_shapes}; "
@@ -191,19 +198,24 @@ def match_heads(one: AttentionSite, i: int, other: AttentionSite, j: int) -> lis
     return list(zip(blocks, other_blocks, strict=True))
 
 
-def _shape(block: HeadBlock) -> str:
-    dtype = str(block.parameter.dtype).removeprefix("torch.")
-    return f"{dtype}{list(block.of(block.parameter).shape)}"
+def inner_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer itself, without Accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def stepped_by(optimizer: Any) -> set[int]:
+    """Return the identities of the parameters that an optimizer steps."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def check_optimizer(optimizer: Any, blocks: Sequence[HeadBlock]) -> None:
     """Raise a HeadError if an optimizer does not step the parameters of heads, so that it would undo a swap."""
     if optimizer is None:
         return
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner = inner_optimizer(optimizer)
     if type(inner).__name__ == "ZeroRedundancyOptimizer":
         raise HeadError("ZeroRedundancyOptimizer keeps its state in other processes; shard by FSDP2 instead")
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    stepped = stepped_by(optimizer)
     parameters = [block.parameter for block in blocks if block.parameter.requires_grad]
     missing = [parameter for parameter in parameters if id(parameter) not in stepped]
     if missing:
@@ -215,24 +227,11 @@ def check_optimizer(optimizer: Any, blocks: Sequence[HeadBlock]) -> None:
         )
 
 
-def _check_alike(block: HeadBlock, names: Collection[str], other_names: Collection[str]) -> None:
-    if differing := sorted(set(names) ^ set(other_names)):
-        raise HeadError(
-            f"only one of two heads to swap has {', '.join(differing)}, for parameters of shape "
-            f"{tuple(block.parameter.shape)}; train or freeze both modules alike, and clear gradients "
-            "with zero_grad() before swapping"
-        )
-
-
 def _head_tensors(parameter: Tensor, state: Any) -> dict[str, Tensor]:
     """Return the parameter, its gradient and its optimizer state, named for messages."""
-    gradient = {} if parameter.grad is None else {"a gradient": parameter.grad}
-    return {"weights": parameter, **gradient, **_state_tensors(parameter, state)}
-
-
-def _state_tensors(parameter: Tensor, state: Any) -> dict[str, Tensor]:
-    """Return the optimizer state of the parameter's shape, named for messages."""
-    tensors = {}
+    tensors = {"weights": parameter}
+    if parameter.grad is not None:
+        tensors["a gradient"] = parameter.grad
     for name, tensor in state.get(parameter, {}).items():
         if not isinstance(tensor, Tensor) or tensor.dim() == 0:
             continue

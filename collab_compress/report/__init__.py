@@ -3,12 +3,11 @@
 from collab_compress.options import ReportOptions
 from collab_compress.report.context import ReportContext, TaskScore
 from collab_compress.report.result import ReportResult, make_report, render_page, to_dict, to_json, write_report
-from collab_compress.report.section import Column, Curve, Curves, Heatmap, Heatmaps, Panel, Section, Table
+from collab_compress.report.section import Curve, Curves, Heatmap, Heatmaps, Panel, Section, Table
 from collab_compress.report.sections import SECTIONS
 
 __all__ = [
     "SECTIONS",
-    "Column",
     "Curve",
     "Curves",
     "Heatmap",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from collab_compress.analysis import Discrepancy, confidence, mean_over_pairs, with_progress
 from collab_compress.analysis.covariance import Covariances, Samples
-from collab_compress.analysis.diversity import Coefficients, Discrepancies
-from collab_compress.analysis.patterns import PatternMeans
-from collab_compress.analysis.stream import Observer, Progress, observed
+from collab_compress.analysis.diversity import summed_coefficients, summed_distances
+from collab_compress.analysis.patterns import pattern_means
+from collab_compress.analysis.stream import Means, Observer, Progress, observed
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch
@@ -50,15 +50,15 @@ class HeadMeasures:
             if sites:
                 together = uses * sum(site.width for site in sites) <= WIDEST
                 self.covariances.append(Covariances(kinds=kinds, together=together))
-        distances, overlaps = Discrepancies(), Coefficients()
-        self.patterns = PatternMeans()
-        observers: list[Observer] = [self.samples, self.patterns, distances, overlaps]
-        observers += self.covariances
+        distances, overlaps = Means("outputs", summed_distances), Means("probs", summed_coefficients)
+        patterns = pattern_means()
+        observers: list[Observer] = [self.samples, distances, overlaps, *patterns.values(), *self.covariances]
         with closing(observed(model, context.batches, observers)) as watched:
             batches = with_progress(watched, context.progress(f"heads of {name}"), "heads")
             self.confidence = confidence(model, batches, exclude=end_tokens(model, context.tokenizer))
-        self.discrepancy: dict[str, Discrepancy] = distances.result()
-        self.overlap: dict[str, Tensor] = overlaps.result()
+        self.patterns = patterns
+        self.discrepancy = {name: Discrepancy.of(means) for name, means in distances.result().items()}
+        self.overlap = overlaps.result()
 
     @property
     def distances(self) -> dict[str, Tensor]:
@@ -81,6 +81,11 @@ class TaskScore:
         choose: the same on other data, which chooses heads.
         batches: labelled batches that choose heads, for the gradient of the loss.
         greater_is_better: whether a greater score is better.
+
+    Example:
+        >>> def score(model):
+        ...     return float(model(**batch).last_hidden_state.mean())
+        >>> context = ReportContext(model, [batch], score=TaskScore("mean output", score, score, [batch]))
     """
 
     name: str
@@ -110,6 +115,11 @@ class ReportContext:
     Raises:
         HeadError: there are no batches, or the models read different vocabularies.
         UnsupportedModelError: a model's family is not known.
+
+    Example:
+        >>> context = ReportContext(model, [batch], name="tiny BERT")
+        >>> context.sequences, context.tokens, context.kinds
+        (2, 10, ('encoder',))
     """
 
     model: PreTrainedModel
@@ -227,14 +237,10 @@ class ReportContext:
         layer = use or str(place)
         return layer if len(self.kinds) == 1 else f"{kind} {layer}"
 
-    def labels(self, modules: Iterable[str]) -> list[str]:
-        """Return the short names of modules."""
-        return [self.label(module) for module in modules]
-
     def head_maps(self, matrices: Mapping[str, Tensor]) -> list[Heatmap]:
         """Return a heatmap of each module's matrix, with a head in each row and numbered columns."""
         return [heatmap(f"layer {self.label(name)}", matrix) for name, matrix in matrices.items()]
 
     def layer_map(self, title: str, vectors: Mapping[str, Tensor]) -> Heatmap:
         """Return a heatmap of each module's vector (H,), a row each."""
-        return heatmap(title, list(vectors.values()), self.labels(vectors))
+        return heatmap(title, list(vectors.values()), list(map(self.label, vectors)))

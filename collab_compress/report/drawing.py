@@ -11,6 +11,7 @@ from math import ceil, floor, log10
 from collab_compress.report.section import Curve, Curves, Heatmap, Heatmaps, Panel, Picture, short
 
 LEVELS = 24  # shades of a hue
+MANY = 16  # maps beyond which they are drawn small
 LEGIBLE = 26  # rows or columns with names, at most
 WIDTH, HEIGHT = 330, 220  # of a panel
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 38  # its margins
@@ -23,18 +24,13 @@ def is_narrow(picture: Picture) -> bool:
     return len(picture.maps) <= 2 and all(len(row) <= 16 for heat in picture.maps for row in heat.values)
 
 
-def has_many(picture: Heatmaps) -> bool:
-    """Return whether the maps are drawn small."""
-    return len(picture.maps) > 16
-
-
 def draw_heatmaps(picture: Heatmaps) -> list[tuple[str, str]]:
     """Return the title and the SVG of each map."""
     largest = max(max(len(heat.values), *map(len, heat.values)) for heat in picture.maps)
     if any(heat.rows for heat in picture.maps):
         cell = 20.0 if is_narrow(picture) else 12.5
     else:
-        cell = min(26.0, (78 if has_many(picture) else 190) / largest)
+        cell = min(26.0, (78 if len(picture.maps) > MANY else 190) / largest)
     return [(heat.title, draw_heatmap(heat, picture, cell)) for heat in picture.maps]
 
 
@@ -99,15 +95,12 @@ def draw_panels(picture: Curves) -> list[tuple[str, str]]:
 
 
 def colours_of(picture: Curves) -> dict[str, str]:
-    """Return curve name → colour: bold curves in that of text, four others in fixed ones, more in a spectrum."""
-    curves = [curve for panel in picture.panels for curve in panel.curves if curve.name]
-    bold = {curve.name for curve in curves if curve.weight == "bold"}
-    colours = {curve.name: "var(--ink)" for curve in curves}
-    lines = [name for name in colours if name not in bold]
-    for place, name in enumerate(lines):
-        hue = (250 + 170 * place / max(len(lines) - 1, 1)) % 360  # from blue over red to yellow
-        colours[name] = f"var(--c{place})" if len(lines) <= 4 else f"hsl({hue:.0f} 62% 45%)"
-    return colours
+    """Return curve name → colour: up to four in fixed ones, more in a spectrum."""
+    names = list(dict.fromkeys(curve.name for panel in picture.panels for curve in panel.curves))
+    if len(names) <= 4:
+        return {name: f"var(--c{place})" for place, name in enumerate(names)}
+    hues = [(250 + 170 * place / (len(names) - 1)) % 360 for place in range(len(names))]  # blue over red to yellow
+    return {name: f"hsl({hue:.0f} 62% 45%)" for name, hue in zip(names, hues, strict=True)}
 
 
 def draw_panel(panel: Panel, picture: Curves, colours: dict[str, str]) -> str:
@@ -142,9 +135,9 @@ def _draw_curve(curve: Curve, across: _Axis, up: _Axis, colours: dict[str, str])
             continue
         lines[-1].append(f"{across(x):.1f} {up(y):.1f}")
     path = "".join("M" + "L".join(points if len(points) > 1 else points * 2) for points in lines if points)
-    name = f"<title>{escape(curve.name)}</title>" if curve.name else ""
-    colour = colours.get(curve.name, "var(--faint)")
-    return f'<g class="{curve.weight}" style="--c:{colour}">{name}<path d="{path}"/></g>'
+    kind = "dashed" if curve.dashed else "line"
+    title = f"<title>{escape(curve.name)}</title>"
+    return f'<g class="{kind}" style="--c:{colours[curve.name]}">{title}<path d="{path}"/></g>'
 
 
 def _tick(value: float) -> str:

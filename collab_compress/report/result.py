@@ -7,7 +7,6 @@ import io
 import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from functools import cache
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from collab_compress.checkpoint.directory import atomic_directory, mapped
 from collab_compress.conversion.report import width_range
@@ -38,6 +37,11 @@ class ReportResult:
         facts: model, data and machine, in words.
         sections: results, in order.
         omitted: name of a missing section → reason.
+
+    Example:
+        >>> result = make_report(ReportContext(model, [batch]), ["patterns"])
+        >>> [section.name for section in result.sections], result.table("patterns", "patterns")[0]["layer"]
+        (['patterns'], '0')
     """
 
     title: str
@@ -60,7 +64,7 @@ class ReportResult:
         if (section, name) not in tables:
             expected = ", ".join(" ".join(key) for key in tables)
             raise HeadError(f"there is no table {section} {name}; expected one of {expected}")
-        names = [column.name for column in tables[section, name].columns]
+        names = [column["name"] for column in tables[section, name].columns]
         return [dict(zip(names, row, strict=True)) for row in tables[section, name].rows]
 
     def _repr_html_(self) -> str:
@@ -75,6 +79,11 @@ def make_report(context: ReportContext, sections: Collection[str] = tuple(SECTIO
     Raises:
         HeadError: a section is unknown, or none of them can be measured on this model and data.
         CalibrationError: a model does not take the batches.
+
+    Example:
+        >>> result = make_report(ReportContext(model, [batch], name="tiny BERT"), ["diversity", "mixing"])
+        >>> result.title, list(result.omitted)
+        ('Heads of tiny BERT', ['mixing'])
     """
     unknown = sorted(set(sections) - set(SECTIONS))
     if unknown or not sections:
@@ -117,18 +126,18 @@ def _facts(context: ReportContext) -> dict[str, str]:
 
 
 def render_page(result: ReportResult) -> str:
-    """Return the results as one HTML page, which fetches nothing."""
-    return _template().render(result=result, drawing=drawing)
+    """Return the results as one HTML page, which fetches nothing.
 
-
-@cache
-def _template() -> Template:
+    Example:
+        >>> render_page(ReportResult("Heads of a model", {}, (), {}))[:15]
+        '<!DOCTYPE html>'
+    """
     loader = PackageLoader("collab_compress.report")
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["written"] = written
-    return environment.get_template("page.html")
+    return environment.get_template("page.html").render(result=result, drawing=drawing)
 
 
 def write_report(result: ReportResult, directory: Path) -> None:
@@ -142,6 +151,13 @@ def write_report(result: ReportResult, directory: Path) -> None:
 
     Raises:
         CheckpointError: the folder exists or cannot be written.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     write_report(make_report(ReportContext(model, [batch]), ["patterns"]), Path(folder) / "heads")
+        ...     print(*sorted(path.name for path in Path(folder).glob("heads/*")))
+        index.html numbers.json patterns-patterns.csv
     """
     page, numbers = render_page(result), to_json(result)
     with atomic_directory(directory) as partial:
@@ -153,17 +169,35 @@ def write_report(result: ReportResult, directory: Path) -> None:
 
 
 def to_json(result: ReportResult) -> str:
-    """Return the results as JSON for a file."""
+    """Return the results as JSON for a file.
+
+    Example:
+        >>> json.loads(to_json(ReportResult("Heads of a model", {}, (), {})))["title"]
+        'Heads of a model'
+    """
     return json.dumps(to_dict(result), allow_nan=False, indent=1) + "\n"
 
 
 def to_dict(result: ReportResult) -> dict[str, Any]:
-    """Return the results in JSON types."""
+    """Return the results in JSON types.
+
+    Example:
+        >>> to_dict(ReportResult("Heads of a model", {"model": "tiny"}, (), {}))
+        {'title': 'Heads of a model', 'facts': {'model': 'tiny'}, 'highlights': [], 'sections': {}, 'omitted': {}}
+    """
     sections = {}
     for section in result.sections:
-        fields = mapped(_rounded, asdict(section))
-        fields["tables"] = {table.pop("name"): table for table in fields["tables"]}
-        sections[section.name] = {key: fields[key] for key in ("title", "reading", "source", "tables", "pictures")}
+        tables = {
+            table.name: {"title": table.title, "columns": table.columns, "rows": table.rows}
+            for table in section.tables
+        }
+        sections[section.name] = {
+            "title": section.title,
+            "reading": section.reading,
+            "source": section.source,
+            "tables": mapped(_rounded, tables),
+            "pictures": mapped(_rounded, [asdict(picture) for picture in section.pictures]),
+        }
     return {
         "title": result.title,
         "facts": result.facts,
@@ -177,7 +211,7 @@ def to_csv(table: Table) -> str:
     """Return a table as CSV with a header line and units in brackets."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([f"{column.name} [{column.unit}]" if column.unit else column.name for column in table.columns])
+    writer.writerow(table.records[0])
     writer.writerows(mapped(_rounded, table.rows))
     return file.getvalue()
 

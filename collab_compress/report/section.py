@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import floor, isfinite, log10
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
 Cell: TypeAlias = str | int | float | None
 Numbers: TypeAlias = "Tensor | Sequence[float | int | None]"
-Weight: TypeAlias = Literal["line", "faint", "bold", "dashed"]
 NONE = "–"
 
 
@@ -38,53 +37,52 @@ def short(value: float | None) -> str:
 
 def finite(values: Numbers) -> tuple[float | None, ...]:
     """Return a vector (n,) or a list as numbers, None for those that are not finite."""
-    listed: Iterable[float | int | None] = values.tolist() if isinstance(values, Tensor) else values
+    listed = values.tolist() if isinstance(values, Tensor) else values
     return tuple(None if value is None or not isfinite(value) else float(value) for value in listed)
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of a table."""
-
-    name: str
-    unit: str = ""  # of its numbers, as `ms` or `%`
-
-
-@dataclass(frozen=True)
 class Table:
-    """A table; numbers that are not finite become None, which is shown as –."""
+    """A table by records with the same keys, which are headings, as "layer" or "dense [ms]".
+
+    Example:
+        >>> table = Table("costs", "Costs", [{"layer": "0", "dense [ms]": 1.5}, {"layer": "1", "dense [ms]": 2.5}])
+        >>> table.columns, table.rows
+        ([{'name': 'layer', 'unit': ''}, {'name': 'dense', 'unit': 'ms'}], [('0', 1.5), ('1', 2.5)])
+    """
 
     name: str  # short, for files
     title: str
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    records: Sequence[Mapping[str, Cell]]  # numbers that are not finite are shown as –
 
-    def __post_init__(self) -> None:
-        rows = tuple(tuple(map(_finite_cell, row)) for row in self.rows)
-        if any(len(row) != len(self.columns) for row in rows):
-            raise ValueError(f"table {self.name}: expected {len(self.columns)} cells in every row")
-        object.__setattr__(self, "rows", rows)
+    @property
+    def columns(self) -> list[dict[str, str]]:
+        """The name and the unit of each column; the unit may be empty."""
+        headings = [heading.removesuffix("]").partition(" [") for heading in self.records[0]]
+        return [{"name": name, "unit": unit} for name, _, unit in headings]
+
+    @property
+    def rows(self) -> list[tuple[Cell, ...]]:
+        """The cells of each row; None for numbers that are not finite."""
+        return [
+            tuple(None if isinstance(cell, float) and not isfinite(cell) else cell for cell in record.values())
+            for record in self.records
+        ]
 
     @property
     def numeric(self) -> list[bool]:
         """Whether each column holds numbers, which are aligned to the right."""
-        return [all(not isinstance(row[place], str) for row in self.rows) for place in range(len(self.columns))]
-
-    @classmethod
-    def of(cls, name: str, title: str, records: Sequence[Mapping[str, Cell]]) -> Table:
-        """Return a table of records with the same keys, which are headings, as "layer" or "dense [ms]"."""
-        headings = (key.removesuffix("]").partition(" [") for key in records[0])
-        columns = tuple(Column(heading, unit) for heading, _, unit in headings)
-        return cls(name, title, columns, tuple(tuple(record.values()) for record in records))
-
-
-def _finite_cell(cell: Cell) -> Cell:
-    return None if isinstance(cell, float) and not isfinite(cell) else cell
+        return [not any(isinstance(cell, str) for cell in column) for column in zip(*self.rows, strict=True)]
 
 
 @dataclass(frozen=True)
 class Heatmap:
-    """One matrix of a picture."""
+    """One matrix of a picture.
+
+    Example:
+        >>> Heatmap("layer 0", ((1.0, 0.2), (0.2, 1.0)), rows=("0", "1"), columns=("0", "1")).values[0]
+        (1.0, 0.2)
+    """
 
     title: str  # one or two words
     values: tuple[tuple[float | None, ...], ...]  # (rows, columns); None is left blank
@@ -94,7 +92,13 @@ class Heatmap:
 
 @dataclass(frozen=True)
 class Heatmaps:
-    """A picture of matrices on one scale."""
+    """A picture of matrices on one scale.
+
+    Example:
+        >>> heat = Heatmap("layer 0", ((1.0, 0.2), (0.2, 1.0)))
+        >>> Heatmaps("CKA of heads", "Strong cells are similar heads.", "Diversity, Table 3", [heat]).high
+        1.0
+    """
 
     title: str
     reading: str  # how to read it, in one line
@@ -108,12 +112,17 @@ class Heatmaps:
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve; numbers that are not finite become None and interrupt it."""
+    """One curve; numbers that are not finite become None and interrupt it.
 
-    name: str  # for the legend; curves of one name share a colour, a curve without a name has no entry
+    Example:
+        >>> Curve("layer 0", x=(1, 2), y=(0.5, float("nan")))
+        Curve(name='layer 0', x=(1.0, 2.0), y=(0.5, None), dashed=False)
+    """
+
+    name: str  # for the legend; curves of one name share a colour
     x: Sequence[float | None]  # ascending
     y: Sequence[float | None]
-    weight: Weight = "line"
+    dashed: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "x", finite(self.x))
@@ -124,7 +133,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves in one coordinate system, drawn in this order."""
+    """Curves in one coordinate system, drawn in this order.
+
+    Example:
+        >>> Panel("all heads", [Curve("layer 0", (1, 2), (0.5, 0.4))]).title
+        'all heads'
+    """
 
     title: str  # one or two words
     curves: Sequence[Curve]
@@ -132,7 +146,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Curves:
-    """A picture of curves, in panels side by side on the same scale of y."""
+    """A picture of curves, in panels side by side on the same scale of y.
+
+    Example:
+        >>> panel = Panel("all heads", [Curve("layer 0", (1, 2), (0.5, 0.4))])
+        >>> Curves("Loss", "Lower is better.", "measured here", [panel], x_label="width", y_label="loss").log
+        False
+    """
 
     title: str
     reading: str  # how to read it, in one line
@@ -150,7 +170,13 @@ Picture: TypeAlias = Heatmaps | Curves
 
 @dataclass(frozen=True)
 class Section:
-    """The results of one group of measures."""
+    """The results of one group of measures.
+
+    Example:
+        >>> table = Table("costs", "Costs", [{"layer": "0", "dense [ms]": 1.5}])
+        >>> Section("cost", "What a layer costs", "Measured here.", "this package", [table]).pictures
+        ()
+    """
 
     name: str  # short, for options and files
     title: str
@@ -175,7 +201,7 @@ def heatmap(
     return Heatmap(title, values, tuple(rows), tuple(columns))
 
 
-def curve(name: str, y: Numbers, start: int = 0, weight: Weight = "line") -> Curve:
+def curve(name: str, y: Numbers, start: int = 0) -> Curve:
     """Return a curve over start, start + 1, …."""
     values = finite(y)
-    return Curve(name, range(start, start + len(values)), values, weight)
+    return Curve(name, range(start, start + len(values)), values)

@@ -16,6 +16,7 @@ from collab_compress.heads import DropHead, Rotator
 from collab_compress.heads.alphas import MixedProjection, mixed_projections
 from collab_compress.heads.checks import check_number
 from collab_compress.heads.sharding import full_tensor, refuse_split, reshard_
+from collab_compress.heads.swap import inner_optimizer, stepped_by
 from collab_compress.losses import nuclear_growth
 from collab_compress.training.head_training import SCHEDULES, AlphasOptions, HeadTraining, of_kinds
 from collab_compress.training.penalties import LOSSES, HeadLosses
@@ -29,16 +30,6 @@ FAINT = 1e-4  # a penalty below this share of the loss hardly acts
 
 class HeadSession:
     """Act on the heads of a model while it trains.
-
-        model.train()
-        with HeadSession(model, training, optimizer=optimizer, warmup=0.1) as session:
-            for epoch in range(epochs):
-                session.epoch(epoch, validation_batches)
-                for batch in data:
-                    session.step(done / max(steps - 1, 1))  # done: steps before this one
-                    loss = model(**batch).loss
-                    (loss + session.penalty(loss)).backward()
-                    ...
 
     With gradient accumulation, call `step` once for each optimizer step and `penalty` after each forward pass, and
     divide its result by the number of passes, like the loss.
@@ -56,6 +47,20 @@ class HeadSession:
         HeadError: the model or the optimizer lacks the alphas; an optimizer is needed; the warmup is 1 or more, and
             a schedule needs it; `Rotator` or `Tap` refuse; or DeepSpeed is used, which is not supported.
         UnsupportedModelError: the model's family is not known.
+
+    Example:
+        >>> from collab_compress.training import PenaltyOptions
+        >>> training = HeadTraining(penalties=(PenaltyOptions("agreement"),))
+        >>> data, optimizer = [batch] * 4, torch.optim.SGD(model.parameters())
+        >>> with HeadSession(model.train(), training, optimizer=optimizer) as session:
+        ...     session.epoch(0)  # of each epoch, with validation batches if heads rotate by importance
+        ...     for done, batch in enumerate(data):
+        ...         session.step(done / (len(data) - 1))
+        ...         loss = model(**batch)[0].square().mean()
+        ...         (loss + session.penalty(loss)).backward()
+        ...         optimizer.step()
+        ...     sorted(session.logs())
+        ['agreement', 'agreement/share', 'task_loss']
     """
 
     def __init__(
@@ -84,8 +89,12 @@ class HeadSession:
         self._warned: set[str] = set()
         self._device = next(model.parameters()).device
         self._closed = False
-        if training.acts:
-            _refuse_deepspeed(model, optimizer)
+        of_deepspeed = any("deepspeed" in type(part).__module__ for part in (optimizer, inner_optimizer(optimizer)))
+        if training.acts and (of_deepspeed or any(hasattr(weight, "ds_id") for weight in model.parameters())):
+            raise HeadError(
+                "DeepSpeed is not supported: ZeRO steps copies of the weights, or splits them across head "
+                "boundaries; shard the model with FSDP2 instead (fully_shard), or leave it whole"
+            )
         reshard_(model)  # an optimizer knows the sharded parameters of FSDP2, not the gathered ones
         try:
             if training.rotation is not None:
@@ -165,23 +174,19 @@ class HeadSession:
         if loss is not None:
             self._add(TASK, loss)
         total = torch.zeros((), device=self._device)
+        alphas = self.training.alphas
         for name, value in values.items():
-            weighted = self._weight(name, labels) * value
+            weighted = self._weights[name] * value
+            if name == GROWTH and alphas is not None and alphas.growth_beside == "sum":
+                if labels is None:
+                    raise HeadError("growth_beside='sum' divides by the number of labels; pass labels= to penalty()")
+                weighted = weighted / labels.ne(UNLABELLED).sum().clamp(min=1).to(value.device)
             if name not in measured:
                 total = total + weighted.to(self._device)
             self._add(name, value)
             if loss is not None:
                 self._add(f"{name}/share", (weighted / loss.to(value.device)).abs())
         return total
-
-    def _weight(self, name: str, labels: Tensor | None) -> float | Tensor:
-        """Return the weight of a penalty, now."""
-        alphas = self.training.alphas
-        if name == GROWTH and alphas is not None and alphas.growth_beside == "sum":
-            if labels is None:
-                raise HeadError("growth_beside='sum' divides by the number of labels; pass labels= to penalty()")
-            return self._weights[name] / labels.ne(UNLABELLED).sum().clamp(min=1).to(self._device)
-        return self._weights[name]
 
     def logs(self) -> dict[str, float]:
         """Return the unweighted mean of each penalty and its share of the loss, over the passes since the last call.
@@ -264,14 +269,14 @@ class AlphasTraining:
             )
         if optimizer is None:
             raise HeadError("alphas are frozen through their optimizer; pass optimizer=")
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stepped = stepped_by(optimizer)
         if not all(id(projection.alphas) in stepped for projection in projections):
             raise HeadError(
                 "the optimizer does not step the alphas; call mix_heads_(model) before making the optimizer"
             )
         self.projections, self.options = projections, options
         self._frozen = False
-        inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps it
+        inner = inner_optimizer(optimizer)
         new = [p.alphas for p in projections if isinstance(p.alphas, DTensor) and p.alphas not in inner.state]
         if new:
             _init_state_(inner, new)
@@ -279,14 +284,17 @@ class AlphasTraining:
 
     def step(self, progress: float) -> None:
         """Begin an optimizer step."""
-        options = self.options
-        self._freeze(progress < options.frozen_ratio or options.frozen_ratio == 1)  # progress ends at 1
+        ratio = self.options.frozen_ratio
+        self._freeze(progress < ratio or ratio == 1)  # progress ends at 1
 
     def growth(self) -> Tensor | None:
         """Return the unweighted nuclear growth loss, summed over all matrices; None while alphas are frozen."""
         if self._frozen or self.options.growth_weight == 0:
             return None
-        return nuclear_growth(self._stacked(), self.options.growth).sum()
+        matrices = [full_tensor(projection.alphas) for projection in self.projections]
+        most = max(len(matrix) for matrix in matrices)  # padding by zeros keeps the norms of smaller ones
+        padded = [pad(matrix, (0, most - len(matrix)) * 2).to(matrices[0].device) for matrix in matrices]
+        return nuclear_growth(torch.stack(padded), self.options.growth).sum()
 
     def remove(self) -> None:
         """Restore the modules."""
@@ -297,12 +305,6 @@ class AlphasTraining:
         self._frozen = frozen
         for projection in self.projections:
             projection.frozen = frozen
-
-    def _stacked(self) -> Tensor:
-        """Stack all matrices, (modules, H, H), zero-padded to the most heads, which keeps their norms."""
-        matrices = [full_tensor(projection.alphas) for projection in self.projections]
-        most = max(len(matrix) for matrix in matrices)
-        return torch.stack([pad(matrix, (0, most - len(matrix)) * 2).to(matrices[0].device) for matrix in matrices])
 
     def _drop_gradients(self, *_: object) -> None:
         if self._frozen:
@@ -333,14 +335,3 @@ def _init_state_(optimizer: Any, alphas: Sequence[nn.Parameter]) -> None:
         for value in optimizer.state[matrix].values():
             if isinstance(value, Tensor):
                 value.zero_()  # the count of steps too
-
-
-def _refuse_deepspeed(model: PreTrainedModel, optimizer: Any) -> None:
-    """Raise if the optimizer or the parameters are DeepSpeed's."""
-    optimizers = (optimizer, getattr(optimizer, "optimizer", None))
-    made_by_deepspeed = any("deepspeed" in type(part).__module__ for part in optimizers)
-    if made_by_deepspeed or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise HeadError(
-            "DeepSpeed is not supported: ZeRO steps copies of the weights, or splits them across head "
-            "boundaries; shard the model with FSDP2 instead (fully_shard), or leave it whole"
-        )

@@ -37,8 +37,6 @@ else:
 class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
     """Mixin that makes a trainer act on the heads of its model; it comes before the trainer's class.
 
-        class HeadSFTTrainer(HeadTrainerMixin, SFTTrainer): ...
-
     Penalties are added to the loss that the trainer computes, so labels, label smoothing and custom loss functions
     work as before. They are means over a batch, and over the passes and processes of a step. How the loss itself adds
     up is set by `HeadTraining.loss_normalization`:
@@ -62,6 +60,13 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
     Raises:
         HeadError: alphas or rotation lack what they need; the trainer replicates its model within one process, or
             shards it in a way that cannot work.
+
+    Example:
+        >>> class QuietTrainer(HeadTrainerMixin, Trainer):
+        ...     def log(self, logs, *args, **kwargs):
+        ...         pass
+        >>> QuietTrainer(model, TrainingArguments(report_to="none")).head_training.acts
+        False
     """
 
     def __init__(self, *args: Any, head_training: HeadTraining | None = None, **kwargs: Any) -> None:
@@ -71,8 +76,21 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
             self._takes_mean = False
         super().__init__(*args, **kwargs)
         self._callback = _HeadCallback(self)
-        if self.head_training.acts:
-            _check(self)
+        if self.args.n_gpu > 1 and self.head_training.acts:
+            raise HeadError(
+                "DataParallel copies the model in each step; start one process for each GPU instead (torchrun)"
+            )
+        fsdp1 = self.is_fsdp_enabled and not self.accelerator.is_fsdp2
+        if (self.is_deepspeed_enabled or fsdp1) and self.head_training.acts:
+            raise HeadError(
+                f"{'FSDP1' if fsdp1 else 'DeepSpeed'} splits weights across head boundaries; shard the model with "
+                "FSDP2 instead (fsdp_config={'fsdp_version': 2}), or leave it whole"
+            )
+        rotation = self.head_training.rotation
+        if rotation is not None and rotation.measures and self.eval_dataset is None:
+            raise HeadError(
+                "rotation measures the importance of heads on validation data; pass eval_dataset to the trainer"
+            )
         self._mix(self.model)
         self.add_callback(HeadState)
         self.add_callback(self._callback)
@@ -157,16 +175,26 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
 class HeadTrainer(HeadTrainerMixin, Trainer):  # type: ignore[misc]
     """A Transformers `Trainer` that acts on heads.
 
-        training = HeadTraining(drophead=(DropHeadOptions(p=0.2),))
-        trainer = HeadTrainer(model, args, train_dataset=..., head_training=training)
-        trainer.train()
-
     Without anything in `head_training` it trains as a `Trainer` does, bit for bit. See `HeadTrainerMixin`.
+
+    Example:
+        >>> from collab_compress.training import DropHeadOptions
+        >>> training = HeadTraining(drophead=(DropHeadOptions(p=0.2),))
+        >>> trainer = HeadTrainer(model, TrainingArguments(report_to="none"), head_training=training)
+        >>> trainer.head_training.acts
+        True
     """
 
 
 class HeadSeq2SeqTrainer(HeadTrainerMixin, Seq2SeqTrainer):  # type: ignore[misc]
-    """A Transformers `Seq2SeqTrainer` that acts on heads, as `HeadTrainer` does."""
+    """A Transformers `Seq2SeqTrainer` that acts on heads, as `HeadTrainer` does.
+
+    Example:
+        >>> from transformers import Seq2SeqTrainingArguments
+        >>> arguments = Seq2SeqTrainingArguments(report_to="none", predict_with_generate=True)
+        >>> HeadSeq2SeqTrainer(model, arguments).head_training.acts
+        False
+    """
 
 
 class HeadState(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -255,32 +283,13 @@ class _HeadCallback(TrainerCallback):  # type: ignore[misc]
         return next(callback for callback in callbacks if isinstance(callback, HeadState))
 
     def _rotate(self, epoch: float) -> None:
-        if self.session is not None:
-            with torch.random.fork_rng(devices=[]):  # data loaders draw a seed, which a resumed run would not
-                self.session.epoch(epoch, self._validation_batches())
-
-    def _validation_batches(self) -> Iterable[Mapping[str, Tensor]] | None:
-        rotation, data = self.trainer.head_training.rotation, self.trainer.eval_dataset
-        if rotation is None or not rotation.measures:
-            return None
-        names = [(name,) for name in data] if isinstance(data, dict) else [()]
-        return chain.from_iterable(self.trainer.get_eval_dataloader(*name) for name in names)  # made when read
-
-
-def _check(trainer: Any) -> None:
-    """Raise if a trainer's settings do not go together with methods that act on heads."""
-    if trainer.args.n_gpu > 1:
-        raise HeadError(
-            "DataParallel copies the model in each step; start one process for each GPU instead (torchrun)"
-        )
-    if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2):
-        name = "DeepSpeed" if trainer.is_deepspeed_enabled else "FSDP1"
-        raise HeadError(
-            f"{name} splits weights across head boundaries; shard the model with FSDP2 instead "
-            "(fsdp_config={'fsdp_version': 2}), or leave it whole"
-        )
-    rotation = trainer.head_training.rotation
-    if rotation is not None and rotation.measures and trainer.eval_dataset is None:
-        raise HeadError(
-            "rotation measures the importance of heads on validation data; pass eval_dataset to the trainer"
-        )
+        trainer, rotation = self.trainer, self.trainer.head_training.rotation
+        if self.session is None or rotation is None:
+            return
+        with torch.random.fork_rng(devices=[]):  # data loaders draw a seed, which a resumed run would not
+            batches: Iterable[Mapping[str, Tensor]] | None = None
+            if rotation.measures:
+                data = trainer.eval_dataset
+                names = [(name,) for name in data] if isinstance(data, dict) else [()]
+                batches = chain.from_iterable(trainer.get_eval_dataloader(*name) for name in names)  # made when read
+            self.session.epoch(epoch, batches)

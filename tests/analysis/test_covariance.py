@@ -17,8 +17,8 @@ from collab_compress.analysis import (
     svcca,
 )
 from collab_compress.analysis.covariance import RunningCovariance, Samples
-from collab_compress.analysis.diversity import Coefficients, Discrepancies
-from collab_compress.analysis.stream import observed
+from collab_compress.analysis.diversity import summed_coefficients
+from collab_compress.analysis.stream import Means, observed
 from collab_compress.architectures import find_attention
 from collab_compress.attention.install import head_hooks
 from collab_compress.errors import CalibrationError, HeadError
@@ -183,18 +183,6 @@ def test_padding_does_not_count(bert, batch, measure):
     torch.testing.assert_close(measure(bert, [longer]), measure(bert, [batch]), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("part", ["values", "queries", "keys"])
-def test_other_parts_are_read_too(bert, batch, part):
-    projection = bert.get_submodule(f"{NAME}.{part.replace('queries', 'query').removesuffix('s')}")
-    outputs = []
-    handle = projection.register_forward_hook(lambda *call: outputs.append(call[2][batch["attention_mask"].bool()]))
-    joints = head_covariances(bert, [batch], part=part, modules=NAME)
-    handle.remove()
-    assert list(joints) == [NAME]
-    right = torch.tensor(np.cov(outputs[0].double().numpy(), rowvar=False))
-    torch.testing.assert_close(joints[NAME].matrix, right, atol=1e-5, rtol=1e-5)
-
-
 def test_layers_are_compared_whole_or_by_head(either, real_responses):
     model, batches = either
     kinds = ["encoder"] if any(site.kind == "encoder" for site in find_attention(model)) else ["decoder"]
@@ -309,14 +297,13 @@ def test_what_cannot_be_gathered_is_refused(bert, make_tiny, batch, make_batch):
 
 def test_measures_in_one_pass_equal_each_alone(either):
     model, batches = either
-    observers = samples, distances, overlaps = Samples(7, seed=3), Discrepancies(), Coefficients()
-    sure = confidence(model, observed(model, batches, observers))
+    samples, overlaps = Samples(7, seed=3), Means("probs", summed_coefficients)
+    sure = confidence(model, observed(model, batches, [samples, overlaps]))
     for name, expected in confidence(model, batches).items():
         torch.testing.assert_close(sure[name], expected)
     for actual, expected in (
         (samples.result(), head_samples(model, batches, 7, seed=3)),
         (overlaps.result(), bhattacharyya(model, batches)),
-        ({k: v.l2 for k, v in distances.result().items()}, {k: v.l2 for k, v in discrepancy(model, batches).items()}),
     ):
         assert actual.keys() == expected.keys()
         for name in expected:

@@ -21,7 +21,7 @@ from transformers import (
 
 from collab_compress import Compression, FromScratch, Solver, compress, expand, from_config
 from collab_compress.analysis import module_costs
-from collab_compress.analysis.energy import score_factors
+from collab_compress.analysis.sharing import score_factors
 from collab_compress.architectures import find_dense_attention
 from collab_compress.attention.install import add_head_hook_
 from collab_compress.conversion import to_stock

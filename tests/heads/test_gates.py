@@ -107,7 +107,7 @@ def test_gates_fold_once_and_not_after_removal(make_tiny):
         gates = HeadGates(model)
         end(gates)
         weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
-        with pytest.raises(HeadError, match="this HeadGates has been removed from the model; make a new HeadGates"):
+        with pytest.raises(HeadError, match="this HeadGates has been removed from the model; make a new one"):
             gates.fold_()
         assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
 

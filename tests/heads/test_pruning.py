@@ -267,9 +267,3 @@ def test_quantized_models_and_unknown_families_are_refused(make_tiny):
         prune_heads_(model, {FIRST: [0]})
     with pytest.raises(UnsupportedModelError, match="Linear is no Transformers model"):
         prune_heads_(nn.Linear(2, 2), {})
-
-
-@pytest.mark.parametrize("heads", [3, None, [0, 1], {"encoder": 1}])
-def test_heads_that_are_no_mapping_are_refused(make_tiny, heads):
-    with pytest.raises(HeadError, match="expected module path"):
-        prune_heads_(make_tiny("bert"), heads)

@@ -1,6 +1,5 @@
 """The page: whole, self-contained, and with a reading and a source for every picture."""
 
-from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -8,7 +7,6 @@ import pytest
 
 from collab_compress.errors import HeadError
 from collab_compress.report import (
-    Column,
     Curve,
     Curves,
     Heatmap,
@@ -18,8 +16,9 @@ from collab_compress.report import (
     Section,
     Table,
     render_page,
+    to_dict,
 )
-from collab_compress.report.drawing import draw_heatmap, draw_panel, shade
+from collab_compress.report.drawing import colours_of, draw_heatmap, draw_panel, shade
 from collab_compress.report.section import short, written
 
 VOID = ("meta", "link")
@@ -102,21 +101,26 @@ def test_numbers_are_readable():
 
 def test_what_is_not_finite_is_not_there():
     nan, infinite = float("nan"), float("inf")
-    table = Table("t", "T", (Column("a"), Column("b", "ms")), ((nan, 1.0), (infinite, "any")))
-    assert table.rows == ((None, 1.0), (None, "any"))
+    table = Table("t", "T", [{"a": nan, "b [ms]": 1.0}, {"a": infinite, "b [ms]": "any"}])
     curve = Curve("c", (0, 1, 2), (0.0, nan, 1.0))
     section = Section("s", "S", "R.", "P", (table,), (Curves("C", "R.", "P", (Panel("", (curve,)),), "x", "y"),))
     page = render_page(ReportResult("x", {}, (section,), {}))
     assert "nan" not in page.lower()
     assert '<td class="number">–</td>' in page
-    with pytest.raises(ValueError, match="expected 2 cells"):
-        replace(table, rows=((1.0,),))
+    stored = to_dict(ReportResult("x", {}, (section,), {}))["sections"]["s"]["tables"]["t"]
+    assert stored["columns"] == [{"name": "a", "unit": ""}, {"name": "b", "unit": "ms"}]
+    assert stored["rows"] == [[None, 1.0], [None, "any"]]
     with pytest.raises(ValueError, match="as many of both"):
         Curve("c", (0, 1), (0.0,))
 
 
 def drawn(svg):
     return ElementTree.fromstring(svg)
+
+
+def panel_of(panel, **axes):
+    picture = Curves("C", "R.", "P", (panel,), "x", "y", **axes)
+    return draw_panel(panel, picture, colours_of(picture))
 
 
 def test_cells_lie_where_their_values_are_and_are_as_strong():
@@ -169,16 +173,17 @@ def test_a_scale_ends_at_its_strongest_cells():
 
 
 def test_curves_say_what_they_are():
-    panel = Panel("p", (Curve("a & b", (1, 10), (0.5, 1234.5)), Curve("", (1, 10), (1.0, 2.0), "faint")))
-    svg = drawn(draw_panel(panel, Curves("C", "R.", "P", (panel,), "x", "y"), {}))
-    assert [[title.text for title in group.iter("title")] for group in svg.iter("g")] == [["a & b"], []]
+    panel = Panel("p", (Curve("a & b", (1, 10), (0.5, 1234.5)), Curve("c", (1, 10), (1.0, 2.0), dashed=True)))
+    svg = drawn(panel_of(panel))
+    assert [[title.text for title in group.iter("title")] for group in svg.iter("g")] == [["a & b"], ["c"]]
+    assert [group.get("class") for group in svg.iter("g")] == ["line", "dashed"]
 
 
 @pytest.mark.parametrize("log", [False, True])
 def test_curves_run_from_corner_to_corner(log):
     curve = Curve("c", (1, 10, 100), (1.0, 10.0, 100.0))
     panel = Panel("p", (curve, Curve("gap", (1, 10, 100), (1.0, None, 100.0))))
-    svg = drawn(draw_panel(panel, Curves("C", "R.", "P", (panel,), "x", "y", 0.0 if not log else None, log=log), {}))
+    svg = drawn(panel_of(panel, bottom=0.0 if not log else None, log=log))
     paths = [element.get("d") for element in svg.iter("path")]
     points = [[float(x) for x in point.split()] for point in paths[0][1:].split("L")]
     (left, bottom), middle, (right, top) = points
@@ -194,14 +199,14 @@ def test_curves_run_from_corner_to_corner(log):
 
 def test_ticks_of_tiny_numbers_are_told_apart():
     panel = Panel("", (Curve("c", (0, 1), (0.0, 4e-14)),))
-    svg = drawn(draw_panel(panel, Curves("C", "R.", "P", (panel,), "x", "y"), {}))
+    svg = drawn(panel_of(panel))
     ticks = [element.text for element in svg.iter("text") if element.get("text-anchor") == "end"]
     assert ticks == ["0", "1e-14", "2e-14", "3e-14", "4e-14"]
 
 
 def test_a_flat_curve_has_axes_too():
     panel = Panel("", (Curve("c", (3,), (0.0,)),))
-    svg = drawn(draw_panel(panel, Curves("C", "R.", "P", (panel,), "x", "y"), {}))
+    svg = drawn(panel_of(panel))
     (path,) = svg.iter("path")
     assert path.get("d").count("L") == 1
     assert [*svg.iter("line")]

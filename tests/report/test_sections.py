@@ -95,7 +95,7 @@ def test_similarity_of_heads_and_layers(context, section):
     layers = layer_covariance(context.model, context.batches)
     matrices(picture(similarity, "Similarity of layers"), [svcca(layers).similarity, cka(layers)])
     for row, (name, joint) in zip(table(similarity, "heads").rows, heads.items(), strict=True):
-        unbiased = sample_cka(samples[name], unbiased=True)
+        unbiased = sample_cka(samples[name])
         close(row[1:4], [mean_over_pairs(matrix) for matrix in (svcca(joint).similarity, cka(joint), unbiased)])
     curve = picture(similarity, "SVCCA coefficients").panels[0].curves[1]
     close(curve.y, svcca(list(heads.values())[1]).curve)
@@ -186,7 +186,7 @@ def test_dominance_by_drift(context, section):
     assert [drawn.title for drawn in drawing.maps] == ["zeros", "mean output"]
     matrices(drawing, [torch.stack([*scored.changes.values()]) for scored in (zeros, means)])
     heads = table(dominance, "dominant")
-    assert [column.name for column in heads.columns[3:]] == [
+    assert [column["name"] for column in heads.columns[3:]] == [
         f"without {which}: {output}" for which in ("it", "another") for output in ("zeros", "mean output")
     ]
     for name, row in zip(chosen.dominant, heads.rows, strict=True):

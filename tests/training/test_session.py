@@ -415,7 +415,6 @@ def test_a_closed_session_leaves_the_model_as_it_was(make_undropped, batch):
             r"drophead is DropHeadOptions\(.*; expected a tuple, as in drophead=\(DropHeadOptions\(…\),\)",
         ),
         (lambda: HeadTraining(penalties=("hsic",)), r"penalties is \('hsic',\); expected a tuple, as in pen"),
-        (lambda: HeadTraining(alphas=True), r"alphas is True; expected AlphasOptions\(…\), or None"),
         (lambda: HeadTraining(drophead=(DropHeadOptions(), DropHeadOptions())), "give each kind once"),
         (
             lambda: HeadTraining(penalties=(PenaltyOptions("hsic"), PenaltyOptions("hsic", kinds=("cross",)))),

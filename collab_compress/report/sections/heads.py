@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -34,26 +35,10 @@ TOKENS = 40  # a longer attention map is cut
 LAYERS = 12  # of attention maps, at most
 PATTERNS = {
     "entropy": ("Entropy of attention", "Faint cells are heads that attend to few tokens.", "Clark et al., 2019"),
-    "distance": (
-        "Distance of attention",
-        "Faint cells are heads that attend to neighbours.",
-        "Vig and Belinkov, 2019",
-    ),
-    "previous token": (
-        "Attention to the previous token",
-        "Strong cells are heads that look one token back.",
-        "Clark et al., 2019",
-    ),
-    "first token": (
-        "Attention to the first token",
-        "Strong cells are heads that rest on the first token.",
-        "Xiao et al., 2024",
-    ),
-    "induction": (
-        "Induction",
-        "Strong cells are heads that continue what they have seen before.",
-        "Olsson et al., 2022",
-    ),
+    "distance": ("Distance of attention", "Faint cells are heads that attend near by.", "Vig and Belinkov, 2019"),
+    "previous token": ("Attention to the previous token", "Strong cells look one token back.", "Clark et al., 2019"),
+    "first token": ("Attention to the first token", "Strong cells rest on the first token.", "Xiao et al., 2024"),
+    "induction": ("Induction", "Strong cells continue what they have seen before.", "Olsson et al., 2022"),
 }
 """Pattern → title, reading and source of its picture."""
 
@@ -69,12 +54,13 @@ def mixing(context: ReportContext) -> Section:
     alphas = analysis.alpha_matrices(context.model) if alphas_of(context.model) else {}
     if not matrices and not alphas:
         raise HeadError("heads of a dense model share no components, and they are not mixed: there is no such matrix")
+    records: list[dict[str, Cell]]
     tables: list[Table] = []
     pictures: list[Picture] = []
     highlights = []
     if matrices:
         users = {name: _users(matrix) for name, matrix in matrices.items()}
-        records: list[dict[str, Cell]] = [
+        records = [
             {
                 "layer": context.label(name),
                 "heads": len(matrix),
@@ -84,7 +70,7 @@ def mixing(context: ReportContext) -> Section:
             }
             for name, matrix in matrices.items()
         ]
-        tables.append(Table.of("components", "Mixing matrices", records))
+        tables.append(Table("components", "Mixing matrices", records))
         sizes = torch.cat([matrix.abs().flatten() for matrix in matrices.values()])
         reach = float(sizes[sizes > 0].quantile(QUANTILE)) if bool(sizes.any()) else 1.0
         pictures.append(
@@ -102,7 +88,20 @@ def mixing(context: ReportContext) -> Section:
         heads = max(map(len, matrices.values()))
         highlights.append(f"A shared component serves {fmean(users.values()):.1f} of {heads} heads on average.")
     if alphas:
-        tables.append(_alpha_table(context, alphas))
+        records = []
+        for name, matrix in alphas.items():
+            count, diagonal = len(matrix), matrix.diagonal()
+            off_diagonal = float(matrix.abs().sum() - diagonal.abs().sum())
+            records.append(
+                {
+                    "layer": context.label(name),
+                    "heads": count,
+                    "mean of diagonal": float(diagonal.mean()),
+                    "mean size off diagonal": off_diagonal / (count * (count - 1)) if count > 1 else None,
+                    "effective rank": analysis.effective_rank(matrix),
+                }
+            )
+        tables.append(Table("alphas", "Alphas", records))
         reach = max(float(matrix.abs().max()) for matrix in alphas.values())
         pictures.append(
             Heatmaps(
@@ -127,23 +126,6 @@ def mixing(context: ReportContext) -> Section:
         pictures,
         highlights,
     )
-
-
-def _alpha_table(context: ReportContext, alphas: Mapping[str, Tensor]) -> Table:
-    records: list[dict[str, Cell]] = []
-    for name, matrix in alphas.items():
-        heads = len(matrix)
-        off_diagonal = float(matrix.abs().sum() - matrix.diagonal().abs().sum())
-        records.append(
-            {
-                "layer": context.label(name),
-                "heads": heads,
-                "mean of diagonal": float(matrix.diagonal().mean()),
-                "mean size off diagonal": off_diagonal / (heads * (heads - 1)) if heads > 1 else None,
-                "effective rank": analysis.effective_rank(matrix),
-            }
-        )
-    return Table.of("alphas", "Alphas", records)
 
 
 def _users(matrix: Tensor) -> float:
@@ -205,7 +187,7 @@ def attention_maps(context: ReportContext) -> Section:
 
 def patterns(context: ReportContext) -> Section:
     """Return how spread the attention of each head is, how far it reaches, and which tokens it goes to."""
-    measured = context.heads.patterns.result()
+    measured = {name: means.result() for name, means in context.heads.patterns.items()}
     with suppress(HeadError, CalibrationError):  # the model reads no tokens, or not as many
         measured["induction"] = analysis.induction(context.model, progress=context.progress("induction"))
     pictures: list[Picture] = []
@@ -230,7 +212,7 @@ def patterns(context: ReportContext) -> Section:
         "probabilities: of the token before the query, of the first token (an attention sink), and, in a random "
         "sequence that is repeated, of the token that followed the query's token the first time (induction).",
         "Clark et al., 2019; Vig and Belinkov, 2019; Olsson et al., 2022; Xiao et al., 2024",
-        [Table.of("patterns", "Patterns, mean over heads", records)],
+        [Table("patterns", "Patterns, mean over heads", records)],
         pictures,
         highlights,
     )
@@ -263,7 +245,7 @@ def dominance(context: ReportContext) -> Section:
             "Pruning curve",
             "The longer the curve stays flat, the more heads can go; random heads show what the order is worth.",
             "DropHead, Fig. 3",
-            [Panel("", [Curve("least important", shares, scores), Curve("random", shares, random, "dashed")])],
+            [Panel("", [Curve("least important", shares, scores), Curve("random", shares, random, dashed=True)])],
             x_label="% of heads silenced",
             y_label=metric,
             bottom=min(0.0, *scores, *random),
@@ -292,8 +274,8 @@ def dominance(context: ReportContext) -> Section:
         "DropHead, Table 4 and Fig. 3; Wang et al., 2022",
         tables=[
             _dominant_table(context, scored, dominant),
-            Table.of("kinds", "Loss of the dominant head, mean over layers", mean_changes),
-            Table.of("pruning", "Pruning curve", pruning),
+            Table("kinds", "Loss of the dominant head, mean over layers", mean_changes),
+            Table("pruning", "Pruning curve", pruning),
         ],
         pictures=pictures,
         highlights=[
@@ -316,35 +298,32 @@ def _measure_dominance(
     choose: dict[str, Any]
     score: dict[str, Any]
     if task is None:
-        choosing, scoring = analysis.split_sequences(context.first(context.options.head_sequences))
+        reference, scoring = analysis.split_sequences(context.first(context.options.head_sequences))
         if not scoring:
             raise HeadError("heads are chosen on some sequences and scored on others; pass two sequences at least")
-        choose, score, better = {"batches": choosing}, {"batches": scoring}, False
+        choose, score = {"batches": reference}, {"batches": scoring}
     else:
-        choose, score, better = {"score": task.choose}, {"score": task.score}, task.greater_is_better
-    progress = context.progress("heads one by one")
-    chosen = analysis.dominant_heads(model, **choose, greater_is_better=better, progress=progress)
-    zeros = analysis.dominant_heads(model, **score, greater_is_better=better, progress=progress)
-    mean = analysis.dominant_heads(
+        reference = list(task.batches)
+        choose, score = {"score": task.choose}, {"score": task.score}
+    silence = partial(
+        analysis.dominant_heads,
         model,
-        **score,
-        greater_is_better=better,
-        ablation="mean",
-        reference=choosing if task is None else task.batches,
-        progress=progress,
+        greater_is_better=task is None or task.greater_is_better,
+        progress=context.progress("heads one by one"),
     )
+    chosen = silence(**choose)
+    scored = {"zeros": silence(**score), "mean output": silence(**score, ablation="mean", reference=reference)}
     importance = chosen.changes
     if task is not None:
         labelled = analysis.with_progress(task.batches, context.progress("importance"), "importance")
         importance = head_importance(model, labelled)
     progress = context.progress("pruning curve")
-    points = analysis.pruning_curve(model, importance, **score, progress=progress)
-    curves = [
-        analysis.pruning_curve(model, analysis.random_importance(model, seed=seed), **score, progress=progress)
-        for seed in range(DRAWS)
-    ]
-    random = [fmean(point.score for point in drawn) for drawn in zip(*curves, strict=True)]
-    return chosen.dominant, {"zeros": zeros, "mean output": mean}, points, random
+    points, *draws = (
+        analysis.pruning_curve(model, order, **score, progress=progress)
+        for order in (importance, *(analysis.random_importance(model, seed=seed) for seed in range(DRAWS)))
+    )
+    random = [fmean(point.score for point in drawn) for drawn in zip(*draws, strict=True)]
+    return chosen.dominant, scored, points, random
 
 
 def _dominance_reading(context: ReportContext, metric: str) -> str:
@@ -373,17 +352,13 @@ def _dominance_reading(context: ReportContext, metric: str) -> str:
 def _dominant_table(context: ReportContext, scored: Mapping[str, Dominance], dominant: Mapping[str, int]) -> Table:
     records: list[dict[str, Cell]] = []
     for name, head in dominant.items():
-        record: dict[str, Cell] = {
-            "layer": context.label(name),
-            "attention": scored["zeros"].kinds[name],
-            "dominant head": head,
-        }
-        for output, without in scored.items():
-            record[f"without it: {output}"] = float(without.changes[name][head])
-        for output, without in scored.items():
-            changes = without.changes[name]
-            others = torch.cat([changes[:head], changes[head + 1 :]])
-            record[f"without another: {output}"] = float(others.mean()) if len(others) else None
+        changes = {output: without.changes[name].tolist() for output, without in scored.items()}
+        kind = scored["zeros"].kinds[name]
+        record: dict[str, Cell] = {"layer": context.label(name), "attention": kind, "dominant head": head}
+        for output, of_heads in changes.items():
+            record[f"without it: {output}"] = of_heads.pop(head)
+        for output, others in changes.items():
+            record[f"without another: {output}"] = fmean(others) if others else None
         records.append(record)
     title = "Change without the dominant head of each layer, and mean change without another of its heads"
-    return Table.of("dominant", title, records)
+    return Table("dominant", title, records)

@@ -122,14 +122,14 @@ def _heads_table(
                 "directions kept, mean": float(result.directions.diagonal().double().mean()),
             }
         )
-    return Table.of("heads", "Similarity of heads, mean over pairs", records)
+    return Table("heads", "Similarity of heads, mean over pairs", records)
 
 
 def _unbiased_cka(sample: Tensor) -> float | None:
     """Return unbiased CKA, mean over pairs of heads; None for a single head or fewer than four tokens."""
     if len(sample) < 4 or sample.shape[1] < 2:
         return None
-    return analysis.mean_over_pairs(analysis.sample_cka(sample, unbiased=True))
+    return analysis.mean_over_pairs(analysis.sample_cka(sample))
 
 
 def _most_similar(matrix: Tensor) -> str:
@@ -154,7 +154,7 @@ def _correlation_curves(context: ReportContext, title: str, panel: str, correlat
 
 
 def _layer_maps(context: ReportContext, joint: JointCovariance) -> Heatmaps:
-    labels = context.labels(joint.labels)
+    labels = list(map(context.label, joint.labels))
     matrices = {"SVCCA": analysis.svcca(joint).similarity, "CKA": analysis.cka(joint)}
     return Heatmaps(
         "Similarity of layers",
@@ -197,7 +197,7 @@ def _compare_models(context: ReportContext, baseline: PreTrainedModel) -> tuple[
     title = f"Similarity of {context.name} and {context.baseline_name}, layer by layer"
     curves = _correlation_curves(context, "SVCCA coefficients between the models", "layer with layer", correlations)
     highlight = f"Layers of the two models have a similarity of {short(fmean(alignments))} (linear CKA) on average."
-    return Table.of("models", title, records), [maps, curves], highlight
+    return Table("models", title, records), [maps, curves], highlight
 
 
 def diversity(context: ReportContext) -> Section:
@@ -289,7 +289,7 @@ def _diversity_table(context: ReportContext, model: HeadMeasures) -> Table:
                 "Bhattacharyya, mean over pairs": overlap,
             }
         )
-    return Table.of("layers", f"Layers of {model.name}", records)
+    return Table("layers", f"Layers of {model.name}", records)
 
 
 def _growth(context: ReportContext, model: HeadMeasures, baseline: HeadMeasures) -> tuple[Table, Picture]:
@@ -301,7 +301,7 @@ def _growth(context: ReportContext, model: HeadMeasures, baseline: HeadMeasures)
             growths[title].append(analysis.percent_growth(ours.norm(measure), theirs.norm(measure)))
             record[f"{title} [%]"] = growths[title][-1]
         records.append(record)
-    table = Table.of("growth", f"Growth of discrepancy in {model.name} against {baseline.name}", records)
+    table = Table("growth", f"Growth of discrepancy in {model.name} against {baseline.name}", records)
     picture = Curves(
         f"Growth of discrepancy against {baseline.name}",
         "Above 0 heads of that layer moved apart (closer together, by cosine + 1).",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-
-from torch import Tensor
+from statistics import fmean
 
 from collab_compress.analysis.plan import SHARES, part_losses
 from collab_compress.errors import CompressionError, HeadError
@@ -31,6 +29,35 @@ def widths(context: ReportContext) -> Section:
     left_out = [f"{part} stays as it is: {reason}" for part, reason in parts.left_out.items()]
     if not losses:
         raise HeadError("; ".join(left_out))
+    tables, pictures, highlights = [], [], []
+    for part, curves in losses.items():
+        records, lines, lost = [], [], {}
+        for name, lost_at in curves.items():
+            dense, label = len(lost_at) - 1, context.label(name)
+            record: dict[str, Cell] = {"layer": label, "module": name, "dense width": dense}
+            for share in SHARES:
+                record[f"at {share:.3g} of it [%]"] = 100 * float(lost_at[math.ceil(share * dense)])
+            records.append(record)
+            drawn = range(0, len(lost_at), -(-len(lost_at) // POINTS))
+            lines.append(Curve(f"layer {label}", drawn, (100 * lost_at[drawn]).tolist()))
+            lost[label] = 100 * float(lost_at[math.ceil(dense / 2)])
+        tables.append(Table(part, f"Loss of {PARTS[part]}", records))
+        pictures.append(
+            Curves(
+                f"What {part} loses",
+                f"{PARTS[part].capitalize()} of a layer whose curve falls late need more of their width.",
+                "this package (docs/analysis.md)",
+                panels=[Panel("", lines)],
+                x_label=part,
+                y_label="loss, % of the stream's variance",
+                bottom=0.0,
+            )
+        )
+        most = max(lost, key=lambda label: lost[label])
+        highlights.append(
+            f"Half of {part} loses {short(fmean(lost.values()))} % of the residual stream's variance in a layer on "
+            f"average, and {short(lost[most])} % in layer {most} ({context.data})."
+        )
     return Section(
         "widths",
         "What the widths of a layer lose",
@@ -38,47 +65,7 @@ def widths(context: ReportContext) -> Section:
         f"stream's variance there, on {min(sequences, context.sequences):,} sequences. All else is dense; a "
         "conversion loses less, because its layers are refitted." + "".join(f" {reason}." for reason in left_out),
         "this package (docs/analysis.md)",
-        tables=[_table(context, part, curves) for part, curves in losses.items()],
-        pictures=[_picture(context, part, curves) for part, curves in losses.items()],
-        highlights=[_highlight(context, part, curves) for part, curves in losses.items()],
-    )
-
-
-def _width(losses: Tensor, share: float) -> int:
-    return math.ceil(share * (len(losses) - 1))
-
-
-def _table(context: ReportContext, part: str, curves: Mapping[str, Tensor]) -> Table:
-    records = []
-    for name, losses in curves.items():
-        record: dict[str, Cell] = {"layer": context.label(name), "module": name, "dense width": len(losses) - 1}
-        shares: dict[str, Cell] = {
-            f"at {share:.3g} of it [%]": 100 * float(losses[_width(losses, share)]) for share in SHARES
-        }
-        records.append(record | shares)
-    return Table.of(part, f"Loss of {PARTS[part]}", records)
-
-
-def _picture(context: ReportContext, part: str, curves: Mapping[str, Tensor]) -> Curves:
-    lines = []
-    for name, losses in curves.items():
-        places = range(0, len(losses), -(-len(losses) // POINTS))
-        lines.append(Curve(f"layer {context.label(name)}", places, (100 * losses[places]).tolist()))
-    return Curves(
-        f"What {part} loses",
-        f"{PARTS[part].capitalize()} of a layer whose curve falls late need more of their width.",
-        "this package (docs/analysis.md)",
-        panels=[Panel("", lines)],
-        x_label=part,
-        y_label="loss, % of the stream's variance",
-        bottom=0.0,
-    )
-
-
-def _highlight(context: ReportContext, part: str, curves: Mapping[str, Tensor]) -> str:
-    lost = {name: 100 * float(losses[_width(losses, 1 / 2)]) for name, losses in curves.items()}
-    most = max(lost, key=lambda name: lost[name])
-    return (
-        f"Half of {part} loses {short(sum(lost.values()) / len(lost))} % of the residual stream's variance in a "
-        f"layer on average, and {short(lost[most])} % in layer {context.label(most)} ({context.data})."
+        tables,
+        pictures,
+        highlights,
     )
