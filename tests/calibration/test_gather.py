@@ -122,19 +122,12 @@ class Plain(BertModel):
         return super().forward(input_ids=input_ids, attention_mask=attention_mask)
 
 
-class Tuples(BertModel):
-    def forward(self, input_ids, attention_mask):
-        return super().forward(input_ids=input_ids, attention_mask=attention_mask, return_dict=False)
-
-
 class Tensors(BertModel):
     def forward(self, input_ids, attention_mask):
         return super().forward(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
 
 
-@pytest.mark.parametrize(
-    ("model_class", "output"), [(Plain, "last_hidden_state"), (Tuples, "output 0"), (Tensors, "output 0")]
-)
+@pytest.mark.parametrize(("model_class", "output"), [(Plain, "last_hidden_state"), (Tensors, "output 0")])
 def test_a_forward_pass_need_not_take_return_dict(model_class, output, make_tiny, calibration):
     drifts = []
     for kind in (BertModel, model_class):

@@ -86,16 +86,6 @@ def test_compiles_and_copies(converted, embed):
     assert torch.equal(embed(copy.deepcopy(model)), embed(model))
 
 
-# torchao reads a storage in a way that torch is about to drop.
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
-def test_a_state_dict_can_be_stored(converted, embed, tmp_path):
-    model = quantized(converted, Int8WeightOnlyConfig())
-    torch.save(model.state_dict(), tmp_path / "weights.pt")
-    again = copy.deepcopy(converted)
-    again.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=False), assign=True)
-    assert torch.equal(embed(again), embed(model))
-
-
 def test_quantized_while_it_is_loaded(converted, embed, tmp_path):
     converted.save_pretrained(tmp_path)
     loaded = AutoModel.from_pretrained(tmp_path, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))

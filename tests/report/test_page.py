@@ -123,17 +123,6 @@ def test_cells_lie_where_their_values_are_and_are_as_strong():
     }
 
 
-def test_large_maps_are_drawn_in_runs():
-    values = tuple(tuple(float(column >= 20) for column in range(40)) for _ in range(30))
-    heat = Heatmap("m", values)
-    paths = {
-        path.get("fill-opacity"): path.get("d")
-        for path in drawn(draw_heatmap(heat, Heatmaps("P", "R.", "S", (heat,)), 4)).iter("path")
-    }
-    assert paths["0"] == "".join(f"M0 {row}h20v1h-20z" for row in range(30))
-    assert paths["1"] == "".join(f"M20 {row}h20v1h-20z" for row in range(30))
-
-
 @pytest.mark.parametrize(
     ("value", "high", "diverging", "expected"),
     [
