@@ -152,6 +152,7 @@ def test_a_translator_reads_pairs(run):
         (["dense", "--against", "converted", "--output", "converted/heads"], "converted/heads lies in"),
         (["dense", "--json", "out", "--output", "out"], "--output and --json are both out"),
         (["dense", "--sections"], "unknown section none"),
+        (["dense", "--sentences", "0"], "expected at least 1"),
         (["dense", "--sections", "cost", "--dff", "9999"], "neurons, and dff is 9999; pass up to"),
     ],
 )

@@ -230,6 +230,11 @@ def test_the_number_of_steps_may_be_left_out():
             ["recover", "small", "--dense", "dense", "--steps", 0, "--calibration", "synthetic"],
             "expected at least 1, or 0 with texts",
         ),
+        (["recover", "small", "--dense", "dense", "--learning-rate", "nan"], "expected a number above 0"),
+        (
+            ["recover", "small", "--dense", "minilm", "--steps", 1, "--calibration", "synthetic"],
+            "pass the dense model that was converted",
+        ),
         (["expand", "exact", "--revision", "main"], "is a local model without revisions"),
         (["compress", "dense", "--recover", "--mix"], "--recover belongs to a conversion"),
         (["compress", "dense", "--dk", 5, "--calibration", "none", "--recover"], "recovery trains on"),

@@ -61,6 +61,7 @@ def test_calibration_is_a_choice(path):
         ("heads.penalties=[{name: q}]", "unknown loss 'q'"),
         ("compression.solver.sweeps=1e30", r"compression\.solver\.sweeps is 1e\+30; expected a valid integer"),
         ("recovery={steps: 0}", "steps is 0; expected a number from 1 to 1000000000"),
+        ("recovery={learning_rate: 2}", r"learning_rate is 2\.0; expected a number above 0, up to 1"),
         ("held_out=1", r"held_out is 1\.0; expected a share of the training data"),
         ("tuning.epochs=0", "epochs is 0; expected more than 0, or max_steps"),
         ("fresh.dropout=3", r"dropout is 3\.0; expected a probability from 0 to below 1"),

@@ -310,6 +310,8 @@ def test_a_file_of_records_is_read_as_the_folder_it_is_of(write, tmp_path):
     ("text", "message"),
     [
         ("", "holds no records; expected one a line"),
+        ("[1]\n", "line 1 holds a list; expected the record of an experiment"),
+        ("\udcff", "cannot read the record"),
         ("\n{}\n", "line 2 is no record of an experiment: task is missing"),
         ("{\n", "cannot read the record .*line 1: Expecting"),
     ],

@@ -123,6 +123,7 @@ def test_base_extends_a_recipe_beside_the_sweep(path):
     ("override", "message"),
     [
         ("only.tasks=[rte]", "only.tasks names 'rte'; expected some of mrpc"),
+        ("only.ranks=[1]", "only holds 'ranks'; expected some of tasks"),
         ("seeds=[]", "there is nothing to run"),
         ("base.modle=x", r"mrpc, plain, dk12: there is no field modle; did you mean model\?"),
         ("seeds=0", r"seeds is 0; expected a list, as in \[0\]$"),
@@ -150,13 +151,18 @@ def test_a_run_that_fails_for_any_reason_does_not_stop_the_others(path, tmp_path
         sweep_main([str(path), "only={methods: [plain], seeds: [0]}"])
     assert caught.value.code.count("so") == 2  # which exits with 1
 
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep_module, "can_continue_together", lambda: False)
+        with pytest.raises(RecipeError, match="so; the sweep stops because other processes are waiting"):
+            run_sweep(read_sweep(path, ["only={conversions: [dk12]}"]))
+
     def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sweep_module, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_sweep(read_sweep(path))
-    assert attempts == ["dk12", "rough"] * 2
+    assert attempts == [*["dk12", "rough"] * 2, "dk12"]
 
 
 def test_runs_that_fail_in_two_processes(python, path, tmp_path):
