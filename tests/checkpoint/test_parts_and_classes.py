@@ -37,24 +37,15 @@ from collab_compress import (
 from collab_compress.checkpoint import edits_of
 from collab_compress.checkpoint.quantizer import GUARD
 
-TEXT = {
-    "vocab_size": 61,
+SIZES = {
     "hidden_size": 24,
     "intermediate_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 3,
-    "max_position_embeddings": 40,
     "initializer_range": 0.4,
 }
-IMAGE = {
-    "hidden_size": 24,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "image_size": 8,
-    "patch_size": 4,
-    "initializer_range": 0.4,
-}
+TEXT = {**SIZES, "vocab_size": 61, "max_position_embeddings": 40}
+IMAGE = {**SIZES, "image_size": 8, "patch_size": 4}
 IDS = torch.randint(5, 60, (2, 7), generator=torch.Generator().manual_seed(0))
 
 
