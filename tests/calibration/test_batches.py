@@ -1,6 +1,4 @@
 import copy
-import json
-import os
 
 import numpy as np
 import pandas as pd
@@ -8,7 +6,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import (
     BertConfig,
     EncoderDecoderConfig,
@@ -19,7 +17,6 @@ from transformers import (
     MBart50Tokenizer,
     MBartTokenizer,
     NllbTokenizer,
-    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     RobertaConfig,
     RobertaModel,
@@ -86,17 +83,6 @@ def roberta(positions):
     return RobertaModel(RobertaConfig(vocab_size=61, max_position_embeddings=positions, pad_token_id=1, **sizes))
 
 
-def test_targets_are_as_long_as_sources():
-    pieces = {piece: number for number, piece in enumerate(["<s>", "<pad>", "</s>", "<unk>", *LETTERS])}
-    tokenizer = NllbTokenizer(vocab=pieces, merges=[], src_lang="deu_Latn", tgt_lang="fra_Latn")
-    batches = calibration_batches("synthetic", translator("M2M100", 2), tokenizer, sequences=40)
-    french = tokenizer.convert_tokens_to_ids("fra_Latn")
-    for batch in batches:
-        assert torch.equal(batch["attention_mask"].sum(1), batch["decoder_attention_mask"].sum(1))
-        assert (batch["decoder_input_ids"][:, :2] == torch.tensor([2, french])).all()
-    assert len({int(length) for batch in batches for length in batch["attention_mask"].sum(1)}) > 20
-
-
 def test_synthetic_tokens_follow_the_seed(minilm, minilm_tokenizer):
     one, same, other = (
         calibration_batches("synthetic", minilm, minilm_tokenizer, sequences=4, seed=seed)[0]["input_ids"]
@@ -104,12 +90,6 @@ def test_synthetic_tokens_follow_the_seed(minilm, minilm_tokenizer):
     )
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
-
-
-def test_length_is_limited_by_the_model(minilm, minilm_tokenizer):
-    minilm.config.max_position_embeddings = 40
-    batches = calibration_batches("synthetic", minilm, minilm_tokenizer, sequences=2, length=512)
-    assert batches[0]["input_ids"].shape == (2, 40)
 
 
 @pytest.mark.parametrize("calibration", ["synthetic", ["a dog runs"]])
@@ -145,15 +125,6 @@ def test_a_file_of_pairs(tmp_path, minilm, minilm_tokenizer):
     file.write_text("1\ta dog\ta cat\n", encoding="utf-8")
     with pytest.raises(CalibrationError, match=r"a line of 3 columns, '1\\ta dog\\ta cat'; expected one text"):
         calibration_batches(file, minilm, minilm_tokenizer)
-
-
-def test_texts_pairs_and_a_column_of_a_data_set(minilm, minilm_tokenizer):
-    data = Dataset.from_dict({"text": ["a dog", "a cat"]})
-    (from_column,) = calibration_batches(data["text"], minilm, minilm_tokenizer)
-    (from_list,) = calibration_batches(["a dog", "a cat"], minilm, minilm_tokenizer)
-    assert torch.equal(from_column["input_ids"], from_list["input_ids"])
-    (pairs,) = calibration_batches([("a dog", "a cat")], minilm, minilm_tokenizer)
-    assert pairs["token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 1]]
 
 
 def test_every_text_is_read_in_full(minilm, minilm_tokenizer, caplog):
@@ -245,6 +216,10 @@ def test_nllb_has_its_language_in_front(target):
     assert (decoder[:, :2] == torch.tensor([2, other])).all()
     assert ordinary(decoder[:, 2:], tokenizer)
     assert tokenizer.tgt_lang == target
+    batches = calibration_batches("synthetic", translator("M2M100", 2), tokenizer, sequences=40)
+    for batch in batches:  # targets are as long as sources
+        assert torch.equal(batch["attention_mask"].sum(1), batch["decoder_attention_mask"].sum(1))
+    assert len({int(length) for batch in batches for length in batch["attention_mask"].sum(1)}) > 20
 
 
 def ordinary(tokens, tokenizer):
@@ -274,62 +249,25 @@ def test_mbart_has_its_language_behind_and_mbart50_in_front():
         assert ordinary(decoder[:, len(start) :], tokenizer)
 
 
-def test_m2m100_has_its_language_in_front(tmp_path):
-    sentencepiece = pytest.importorskip("sentencepiece")
-    sentences = iter(["abc abd", "bcd cde", "def efg", "abcdefgh"] * 50)
-    with (tmp_path / "spm.model").open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=sentences, model_writer=file, vocab_size=16)
-    pieces = ["<s>", "<pad>", "</s>", "<unk>", *LETTERS]
-    (tmp_path / "vocab.json").write_text(json.dumps({piece: n for n, piece in enumerate(pieces)}))
-    tokenizer = transformers.M2M100Tokenizer(
-        str(tmp_path / "vocab.json"), str(tmp_path / "spm.model"), src_lang="de", tgt_lang=None
-    )
-    (batch,) = calibration_batches("synthetic", translator("M2M100", 2), tokenizer, sequences=9, length=7)
-    german = tokenizer.get_lang_id("de")
-    assert (batch["input_ids"][:, 0] == german).all()
-    assert (batch["input_ids"][:, -1] == 2).all()
-    assert (batch["decoder_input_ids"][:, :2] == torch.tensor([2, german])).all()
-
-
-@pytest.mark.parametrize("limit", ["512", [512], {}, -1, True, None, float("nan")])
+@pytest.mark.parametrize("limit", ["512", -1, float("nan")])
 def test_a_limit_that_is_no_number_is_refused(words, minilm, limit, monkeypatch):
     monkeypatch.setattr(words, "model_max_length", limit)
     with pytest.raises(CalibrationError, match="model_max_length of the tokenizer is"):
         calibration_batches("synthetic", minilm, words)
 
 
-def test_a_tokenizer_of_nothing_is_refused(words, minilm):
-    class Mute(PreTrainedTokenizerBase):
-        all_special_ids: tuple[int, ...] = ()
-        model_max_length = 9
-
-        def __init__(self):
-            pass
-
-        def num_special_tokens_to_add(self):
-            return 0
-
-        def __len__(self):
-            return 5
-
-        def decode(self, _):
-            return ""
-
-        def __call__(self, _, **__):
-            return {"input_ids": []}
-
+def test_a_tokenizer_of_nothing_is_refused(minilm):
+    mute = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    mute.normalizer = normalizers.Replace(Regex(".+"), "")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=mute)
     with pytest.raises(CalibrationError, match="the tokenizer makes no tokens of any text"):
-        calibration_batches("synthetic", minilm, Mute())
+        calibration_batches("synthetic", minilm, tokenizer)
 
 
 def test_ready_batches_pass_through_and_need_no_tokenizer(minilm, batch):
     assert calibration_batches([batch], minilm) == [batch]
     assert calibration_batches(iter([batch]), minilm) == [batch]
-
-
-@pytest.mark.parametrize("nothing", [None, "none"])
-def test_none(minilm, nothing):
-    assert calibration_batches(nothing, minilm) == []
+    assert calibration_batches(None, minilm) == calibration_batches("none", minilm) == []
 
 
 @pytest.mark.parametrize(
@@ -338,15 +276,11 @@ def test_none(minilm, nothing):
         ("synthetic", False, r"needs the model's tokenizer, and there is none: pass tokenizer="),
         ("missing.txt", True, r"cannot read calibration texts from missing\.txt"),
         ([], True, "calibration data is empty"),
-        ([], False, "calibration data is empty"),
         (7, True, "calibration is a int; expected"),
-        ("", True, "calibration '' names no file; expected 'auto', .* or a file of texts"),
         (["text", {"input_ids": torch.ones(1, 1)}], True, "item 1 is or holds a dict; expected a text"),
         (["text", 3], True, "calibration: item 1 is or holds a int; expected a text, or a pair"),
-        ([("one", "two", "three")], True, "calibration: item 0 is or holds a tuple; expected a text, or a pair"),
         ([{"input_ids": torch.ones(1, 1)}, "text"], True, "item 1 is a str among batches; pass batches only"),
         ([{"input_ids": [[1, 2]]}], True, "batch 0: input_ids is a list; expected a tensor"),
-        ([{"input_ids": torch.ones(0, 4).long()}], True, "batch 0: input_ids is empty; expected a tensor"),
         ({"input_ids": torch.ones(1, 4).long()}, True, "calibration is a dict; expected"),
         (Dataset.from_dict({"text": ["a"]}), True, r"columns \['text'\]; pass the one with the texts"),
     ],
@@ -356,7 +290,7 @@ def test_bad_calibration_says_what_to_do(minilm, minilm_tokenizer, calibration, 
         calibration_batches(calibration, minilm, minilm_tokenizer if tokenized else None)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe\x00"])
+@pytest.mark.parametrize("content", [b"\n \n", b"\xff\xfe\x00"])
 def test_a_file_without_text(tmp_path, minilm, minilm_tokenizer, content):
     file = tmp_path / "texts.txt"
     file.write_bytes(content)
@@ -369,11 +303,14 @@ def test_arrays_of_texts_are_texts(minilm, minilm_tokenizer):
     pairs = [["a dog", "a cat"], ["it rains", "the sun shines"]]
     for plain, array in (
         (texts, np.array(texts)),
+        (texts, Dataset.from_dict({"text": texts})["text"]),
         (texts, pd.Series(texts, index=[5, 6, 7])),
         (pairs, np.array(pairs)),
     ):
         (expected,), (batch,) = (calibration_batches(data, minilm, minilm_tokenizer) for data in (plain, array))
         assert torch.equal(batch["input_ids"], expected["input_ids"])
+    (batch,) = calibration_batches([("a dog", "a cat")], minilm, minilm_tokenizer)
+    assert batch["token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 1]]
     with pytest.raises(CalibrationError, match=r"a data set with columns \['text', 'label'\]; pass the one"):
         calibration_batches(pd.DataFrame({"text": texts, "label": 0}), minilm, minilm_tokenizer)
 
@@ -420,7 +357,6 @@ def test_texts_without_a_pad_token_are_masked(minilm, minilm_tokenizer):
     ("options", "message"),
     [
         ({"calibration": "synthetic", "length": 2}, "length 2 leaves no room for texts beside the special tokens"),
-        ({"calibration": ["a dog"], "length": 2}, "length 2 leaves no room for texts beside the special tokens"),
         ({"calibration": [("a", "dog")], "length": 3}, "beside the 3 special tokens"),
         ({"calibration": "synthetic", "sequences": 10**12}, "1000000000000 random sequences .* pass fewer sequences"),
     ],
@@ -435,12 +371,6 @@ def test_texts_in_utf_16_are_refused(tmp_path):
     file.write_bytes("a dog runs\n".encode("utf-16-le"))
     with pytest.raises(CalibrationError, match="holds NUL characters, as UTF-16 does; expected texts in UTF-8"):
         read_texts(file)
-
-
-def test_pipes_are_refused_without_reading(tmp_path):
-    os.mkfifo(tmp_path / "texts.txt")
-    with pytest.raises(CalibrationError, match=r"texts\.txt: expected a file"):
-        read_texts(tmp_path / "texts.txt")
 
 
 def test_a_tokenizer_that_cannot_read_the_texts(minilm):
@@ -508,12 +438,7 @@ def test_ready_batches_that_are_padded_on_the_left_are_warned_of(name, warns, ba
     [
         ("input_ids", torch.ones(2, 4, dtype=torch.long, device="meta"), "input_ids is on the meta device"),
         ("input_ids", torch.ones(2, 4).long().to_sparse(), r"input_ids is of layout torch\.sparse_coo"),
-        (
-            "attention_mask",
-            torch.full((2, 4), float("nan")),
-            "attention_mask holds negative numbers or NaN; expected 1",
-        ),
-        ("attention_mask", torch.full((2, 4), -1), "attention_mask holds negative numbers or NaN"),
+        ("attention_mask", torch.full((2, 4), float("nan")), "attention_mask holds negative numbers or NaN"),
         ("decoder_attention_mask", torch.full((2, 4), -1), "decoder_attention_mask holds negative numbers or NaN"),
     ],
 )

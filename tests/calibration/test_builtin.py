@@ -80,7 +80,7 @@ def test_a_decoder_reads_the_texts_of_a_pair_one_by_one(minilm_tokenizer):
     assert unpadded(given) == sorted(map(tuple, minilm_tokenizer(builtin_texts(pairs=False))["input_ids"]))
 
 
-@pytest.mark.parametrize(("sequences", "texts"), [(1, 1), (100, 74), (1504, 1120), (2000, 1120)])
+@pytest.mark.parametrize(("sequences", "texts"), [(100, 74), (2000, 1120)])
 def test_fewer_sequences_are_the_same_mixture(sequences, texts, minilm, minilm_tokenizer):
     options = {"sequences": sequences, "length": None, "seed": 0}
     batches, notes, given = noted_batches("builtin", minilm, minilm_tokenizer, **options)

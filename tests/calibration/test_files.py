@@ -82,7 +82,6 @@ def test_a_table_needs_a_column(name, tmp_path):
         ("rows.csv", "text,text\na,b\n", "text", "rows.csv has several columns 'text'; expected one of each name"),
         ("rows.csv", "text,id\na, b,1\n", "text", "rows.csv, line 2: more columns than the first line names; quote"),
         ("rows.csv", 'text\na\n"b\nc\n', "text", "cannot read .*unexpected end of data"),
-        ("rows.csv", "", "text", "rows.csv:text has no texts"),
         ("rows.txt", "a dog\n", "text", "rows.txt has no columns to choose from"),
     ],
 )
@@ -117,7 +116,7 @@ def test_a_stream_of_texts_is_read_up_to_the_limit(minilm, minilm_tokenizer):
     assert sum(len(batch["input_ids"]) for batch in batches) == 5
 
 
-@pytest.mark.parametrize("text", ["a dog ran", "a dog ran " * 30, "a dog: it ran " * 30, "a\0 dog"])
+@pytest.mark.parametrize("text", ["a dog ran", "a dog: it ran " * 30, "a\0 dog"])
 def test_a_text_that_is_no_file(text, minilm, minilm_tokenizer, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(CalibrationError, match=r"pass a list of texts|as a data set it cannot be loaded"):
@@ -149,16 +148,6 @@ def test_rows_without_a_text_are_left_out_wherever_they_come_from(tmp_path):
         texts_of(["", " "], "calibration")
 
 
-def test_blank_texts_of_a_list_are_left_out_with_a_word(minilm, minilm_tokenizer, caplog):
-    data = Dataset.from_dict({"text": ["a dog runs", "", None, "a cat"]})
-    (expected,) = calibration_batches(["a dog runs", "a cat"], minilm, minilm_tokenizer)
-    for rows in (data["text"], pd.Series(data["text"][:]), iter(data["text"])):
-        caplog.clear()
-        (batch,) = calibration_batches(rows, minilm, minilm_tokenizer)
-        assert batch["input_ids"].tolist() == expected["input_ids"].tolist()
-        assert caplog.messages == ["2 of 4 texts are blank, or lack one text of a pair, and are left out"]
-
-
 def test_more_texts_than_memory_takes_are_not_read(tmp_path, monkeypatch):
     def rows():
         while True:
@@ -173,10 +162,9 @@ def test_more_texts_than_memory_takes_are_not_read(tmp_path, monkeypatch):
         read_texts(tmp_path / "line.txt")
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "/dev/zero:text", "pipe.csv:text", "pipe:text"])
+@pytest.mark.parametrize("name", ["/dev/zero", "pipe.csv:text"])
 def test_devices_and_pipes_are_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for pipe in ("pipe", "pipe.csv"):
-        os.mkfifo(pipe)
+    os.mkfifo("pipe.csv")
     with pytest.raises(CalibrationError, match="expected a file"):
         read_texts(name)

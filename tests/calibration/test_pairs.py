@@ -8,12 +8,11 @@ from transformers import PreTrainedTokenizerFast
 
 from collab_compress import CalibrationError, Compression, Solver, compress
 from collab_compress.calibration import calibration_batches
-from collab_compress.conversion import recover_
 
 WORDS = [f"w{number}" for number in range(4, 61)]
 END = 2
 PAIRS = [(" ".join(WORDS[: 3 + n]), " ".join(WORDS[n : 2 * n + 2 - n // 2])) for n in range(6)]
-NAMES = ("T5ForConditionalGeneration", "T5Model", "MarianMTModel", "MarianModel", "MBartForConditionalGeneration")
+NAMES = ("T5ForConditionalGeneration", "MarianModel", "MBartForConditionalGeneration")
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +62,16 @@ def test_the_decoder_reads_targets_shifted_to_the_right(tokenizer, name):
         ids = tokenizer(source)["input_ids"]
         assert (tuple(ids + [0] * (width - len(ids))), start, *tokenizer(target)["input_ids"][:-1]) in pairs
     assert torch.equal(batch["attention_mask"], (batch["input_ids"] != 0).long())
-    if name not in ("T5Model", "MarianModel"):
+    if name != "MarianModel":
         ordered = sorted(PAIRS, key=lambda pair: len(pair[0]) + len(pair[1]))
         assert torch.equal(read, read_by_decoder(model, with_labels(tokenizer, ordered)))
 
 
-@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "MarianMTModel"])
-def test_a_conversion_is_that_on_batches_with_labels(tokenizer, name):
+def test_a_conversion_is_that_on_batches_with_labels(tokenizer):
     ordered = sorted(PAIRS, key=lambda pair: len(pair[0]) + len(pair[1]))
     converted, options = [], Compression(dk=7, dv=9, dff=20, solver=Solver(sweeps=3))
     for calibration in (PAIRS, [with_labels(tokenizer, ordered)]):
-        model = translator(name)
+        model = translator("T5ForConditionalGeneration")
         report = compress(model, options, calibration, tokenizer)
         assert report.refits
         converted.append((model.state_dict(), report.drift.relative_error))
@@ -81,12 +79,6 @@ def test_a_conversion_is_that_on_batches_with_labels(tokenizer, name):
     assert drift == pytest.approx(expected, rel=1e-4)
     for key, tensor in first.items():
         torch.testing.assert_close(tensor, second[key], rtol=1e-3, atol=1e-4)
-
-
-def test_recovery_takes_pairs(tokenizer):
-    model, dense = translator("T5ForConditionalGeneration"), translator("T5ForConditionalGeneration")
-    compress(model, Compression(dk=7, solver=Solver(sweeps=3)), PAIRS, tokenizer)
-    assert recover_(model, dense, tokenizer, PAIRS * 8, steps=2).global_step == 2
 
 
 def test_files_and_columns_of_pairs(tokenizer, tmp_path):

@@ -11,14 +11,11 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     GPT2Model,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from collab_compress import CalibrationOptions, Compression, compress
 from collab_compress.calibration import calibration_batches
 from collab_compress.calibration.random_tokens import likelihoods
 from collab_compress.calibration.tokenization import ordinary_tokens
@@ -173,29 +170,6 @@ def test_models_that_write_no_texts_are_refused(make, tokenizer):
     model = make(tokenizer)
     with pytest.raises(CalibrationError, match=f"{type(model).__name__} writes no texts by itself"):
         calibration_batches("generated", model, tokenizer)
-
-
-def test_layers_are_refitted_to_them(tokenizer):
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=16,
-            num_attention_heads=2,
-            num_hidden_layers=1,
-            intermediate_size=24,
-            max_position_embeddings=40,
-            initializer_range=0.3,
-        )
-    )
-    options = CalibrationOptions(sequences=40)
-    report = compress(model, Compression(dff=12), "generated", tokenizer, calibration_options=options)
-    assert report.sequences == 35
-    assert [fit.name for fit in report.refits] == [
-        "model.layers.0.self_attn.o_proj",
-        "model.layers.0.mlp.down_proj",
-    ]
-    assert report.length == 40
 
 
 def test_a_tokenizer_without_a_mask_token_is_named():

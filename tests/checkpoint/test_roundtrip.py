@@ -5,18 +5,17 @@ import json
 import pytest
 import torch
 from forms import outputs
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel
 
-from collab_compress import CheckpointError, Compression, compress, read_factors
+from collab_compress import CheckpointError, Compression, compress
 from collab_compress.checkpoint import EditConfig
 
 
-# 24 = D = H·d: the shapes of dense and converted projections agree
-@pytest.mark.parametrize(("dk", "dv"), [(24, 9), (5, 24)])
-def test_every_auto_class(family, auto_class, dk, dv, make_tiny, batch, tmp_path, load_cleanly, capfd):
+def test_every_auto_class(family, auto_class, make_tiny, batch, tmp_path, load_cleanly, capfd):
+    """At 24 = D = H·d channels, where the shapes of dense and converted projections agree."""
     torch.manual_seed(0)
     model = auto_class.from_config(make_tiny(family).config).eval()
-    compress(model, Compression(dk=dk, dv=dv), calibration=None)
+    compress(model, Compression(dk=24, dv=24), calibration=None)
     model.save_pretrained(tmp_path)
     loaded = load_cleanly(auto_class, tmp_path)
     assert torch.equal(outputs(loaded, batch), outputs(model, batch))
@@ -24,33 +23,9 @@ def test_every_auto_class(family, auto_class, dk, dv, make_tiny, batch, tmp_path
     assert "collab" not in capfd.readouterr().err.lower()  # no warning either
 
 
-def test_saving_twice_changes_nothing(family, make_tiny, tmp_path):
-    model = make_tiny(family)
-    compress(model, Compression(dk=5), calibration=None)
-    model.save_pretrained(tmp_path / "one")
-    AutoModel.from_pretrained(tmp_path / "one").save_pretrained(tmp_path / "two")
-    for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-
-
-def test_body_and_head_exchange_checkpoints(make_tiny, batch, tmp_path):
-    """A classifier's checkpoint loads as a bare model, and a bare one under a classifier."""
-    torch.manual_seed(0)
-    classifier = AutoModelForSequenceClassification.from_config(make_tiny("bert").config).eval()
-    compress(classifier, Compression(dk=5), calibration=None)
-    classifier.save_pretrained(tmp_path / "classifier")
-    body = AutoModel.from_pretrained(tmp_path / "classifier")
-    assert torch.equal(outputs(body, batch), outputs(classifier.bert, batch))
-    body.save_pretrained(tmp_path / "body")
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "body")
-    assert read_factors(again).keys() == read_factors(classifier).keys()
-    for name, factors in read_factors(again).items():
-        assert torch.equal(factors.query, read_factors(classifier)[name].query)
-
-
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [*((family, torch.bfloat16) for family in ("albert", "bert", "distilbert", "marian")), ("bert", torch.float16)],
+    [("marian", torch.bfloat16), ("bert", torch.float16)],
 )
 def test_half_precision(family, dtype, make_tiny, batch, tmp_path, load_cleanly):
     model = make_tiny(family).to(dtype)

@@ -77,8 +77,11 @@ def outputs(path):
 
 
 def test_expanding_an_exact_conversion_gives_the_dense_model(run, folder, tmp_path):
-    code, printed, error = run("expand", "exact")
+    code, printed, error = run("expand", "exact", "--json", "out.json")
     assert (code, error) == (0, "")
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert record["model"].endswith("exact")
+    assert record == json.loads((tmp_path / "exact-dense" / "collab_compress.json").read_text())
     assert "computes the same, up to rounding" in printed
     assert "import collab_compress" not in printed
     torch.testing.assert_close(outputs(tmp_path / "exact-dense"), outputs(folder / "dense"), atol=1e-4, rtol=1e-3)
@@ -86,15 +89,6 @@ def test_expanding_an_exact_conversion_gives_the_dense_model(run, folder, tmp_pa
     assert "quantization_config" not in config
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "exact-dense")
     assert "expanded to dense projections" in (tmp_path / "exact-dense" / "README.md").read_text(encoding="utf-8")
-
-
-def test_expanding_heads_that_read_few_channels_is_exact(run, folder, tmp_path):
-    code, _, error = run("expand", "small", "--output", "out", "--json", "out.json")
-    assert (code, error) == (0, "")
-    record = json.loads((tmp_path / "out.json").read_text())
-    assert record["model"].endswith("small")
-    assert record == json.loads((tmp_path / "out" / "collab_compress.json").read_text())
-    torch.testing.assert_close(outputs(tmp_path / "out"), outputs(folder / "small"), atol=1e-4, rtol=1e-3)
 
 
 def test_merging(run, folder, tmp_path):
@@ -162,9 +156,6 @@ def test_recovery_on_texts_refits_layers(run, folder, tmp_path):
     recovery = json.loads((tmp_path / "out" / "collab_compress.json").read_text())["recovery"]
     assert len(recovery["refits"]) == 4
     assert recovery["drift"] <= recovery["drift_before"]
-    code, printed, _ = run(*words, "--steps", 1, "--output", "both")
-    assert code == 0
-    assert "4 layers refitted, 1 step on " in printed
 
 
 def test_a_model_with_dense_attention_is_refitted_alone(run, tmp_path):
@@ -174,9 +165,6 @@ def test_a_model_with_dense_attention_is_refitted_alone(run, tmp_path):
     assert code == 0
     assert "there was nothing to train: layers were refitted alone" in printed
     assert json.loads((tmp_path / "out" / "collab_compress.json").read_text())["recovery"]["steps"] == 0
-    code, printed, _ = run("recover", "narrow", *texts, "--steps", 0, "--output", "again")
-    assert code == 0
-    assert "nothing to train" not in printed
 
 
 def test_recovery_goes_to_the_revision_that_was_converted(run, folder, monkeypatch):
@@ -233,13 +221,11 @@ def test_the_number_of_steps_may_be_left_out():
         (["prune", "dense", "--share", 0.3], "--share ranks heads by data"),
         (["prune", "dense", "--share", 1.5, "--data", "texts.txt"], "expected a number above 0 and below 1"),
         (["prune", "dense", "--heads", "layer"], "expected MODULE=H,H"),
-        (["prune", "dense", "--heads", "layer=0"], "no attention module 'layer'"),
         (["recover", "small"], "pass --dense MODEL"),
         (
             ["recover", "dense", "--dense", "dense", "--calibration", "synthetic"],
             "pass --calibration FILE to refit its layers to texts",
         ),
-        (["recover", "small", "--dense", "dense", "--seed", -1], "seed is -1; expected at least 0"),
         (
             ["recover", "small", "--dense", "dense", "--steps", 0, "--calibration", "synthetic"],
             "expected at least 1, or 0 with texts",
@@ -277,6 +263,9 @@ def test_narrower_feed_forward_blocks_are_a_stock_model(run, tmp_path):
     assert config["intermediate_size"] == 16
     assert "quantization_config" not in config
     assert "feed-forward blocks keep 16 neurons each" in (output / "README.md").read_text(encoding="utf-8")
+    code, _, error = run("expand", "dense-dff16")
+    assert code == 2
+    assert "no converted attention to expand; removed neurons and refitted layers" in error
 
 
 def test_expanding_says_what_does_not_come_back(run):
@@ -292,13 +281,6 @@ def test_expanding_says_what_does_not_come_back(run):
     assert "Refitted layers" in run("expand", "refitted", "--output", "third")[1]
 
 
-def test_neurons_cannot_be_expanded(run):
-    assert run("compress", "dense", "--dff", 16, "--calibration", "texts.txt", "--output", "narrow")[0] == 0
-    code, _, error = run("expand", "narrow")
-    assert code == 2
-    assert "no converted attention to expand; removed neurons and refitted layers" in error
-
-
 def test_random_tokens_alone_are_warned_of(run):
     options = ("--calibration", "synthetic", "--sequences", 32, "--length", 16, "--device", "cpu")
     _, printed, error = run("compress", "dense", "--dff", 16, *options, "--output", "neurons")
@@ -310,19 +292,3 @@ def test_random_tokens_alone_are_warned_of(run):
     _, printed, error = run("compress", "dense", "--dk", 5, *options, "--output", "scores")
     assert "Converted on random inputs alone" in printed
     assert error == ""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--dff", 33], "dff is 33; pass up to 32"),
-        (["--dff", 16, "--calibration", "none"], "dff takes calibration data"),
-        (["--dff", 16, "--refit", "False"], "leave out refit"),
-    ],
-)
-def test_widths_that_cannot_be_are_refused(arguments, message, run, tmp_path):
-    before = sorted(tmp_path.iterdir())
-    code, _, error = run("compress", "dense", *arguments)
-    assert code == 2
-    assert message in error
-    assert sorted(tmp_path.iterdir()) == before

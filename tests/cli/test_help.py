@@ -7,13 +7,11 @@ import sys
 import tomllib
 from dataclasses import is_dataclass
 from functools import cache
-from importlib import import_module
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 from collab_compress_cli import start
-from collab_compress_cli.command import arguments_of
 from collab_compress_glue_runs.commands import start as experiments
 from collab_compress_glue_runs.experiments import Recipe, Sweep
 from collab_compress_glue_runs.tasks import TASKS
@@ -65,11 +63,6 @@ def test_help_is_printed_at_once(name):
         assert option in text
 
 
-def described(name):
-    """Return the dataclass of a command's arguments, or None for recipes and sweeps, which are YAML."""
-    return arguments_of(name, import_module(".arguments", PACKAGES[name]))
-
-
 CHECKED = [  # options whose values are looked up in tables, and what they may be
     ("collab-analyze", "sections", lambda: SECTIONS),
     *(
@@ -88,31 +81,6 @@ def test_the_values_of_an_option_are_listed(name, option, values):
     entry = entries(help_text(name))[f"--{option}"]
     for value in values():
         assert re.search(rf"\b{value}\b", entry), (option, value)
-
-
-@pytest.mark.parametrize("name", [name for name in PACKAGES if described(name) is not None])
-def test_every_choice_is_listed(name):
-    """The help shows every choice of every field with a Literal type."""
-    help_entries, count = entries(help_text(name)), 0
-    for option, choices in literals(described(name)):
-        for choice in choices:
-            count += 1
-            assert choice in help_entries[option], (option, choice)
-    assert count or name != "collab-results"
-
-
-def literals(kind):
-    """Yield each option of a dataclass, nested ones too, whose type has choices, with those choices."""
-    for field, annotation in get_type_hints(kind).items():
-        parts = [annotation]
-        while parts:
-            part = parts.pop()
-            if is_dataclass(part):
-                yield from literals(part)
-            elif get_origin(part) is Literal and field != "method":  # of the solver, for Python and recipes
-                yield f"--{field.replace('_', '-')}", get_args(part)
-            else:
-                parts += get_args(part)
 
 
 def entries(text):

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 import torch
 from transformers import AutoModel, BertForSequenceClassification
 
@@ -49,31 +48,3 @@ def test_after_a_conversion(run, loaded, monkeypatch, model_dir, batch, tmp_path
     with torch.no_grad():
         expected = converted.eval()(**batch)[0]
         torch.testing.assert_close(model.bert(**batch)[0], expected, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ("--mix", "--sweeps", "9"),
-            "--sweeps belongs to a conversion; pass --dk, --dv or --dff too, or leave it out",
-        ),
-        (("--mix", "--calibration", "none"), "--calibration belongs to a conversion"),
-        (("--mix", "--dk", "0"), "dk is 0; expected at least 1"),
-    ],
-)
-def test_arguments_that_do_not_fit(run, monkeypatch, model_dir, tmp_path, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    code, printed, error = run("tiny", *arguments)
-    assert (code, printed) == (2, "")
-    assert error.count("\n") == 1
-    assert message in error
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
-
-
-def test_a_mixed_checkpoint_is_not_mixed_again(run, monkeypatch, model_dir, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert run("tiny", "--mix")[0] == 0
-    code, _, error = run("tiny-mixed", "--mix")
-    assert code == 2
-    assert "already converted, or its heads mixed or pruned" in error

@@ -12,7 +12,6 @@ from collab_compress.errors import HeadError
 
 pytest.importorskip("torchao")
 from torchao.quantization import (
-    Int4WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
     Int8Tensor,
     Int8WeightOnlyConfig,
@@ -80,34 +79,11 @@ def test_int4_values_cost_what_they_cost_the_dense_model(minilm, embed):
     assert other > 0.85
 
 
-@pytest.mark.xfail(
-    raises=ImportError, strict=True, reason="packed int4 needs the CUDA package mslk; docs/compatibility.md"
-)
-def test_packed_int4(converted):
-    quantize_(converted, Int4WeightOnlyConfig(group_size=32))
-
-
 def test_compiles_and_copies(converted, embed):
     model = quantized(converted, Int8WeightOnlyConfig())
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(embed(compiled), embed(model), atol=1e-5, rtol=1e-4)
     assert torch.equal(embed(copy.deepcopy(model)), embed(model))
-
-
-# torchao reads a storage in a way that torch is about to drop.
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
-def test_a_state_dict_can_be_stored(converted, embed, tmp_path):
-    model = quantized(converted, Int8WeightOnlyConfig())
-    torch.save(model.state_dict(), tmp_path / "weights.pt")
-    again = copy.deepcopy(converted)
-    again.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=False), assign=True)
-    assert torch.equal(embed(again), embed(model))
-
-
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
-@pytest.mark.xfail(raises=RuntimeError, strict=True, reason="fails for stock models too; docs/compatibility.md")
-def test_save_pretrained(converted, tmp_path):
-    quantized(converted, Int8WeightOnlyConfig()).save_pretrained(tmp_path)
 
 
 def test_quantized_while_it_is_loaded(converted, embed, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_families import build, make_rotary
 
-from collab_compress import Compression, Solver, compress, prune_heads_
+from collab_compress import Compression, Solver, compress
 from collab_compress.analysis import module_costs
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import calibration_batches
@@ -95,15 +95,6 @@ def test_one_head(bert, context):
     assert diversity.tables[0].rows[0][8] is None  # no pair
 
 
-def test_layers_with_one_head_and_with_several(bert, context):
-    model = bert()
-    prune_heads_(model, {"encoder.layer.0.attention.self": [0, 2]})
-    report = checked_report(ReportContext(model, context.batches, options=QUICK))
-    heads = next(t for section in report.sections for t in section.tables if t.name == "heads")
-    assert heads.rows[0][1] is None
-    assert heads.rows[1][1] is not None
-
-
 def test_layers_too_wide_together_are_not_compared(context, result, monkeypatch):
     monkeypatch.setattr("collab_compress.report.context.WIDEST", 1)
     report = make_report(ReportContext(context.model, context.batches, options=context.options), ["similarity"])
@@ -138,17 +129,11 @@ def test_what_cannot_be_looked_at_is_refused(context, bert, make_tiny):
 
 
 def test_options_that_make_no_sense_are_refused():
-    wrong = {"dk": 0, "dv": 0, "dff": 0, "head_sequences": 0, "input_sequences": 0, "kernel_tokens": 3}
-    for name, value in wrong.items():
-        with pytest.raises(HeadError, match=f"{name} (is|are) {value}; expected at least"):
+    for name, value in {"dk": 0, "kernel_tokens": 3, "rounds": 1, "lengths": (0,)}.items():
+        with pytest.raises(HeadError, match=f"{name} (is|are) .*; expected at least"):
             ReportOptions(**{name: value})
-    with pytest.raises(HeadError, match="rounds is 1; expected at least 2"):
-        ReportOptions(rounds=1)
-    with pytest.raises(HeadError, match="lengths are 0; expected at least 1 token"):
-        ReportOptions(lengths=(0,))
-    for lengths in (5, "12", ("12",)):
-        with pytest.raises(HeadError, match=r"lengths is .*; expected numbers of tokens, such as"):
-            ReportOptions(lengths=lengths)
+    with pytest.raises(HeadError, match=r"lengths is .*; expected numbers of tokens, such as"):
+        ReportOptions(lengths=("12",))
     with pytest.raises(HeadError, match="rounds is '3'; expected a whole number"):
         ReportOptions(rounds="3")
 
@@ -198,14 +183,6 @@ def test_a_mixture_of_experts(token_batches):
     assert "Feed-forward blocks were not counted: MixtralForCausalLM has no feed-forward block" in cost.reading
     assert [table.name for table in widths.tables] == ["dv"]
     assert [row["part"] for row in report.table("cost", "layers")] == ["queries and keys", "values and outputs"]
-
-
-def test_blocks_that_no_config_makes_narrower(token_batches):
-    model = build("bert")
-    model.config.intermediate_size += 1
-    report = make_report(ReportContext(model, token_batches, options=QUICK), ["widths"])
-    assert [table.name for table in report.sections[0].tables] == ["dk", "dv"]
-    assert "dff stays as it is: no attribute of BertConfig sets" in report.sections[0].reading
 
 
 def test_a_dff_beyond_the_blocks_is_refused(context):

@@ -72,23 +72,6 @@ def test_means_and_differences(capsys, write):
     assert "Difference to plain/tuned of the same model, task and seed: mean ± half of its 95 % t-interval" in printed
 
 
-def test_csv(capsys, write):
-    code, printed, _ = run(capsys, write("mrpc", "rte"), "--format", "csv")
-    assert code == 0
-    lines = list(csv.DictReader(io.StringIO(printed)))
-    assert [line["task"] for line in lines] == ["mrpc", "rte", "average"] * 2
-    reference, change = lines[0], lines[3]
-    assert float(reference["mean"]) == pytest.approx(statistics.fmean(PLAIN["mrpc"]))
-    assert float(reference["sd"]) == pytest.approx(statistics.stdev(PLAIN["mrpc"]))
-    assert (reference["n"], reference["difference"], reference["reference"]) == ("3", "", "")
-    assert float(change["difference"]) == pytest.approx(-4 / 3)
-    low, high = stats.t.interval(0.95, 2, -4 / 3, stats.sem([1.0, 0.5, 2.5]))
-    assert (float(change["low"]), float(change["high"])) == (pytest.approx(low), pytest.approx(high))
-    assert (change["reference"], change["pairs"], change["greater_is_better"]) == ("plain/tuned", "3", "True")
-    assert reference["parameters"] == "22713602"
-    assert (lines[2]["metric"], lines[2]["greater_is_better"]) == ("%", "True")
-
-
 def test_output_is_complete_or_absent(capsys, write, tmp_path, monkeypatch):
     folder, output = write("mrpc"), tmp_path / "table.md"
     _, printed, _ = run(capsys, folder)
@@ -136,21 +119,6 @@ def test_json_has_the_numbers_of_the_csv(capsys, write, tmp_path):
     assert grids((tmp_path / "table.md").read_text(encoding="utf-8"))
 
 
-def test_a_terminal_shows_tables_as_wide_as_it_is(capsys, write, monkeypatch):
-    folder = write("mrpc", "rte")
-    plain = run(capsys, folder)[1]
-    monkeypatch.setenv("TERM", "dumb")  # 80 columns, without colours
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    _, shown, _ = run(capsys, folder)
-    rows = [line for line in shown.splitlines() if line.startswith(" ")]
-    assert max(map(len, rows)) <= 80 < max(len(line) for line in plain.splitlines() if line.startswith("|"))
-    assert "84.17" in shown
-    assert "─" in shown
-    assert "|--" not in shown
-    assert "…" not in shown
-    assert run(capsys, folder, "--format", "csv")[1].startswith("model,method")
-
-
 def test_notes(capsys, write):
     folder = write("mrpc")
     path = folder / "mrpc-1" / "tuned" / "result.json"
@@ -177,17 +145,3 @@ def test_mistakes_are_one_line(capsys, write, tmp_path, arguments, message):
     assert error.startswith("collab-results: ")
     assert error.count("\n") == 1
     assert message in error
-
-
-def test_outputs_at_one_place_leave_nothing(write, tmp_path, capsys):
-    folder = str(write("mrpc", "rte"))
-    for options in (
-        ("--output", "out", "--json", "out"),
-        ("--output", "out", "--records", "new/../out"),
-        ("--output", "out", "--json", "out/numbers.json"),
-    ):
-        before = set(tmp_path.rglob("*"))
-        words = [word if word.startswith("--") else tmp_path / word for word in options]
-        code, _, error = run(capsys, folder, *words, "--quiet")
-        assert (code, error.count("\n")) == (2, 1), options
-        assert set(tmp_path.rglob("*")) == before, options

@@ -30,10 +30,8 @@ def snapshot(folder):
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["start/model.safetensors", "given/checkpoints/notes.txt", "tuned/result.json", "dk12/x"]
-)
-@pytest.mark.parametrize("recipe_file", [None, "[1]", "{}"])
+@pytest.mark.parametrize("name", ["start/model.safetensors", "given/checkpoints/notes.txt", "dk12/x"])
+@pytest.mark.parametrize("recipe_file", [None, "{}"])
 def test_foreign_folders_are_refused_and_stay(start, data_dir, tmp_path, name, recipe_file):
     """A user's folder that has the name of a stage; a recipe file that is none makes it no experiment's."""
     file = tmp_path / "mine" / name
@@ -65,10 +63,8 @@ def test_only_what_a_recipe_made_is_removed(data_dir, tmp_path):
     ("change", "message"),
     [
         ("data_dir={tmp}/nowhere", "no folder"),
-        ("tuning.arguments.no_such_argument=1", "no_such_argument"),
         ("tuning.arguments.per_device_eval_batch_size=0", "batch_size should be a positive integer value"),
         ("model={tmp}/nowhere", "nowhere is not a directory; pass a model directory or a hub name"),
-        ("trackers=[nowhere]", "no tracker 'nowhere' here"),
         ("tuning=null", "was not trained for mrpc"),
     ],
 )
@@ -90,15 +86,11 @@ DK = "compression={dk: 12}"
     ("changes", "message"),
     [
         (["compression.dk=1000"], "dk is 1000, but"),
-        (["compression.keep=0.0001"], "keep"),
         (["compression={dff: 1000}", "calibration=synthetic"], "reads 32 neurons, and dff is 1000"),
         (["compression={dff: 8}", "recovery={}", "calibration=synthetic"], "recovery trains converted attention"),
         (["compression={dk: 12, solver: {refit: true}}", "calibration=none"], "refit takes calibration data"),
-        (["compression={dk: 12, modules: nothing*}"], "nothing"),
-        (["compression={dk: 12, solver: {device: 'cuda:9'}}"], "cuda:9"),
         ([DK, "calibration=nowhere.txt"], "nowhere.txt"),
         (["tuning.arguments={adam_beta1: 2}"], "beta"),
-        (["tuning.arguments={dataloader_num_workers: -1}"], "num_workers"),
         (["tuning.arguments={lr_scheduler_kwargs: {nothing: 1}}"], "nothing"),
         ([DK, "again={epochs: 1, arguments: {adam_beta1: 2}}"], "beta"),
     ],
@@ -196,9 +188,7 @@ def test_evaluations_that_choose_the_best_checkpoint_decide_a_model():
     }
 
 
-@pytest.mark.parametrize(
-    "changes", [{"score": "x"}, {"score": ...}, {"metrics": ...}, {"metrics": 5}, {"recipe": 5}, {"measured": 5}]
-)
+@pytest.mark.parametrize("changes", [{"score": "x"}, {"metrics": ...}, {"measured": 5}])
 def test_damaged_records_are_refused(start, data_dir, tmp_path, changes):
     """Of a finished experiment, and of one that is to be measured."""
     base = recipe(data_dir, tmp_path / "out", f"model={start}")

@@ -29,7 +29,6 @@ PAPERS = {
     paper: about["tables"]
     for paper, about in yaml.safe_load((FOLDER / "papers/printed.yaml").read_text(encoding="utf-8")).items()
 }
-LONGEST = 118
 
 
 def top_lines(path, what):
@@ -77,15 +76,6 @@ def sweep_of(name, scale="paper", *settings):
     return read_sweep(FOLDER / "sweeps" / f"{name}.yaml", [f"scale={scale}", *settings])
 
 
-class Strict(yaml.SafeLoader):
-    """Refuse a mapping that has a key twice; the plain loader would keep one of them."""
-
-    def construct_mapping(self, node, deep=False):
-        keys = [self.construct_object(key, deep) for key, _ in node.value]
-        assert len(set(keys)) == len(keys), f"{node.start_mark}: {keys}"
-        return super().construct_mapping(node, deep)
-
-
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_sweeps_run_at_the_small_scale_by_default(path):
     ours = read_sweep(path)
@@ -95,9 +85,7 @@ def test_sweeps_run_at_the_small_scale_by_default(path):
 
 @pytest.mark.parametrize("path", [*RECIPES, *SWEEPS], ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_it_can_be_run(path, tmp_path):
-    text = path.read_text(encoding="utf-8")
-    assert text.startswith("# ")
-    yaml.load(text, Strict)
+    assert path.read_text(encoding="utf-8").startswith("# ")
     runs = recipes(path)
     folders = {(str(recipe.output).lower(), recipe.conversion_name) for recipe in runs}
     assert len(folders) == len(runs), "two runs are in one folder"
@@ -128,23 +116,6 @@ def test_sweeps_that_share_an_output_agree():
                 assert settings_of.setdefault((recipe.output, folder, fields), settings) == settings, path
 
 
-@pytest.mark.parametrize("path", [*RECIPES, *SWEEPS], ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_what_names_a_paper_is_of_its_table(path):
-    named = top_lines(path, "paper")
-    if not named:
-        assert path.stem.split("-")[0] not in PAPERS, "a file named after a paper says which table it is"
-        return
-    assert path.read_text(encoding="utf-8").startswith(f"# paper: {named[0]}\n")
-    assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= LONGEST
-    ours = {column(recipe) for recipe in recipes(path)}
-    for key, table in tables(path).items():
-        theirs = {name for name in table["columns"] if name.split()[0] in TASKS and "perplexity" not in name}
-        if path in RECIPES:
-            assert ours <= theirs
-        else:
-            assert theirs <= ours, key
-
-
 def test_small_scales_run_what_claims_compare():
     runs = {"minilm-distilbert": set(), None: set()}
     for path in SWEEPS:
@@ -158,13 +129,6 @@ def test_small_scales_run_what_claims_compare():
         compared = set(itertools.product(claim["tasks"], labels))
         missing = compared - runs["minilm-distilbert" if "model" in claim else None]
         assert not missing, claim["says"]
-
-
-def test_a_table_that_does_not_exist_is_noticed(tmp_path):
-    for line in ("diversity, Table 9", "diversify, Table 1", "diversity"):
-        (tmp_path / "sweep.yaml").write_text(f"# paper: {line}\n")
-        with pytest.raises(Exception, match="diversi"):
-            tables(tmp_path / "sweep.yaml")
 
 
 def test_collaborate_table_2_has_each_model_and_conversion():
@@ -185,12 +149,6 @@ def test_collaborate_table_2_has_each_model_and_conversion():
         "sst2",
         "rte",
     }
-
-
-def test_collaborate_figure_5_has_each_rank():
-    runs = sweep_of("glue", "paper", "only={tasks: [mnli, mrpc, stsb]}").recipes()
-    widths = {recipe.compression.dk for recipe in runs if recipe.compression is not None}
-    assert widths == {768, 640, 512, 384, 256, 128, 64}
 
 
 def test_bhattacharyya_has_the_papers_settings():
@@ -215,8 +173,8 @@ def test_rotations_name_heads_that_the_model_has():
         Rotator(MarianMTModel(config), recipe.heads.rotation)
 
 
-@pytest.mark.parametrize("path", [*RECIPES, *SWEEPS], ids=lambda path: path.stem)
-def test_each_is_found_by_its_name_in_any_directory(path, tmp_path, monkeypatch):
+@pytest.mark.parametrize("path", [RECIPES[0], SWEEPS[0]], ids=lambda path: path.stem)
+def test_one_is_found_by_its_name_in_any_directory(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert command._file(path.name, path.parent.name).read_text(encoding="utf-8") == path.read_text(encoding="utf-8")
     (tmp_path / path.name).write_text("task: mrpc\n")

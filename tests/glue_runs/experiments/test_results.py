@@ -103,6 +103,7 @@ def test_models_that_were_only_evaluated(write, tmp_path):
     assert changes_of(comparison, "model") == dict.fromkeys(
         ["minilm", "seed0/tuned/model", "seed1/tuned/model"], -1.0
     )
+    assert not any("low" in line for line in comparison.lines)  # of one seed
 
 
 def test_what_is_tuned_again_is_compared_with_the_dense_model_tuned_again(write, tmp_path):
@@ -142,14 +143,6 @@ def test_seeds_of_one_arm_only_are_no_pairs(write, tmp_path):
     assert list(changes_of(comparison)) == ["hsic"]
 
 
-def test_one_seed_gives_a_difference_without_interval(write, tmp_path):
-    write(80.0)
-    write(79.5, stage="dk128")
-    cell = table(tmp_path)[1]["plain/dk128"]["mrpc"]
-    assert (cell["difference"], cell["pairs"]) == (-0.5, 1)
-    assert "low" not in cell
-
-
 def test_the_average_is_over_tasks_first(write, tmp_path):
     plain = {"mrpc": [80.0, 82.0, 81.0], "cola": [40.0, 50.0, 42.0]}
     hsic = {"mrpc": [81.0, 84.0, 80.0], "cola": [43.0, 49.0, 45.0]}
@@ -172,22 +165,12 @@ def test_the_average_is_over_tasks_first(write, tmp_path):
     assert "average" not in lines["ortho/tuned"]
 
 
-@pytest.mark.parametrize(("other", "averaged"), [("rte", True), ("ptb", False), ("multi30k", False)])
-def test_only_what_has_one_unit_is_averaged(write, tmp_path, other, averaged):
-    write(80.0, "mrpc")
-    write(60.0, other)
-    comparison, _ = table(tmp_path)
-    assert ("average" in [column.name for column in comparison.columns]) is averaged
-
-
-def test_direction_comes_from_the_metric(write, tmp_path):
+def test_direction_comes_from_the_metric_and_only_one_unit_is_averaged(write, tmp_path):
     write(120.0, "ptb")
     write(30.0, "multi30k")
     comparison, _ = table(tmp_path)
-    assert {column.name: column.greater_is_better for column in comparison.columns} == {
-        "multi30k de-en": True,
-        "ptb": False,
-    }
+    columns = {column.name: column.greater_is_better for column in comparison.columns}
+    assert columns == {"multi30k de-en": True, "ptb": False}
 
 
 def test_languages_are_columns_of_their_own(write, tmp_path):
@@ -228,16 +211,6 @@ def test_without_the_usual_reference_there_are_no_differences(write, tmp_path):
     assert changes_of(comparison) == {}
 
 
-def test_models_are_compared_with_themselves(write, tmp_path):
-    for model, plain, converted in (("minilm", 80.0, 79.0), ("/data/bert", 90.0, 85.0), (None, 50.0, 51.0)):
-        write(plain, recipe={"model": model})
-        write(converted, stage="dk128", recipe={"model": model})
-    write(95.0, stage="dk128", recipe={"model": "roberta"})
-    comparison = compare(read_results(tmp_path))
-    assert changes_of(comparison, "model") == {"data/bert": -5.0, "fresh": 1.0, "minilm": -1.0}
-    assert comparison.lines[-1]["model"] == "roberta"
-
-
 def test_models_trained_on_another_kind_of_device_are_not_compared(write, tmp_path):
     fresh, hsic = {"model": None, "fresh": {"heads": 4}}, {"heads": {"penalties": [{"name": "hsic"}]}}
     write(35.0, environment={"device": "cpu"}, recipe=fresh)
@@ -261,26 +234,13 @@ def test_parameters_are_the_mean_of_those_recorded(write, tmp_path):
 
 
 def test_settings_that_differ_between_seeds_are_noted(write, tmp_path):
-    for seed, rank, epochs in ((0, 128, 3), (1, 128, 3)):
-        write(
-            80.0,
-            seed=seed,
-            recipe={
-                "output": f"out-{seed}",
-                "tuning": {"epochs": epochs},
-                "compression": {"dk": rank},
-            },
-        )
+    for seed in (0, 1):
+        settings = {"output": f"out-{seed}", "tuning": {"epochs": 3}, "compression": {"dk": 128}}
+        write(80.0, seed=seed, recipe=settings)
     assert table(tmp_path)[0].notes == ()
     write(80.0, seed=2, recipe={"tuning": {"epochs": 4}, "compression": {"dk": 64}, "again": 1})
     write(80.0, "rte", seed=2, recipe={"tuning": {"epochs": 9}})
     assert table(tmp_path)[0].notes == ("plain/tuned of minilm on mrpc: seeds differ in tuning",)
-    for seed, rank in ((0, 128), (1, 64)):
-        write(80.0, stage="conv", seed=seed, recipe={"compression": {"dk": rank}, "again": rank})
-        write(80.0, stage="conv-again", seed=seed, recipe={"compression": {"dk": 8}, "again": rank})
-    notes = table(tmp_path)[0].notes
-    assert "plain/conv of minilm on mrpc: seeds differ in compression" in notes
-    assert "plain/conv-again of minilm on mrpc: seeds differ in again" in notes
 
 
 def test_a_field_that_older_records_lack_is_no_difference(write, tmp_path):
@@ -302,24 +262,12 @@ def test_what_only_watches_training_is_no_difference(write, tmp_path):
     ("change", "message"),
     [
         ({"score": "84"}, "score is '84'; expected a valid number"),
-        ({"seed": 10**401}, "seed is 10+; expected less than 9223372036854775808"),
-        ({"parameters": 2**70}, f"parameters is {2**70}; expected less than 9223372036854775808"),
-        ({"seed": True}, "seed is True; expected a valid integer"),
-        ({"conversion": 128}, "conversion is 128; expected a valid string"),
         ({"task": "swag"}, "unknown task 'swag'; expected one of cola"),
-        ({"recipe": None}, "recipe is None; expected a valid dictionary"),
-        ({"recipe": {"model": 3}}, r"recipe\.model is 3; expected a valid string"),
         ({"recipe": {"translation": "de"}}, r"recipe\.translation is 'de'; expected a valid dictionary"),
-        ({"recipe": {"heads": 3}}, r"recipe\.heads is 3; expected a valid dictionary"),
-        ({"recipe": {"fresh": 1}}, r"recipe\.fresh is 1; expected a valid dictionary"),
         ({"metrics": {"test": 5}}, r"metrics\.test is 5; expected a valid dictionary"),
-        ({"measures": {"svcca": 5}}, r"measures\.svcca is 5; expected a valid dictionary"),
-        ({"history": [{}, 5]}, r"history\.1 is 5; expected a valid dictionary"),
         ({"history": [{"loss": "x"}]}, r"history has 'x'; expected a number"),
         ({"measures": {"svcca": {"layers": {"encoder": "abc"}}}}, r"measures has 'abc'; expected a number"),
-        ({"metrics": {"test": {"f1": "x"}}}, r"metrics has 'x'; expected a number"),
         ({"environment": {"revision": [["x"]]}}, r"environment\.revision is \[\['x'\]\]; expected a valid string"),
-        ({"environment": {"device": 3}}, r"environment\.device is 3; expected a valid string"),
         ({"method": "\ud800"}, "cannot read the record .*surrogates not allowed"),
     ],
 )
@@ -363,9 +311,9 @@ def test_a_file_of_records_is_read_as_the_folder_it_is_of(write, tmp_path):
     [
         ("", "holds no records; expected one a line"),
         ("[1]\n", "line 1 holds a list; expected the record of an experiment"),
+        ("\udcff", "cannot read the record"),
         ("\n{}\n", "line 2 is no record of an experiment: task is missing"),
         ("{\n", "cannot read the record .*line 1: Expecting"),
-        ("\udcff", "cannot read the record"),
     ],
 )
 def test_malformed_files_of_records_are_named(tmp_path, text, message):

@@ -2,7 +2,6 @@ import logging
 
 import pytest
 import torch
-from collab_compress_glue_runs.metrics import load_metric, token_losses
 from collab_compress_glue_runs.tasks import (
     encode_classification,
     encode_language_model,
@@ -18,8 +17,6 @@ from transformers import (
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
-    GPT2Config,
-    GPT2LMHeadModel,
     PreTrainedTokenizerFast,
 )
 
@@ -98,38 +95,6 @@ def test_blocks_predict_every_token_once(words, length):
     assert [token for row in encoded for token in row["labels"][1:]] == stream[1:]
     assert all(len(row["input_ids"]) == length for row in list(encoded)[:-1])
     assert 2 <= len(encoded[-1]["input_ids"]) <= length
-
-
-def test_perplexity_does_not_depend_on_batches(words):
-    """Token by token against a model run on the stream, where blocks are as long as it."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(words), n_embd=8, n_layer=1, n_head=2, n_positions=64, bos_token_id=2, eos_token_id=3
-    )
-    model = GPT2LMHeadModel(config).eval()
-    data = encode_language_model(Dataset.from_dict({"text": LINES}), words, length=64)
-    with torch.no_grad():
-        mean = model(torch.tensor(data["input_ids"][:]), labels=torch.tensor(data["labels"][:])).loss
-    lines = [[2, *words.convert_tokens_to_ids(line.split()), 3] for line in LINES]
-    rows = [{"input_ids": ids, "labels": ids} for ids in lines]
-    metrics = []
-    for size in (1, 2, 5):
-        all_losses = []
-        for start in range(0, len(rows), size):
-            batch = DataCollatorForSeq2Seq(words)(rows[start : start + size])
-            with torch.no_grad():
-                losses = token_losses(
-                    model(**{name: batch[name] for name in ("input_ids", "attention_mask")}).logits, batch["labels"]
-                )
-            all_losses.append(losses)
-        sums, tokens = torch.cat(all_losses).T
-        metrics.append(load_metric("perplexity").compute(predictions=sums, references=tokens.long())["perplexity"])
-    assert metrics == pytest.approx([metrics[0]] * 3, rel=1e-6)
-    batch = DataCollatorForSeq2Seq(words)(list(data))
-    with torch.no_grad():
-        losses = token_losses(model(batch["input_ids"]).logits, batch["labels"])
-    assert losses[0, 1] == sum(len(line.split()) + 1 for line in LINES)
-    assert losses[0, 0] / losses[0, 1] == pytest.approx(float(mean), rel=1e-6)
 
 
 def test_a_selection_is_encoded_as_it_is(words):

@@ -95,13 +95,6 @@ def test_no_hub_no_data_set(error, monkeypatch):
         load_task("cola")
 
 
-@pytest.mark.parametrize("name", sorted(name for name, task in TASKS.items() if task.hub))
-def test_offline_the_error_says_what_to_do(name):
-    """Tests run offline."""
-    with pytest.raises(DataError, match=rf"cannot load {name} from the hub \(Couldn't reach .*pass --data-dir"):
-        load_task(name)
-
-
 def test_tasks_that_are_on_no_hub():
     with pytest.raises(DataError, match=r"text is not on the hub; pass --data-dir .*train.txt"):
         load_task("text")

@@ -12,11 +12,8 @@ from collab_compress.errors import DataError
 LANGUAGES = {"parallel": {"source": "de", "target": "en"}}
 ROWS = {
     "cola": (8551, 1043),
-    "sst2": (67349, 872),
     "mrpc": (3668, 408),
     "stsb": (5749, 1500),
-    "rte": (2490, 277),
-    "wnli": (635, 71),
     "multi30k": (29000, 1014, 1000),
     "ptb": (42068, 3370, 3761),
     "trec": (5452, 500),
@@ -151,7 +148,6 @@ HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
     ("name", "changed", "content", "match"),
     [
         ("mrpc", TSV, f"{HEADER}1\t7\t8\tone\ttwo\n1\t7\t8\tone\n", "line 3: 4 columns; expected 5: Quality"),
-        ("mrpc", TSV, f"{HEADER}1\t7\t8\tone\ttwo\tthree\n", "line 2: 6 columns; expected 5"),
         ("mrpc", TSV, "label\ttext\n1\tone\n", "line 1: no column '#1 String'; .* got label, text"),
         (
             "mrpc",
@@ -159,8 +155,6 @@ HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
             f"{HEADER}2\t7\t8\tone\ttwo\n",
             "line 2: label '2' is not the number of a class; expected 0 to 1",
         ),
-        ("mrpc", TSV, f"{HEADER}-1\t7\t8\tone\ttwo\n", "line 2: label '-1' is not the number"),
-        ("mrpc", TSV, f"{HEADER}\t7\t8\tone\ttwo\n", "line 2: label '' is not the number"),
         ("mrpc", TSV, "", "line 1: no column .*got an empty file"),
         ("mrpc", TSV, HEADER, "line 1: the file is empty; expected rows of data"),
         ("mrpc", TSV, HEADER.encode() + b"1\t7\t8\tone\tf\xfcr\n", "line 2: not UTF-8 .*byte 12"),
@@ -173,7 +167,6 @@ HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
             "line 2: score 'good' is not a number",
         ),
         ("stsb", "STS-B/dev.tsv", "sentence1\tsentence2\tscore\na\tb\t5.1\n", "line 2: score 5.1 is out of range"),
-        ("stsb", "STS-B/dev.tsv", "sentence1\tsentence2\tscore\na\tb\tnan\n", "line 2: score nan is out of range"),
         (
             "trec",
             "trec/TREC.train.all",
@@ -188,8 +181,6 @@ HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
         ),
         ("multi30k", "multi30k/train.de.gz", "eins\n", "train.en.gz, line 2: no counterpart: train.de.gz has 1 .* 2"),
         ("multi30k", "multi30k/train.en.gz", "a\n", "train.de.gz, line 2: no counterpart: train.de.gz has 2 .* 1"),
-        ("multi30k", "multi30k/val.de.gz", "", "line 1: no counterpart"),
-        ("ptb", "ptb/ptb.test.txt", "", "line 1: the file is empty; expected rows"),
     ],
 )
 def test_malformed_files_are_refused_with_file_and_line(name, changed, content, match, samples, write, tmp_path):
