@@ -440,7 +440,7 @@ def test_a_sentence_transformer_is_converted_by_its_transformers_model(minilm_pa
     dense = model.encode(texts)
     report = compress(
         model,
-        Compression(dk=96, solver=Solver(sweeps=2)),
+        Compression(dk=96, solver=Solver(sweeps=1, refit=False)),
         calibration_options=CalibrationOptions(sequences=16, length=16),
     )
     assert report.drift.sequences == 2
