@@ -402,6 +402,14 @@ def test_models_that_are_not_finite_are_refused(make_tiny):
         refit_(model, dense, None, batches())
 
 
+def test_inference_mode_leaves_parameters_that_train(make_tiny):
+    model, dense = pair(make_tiny)
+    with torch.inference_mode():
+        refit_(model, dense, None, batches())
+    model(**batches()[0])[0].sum().backward()
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize(
     ("part", "factor", "bias"),
     [
