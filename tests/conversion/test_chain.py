@@ -84,8 +84,12 @@ def test_a_model_whose_layers_come_again_is_converted_but_not_refitted(make_tiny
     assert not report.refits
     assert any("no layer was refitted: encoder.layer.0 is called again" in warning for warning in report.warnings)
     assert all(0 < module.data_error < 1 for module in (*report.modules, *report.values))
-    for options in ({"dff": 16}, {"dk": 12, "solver": Solver(refit=True)}):
-        with pytest.raises(UnsupportedModelError, match="called again"):
+    for options, message in (
+        ({"dff": 16}, "called again"),
+        ({"dk": 12, "solver": Solver(refit=True)}, "called again"),
+        ({"keep": 0.5}, "its losses cannot be measured; pass dk or dv"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=message):
             compress(copy.deepcopy(dense), Compression(**options), calibration)
 
 

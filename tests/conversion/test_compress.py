@@ -56,7 +56,7 @@ from collab_compress.conversion import compress as conversion
 from collab_compress.conversion.compress import working_device
 from collab_compress.conversion.drift import drift_of, split_held_back
 from collab_compress.factorization import factorize
-from collab_compress.heads import DropHead, Tap
+from collab_compress.heads import DropHead, HeadGates, Tap
 
 
 def state(model):
@@ -83,22 +83,7 @@ def test_factors_are_those_of_the_decomposition(family, make_tiny):
         torch.testing.assert_close(getattr(factors, name), getattr(expected, name).float())
 
 
-def test_calibrated_scores_beat_uncalibrated_ones_on_the_data(family, make_tiny, calibration):
-    """The error that calibration minimises is lower, on its data, than that of a conversion without."""
-    dense = make_tiny(family)
-    drifts = []
-    for data in (None, calibration):
-        model = copy.deepcopy(dense)
-        compress(model, Compression(dk=8, solver=Solver(sweeps=20)), calibration=data)
-        before, after = [], []
-        for batch in calibration:
-            with torch.no_grad():
-                before.append(dense(**batch).last_hidden_state)
-                after.append(model(**batch).last_hidden_state)
-        drifts.append(float((torch.cat(after) - torch.cat(before)).norm() / torch.cat(before).norm()))
-    assert drifts[1] < drifts[0]
-
-
+@pytest.mark.parametrize("family", ["albert", "bert", "marian"])
 def test_report(family, make_tiny, calibration):
     model = make_tiny(family)
     before = model.num_parameters()
@@ -127,6 +112,7 @@ def test_report(family, make_tiny, calibration):
     assert json.loads(json.dumps(report.to_dict()))["modules"][0]["head_dim"] == 8  # 7 channels and the content bias
     without = compress(make_tiny(family), Compression(dk=8), calibration=None)
     assert (without.modules[0].vectors, without.sequences) == ((0, 0), 0)
+    assert without.drift is without.modules[0].data_error is None
 
 
 def test_drift_is_measured_on_held_back_data(make_tiny, calibration):
@@ -158,8 +144,7 @@ class Logger:
         return None
 
 
-@pytest.mark.parametrize("place", ["hook", "attribute"])
-@pytest.mark.parametrize("refit", [False, True])
+@pytest.mark.parametrize(("place", "refit"), [("hook", False), ("attribute", True)])
 def test_what_cannot_be_copied_does_not_change_the_drift(place, refit, make_tiny, calibration):
     plain, model = make_tiny("bert"), make_tiny("bert")
     if place == "hook":
@@ -222,27 +207,21 @@ def test_a_second_conversion_at_the_same_time_is_refused(make_tiny, calibration)
     compress(classifier.bert, Compression(dv=12), None)  # afterwards it may be
 
 
-def test_no_calibration_no_drift(make_tiny):
-    report = compress(make_tiny("bert"), Compression(dk=8), calibration=None)
-    assert report.drift is None
-    assert report.modules[0].data_error is None
-
-
 @pytest.mark.usefixtures("decomposed_anew")
-def test_same_seed_same_bits(family, make_tiny, calibration):
-    models = [make_tiny(family) for _ in range(2)]
-    for model in models:
-        compress(model, Compression(dk=8, solver=Solver(sweeps=5)), calibration)
-    assert equal(state(models[0]), state(models[1]))
+def test_same_seed_same_bits(make_tiny, calibration, monkeypatch):
+    """Under the caller's autocast, and where the device of the model has no float64."""
 
+    def made():
+        model = make_tiny("bert")
+        compress(model, Compression(dk=8, dv=12, solver=Solver(sweeps=5)), calibration)
+        return state(model)
 
-@pytest.mark.usefixtures("decomposed_anew")
-def test_the_callers_autocast_changes_nothing(make_tiny, calibration):
-    models = [make_tiny("bert") for _ in range(2)]
-    for model, rounding in zip(models, (False, True), strict=True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=rounding):
-            compress(model, Compression(dk=8, dv=12), calibration)
-    assert equal(state(models[0]), state(models[1]))
+    expected = made()
+    assert equal(made(), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert equal(made(), expected)
+    monkeypatch.setattr(devices, "WITHOUT_FLOAT64", ("cpu",))  # the decomposition is left to the CPU
+    assert equal(made(), expected)
 
 
 def test_progress_names_every_module(make_tiny):
@@ -251,10 +230,11 @@ def test_progress_names_every_module(make_tiny):
     assert steps == [("encoder.layer.0.attention.self", 0, 2), ("encoder.layer.1.attention.self", 1, 2), ("", 2, 2)]
 
 
-def test_dtype_and_mode_are_kept(make_tiny):
-    model = make_tiny("bert").to(torch.bfloat16).train()
+def test_dtype_mode_and_what_is_frozen_are_kept(make_tiny):
+    model = make_tiny("bert").to(torch.bfloat16).train().requires_grad_(False)
     compress(model, Compression(dk=8), calibration=None)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert not any(parameter.requires_grad for parameter in model.parameters())
     assert all(module.training for module in model.modules())
 
 
@@ -267,8 +247,8 @@ def test_a_classifier_keeps_its_head(make_tiny, batch, calibration):
         torch.testing.assert_close(model(**batch).logits, dense(**batch).logits, atol=2e-5, rtol=1e-4)
 
 
-def test_nothing_changes_when_a_module_cannot_be_decomposed(family, make_tiny, monkeypatch):
-    model = make_tiny(family)
+def test_nothing_changes_when_a_module_cannot_be_decomposed(make_tiny, monkeypatch):
+    model = make_tiny("bert")
     before, calls = state(model), []
 
     def fails_at_the_last(*args, **kwargs):
@@ -285,8 +265,8 @@ def test_nothing_changes_when_a_module_cannot_be_decomposed(family, make_tiny, m
 
 
 @pytest.mark.parametrize("at", [0, 1], ids=["while drift is measured", "at last"])
-def test_nothing_changes_when_interrupted_in_the_swap(family, make_tiny, batch, calibration, monkeypatch, at):
-    model = make_tiny(family)
+def test_nothing_changes_when_interrupted_in_the_swap(make_tiny, batch, calibration, monkeypatch, at):
+    model = make_tiny("bert")
     before = state(model)
     with torch.no_grad():
         expected = model(**batch).last_hidden_state
@@ -307,8 +287,10 @@ def test_nothing_changes_when_interrupted_in_the_swap(family, make_tiny, batch, 
         assert torch.equal(model(**batch).last_hidden_state, expected)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("step", ["install_refits", "adopt_", "record_edit_"])
+@pytest.mark.parametrize(
+    ("step", "wrapped"),
+    [("install_refits", False), ("adopt_", True), ("record_edit_", True), ("record_edit_", False)],
+)
 def test_nothing_changes_when_interrupted_after_a_step(step, wrapped, make_tiny, calibration, monkeypatch):
     around = make_tiny("bert", BertForSequenceClassification)
     model = around.bert if wrapped else around
@@ -348,8 +330,6 @@ def test_models_of_one_config_stay_apart(make_tiny, calibration):
         (lambda: Compression(dk=0), "dk is 0; expected at least 1"),
         (lambda: Compression(dk=10.5), r"dk is 10\.5; expected a whole number"),
         (lambda: Compression(dk=8, solver=Solver(device="abacus")), "device 'abacus' cannot be used"),
-        (lambda: Compression(dk=8, solver=Solver(device="meta")), "device 'meta' cannot be used"),
-        (lambda: Compression(dk=-3), "dk is -3; expected at least 1"),
         (lambda: Compression(dk=25), r"dk is 25, but 3 heads × 8 = 24 is exact already; pass dk between 1 and 24"),
         (lambda: Compression(dk=8, solver=Solver(method="magic")), "unknown solver 'magic'; expected one of als"),
         (lambda: Compression(dk=8, solver=Solver(sweeps=0)), "sweeps is 0; expected at least 1"),
@@ -362,29 +342,23 @@ def test_models_of_one_config_stay_apart(make_tiny, calibration):
         ),
         (lambda: CalibrationOptions(sequences=0), "sequences is 0; expected at least 1"),
         (lambda: CalibrationOptions(length=2.5), r"length is 2\.5; expected a whole number"),
-        (lambda: Compression(dk=8, solver=Solver(damping=-1.0)), r"damping is -1\.0; expected 0 or more"),
-        (
-            lambda: Compression(dk=8, solver=Solver(damping=float("inf"))),
-            r"damping is inf; expected 0 or more, up to 1e\+06",
-        ),
         (
             lambda: Compression(dk=8, solver=Solver(damping=1e308)),
             r"damping is 1e\+308; expected 0 or more, up to 1e\+06",
         ),
-        (lambda: Compression(dk=8, solver=Solver(damping=float("nan"))), "damping is nan; expected 0 or more"),
         (
             lambda: Compression(dk=8, solver=Solver(seed=2**64)),
             "seed is 18446744073709551616; expected at most 4,294,967,295",
         ),
         (lambda: Compression(dk=8, solver=Solver(seed=-1)), "seed is -1; expected at least 0"),
-        (lambda: Compression(dk=8, solver=Solver(seed="0")), "seed is '0'; expected a whole number"),
-        (lambda: Compression(dk=8, solver=Solver(damping="0.1")), "damping is '0.1'; expected 0 or more"),
-        (lambda: Compression(dk=8, solver=Solver(damping=None)), "damping is None; expected 0 or more"),
         (lambda: Compression(dk=8, solver=Solver(refit="no")), "refit is 'no'; expected True, False or None"),
+        (lambda: Compression(dk=1, modules=["*"]), r"modules is \['\*'\]; expected a pattern"),
+        (lambda: Compression(dk=8, modules="nothing*"), r"nothing\*"),
+        (lambda: {"dk": 12}, "compression is of type dict: .*; expected Compression"),
     ],
 )
 def test_bad_options_say_what_to_do(make_tiny, options, message):
-    with pytest.raises((CalibrationError, CompressionError), match=message):
+    with pytest.raises(CollabCompressError, match=message):
         compress(make_tiny("bert"), options(), calibration=None)
 
 
@@ -468,7 +442,7 @@ def test_a_sentence_transformer_is_converted_by_its_transformers_model(minilm_pa
     dense = model.encode(texts)
     report = compress(
         model,
-        Compression(dk=96, solver=Solver(sweeps=2)),
+        Compression(dk=96, solver=Solver(sweeps=1, refit=False)),
         calibration_options=CalibrationOptions(sequences=16, length=16),
     )
     assert report.drift.sequences == 2
@@ -629,7 +603,7 @@ def test_drift_of_logits_is_that_of_log_probabilities(model_class, head, make_ti
     assert drift.relative_error == pytest.approx(float(squares[0] / squares[1]) ** 0.5, rel=1e-4)
 
 
-@pytest.mark.parametrize(("labels", "problem"), [(1, None), (3, "regression"), (3, "multi_label_classification")])
+@pytest.mark.parametrize(("labels", "problem"), [(1, None), (3, "regression")])
 def test_logits_without_classes_are_compared_as_they_are(labels, problem, calibration):
     torch.manual_seed(0)
     config = BertConfig(vocab_size=61, hidden_size=24, num_attention_heads=3, num_hidden_layers=1)
@@ -640,22 +614,6 @@ def test_logits_without_classes_are_compared_as_they_are(labels, problem, calibr
     drift = drift_of(other, dense, calibration)
     assert drift.output == "logits"
     assert drift.relative_error > 1
-
-
-def test_padding_alone_has_no_drift(make_tiny, calibration):
-    padding = [{**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])} for batch in calibration]
-    model = make_tiny("bert", BertForMaskedLM)
-    assert drift_of(model, model, padding) is None
-
-
-@pytest.mark.usefixtures("decomposed_anew")
-def test_a_device_without_float64_leaves_the_decomposition_to_the_cpu(make_tiny, calibration, monkeypatch):
-    expected = copy.deepcopy(make_tiny("bert"))
-    compress(expected, Compression(dk=8), calibration)
-    monkeypatch.setattr(devices, "WITHOUT_FLOAT64", ("cpu",))  # imitate a model on such a device
-    model = make_tiny("bert")
-    compress(model, Compression(dk=8), calibration)
-    assert equal(state(model), state(expected))
 
 
 @pytest.mark.parametrize(
@@ -682,27 +640,55 @@ def test_masks_of_other_shapes_are_refused(make_tiny, calibration, shape):
         compress(make_tiny("bert"), Compression(dk=8), [listed, listed])
 
 
-def test_a_quantized_model_is_refused(make_tiny):
+class WithAdapter(nn.Linear):
+    """A linear layer that does more."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def spoil_key_(model):
+    torch.nn.init.constant_(model.encoder.layer[1].attention.self.key.weight, float("inf"))
+
+
+SPOILED = {
+    "quantized": (
+        lambda model: setattr(model.config, "quantization_config", {"quant_method": "bitsandbytes"}),
+        "is quantized; convert the unquantized checkpoint",
+    ),
+    "not finite": (spoil_key_, r"layer\.1\.attention\.self\.key\.weight holds NaN or infinite"),
+    "of eight bits": (
+        lambda model: model.encoder.layer[0].attention.self.query.to(torch.float8_e4m3fn),
+        "self.query: weights are .* of torch.float8_e4m3fn; convert before",
+    ),
+    "other class": (
+        lambda model: setattr(model.encoder.layer[0].attention.self, "query", WithAdapter(24, 24)),
+        "got WithAdapter, expected a plain Linear",
+    ),
+    "flex attention": (
+        lambda model: setattr(model.config, "_attn_implementation", "flex_attention"),
+        "the model is set to 'flex_attention'",
+    ),
+    "config": (
+        lambda model: setattr(model.config, "lock", threading.Lock()),
+        r"the config of BertModel cannot be copied \(cannot pickle",
+    ),
+    "buffer": (
+        lambda model: model.encoder.layer[1].attention.self.value.register_buffer("extra", torch.ones(2)),
+        r"layer\.1\.attention\.self\.value \(Linear\) has extra, a parameter, buffer or module of its own",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_models_that_cannot_be_converted_are_refused(case, make_tiny):
+    spoil_, message = SPOILED[case]
     model = make_tiny("bert")
-    model.config.quantization_config = {"quant_method": "bitsandbytes"}
-    with pytest.raises(CompressionError, match="is quantized; convert the unquantized checkpoint"):
-        compress(model, Compression(dk=8), calibration=None)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused(make_tiny, value):
-    model = make_tiny("bert")
-    with torch.no_grad():
-        model.encoder.layer[1].attention.self.key.weight[3, 4] = value
-    with pytest.raises(CompressionError, match=r"layer\.1\.attention\.self\.key\.weight holds NaN or infinite"):
-        compress(model, Compression(dk=8), calibration=None)
-
-
-def test_every_error_is_of_the_family(make_tiny):
-    assert issubclass(CompressionError, CollabCompressError)
-    assert issubclass(UnsupportedModelError, CollabCompressError)
-    with pytest.raises(CollabCompressError, match=r"nothing\*"):
-        compress(make_tiny("bert"), Compression(dk=8, modules="nothing*"), calibration=None)
+    spoil_(model)
+    weights = {name: id(parameter) for name, parameter in model.named_parameters()}
+    with pytest.raises(CollabCompressError, match=message):
+        compress(model, Compression(dk=8, dv=12), calibration=None)
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == weights
 
 
 class TwoBodies(BertPreTrainedModel):
@@ -724,38 +710,22 @@ def test_attention_outside_the_base_model_is_refused_before_anything_changes(mak
     assert {name.partition(".")[0] for name in read_factors(model)} == {"bert"}
 
 
-def test_a_linear_layer_that_does_more_is_refused(make_tiny):
-    class WithAdapter(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) + 1
-
-    model = make_tiny("bert")
-    model.encoder.layer[0].attention.self.query = WithAdapter(24, 24)
-    with pytest.raises(UnsupportedModelError, match="got WithAdapter, expected a plain Linear"):
-        compress(model, Compression(dk=8), calibration=None)
-
-
-def test_other_attention_implementations_are_refused(make_tiny):
-    model = make_tiny("bert")
-    model.config._attn_implementation = "flex_attention"
-    with pytest.raises(CompressionError, match="the model is set to 'flex_attention'"):
-        compress(model, Compression(dk=8), calibration=None)
-
-
 def test_batches_that_do_not_fit_the_model(make_tiny, calibration):
-    model = make_tiny("bert", BertForMultipleChoice)
-    with pytest.raises(CalibrationError, match="BertForMultipleChoice cannot run on the given batches"):
-        compress(model, Compression(dk=8), [{"input_ids": calibration[0]["input_ids"][0, 0]}])
-
-
-def test_an_error_without_a_message_is_named_by_its_class(make_tiny, calibration):
     def fail(*_):
         raise NotImplementedError
 
-    model = make_tiny("bert")
+    model = make_tiny("bert", BertForMultipleChoice)
+    with pytest.raises(CalibrationError, match="BertForMultipleChoice cannot run on the given batches"):
+        compress(model, Compression(dk=8), [{"input_ids": calibration[0]["input_ids"][0, 0]}])
     model.register_forward_pre_hook(fail)
     with pytest.raises(CalibrationError, match=r"cannot run on the given batches \(NotImplementedError\)"):
         compress(model, Compression(dk=8), calibration)
+    for options, message in (
+        ({"calibration_options": {}}, "calibration_options is of type dict: {}"),
+        ({"tokenizer": "bert-base"}, "tokenizer is of type str: 'bert-base'"),
+    ):
+        with pytest.raises(CalibrationError, match=message):
+            compress(make_tiny("bert"), Compression(dk=8), calibration, **options)
 
 
 def test_outputs_that_are_not_finite_are_refused(make_tiny, calibration):
@@ -817,19 +787,12 @@ def test_lengths_held_back_are_those_of_the_data(minilm, minilm_tokenizer):
 def test_one_batch_is_split_to_measure_drift(make_tiny, calibration):
     assert compress(make_tiny("bert"), Compression(dk=8), calibration[:1]).drift.sequences == 1
     single = [{name: value[:1] for name, value in calibration[0].items()}]
-    assert compress(make_tiny("bert"), Compression(dk=8), single).drift is None
-
-
-def test_a_model_that_returns_tuples_has_its_drift_measured(make_tiny, calibration):
     model = make_tiny("bert")
-    model.config.return_dict = False
-    assert compress(model, Compression(dk=8), calibration).drift.output == "last_hidden_state"
-
-
-def test_frozen_stays_frozen(make_tiny):
-    model = make_tiny("bert").requires_grad_(False)
-    compress(model, Compression(dk=8), calibration=None)
-    assert not any(parameter.requires_grad for parameter in model.parameters())
+    model.config.return_dict = False  # outputs are tuples
+    padding = [{**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])} for batch in calibration]
+    assert drift_of(model, model, calibration).output == "last_hidden_state"
+    assert drift_of(model, model, padding) is None
+    assert compress(model, Compression(dk=8), single).drift is None
 
 
 def test_parafac_without_tensorly_names_the_package_to_install(make_tiny, monkeypatch):
@@ -848,40 +811,28 @@ def test_parafac_converts_too(make_tiny):
         assert 0 < other.weight_error <= one.weight_error
 
 
-def test_a_config_that_cannot_be_copied_is_refused(make_tiny):
-    model = make_tiny("bert")
-    model.config.lock = threading.Lock()
-    with pytest.raises(CompressionError, match=r"the config of BertModel cannot be copied \(cannot pickle"):
-        compress(model, Compression(dk=8), calibration=None)
-    assert find_dense_attention(model)
-
-
 HOOKS = {
     "pre-hook": lambda layer: layer.register_forward_pre_hook(lambda _, args: (2 * args[0],)),
     "hook": lambda layer: layer.register_forward_hook(lambda _, __, output: 2 * output),
     "backward hook": lambda layer: layer.register_full_backward_hook(lambda *_: None),
     "forward": lambda layer: setattr(layer, "forward", lambda x: 0 * x),
+    "accelerate": lambda layer: add_hook_to_module(layer, AlignDevicesHook("cpu")),  # the only one that may stay
 }
 COMPUTED = {
     "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
     "weight norm": parametrizations.weight_norm,
 }
-PARTS = {
-    "parameter": lambda layer: layer.register_parameter("extra", nn.Parameter(torch.ones(2))),
-    "buffer": lambda layer: layer.register_buffer("extra", torch.ones(2)),
-    "module": lambda layer: layer.register_module("extra", nn.Linear(2, 2)),
-}
 
 
-@pytest.mark.parametrize("path", ["self.query", "self.key", "self.value", "output.dense"])
+@pytest.mark.parametrize("path", ["self.query", "output.dense"])
 @pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_are_kept_or_refused(kind, path, make_tiny, batch):
     model = make_tiny("bert")
     expected = model(**batch)[0]
     HOOKS[kind](model.encoder.layer[1].attention.get_submodule(path))
     hooked = model(**batch)[0]
-    assert kind == "backward hook" or not torch.allclose(hooked, expected)
-    if path == "output.dense" and "hook" in kind and kind != "pre-hook":  # the layer stays
+    assert kind in ("backward hook", "accelerate") or not torch.allclose(hooked, expected)
+    if kind == "accelerate" or (path == "output.dense" and kind in ("hook", "backward hook")):  # the layer stays
         compress(model, Compression(dk=24, dv=24), calibration=None)
         torch.testing.assert_close(model(**batch)[0], hooked, atol=1e-4, rtol=1e-4)
         return
@@ -890,15 +841,19 @@ def test_hooks_are_kept_or_refused(kind, path, make_tiny, batch):
     torch.testing.assert_close(model(**batch)[0], hooked)
 
 
-@pytest.mark.parametrize("path", ["attention.self.query", "attention.output.dense", "intermediate.dense"])
-@pytest.mark.parametrize("kind", COMPUTED)
-def test_computed_weights_are_refused_wherever_they_are(kind, path, make_tiny):
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [("prune", "attention.self.query"), ("weight norm", "attention.output.dense"), ("prune", "intermediate.dense")],
+)
+def test_computed_weights_are_refused_wherever_they_are(kind, path, make_tiny, calibration):
     """They would be saved, and not loaded."""
     model = make_tiny("bert")
     COMPUTED[kind](model.encoder.layer[1].get_submodule(path))
     for function in (
         lambda: compress(model, Compression(dk=8), calibration=None),
+        lambda: compress(model, Compression(dff=8), calibration),
         lambda: mix_heads_(model),
+        lambda: HeadGates(model),
         lambda: prune_heads_(model, {"encoder.layer.0.attention.self": [0]}),
     ):
         with pytest.raises(
@@ -907,48 +862,17 @@ def test_computed_weights_are_refused_wherever_they_are(kind, path, make_tiny):
             function()
 
 
-@pytest.mark.parametrize("kind", PARTS)
-def test_parts_that_would_vanish_with_a_projection_are_refused(kind, make_tiny):
-    model = make_tiny("bert")
-    PARTS[kind](model.encoder.layer[1].attention.self.value)
-    message = r"layer\.1\.attention\.self\.value \(Linear\) has extra, a parameter, buffer or module of its own"
-    with pytest.raises(UnsupportedModelError, match=message):
-        compress(model, Compression(dk=8, dv=12), calibration=None)
-
-
-def test_hooks_of_accelerate_are_allowed(make_tiny, batch):
-    model = make_tiny("bert")
-    expected = model(**batch)[0]
-    add_hook_to_module(model.encoder.layer[0].attention.self.query, AlignDevicesHook("cpu"))
-    compress(model, Compression(dk=24), calibration=None)
-    torch.testing.assert_close(model(**batch)[0], expected, atol=2e-5, rtol=1e-4)
-
-
-def test_weights_of_eight_bits_are_refused(make_tiny):
-    model = make_tiny("bert")
-    model.encoder.layer[0].attention.self.query.to(torch.float8_e4m3fn)
-    with pytest.raises(
-        UnsupportedModelError, match=r"self.query: weights are .* of torch.float8_e4m3fn; convert before"
-    ):
-        compress(model, Compression(dk=8), calibration=None)
-
-
 def test_inference_mode_leaves_parameters_that_train(make_tiny, batch):
     """The caller's random number generator does not advance."""
     model, state = make_tiny("bert"), torch.get_rng_state()
     with torch.inference_mode():
-        compress(model, Compression(dk=9, dv=12), [batch])
+        compress(model, Compression(dk=9, dv=12, dff=16), [batch, batch])
     model(**batch)[0].sum().backward()
     with torch.inference_mode():
         expand(model)
     model(**batch)[0].sum().backward()
     assert not any(parameter.is_inference() for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_modules_are_no_list():
-    with pytest.raises(CompressionError, match=r"modules is \['\*'\]; expected a pattern"):
-        Compression(dk=1, modules=["*"])
 
 
 def test_models_made_for_inference_are_refused(make_tiny):
@@ -964,24 +888,13 @@ def test_models_made_for_inference_are_refused(make_tiny):
             function()
 
 
-@pytest.mark.parametrize(
-    ("compression", "options", "error", "message"),
-    [
-        (12, {}, CompressionError, "compression is of type int: 12; expected Compression"),
-        ({"dk": 12}, {}, CompressionError, "compression is of type dict: .*; expected Compression"),
-        (None, {}, CompressionError, "compression is of type NoneType: None; expected Compression"),
-        (Compression(dk=8), {"calibration_options": {}}, CalibrationError, "calibration_options is of type dict: {}"),
-        (Compression(dk=8), {"tokenizer": "bert-base"}, CalibrationError, "tokenizer is of type str: 'bert-base'"),
-    ],
-)
-def test_arguments_of_another_type_are_refused(compression, options, error, message, make_tiny, calibration):
-    with pytest.raises(error, match=message):
-        compress(make_tiny("bert"), compression, calibration, **options)
-
-
-@pytest.mark.parametrize(("heads", "dk", "rounded"), [(2, 16, ()), (1, 8, ()), (1, 4, ("dk 4 was rounded up to 8",))])
-def test_widths_that_save_nothing_are_warned_of(heads, dk, rounded, make_tiny):
+@pytest.mark.parametrize(("heads", "dk", "rounded"), [(2, 16, ()), (2, 12, ("dk 12 was rounded up to 16",))])
+def test_widths_that_save_nothing_are_warned_of(heads, dk, rounded):
+    """Wider ones are refused; either message names the heads of keys and values."""
     model = grouped_queries(heads)
+    exact = f"dk is 32, but {heads} key–value heads × 8 = {8 * heads} is exact already"
+    with pytest.raises(CompressionError, match=exact):
+        compress(model, Compression(dk=32), None)
     warnings = compress(model, Compression(dk=dk, dv=8 * heads), None).warnings
     counted = f"its key–value heads × head width are {heads} × 8 = {8 * heads}, and"
     expected = (*rounded, f"dk={8 * heads} saves nothing in 1 modules", f"dv={8 * heads} saves nothing in 1 modules")
@@ -992,11 +905,6 @@ def test_widths_that_save_nothing_are_warned_of(heads, dk, rounded, make_tiny):
 def grouped_queries(key_value_heads):
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
     return LlamaModel(LlamaConfig(vocab_size=61, num_key_value_heads=key_value_heads, **sizes))
-
-
-def test_widths_beyond_grouped_queries_name_the_key_value_heads():
-    with pytest.raises(CompressionError, match="dk is 32, but 2 key–value heads × 8 = 16 is exact already"):
-        compress(grouped_queries(2), Compression(dk=32), None)
 
 
 def test_weights_that_layers_shared_are_said_to_be_separate(make_tiny, calibration):

@@ -7,8 +7,6 @@ import pytest
 import torch
 from tiny_families import build, inputs
 from tiny_words import bert_config, word_tokenizer
-from torch.nn.utils.parametrize import register_parametrization
-from torch.nn.utils.prune import l1_unstructured
 from transformers import AutoModel, BertModel
 
 from collab_compress import (
@@ -205,6 +203,10 @@ def test_all_neurons_are_exact(make_tiny):
     assert all(fit.error_after < 1e-5 for fit in report.refits)
     with torch.no_grad():
         torch.testing.assert_close(model(**data[0])[0], dense(**data[0])[0], atol=1e-5, rtol=1e-5)
+    report = compress(model, Compression(dv=24), data)  # exact too, so that other layers stay as they are
+    assert all(fit.error_before < 1e-5 for fit in report.refits)
+    down = "encoder.layer.1.output.dense.weight"
+    assert torch.equal(model.state_dict()[down], dense.state_dict()[down])
 
 
 def test_shared_layers_are_fitted_to_all_their_calls(make_tiny):
@@ -266,16 +268,6 @@ def test_compress_refits_to_batches_and_lowers_drift(make_tiny):
         assert not torch.equal(weights, dense.encoder.layer[1].output.dense.weight)
 
 
-def test_an_exact_conversion_is_left_as_it_is(make_tiny):
-    dense = make_tiny("bert")
-    model = copy.deepcopy(dense)
-    report = compress(model, Compression(dv=24), batches(8))
-    assert all(fit.error_before < 1e-5 for fit in report.refits)
-    for name, tensor in dense.state_dict().items():
-        if name.endswith("output.dense.weight") and "attention" not in name:
-            assert torch.equal(model.state_dict()[name], tensor)
-
-
 def test_random_tokens_refit_only_where_asked():
     tokenizer = word_tokenizer()
     options = CalibrationOptions(sequences=24, length=8)
@@ -307,12 +299,6 @@ def test_neurons_chosen_on_few_vectors_are_warned_of(make_tiny):
     assert compress(make_tiny("bert"), Compression(dff=16), batches(24)).warnings == ()
 
 
-def test_feed_forward_blocks_alone_are_no_empty_list_of_maps(make_tiny):
-    calls = []
-    compress(make_tiny("bert"), Compression(dff=16), batches(), progress=lambda *call: calls.append(call))
-    assert calls == [("encoder.layer.0", 0, 2), ("encoder.layer.1", 1, 2), ("", 2, 2)]
-
-
 def test_what_cannot_be_refitted_is_refused_and_nothing_changes(make_tiny, batch):
     model = make_tiny("bert")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -325,28 +311,16 @@ def test_what_cannot_be_refitted_is_refused_and_nothing_changes(make_tiny, batch
 
 @pytest.mark.parametrize("edit", [lambda m: prune_heads_(m, {"encoder.layer.0.attention.self": [1]}), mix_heads_])
 def test_edited_models_get_narrower_blocks_too(edit, make_tiny, tmp_path):
+    """In two steps, of which the second counts."""
     model, data = make_tiny("bert"), batches()
     edit(model)
+    compress(model, Compression(dff=20), data)
     report = compress(model, Compression(dff=12), data)
+    assert model.config.intermediate_size == 12
     assert [block.dff for block in report.feed_forward] == [12, 12]
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(AutoModel.from_pretrained(tmp_path)(**data[0])[0], model(**data[0])[0])
-
-
-def test_damaged_weights_are_refused(make_tiny):
-    model = make_tiny("bert")
-    model.encoder.layer[1].output.dense.weight.data[0, 0] = torch.nan
-    with pytest.raises(CompressionError, match=r"layer\.1\.output\.dense\.weight holds NaN"):
-        compress(model, Compression(dff=12), batches())
-
-
-def test_blocks_in_two_steps_are_those_of_the_second(make_tiny):
-    model = make_tiny("bert")
-    compress(model, Compression(dff=20), batches())
-    compress(model, Compression(dff=12), batches())
-    assert model.config.intermediate_size == 12
-    assert model.encoder.layer[0].intermediate.dense.out_features == 12
 
 
 @pytest.mark.parametrize("family", ["bert", "albert", "t5"])
@@ -391,16 +365,15 @@ def test_a_full_disk_is_told(make_tiny, monkeypatch):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_error_leaves_models_as_they_were(error, make_tiny, monkeypatch):
+def test_an_error_leaves_models_as_they_were(make_tiny, monkeypatch):
     model, dense = pair(make_tiny)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     def failing(*_):
-        raise error("no")
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "fit", failing)
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         refit(model, dense, batches(), batches(2))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in dense.modules())
@@ -422,34 +395,6 @@ def test_writers_are_layers_whose_outputs_are_added(make_tiny, batch):
         torch.testing.assert_close(writer.gain, torch.ones(24), atol=1e-3, rtol=0)
 
 
-def prune_(layer):
-    l1_unstructured(layer, "weight", 0.5)
-
-
-def parametrize_(layer):
-    register_parametrization(layer, "weight", torch.nn.Tanh())
-
-
-@pytest.mark.parametrize("compute_", [prune_, parametrize_])
-def test_computed_weights_are_refused_and_stay(compute_, make_tiny):
-    model, dense = pair(make_tiny)
-    compute_(model.encoder.layer[0].output.dense)
-    before = model(**batches()[0])[0]
-    with pytest.raises(UnsupportedModelError, match=r"encoder.layer.0.output.dense is computed from others"):
-        refit_(model, dense, None, batches())
-    assert torch.equal(model(**batches()[0])[0], before)
-    with pytest.raises(UnsupportedModelError, match="make it plain first"):
-        compress(model, Compression(dff=8), batches())
-
-
-@pytest.mark.parametrize("compute_", [prune_, parametrize_])
-def test_computed_weights_that_make_neurons_are_refused(compute_, make_tiny):
-    model = make_tiny("bert")
-    compute_(model.encoder.layer[0].intermediate.dense)
-    with pytest.raises(UnsupportedModelError, match=r"encoder.layer.0.intermediate.dense is computed from others"):
-        compress(model, Compression(dff=8), batches())
-
-
 def test_models_that_are_not_finite_are_refused(make_tiny):
     model, dense = pair(make_tiny)
     dense.encoder.layer[0].output.dense.weight.data[0, 0] = torch.nan
@@ -465,9 +410,17 @@ def test_inference_mode_leaves_parameters_that_train(make_tiny):
     assert not any(parameter.is_inference() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("factor", [0.0, 1e-30, 1e-9])
-@pytest.mark.parametrize("part", ["output.dense", "intermediate.dense"])
-@pytest.mark.parametrize("bias", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("part", "factor", "bias"),
+    [
+        ("output.dense", 0.0, 0.0),
+        ("output.dense", 1e-30, 0.5),
+        ("output.dense", 1e-9, 0.0),
+        ("intermediate.dense", 0.0, 0.5),
+        ("intermediate.dense", 1e-30, 0.0),
+        ("intermediate.dense", 1e-9, 0.5),
+    ],
+)
 def test_blocks_that_hardly_write_are_narrowed_too(part, factor, bias, make_tiny):
     model, data = make_tiny("bert"), batches(24)
     with torch.no_grad():

@@ -1,15 +1,12 @@
 """Conversions that need no data: random tokens for whoever reads tokens, noise for whoever reads images."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from tiny_families import build, inputs
+from tiny_families import build
 from transformers import ViTConfig, ViTModel
 
 from collab_compress import CalibrationError, CalibrationOptions, Compression, Solver, compress
 from collab_compress.calibration import calibration_batches
-from collab_compress.calibration.gather import attention_masks
 
 
 def test_synthetic_data_suffices(kin, tokenizer):
@@ -93,13 +90,6 @@ def test_noise_has_the_shape_of_what_processors_make(name, shapes, tokenizer):
             assert not torch.equal(other[0][part], batches[0][part])
 
 
-def test_padded_sound_is_left_out_of_the_moments():
-    """A mask over samples also masks the positions that are computed from them."""
-    model = build("wav2vec2")
-    real = attention_masks(model, (), (), inputs("wav2vec2"))["encoder"].query
-    assert real.sum(1).tolist() == model._get_feat_extract_output_lengths(torch.tensor([120, 90, 60])).tolist()
-
-
 @pytest.mark.parametrize(
     ("family", "message"),
     [
@@ -110,11 +100,3 @@ def test_padded_sound_is_left_out_of_the_moments():
 def test_what_random_inputs_lack_must_be_passed(family, message):
     with pytest.raises(CalibrationError, match=message):
         calibration_batches("synthetic", build(family))
-
-
-def test_an_unknown_image_size_is_asked_for():
-    model = SimpleNamespace(main_input_name="pixel_values", config=SimpleNamespace(num_channels=3))
-    with pytest.raises(
-        CalibrationError, match="does not say image_size and num_channels; pass batches of pixel_values"
-    ):
-        calibration_batches("synthetic", model)

@@ -1,5 +1,7 @@
 """Acting on heads in every family: reading, masking, swapping, mixing, removing."""
 
+import copy
+
 import pytest
 import torch
 from forms import randomise_
@@ -29,61 +31,49 @@ KEEP_HEADS = {
 }
 
 
-def forget_biases_(kin, model):
-    """Zero the position biases, which belong to a head's index and are not swapped."""
-    if kin == "mpnet":
-        torch.nn.init.zeros_(model.encoder.relative_attention_bias.weight)
-
-
 @pytest.fixture(params=["dense", "converted"])
 def model(request, kin):
     return build(kin) if request.param == "dense" else build_low(kin)
 
 
-def test_masked_heads_equal_removed_ones(kin, model):
+def outputs_of(model, batch, site):
+    with Tap(model, kinds=[site.kind]) as tap:
+        run(model, batch)
+        return next(reading.outputs for reading in tap.take() if reading.site.name == site.name)
+
+
+def test_heads_are_swapped_masked_mixed_and_removed(kin, model):
     batch, sites = inputs(kin), find_attention(model)
+    if kin != "beit":  # whose position bias belongs to a head's place and stays there
+        swapped = copy.deepcopy(model)
+        if kin == "mpnet":
+            torch.nn.init.zeros_(swapped.encoder.relative_attention_bias.weight)
+        kind = "cross" if kin in ("t5", "umt5") else None  # the same, but for cross-attention
+        site = next(site for site in find_attention(swapped) if kind in (None, site.kind))
+        expected = outputs_of(swapped, batch, site)[:, :, [2, 1, 0]]
+        swap_heads_(swapped, [((site.name, 0), (site.name, 2))])
+        torch.testing.assert_close(outputs_of(swapped, batch, site), expected, atol=1e-5, rtol=1e-4)
+
     heads = {site.name: [1] for site in sites}
     before = run(model, batch)
     with HeadMask(model, masks_without(model, heads)):
-        expected = run(model, batch)
+        masked = run(model, batch)
+    assert not torch.allclose(masked, before, atol=1e-3)
+
+    mixed = copy.deepcopy(model)
+    mix_heads_(mixed)
+    randomise_(mixed)
+    expected = run(mixed, batch)
     assert not torch.allclose(expected, before, atol=1e-3)
+    merge_alphas_(mixed)
+    torch.testing.assert_close(run(mixed, batch), expected, atol=2e-5, rtol=1e-4)
+
     if kin in KEEP_HEADS:
         with pytest.raises(HeadError, match=f"heads cannot be removed from {KEEP_HEADS[kin]}"):
             prune_heads_(model, heads)
         return
     prune_heads_(model, heads)
-    torch.testing.assert_close(run(model, batch), expected, atol=2e-5, rtol=1e-4)
-
-
-def outputs_of(tap, site):
-    return next(reading.outputs for reading in tap.take() if reading.site.name == site.name)
-
-
-def test_swapped_heads_swap_their_outputs(kin, model):
-    batch = inputs(kin)
-    if kin == "beit":
-        pytest.skip("its position bias belongs to a head's place and stays there")
-    kind = "cross" if kin in ("t5", "umt5") else None  # the same, but for cross-attention
-    site = next(site for site in find_attention(model) if kind in (None, site.kind))
-    forget_biases_(kin, model)
-    with Tap(model, kinds=[site.kind]) as tap:
-        run(model, batch)
-        before = outputs_of(tap, site)
-        swap_heads_(model, [((site.name, 0), (site.name, 2))])
-        run(model, batch)
-        after = outputs_of(tap, site)
-    torch.testing.assert_close(after, before[:, :, [2, 1, 0]], atol=1e-5, rtol=1e-4)
-
-
-def test_mixing_merges(kin):
-    model, batch = build_low(kin), inputs(kin)
-    before = run(model, batch)
-    mix_heads_(model)
-    randomise_(model)
-    expected = run(model, batch)
-    assert not torch.allclose(expected, before, atol=1e-3)
-    merge_alphas_(model)
-    torch.testing.assert_close(run(model, batch), expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(run(model, batch), masked, atol=2e-5, rtol=1e-4)
 
 
 def test_opt_keeps_room_for_its_shared_keys():

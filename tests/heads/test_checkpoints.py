@@ -51,11 +51,7 @@ def edited(model, history, dk=5):
     ("family", "history"),
     [
         *(("bert", history) for history in HISTORIES),
-        *(
-            (family, history)
-            for family in ("albert", "distilbert", "marian")
-            for history in ("narrow, mixed", "converted, pruned, expanded", LONGEST)
-        ),
+        *((family, LONGEST) for family in ("albert", "distilbert", "marian")),
     ],
 )
 def test_comes_back_as_it_was(family, history, make_tiny, batch, tmp_path, load_cleanly):
@@ -75,10 +71,9 @@ def test_comes_back_as_it_was(family, history, make_tiny, batch, tmp_path, load_
         assert torch.equal(outputs(same, batch), outputs(model, batch))
 
 
-@pytest.mark.parametrize("history", ["narrow, mixed", LONGEST])
-def test_every_auto_class(family, auto_class, history, make_tiny, batch, tmp_path, load_cleanly, capfd):
+def test_every_auto_class(family, auto_class, make_tiny, batch, tmp_path, load_cleanly, capfd):
     torch.manual_seed(0)
-    model = edited(auto_class.from_config(make_tiny(family).config).eval(), history)
+    model = edited(auto_class.from_config(make_tiny(family).config).eval(), LONGEST)
     model.save_pretrained(tmp_path)
     assert torch.equal(outputs(load_cleanly(auto_class, tmp_path), batch), outputs(model, batch))
     assert "collab" not in capfd.readouterr().err.lower()
@@ -96,7 +91,9 @@ def test_body_and_head_exchange_checkpoints(history, make_tiny, batch, tmp_path)
     assert torch.equal(outputs(again.bert.eval(), batch), outputs(body, batch))
 
 
-@pytest.mark.parametrize("history", ["pruned", "converted, pruned"])
+@pytest.mark.parametrize(
+    ("family", "history"), [("bert", "pruned"), ("albert", "converted, pruned"), ("marian", "converted, pruned")]
+)
 def test_a_loaded_model_goes_on(family, history, make_tiny, batch, tmp_path):
     """It is pruned again, converted or expanded, saved and loaded as one that was never saved."""
     model = edited(make_tiny(family), history, dk=24)
@@ -114,9 +111,9 @@ def test_a_loaded_model_goes_on(family, history, make_tiny, batch, tmp_path):
 @pytest.mark.parametrize(
     ("family", "history", "dtype"),
     [
-        *(("bert", history, torch.bfloat16) for history in ("mixed", "pruned", "converted, pruned")),
-        *((family, LONGEST, torch.bfloat16) for family in ("albert", "distilbert", "marian")),
         ("bert", "mixed", torch.float16),
+        ("bert", "pruned", torch.bfloat16),
+        *((family, LONGEST, torch.bfloat16) for family in ("albert", "marian")),
     ],
 )
 def test_half_precision_shards_and_device_map(family, history, dtype, make_tiny, batch, tmp_path, load_cleanly):
@@ -139,6 +136,7 @@ def test_offloaded_weights_are_fetched(make_tiny, batch):
     assert torch.equal(outputs(model, batch), before)
 
 
+@pytest.mark.parametrize("family", ["albert", "marian"])
 def test_a_merged_model_is_a_stock_one(family, make_tiny, batch, tmp_path, stock_reload):
     model = edited(make_tiny(family), "mixed")
     before = outputs(model, batch)
@@ -150,14 +148,6 @@ def test_a_merged_model_is_a_stock_one(family, make_tiny, batch, tmp_path, stock
     assert done.returncode == 0, done.stderr
     reloaded = torch.load(tmp_path / "again" / "output.pt", weights_only=True)
     torch.testing.assert_close(reloaded, before, atol=1e-5, rtol=1e-5)
-
-
-def test_pruned_models_are_smaller_on_disk(family, make_tiny, tmp_path):
-    model = make_tiny(family)
-    model.save_pretrained(tmp_path / "stock")
-    edited(model, "pruned").save_pretrained(tmp_path / "pruned")
-    stock, pruned = ((tmp_path / kind / "model.safetensors").stat().st_size for kind in ("stock", "pruned"))
-    assert pruned < stock
 
 
 def test_the_stored_form(make_tiny, tmp_path):
@@ -184,8 +174,8 @@ def test_the_stored_form(make_tiny, tmp_path):
     assert AlphasEdit.from_dict(mixed).to_dict() == {"modules": mixed["modules"]}
 
 
-def test_applying_again_changes_nothing(family, make_tiny):
-    model = edited(make_tiny(family), "pruned, pruned, mixed")
+def test_applying_again_changes_nothing(make_tiny):
+    model = edited(make_tiny("bert"), "pruned, pruned, mixed")
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
     edits = edits_of(model)
     assert [type(edit) for edit in edits] == [PrunedEdit, PrunedEdit, AlphasEdit]

@@ -69,8 +69,7 @@ def equal(one, other):
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("importance", ["distance", "confidence"])
-@pytest.mark.parametrize("k", [1, 3, 12])
+@pytest.mark.parametrize(("importance", "k"), [("distance", 3), ("confidence", 12)])
 def test_hard_swaps_the_least_with_the_most_important_of_all_layers(k, importance, calibration):
     model = bert()
     scores = {"distance": average_distance, "confidence": confidence}[importance](model, calibration)
@@ -83,7 +82,7 @@ def test_hard_swaps_the_least_with_the_most_important_of_all_layers(k, importanc
     assert equal(model, reference)
 
 
-@pytest.mark.parametrize(("layers", "t_max"), [(6, 1), (6, 2), (5, 2), (7, 3), (6, 3)])
+@pytest.mark.parametrize(("layers", "t_max"), [(6, 1), (5, 2), (7, 3)])
 def test_soft_swaps_the_least_important_of_lower_and_upper_layers(layers, t_max, calibration):
     model, k = bert(layers), 2
     scores = average_distance(model, calibration)
@@ -145,8 +144,6 @@ S, B = "swap", "swap-back"
 @pytest.mark.parametrize(
     ("settings", "epochs", "expected"),
     [
-        ({"epochs": (1, 3, 4)}, range(6), [(1, S), (3, S), (4, S)]),
-        ({"epochs": (1,), "swap_back_after": 2}, range(6), [(1, S), (3, B)]),
         ({"epochs": (1,), "swap_back_after": 2}, range(3), [(1, S)]),
         # the authors' cycle: swapped for n epochs, then r of rest
         (
@@ -154,16 +151,14 @@ S, B = "swap", "swap-back"
             range(12),
             [(1, S), (3, B), (4, S), (6, B), (7, S), (9, B)],
         ),
-        ({"epochs": range(1, 6), "swap_back_after": 1, "rest": 2}, range(9), [(1, S), (2, B), (4, S), (5, B)]),
         (
             {"epochs": (0, 2, 4), "swap_back_after": 2, "rest": 0},
             range(7),
             [(0, S), (2, B), (2, S), (4, B), (4, S), (6, B)],
         ),
-        ({"epochs": (0, 1, 2, 3), "swap_back_after": 2, "rest": 2}, range(7), [(0, S), (2, B)]),
         # epochs that are not seen, and one that begins twice
         ({"epochs": (1, 4), "swap_back_after": 1}, (0, 1, 1, 4, 6), [(1, S), (4, B)]),
-        ({"epochs": (1, 3)}, (1, 1, 2, 3, 3), [(1, S), (3, S)]),
+        ({"epochs": (0.5, 1.5)}, (1, 1.25, 1.5), [(1.5, S)]),  # what was due before the first call is passed over
     ],
 )
 def test_schedules(settings, epochs, expected):
@@ -235,10 +230,6 @@ def test_a_timetable_of_whole_epochs_is_the_same_called_at_each_step():
     assert json.dumps(often) == json.dumps(drawn(options, range(9)))
 
 
-def test_what_was_due_before_the_first_call_is_passed_over():
-    assert events_of(RotationOptions("manual", epochs=(0.5, 1.5), pairs=(PAIR,)), (1, 1.25, 1.5)) == [(1.5, S)]
-
-
 @pytest.mark.parametrize("moments", [True, False])
 def test_moments_move_with_the_heads_if_asked(moments, calibration):
     model = bert(2)
@@ -248,27 +239,18 @@ def test_moments_move_with_the_heads_if_asked(moments, calibration):
     width = len(query) // 4
     before = [optimizer.state[weight]["exp_avg"].clone() for weight in (query, other)]
     weights = query.detach().clone()
-    Rotator(model, RotationOptions("manual", epochs=(0,), pairs=(PAIR,), moments=moments)).epoch(0, optimizer)
+    dense, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict()["state"])
+    rotation = RotationOptions("manual", epochs=(0,), pairs=(PAIR,), moments=moments, swap_back_after=1)
+    rotator = Rotator(model, rotation)
+    rotator.epoch(0, optimizer)
     after = [optimizer.state[weight]["exp_avg"] for weight in (query, other)]
     assert torch.equal(other[width : 2 * width], weights[:width])  # PAIR is head 0 and head 1
     expected = before[0][:width] if moments else before[1][width : 2 * width]
     assert torch.equal(after[1][width : 2 * width], expected)
     assert torch.equal(after[0], before[0]) is not moments
-
-
-def test_swapping_back_restores_weights_and_moments_and_goes_on_from_there(calibration):
-    model = bert(2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    step(model, optimizer, calibration[0])
-    before, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
-    rotator = Rotator(model, RotationOptions("manual", epochs=(0,), pairs=(PAIR,), swap_back_after=1))
-    rotator.epoch(0, optimizer)
-    assert not equal(model, before)
     rotator.epoch(1, optimizer)
-    assert equal(model, before)
-    for number, moments in state["state"].items():
-        for name, tensor in moments.items():
-            assert torch.equal(optimizer.state_dict()["state"][number][name], tensor)
+    assert equal(model, dense)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
 
 
 def step(model, optimizer, batch):
@@ -277,9 +259,7 @@ def step(model, optimizer, batch):
     optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("strategy", "stop"), [*(("random", stop) for stop in range(1, 6)), ("hard", 3), ("soft", 2)]
-)
+@pytest.mark.parametrize(("strategy", "stop"), [("random", 1), ("random", 4), ("hard", 3), ("soft", 2)])
 def test_a_resumed_training_rotates_as_if_never_stopped(strategy, stop, calibration):
     rotation = RotationOptions(strategy, epochs=(1, 2, 4, 5), k=2, swap_back_after=1, rest=1)
 
@@ -326,33 +306,23 @@ def test_settings_survive_json():
         ({"strategy": "gentle"}, "strategy is 'gentle'; expected one of manual, hard, soft, random"),
         ({"importance": "size"}, "importance is 'size'"),
         ({"epochs": ()}, "expected at least one, each once"),
-        ({"epochs": (1, 1)}, "each once"),
         ({"epochs": (-1,)}, "counted from 0"),
         ({"k": 0}, "k is 0; expected at least 1"),
         ({"t_max": 0}, "t_max is 0"),
         ({"rest": -1}, "rest is -1; expected at least 0"),
         ({"swap_back_after": 0}, "swap_back_after is 0; expected more than 0 epochs"),
-        ({"swap_back_after": -0.5}, "swap_back_after is -0.5; expected more than 0 epochs"),
         ({"epochs": (0.5, float("nan"))}, "counted from 0"),
-        ({"epochs": (float("inf"),)}, "counted from 0"),
-        ({"epochs": (-0.5,)}, "counted from 0"),
         ({"epochs": (1, 1.0)}, "each once"),
         ({"kinds": ("self",)}, "kinds are self; expected some of encoder, decoder, cross"),
         ({"kinds": ()}, "kinds are none"),
         ({"strategy": "manual"}, "'manual' got 0 pairs"),
         ({"pairs": (PAIR,)}, "'hard' got 1 pairs; the manual strategy needs pairs, and others take none"),
         ({"strategy": "manual", "pairs": ((FIRST, 0),)}, "pairs are .* expected .*module, head"),
-        ({"strategy": "manual", "pairs": (((FIRST, "0"), (SECOND, 1)),)}, "pairs are "),
-        ({"strategy": ["hard"]}, r"strategy is \['hard'\]"),
         ({"epochs": 1}, r"a wrong type \(.*; expected tuples of numbers as epochs"),
         ({"epochs": "12"}, "'1' is no number"),
-        ({"rest": None}, "None is no number"),
-        ({"swap_back_after": "soon"}, "'soon' is no number"),
         ({"kinds": None}, "expected .* of names as kinds"),
         ({"exclude": 3}, "a wrong type"),
-        ({"exclude": "ab"}, "a wrong type"),
         ({"k": "two"}, "k is 'two'; expected a whole number"),
-        ({"t_max": 1.5}, "t_max is 1.5; expected a whole number"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):
@@ -370,28 +340,25 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
         ({"strategy": "manual", "pairs": (PAIR, ((FIRST, 0), (FIRST, 2)))}, "head 0 of .* is named twice"),
         ({"strategy": "manual", "pairs": (((FIRST, 9), (FIRST, 2)),)}, "has no head 9"),
         ({"strategy": "manual", "pairs": ((("nowhere", 0), (FIRST, 2)),)}, "'nowhere' is no attention module"),
+        ({"strategy": "random", "kinds": ("cross",)}, "with kind cross"),
     ],
 )
 def test_what_a_model_cannot_do_is_refused_before_training(settings, message):
-    with pytest.raises(HeadError, match=message):
+    with pytest.raises((HeadError, UnsupportedModelError), match=message):
         Rotator(bert(), RotationOptions(**settings, epochs=(0,)))
 
 
-@pytest.mark.parametrize("strategy", ["hard", "soft", "random"])
-@pytest.mark.parametrize("modules", ["*", "*layer.1*"])
-def test_heads_of_collaborative_modules_stay_in_their_layers(strategy, modules, make_tiny):
-    model = make_tiny("bert")
-    compress(model, Compression(dk=8, modules=modules), calibration=None)
-    with pytest.raises(HeadError, match="heads of a collaborative module share its queries and keys"):
-        Rotator(model, RotationOptions(strategy, epochs=(0,)))
-
-
 @pytest.mark.parametrize("strategy", ["hard", "random"])
-def test_heads_of_different_widths_are_refused_before_training(strategy, make_tiny):
-    model = make_tiny("bert")
-    compress(model, Compression(dv=9, modules="*layer.0*"), calibration=None)
-    with pytest.raises(HeadError, match=r"cannot swap head .* of .* with head .* of .*: their parameters differ"):
-        Rotator(model, RotationOptions(strategy, epochs=(0,)))
+def test_heads_that_fit_nowhere_else_are_refused_before_training(strategy, make_tiny):
+    for compression, message in (
+        (Compression(dk=8), "heads of a collaborative module share its queries and keys"),
+        (Compression(dk=8, modules="*layer.1*"), "heads of a collaborative module share its queries and keys"),
+        (Compression(dv=9, modules="*layer.0*"), "cannot swap head .* with head .*: their parameters differ"),
+    ):
+        model = make_tiny("bert")
+        compress(model, compression, calibration=None)
+        with pytest.raises(HeadError, match=message):
+            Rotator(model, RotationOptions(strategy, epochs=(0,)))
 
 
 def test_a_shared_layer_has_no_other_to_swap_with(make_tiny, calibration):
@@ -399,11 +366,6 @@ def test_a_shared_layer_has_no_other_to_swap_with(make_tiny, calibration):
         Rotator(make_tiny("albert"), RotationOptions("soft", epochs=(0,)))
     pairs = first_pairs(make_tiny("albert"), RotationOptions("hard", epochs=(0,)), calibration)
     assert len(pairs) == 1
-
-
-def test_kinds_that_a_model_lacks_are_refused():
-    with pytest.raises(UnsupportedModelError, match="cross"):
-        Rotator(bert(), RotationOptions("random", epochs=(0,), kinds=("cross",)))
 
 
 def test_the_tokenizers_ends_do_not_count_for_importance(calibration):
@@ -439,20 +401,15 @@ def with_separators(batches):
     return ended
 
 
-def test_importance_needs_data(calibration):
+def test_a_call_needs_data_and_comes_after_the_last(calibration):
     rotator = Rotator(bert(), RotationOptions("hard", epochs=(1,)))
     rotator.epoch(0)
     with pytest.raises(HeadError, match="'hard' swaps heads by importance at epoch 1 and got no batches"):
         rotator.epoch(1)
     assert rotator.history == []
     assert len(rotator.epoch(1, batches=calibration)) == 1  # a failed call can be repeated
-
-
-def test_epochs_do_not_run_backwards():
-    rotator = Rotator(bert(), RotationOptions("random", epochs=(1, 2)))
-    rotator.epoch(2)
-    with pytest.raises(HeadError, match="epoch 1 comes after epoch 2"):
-        rotator.epoch(1)
+    with pytest.raises(HeadError, match="epoch 0 comes after epoch 1"):
+        rotator.epoch(0)
 
 
 def test_a_state_that_is_none_is_refused():

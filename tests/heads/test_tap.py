@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 from forms import COMPILED, checkpoint_, converted, in_pairs, in_turns, projected_heads
+from transformers import MarianMTModel
 
 from collab_compress import Compression, compress
 from collab_compress.attention.install import AttentionConfig
@@ -16,30 +17,37 @@ def model(family, form, make_tiny):
 
 
 @in_turns
-def test_outputs_are_what_the_output_projection_gets(model, batch, implementation):
+def test_probabilities_and_values_make_the_outputs_that_are_projected(model, batch, implementation, set_dropout_):
     model.set_attn_implementation(implementation)
-    _, expected = projected_heads(model, batch)
-    for parts in (("outputs",), ("outputs", "probs")):
-        with Tap(model, parts) as tap:
-            model(**batch)
-            readings = tap.take()
-        assert len(readings) == len(expected)
-        for reading, inputs in zip(readings, expected, strict=True):
-            real = reading.masks.query
-            torch.testing.assert_close(reading.outputs[real], inputs[real], atol=2e-5, rtol=1e-4)
-
-
-@in_turns
-def test_rows_and_values_make_the_outputs(model, batch, implementation):
-    model.set_attn_implementation(implementation)
+    eager = implementation == "eager"
+    with Tap(model, ("outputs",)) as tap:
+        _, expected = projected_heads(model, batch)
+        alone = tap.take()
     with Tap(model, ("outputs", "probs", "values")) as tap:
-        model(**batch)
+        output = model(**batch, output_attentions=eager)
         readings = tap.take()
-    assert readings
-    for reading in readings:
-        assert not reading.probs[:, :, :, :][~_keys(reading)].any()  # padding gets no attention
-        outputs = torch.einsum("bhts,bshd->bthd", reading.probs, reading.values)
-        torch.testing.assert_close(outputs, reading.outputs, atol=1e-5, rtol=1e-4)
+    assert len(readings) == len(alone) == len(expected)
+    for reading, other, inputs in zip(readings, alone, expected, strict=True):
+        real = reading.masks.query
+        for outputs in (reading.outputs, other.outputs):
+            torch.testing.assert_close(outputs[real], inputs[real], atol=2e-5, rtol=1e-4)
+        assert not reading.probs[~_keys(reading)].any()  # padding gets no attention
+        products = torch.einsum("bhts,bshd->bthd", reading.probs, reading.values)
+        torch.testing.assert_close(products, reading.outputs, atol=1e-5, rtol=1e-4)
+    for kind in ("encoder", "decoder", "cross") if eager else ():
+        name = f"{kind}_attentions" if f"{kind}_attentions" in output else "attentions"
+        actual = [reading.probs for reading in readings if reading.site.kind == kind]
+        for one, other in zip(actual, output[name] if actual else (), strict=True):
+            assert torch.equal(one, other)  # those that the model returns
+
+    set_dropout_(model, 0.5)
+    with Tap(model, ("probs", "outputs", "values")) as tap:
+        model.train()(**batch)
+        readings = tap.take()
+    for reading in readings:  # from before dropout
+        torch.testing.assert_close(reading.probs.sum(-1), torch.ones_like(reading.probs[..., 0]))
+    products = torch.einsum("bhts,bshd->bthd", readings[0].probs, readings[0].values)
+    assert not torch.allclose(products, readings[0].outputs, atol=1e-3)
 
 
 def _keys(reading):
@@ -49,37 +57,11 @@ def _keys(reading):
     return entries.expand_as(reading.probs)
 
 
-@in_pairs
-def test_rows_are_those_the_model_returns(model, batch):
-    model.set_attn_implementation("eager")
-    with Tap(model, ("probs",)) as tap:
-        output = model(**batch, output_attentions=True)
-        readings = tap.take()
-    assert readings
-    kinds = {"encoder": "encoder_attentions", "decoder": "decoder_attentions", "cross": "cross_attentions"}
-    for kind, name in kinds.items():
-        name = name if name in output else "attentions"
-        actual = [reading.probs for reading in readings if reading.site.kind == kind]
-        if actual:
-            for one, other in zip(actual, output[name], strict=True):
-                assert torch.equal(one, other)
-
-
-@in_turns
-def test_rows_are_from_before_dropout(model, batch, implementation, set_dropout_):
-    model.set_attn_implementation(implementation)
-    set_dropout_(model, 0.5)
-    with Tap(model, ("probs", "outputs", "values")) as tap:
-        model.train()(**batch)
-        readings = tap.take()
-    for reading in readings:
-        torch.testing.assert_close(reading.probs.sum(-1), torch.ones_like(reading.probs[..., 0]))
-    products = torch.einsum("bhts,bshd->bthd", readings[0].probs, readings[0].values)
-    assert not torch.allclose(products, readings[0].outputs, atol=1e-3)
-
-
-def test_queries_and_keys_make_the_rows(family, make_tiny, batch):
+def test_queries_and_keys_make_the_probabilities_between_the_masks_of_the_kind(family, make_tiny, batch):
     model = make_tiny(family)
+    source = batch["attention_mask"].bool()
+    target = batch.get("decoder_attention_mask", source).bool()
+    masks = {"encoder": (source, source), "decoder": (target, target), "cross": (target, source)}
     with Tap(model, ("queries", "keys", "probs")) as tap:
         model(**batch)
         readings = tap.take()
@@ -88,6 +70,8 @@ def test_queries_and_keys_make_the_rows(family, make_tiny, batch):
         allowed = reading.probs > 0
         rows = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
         torch.testing.assert_close(rows, reading.probs, atol=1e-5, rtol=1e-4)
+        for actual, mask in zip(reading.masks, masks[reading.site.kind], strict=True):
+            assert torch.equal(actual, mask)
 
 
 def test_queries_of_collaborative_heads_are_mixed(make_tiny, batch):
@@ -103,40 +87,18 @@ def test_queries_of_collaborative_heads_are_mixed(make_tiny, batch):
         torch.testing.assert_close(queries[:, :, head], shared * row)
 
 
-def test_masks_are_those_of_the_kind(family, make_tiny, batch):
-    model = make_tiny(family)
-    with Tap(model) as tap:
-        model(**batch)
-        readings = tap.take()
-    source = batch["attention_mask"].bool()
-    target = batch.get("decoder_attention_mask", source).bool()
-    expected = {"encoder": (source, source), "decoder": (target, target), "cross": (target, source)}
-    for reading in readings:
-        for actual, mask in zip(reading.masks, expected[reading.site.kind], strict=True):
-            assert torch.equal(actual, mask)
-
-
-def test_a_mask_given_by_position_is_found(make_tiny, batch):
+def test_a_mask_is_found_by_position_may_be_absent_and_may_not_hide_padding(make_tiny, batch):
+    mask = batch["attention_mask"][:, None, None, :].expand(-1, 1, 9, -1)
     with Tap(model := make_tiny("bert")) as tap:
         model(batch["input_ids"], batch["attention_mask"])
         assert torch.equal(tap.take()[0].masks.query, batch["attention_mask"].bool())
-
-
-def test_without_a_mask_all_tokens_are_real(make_tiny, batch):
-    with Tap(model := make_tiny("bert")) as tap:
         model(batch["input_ids"])
         assert tap.take()[0].masks == (None, None)
-
-
-def test_a_mask_that_hides_padding_is_refused(make_tiny, batch):
-    mask = batch["attention_mask"][:, None, None, :].expand(-1, 1, 9, -1)
-    with Tap(model := make_tiny("bert")), pytest.raises(HeadError, match=r"attention_mask has shape \(3, 1, 9, 9\)"):
-        model(batch["input_ids"], attention_mask=mask)
+        with pytest.raises(HeadError, match=r"attention_mask has shape \(3, 1, 9, 9\)"):
+            model(batch["input_ids"], attention_mask=mask)
 
 
 def test_labels_tell_a_decoders_padding(make_tiny, batch):
-    from transformers import MarianMTModel
-
     model = make_tiny("marian", MarianMTModel)
     labels = torch.tensor([[7, 8, 9, 1], [7, 1, -100, -100], [8, 9, 1, -100]])
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
@@ -151,15 +113,17 @@ def test_labels_tell_a_decoders_padding(make_tiny, batch):
         assert torch.equal(tap.take()[0].masks.query, expected)
 
 
-@in_pairs
-def test_nothing_is_kept(model, batch):
-    with Tap(model) as tap:
+def test_readings_are_taken_once_by_each_tap(make_tiny, batch):
+    model = make_tiny("bert")
+    with Tap(model) as tap, Tap(model, training=True) as trained:
+        with Tap(model, ("probs",)) as other:
+            model(**batch)
+            assert len(tap.take()) == len(other.take()) == 2
+            assert tap.take() == trained.take() == []
+        model.train()(**batch)
         model(**batch)
-        first = len(tap.take())
-        assert tap.take() == []
-        model(**batch)
-        model(**batch)
-        assert len(tap.take()) == first
+        assert len(tap.take()) == len(trained.take()) == 2
+        assert other.take() == []
     assert tap.take() == []
 
 
@@ -189,41 +153,6 @@ def test_a_pass_that_fails_ends_the_reading(make_tiny, batch):
         assert tap.take() == []
 
 
-def test_cached_decoding_is_refused(make_tiny, batch):
-    from transformers import MarianMTModel
-
-    model = make_tiny("marian", MarianMTModel)
-    with Tap(model), pytest.raises(HeadError, match="call the model with use_cache=False"):
-        model.generate(**{key: batch[key] for key in ("input_ids", "attention_mask")}, max_new_tokens=5)
-
-
-def test_flash_attention_is_refused(make_tiny):
-    model = make_tiny("bert")
-    model.config._attn_implementation_internal = "flash_attention_2"
-    with pytest.raises(UnsupportedModelError, match="runs with attn_implementation 'eager' or 'sdpa'"):
-        Tap(model)
-    assert not any("head_hooks" in vars(module) for module in model.modules())
-
-
-def test_two_taps_read_side_by_side(make_tiny, batch):
-    model = make_tiny("bert")
-    with Tap(model) as one:
-        with Tap(model, ("probs",)) as other:
-            model(**batch)
-            assert len(one.take()) == len(other.take()) == 2
-        model(**batch)
-        assert len(one.take()) == 2
-        assert one.take() == other.take() == []
-
-
-def test_training_only(make_tiny, batch):
-    with Tap(model := make_tiny("bert"), training=True) as tap:
-        model.eval()(**batch)
-        assert tap.take() == []
-        model.train()(**batch)
-        assert len(tap.take()) == 2
-
-
 def penalised_gradients(model, batch, parts=("outputs", "probs")):
     with Tap(model, parts) as tap:
         loss = model(**batch)[0].square().mean()
@@ -247,13 +176,6 @@ def test_gradient_checkpointing_changes_nothing(model, batch, set_dropout_):
     torch.testing.assert_close(actual, expected)
 
 
-def test_reentrant_checkpointing_is_refused(make_tiny, batch):
-    model = make_tiny("bert").train()
-    checkpoint_(model, use_reentrant=True)
-    with Tap(model), pytest.raises(HeadError, match=r"'use_reentrant': False"):
-        model(**batch)
-
-
 @pytest.mark.parametrize(("family", "form"), COMPILED)
 def test_compiles_without_graph_breaks(family, form, make_tiny, batch, set_dropout_):
     model = converted(make_tiny, family, form)
@@ -272,7 +194,19 @@ def test_compiles_without_graph_breaks(family, form, make_tiny, batch, set_dropo
             torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-4)
 
 
-def test_refusals(make_tiny):
+def test_refusals(make_tiny, batch):
+    marian = make_tiny("marian", MarianMTModel)
+    with Tap(marian), pytest.raises(HeadError, match="call the model with use_cache=False"):
+        marian.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=5)
+    model = make_tiny("bert").train()
+    checkpoint_(model, use_reentrant=True)
+    with Tap(model), pytest.raises(HeadError, match=r"'use_reentrant': False"):
+        model(**batch)
+    model = make_tiny("bert")
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(UnsupportedModelError, match="runs with attn_implementation 'eager' or 'sdpa'"):
+        Tap(model)
+    assert not any("head_hooks" in vars(module) for module in model.modules())
     model = make_tiny("bert")
     for parts in ("scores", ("scores",)):
         with pytest.raises(HeadError, match="cannot read scores; it reads outputs, values, probs"):

@@ -66,11 +66,6 @@ def test_gradient_by_differences(eigenvalues):
     assert torch.autograd.gradcheck(orthogonality, with_eigenvalues(eigenvalues, 5).requires_grad_())
 
 
-def test_more_heads_than_dimensions_gradient_by_differences(make_vectors):
-    x, mask = make_vectors(2, 3, 5, 2)
-    assert torch.autograd.gradcheck(lambda x: orthogonality(x, mask), x)
-
-
 @pytest.mark.parametrize("heads", [2, 3, 8])
 def test_a_step_against_the_gradient_shrinks_a_tied_norm(heads):
     x = 2 * torch.eye(heads, dtype=torch.float64)[None, None]
@@ -111,7 +106,7 @@ def test_nothing_is_not_orthogonal(shape):
         orthogonality(torch.zeros(shape))
 
 
-@pytest.mark.parametrize("scale", [0.05, 0.2, 1.0])
+@pytest.mark.parametrize("scale", [0.05, 1.0])
 def test_float32_at_the_size_of_a_real_layer(make_vectors, scale):
     x, mask = make_vectors(4, 32, 12, 32)
     x = x.detach() * scale
