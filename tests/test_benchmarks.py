@@ -125,16 +125,6 @@ def test_full_widths_are_exact(model, batch):
     torch.testing.assert_close(run(model, batch), wanted, atol=2e-4, rtol=1e-3)
 
 
-def test_outputs_stay_where_they_were_on_average(model, batch):
-    """Folded means, checked end to end: fewer values and fewer channels move the mean output of the first layer less
-    than the weights that are lost would by themselves."""
-    wanted = vectors(model, model.encoder.layer[0].intermediate.dense, batch)
-    for layer in layers_of(model, [batch])[:1]:
-        svd_(layer, None, 6)
-    moved = vectors(model, model.encoder.layer[0].intermediate.dense, batch) - wanted
-    assert moved.mean(0).norm() < 0.3 * moved.norm(dim=1).mean()
-
-
 def test_the_most_important_heads_remain(model, batch):
     def loss(outputs, _):
         return outputs.last_hidden_state.square().sum((1, 2))
@@ -215,10 +205,7 @@ def test_dropped_pairs_are_the_weakest_and_stay_dropped(llama, batch):
         for rows in torch.arange(32).split(8):
             assert torch.linalg.matrix_rank(attention.v_proj.weight[rows].detach()) == 2
             assert torch.linalg.matrix_rank(attention.o_proj.weight[:, rows].detach()) == 2
-
-
-def test_heads_may_keep_equally_many_pairs(llama, batch):
-    for layer in dropped(llama, 0.25, False, [batch], alike=True).model.layers:
+    for layer in dropped(llama, 0.25, False, [batch], alike=True).model.layers:  # equally many in each head
         zero = (layer.self_attn.q_proj.weight == 0).all(1).view(4, 2, 4)
         assert zero[:, 0].sum(1).tolist() == [3] * 4
 

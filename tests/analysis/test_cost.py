@@ -13,77 +13,60 @@ from collab_compress.conversion.report import dense_macs, dense_parameters
 from collab_compress.errors import CalibrationError, HeadError
 
 
-def live_parameters(site):
-    """Count the parameters that compute a module's scores."""
-    query, key = (site.part(getattr(site.family, side)) for side in ("query", "key"))
-    count = sum(parameter.numel() for part in (query, key) for _, parameter in part.named_parameters())
-    return count + (site.module.mixing.numel() if hasattr(site.module, "mixing") else 0)
+def live(model):
+    """Return the parameters of each module's scores, and of its values without the output bias."""
+    counts = []
+    for site in find_attention(model):
+        query, key, value, output = (
+            site.part(getattr(site.family, part)) for part in ("query", "key", "value", "output")
+        )
+        scores = sum(parameter.numel() for part in (query, key) for _, parameter in part.named_parameters())
+        scores += site.module.mixing.numel() if hasattr(site.module, "mixing") else 0
+        counts.append((scores, sum(p.numel() for _, p in value.named_parameters()) + output.weight.numel()))
+    return counts
 
 
-def test_parameters_and_cache_are_those_of_the_live_model(family, make_tiny, calibration):
-    model = make_tiny(family)
-    planned = module_costs(model, dk=9)
-    for site, cost in zip(find_attention(model), planned, strict=True):
-        assert cost.name == site.name
-        assert cost.scores.dense.parameters == live_parameters(site)
-    options = CalibrationOptions(length=128)  # the length for which costs are counted
-    compression = Compression(dk=9, solver=Solver(sweeps=3, refit=False))
+def counted(costs):
+    return [(cost.parameters, cost.macs) for cost in costs]
+
+
+@pytest.mark.parametrize(("dk", "dv"), [(9, None), (None, 12), (9, 9)])
+def test_costs_and_caches_are_those_of_the_live_model(family, dk, dv, make_tiny, calibration):
+    model, length = make_tiny(family), 7
+    planned = module_costs(model, length, dk=dk, dv=dv)
+    sites = find_attention(model)
+    assert [cost.name for cost in planned] == [site.name for site in sites]
+    assert [(cost.scores.dense.parameters, cost.values.dense.parameters) for cost in planned] == live(model)
+    compression = Compression(dk=dk, dv=dv, solver=Solver(sweeps=3 if dk else None, refit=False))
+    options = CalibrationOptions(length=length)  # for which costs are counted
     report = compress(model, compression, calibration[:2], calibration_options=options)
-    assert module_costs(model, dk=99) == planned
-    for cost, module in zip(planned, report.modules, strict=True):
-        counted = (module.parameters_before, module.parameters_after, module.macs_before, module.macs_after)
-        predicted = (
-            cost.scores.dense.parameters,
-            cost.scores.converted.parameters,
-            cost.scores.dense.macs,
-            cost.scores.converted.macs,
-        )
-        assert predicted == counted
-    widths = {}
-    for site, cost in zip(find_attention(model), planned, strict=True):
-        assert cost.scores.converted.parameters == live_parameters(site)
-        site.part(site.family.key).register_forward_hook(
-            lambda _, args, out, name=site.name: widths.update({name: out.shape[-1]})
-        )
-    with torch.no_grad():
-        model(**calibration[0])
+    assert module_costs(model, length, dk=None if dk is None else 99, dv=None if dv is None else 99) == planned
+    for part, modules in (("scores", report.modules), ("values", report.values)):
+        if modules:
+            costs = [getattr(cost, part) for cost in planned]
+            before = [(module.parameters_before, module.macs_before) for module in modules]
+            after = [(module.parameters_after, module.macs_after) for module in modules]
+            assert counted(cost.dense for cost in costs) == before
+            assert counted(cost.converted for cost in costs) == after
+    assert [(cost.scores.converted.parameters, cost.values.converted.parameters) for cost in planned] == live(model)
     for cost in planned:
-        cached = 4 * widths[cost.name] if cost.kind != "encoder" else 0
-        assert cost.scores.converted.cache_bytes == cached
-        assert cost.scores.dense.cache_bytes == (4 * 24 if cost.kind != "encoder" else 0)
-
-
-def live_value_parameters(site):
-    """Count the parameters of a module's values and outputs, without the output bias."""
-    value, output = site.part(site.family.value), site.part(site.family.output)
-    return sum(parameter.numel() for _, parameter in value.named_parameters()) + output.weight.numel()
-
-
-@pytest.mark.parametrize(("dk", "dv"), [(None, 12), (9, 9)])
-def test_values_and_their_cache_are_those_of_the_live_model(family, dk, dv, make_tiny, calibration):
-    model = make_tiny(family)
-    planned = module_costs(model, 7, dk=dk, dv=dv)
-    for site, cost in zip(find_attention(model), planned, strict=True):
-        assert cost.values.dense.parameters == live_value_parameters(site)
-    report = compress(
-        model, Compression(dk=dk, dv=dv, solver=Solver(sweeps=3 if dk else None, refit=False)), calibration[:2]
-    )
-    assert module_costs(model, 7, dv=99) == planned
-    widths = {}
-    for site, cost, module in zip(find_attention(model), planned, report.values, strict=True):
+        assert cost.values.dense.macs == length * 24 * (24 + 24 + length)
+        assert cost.values.converted.macs == length * (dv or 24) * (24 + 24 + length)
         assert cost.values.width == dv
-        assert cost.values.converted.parameters == live_value_parameters(site) == module.parameters_after
-        assert cost.values.dense.parameters == module.parameters_before
-        assert cost.values.converted.macs == 7 * dv * (24 + 24 + 7)
-        assert cost.values.dense.macs == 7 * 24 * (24 + 24 + 7)
-        site.part(site.family.value).register_forward_hook(
-            lambda _, args, out, name=site.name: widths.update({name: out.shape[-1]})
-        )
+
+    widths = {}
+    for site in sites:
+        for part in ("key", "value"):
+            site.part(getattr(site.family, part)).register_forward_hook(
+                lambda _, args, out, at=(site.name, part): widths.update({at: out.shape[-1]})
+            )
     with torch.no_grad():
         model(**calibration[0])
     for cost in planned:
-        assert cost.values.converted.cache_bytes == (4 * widths[cost.name] if cost.kind != "encoder" else 0)
-        assert cost.values.dense.cache_bytes == (4 * 24 if cost.kind != "encoder" else 0)
+        for cost_of_map, part in ((cost.scores, "key"), (cost.values, "value")):
+            cached = 0 if cost.kind == "encoder" else 4  # bytes of a number
+            assert cost_of_map.dense.cache_bytes == cached * 24
+            assert cost_of_map.converted.cache_bytes == cached * widths[cost.name, part]
 
 
 def test_without_a_rank_a_dense_module_has_one_form(bert):
@@ -94,11 +77,8 @@ def test_without_a_rank_a_dense_module_has_one_form(bert):
 
 
 def test_half_precision_halves_the_cache(make_tiny):
-    sizes = [
-        sum(cost.scores.dense.cache_bytes for cost in module_costs(model))
-        for model in (make_tiny("marian"), make_tiny("marian").to(torch.bfloat16))
-    ]
-    assert sizes[0] == 2 * sizes[1] == 4 * 4 * 24  # four modules, four bytes, H·d numbers
+    (*_, cost) = module_costs(make_tiny("marian").to(torch.bfloat16))
+    assert cost.scores.dense.cache_bytes == 2 * 24
 
 
 @pytest.mark.parametrize(
@@ -126,47 +106,36 @@ def test_what_cannot_be_counted_is_refused(bert):
         module_costs(bert, dv=0)
 
 
-@pytest.fixture
-def two(family, make_tiny, calibration):
+@pytest.mark.parametrize("family", ["albert", "bert", "marian"])
+def test_every_module_is_timed_at_every_length_on_the_dense_model_s_inputs(family, make_tiny):
+    """At full rank both models return the same, so hooks record equal outputs."""
     dense, converted = make_tiny(family), make_tiny(family)
     compress(converted, Compression(dk=24, solver=Solver(sweeps=1)), calibration=None)
-    return dense, converted
-
-
-def test_every_module_is_timed_at_every_length(two):
-    dense, converted = two
-    timings = module_latency(dense, converted, (4, 9), rounds=3)
-    names = [site.name for site in find_attention(dense)]
-    assert [(timing.length, timing.name) for timing in timings] == [
-        (length, name) for length in (4, 9) for name in names
-    ]
-    for timing in timings:
-        assert timing.rounds == 3
-        assert 0 < timing.low <= timing.ratio <= timing.high
-        assert timing.dense_ms > 0
-        assert timing.converted_ms > 0
-
-
-def test_both_modules_are_timed_on_the_dense_model_s_inputs(two):
-    """At full rank both models return the same, so hooks record equal outputs."""
-    dense, converted = two
-    outputs = {id(model): {} for model in two}
-    for model in two:
+    outputs = {id(model): {} for model in (dense, converted)}
+    for model in (dense, converted):
         for site in find_attention(model):
             site.module.register_forward_hook(
                 lambda _, args, out, model=model, name=site.name: (
                     outputs[id(model)].setdefault(name, []).append(out[0])
                 )
             )
-    module_latency(dense, converted, (6,), rounds=2, batch_size=2)
+    timings = module_latency(dense, converted, (4, 6), rounds=3, batch_size=2)
+    names = [site.name for site in find_attention(dense)]
+    expected = [(length, name) for length in (4, 6) for name in names]
+    assert [(timing.length, timing.name) for timing in timings] == expected
+    for timing in timings:
+        assert timing.rounds == 3
+        assert 0 < timing.low <= timing.ratio <= timing.high
+        assert timing.dense_ms > 0
+        assert timing.converted_ms > 0
     for name, ours in outputs[id(converted)].items():
-        assert len(ours) == 3  # one is the warm-up
-        assert ours[0].shape[:2] == (2, 6)
-        for states in ours:
+        assert len(ours) == 8  # at each length one is the warm-up
+        assert [tuple(states.shape[:2]) for states in ours] == [(2, 4)] * 4 + [(2, 6)] * 4
+        for states in ours[4:]:
             torch.testing.assert_close(states, outputs[id(dense)][name][-1], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dv", [12, 9])
+@pytest.mark.parametrize(("family", "dv"), [("bert", 12), ("marian", 9)])
 def test_output_projections_are_timed_too(family, dv, make_tiny):
     dense, converted = make_tiny(family), make_tiny(family)
     compress(converted, Compression(dv=dv), calibration=None)

@@ -64,25 +64,20 @@ def test_it_trains_saves_and_loads(make_tiny, batch, tmp_path):
         assert torch.equal(loaded(**batch).logits, model(**batch).logits)
 
 
-def test_the_narrow_baseline_is_narrow_concatenated_attention(make_tiny):
-    """Frozen blocks at R = 12 of 3 heads: plain attention with heads 4 wide, scaled by 1/√4."""
+def test_the_narrow_baseline_is_narrow_concatenated_attention(make_tiny, tmp_path):
+    """Frozen blocks at R = 12 of 3 heads: plain attention with heads 4 wide, scaled by 1/√4, saved and loaded too."""
     model = fresh(make_tiny, dk=12, train_mixing=False, scale="narrow").eval()
-    attention = model.bert.encoder.layer[0].attention.self
-    assert attention.scaling == pytest.approx(4**-0.5)
-    assert not attention.mixing.requires_grad
+    model.save_pretrained(tmp_path)
     x = torch.randn(2, 5, 24)
-    q = attention.query.proj(x).view(2, 5, 3, 4).transpose(1, 2)
-    k = attention.key.proj(x)[..., :12].reshape(2, 5, 3, 4).transpose(1, 2)
-    v = attention.value(x).view(2, 5, 3, 8).transpose(1, 2)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(attention(x)[0], expected)
-
-
-def test_frozen_mixing_and_scale_survive_saving(make_tiny, tmp_path):
-    fresh(make_tiny, dk=12, train_mixing=False, scale="narrow").save_pretrained(tmp_path)
-    attention = AutoModel.from_pretrained(tmp_path).encoder.layer[0].attention.self
-    assert attention.scaling == pytest.approx(0.5)
-    assert not attention.mixing.requires_grad
+    for body in (model.bert, AutoModel.from_pretrained(tmp_path)):
+        attention = body.encoder.layer[0].attention.self
+        assert attention.scaling == pytest.approx(4**-0.5)
+        assert not attention.mixing.requires_grad
+        q = attention.query.proj(x).view(2, 5, 3, 4).transpose(1, 2)
+        k = attention.key.proj(x)[..., :12].reshape(2, 5, 3, 4).transpose(1, 2)
+        v = attention.value(x).view(2, 5, 3, 8).transpose(1, 2)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        torch.testing.assert_close(attention(x)[0], expected)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ from tiny_families import TINIES, attend_by_, build, build_low, inputs, run
 from transformers import T5Config, T5Model
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress import Compression, HeadMask, Solver, compress, expand, prune_heads_
+from collab_compress import Compression, HeadMask, Solver, compress, prune_heads_
 from collab_compress.architectures import find_attention, find_dense_values
 from collab_compress.errors import CompressionError
 
 STRADDLING = 9  # channels of three heads, one of which lies in two key groups of 8 channels
-ONCE = Solver(sweeps=2, refit=False)
 
 
 def dense_twin(dense, converted):
@@ -38,24 +37,17 @@ def dense_twin(dense, converted):
     return twin
 
 
-def check_twin(dense, dv, batch):
+@pytest.mark.every_family
+def test_values_equal_their_dense_twin(kin):
+    dense, batch = build_low(kin), inputs(kin)
     converted = copy.deepcopy(dense)
-    report = compress(converted, Compression(dv=dv, solver=Solver(refit=False)), calibration=[batch, batch])
+    report = compress(converted, Compression(dv=STRADDLING, solver=Solver(refit=False)), calibration=[batch, batch])
     twin = dense_twin(dense, converted)
     for implementation in ("eager", "sdpa"):
         for model in (converted, twin):
             attend_by_(model, implementation)
         torch.testing.assert_close(run(converted, batch), run(twin, batch), atol=5e-5, rtol=1e-3)
-    assert all(0 < module.data_error < 1 and module.dv == dv for module in report.values)
-
-
-@pytest.mark.every_family
-def test_values_equal_their_dense_twin(kin):
-    check_twin(build_low(kin), 12, inputs(kin))
-
-
-def test_values_across_key_groups_equal_their_dense_twin(kin):
-    check_twin(build(kin), STRADDLING, inputs(kin))
+    assert all(0 < module.data_error < 1 and module.dv == STRADDLING for module in report.values)
 
 
 def test_masked_and_pruned_heads_are_gone(kin):
@@ -72,29 +64,7 @@ def test_masked_and_pruned_heads_are_gone(kin):
     assert site.module.value_form.size == 3
 
 
-@pytest.mark.every_family
-def test_generation_with_and_without_a_cache(generator):
-    model, batch = build(generator, TINIES[generator].generates), inputs(generator)
-    prompt = {name: tensor for name, tensor in batch.items() if not name.startswith("decoder")}
-    if not model.config.is_encoder_decoder:
-        prompt["attention_mask"] = torch.ones_like(prompt["attention_mask"])
-    cached = "encoder_hidden_states" not in prompt  # stock BERT cannot use a cache when it gets them by hand
-    compress(model, Compression(dk=9, dv=8, solver=ONCE), calibration=[batch, batch])
-    first = model.generate(**prompt, max_new_tokens=6, do_sample=False, use_cache=cached)
-    again = model.generate(**prompt, max_new_tokens=6, do_sample=False, use_cache=False)
-    assert torch.equal(first, again)
-
-
-def test_expanding_is_exact(kin):
-    model, batch = build(kin), inputs(kin)
-    compress(model, Compression(dv=STRADDLING, solver=Solver(refit=False)), calibration=[batch, batch])
-    before = run(model, batch)
-    expand(model)
-    torch.testing.assert_close(run(model, batch), before, atol=2e-5, rtol=1e-4)
-    assert not hasattr(model.config, "quantization_config")
-
-
-@pytest.mark.parametrize(("name", "values"), [("gpt2", 16), ("marian", 16), ("t5", 16), ("opt", 24)])
+@pytest.mark.parametrize(("name", "values"), [("gpt2", 16), ("marian", 16), ("opt", 24)])
 def test_value_cache_bytes(name, values):
     model, batch = build(name), inputs(name)
     compress(model, Compression(dv=12), calibration=[batch])
@@ -105,19 +75,13 @@ def test_value_cache_bytes(name, values):
         assert at.keys.nbytes == at.keys.shape[0] * at.keys.shape[2] * 24 * 4
 
 
-@pytest.mark.parametrize(("dv", "rounded"), [(10, 9), (23, 21), (2, 3)])
+@pytest.mark.parametrize(("dv", "rounded"), [(10, 9), (2, 3)])
 def test_heads_of_values_are_equally_wide(dv, rounded):
     model = build("bert")
     report = compress(model, Compression(dv=dv), calibration=None)
     assert {module.dv for module in report.values} == {rounded}
     note = f"dv {dv} was rounded to {rounded}: its 3 heads of values have {rounded // 3} channels each"
     assert note in report.warnings
-
-
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama"])
-def test_a_bad_width_is_one_clear_line(name):
-    with pytest.raises(CompressionError, match="dv is 25, but 3 heads × 8 = 24 is exact already"):
-        compress(build(name), Compression(dv=25), calibration=None)
 
 
 @pytest.mark.parametrize("name", ["dk", "dv"])
@@ -127,14 +91,9 @@ def test_heads_wider_than_what_they_read_have_no_more_channels_than_that(name):
     batch = inputs("t5")
     with pytest.raises(CompressionError, match=rf"{name} is 28, but 3 heads × 8 = 24 is exact already"):
         compress(dense, Compression(**{name: 28}), calibration=None)
+    report = compress(copy.deepcopy(dense), Compression(keep=0.5, solver=Solver(sweeps=2)), [batch] * 4)
+    assert max(values.dv for values in report.values) <= 24
     for width in (24, 48):  # 48 as before
         model = copy.deepcopy(dense)
         compress(model, Compression(**{name: width}), calibration=None)
         torch.testing.assert_close(run(model, batch), run(dense, batch), atol=5e-5, rtol=1e-4)
-
-
-def test_keep_gives_heads_no_more_channels_than_they_read():
-    torch.manual_seed(0)
-    dense = T5Model(T5Config(**{**TINIES["t5"].settings, "d_model": 8, "d_kv": 16})).eval()
-    report = compress(dense, Compression(keep=0.5, solver=Solver(sweeps=2)), [inputs("t5")] * 4)
-    assert max(values.dv for values in report.values) <= 24
