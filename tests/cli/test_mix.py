@@ -56,7 +56,7 @@ def test_after_a_conversion(run, loaded, monkeypatch, model_dir, batch, tmp_path
     [
         (
             ("--mix", "--sweeps", "9"),
-            "--sweeps belongs to a conversion; pass --dk, --dv or --dff too, or leave it out",
+            "--sweeps belongs to a conversion; pass --dk, --dv, --dff or --layers too, or leave it out",
         ),
         (("--mix", "--calibration", "none"), "--calibration belongs to a conversion"),
         (("--mix", "--dk", "0"), "dk is 0; expected at least 1"),
