@@ -411,46 +411,40 @@ class _Search:
         shapes = [str(_shapes(self.model.get_submodule(name))) for name in names]
         usual = Counter(reversed(shapes)).most_common(1)[0][0]  # of two, the second: often the first has a part more
         self.fixed = {number for number, own in enumerate(shapes) if own != usual}
-        self.kept: list[int] = [
-            *range(len(names)),
-            len(names),
-        ]  # numbers of the remaining layers, and the end of the stack
-        self.before: dict[int, list[Tensor]] = {0: [self._start(batch) for batch in self.batches]}
+        self.kept = list(range(len(names) + 1))  # numbers of the remaining layers, and that of the stack's end
+        starts = (calls[self.first].hidden for calls in states.calls)
+        self.before: dict[int, list[Tensor]] = {0: [hidden for hidden in starts if hidden is not None]}
         self.streams: list[list[Tensor]] = [[] for _ in names]  # of the dense model, after the last writer
         for number, end in enumerate(self.ends):
             with written_by(self.model, [] if end is None else [end.writer]) as written:
                 self.before[number + 1] = []
                 for batch in self.batches:
-                    self.before[number + 1].append(self._run(number, batch))
+                    self.before[number + 1].append(states.keep(self._run(number, batch, self.before[number][batch])))
                     self._check_next(number + 1, batch)
                     self.streams[number] += [states.keep(call.stream) for call in written.values()]
                     written.clear()
-        self.site = next(end.writer.site for end in self.ends if end is not None)
+        sites = [end.writer.site for end in self.ends if end is not None]
+        if not sites:
+            raise UnsupportedModelError(f"{names[0]} writes to no residual stream; leave out layers")
+        self.site = sites[0]
         self.dense = [self._directions(batch, self.before[len(names)][batch]) for batch in self.held_back]
         self.variance = torch.cat(self.dense).var(0, correction=0).clamp(min=1e-12)
-
-    def _start(self, batch: int) -> Tensor:
-        hidden = self.states.calls[batch][self.first].hidden
-        assert hidden is not None
-        return hidden
 
     def _check_next(self, number: int, batch: int) -> None:
         """Refuse a layer that reads something else than what the one before it returned."""
         returned = self.before[number][batch]
-        hidden = returned if number == len(self.names) else self.states.calls[batch][self.first + number].hidden
-        if hidden is not None and bool((hidden - returned).norm() > SAME * returned.norm()):
+        hidden = None if number == len(self.names) else self.states.calls[batch][self.first + number].hidden
+        if hidden is not None and bool((hidden.to(returned) - returned).norm() > SAME * returned.norm()):
             raise UnsupportedModelError(
                 f"{self.names[number]} does not read what the layer before it returned; leave out layers"
             )
 
-    def _run(self, number: int, batch: int, hidden: Tensor | None = None) -> Tensor:
-        """Return what a layer makes of hidden states, by default of those kept before it."""
-        hidden = self.before[number][batch] if hidden is None else hidden
-        return self.states.keep(self.states.calls[batch][self.first + number].run(self.model, hidden))
+    def _run(self, number: int, batch: int, hidden: Tensor) -> Tensor:
+        return self.states.calls[batch][self.first + number].run(self.model, hidden)
 
     def _directions(self, batch: int, hidden: Tensor) -> Tensor:
         """Return hidden states (n, D) at unpadded tokens, each divided by its length."""
-        tokens = unpadded(hidden, masks_of(self.site, self.states.masks[batch]).query).float()
+        tokens = unpadded(hidden.to(self.model.device), masks_of(self.site, self.states.masks[batch]).query).float()
         directions: Tensor = tokens / tokens.norm(dim=-1, keepdim=True).clamp(min=1e-12)
         return directions
 
@@ -466,7 +460,8 @@ class _Search:
             self.before[self.kept[0]] = hidden
         for start in range(max(place - 1, 0), len(self.kept) - 1):
             layer, following = self.kept[start : start + 2]
-            self.before[following] = [self._run(layer, batch) for batch in self.batches]
+            runs = (self._run(layer, batch, self.before[layer][batch]) for batch in self.batches)
+            self.before[following] = [self.states.keep(hidden) for hidden in runs]
         return self.names[number]
 
     def _around(self, place: int) -> tuple[End, End] | None:
@@ -488,7 +483,7 @@ class _Search:
         writer, gathered, layer = around[0].writer, Fit(), self.kept[place - 1]
         with written_by(self.model, [writer]) as written:
             for batch in self.batches:
-                self.states.calls[batch][self.first + layer].run(self.model, self.before[layer][batch])
+                self._run(layer, batch, self.before[layer][batch])
                 call = written.pop(writer.name)
                 mask = masks_of(writer.site, self.states.masks[batch]).query
                 target = as_read(self.model, writer, call.stream, self.streams[self.kept[place + 1] - 1][batch])
