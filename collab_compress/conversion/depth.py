@@ -16,17 +16,17 @@ the same layers as the model; if it has not (where every second layer is of anot
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from collab_compress.attention.values import fill_
 from collab_compress.calibration import Batch, evaluation_mode
 from collab_compress.calibration.batches import in_parts, sample_sequences
 from collab_compress.calibration.gather import masks_of, unpadded
@@ -35,7 +35,7 @@ from collab_compress.checkpoint.edits import configs_inside, copy_configs_
 from collab_compress.conversion.chain import SAME, SingleLayers, layer_of, numbered_layers
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.curves import MEASURED
-from collab_compress.conversion.fit import Fit, Refitted, as_read, install_refits, solve
+from collab_compress.conversion.fit import Fit, as_read, install_refits, solve
 from collab_compress.conversion.layers import States, written_by
 from collab_compress.conversion.maps import Progress
 from collab_compress.conversion.room import Room
@@ -453,73 +453,55 @@ class _Search:
         places = [place for place, number in enumerate(self.kept[:-1]) if number not in self.fixed]
         trials = {place: self._moved_without(place) for place in places}
         place = min(trials, key=lambda place: trials[place][0])
-        self._install(place, trials[place][1])
+        self.model.set_submodule(self.names[self.kept[max(place - 1, 0)]], trials[place][1])
         number = self.kept.pop(place)
         hidden = self.before.pop(number)
         if place == 0:
             self.before[self.kept[0]] = hidden
-        for start in range(max(place - 1, 0), len(self.kept) - 1):
-            layer, following = self.kept[start : start + 2]
+        for layer, following in pairwise(self.kept[max(place - 1, 0) :]):
             runs = (self._run(layer, batch, self.before[layer][batch]) for batch in self.batches)
             self.before[following] = [self.states.keep(hidden) for hidden in runs]
         return self.names[number]
 
-    def _around(self, place: int) -> tuple[End, End] | None:
-        """Return the ends of the layer before a gap and of the last layer in it; None if it is not refitted.
+    def _moved_without(self, place: int) -> tuple[float, nn.Module]:
+        """Return by how much the last hidden states move without a layer, and the one before it, refitted.
 
         Args:
-            place: of the layer that is removed, among those that remain.
+            place: of the layer among those that remain. Before the first there is none, and it is returned itself.
         """
-        if place == 0 or not self.refit:
-            return None
-        before, end = self.ends[self.kept[place - 1]], self.ends[self.kept[place + 1] - 1]
-        return (before, end) if before and end and _are_alike(self.model, before, end) else None
+        first, error = max(place - 1, 0), torch.zeros_like(self.variance)
+        name = self.names[self.kept[first]]
+        layer, refitted = self.model.get_submodule(name), self._refitted(place)
+        self.model.set_submodule(name, refitted)
+        for dense, batch in zip(self.dense, self.held_back, strict=True):
+            hidden = self.before[self.kept[first]][batch]
+            for number in (*self.kept[first:place], *self.kept[place + 1 : -1]):
+                hidden = self._run(number, batch, hidden)
+            error += (self._directions(batch, hidden) - dense).square().sum(0)
+        self.model.set_submodule(name, layer)
+        return float((error / self.variance).mean()), refitted
 
-    def _fit(self, place: int) -> Refitted | None:
-        """Fit the last writer before a gap towards the dense stream behind it."""
-        around = self._around(place)
-        if around is None:
-            return None
-        writer, gathered, layer = around[0].writer, Fit(), self.kept[place - 1]
+    def _refitted(self, place: int) -> nn.Module:
+        """Return a copy of the layer before a gap, fitted to the dense stream behind it; itself if nothing is."""
+        number, last = self.kept[max(place - 1, 0)], self.kept[place + 1] - 1
+        layer: nn.Module = self.model.get_submodule(self.names[number])
+        before, end = self.ends[number], self.ends[last]
+        if not (place and self.refit and before and end and _are_alike(self.model, before, end)):
+            return layer
+        writer, gathered = before.writer, Fit()
         with written_by(self.model, [writer]) as written:
             for batch in self.batches:
-                self._run(layer, batch, self.before[layer][batch])
+                self._run(number, batch, self.before[number][batch])
                 call = written.pop(writer.name)
                 mask = masks_of(writer.site, self.states.masks[batch]).query
-                target = as_read(self.model, writer, call.stream, self.streams[self.kept[place + 1] - 1][batch])
+                target = as_read(self.model, writer, call.stream, self.streams[last][batch])
                 gathered.add(call.inputs, call.stream, target, writer, mask, batch in self.states.used)
-        return solve(gathered, writer, self.model.get_submodule(writer.name), None, self.states.sequences)
-
-    def _install(self, place: int, refit: Refitted | None) -> None:
-        around = self._around(place)
-        if refit is not None and around is not None:
-            install_refits(self.model, [refit])
-            for name, source in zip(around[0].behind, around[1].behind, strict=True):
-                self.model.set_submodule(name, self.model.get_submodule(source))
-
-    def _moved_without(self, place: int) -> tuple[float, Refitted | None]:
-        """Return by how much the last hidden states move without a layer, and the refit before the gap."""
-        refit, error = self._fit(place), torch.zeros_like(self.variance)
-        with self._restored(place):
-            self._install(place, refit)
-            for dense, batch in zip(self.dense, self.held_back, strict=True):
-                hidden = self.before[self.kept[max(place - 1, 0)]][batch]
-                for number in (*self.kept[max(place - 1, 0) : place], *self.kept[place + 1 : -1]):
-                    hidden = self._run(number, batch, hidden)
-                error += (self._directions(batch, hidden) - dense).square().sum(0)
-        return float((error / self.variance).mean()), refit
-
-    @contextmanager
-    def _restored(self, place: int) -> Iterator[None]:
-        """Restore the layer before a gap after the block."""
-        around = self._around(place)
-        if around is None:
-            yield
-            return
-        layer: Any = self.model.get_submodule(around[0].writer.name)
-        weight, bias = layer.weight, layer.bias
-        modules = {name: self.model.get_submodule(name) for name in around[0].behind}
-        yield
-        fill_(layer, weight, bias)
-        for name, module in modules.items():
-            self.model.set_submodule(name, module)
+        fitted = solve(gathered, writer, self.model.get_submodule(writer.name), None, self.states.sequences)
+        copied: nn.Module = copy.deepcopy(
+            layer, {id(tensor): tensor for tensor in layer.state_dict(keep_vars=True).values()}
+        )
+        self.model.set_submodule(self.names[number], copied)
+        install_refits(self.model, [fitted])
+        for name, source in zip(before.behind, end.behind, strict=True):
+            self.model.set_submodule(name, self.model.get_submodule(source))
+        return copied

@@ -172,7 +172,7 @@ def test_a_stack_may_begin_with_a_gap(monkeypatch):
     model, dense = make("bert"), make("bert")
     removing(monkeypatch, "encoder.layer.0", "encoder.layer.1")
     report = compress(model, Compression(layers=2), batches())
-    assert report.refits[0].error_before > 0.1 > 0  # of the hidden states of a layer with other inputs
+    assert report.refits[0].error_before > 0.1  # of the hidden states of a layer with other inputs
     names = [refit.name for refit in report.refits]
     assert names == [f"encoder.layer.{place}.{part}output.dense" for place in (0, 1) for part in ("attention.", "")]
     assert torch.equal(model.encoder.layer[0].output.LayerNorm.bias, dense.encoder.layer[2].output.LayerNorm.bias)
