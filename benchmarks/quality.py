@@ -94,6 +94,7 @@ class Row:
         head_dim: width of a head of queries and keys, content bias included.
         dv: width of values; None keeps them dense.
         dff: width of feed-forward blocks; None keeps them dense.
+        layers: number of layers; None keeps all.
         refitted: whether layers that write to the hidden states are refitted; `dff` implies it, except for flap.
         recovered: whether the converted attention is distilled afterwards.
     """
@@ -103,6 +104,7 @@ class Row:
     head_dim: int = HEAD_WIDTH
     dv: int | None = None
     dff: int | None = None
+    layers: int | None = None
     refitted: bool = False
     recovered: bool = False
 
@@ -282,7 +284,7 @@ def smaller_model(row: Row, dense: Any, tokenizer: Any, batches: list[Batch] | N
     if row.kind == "shared":
         head_dim = None if row.dk is None else row.head_dim
         solver = Solver(seed=seed, refit=row.refitted or row.dff is not None)
-        widths = Compression(dk=row.dk, head_dim=head_dim, dv=row.dv, dff=row.dff, solver=solver)
+        widths = Compression(dk=row.dk, head_dim=head_dim, dv=row.dv, dff=row.dff, layers=row.layers, solver=solver)
         compress(model, widths, batches, tokenizer)
         if row.recovered:
             recover_(model, dense, tokenizer, seed=seed, disable_tqdm=True)

@@ -152,8 +152,8 @@ class Conversion(Compression):
 
     @property
     def converts(self) -> bool:
-        """Whether a width is given, so that something is converted."""
-        return any(width is not None for width in (self.dk, self.dv, self.dff, self.keep))
+        """Whether a width or a number of layers is given, so that something is converted."""
+        return any(width is not None for width in (self.dk, self.dv, self.dff, self.layers, self.keep))
 
 
 def _changed(options: Any) -> list[str]:
@@ -172,6 +172,7 @@ class CompressArguments(EditArguments):
       collab-compress minilm
       collab-compress minilm --dk 128
       collab-compress minilm --dff 768 --calibration texts.txt
+      collab-compress minilm --layers 5 --dff 768 --calibration texts.txt
       collab-compress minilm --dk 192 --dv 252
       collab-compress minilm --keep 0.5 --calibration texts.txt
       collab-compress minilm --plan --calibration texts.txt
@@ -204,9 +205,9 @@ class CompressArguments(EditArguments):
     calibration_options: tyro.conf.OmitArgPrefixes[CalibrationOptions] = field(default_factory=CalibrationOptions)
 
     stock: bool = False
-    """Write a plain model, which loads without this package: with narrower feed-forward blocks (--dff), or with
-    narrower heads in families whose config allows that (T5, ViT, DeiT): --dk and --dv, with heads as wide as those
-    of the values if --head-dim is not given."""
+    """Write a plain model, which loads without this package: with narrower feed-forward blocks (--dff), with fewer
+    layers (--layers), or with narrower heads in families whose config allows that (T5, ViT, DeiT): --dk and --dv,
+    with heads as wide as those of the values if --head-dim is not given."""
 
     def __post_init__(self) -> None:
         if self.plan:
@@ -217,6 +218,10 @@ class CompressArguments(EditArguments):
         if self.compression.converts:
             if self.recover is not None and self.compression.keeps_attention:
                 raise CollabCompressError("--recover trains converted attention; pass --dk or --dv too")
+            if self.recover is not None and self.compression.layers is not None:
+                raise CollabCompressError(
+                    "--recover compares each attention module with the dense one; leave out --layers or --recover"
+                )
         elif self.mix:
             self._check_mix()
         else:
@@ -237,10 +242,11 @@ class CompressArguments(EditArguments):
     def _check_stock(self) -> None:
         compression = self.compression
         widths = [width is not None for width in (compression.dk, compression.dv)]
-        takes = (compression.dff is not None or all(widths)) and any(widths) == all(widths)
+        is_stock = compression.dff is not None or compression.layers is not None
+        takes = (is_stock or all(widths)) and any(widths) == all(widths)
         if not takes or self.mix:
             raise CollabCompressError(
-                "--stock takes --dff N, or --dk N and --dv N together, and neither --keep nor --mix"
+                "--stock takes --dff N or --layers N, or --dk N and --dv N together, and neither --keep nor --mix"
             )
 
     def _check_mix(self) -> None:
@@ -253,13 +259,13 @@ class CompressArguments(EditArguments):
         ]
         if unused:
             raise CollabCompressError(
-                f"--{unused[0]} belongs to a conversion; pass --dk, --dv or --dff too, or leave it out"
+                f"--{unused[0]} belongs to a conversion; pass --dk, --dv, --dff or --layers too, or leave it out"
             )
 
     @property
     def suffix(self) -> str:
         """Suffix of the model's name in the default name of the output."""
-        widths = {name: getattr(self.compression, name) for name in ("keep", "dk", "dv", "dff")}
+        widths = {name: getattr(self.compression, name) for name in ("layers", "keep", "dk", "dv", "dff")}
         converted = "".join(f"-{name}{width}" for name, width in widths.items() if width is not None)
         recovered = "" if self.recover is None else "-recovered"
         return converted + recovered + ("-stock" if self.stock else "") + ("-mixed" if self.mix else "")

@@ -257,6 +257,8 @@ def _parts(report: Report) -> list[str]:
         after = sum(module.parameters_after for module in modules)
         if modules:
             lines.append(f"{name} parameters {before:,} → {after:,} ({after / before - 1:+.0%}).")
+    if report.removed_layers:
+        lines.append(f"Without {', '.join(report.removed_layers)}; other paths are those of the new model.")
     if report.feed_forward:
         lines.append(
             f"{len(report.feed_forward)} feed-forward blocks have {report.feed_forward[0].dff} neurons each."

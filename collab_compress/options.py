@@ -124,6 +124,10 @@ class Compression:
     is where to begin, best with texts like yours to calibrate on. They stay as they are if another width is given
     alone."""
 
+    layers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Number of layers that each stack keeps, encoder and decoder alike; those go that matter least on the
+    calibration data. A stack that has no more keeps its own. Widths are then those of the layers that stay."""
+
     keep: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
     """Share of the layers' operations to keep, in place of dk, dv and dff: of all widths of attention and of
     feed-forward blocks that keep it, those that lose least. Operations are counted for inputs of the calibration's
@@ -135,19 +139,19 @@ class Compression:
     which is slower on long inputs."""
 
     modules: Annotated[str, tyro.conf.arg(metavar="GLOB")] = "*"
-    """Convert only attention modules whose path matches, as '*.encoder.*' or '*.layers.[0-3].*'. `dff`, `keep` and
-    refitting still change feed-forward blocks everywhere."""
+    """Convert only attention modules whose path matches, as '*.encoder.*' or '*.layers.[0-3].*'. `dff`, `layers`,
+    `keep` and refitting still apply everywhere."""
 
     solver: Solver = Solver()
     """How the conversion is computed."""
 
     def __post_init__(self) -> None:
-        if self.keep is None and self.dk is None and self.dv is None and self.dff is None:
+        if (self.keep, self.dk, self.dv, self.dff, self.layers) == (None, None, None, None, None):
             raise CompressionError(
-                "none of dk, dv, dff and keep is given; pass the width of queries and keys, of values, of "
-                "feed-forward blocks, or a share to keep"
+                "none of dk, dv, dff, layers and keep is given; pass the width of queries and keys, of values, of "
+                "feed-forward blocks, a number of layers, or a share to keep"
             )
-        check_counts(self, CompressionError, "dk", "dv", "dff", "head_dim")
+        check_counts(self, CompressionError, "dk", "dv", "dff", "layers", "head_dim")
         if self.keep is not None:
             self._check_keep()
         if not isinstance(self.modules, str):
@@ -155,8 +159,10 @@ class Compression:
         self._check_solver()
 
     def _check_keep(self) -> None:
-        if (self.dk, self.dv, self.dff, self.head_dim) != (None, None, None, None):
-            raise CompressionError("keep chooses dk, dv, dff and head_dim; leave those out, or leave out keep")
+        if (self.dk, self.dv, self.dff, self.layers, self.head_dim) != (None, None, None, None, None):
+            raise CompressionError(
+                "keep chooses dk, dv, dff and head_dim; leave those and layers out, or leave out keep"
+            )
         if not isinstance(self.keep, int | float) or not 0 < self.keep < 1:
             raise CompressionError(f"keep is {self.keep!r}; expected a number between 0 and 1")
 
@@ -177,7 +183,7 @@ class Compression:
 
     @property
     def keeps_attention(self) -> bool:
-        """Whether attention stays dense, so that only feed-forward blocks become narrower."""
+        """Whether attention stays dense, so that only feed-forward blocks become narrower, or layers fewer."""
         return self.dk is None and self.dv is None and self.keep is None
 
     def with_solver(self, **changes: Any) -> "Compression":

@@ -119,6 +119,8 @@ def _conversion(
         )
     else:
         yield f"Values{'' if report and report.refits else ' and outputs'} are the source's own."
+    if report and report.removed_layers:
+        yield f"Layers of the source that were removed: {', '.join(report.removed_layers)} ({how})."
     if report and report.feed_forward:
         yield (
             f"{len(report.feed_forward)} feed-forward blocks keep {report.feed_forward[0].dff} neurons each, chosen "

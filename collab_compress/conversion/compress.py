@@ -9,7 +9,7 @@ import copy
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -30,10 +30,11 @@ from collab_compress.attention.projections import width_in
 from collab_compress.calibration import Calibration, evaluation_mode
 from collab_compress.calibration.batches import sample_sequences, sequence_count
 from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
-from collab_compress.conversion.chain import single_layers
+from collab_compress.conversion.chain import SingleLayers, layer_of, single_layers
 from collab_compress.conversion.copies import conversion_of, sharing_copy
 from collab_compress.conversion.curves import MEASURED
 from collab_compress.conversion.data import Data, read
+from collab_compress.conversion.depth import Depth, choose_layers, deep_stacks, depth_of, ends_of
 from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.feed_forward import (
     FeedForward,
@@ -55,7 +56,7 @@ from collab_compress.conversion.maps import (
 )
 from collab_compress.conversion.report import Drift, ModuleReport, Report, ValueReport
 from collab_compress.conversion.widths import Choice, choose_widths
-from collab_compress.conversion.writers import find_writers
+from collab_compress.conversion.writers import Writer, find_writers
 from collab_compress.errors import CompressionError, UnsupportedModelError, check_type
 from collab_compress.heads.sharding import refuse_unwritable
 from collab_compress.options import KEEP, CalibrationOptions, Compression
@@ -88,6 +89,8 @@ def compress(
     Given texts or batches, the layers that write to the residual stream (output projections, and second layers of
     feed-forward blocks) are then refitted towards the dense model's hidden states (`Solver.refit`). All other weights
     stay.
+    With `layers`, the layers that matter least are removed first (`conversion/depth.py`); the widths are those of the
+    others.
 
     Args:
         model: a Transformers model, or a SentenceTransformer that holds one; dtype and device are kept.
@@ -104,8 +107,8 @@ def compress(
 
     Raises:
         UnsupportedModelError: the model, or a module of it, cannot be converted.
-        CompressionError: dk or dv beyond H·d, weights that are not finite, a module that is already converted, a
-            quantized model.
+        CompressionError: no stack has more than `layers`, dk or dv beyond H·d, weights that are not finite, a module
+            that is already converted, a quantized model.
         CalibrationError: calibration data is missing or unusable, or too little.
     """
     check_type("compression", compression, Compression, CompressionError)
@@ -118,6 +121,8 @@ def compress(
         device = working_device(compression.solver.device)
         if compression.keep is None:  # refuse what cannot be converted before any data are read
             find_tasks(model, compression)
+        if compression.layers is not None:
+            deep_stacks(model, compression.layers)
         dense = sharing_copy(model)  # so that other threads may run the model meanwhile
         data = read(dense, calibration, tokenizer, calibration_options, compression.solver.seed)
         job = _Job(dense, data, progress)
@@ -133,11 +138,12 @@ def compress(
         ]
         with all_or_nothing(model):
             _install_conversion(model, converted)
-    untied = _untied(ties - tied_weights(model))
+    untied = _untied({group for group in map(converted.remaining, ties) if len(group) > 1} - tied_weights(model))
     warnings = (*data.notes, *converted.notes, *untied, *_warnings(job, chosen, converted))
     for warning in warnings:
         _logger.warning(warning)
-    reports = [item.report for item in converted.planned]
+    renamed = converted.renamed
+    reports = [replace(item.report, name=renamed(item.report.name)) for item in converted.planned]
     alike = all(other == chosen for other in by_module.values())
     return Report(
         modules=tuple(report for report in reports if isinstance(report, ModuleReport)),
@@ -151,8 +157,9 @@ def compress(
         values=tuple(report for report in reports if isinstance(report, ValueReport)),
         compression=(chosen if alike else compression).with_solver(device=compression.solver.device),
         choice=choice,
-        refits=tuple(refitted.report for refitted in converted.refits),
-        feed_forward=tuple(feed_forward),
+        refits=tuple(replace(fit.report, name=renamed(fit.report.name)) for fit in converted.refits),
+        feed_forward=tuple(replace(block, name=renamed(block.name)) for block in feed_forward),
+        removed_layers=tuple(converted.depth.removed) if converted.depth else (),
     )
 
 
@@ -310,6 +317,16 @@ class _Converted:
     refits: Sequence[Refitted] = ()
     drift: Drift | None = None  # None without data
     notes: tuple[str, ...] = ()  # for the report
+    depth: Depth | None = None  # None where all layers stay
+
+    def renamed(self, name: str) -> str:
+        """Return the path that a module has in the converted model."""
+        return self.depth.renamed(name) if self.depth else name
+
+    def remaining(self, names: Iterable[str]) -> frozenset[str]:
+        """Return those of some parameters that the converted model keeps, by the names that they have there."""
+        removed = self.depth.removed if self.depth else ()
+        return frozenset(self.renamed(name) for name in names if layer_of(name) not in removed)
 
 
 def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, Compression]) -> _Converted:
@@ -317,7 +334,7 @@ def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, C
     model, data = job.model, job.data
     tasks = find_tasks(model, compression, by_module)
     with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
-        parts, config, notes = _parts(job, compression, tasks)
+        parts, config, notes, depth = _parts(job, compression, tasks)
         if not data.used:
             planned = []
             for number, task in enumerate(tasks):
@@ -326,34 +343,63 @@ def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, C
             job.report("", len(tasks), len(tasks))
             return _Converted(planned, [], None)
         converted = sharing_copy(model)
+        if depth is not None:
+            depth.drop_(converted)
         planned, refits = convert_layers_(
             converted, model, parts, data.used, data.held_back, length=data.length, progress=job.report
         )
         drift = drift_of(converted, model, data.held_back)
-    return _Converted(planned, list(parts.blocks), config, refits, drift, notes)
+    return _Converted(planned, list(parts.blocks), config, refits, drift, notes, depth)
 
 
 def _parts(
     job: _Job, compression: Compression, tasks: list[Task]
-) -> tuple[Parts, PretrainedConfig | None, tuple[str, ...]]:
-    """Return what is to be converted, the config of a model with narrower blocks, and notes for the report."""
+) -> tuple[Parts, PretrainedConfig | None, tuple[str, ...], Depth | None]:
+    """Return what is to be converted, the config of a model with narrower blocks, notes for the report, layers."""
     model, data, dff = job.model, job.data, compression.dff
+    if compression.layers is not None and not data.held_back:
+        raise CompressionError("layers takes calibration data of at least two sequences; pass texts")
     blocks, config = narrower_blocks(model, data, dff)
     refits = wants_refit(data, compression)
-    if not data.used or not (refits or any(not task.is_exact for task in tasks)):
-        return Parts(tasks), config, ()
-    if refits:
+    takes_layers = refits or compression.layers is not None
+    if not data.used or not (takes_layers or any(not task.is_exact for task in tasks)):
+        return Parts(tasks), config, (), None
+    if takes_layers:
         check_weights(model.named_parameters())
     try:
         with evaluation_mode(model):
             layers = single_layers(model, data.used[0])
-            writers = find_writers(model, layers) if refits else []
+            writers = find_writers(model, layers) if takes_layers else []
+            depth = _depth(job, compression, layers, writers, refits)
     except UnsupportedModelError as error:
-        if dff is not None or compression.solver.refit:
+        if dff is not None or compression.layers is not None or compression.solver.refit:
             raise
         notes = (f"no layer was refitted: {error}",) if refits else ()
-        return Parts(tasks, in_layers=False), None, notes
-    return Parts(tasks, writers, blocks, dff or 0), config, ()
+        return Parts(tasks, in_layers=False), None, notes, None
+    removed = () if depth is None else depth.removed
+    parts = Parts(
+        [task for task in tasks if layer_of(task.site.name) not in removed],
+        writers if refits else [],
+        [block for block in blocks if block.writer.layer not in removed],
+        dff or 0,
+        removed,
+        {} if depth is None else depth.targets,
+    )
+    return parts, config, (), depth
+
+
+def _depth(
+    job: _Job, compression: Compression, layers: SingleLayers, writers: Sequence[Writer], refits: bool
+) -> Depth | None:
+    """Choose the layers that go; None if all stay."""
+    if compression.layers is None:
+        return None
+    model, data = job.model, job.data
+    stacks, ends = deep_stacks(model, compression.layers), ends_of(model, layers, writers)
+    chosen = choose_layers(
+        model, stacks, compression.layers, ends, data.used, data.held_back, refit=refits, progress=job.report
+    )
+    return depth_of(model, stacks, chosen, ends if refits else {})
 
 
 def _warnings(job: _Job, compression: Compression, converted: _Converted) -> list[str]:
@@ -361,11 +407,14 @@ def _warnings(job: _Job, compression: Compression, converted: _Converted) -> lis
     vectors = {refitted.report.name: refitted.report.vectors for refitted in converted.refits}
     blocks = [(block.down, vectors[block.down], block.width) for block in converted.blocks]
     warnings = warnings_of(converted.planned, compression, blocks)
-    if blocks and not job.data.refit:
+    chosen = [what for what, some in (("neurons", blocks), ("layers", converted.depth)) if some]
+    if chosen and not job.data.refit:
         random, data = "noise", "images or sounds like yours"
         if job.model.main_input_name == "input_ids":
             random, data = "random tokens", "texts like yours, or on texts that a language model has 'generated'"
-        warnings.append(f"neurons were chosen on {random} alone, which loses more; calibrate on {data}")
+        warnings.append(
+            f"{' and '.join(chosen)} were chosen on {random} alone, which loses more; calibrate on {data}"
+        )
     return warnings
 
 
@@ -418,23 +467,26 @@ def wants_refit(data: Data, compression: Compression) -> bool:
     """
     if compression.solver.refit and not data.held_back:
         raise CompressionError("refit takes calibration data of at least two sequences; pass more, or leave it out")
-    if compression.dff is not None:
+    if compression.dff is not None or (compression.layers is not None and compression.solver.refit is None):
         return True
     return bool(data.held_back) and (data.refit if compression.solver.refit is None else compression.solver.refit)
 
 
 def _install_conversion(model: PreTrainedModel, converted: _Converted) -> None:
     """Install a conversion in the model, in place, and record it for checkpoints."""
-    paths = [path_in_base(model, model.get_submodule(item.site.name)) for item in converted.planned]
+    modules = [model.get_submodule(item.site.name) for item in converted.planned]
     install_maps_(model, converted.planned)
     install_refits(model, converted.refits, converted.blocks)
     if converted.config is not None:
         adopt_(model, converted.config)
+    if converted.depth is not None:
+        converted.depth.drop_(model)
+        converted.depth.renumber_(model)
     forms: dict[str, dict[str, MapForm]] = {}
-    for path, item in zip(paths, converted.planned, strict=True):
-        forms.setdefault(item.form.kind, {})[path] = item.form
-    for kind, modules in forms.items():
-        record_edit_(model, FormEdit(kind, modules))
+    for module, item in zip(modules, converted.planned, strict=True):
+        forms.setdefault(item.form.kind, {})[path_in_base(model, module)] = item.form
+    for kind, of_kind in forms.items():
+        record_edit_(model, FormEdit(kind, of_kind))
 
 
 def install_unset_(

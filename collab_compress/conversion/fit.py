@@ -70,6 +70,19 @@ class Fit:
             self.spread += float((wanted - wanted.mean(0)).square().sum())
 
 
+def as_read(model: PreTrainedModel, writer: Writer, stream: Tensor, target: Tensor) -> Tensor:
+    """Return a target (B, T, D) from another place of the model for the stream (B, T, D) after a writer.
+
+    Where a LayerNorm reads the stream, that is the target with the mean and the deviation that each token has in the
+    stream: the norm removes both, and a linear layer cannot change them token by token.
+    """
+    if not isinstance(model.get_submodule(writer.at), nn.LayerNorm):
+        return target
+    stream = stream.float()
+    normal = nn.functional.layer_norm(target.to(stream), target.shape[-1:], eps=1e-12)
+    return normal * stream.std(-1, correction=0, keepdim=True) + stream.mean(-1, keepdim=True)
+
+
 def solve(gathered: Fit, writer: Writer, layer: Any, neurons: int | None, sequences: int) -> Refitted:
     """Fit a layer with the damping that has the smallest error on held-back sequences.
 

@@ -6,9 +6,9 @@ hidden states that the converted model has there, so that each layer also repair
 states of both models then move on to the next layer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from collab_compress.calibration.batches import evenly_spaced, in_parts, sequenc
 from collab_compress.calibration.gather import InputMoments, batch_masks, masks_of, unpadded
 from collab_compress.conversion.chain import LayerCall, by_layer, capture, layer_of, numbered_layers, plain_stack
 from collab_compress.conversion.feed_forward import FeedForward
-from collab_compress.conversion.fit import Fit, Refitted, install_refits, solve
+from collab_compress.conversion.fit import Fit, Refitted, as_read, install_refits, solve
 from collab_compress.conversion.head_weights import ENOUGH, HeadWeights, head_weights
 from collab_compress.conversion.maps import Planned, Progress, SiteMoments, Task, replacement
 from collab_compress.conversion.room import Room
@@ -59,6 +59,8 @@ class Parts:
         writers: layers to refit, in the order of calls; none to refit nothing.
         blocks: feed-forward blocks to make narrower.
         dff: number of neurons that those keep.
+        removed: paths of layers that the converted model lacks.
+        targets: path of the last writer before a gap → the writer to whose dense stream it is fitted.
         in_layers: whether the model's numbered layers can be called alone (`single_layers`).
     """
 
@@ -66,6 +68,8 @@ class Parts:
     writers: Sequence[Writer] = ()
     blocks: Sequence[FeedForward] = ()
     dff: int = 0
+    removed: Collection[str] = ()
+    targets: Mapping[str, Writer] = field(default_factory=dict)
     in_layers: bool = True
 
 
@@ -84,7 +88,8 @@ def convert_layers_(
     """Convert the layers of a model in place; return the maps, in the order of `parts.tasks`, and the refits.
 
     Args:
-        converted: a copy of the dense model, or a converted one that is only to be refitted.
+        converted: a copy of the dense model, without the removed layers, or a converted one that is only to be
+            refitted.
         dense: the dense model; another object, which may share tensors.
         parts: what is to be converted.
         used: batches to fit to.
@@ -111,7 +116,7 @@ def convert_layers_(
     replace_maps(exact, Gathered([None] * len(exact)))
     tasks = [task for task in parts.tasks if not task.is_exact]
     with evaluation_mode(dense), evaluation_mode(converted), Room() as room:
-        states = States(dense, converted, room)
+        states = States(dense, converted, room, parts.removed)
         if parts.in_layers and (tasks or parts.writers):
             states.capture(used, held_back if parts.writers else [])
         layers = states.layers
@@ -121,16 +126,21 @@ def convert_layers_(
         for done, layer in enumerate(layers):
             if progress is not None:
                 progress(layer, done, len(layers))
+            stays = layer not in parts.removed
+            if not stays and states.reached > states.layers[layer].start:  # the gap is crossed already
+                continue
             states.enter(layer, same_inputs)
             of_layer = [task for task in tasks if layer_of(task.site.name) == layer]
-            writers = [writer for writer in parts.writers if writer.layer == layer]
-            replace_maps(of_layer, states.run_dense(of_layer, writers))
+            writers = [writer for writer in parts.writers if writer.layer == layer and stays]
+            gathered = states.run_dense(of_layer, writers)
+            states.cross_gap(writers, parts.targets)
+            replace_maps(of_layer, gathered)
             for writer in writers:
                 neurons = parts.dff if writer.name in {block.down for block in parts.blocks} else None
                 module: Any = converted.get_submodule(writer.name)
                 refits.append(solve(states.fit(writer), writer, module, neurons, states.sequences))
                 install_refits(converted, refits[-1:], parts.blocks)
-            if parts.writers:
+            if parts.writers and stays:
                 states.run_converted()
         if progress is not None:
             progress("", len(layers), len(layers))
@@ -163,11 +173,20 @@ class States:
 
     A layer that is called several times in turn (ALBERT) is entered once. What is fitted to each of its calls then
     starts from the dense model's hidden states, so that errors do not add up.
+
+    Args:
+        dense: the dense model.
+        converted: the converted model.
+        room: where hidden states are kept.
+        removed: paths of layers that the converted model lacks.
     """
 
-    def __init__(self, dense: PreTrainedModel, converted: PreTrainedModel, room: Room) -> None:
-        self.dense, self.converted, self.keep = dense, converted, room.keep
+    def __init__(
+        self, dense: PreTrainedModel, converted: PreTrainedModel, room: Room, removed: Collection[str] = ()
+    ) -> None:
+        self.dense, self.converted, self.keep, self.removed = dense, converted, room.keep, removed
         self.layers: Mapping[str, range] = {}
+        self.reached = 0  # number of calls that the dense model has made
 
     def capture(self, used: Sequence[Batch], held_back: Sequence[Batch]) -> None:
         """Run the dense model on all batches, and keep the calls of its layers."""
@@ -180,7 +199,8 @@ class States:
         self.layers = by_layer(self.calls[0])
 
     def _captured(self, model: PreTrainedModel) -> list[list[LayerCall]]:
-        calls = [capture(model, self._numbered, batch, self.keep, self._plain) for batch in self.batches]
+        numbered = self._numbered if model is self.dense else [n for n in self._numbered if n not in self.removed]
+        calls = [capture(model, numbered, batch, self.keep, self._plain) for batch in self.batches]
         if len({tuple(call.name for call in of_batch) for of_batch in calls}) > 1:
             raise CalibrationError("batches take different ways through the model; pass batches of one kind")
         return calls
@@ -192,8 +212,19 @@ class States:
         if self.calls[0][first].hidden is None:
             return
         if first or not same_inputs:
-            self.converted_calls = self._captured(self.converted)
-        self.hidden, self.converted_hidden = (_read_by(calls, first) for calls in (self.calls, self.converted_calls))
+            captured = [iter(calls) for calls in self._captured(self.converted)]
+            self.converted_calls = [  # by the same numbers; those of removed layers are never made
+                [call if self._is_removed(number) else next(others) for number, call in enumerate(calls)]
+                for calls, others in zip(self.calls, captured, strict=True)
+            ]
+            kept = next(number for number in range(first, len(self.calls[0])) if not self._is_removed(number))
+            self.converted_hidden = _read_by(self.converted_calls, kept)
+        else:
+            self.converted_hidden = _read_by(self.calls, first)
+        self.hidden = _read_by(self.calls, first)
+
+    def _is_removed(self, number: int) -> bool:
+        return self.calls[0][number].name in self.removed
 
     def run_dense(
         self, tasks: Sequence[Task], writers: Sequence[Writer], neurons: Mapping[str, ResidualMoments] = NONE
@@ -207,6 +238,7 @@ class States:
             writers: of the layer.
             neurons: path of a writer → moments of its inputs, to which those are added.
         """
+        self.reached, self.across = self.places.stop, set[str]()
         gathered = InputMoments([task.site for task in tasks])
         self.inputs: list[list[Tensor]] = [[] for _ in self.batches]
         self.targets: list[list[dict[str, Tensor]]] = [[] for _ in self.batches]
@@ -241,6 +273,25 @@ class States:
                 run(number)
         return Gathered(gathered.moments(), weights.weights(), weights.mean_squares())
 
+    def cross_gap(self, writers: Sequence[Writer], targets: Mapping[str, Writer]) -> None:
+        """Run the dense layers behind the one that is entered which the converted model lacks.
+
+        A writer among the keys of `targets` is then to be fitted to the dense stream after that other one.
+        """
+        while self.reached < len(self.calls[0]):
+            call, stack = self.calls[0][self.reached], self.calls[0][self.places.start].name.rpartition(".")[0]
+            if not self._is_removed(self.reached) or call.name.rpartition(".")[0] != stack:
+                return
+            across = {writer.name: targets[writer.name] for writer in writers if writer.name in targets}
+            here = {name: target for name, target in across.items() if target.layer == call.name}
+            self.across |= here.keys()
+            with written_by(self.dense, list(here.values())) as written:
+                for number, calls in enumerate(self.calls):
+                    self.hidden[number] = self.keep(calls[self.reached].run(self.dense, self.hidden[number]))
+                    for name, target in here.items():
+                        self.targets[number][-1][name] = self.keep(written.pop(target.name).stream)
+            self.reached += 1
+
     def variance(self, writer: Writer) -> float:
         """Return the variance of the dense residual stream after a writer, E‖x − mean‖²; 0 where it is rounding."""
         total, squares, count = torch.zeros(()), 0.0, 0
@@ -266,8 +317,10 @@ class States:
                         self.converted_calls[number][place].run(self.converted, start)
                     if writer.name not in written or writer.name not in targets:
                         raise CalibrationError(f"{writer.name} is not called with every batch; pass batches alike")
-                    call = written.pop(writer.name)
-                    gathered.add(call.inputs, call.stream, targets[writer.name], writer, mask, number in self.used)
+                    call, target = written.pop(writer.name), targets[writer.name]
+                    if writer.name in self.across:
+                        target = as_read(self.converted, writer, call.stream, target)
+                    gathered.add(call.inputs, call.stream, target, writer, mask, number in self.used)
         return gathered
 
     def run_converted(self) -> None:

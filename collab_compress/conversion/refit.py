@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from collab_compress.architectures import transformers_model
 from collab_compress.calibration import Batch, Calibration, calibration_batches, evaluation_mode
 from collab_compress.checkpoint import all_or_nothing
-from collab_compress.conversion.chain import single_layers
+from collab_compress.conversion.chain import numbered_layers, single_layers
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.fit import Refitted, check_weights, install_refits
@@ -87,6 +87,12 @@ def refit(
     refitted = sharing_copy(model)
     with evaluation_mode(refitted):
         writers = find_writers(refitted, single_layers(refitted, used[0]))
+    counts = [len(numbered_layers(one)) for one in (refitted, dense)]
+    if counts[0] != counts[1]:
+        raise HeadError(
+            f"{type(model).__name__} has {counts[0]} layers, and {counts[1]} in the dense model; they were refitted "
+            "when the others were removed, so leave refitting out"
+        )
     dense_modules = dict(dense.named_modules())
     for writer in writers:
         width, dense_width = width_out(refitted.get_submodule(writer.name)), width_out(dense_modules.get(writer.name))

@@ -175,6 +175,8 @@ class Report:
         choice: which widths `keep` chose, and why; empty without `keep`.
         refits: refitted layers, in the order of the forward pass.
         feed_forward: feed-forward blocks with fewer neurons.
+        removed_layers: paths in the dense model of the layers that were removed. All other paths are those in the
+            converted model.
     """
 
     modules: tuple[ModuleReport, ...]
@@ -190,6 +192,7 @@ class Report:
     choice: str = ""
     refits: tuple[RefitReport, ...] = ()
     feed_forward: tuple[FeedForwardReport, ...] = ()
+    removed_layers: tuple[str, ...] = ()
 
     def _parts(self) -> dict[str, Sequence[PartReport]]:
         return {"dk": self.modules, "dv": self.values, "dff": self.feed_forward}
@@ -219,6 +222,8 @@ class Report:
             drift = self.drift
             moved = f"outputs ({drift.output}) move by {drift.relative_error:.1%}"
             lines.append(f"{moved} on {drift.sequences} held-back sequences")
+        if self.removed_layers:
+            lines.append(f"without {', '.join(self.removed_layers)}")
         for part, entries in self._parts().items():
             if entries:
                 widths = width_range(getattr(entry, part) for entry in entries)

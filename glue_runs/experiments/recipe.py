@@ -294,7 +294,7 @@ class Recipe:
         """Name of the conversion; None without one."""
         if self.compression is None:
             return None
-        widths = {name: getattr(self.compression, name) for name in ("dk", "dv", "dff", "keep")}
+        widths = {name: getattr(self.compression, name) for name in ("layers", "dk", "dv", "dff", "keep")}
         return self.conversion or "-".join(f"{name}{width}" for name, width in widths.items() if width is not None)
 
     @property

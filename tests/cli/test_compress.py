@@ -90,12 +90,25 @@ def test_a_stock_model_needs_no_package(run, model_dir, tmp_path, fails, stock_p
     )
     for widths in (("--dk", 12), ("--dk", 12, "--dff", 16), ("--dv", 12, "--dff", 16), ("--keep", 0.6)):
         message = fails(model_dir, *widths, "--stock", "--output", tmp_path / "out")
-        assert "--stock takes --dff N, or --dk N and --dv N together, and neither --keep" in message
+        assert "--stock takes --dff N or --layers N, or --dk N and --dv N together, and neither --keep" in message
     options = ("--dff", 16, "--stock", "--sequences", 64)
     assert run(model_dir, *options, "--output", tmp_path / "blocks")[0] == 0
     done = stock_python(
         "from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1])", tmp_path / "blocks"
     )
+    assert done.returncode == 0, done.stderr
+
+
+def test_fewer_layers_make_a_model_that_needs_no_package(run, model_dir, tmp_path, stock_python):
+    output = tmp_path / "shallow"
+    code, printed, error = run(model_dir, "--layers", 1, "--dff", 16, "--stock", "--output", output)
+    assert code == 0, error
+    removed = json.loads((output / "collab_compress.json").read_text(encoding="utf-8"))["report"]["removed_layers"]
+    assert len(removed) == 1
+    assert f"Without {removed[0]}; " in printed
+    assert f"Layers of the source that were removed: {removed[0]} (" in (output / "README.md").read_text("utf-8")
+    code = "from transformers import AutoModel; assert len(AutoModel.from_pretrained(sys.argv[1]).encoder.layer) == 1"
+    done = stock_python(code, output)
     assert done.returncode == 0, done.stderr
 
 
@@ -145,7 +158,9 @@ def test_same_as_the_python_api(run, model_dir, tmp_path):
         (["--dff", "8", "--recover"], "--recover trains converted attention"),
         (["--dff", "8", "--calibration", "none"], "dff takes calibration data"),
         (["--dff", "8", "--refit", "False"], "leave out refit"),
-        (["--mix", "--sweeps", "9"], "--sweeps belongs to a conversion; pass --dk, --dv or --dff too, or leave it"),
+        (["--mix", "--sweeps", "9"], "--sweeps belongs to a conversion; pass --dk, --dv, --dff or --layers too"),
+        (["--layers", "1", "--dk", "8", "--recover"], "leave out --layers or --recover"),
+        (["--layers", "2"], "layers is 2, and the deepest stack of BertForSequenceClassification has 2"),
     ],
 )
 def test_bad_arguments(fails, model_dir, tmp_path, arguments, message):

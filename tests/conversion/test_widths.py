@@ -197,12 +197,12 @@ def test_the_length_is_one_that_nine_in_ten_texts_do_not_exceed(make_tiny):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": 0.5, "dk": 8}, "keep chooses dk, dv, dff and head_dim; leave those out"),
-        ({"keep": 0.5, "dff": 8}, "keep chooses dk, dv, dff and head_dim; leave those out"),
+        ({"keep": 0.5, "dk": 8}, "keep chooses dk, dv, dff and head_dim; leave those and layers out"),
+        ({"keep": 0.5, "dff": 8}, "keep chooses dk, dv, dff and head_dim; leave those and layers out"),
         ({"keep": 1.5}, "keep is 1.5; expected a number between 0 and 1"),
         ({"keep": "half"}, "keep is 'half'; expected a number"),
         ({"keep": 0.5, "solver": Solver(refit=False)}, "dff and keep refit"),
-        ({}, "none of dk, dv, dff and keep is given"),
+        ({}, "none of dk, dv, dff, layers and keep is given"),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(options, message):
