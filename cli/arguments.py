@@ -181,6 +181,7 @@ class CompressArguments(EditArguments):
       collab-compress minilm --dk 128 --head-dim 128
       collab-compress minilm --dk 128 --recover
       collab-compress ./my-classifier --mix
+      collab-compress ./my-multilingual-model --vocabulary 60000 --calibration texts.txt
     """
 
     compression: tyro.conf.OmitArgPrefixes[Conversion]
@@ -194,6 +195,11 @@ class CompressArguments(EditArguments):
 
     mix: bool = False
     """Add head mixing (alphas), to be trained; alone, or after conversion."""
+
+    vocabulary: Annotated[str | None, tyro.conf.arg(metavar="N|FILE")] = None
+    """Keep N tokens of the vocabulary, those that --calibration texts (or the built-in ones) have most often, or the
+    tokens of a file, one a line, as tokenizer.json writes them; special tokens and single characters or bytes always
+    stay. The tokenizer is saved with the model, which is a plain one. Alone, or before conversion."""
 
     calibration: Annotated[str, tyro.conf.arg(metavar=CALIBRATIONS)] = AUTO
     """Data to calibrate on: the built-in English texts, with random tokens beside them; random tokens alone (noise
@@ -222,13 +228,13 @@ class CompressArguments(EditArguments):
                 raise CollabCompressError(
                     "--recover compares each attention module with the dense one; leave out --layers or --recover"
                 )
-        elif self.mix:
-            self._check_mix()
+        elif self.mix or self.vocabulary is not None:
+            self._check_alone()
         else:
             object.__setattr__(self, "compression", replace(self.compression, keep=KEEP))
 
     def _check_plan(self) -> None:
-        others = ("mix", "stock", "recover")
+        others = ("mix", "stock", "recover", "vocabulary")
         unused = [
             *_changed(self.compression.solver),
             *_changed(self.compression),
@@ -249,12 +255,12 @@ class CompressArguments(EditArguments):
                 "--stock takes --dff N or --layers N, or --dk N and --dv N together, and neither --keep nor --mix"
             )
 
-    def _check_mix(self) -> None:
+    def _check_alone(self) -> None:
         unused = [
             *_changed(self.compression.solver),
             *_changed(self.compression),
             *_changed(self.calibration_options),
-            *(["calibration"] if self.calibration != AUTO else []),
+            *(["calibration"] if self.calibration != AUTO and self.vocabulary is None else []),
             *(["recover"] if self.recover is not None else []),
         ]
         if unused:
@@ -268,6 +274,8 @@ class CompressArguments(EditArguments):
         widths = {name: getattr(self.compression, name) for name in ("layers", "keep", "dk", "dv", "dff")}
         converted = "".join(f"-{name}{width}" for name, width in widths.items() if width is not None)
         recovered = "" if self.recover is None else "-recovered"
+        if self.vocabulary is not None:
+            converted = f"-vocabulary{self.vocabulary if self.vocabulary.isdecimal() else ''}{converted}"
         return converted + recovered + ("-stock" if self.stock else "") + ("-mixed" if self.mix else "")
 
 

@@ -1,7 +1,9 @@
 """`collab-compress`: make layers of a pretrained model smaller, or let its heads mix."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from collab_compress import (
@@ -9,10 +11,12 @@ from collab_compress import (
     Compression,
     ModuleReport,
     Report,
+    VocabularyReport,
     alphas_of,
     compress,
     is_converted,
     mix_heads_,
+    trim_vocabulary_,
 )
 from collab_compress.analysis import Latency, model_latency, plan
 from collab_compress.architectures import find_attention
@@ -23,6 +27,7 @@ from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.expand import refuse_stock, to_stock
 from collab_compress.conversion.recovery import attention_digest
 from collab_compress.conversion.report import RefitReport, ValueReport
+from collab_compress.errors import one_line
 
 from .arguments import CompressArguments as Arguments
 from .arguments import with_steps
@@ -56,6 +61,7 @@ def run(arguments: Arguments) -> Report | None:
     if arguments.recover is not None:
         check_steps(arguments.recover, arguments.calibration)
     data = text_file(arguments.calibration)
+    tokens = None if arguments.vocabulary is None else _tokens(arguments)
     source, output = begin(arguments, arguments.suffix, edited=False, inputs=[] if data is None else [data])
     if arguments.stock and arguments.compression.dk is not None:
         refuse_stock(source.model)
@@ -63,17 +69,24 @@ def run(arguments: Arguments) -> Report | None:
     digest = attention_digest(source.model)
     calibration = resolved(arguments.calibration, source.model, source.tokenizer)
     lines: list[str] = []
-    report = None
+    trimming, report = None, None
+    if tokens is not None:
+        texts = "builtin" if data is None else arguments.calibration
+        trimming = trim_vocabulary_(source.model, source.tokenizer, texts, tokens=tokens)
+        lines += [*str(trimming).splitlines(), ""]
+    dense = None
+    if arguments.recover is not None:
+        dense = load_model(source.directory) if trimming is None else copy.deepcopy(source.model)
     if arguments.compression.converts:
         report, latency = _convert(source, arguments)
         lines += _report_lines(report, calibration, latency)
     recovery = None
     if arguments.recover is not None and not is_converted(source.model):  # by --keep
         lines.append("Attention stays as it is, so there was nothing to train.")
-    elif arguments.recover is not None:
+    elif arguments.recover is not None and dense is not None:
         recovery = recover(
             source,
-            load_model(source.directory),
+            dense,
             arguments.calibration,
             steps=arguments.recover,
             length=arguments.calibration_options.length,
@@ -94,13 +107,17 @@ def run(arguments: Arguments) -> Report | None:
         record["revision"] = arguments.saving.revision
     if recovery is not None:
         record["recovery"] = recovery
+    if trimming is not None:
+        record["vocabulary"] = asdict(trimming)
+    notes = [] if trimming is None else [_vocabulary_note(trimming)]
     finish(
         source,
         output,
         arguments.saving,
         record,
         lines + _mixing_lines(mixed),
-        notes=[] if recovery is None else [recovery_note(recovery)],
+        notes=notes if recovery is None else [*notes, recovery_note(recovery)],
+        new_tokens=trimming is not None,
         compression=None if report is None else _compression(arguments, report),
         calibration=None if report is None else _calibration_words(source, calibration),
         report=report,
@@ -109,6 +126,38 @@ def run(arguments: Arguments) -> Report | None:
 
 
 main = main_of("collab-compress", Arguments, run, with_steps)
+
+
+def _tokens(arguments: Arguments) -> int | list[str]:
+    """Return how many tokens stay, or which.
+
+    Raises:
+        CollabCompressError: the file cannot be read, or there are no texts to count tokens in.
+    """
+    words = arguments.vocabulary or ""
+    if words.isdecimal():
+        if text_file(arguments.calibration) is None and arguments.calibration not in ("auto", "builtin"):
+            raise CollabCompressError(
+                f"--vocabulary {words} counts tokens in texts, and --calibration {arguments.calibration} has none; "
+                "pass a file of texts, or name the tokens in a file: --vocabulary FILE"
+            )
+        return int(words)
+    try:
+        lines = Path(words).expanduser().read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise CollabCompressError(
+            f"--vocabulary {words}: {one_line(error)}; expected a number of tokens, or a file with one a line"
+        ) from error
+    return [line.rstrip("\r") for line in lines if line.rstrip("\r")]
+
+
+def _vocabulary_note(report: VocabularyReport) -> str:
+    """Return the sentences about a smaller vocabulary for a model card."""
+    return (
+        f"Of the vocabulary of {report.tokens_before:,} tokens {report.tokens_after:,} stay, in the tokenizer and in "
+        "the embeddings. A text whose tokens all stay has the same hidden states; others have more tokens: "
+        f"{report.length - 1:+.1%} over {report.texts} texts."
+    )
 
 
 def _plan(arguments: Arguments) -> None:

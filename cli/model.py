@@ -307,6 +307,7 @@ def finish(
     lines: Sequence[str],
     *,
     notes: Sequence[str] = (),
+    new_tokens: bool = False,
     **conversion: Any,
 ) -> None:
     """Save the model with its companion files, its card and its record; print lines; upload it if `saving` says so.
@@ -320,6 +321,7 @@ def finish(
         record: for `collab_compress.json` and `--json`.
         lines: to print.
         notes: paragraphs for the card.
+        new_tokens: whether the tokenizer has changed, and is saved too.
         conversion: compression, calibration and report for `model_card`.
 
     Raises:
@@ -335,7 +337,9 @@ def finish(
     with ExitStack() as both:
         report_file = None if saving.json is None else both.enter_context(atomic_file(saving.json))
         partial = both.enter_context(atomic_directory(output))
-        copy_companions(source.directory, partial)
+        copy_companions(source.directory, partial, tokens=not new_tokens)
+        if new_tokens:
+            source.tokenizer.save_pretrained(partial)
         try:
             model.save_pretrained(partial)
         except ValueError as error:  # generation settings that Transformers reads, but refuses to write

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from collab_compress import CollabCompressError, is_converted
 from collab_compress.calibration import calibration_batches
 from collab_compress.calibration.batches import is_none, resolved, text_file
+from collab_compress.calibration.tokenization import vocabulary_size
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.recovery import attention_digest, recover_
@@ -50,6 +51,11 @@ def run(arguments: Arguments) -> dict[str, Any]:
         raise CollabCompressError(
             f"{arguments.model} was converted from {record['model']}, but {dense_directory} holds other attention "
             "weights than that; pass --dense with the model that was converted"
+        )
+    if vocabulary_size(dense) != vocabulary_size(source.model):
+        raise CollabCompressError(
+            f"{arguments.model} knows {vocabulary_size(source.model)} tokens, and {dense_directory} "
+            f"{vocabulary_size(dense)}; trim that model alone by the same --vocabulary, and pass it as --dense"
         )
     recovery = recover(
         source,

@@ -26,6 +26,7 @@ if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
     from collab_compress.heads.importance import head_importance
     from collab_compress.heads.pruning import PrunedEdit, prune_heads_
     from collab_compress.options import CalibrationOptions, Compression, Solver
+    from collab_compress.vocabulary import VocabularyReport, trim_vocabulary_
 
     # What makes stock `from_pretrained` rebuild converted models.
     EDITS.update({edit.kind: edit for edit in (AlphasEdit, PrunedEdit)} | dict.fromkeys(FORM_KINDS, FormEdit))
@@ -49,6 +50,7 @@ __all__ = [
     "Report",
     "Solver",
     "UnsupportedModelError",
+    "VocabularyReport",
     "alphas_of",
     "compress",
     "describe",
@@ -60,4 +62,5 @@ __all__ = [
     "mix_heads_",
     "prune_heads_",
     "read_factors",
+    "trim_vocabulary_",
 ]

@@ -34,6 +34,11 @@ def why_not_builtin(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     """
     if model.config.is_encoder_decoder:
         return f"{type(model).__name__} reads a source and a target"
+    return why_not_english(tokenizer)
+
+
+def why_not_english(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return what keeps a tokenizer from English texts, as a clause; None if nothing does."""
     texts = _lines("sentences.txt")[:SAMPLE]
     try:
         rows = encode(tokenizer, texts, add_special_tokens=False, verbose=False)["input_ids"]

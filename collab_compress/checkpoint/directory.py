@@ -53,6 +53,8 @@ COMPANIONS = {
     "generation_config.json",
 }
 """Names of the files that are copied along with a model."""
+OF_TOKENS = {*TOKENIZER_FILES, *TOKENIZERS.split(), "generation_config.json"}
+"""Names of those that hold tokens or their ids."""
 MODULE_FILES = {
     *("config.json", "model.safetensors.index.json", "idf.json"),
     *(f"{name}_config.json" for name in ("wordembedding", "whitespacetokenizer", "phrasetokenizer", "lstm", "cnn")),
@@ -300,9 +302,17 @@ def _holds_weights(path: Path) -> bool:
     return WEIGHTS.fullmatch(path.name) is not None
 
 
-def copy_companions(directory: Path, target: Path) -> None:
-    """Copy the files of `companions_of` without references to the model's own code, which is not copied."""
+def copy_companions(directory: Path, target: Path, tokens: bool = True) -> None:
+    """Copy the files of `companions_of` without references to the model's own code, which is not copied.
+
+    Args:
+        directory: of the model.
+        target: where to copy them.
+        tokens: whether those are copied too that hold tokens of the model or their ids.
+    """
     for name in companions_of(directory):
+        if not tokens and str(name) in OF_TOKENS:
+            continue
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(directory / name, target / name)
         stored = (target / name).read_bytes()

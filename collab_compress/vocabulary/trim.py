@@ -1,0 +1,326 @@
+"""Trim the vocabulary of a model and its tokenizer, in place and all or nothing."""
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from collab_compress.architectures import transformers_model
+from collab_compress.calibration import evaluation_mode, run_batch
+from collab_compress.calibration.batches import evenly_spaced
+from collab_compress.calibration.builtin import builtin_texts, why_not_english
+from collab_compress.calibration.files import Text, read_texts, texts_of
+from collab_compress.calibration.gather import forward_arguments
+from collab_compress.calibration.noise import reads_images_too
+from collab_compress.calibration.tokenization import encode
+from collab_compress.checkpoint import all_or_nothing, is_quantized
+from collab_compress.checkpoint.edits import configs_inside, models_in
+from collab_compress.errors import CalibrationError, CompressionError, UnsupportedModelError, one_line
+from collab_compress.heads.sharding import refuse_unwritable
+from collab_compress.vocabulary.tokens import Vocabulary, reloaded
+
+HELD_BACK = 8  # one text in so many is not counted
+PROBED = 16  # tokens that the model reads before and after
+TOLERANCE = 1e-3  # of the hidden states on them, relative to the largest
+SIZES = ("vocab_size", "decoder_vocab_size")
+NAMES_IDS = re.compile(r"(token_ids?|token_index|padding_idx|suppress_tokens|(bad|force)_words_ids|sequence_bias)$")
+"""Names of settings and attributes that hold ids of tokens."""
+
+
+@dataclass(frozen=True)
+class VocabularyReport:
+    """What trimming a vocabulary removes, and what it does to texts that were not counted.
+
+    Args:
+        tokens_before: number of rows of the input embeddings.
+        tokens_after: the same, afterwards.
+        parameters_before: number of parameters of the model.
+        parameters_after: the same, afterwards.
+        texts: number of texts held back.
+        same: how many of these keep their tokens.
+        length: number of tokens in all of them, as a multiple of what it was.
+    """
+
+    tokens_before: int
+    tokens_after: int
+    parameters_before: int
+    parameters_after: int
+    texts: int
+    same: int
+    length: float
+
+    def __str__(self) -> str:
+        share = self.parameters_after / self.parameters_before - 1
+        return (
+            f"vocabulary {self.tokens_before:,} → {self.tokens_after:,}\n"
+            f"{self.parameters_before:,} → {self.parameters_after:,} parameters ({share:+.1%})\n"
+            f"{self.same} of {self.texts} held-back texts keep their tokens; all have {self.length - 1:+.1%} tokens"
+        )
+
+
+@torch.inference_mode(False)
+def trim_vocabulary_(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    texts: str | Path | Sequence[Text] = "builtin",
+    *,
+    tokens: int | Iterable[str],
+) -> VocabularyReport:
+    """Keep some tokens of `tokenizer` and their rows of the embeddings of `model`, in place and all or nothing.
+
+    Special and added tokens stay, single characters or bytes, tokens that the config names, then the most frequent
+    tokens of the texts, then the first ones in the tokenizer's own order. A text whose tokens all stay has the same
+    hidden states. Any other text is divided into more tokens, and is never unknown where it was not before. Both are
+    checked, on the held-back texts and on a few tokens that the model reads. Ids keep their order. Rows of the
+    embeddings without a token are removed. Both stay ordinary: save them with `save_pretrained`. Changed parameters
+    are new objects: make an optimizer afterwards.
+
+    Args:
+        model: reads texts; a Transformers model, or a SentenceTransformer that holds one.
+        tokenizer: of the model, a fast one; not needed for a SentenceTransformer.
+        texts: what is counted, but for an eighth: "builtin" (English texts that come with the package), a file or a
+            data set (`read_texts`), or texts and text pairs.
+        tokens: how many stay, or which, as the tokenizer writes them ("##ing", "Ġthe").
+
+    Returns:
+        Sizes, and how the held-back texts changed.
+
+    Raises:
+        CompressionError: too few tokens for those that must stay, or no fewer than before; a token that there is not;
+            a slow tokenizer, or one of another kind; embeddings with fewer rows than tokens; a quantized or a sharded
+            model.
+        CalibrationError: there are no texts, or the tokenizer does not know the language of the built-in ones.
+        UnsupportedModelError: the model has no plain embeddings, or other weights of the vocabulary's size.
+    """
+    if tokenizer is None:
+        tokenizer = getattr(model, "tokenizer", None)  # of a SentenceTransformer
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise CompressionError(f"tokenizer is a {type(tokenizer).__name__}; expected the fast tokenizer of the model")
+    model = transformers_model(model)
+    refuse_unwritable(model, "trim_vocabulary_", CompressionError)
+    vocabulary = Vocabulary(tokenizer)
+    size = _rows(model)
+    if max(vocabulary.tokens) >= size:
+        raise CompressionError(
+            f"the tokenizer has token {max(vocabulary.tokens)}, but {type(model).__name__} has embeddings of {size} "
+            "tokens; the tokenizer is not this model's"
+        )
+    named = {number for number in _ids_in(model) if 0 <= number < size}
+    counted, held_back = _divided(texts, tokenizer)
+    kept = _chosen(vocabulary, tokens, vocabulary.must_stay(named), _encoded(tokenizer, counted))
+    rows = [*sorted(kept), *sorted(named - vocabulary.tokens.keys())]
+    new = {old: place for place, old in enumerate(rows)}
+    trimmed = reloaded(tokenizer, vocabulary.reduced({old: new[old] for old in kept}), new)
+    if trimmed.get_vocab() != {vocabulary.tokens[old]: new[old] for old in kept}:
+        raise CompressionError(
+            f"{type(tokenizer).__name__} gives tokens other ids than its tokenizer.json; load it as a "
+            "PreTrainedTokenizerFast first"
+        )
+    before, after = _encoded(tokenizer, held_back), _encoded(trimmed, held_back)
+    same = _unchanged(before, after, new, tokenizer.unk_token_id)
+    parameters = model.num_parameters()
+    probe = evenly_spaced(sorted(kept - set(tokenizer.all_special_ids)), PROBED)
+    with all_or_nothing(model):
+        states = _states(model, probe)
+        _cut_(model, size, rows, new)
+        changed = _states(model, [new[number] for number in probe])
+        states = states[..., rows] if states.shape[-1] == size else states  # logits
+        if not torch.allclose(states, changed, rtol=0, atol=TOLERANCE * float(states.abs().max())):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} computes something else with a smaller vocabulary, so it depends on the ids "
+                "of tokens in a way that is not known here; keep its vocabulary"
+            )
+    vars(trimmed)["name_or_path"] = tokenizer.name_or_path
+    vars(tokenizer).clear()
+    vars(tokenizer).update(vars(trimmed))
+    length = sum(map(len, after)) / max(1, sum(map(len, before)))
+    return VocabularyReport(size, len(rows), parameters, model.num_parameters(), len(before), same, length)
+
+
+def _divided(
+    texts: str | Path | Sequence[Text], tokenizer: PreTrainedTokenizerBase
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the texts to count, and those held back."""
+    if isinstance(texts, str) and texts == "builtin":
+        if (reason := why_not_english(tokenizer)) is not None:
+            raise CalibrationError(f"the built-in texts are English, and {reason}; pass texts")
+        rows = builtin_texts(pairs=False)
+    else:
+        rows, _ = read_texts(texts) if isinstance(texts, str | Path) else texts_of(texts, "texts")
+    singles = list(chain.from_iterable((row,) if isinstance(row, str) else row for row in rows))
+    held_back = singles[HELD_BACK - 1 :: HELD_BACK]
+    counted = [text for place, text in enumerate(singles) if (place + 1) % HELD_BACK]
+    return counted, held_back or counted
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    try:
+        rows: list[list[int]] = encode(tokenizer, list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    except Exception as error:  # tokenizers raises plain exceptions
+        raise CalibrationError(f"the texts cannot be encoded: {one_line(error)}") from error
+    return rows
+
+
+def _chosen(
+    vocabulary: Vocabulary, tokens: int | Iterable[str], stay: Collection[int], rows: Sequence[Sequence[int]]
+) -> set[int]:
+    """Return the ids of the tokens that stay."""
+    most = len(vocabulary.tokens)
+    if not isinstance(tokens, int | Integral):
+        named = list(tokens)
+        unknown = next((token for token in named if token not in vocabulary.ids), None)
+        if unknown is not None:
+            raise CompressionError(
+                f"the tokenizer has no token {unknown!r}; expected tokens as it writes them, such as "
+                f"{vocabulary.tokens[most // 2]!r}"
+            )
+        return {*stay, *vocabulary.closed(vocabulary.ids[token] for token in named)}
+    if not len(stay) <= tokens < most:
+        raise CompressionError(
+            f"tokens is {tokens}; expected at least {len(stay)}, as many as must stay (special and added tokens, "
+            f"single characters or bytes), and fewer than the {most} that there are"
+        )
+    return vocabulary.most_frequent(Counter(chain.from_iterable(rows)), int(tokens), stay)
+
+
+def _unchanged(
+    before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], new: Mapping[int, int], unknown: int | None
+) -> int:
+    """Return how many texts keep their tokens, or raise if one should and does not, or has more that is unknown."""
+    same = 0
+    for old, row in zip(before, after, strict=True):
+        keeps = all(number in new for number in old)
+        more = unknown is not None and row.count(new[unknown]) > old.count(unknown)
+        if more or (keeps and [new[number] for number in old] != list(row)):
+            raise CompressionError(
+                "the trimmed tokenizer divides a held-back text in another way than expected, because its class "
+                "changes what tokenizer.json says; load it as a PreTrainedTokenizerFast first"
+            )
+        same += keeps
+    return same
+
+
+def _embeddings(model: PreTrainedModel) -> Iterator[Any]:
+    """Yield the input and output embeddings of a model and the models inside it."""
+    for inner in models_in(model):
+        for get in (inner.get_input_embeddings, inner.get_output_embeddings):
+            try:
+                layer = get()
+            except NotImplementedError:
+                continue
+            if layer is not None:
+                yield layer
+
+
+def _rows(model: PreTrainedModel) -> int:
+    """Return the number of rows of the embeddings, or raise unless these can be cut."""
+    what = type(model).__name__
+    if is_quantized(model):
+        raise CompressionError(f"{what} is quantized; trim the vocabulary of the unquantized checkpoint instead")
+    if model.main_input_name != "input_ids" or reads_images_too(model):
+        raise UnsupportedModelError(f"{what} reads more than texts; its vocabulary cannot be trimmed")
+    layers = list(_embeddings(model))
+    rows = {len(layer.weight) for layer in layers if isinstance(layer, nn.Embedding | nn.Linear)}
+    if len(rows) != 1 or not all(isinstance(layer, nn.Embedding | nn.Linear) for layer in layers):
+        raise UnsupportedModelError(
+            f"{what} has embeddings of {' and '.join(map(str, sorted(rows))) or 'no'} tokens in "
+            f"{', '.join(sorted({type(layer).__name__ for layer in layers})) or 'no layer'}; expected plain ones "
+            "of one size"
+        )
+    return rows.pop()
+
+
+def _holders(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """Return the attributes of all modules, configs and generation settings of a model, each once."""
+    holders: list[Any] = list(model.modules())
+    for inner in models_in(model):
+        holders += [*configs_inside(inner.config), getattr(inner, "generation_config", None)]
+    return list({id(holder): vars(holder) for holder in holders if holder is not None}.values())
+
+
+def _ids_in(model: PreTrainedModel) -> set[int]:
+    """Return the ids that modules, configs and generation settings name."""
+    ids: set[int] = set()
+    for holder in _holders(model):
+        for name, value in holder.items():
+            if NAMES_IDS.search(name):
+                _mapped(value, lambda number: ids.add(number))
+    return ids
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    """Return nested ids, each changed."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return change(value)
+    if isinstance(value, dict):
+        return {_mapped(key, change): _mapped(part, change) for key, part in value.items()}
+    return type(value)(_mapped(part, change) for part in value) if isinstance(value, list | tuple) else value
+
+
+def _cut_(model: PreTrainedModel, size: int, rows: Sequence[int], new: Mapping[int, int]) -> None:
+    """Leave some rows of everything of the vocabulary's size, and write the new ids and sizes, in place."""
+    shared = {id(layer.weight) for layer in _embeddings(model)}
+    cut: dict[int, Tensor] = {}  # tied parameters stay tied
+    others = set()  # embeddings of positions, whose padding_idx is no token
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and id(module.weight) not in shared:
+            others.add(id(vars(module)))
+        for holder in (module._parameters, module._buffers):
+            for name, tensor in list(holder.items()):
+                if tensor is None or size not in tensor.shape:
+                    continue
+                if id(tensor) not in cut:
+                    cut[id(tensor)] = _remaining(f"{path}.{name}", tensor, rows, size, id(tensor) in shared)
+                holder[name] = cut[id(tensor)]
+                if isinstance(module, nn.Embedding | nn.Linear):
+                    setattr(
+                        module, "num_embeddings" if isinstance(module, nn.Embedding) else "out_features", len(rows)
+                    )
+    for inner in models_in(model):
+        if getattr(inner, "generation_config", None) is not None:
+            inner.generation_config = copy.deepcopy(inner.generation_config)  # the old one is restored after an error
+    for attributes in _holders(model):
+        for name, value in list(attributes.items()):
+            if name in SIZES and value == size:
+                attributes[name] = len(rows)
+            elif NAMES_IDS.search(name) and id(attributes) not in others:
+                attributes[name] = _mapped(value, lambda number: new.get(number, number))
+
+
+def _remaining(path: str, tensor: Tensor, rows: Sequence[int], size: int, is_embedding: bool) -> Tensor:
+    """Return some rows of an embedding, or some numbers of a bias of the head.
+
+    Raises:
+        UnsupportedModelError: the tensor at `path` is neither.
+    """
+    if not is_embedding and not (path.endswith("bias") and tensor.numel() == size):
+        raise UnsupportedModelError(
+            f"{path} has shape {tuple(tensor.shape)} and is no input or output embedding, so it is not known whether "
+            f"it belongs to the {size} tokens; keep the vocabulary"
+        )
+    index = torch.tensor(rows, device=tensor.device)
+    remaining = tensor.detach().index_select(0 if is_embedding else tensor.dim() - 1, index)
+    return nn.Parameter(remaining, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else remaining
+
+
+def _states(model: PreTrainedModel, numbers: Sequence[int]) -> Tensor:
+    """Return the outputs of the base model for a few tokens, (1, T, …)."""
+    base: Any = model.base_model
+    ids = torch.tensor([list(numbers)])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    known = forward_arguments(base)
+    if "decoder_input_ids" in known:
+        batch["decoder_input_ids"] = ids
+    with evaluation_mode(base):
+        output = run_batch(base, {name: value for name, value in batch.items() if name in known})
+    states: Tensor = output[0].float()
+    return states
