@@ -17,7 +17,7 @@ from quality import Embeddings
 
 from collab_compress import trim_vocabulary_
 
-SHARES = (1 / 2, 1 / 4, 1 / 8)
+SHARES = (1 / 2, 1 / 4)
 SENTENCES = 1024
 
 

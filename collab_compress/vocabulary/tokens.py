@@ -9,7 +9,8 @@ A text whose tokens all stay keeps them, in each of the three models that `token
   token of the lowest score stays too, because the score of an unknown character is counted from it.
 
 Every other text still has tokens, because all single characters stay, or all bytes where a tokenizer writes what it
-does not know as bytes. A token with a character that is none of the tokens by itself stays.
+does not know as bytes (and characters of ASCII, which a model has seldom read as bytes). A token with a character
+that is none of the tokens by itself stays.
 """
 
 import json
@@ -79,7 +80,9 @@ class Vocabulary:
         tokens = {self.tokens[number] for number in {*self._always, *named} if number in self.tokens}
         writes_bytes = self.model.get("byte_fallback") and "ByteFallback" in json.dumps(self.state["decoder"])
         if writes_bytes and self.pieces >= BYTES:
-            tokens |= BYTES | ({SPACE} & self.pieces)
+            tokens |= BYTES | {
+                piece for piece in self.pieces if piece == SPACE or (len(piece) == 1 and piece.isascii())
+            }
         else:
             for piece in self.pieces:
                 symbols = self._symbols(piece)

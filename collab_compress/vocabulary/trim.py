@@ -175,6 +175,8 @@ def _chosen(
 ) -> set[int]:
     """Return the ids of the tokens that stay."""
     most = len(vocabulary.tokens)
+    if isinstance(tokens, str) or not isinstance(tokens, int | Integral | Iterable):
+        raise CompressionError(f"tokens is {tokens!r}; expected how many tokens stay, or a list of them")
     if not isinstance(tokens, int | Integral):
         named = list(tokens)
         unknown = next((token for token in named if token not in vocabulary.ids), None)
@@ -184,7 +186,7 @@ def _chosen(
                 f"{vocabulary.tokens[most // 2]!r}"
             )
         return {*stay, *vocabulary.closed(vocabulary.ids[token] for token in named)}
-    if not len(stay) <= tokens < most:
+    if not len(stay) <= int(tokens) < most:
         raise CompressionError(
             f"tokens is {tokens}; expected at least {len(stay)}, as many as must stay (special and added tokens, "
             f"single characters or bytes), and fewer than the {most} that there are"
@@ -229,6 +231,8 @@ def _rows(model: PreTrainedModel) -> int:
     if model.main_input_name != "input_ids" or reads_images_too(model):
         raise UnsupportedModelError(f"{what} reads more than texts; its vocabulary cannot be trimmed")
     layers = list(_embeddings(model))
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise CompressionError(f"{what} has weights that are not in memory; load it without offloading")
     rows = {len(layer.weight) for layer in layers if isinstance(layer, nn.Embedding | nn.Linear)}
     if len(rows) != 1 or not all(isinstance(layer, nn.Embedding | nn.Linear) for layer in layers):
         raise UnsupportedModelError(

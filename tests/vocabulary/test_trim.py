@@ -277,6 +277,15 @@ def test_heads_that_are_not_tied_are_cut_too():
     assert small.lm_head.out_features == len(rows)
 
 
+def test_a_row_that_the_config_names_stays_without_a_token():
+    model, tokenizer = pair_of("untied")
+    last = model.config.pad_token_id = len(tokenizer) + 2
+    row = model.model.embed_tokens.weight[last]
+    report = trim_vocabulary_(model, tokenizer, tokens=800)
+    assert (len(tokenizer), report.tokens_after, model.config.pad_token_id) == (800, 801, 800)
+    assert torch.equal(model.model.embed_tokens.weight[800], row)
+
+
 def test_the_most_frequent_tokens_of_the_texts_stay():
     model, tokenizer = pair_of("tied")
     texts = ["zebra quartz zebra"] * 20
@@ -332,6 +341,7 @@ def test_what_cannot_be_trimmed_is_refused_and_left_as_it_was(texts):
     refused(f"tokens is 5; {least}", tokens=5)
     refused(f"tokens is 700; {least}", tokens=700)
     refused("the tokenizer has no token 'Zebra'; expected tokens as it writes them", tokens=["the", "Zebra"])
+    refused("tokens is 'the'; expected how many tokens stay, or a list of them", tokens="the")
     refused("tokenizer is a NoneType; expected the fast tokenizer", tokenizer=None)
     small = BertForMaskedLM(BertConfig(**SMALL, vocab_size=650, pad_token_id=0))
     refused("the tokenizer has token 699, but BertForMaskedLM has embeddings of 650 tokens", model=small)
