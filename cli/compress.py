@@ -142,13 +142,19 @@ def _tokens(arguments: Arguments) -> int | list[str]:
                 "pass a file of texts, or name the tokens in a file: --vocabulary FILE"
             )
         return int(words)
+    path = Path(words).expanduser()
     try:
-        lines = Path(words).expanduser().read_text(encoding="utf-8").split("\n")
+        if path.exists() and not path.is_file():  # a pipe may never end
+            raise ValueError("not a file")
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
         raise CollabCompressError(
             f"--vocabulary {words}: {one_line(error)}; expected a number of tokens, or a file with one a line"
         ) from error
-    return [line.rstrip("\r") for line in lines if line.rstrip("\r")]
+    tokens = [line.rstrip("\r") for line in lines if line.rstrip("\r")]
+    if not tokens:
+        raise CollabCompressError(f"--vocabulary {words}: the file holds no token; expected one a line")
+    return tokens
 
 
 def _vocabulary_note(report: VocabularyReport) -> str:

@@ -67,11 +67,14 @@ def test_before_a_conversion_with_the_tokens_of_a_file(run, monkeypatch, model_d
             ("--vocabulary", "none.txt"),
             "--vocabulary none.txt: No such file or directory; expected a number of tokens",
         ),
+        (("--vocabulary", "tiny"), "--vocabulary tiny: not a file; expected a number of tokens"),
+        (("--vocabulary", "tiny/empty.txt"), "--vocabulary tiny/empty.txt: the file holds no token; expected one a"),
         (("--vocabulary", "9"), "tokens is 9; expected at least"),
     ],
 )
 def test_what_it_cannot_do_is_refused(run, monkeypatch, model_dir, tmp_path, arguments, message):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny" / "empty.txt").touch()
     code, _, error = run("tiny", *arguments)
     assert code == 2
     assert message in error
