@@ -9,8 +9,7 @@ Both measure on the validation text of the Penn Treebank.
 
 cache: shared rotary heads and their rivals. Perplexity of every token, or of masked ones (the same for all). Keys, or
 keys and values, at 3/4, 1/2 and 1/4 of their width, each calibrated on 128 blocks of random tokens and of training
-text, for every seed; recovery (`--recover STEPS`, 0 for none) is on new training text, after the first seed's
-conversion:
+text, for every seed:
 
 - shared: ours; `equal` is the same, with equally many channels for each frequency;
 - dropped: a layer keeps its strongest pairs of channels over all heads and frequencies, so that heads differ in
@@ -19,8 +18,7 @@ conversion:
   without: at a half and a quarter only.
 
 A singular value decomposition of each head's scores is no rival here, because it does not commute with the rotation;
-for each head's values it is, and narrows them beside dropped pairs. Rivals are recovered towards the predictions of
-the dense model, with the same steps and texts, and where values are narrower at the better of two learning rates.
+for each head's values it is, and narrows them beside dropped pairs.
 
 blocks: blocks keep 3/4, 1/2 and 1/3 of their neurons, alone or with half of the values. They are calibrated on 512
 chunks of 64 tokens: of the training texts, random, or written by the model itself. Perplexity is that of the first
@@ -44,7 +42,7 @@ import torch
 from collab_compress_glue_runs.metrics import token_losses
 from collab_compress_glue_runs.tasks import encode_language_model, encode_masked_language_model, load_task
 from datasets import Dataset
-from rivals import Batches, dropped, pooled, taught_
+from rivals import Batches, dropped, pooled
 from timing import append_record, read_records
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
@@ -52,13 +50,10 @@ from transformers.utils import logging
 
 from collab_compress import Compression, Solver, compress
 from collab_compress.calibration import Batch, calibration_batches
-from collab_compress.conversion import recover_
 from collab_compress.factorization import rotary
 
 LENGTH, BATCH, BLOCKS = 64, 16, 128
 SHARES = (0.75, 0.5, 0.25)
-RATES = (1e-3, 2e-4)
-"""Learning rates of recovery: where values are narrower the library takes the second, rivals the better one."""
 NEURONS = {"3/4": 3 / 4, "1/2": 1 / 2, "1/3": 1 / 3}
 CALIBRATED, SCORED = 512, 1000  # chunks
 
@@ -157,18 +152,16 @@ class Bench:
         print(json.dumps(record), flush=True)
         append_record(self.records, record)
 
-    def run(self, seeds: list[int], steps: int) -> None:
+    def run(self, seeds: list[int]) -> None:
         """Measure all cases, seed after seed."""
         self.measure(lambda: self.dense, way="dense")
         for seed, values, share in product(seeds, (False, True), SHARES):
             size = {"share": share, "values": values}
             self.calibrated(size, seed)
-            if steps and seed == seeds[0]:
-                self.recovered(size, seed, steps)
 
     def calibrated(self, size: dict[str, Any], seed: int) -> None:
-        """Measure conversions without recovery."""
-        case = {**size, "seed": seed, "steps": 0}
+        """Measure conversions of one size."""
+        case = {**size, "seed": seed}
         text, tokens = self.texts(seed), {"batches": "synthetic", "tokenizer": self.tokenizer, "seed": seed}
         self.measure(lambda: shared(self.dense, **size, batches=text), way="shared", data="text", **case)
         self.measure(lambda: shared(self.dense, **size, **tokens), way="shared", data="random", **case)
@@ -178,29 +171,7 @@ class Bench:
             self.measure(alike, way="dropped alike", data="text", **case)
         self.measure(lambda: dropped(self.dense, **size, batches=text), way="dropped", data="text", **case)
         if self.pools(size["share"]):
-            self.measure(lambda: pooled(self.dense, **size), way="pooled", **size, steps=0)
-
-    def recovered(self, size: dict[str, Any], seed: int, steps: int) -> None:
-        """Measure conversions after recovery towards the dense model's predictions."""
-        text, more = self.texts(seed), self.texts(seed + 1000, steps)
-        case = {**size, "data": "text", "seed": seed, "steps": steps}
-
-        def ours() -> PreTrainedModel:
-            model = shared(self.dense, **size, batches=text)
-            recover_(model, self.dense, None, more, steps=steps, disable_tqdm=True)
-            return model
-
-        self.measure(ours, way="shared", **case)
-        rivals = {"dropped": partial(dropped, self.dense, **size, batches=text)}
-        if size["values"] and self.pools(size["share"]):
-            rivals["pooled"] = partial(pooled, self.dense, **size)
-        for rate, way in product(RATES if size["values"] else RATES[:1], rivals):
-            self.measure(
-                lambda rate=rate, make=rivals[way]: taught_(make(), self.dense, more, rate),
-                way=way,
-                rate=rate,
-                **case,
-            )
+            self.measure(lambda: pooled(self.dense, **size), way="pooled", **size)
 
     def pools(self, share: float) -> bool:
         """Return whether heads can be pooled in equal groups, in a family with grouped queries."""
@@ -214,23 +185,18 @@ COLUMNS = (
     "dropped",
     "dropped alike",
     "pooled",
-    "shared, recovered",
-    "dropped, recovered",
-    "pooled, recovered",
 )
 
 
 def column_of(record: dict[str, Any]) -> str:
     """Return the column of the table to which a record belongs."""
-    if record.get("steps"):
-        return f"{record['way']}, recovered"
     if record["way"] == "shared":
         return "shared, random tokens" if record["data"] == "random" else "shared, text"
     return str(record["way"])
 
 
 def print_table(name: str, done: list[dict[str, Any]]) -> None:
-    """Print a model's figures: means over seeds with half of their range; of recovered rivals the best rate."""
+    """Print a model's figures: means over seeds with half of their range."""
     perplexities: dict[tuple[bool, float, str], list[float]] = defaultdict(list)
     for record in done:
         if record["way"] != "dense":
@@ -242,8 +208,6 @@ def print_table(name: str, done: list[dict[str, Any]]) -> None:
         cells = []
         for column in COLUMNS:
             figures = perplexities[values, share, column]
-            if column.endswith("recovered"):
-                figures = sorted(figures)[:1]
             spread = f" ± {(max(figures) - min(figures)) / 2:.2f}" if len(figures) > 1 else ""
             cells.append(f"{mean(figures):.2f}{spread}" if figures else "–")
         print(f"| {'keys and values' if values else 'keys'} {share} | " + " | ".join(cells) + " |")
@@ -292,7 +256,7 @@ def blocks(folder: Path, args: argparse.Namespace) -> None:
 def cache(folder: Path, args: argparse.Namespace) -> None:
     """Measure one rotary model with smaller caches."""
     bench = Bench(folder, args.data_dir, args.records)
-    bench.run(args.seeds, args.recover)
+    bench.run(args.seeds)
     print_table(bench.name, [record for record in bench.done if record["model"] == bench.name])
 
 
@@ -302,7 +266,6 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--models", type=Path, nargs="+", required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="cache")
-    parser.add_argument("--recover", type=int, default=40, help="cache: steps")
     parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records" / "rotary.jsonl")
     args = parser.parse_args()
     logging.set_verbosity_error()

@@ -10,9 +10,9 @@ FOLDER/TASK/plain/seedN/tuned/model, which `collab-sweep glue_runs/sweeps/glue.y
 
 MPNET is a folder of `models.py`; the rivals are made from MiniLM and its classifiers alone.
 
-A row is a kind and its widths, such as "shared dk=192 head_dim=16 dv=192" or "shared dk=64 recovered":
+A row is a kind and its widths, such as "shared dk=192 head_dim=16 dv=192" or "shared dk=64 refitted":
 
-* shared: ours; "refitted" and "recovered" without labels;
+* shared: ours;
 * svd, low-rank, heads: the rivals of rivals.py, with as many parameters as ours at the same widths;
 * kwon (with labels), k-prune, flap, magnitude, random: the rivals of feed_forward_rivals.py, at the same dff; kwon
   with dk and dv keeps as many whole heads as they hold;
@@ -51,7 +51,6 @@ from transformers.utils.logging import disable_progress_bar
 from collab_compress import Compression, Solver, compress
 from collab_compress.calibration import Batch, calibration_batches
 from collab_compress.checkpoint.pretrained import load_model, load_tokenizer
-from collab_compress.conversion import recover_
 
 RECORDS = Path(__file__).parent / "records" / "quality.jsonl"
 GLUE = ("cola", "mrpc", "stsb", "rte")
@@ -74,7 +73,6 @@ DEFAULT_ROWS = (
         for kind in ("shared", "svd", "low-rank", "heads")
         for dk, dv in SMALLER
     ),
-    "shared dk=192 dv=192 recovered",
     "shared dk=64 refitted",
     "shared dk=128 dv=128 refitted",
     "shared dff=1152",
@@ -101,7 +99,6 @@ class Row:
         layers: number of layers; None keeps all.
         keep: share of the layers' operations, by which the library chooses the widths.
         refitted: whether layers that write to the hidden states are refitted; `dff` implies it, except for flap.
-        recovered: whether the converted attention is distilled afterwards.
     """
 
     kind: str
@@ -112,13 +109,12 @@ class Row:
     layers: int | None = None
     keep: float | None = None
     refitted: bool = False
-    recovered: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Row":
-        """Parse a row, such as "shared dk=64 recovered"."""
+        """Parse a row, such as "shared dk=64 refitted"."""
         kind, widths = parse_row(text)
-        return cls(kind, **widths, refitted="refitted" in text, recovered="recovered" in text)
+        return cls(kind, **widths, refitted="refitted" in text)
 
     @property
     def mixing_weights(self) -> int:
@@ -298,8 +294,6 @@ def smaller_model(
         solver = Solver(seed=seed, refit=row.refitted or row.dff is not None or row.keep is not None)
         widths = {"dk": row.dk, "head_dim": head_dim, "dv": row.dv, "dff": row.dff}
         compress(model, Compression(**widths, layers=row.layers, keep=row.keep, solver=solver), batches, tokenizer)
-        if row.recovered:
-            recover_(model, dense, tokenizer, seed=seed, disable_tqdm=True)
     elif row.kind == "svd":
         for layer in layers_of(model, batches):
             svd_(layer, row.separate_dk, row.dv)

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import find_dense_attention, find_dense_values
@@ -223,20 +222,4 @@ def pooled(dense: PreTrainedModel, share: float, values: bool) -> PreTrainedMode
     config.num_key_value_heads = groups if values else heads
     model = type(dense)(config).eval()
     model.load_state_dict(state)
-    return model
-
-
-def taught_(model: PreTrainedModel, dense: PreTrainedModel, batches: Batches, rate: float = 1e-3) -> PreTrainedModel:
-    """Train a rival's attention on the dense model's predictions; channels that are zero on both sides stay zero."""
-    trained = [p for name, p in model.named_parameters() if "attn" in name and "norm" not in name]
-    optimizer = torch.optim.Adam(trained, lr=rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, len(batches), pct_start=1 / 8)
-    for batch in batches:
-        with torch.no_grad():
-            target = dense(**batch).logits.log_softmax(-1).flatten(0, 1)
-        predicted = model(**batch).logits.log_softmax(-1).flatten(0, 1)
-        optimizer.zero_grad()
-        kl_div(predicted, target, log_target=True, reduction="batchmean").backward()
-        optimizer.step()
-        schedule.step()
     return model

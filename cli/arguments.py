@@ -1,7 +1,6 @@
 """Arguments of the commands; importing them takes no time, so that `--help` is printed at once."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,8 +20,6 @@ from collab_compress.options import (
 
 AUTO = "auto"
 CALIBRATIONS = "auto|builtin|synthetic|generated|none|FILE[:COLUMN]"
-RECOVERY_CALIBRATIONS = "auto|builtin|synthetic|generated|FILE[:COLUMN]"
-STEPS = 150  # of recovery, with 16 sequences each
 MODEL = "minilm (embedded), a model directory, or a name on the hub (bert-base, org/name)."
 DEVICE = "Where to run models, as torch names it (cpu, cuda:0); auto: the accelerator, if there is one."
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help=MODEL)]
@@ -179,16 +176,11 @@ class CompressArguments(EditArguments):
       collab-compress bert-base --dk 384 --output bert-base-384
       collab-compress ./my-classifier --dk 256 --calibration sentences.txt --json report.json
       collab-compress minilm --dk 128 --head-dim 128
-      collab-compress minilm --dk 128 --recover
       collab-compress ./my-classifier --mix
       collab-compress ./my-multilingual-model --vocabulary 60000 --calibration texts.txt
     """
 
     compression: tyro.conf.OmitArgPrefixes[Conversion]
-
-    recover: Annotated[int | None, tyro.conf.arg(metavar="[STEPS]")] = None
-    """Then bring the converted attention nearer to the dense model's by a short distillation without labels, on the
-    same kind of data; by default 150 steps."""
 
     plan: bool = False
     """Convert nothing: print what several widths of each part cost and lose."""
@@ -222,19 +214,14 @@ class CompressArguments(EditArguments):
         if self.stock:
             self._check_stock()
         if self.compression.converts:
-            if self.recover is not None and self.compression.keeps_attention:
-                raise CollabCompressError("--recover trains converted attention; pass --dk or --dv too")
-            if self.recover is not None and self.compression.layers is not None:
-                raise CollabCompressError(
-                    "--recover compares each attention module with the dense one; leave out --layers or --recover"
-                )
-        elif self.mix or self.vocabulary is not None:
+            return
+        if self.mix or self.vocabulary is not None:
             self._check_alone()
         else:
             object.__setattr__(self, "compression", replace(self.compression, keep=KEEP))
 
     def _check_plan(self) -> None:
-        others = ("mix", "stock", "recover", "vocabulary")
+        others = ("mix", "stock", "vocabulary")
         unused = [
             *_changed(self.compression.solver),
             *_changed(self.compression),
@@ -261,7 +248,6 @@ class CompressArguments(EditArguments):
             *_changed(self.compression),
             *_changed(self.calibration_options),
             *(["calibration"] if self.calibration != AUTO and self.vocabulary is None else []),
-            *(["recover"] if self.recover is not None else []),
         ]
         if unused:
             raise CollabCompressError(
@@ -273,10 +259,9 @@ class CompressArguments(EditArguments):
         """Suffix of the model's name in the default name of the output."""
         widths = {name: getattr(self.compression, name) for name in ("layers", "keep", "dk", "dv", "dff")}
         converted = "".join(f"-{name}{width}" for name, width in widths.items() if width is not None)
-        recovered = "" if self.recover is None else "-recovered"
         if self.vocabulary is not None:
             converted = f"-vocabulary{self.vocabulary if self.vocabulary.isdecimal() else ''}{converted}"
-        return converted + recovered + ("-stock" if self.stock else "") + ("-mixed" if self.mix else "")
+        return converted + ("-stock" if self.stock else "") + ("-mixed" if self.mix else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,55 +327,6 @@ class PruneArguments(EditArguments):
             )
         if self.heads and measured:
             raise CollabCompressError("--heads names the heads, so no data are needed; leave the data out")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecoverArguments(EditArguments):
-    """Bring a converted model nearer to the dense one, without labels.
-
-    Given texts, the layers that write to the hidden states are refitted to them by least squares. Then attention is
-    trained for some steps towards the dense model's; --steps 0 leaves that out.
-
-    To convert and recover in one go: collab-compress MODEL --dk N --recover.
-
-    Examples:
-      collab-recover minilm-dk128
-      collab-recover my-classifier-dk256 --dense ./my-classifier --steps 0 --calibration sentences.txt
-    """
-
-    dense: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
-    """The model that was converted; by default the one that collab_compress.json beside MODEL names."""
-
-    steps: Count = STEPS
-    """Most steps, of 16 sequences each; a short file of texts gives fewer."""
-
-    calibration: Annotated[str, tyro.conf.arg(metavar=RECOVERY_CALIBRATIONS)] = AUTO
-    """Texts that both models read: the built-in English texts, with random tokens beside them; random tokens alone;
-    auto: layers are refitted to the built-in texts if the model reads English, and attention is trained on random
-    tokens; texts that the dense model writes itself; a file with one text a line; or FILE:COLUMN of a .csv, .tsv or
-    .jsonl file."""
-
-    learning_rate: Annotated[float | None, tyro.conf.arg(metavar="RATE")] = None
-    """Peak learning rate, by default 1e-3, or 2e-4 where values are converted; it rises over the first eighth of the
-    steps and falls along a cosine."""
-
-    length: Annotated[int | None, tyro.conf.arg(metavar="T")] = None
-    """Tokens of a random sequence (by default 64), or of a text at most (by default the model's limit)."""
-
-    seed: int = 0
-    """Seed of random tokens and of the order of texts."""
-
-    def __post_init__(self) -> None:
-        check_counts(self, CollabCompressError, "seed", least=0, most=LARGEST_SEED)
-
-
-def with_steps(words: Sequence[str]) -> list[str]:
-    """Insert the default number of steps after a bare `--recover`."""
-    words = list(words)
-    for place in reversed([place for place, word in enumerate(words) if word == "--recover"]):
-        if not "".join(words[place + 1 : place + 2]).lstrip("-").isdecimal():
-            words.insert(place + 1, str(STEPS))
-    return words
 
 
 def check_places(arguments: Any) -> None:

@@ -59,7 +59,6 @@ def main_of(
     name: str,
     arguments_class: type[Arguments],
     run: Callable[[Arguments], object],
-    edit_words: Callable[[Sequence[str]], Sequence[str]] = list,
 ) -> Callable[..., None]:
     """Return the main function of a command, which takes command-line words, or those of the process
     if None, or parsed arguments.
@@ -68,7 +67,6 @@ def main_of(
         name: of the command.
         arguments_class: dataclass of its arguments.
         run: what the command does.
-        edit_words: what to do with the words before they are parsed.
     """
 
     def main(argv: Sequence[str] | Arguments | None = None) -> None:
@@ -77,7 +75,7 @@ def main_of(
                 arguments = argv
             else:
                 words: Any = sys.argv[1:] if argv is None else argv
-                arguments = parse(arguments_class, name, edit_words(words))
+                arguments = parse(arguments_class, name, words)
             silence_libraries()
             run(arguments)
 

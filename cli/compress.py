@@ -1,6 +1,5 @@
 """`collab-compress`: make layers of a pretrained model smaller, or let its heads mix."""
 
-import copy
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from collab_compress import (
     VocabularyReport,
     alphas_of,
     compress,
-    is_converted,
     mix_heads_,
     trim_vocabulary_,
 )
@@ -25,24 +23,20 @@ from collab_compress.checkpoint.directory import to_json, write_new
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.expand import refuse_stock, to_stock
-from collab_compress.conversion.recovery import attention_digest
 from collab_compress.conversion.report import RefitReport, ValueReport
 from collab_compress.errors import one_line
 
 from .arguments import CompressArguments as Arguments
-from .arguments import with_steps
 from .command import main_of, table
 from .model import (
     Source,
     begin,
     check_outputs,
     finish,
-    load_model,
     load_source,
     progress_bar,
     put_on,
 )
-from .recover import check_steps, recover, recovery_lines, recovery_note
 
 NOT_REFITTED = (
     "Converted on random inputs alone. With data like yours (--calibration FILE of texts, one a line, or generated, "
@@ -58,15 +52,12 @@ def run(arguments: Arguments) -> Report | None:
     if arguments.plan:
         _plan(arguments)
         return None
-    if arguments.recover is not None:
-        check_steps(arguments.recover, arguments.calibration)
     data = text_file(arguments.calibration)
     tokens = None if arguments.vocabulary is None else _tokens(arguments)
     source, output = begin(arguments, arguments.suffix, edited=False, inputs=[] if data is None else [data])
     if arguments.stock and arguments.compression.dk is not None:
         refuse_stock(source.model)
         arguments = _with_stock_heads(arguments, source)
-    digest = attention_digest(source.model)
     calibration = resolved(arguments.calibration, source.model, source.tokenizer)
     lines: list[str] = []
     trimming, report = None, None
@@ -74,49 +65,27 @@ def run(arguments: Arguments) -> Report | None:
         texts = "builtin" if data is None else arguments.calibration
         trimming = trim_vocabulary_(source.model, source.tokenizer, texts, tokens=tokens)
         lines += [*str(trimming).splitlines(), ""]
-    dense = None
-    if arguments.recover is not None:
-        dense = load_model(source.directory) if trimming is None else copy.deepcopy(source.model)
     if arguments.compression.converts:
         report, latency = _convert(source, arguments)
         lines += _report_lines(report, calibration, latency)
-    recovery = None
-    if arguments.recover is not None and not is_converted(source.model):  # by --keep
-        lines.append("Attention stays as it is, so there was nothing to train.")
-    elif arguments.recover is not None and dense is not None:
-        recovery = recover(
-            source,
-            dense,
-            arguments.calibration,
-            steps=arguments.recover,
-            length=arguments.calibration_options.length,
-            seed=arguments.compression.solver.seed,
-            device=arguments.device,
-            quiet=arguments.saving.quiet,
-            refit=report is None or not report.refits,
-        )
-        lines += recovery_lines(recovery, calibration)
     if arguments.mix:
         mix_heads_(source.model)
     if arguments.stock and report is not None and report.modules:
         source = replace(source, model=to_stock(source.model))
     mixed = {name: len(alphas) for name, alphas in alphas_of(source.model).items()}
-    record: dict[str, Any] = {"model": arguments.model, "class": type(source.model).__name__, "source_digest": digest}
+    record: dict[str, Any] = {"model": arguments.model, "class": type(source.model).__name__}
     record |= {**_conversion_record(arguments, report), "mixed_heads": mixed}
     if arguments.saving.revision is not None:
         record["revision"] = arguments.saving.revision
-    if recovery is not None:
-        record["recovery"] = recovery
     if trimming is not None:
         record["vocabulary"] = asdict(trimming)
-    notes = [] if trimming is None else [_vocabulary_note(trimming)]
     finish(
         source,
         output,
         arguments.saving,
         record,
         lines + _mixing_lines(mixed),
-        notes=notes if recovery is None else [*notes, recovery_note(recovery)],
+        notes=[] if trimming is None else [_vocabulary_note(trimming)],
         new_tokens=trimming is not None,
         compression=None if report is None else _compression(arguments, report),
         calibration=None if report is None else _calibration_words(source, calibration),
@@ -125,7 +94,7 @@ def run(arguments: Arguments) -> Report | None:
     return report
 
 
-main = main_of("collab-compress", Arguments, run, with_steps)
+main = main_of("collab-compress", Arguments, run)
 
 
 def _tokens(arguments: Arguments) -> int | list[str]:

@@ -29,9 +29,9 @@ def run_expand(arguments: ExpandArguments) -> None:
     expand(source.model)
     lines = ["The dense model computes the same, up to rounding."]
     note = "Converted attention was expanded to dense projections of each head; it computes the same."
-    before = read_record(source.directory)
-    parts = [part for part in (before.get("report"), before.get("recovery")) if isinstance(part, dict)]
-    lasting = [LASTING] if any(part.get("refits") or part.get("feed_forward") for part in parts) else []
+    report = read_record(source.directory).get("report")
+    stays = isinstance(report, dict) and (report.get("refits") or report.get("feed_forward"))
+    lasting = [LASTING] if stays else []
     finish(source, output, arguments.saving, {"model": arguments.model}, lines + lasting, notes=[note, *lasting])
 
 

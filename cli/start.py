@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
 from functools import partial
 from importlib import import_module, reload
 from typing import Any
@@ -19,7 +18,6 @@ COMMANDS = {
     "collab-expand": "edit.expand_main",
     "collab-merge": "edit.merge_main",
     "collab-prune": "edit.prune_main",
-    "collab-recover": "recover.main",
 }
 """Command → the function that runs it, in this package."""
 
@@ -66,15 +64,13 @@ def parsed(name: str, package: str = __package__) -> Any:
     os.environ[OPTIONS_ONLY] = "1"
     import collab_compress
 
-    from .arguments import check_places, with_steps
+    from .arguments import check_places
     from .command import arguments_of, parse
 
-    words: Sequence[str] = sys.argv[1:]
     arguments_class = arguments_of(name, import_module(".arguments", package))
     result = None
     if arguments_class is not None:
-        words = with_steps(words) if name == "collab-compress" else words
-        result = parse(arguments_class, name, words)
+        result = parse(arguments_class, name, sys.argv[1:])
         check_places(result)
     del os.environ[OPTIONS_ONLY]
     if not hasattr(collab_compress, "compress"):
@@ -104,4 +100,3 @@ compress = partial(start, "collab-compress")
 expand = partial(start, "collab-expand")
 merge = partial(start, "collab-merge")
 prune = partial(start, "collab-prune")
-recover = partial(start, "collab-recover")

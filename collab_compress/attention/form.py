@@ -313,11 +313,6 @@ class ScoreForm(MapForm):
         """Freeze the mixing weights if they are not trained."""
         module.mixing.requires_grad_(self.train_mixing)
 
-    def trained(self, module: Any) -> list[nn.Parameter]:
-        """List the parameters of the scores of `module`, for training them towards the dense ones."""
-        projections = [module.get_submodule(path) for path in (self.query, self.key)]
-        return [*(parameter for part in projections for parameter in part.parameters()), module.mixing]
-
     # Attention.
 
     @abstractmethod

@@ -199,11 +199,6 @@ class NarrowValues(MapForm):
         """Pad the channels of heads, side by side along the last dimension, to the dense width d each."""
         return pad(channels.unflatten(-1, (-1, self.size)), (0, self.head_width - self.size)).flatten(-2)
 
-    def trained(self, module: Any, output: Any) -> list[nn.Parameter]:
-        """List the parameters of the values and the output projection, for training them towards the dense ones."""
-        parameters = *module.get_submodule(self.value).proj.parameters(), output.weight, output.bias
-        return [parameter for parameter in parameters if parameter is not None]
-
     # Attention.
 
     def heads_of(self, value: Tensor) -> Tensor:

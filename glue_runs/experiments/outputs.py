@@ -35,7 +35,7 @@ DATA = ("task", "data_dir", "files", "held_out", "max_length", "translation")
 BASE = (*DATA, "model", "revision", "fresh", "seed", "tuning", "heads")
 """Fields of a recipe that decide the fine-tuned model and its score."""
 
-CONVERTED = (*BASE, "compression", "calibration", "calibration_options", "recovery")
+CONVERTED = (*BASE, "compression", "calibration", "calibration_options")
 """Fields of a recipe that decide the converted model and its score."""
 
 LOGGING = {"logging_steps", "logging_strategy", "disable_tqdm"}

@@ -11,7 +11,6 @@ from collab_compress_cli.distributed import failing_together, on_every_process, 
 
 from collab_compress.checkpoint.directory import atomic_directory, write_json
 from collab_compress.checkpoint.pretrained import find_directory
-from collab_compress.conversion import recover_
 from collab_compress.conversion.compress import compress, install_unset_
 from collab_compress.errors import CheckpointError, RecipeError
 
@@ -189,19 +188,6 @@ def _convert(workload: Workload, source: Path, folder: Path) -> None:
         )
     )
     description = report.to_dict()
-    if recipe.recovery is not None:
-        dense = on_every_process(lambda: workload.load_model(source))
-        done = recover_(
-            model,
-            dense,
-            tokenizer,
-            recipe.calibration,
-            **asdict(recipe.recovery),
-            seed=recipe.seed,
-            length=recipe.calibration_options.length,
-            disable_tqdm=not recipe.progress,
-        )
-        description["recovery"] = {"steps": done.global_step, "mean_divergence": done.training_loss}
 
     def save() -> None:
         write_json(folder / "report.json", description)

@@ -96,22 +96,6 @@ def _check_range(options: Any, name: str, lowest: float, highest: float) -> None
 
 
 @dataclass(frozen=True)
-class Recovery:
-    """A short distillation of converted attention, without labels (`collab_compress.conversion.recover_`)."""
-
-    steps: int = 150
-    """Steps of 16 sequences in each process."""
-
-    learning_rate: float = 1e-3
-    """Highest learning rate; it rises over the first eighth of the steps and falls along a cosine."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.learning_rate <= 1:
-            raise RecipeError(f"learning_rate is {self.learning_rate}; expected a number above 0, up to 1")
-        _check_range(self, "steps", 1, MOST_STEPS)
-
-
-@dataclass(frozen=True)
 class TranslationOptions:
     """Languages, and beam search."""
 
@@ -195,9 +179,6 @@ class Recipe:
     calibration_options: CalibrationOptions = field(default_factory=CalibrationOptions)
     """How much of the calibration data is used."""
 
-    recovery: Recovery | None = None
-    """Distillation of the converted attention from the dense model's, without labels, on the calibration data."""
-
     again: Tuning | None = None
     """The second fine-tuning, of the converted model, or of the dense one without compression."""
 
@@ -245,11 +226,6 @@ class Recipe:
         if self.conversion is not None and self.compression is None and self.again is None:
             raise RecipeError(
                 f"conversion {self.conversion!r} converts nothing; give compression too, or leave conversion out"
-            )
-        converts_attention = self.compression is not None and not self.compression.keeps_attention
-        if self.recovery is not None and (not converts_attention or self.calibration == "none"):
-            raise RecipeError(
-                "recovery trains converted attention on calibration data; give dk, dv or keep, and calibration data"
             )
         if not self.trains and self.heads != HeadTraining():
             raise RecipeError(

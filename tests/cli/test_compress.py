@@ -155,11 +155,9 @@ def test_same_as_the_python_api(run, model_dir, tmp_path):
         (["--dk", "8", "--calibration", "nowhere.txt"], "cannot read calibration texts from nowhere.txt"),
         (["--dk", "8", "--modules", "nothing"], "matches 'nothing'"),
         (["--dk", "8", "--device", "abacus"], "device 'abacus' cannot be used"),
-        (["--dff", "8", "--recover"], "--recover trains converted attention"),
         (["--dff", "8", "--calibration", "none"], "dff takes calibration data"),
         (["--dff", "8", "--refit", "False"], "leave out refit"),
         (["--mix", "--sweeps", "9"], "--sweeps belongs to a conversion; pass --dk, --dv, --dff or --layers too"),
-        (["--layers", "1", "--dk", "8", "--recover"], "leave out --layers or --recover"),
         (["--layers", "2"], "layers is 2, and the deepest stack of BertForSequenceClassification has 2"),
     ],
 )
@@ -390,7 +388,7 @@ def test_a_plan_is_printed_and_nothing_is_converted(run, model_dir, tmp_path, mo
 @pytest.mark.parametrize(
     "options",
     [
-        *(["--dk", 8], ["--mix"], ["--recover"], ["--push-to-hub", "a/b"]),
+        *(["--dk", 8], ["--mix"], ["--push-to-hub", "a/b"]),
         *(["--output", "widths"], ["--modules", "*0*"], ["--sweeps", 3]),
     ],
 )

@@ -1,4 +1,4 @@
-"""The commands that write a model from an edited one: expand, merge, prune, recover."""
+"""The commands that write a model from an edited one: expand, merge, prune."""
 
 import json
 import re
@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from collab_compress_cli import compress, edit, recover
-from collab_compress_cli import model as command_model
-from collab_compress_cli.arguments import Inputs, with_steps
+from collab_compress_cli import compress, edit
+from collab_compress_cli.arguments import Inputs
 from collab_compress_cli.data import load_data
 from collab_compress_cli.model import load_model, load_source
 from commands import ran
@@ -26,7 +25,6 @@ COMMANDS = {
     "expand": edit.expand_main,
     "merge": edit.merge_main,
     "prune": edit.prune_main,
-    "recover": recover.main,
 }
 
 
@@ -135,83 +133,6 @@ def test_tensors_that_are_ignored_are_named_in_one_line(run, folder, tmp_path):
     )
 
 
-def test_recovery_writes_a_recovered_model(run, folder, tmp_path):
-    code, printed, error = run(
-        "recover", "small", "--dense", "dense", "--steps", 8, "--length", 16, "--device", "cpu", "--output", "out"
-    )
-    assert (code, error) == (0, "")
-    assert "Recovery: 8 steps take about" in printed
-    assert "Recovered in" in printed
-    recovery = json.loads((tmp_path / "out" / "collab_compress.json").read_text())["recovery"]
-    assert recovery["steps"] == 8
-    assert recovery["drift"] > 0
-    assert not torch.equal(outputs(tmp_path / "out"), outputs(folder / "small"))
-
-
-def test_recovery_on_texts_refits_layers(run, folder, tmp_path):
-    words = ("recover", "small", "--dense", "dense", "--calibration", "texts.txt", "--device", "cpu")
-    code, printed, error = run(*words, "--steps", 0, "--output", "out")
-    assert (code, error) == (0, "")
-    assert "4 layers refitted on " in printed
-    recovery = json.loads((tmp_path / "out" / "collab_compress.json").read_text())["recovery"]
-    assert len(recovery["refits"]) == 4
-    assert recovery["drift"] <= recovery["drift_before"]
-
-
-def test_a_model_with_dense_attention_is_refitted_alone(run, tmp_path):
-    texts = ("--calibration", "texts.txt", "--device", "cpu")
-    assert run("compress", "dense", "--dff", 16, *texts, "--output", "narrow")[0] == 0
-    code, printed, _ = run("recover", "narrow", *texts, "--output", "out")
-    assert code == 0
-    assert "there was nothing to train: layers were refitted alone" in printed
-    assert json.loads((tmp_path / "out" / "collab_compress.json").read_text())["recovery"]["steps"] == 0
-
-
-def test_recovery_goes_to_the_revision_that_was_converted(run, folder, monkeypatch):
-    requests = []
-
-    def find(name, revision=None):
-        requests.append((name, revision))
-        return folder / "dense" if name == "someone/model" else Path(name)
-
-    for module in (command_model, recover):
-        monkeypatch.setattr(module, "find_directory", find)
-    words = ("--dk", 5, "--calibration", "none", "--output", "out")
-    assert run("compress", "someone/model", "--revision", "v1", *words)[0] == 0
-    assert requests == [("someone/model", "v1")] * 2
-    assert run("recover", "out", "--steps", 1, "--length", 16, "--device", "cpu")[0] == 0
-    assert requests[3] == ("someone/model", "v1")
-
-
-def test_recovery_knows_the_model_that_was_converted(run, folder, tmp_path):
-    shutil.copytree(folder / "dense", tmp_path / "source")
-    assert run("compress", "source", "--dk", 5, "--calibration", "none", "--output", "out")[0] == 0
-    other = BertForSequenceClassification.from_pretrained(tmp_path / "source")
-    with torch.no_grad():
-        other.bert.encoder.layer[1].attention.self.key.weight.mul_(2)
-    other.save_pretrained(tmp_path / "source")
-    code, _, error = run("recover", "out", "--steps", 1, "--length", 16, "--device", "cpu")
-    assert code == 2
-    assert "holds other attention weights than that; pass --dense" in error
-
-
-def test_converting_and_recovering_in_one_go(run, tmp_path):
-    code, printed, error = run(
-        "compress", "dense", "--dk", 5, "--recover", 4, "--length", 16, "--sequences", 32, "--device", "cpu"
-    )
-    assert (code, error) == (0, "")
-    assert "Recovered in" in printed
-    output = tmp_path / "dense-dk5-recovered"
-    assert json.loads((output / "collab_compress.json").read_text())["recovery"]["steps"] == 4
-    assert "4 steps of distillation" in (output / "README.md").read_text(encoding="utf-8")
-
-
-def test_the_number_of_steps_may_be_left_out():
-    assert with_steps(["m", "--dk", "8", "--recover"]) == ["m", "--dk", "8", "--recover", "150"]
-    assert with_steps(["--recover", "m", "--dk", "8"]) == ["--recover", "150", "m", "--dk", "8"]
-    assert with_steps(["m", "--recover", "20", "--mix"]) == ["m", "--recover", "20", "--mix"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -221,24 +142,7 @@ def test_the_number_of_steps_may_be_left_out():
         (["prune", "dense", "--share", 0.3], "--share ranks heads by data"),
         (["prune", "dense", "--share", 1.5, "--data", "texts.txt"], "expected a number above 0 and below 1"),
         (["prune", "dense", "--heads", "layer"], "expected MODULE=H,H"),
-        (["recover", "small"], "pass --dense MODEL"),
-        (
-            ["recover", "dense", "--dense", "dense", "--calibration", "synthetic"],
-            "pass --calibration FILE to refit its layers to texts",
-        ),
-        (
-            ["recover", "small", "--dense", "dense", "--steps", 0, "--calibration", "synthetic"],
-            "expected at least 1, or 0 with texts",
-        ),
-        (["recover", "small", "--dense", "dense", "--learning-rate", "nan"], "expected a number above 0"),
-        (
-            ["recover", "small", "--dense", "minilm", "--steps", 1, "--calibration", "synthetic"],
-            "pass the dense model that was converted",
-        ),
         (["expand", "exact", "--revision", "main"], "is a local model without revisions"),
-        (["compress", "dense", "--recover", "--mix"], "--recover belongs to a conversion"),
-        (["compress", "dense", "--dk", 5, "--calibration", "none", "--recover"], "recovery trains on"),
-        (["recover", "small", "--dense", "dense", "--calibration", "none"], "leave --calibration none out"),
     ],
 )
 def test_errors_are_one_line_and_leave_nothing(run, tmp_path, arguments, message):
@@ -276,9 +180,6 @@ def test_expanding_says_what_does_not_come_back(run):
     assert "feed-forward blocks with fewer neurons, stay as they are" in Path("back", "README.md").read_text("utf-8")
     Path("both", "collab_compress.json").write_text('{"report": 3}', encoding="utf-8")  # written by another library
     assert run("expand", "both", "--output", "again")[0] == 0
-    words = ("--dense", "dense", "--calibration", "texts.txt", "--steps", 0, "--device", "cpu")
-    assert run("recover", "small", *words, "--output", "refitted")[0] == 0
-    assert "Refitted layers" in run("expand", "refitted", "--output", "third")[1]
 
 
 def test_random_tokens_alone_are_warned_of(run):

@@ -4,8 +4,6 @@ import json
 
 import pytest
 import torch
-from collab_compress_cli import recover
-from commands import ran
 from transformers import AutoModel, AutoTokenizer, BertForSequenceClassification
 
 from collab_compress import read_factors
@@ -38,23 +36,18 @@ def test_alone_it_leaves_a_plain_model_with_its_tokenizer(run, monkeypatch, mode
     assert "30,522 tokens 8,000 stay" in (saved / "README.md").read_text(encoding="utf-8")
 
 
-def test_before_a_conversion_with_the_tokens_of_a_file(run, monkeypatch, model_dir, tmp_path, capsys):
+def test_before_a_conversion_with_the_tokens_of_a_file(run, monkeypatch, model_dir, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tokens.txt").write_text("cat\nmat\nsat\n##ing\n\n", encoding="utf-8")
     (tmp_path / "texts.txt").write_text("\n".join(builtin_texts(pairs=False)[:60]), encoding="utf-8")
-    arguments = ("--dk", 8, "--calibration", "texts.txt", "--recover", 1)
-    code, printed, error = run("tiny", "--vocabulary", "tokens.txt", *arguments)
+    arguments = ("--dk", 8, "--calibration", "texts.txt")
+    code, _, error = run("tiny", "--vocabulary", "tokens.txt", *arguments)
     assert code == 0, error
-    assert "1 step" in printed
-    saved = tmp_path / "tiny-vocabulary-dk8-recovered"
+    saved = tmp_path / "tiny-vocabulary-dk8"
     model, tokenizer = AutoModel.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
     assert len(read_factors(model)) == 2
     assert len(tokenizer) == model.config.vocab_size < 3000
     assert tokenizer.tokenize("cat sitting") == ["cat", "s", "##i", "##t", "##t", "##ing"]
-
-    code, _, error = ran(recover.main, (saved, "--calibration", "texts.txt"), capsys)
-    assert code == 2
-    assert "trim that model alone by the same --vocabulary, and pass it as --dense" in error
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Padding counts nowhere: a padded sequence gives the moments, drift and losses of the sequence without it."""
+"""Padding counts nowhere: a padded sequence gives the moments and drift of the sequence without it."""
 
 import copy
 
@@ -8,10 +8,9 @@ from tiny_families import TINIES, attend_by_, build, inputs
 from transformers import MusicgenMelodyModel
 
 from collab_compress import Compression, Solver, compress
-from collab_compress.architectures import find_attention, find_dense_attention, find_dense_values
+from collab_compress.architectures import find_dense_attention, find_dense_values
 from collab_compress.calibration import gather_moments
 from collab_compress.conversion.drift import drift_of
-from collab_compress.conversion.recovery import _loss, _Watched
 from collab_compress.heads import Tap
 
 MASK_OF = {
@@ -63,10 +62,6 @@ def test_padding_does_not_count_anywhere(kin):
     if kin not in ("siglip", "siglip2"):  # they pool the last token, even if it is padding
         far, near = (drift_of(model, dense, [batch]).relative_error for batch in (padded, bare))
         assert far == pytest.approx(near, rel=1e-3)
-    converted, stock = (find_attention(network) for network in (model, dense))
-    with _Watched(model, converted) as watched, _Watched(dense, stock, like=converted) as target, torch.no_grad():
-        far, near = (_loss(model, dense, batch, (watched, target)) for batch in (padded, bare))
-    torch.testing.assert_close(far, near, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["wav2vec2", "speech_to_text"])

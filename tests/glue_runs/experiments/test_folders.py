@@ -87,7 +87,6 @@ DK = "compression={dk: 12}"
     [
         (["compression.dk=1000"], "dk is 1000, but"),
         (["compression={dff: 1000}", "calibration=synthetic"], "reads 32 neurons, and dff is 1000"),
-        (["compression={dff: 8}", "recovery={}", "calibration=synthetic"], "recovery trains converted attention"),
         (["compression={dk: 12, solver: {refit: true}}", "calibration=none"], "refit takes calibration data"),
         ([DK, "calibration=nowhere.txt"], "nowhere.txt"),
         (["tuning.arguments={adam_beta1: 2}"], "beta"),

@@ -105,16 +105,6 @@ def test_a_score_is_not_that_of_another_model_or_other_data(start, data_dir, tmp
         evaluated(model, data_dir, tmp_path / "more", "heads.drophead=[{p: 0.2}]")
 
 
-def test_recovery_is_a_part_of_the_conversion(start, data_dir, tmp_path):
-    common = ("again=null", "compression.dk=6", "calibration=synthetic", "tuning.epochs=1")
-    run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", *common, "recovery={steps: 3}")))
-    report = json.loads((tmp_path / "out" / "dk6" / "report.json").read_text())
-    assert report["recovery"]["steps"] == 3
-    changed = settings(start, data_dir, tmp_path / "out", *common, "recovery={steps: 4}")
-    with pytest.raises(RecipeError, match="dk6 was made with another recovery"):
-        run(read_recipe(overrides=changed))
-
-
 def test_flex_attention_with_dropout_is_refused_before_the_work(start, data_dir, tmp_path):
     config = BertConfig.from_pretrained(start)
     config.attention_probs_dropout_prob = 0.1

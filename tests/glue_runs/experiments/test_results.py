@@ -343,7 +343,7 @@ def test_the_same_result_twice(write, tmp_path):
 
 REMOVED = {"start": None, "share": None, "growth_form": "printed", "form": "shared", "equal_heads": False}
 REMOVED |= {"batch_tokens": None, "average": 1, "num_proc": None}
-REMOVED |= {"effort": "best", "tolerance": None, "centre": None, "printed": False}
+REMOVED |= {"effort": "best", "tolerance": None, "centre": None, "printed": False, "recovery": None}
 """Options that recipes no longer have → the value in records that means what recipes without it do."""
 
 
