@@ -33,10 +33,10 @@ from collab_compress.checkpoint.directory import (
 )
 from collab_compress.checkpoint.edits import METHOD
 from collab_compress.checkpoint.pretrained import find_directory, title_of
-from collab_compress.conversion.card import CARD, edited_words, loading_lines, model_card
 from collab_compress.errors import CompressionError, one_line
 
 from .arguments import AUTO, EditArguments, Saving
+from .card import CARD, edited_words, loading_lines, model_card
 from .distributed import process_state
 
 _logger = logging.getLogger("collab_compress.cli")  # held with the warnings of the library

@@ -1,11 +1,11 @@
 """The card that is written beside an edited model."""
 
 import pytest
+from collab_compress_cli.card import loading_lines, model_card
 from huggingface_hub import ModelCard
 from transformers import BertForSequenceClassification
 
 from collab_compress import Compression, Solver, compress, mix_heads_
-from collab_compress.conversion.card import loading_lines, model_card
 
 
 @pytest.fixture
