@@ -4,8 +4,9 @@
     collab-run modernbert-ptb.yaml output=MODERNBERT data_dir=DIR
     python benchmarks/language_models.py cache --data-dir DIR --models LLAMA/tuned/model MODERNBERT/tuned/model
     python benchmarks/language_models.py blocks --data-dir DIR --models LLAMA/tuned/model
+    python benchmarks/language_models.py pretrained --data-dir DIR --models SMOLLM2 --rows "shared dff=768"
 
-Both measure on the validation text of the Penn Treebank.
+The first two measure on the validation text of the Penn Treebank.
 
 cache: shared rotary heads and their rivals. Perplexity of every token, or of masked ones (the same for all). Keys, or
 keys and values, at 3/4, 1/2 and 1/4 of their width, each calibrated on 128 blocks of random tokens and of training
@@ -23,6 +24,11 @@ for each head's values it is, and narrows them beside dropped pairs.
 blocks: blocks keep 3/4, 1/2 and 1/3 of their neurons, alone or with half of the values. They are calibrated on 512
 chunks of 64 tokens: of the training texts, random, or written by the model itself. Perplexity is that of the first
 1,000 chunks of the validation text, or of its masked words.
+
+pretrained: a model as it was published (`models.py` makes the folder SMOLLM2), with the widths or the layers of each
+row, as "shared dff=768 dv=96" or "shared layers=24", calibrated on 64 stretches of 256 tokens of the training text
+(text), or on what the library takes by itself (default). Perplexity of 10,240 tokens of the test text in stretches of
+512.
 """
 
 import argparse
@@ -43,6 +49,7 @@ from collab_compress_glue_runs.metrics import token_losses
 from collab_compress_glue_runs.tasks import encode_language_model, encode_masked_language_model, load_task
 from datasets import Dataset
 from rivals import Batches, dropped, pooled
+from speed import parse_row
 from timing import append_record, read_records
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
@@ -260,18 +267,44 @@ def cache(folder: Path, args: argparse.Namespace) -> None:
     print_table(bench.name, [record for record in bench.done if record["model"] == bench.name])
 
 
+def pretrained(folder: Path, args: argparse.Namespace) -> None:
+    """Measure a published model with narrower or fewer layers, and append the rows to the records."""
+    dense, tokenizer, _ = load(folder)
+    texts = load_task("ptb", args.data_dir, splits=["train", "test"])
+
+    def stretches(split: str, count: int, length: int) -> list[Batch]:
+        ids = tokenizer("\n".join(texts[split]["text"][: 2 * count * length // 10]))["input_ids"][: count * length]
+        return [{"input_ids": rows} for rows in torch.tensor(ids).view(count, length).split(8)]
+
+    test = stretches("test", 20, 512)
+    data: dict[str, Any] = {"text": stretches("train", 64, 256), "default": "auto"}
+    done = read_records(args.records)
+    for row, kind in product(args.rows, args.calibrations):
+        case = {"model": folder.name, "row": row, "calibration": kind}
+        if any(case.items() <= record.items() for record in done):
+            continue
+        model = copy.deepcopy(dense)
+        if row != "dense":
+            compress(model, Compression(**parse_row(row)[1]), data[kind], tokenizer)
+        case["perplexity"] = round(perplexity(model, test), 2)
+        print(json.dumps(case), flush=True)
+        append_record(args.records, case)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["cache", "blocks"])
+    parser.add_argument("command", choices=["cache", "blocks", "pretrained"])
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--models", type=Path, nargs="+", required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="cache")
+    parser.add_argument("--rows", nargs="+", default=["dense"], help="pretrained: widths or layers")
+    parser.add_argument("--calibrations", nargs="+", choices=["text", "default"], default=["text"], help="pretrained")
     parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records" / "rotary.jsonl")
     args = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     for folder in args.models:
-        {"cache": cache, "blocks": blocks}[args.command](folder, args)
+        {"cache": cache, "blocks": blocks, "pretrained": pretrained}[args.command](folder, args)
 
 
 if __name__ == "__main__":
