@@ -4,7 +4,7 @@
     python benchmarks/serving.py tools [--threads 2] [--records FILE]
     python benchmarks/serving.py llama
     python benchmarks/serving.py int8 [--rows "shared dk=64" "shared dk=192 head_dim=16 dv=192"]
-    python benchmarks/serving.py scores --data-dir DIR [--fused]
+    python benchmarks/serving.py scores --data-dir DIR
 
 tools: ONNX Runtime, OpenVINO and CTranslate2, each over the dense model in the same tool and precision, and the
 difference of outputs from PyTorch's, relative to their norm. `dff=768` is a plain BertModel with half of its neurons;
@@ -12,10 +12,11 @@ difference of outputs from PyTorch's, relative to their norm. `dff=768` is a pla
 llama: CTranslate2 alone, with a Llama of random weights and its plain model with half of its neurons. int8:
 conversions in ONNX Runtime, quantized dynamically. All calibrate on random tokens, because only time and size count.
 
-scores: dense and half of everything in ONNX Runtime, in float32 and int8. DIR holds the GLUE tasks in their original
-TSV layout: 512 unlabelled pairs of STS-B's training rows calibrate the conversion, and the dev rows score each model
-by the Spearman correlation of embeddings (×100). ONNX Runtime's fusion of sums with layer norms is left out, because
-all four models are faster without it; --fused keeps it.
+scores: the dense model, what `collab-compress minilm` writes, and what it writes with `--layers 5 --dff 544`, in ONNX
+Runtime and OpenVINO, each in float32 and int8, over the dense model in float32 in the same tool: the table of
+docs/guides/serve_it.md. DIR holds the GLUE tasks in their original TSV layout: STS-B's dev rows score each model by
+the Spearman correlation of embeddings (×100), and 300 sentences of its training rows give OpenVINO the ranges of
+activations.
 
 int8 is dynamic quantization, weights channel by channel; in OpenVINO it is static. A row is the median of its time
 over that of its baseline.
@@ -39,17 +40,13 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+from collab_compress import Compression, compress
+
 HALF = "shared dk=192 head_dim=16 dv=192 dff=768"
 TOOL_ROWS = {"dff=768": "shared dff=768", "half": HALF}
 INT8_ROWS = ("shared dk=64", "shared dk=128", "shared dk=192 head_dim=16 dv=192", "shared dk=128 head_dim=128")
-PAIRS = (  # what is timed, over what
-    ("ours", "dense"),
-    ("dense int8", "dense"),
-    ("ours int8", "dense"),
-    ("ours int8", "dense int8"),
-)
+SERVED = {"half": Compression(keep=0.5), "layers=5 dff=544": Compression(layers=5, dff=544)}
 SHAPES = ((32, 1), (128, 8))  # tokens and sequences, where no others are given
-SLOWER = ("SkipLayerNormFusion",)
 Call = Callable[..., np.ndarray]
 
 
@@ -61,12 +58,9 @@ class Session:
         folder: for its files.
         threads: of the session.
         quantized: whether to quantize it to int8.
-        without: optimizers of ONNX Runtime to leave out.
     """
 
-    def __init__(
-        self, model: Any, folder: Path, threads: int, quantized: bool = True, without: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, model: Any, folder: Path, threads: int, quantized: bool = True) -> None:
         import onnxruntime
         from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -82,9 +76,7 @@ class Session:
             quantize_dynamic(exported, path, weight_type=QuantType.QInt8, per_channel=True)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
-        self.session = onnxruntime.InferenceSession(
-            path, options, providers=["CPUExecutionProvider"], disabled_optimizers=list(without)
-        )
+        self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         self.size = path.stat().st_size
 
     def __call__(self, **batch: Tensor) -> np.ndarray:
@@ -116,15 +108,25 @@ def print_difference(name: str, call: Call, size: int, batch: dict[str, Tensor],
     print(f"{name}: {size / 2**20:.1f} MiB, difference {difference:.1e}", flush=True)
 
 
-def in_tools(model: Any, folder: Path, threads: int, plain: bool) -> dict[str, tuple[Call, int]]:
-    """Return a model in every tool and precision that loads it, with the bytes of its files."""
+def in_tools(
+    model: Any, folder: Path, threads: int, plain: bool, texts: Sequence[dict[str, Tensor]] | None = None
+) -> dict[str, tuple[Call, int]]:
+    """Return a model in every tool and precision that loads it, with the bytes of its files.
+
+    Args:
+        model: to load.
+        folder: for its files.
+        threads: of each tool.
+        plain: whether CTranslate2 can read it, and is to.
+        texts: one in each batch, to find the ranges of activations by; None for random tokens.
+    """
     exported = copy.deepcopy(model)
     floats, int8s = (Session(exported, folder, threads, quantized) for quantized in (False, True))
     loaded: dict[str, tuple[Call, int]] = {
         "ONNX Runtime": (floats, floats.size),
         "ONNX Runtime int8": (int8s, int8s.size),
-        "OpenVINO": open_vino(folder, threads, quantized=False),
-        "OpenVINO int8": open_vino(folder, threads, quantized=True),
+        "OpenVINO": open_vino(folder, threads, None),
+        "OpenVINO int8": open_vino(folder, threads, texts or [token_batch(1, 64, seed) for seed in range(64)]),
     }
     if plain:
         loaded["CTranslate2"] = c_translate(model, folder, threads, quantized=False)
@@ -132,18 +134,16 @@ def in_tools(model: Any, folder: Path, threads: int, plain: bool) -> dict[str, t
     return loaded
 
 
-def open_vino(folder: Path, threads: int, quantized: bool) -> tuple[Call, int]:
-    """Return the exported model in a folder as OpenVINO compiles it, and the bytes of its files."""
+def open_vino(folder: Path, threads: int, texts: Sequence[dict[str, Tensor]] | None) -> tuple[Call, int]:
+    """Return an exported model as OpenVINO compiles it, in int8 given texts, and the bytes of its files."""
     import openvino
 
-    path = folder / f"openvino-{quantized}.xml"
+    path = folder / f"openvino-{texts is not None}.xml"
     converted_model = openvino.convert_model(folder / "model.onnx")
-    if quantized:
+    if texts is not None:
         import nncf
 
-        batches = [
-            {name: tensor[row : row + 1].numpy() for name, tensor in token_batch(64, 64).items()} for row in range(64)
-        ]
+        batches = [{name: tensor.numpy() for name, tensor in batch.items()} for batch in texts]
         converted_model = nncf.quantize(
             converted_model, nncf.Dataset(batches), model_type=nncf.ModelType.TRANSFORMER, subset_size=len(batches)
         )
@@ -209,37 +209,38 @@ def int8(args: argparse.Namespace) -> None:
 
 
 class Encoder:
-    """A session that is called as the encoder that it was exported from."""
+    """A call that is made as that of the encoder that it was exported from."""
 
-    def __init__(self, session: Session, config: Any) -> None:
-        self.session, self.config = session, config
+    def __init__(self, call: Call, config: Any) -> None:
+        self.call, self.config = call, config
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, **_: Tensor) -> Any:
-        hidden = self.session(input_ids=input_ids, attention_mask=attention_mask)
+        hidden = self.call(input_ids=input_ids, attention_mask=attention_mask)
         return SimpleNamespace(last_hidden_state=torch.from_numpy(hidden))
 
 
 def scores(args: argparse.Namespace) -> None:
-    from quality import Embeddings, Row, calibration_data, smaller_model
+    from quality import Embeddings
 
     task = Embeddings(args.data_dir)
     dense, tokenizer = minilm("eager"), task.load()[1]
-    batches = calibration_data("text", task, dense, tokenizer, seed=0)
-    models = {"dense": dense, "ours": smaller_model(Row.parse(HALF), dense, tokenizer, batches, task, seed=0)}
-    sessions = {}
-    without = () if args.fused else SLOWER
-    with tempfile.TemporaryDirectory() as folder:
-        for name, model in models.items():
-            for suffix in ("", " int8"):
-                exported = copy.deepcopy(model)
-                sessions[name + suffix] = Session(exported, Path(folder), args.threads, bool(suffix), without)
-    quality = {name: task.score(Encoder(session, dense.config), tokenizer) for name, session in sessions.items()}
-    for name, session in sessions.items():
-        print(f"{name:12} {session.size / 2**20:6.1f} MiB  STS-B {quality[name]:.2f}", flush=True)
-    sizes = {name: session.size for name, session in sessions.items()}
+    texts = [tokenizer(text, truncation=True, max_length=128, return_tensors="pt") for text in task.texts(0)[:300]]
+    batches = [{name: text[name] for name in ("input_ids", "attention_mask")} for text in texts]
+    models = {"dense": dense} | {name: copy.deepcopy(dense) for name in SERVED}
+    for name, widths in SERVED.items():
+        compress(models[name], widths, tokenizer=tokenizer)
+    calls, sizes, quality = dict[str, Call](), dict[str, int](), dict[str, float]()
+    with tempfile.TemporaryDirectory() as place:
+        for model_name, model in models.items():
+            folder = Path(place) / model_name
+            folder.mkdir()
+            for tool, (call, size) in in_tools(model, folder, args.threads, plain=False, texts=batches).items():
+                name = tool.replace(" int8", "") + f": {model_name}" + " int8" * tool.endswith("int8")
+                calls[name], sizes[name] = call, size
+                quality[name] = task.score(Encoder(call, dense.config), tokenizer)
+                print(f"{name:32} {size / 2**20:6.1f} MiB  STS-B {quality[name]:.2f}", flush=True)
     for length, sequences in args.shapes or SHAPES:
-        cell = {"onnx fused T" if args.fused else "onnx T": length, "batch": sequences}
-        compare(sessions, sizes, PAIRS, cell, args, quality)
+        compare(calls, sizes, over_dense(calls), {"T": length, "batch": sequences}, args, quality)
 
 
 def over_dense(names: Iterable[str]) -> list[tuple[str, str]]:
@@ -269,10 +270,7 @@ def compare(
         tool, _, model = name.rpartition(": ")
         row = {**cell, "in": tool} if tool else cell
         figures = {**ratio(times, name, baseline), "size": sizes[name] / sizes[baseline]}
-        if quality is None:
-            print_row(row, model, figures, args)
-        else:
-            print_row({**row, "over": baseline}, model, {**figures, "score": quality[name]}, args)
+        print_row(row, model, figures if quality is None else {**figures, "score": quality[name]}, args)
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -287,7 +285,6 @@ def main() -> None:
     parser.add_argument("--shapes", type=shape, nargs="+", help="tokens x sequences, such as 32x1 128x8")
     parser.add_argument("--rows", nargs="+", help='int8: conversions, such as "shared dk=128"')
     parser.add_argument("--data-dir", type=Path, help="scores: where the GLUE tasks are")
-    parser.add_argument("--fused", action="store_true", help="scores: keep all of ONNX Runtime's fusions")
     add_timing_arguments(parser, seconds=60)
     args = parser.parse_args()
     disable_progress_bar()

@@ -83,9 +83,9 @@ def with_dense(dense: Any, rows: list[str]) -> dict[str, Any]:
     return {DENSE: dense, AGAIN: copy.deepcopy(dense)} | {row: converted(dense, row) for row in rows}
 
 
-def token_batch(batch: int, length: int) -> dict[str, Tensor]:
+def token_batch(batch: int, length: int, seed: int = 0) -> dict[str, Tensor]:
     """Return a batch of random tokens, (batch, length)."""
-    tokens = torch.randint(1000, 20000, (batch, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(1000, 20000, (batch, length), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 

@@ -13,12 +13,13 @@ import torch
 from accelerate import cpu_offload, dispatch_model, infer_auto_device_map
 from collab_compress_cli.arguments import Conversion, Saving
 from collab_compress_cli.compress import Arguments, run
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer
 from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BertConfig,
     BertForSequenceClassification,
     DataCollatorWithPadding,
     Trainer,
@@ -64,6 +65,23 @@ def test_sentence_transformers(converted, minilm_path, tmp_path):
     model.save(str(tmp_path / "again"))
     again = SentenceTransformer(str(tmp_path / "again"), device="cpu")
     np.testing.assert_array_equal(again.encode(TEXTS), other)
+
+
+def test_cross_encoder(minilm_tokenizer, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 32}
+    config = BertConfig(vocab_size=len(minilm_tokenizer), num_labels=1, initializer_range=0.4, **sizes)
+    for part in (BertForSequenceClassification(config), minilm_tokenizer):
+        part.save_pretrained(tmp_path / "dense")
+    pairs = [(TEXTS[0], text) for text in TEXTS]
+    model = CrossEncoder(str(tmp_path / "dense"), device="cpu")
+    before = model.predict(pairs)
+    compress(model, Compression(dk=4, dff=16), pairs * 10)
+    scores = model.predict(pairs)
+    assert np.abs(scores - before).max() > 1e-4
+    model.save_pretrained(str(tmp_path / "converted"))
+    again = CrossEncoder(str(tmp_path / "converted"), device="cpu")
+    np.testing.assert_array_equal(again.predict(pairs), scores)
 
 
 def test_feature_extraction_pipeline(converted):

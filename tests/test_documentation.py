@@ -119,6 +119,7 @@ def test_snippets_run(
     labelled = {**batch, "labels": torch.tensor([0, 1])}
     names = {
         "model": model,
+        "pairs": [("a cat", f"dog {number} runs over the snow") for number in range(20)],
         "tokenizer": minilm_tokenizer,
         "torch": torch,
         "batch": batch,

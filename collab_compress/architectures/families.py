@@ -142,7 +142,6 @@ _PIX2STRUCT = _paths("query key value output", "n_heads", "key_value_proj_dim")
 _PIX2STRUCT_TEXT = {**_PIX2STRUCT, "cross": "encoder_decoder_attention", "keeps_heads": _ONE_BIAS}
 _GPT2 = {  # one transposed layer holds queries, keys and values
     **_paths("c_attn c_proj", "num_heads", "head_dim", cross="crossattention"),
-    "keeps_heads": "it keeps queries, keys and values in one layer, c_attn",
     "undescribed": {"cross": "it keeps queries in one layer and keys and values together in another"},
 }
 _DETR = {  # positions are added to the inputs of queries and keys, not to those of values

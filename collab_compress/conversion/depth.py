@@ -18,8 +18,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -55,6 +54,7 @@ COUNTS = (
 """Attributes of configs that may be the number of layers of a stack."""
 READERS = ("Backbone", "DPT", "Segmentation", "DepthEstimation")
 """Parts of the names of classes that read the hidden states of some layers by number."""
+WRITTEN, ADDED = "written", "added"  # events among the names of modules that are called
 
 
 class End(NamedTuple):
@@ -134,14 +134,10 @@ class Depth:
 
     def renamed(self, name: str) -> str:
         """Return the path that a module has in the shallower model."""
-        return _renamed(name, self.stacks)
-
-
-def _renamed(name: str, stacks: Mapping[str, Kept]) -> str:
-    path, _, number = layer_of(name).rpartition(".")
-    if path not in stacks or int(number) not in stacks[path].numbers:
-        return name
-    return f"{path}.{stacks[path].numbers.index(int(number))}{name.removeprefix(f'{path}.{number}')}"
+        path, _, number = layer_of(name).rpartition(".")
+        if path not in self.stacks or int(number) not in self.stacks[path].numbers:
+            return name
+        return f"{path}.{self.stacks[path].numbers.index(int(number))}{name.removeprefix(f'{path}.{number}')}"
 
 
 def deep_stacks(model: PreTrainedModel, layers: int) -> dict[str, list[str]]:
@@ -171,14 +167,19 @@ def deep_stacks(model: PreTrainedModel, layers: int) -> dict[str, list[str]]:
         )
     stacks = {path: names for path, names in stacks.items() if len(names) > layers}
     for path in stacks:
-        parts = path.split(".")
-        around = [type(model.get_submodule(".".join(parts[:end]))).__name__ for end in range(len(parts))]
+        around = [type(module).__name__ for module in _around(model, path)]
         reasons = [f"{name} reads some of them by number" for name in around if any(one in name for one in READERS)]
         if values.get("scale_attn_by_inverse_layer_idx"):
             reasons.append("attention is scaled by their numbers")
         if reasons:
             raise UnsupportedModelError(f"layers of {path} cannot be removed: {reasons[0]}; leave out layers")
     return stacks
+
+
+def _around(model: PreTrainedModel, path: str) -> list[nn.Module]:
+    """Return the modules that hold the one at a path, the outermost first."""
+    parts = path.split(".")
+    return [model.get_submodule(".".join(parts[:end])) for end in range(len(parts))]
 
 
 def ends_of(model: PreTrainedModel, layers: SingleLayers, writers: Sequence[Writer]) -> dict[str, End]:
@@ -195,30 +196,21 @@ def ends_of(model: PreTrainedModel, layers: SingleLayers, writers: Sequence[Writ
 
 def _behind(model: PreTrainedModel, writer: Writer, run: Callable[[], Tensor]) -> list[str]:
     """Return the modules of a layer that are called only after a writer's outputs have been added to the stream."""
-    calls: dict[str, list[bool]] = {}
-    written, added = False, False
-
-    def on_written(*_: Any) -> None:
-        nonlocal written
-        written = True
-
-    def on_stream(*_: Any) -> None:
-        nonlocal added
-        added |= written
-
-    def on_call(name: str, *_: Any) -> None:
-        calls.setdefault(name, []).append(added)
-
-    at = model.get_submodule(writer.at)
+    calls: list[str] = []
     with ExitStack() as hooks:
-        hooks.enter_context(model.get_submodule(writer.name).register_forward_hook(on_written))
-        on_sum = at.register_forward_pre_hook if writer.shown == "inputs" else at.register_forward_hook
-        hooks.enter_context(on_sum(on_stream))
+
+        def note(register: Callable[..., Any], event: str) -> None:
+            hooks.enter_context(register(lambda *_: calls.append(event)))
+
+        at = model.get_submodule(writer.at)
+        note(model.get_submodule(writer.name).register_forward_hook, WRITTEN)
+        note(at.register_forward_pre_hook if writer.shown == "inputs" else at.register_forward_hook, ADDED)
         for name, module in model.get_submodule(writer.layer).named_modules(prefix=writer.layer):
             if module._parameters:
-                hooks.enter_context(module.register_forward_pre_hook(partial(on_call, name)))
+                note(module.register_forward_pre_hook, name)
         run()
-    return [name for name, after in calls.items() if all(after)]
+    added = [*calls, ADDED].index(ADDED, calls.index(WRITTEN))
+    return [name for name in dict.fromkeys(calls[added + 1 :]) if name not in (*calls[:added], ADDED)]
 
 
 def _are_alike(model: PreTrainedModel, one: End | None, other: End | None) -> bool:
@@ -264,19 +256,17 @@ def depth_of(
             if before is not end and before is not None and end is not None and _are_alike(model, before, end):
                 targets[before.writer.name] = end.writer
                 moved.update(zip(before.behind, end.behind, strict=True))
-    return Depth(kept, removed, targets, moved, _changed_attributes(model, kept, removed))
+    depth = Depth(kept, removed, targets, moved, {})
+    return replace(depth, attributes=_changed_attributes(model, depth))
 
 
 def _by_config(model: PreTrainedModel, stacks: Mapping[str, Kept]) -> dict[type, list[Kept]]:
     """Return stacks by the class of the innermost config around them."""
     by_config: dict[type, list[Kept]] = {}
     for path, kept in stacks.items():
-        parts = path.split(".")
-        around = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts))]
-        innermost = [
-            module.config for module in around if isinstance(getattr(module, "config", None), PretrainedConfig)
-        ]
-        by_config.setdefault(type(innermost[-1]), []).append(kept)
+        configs = [getattr(module, "config", None) for module in _around(model, path)]
+        innermost = [config for config in configs if isinstance(config, PretrainedConfig)][-1]
+        by_config.setdefault(type(innermost), []).append(kept)
     return by_config
 
 
@@ -297,9 +287,7 @@ def _shorten_(config: PretrainedConfig, stacks: Mapping[type, Sequence[Kept]]) -
         config._out_features, config._out_indices = config.stage_names[-1:], [count]
 
 
-def _changed_attributes(
-    model: PreTrainedModel, stacks: Mapping[str, Kept], removed: Sequence[str]
-) -> dict[tuple[str, str], Any]:
+def _changed_attributes(model: PreTrainedModel, depth: Depth) -> dict[tuple[str, str], Any]:
     """Build stock models before and after the removal; return the attributes of modules that differ.
 
     These are numbers of layers, and dropout that depends on them.
@@ -308,10 +296,10 @@ def _changed_attributes(
         UnsupportedModelError: anything else differs.
     """
     config, class_name = copy.deepcopy(model.config), type(model).__name__
-    by_config = _by_config(model, stacks)
+    by_config = _by_config(model, depth.stacks)
     for part in list(configs_inside(config)):
         _shorten_(part, by_config)
-    layers = len(next(iter(stacks.values())).numbers)
+    layers = len(next(iter(depth.stacks.values())).numbers)
 
     def refusal(reason: str) -> UnsupportedModelError:
         return UnsupportedModelError(
@@ -324,14 +312,14 @@ def _changed_attributes(
             dense, shallow = (type(model)(type(one).from_dict(one.to_dict())) for one in (model.config, config))
     except Exception as error:  # whatever a config or a model raises
         raise refusal(one_line(error)) from error
-    if any(_shapes(model.get_submodule(path)) != _shapes(dense.get_submodule(path)) for path in stacks):
+    if any(_shapes(model.get_submodule(path)) != _shapes(dense.get_submodule(path)) for path in depth.stacks):
         raise UnsupportedModelError(f"the layers of {class_name} are not those of its config; leave out layers")
     others, changed = dict(shallow.named_modules()), {}
     for path, module in dense.named_modules():
         layer = layer_of(path)
-        if layer in removed:
+        if layer in depth.removed:
             continue
-        name = _renamed(path, stacks)
+        name = depth.renamed(path)
         other = others.pop(name, None)
         if (
             other is None
@@ -419,8 +407,13 @@ class _Search:
             with written_by(self.model, [] if end is None else [end.writer]) as written:
                 self.before[number + 1] = []
                 for batch in self.batches:
-                    self.before[number + 1].append(states.keep(self._run(number, batch, self.before[number][batch])))
-                    self._check_next(number + 1, batch)
+                    returned = self._run(number, batch, self.before[number][batch])
+                    read = None if number + 1 == len(names) else states.calls[batch][self.first + number + 1].hidden
+                    if read is not None and bool((read.to(returned) - returned).norm() > SAME * returned.norm()):
+                        raise UnsupportedModelError(
+                            f"{names[number + 1]} does not read what the layer before it returned; leave out layers"
+                        )
+                    self.before[number + 1].append(states.keep(returned))
                     self.streams[number] += [states.keep(call.stream) for call in written.values()]
                     written.clear()
         sites = [end.writer.site for end in self.ends if end is not None]
@@ -429,15 +422,6 @@ class _Search:
         self.site = sites[0]
         self.dense = [self._directions(batch, self.before[len(names)][batch]) for batch in self.held_back]
         self.variance = torch.cat(self.dense).var(0, correction=0).clamp(min=1e-12)
-
-    def _check_next(self, number: int, batch: int) -> None:
-        """Refuse a layer that reads something else than what the one before it returned."""
-        returned = self.before[number][batch]
-        hidden = None if number == len(self.names) else self.states.calls[batch][self.first + number].hidden
-        if hidden is not None and bool((hidden.to(returned) - returned).norm() > SAME * returned.norm()):
-            raise UnsupportedModelError(
-                f"{self.names[number]} does not read what the layer before it returned; leave out layers"
-            )
 
     def _run(self, number: int, batch: int, hidden: Tensor) -> Tensor:
         return self.states.calls[batch][self.first + number].run(self.model, hidden)

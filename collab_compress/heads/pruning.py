@@ -9,11 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import AttentionSite, find_attention, refuse_kept_attention, transformers_model
+from collab_compress.architectures.sites import FusedSlice, fused_slice
 from collab_compress.attention.form import Cut, plain_weight, remaining
 from collab_compress.attention.forms import from_stored, refusing_other_models, stored_modules
 from collab_compress.attention.install import FORMS_AT, STOCK_HEADS, head_hooks, lay_out_
+from collab_compress.attention.projections import fused_layer, width_in
 from collab_compress.attention.values import JOINT_WIDTH
 from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
 from collab_compress.errors import CheckpointError, CompressionError, HeadError
@@ -109,11 +112,15 @@ def _module_cuts(base: Any, name: str, kept: KeptHeads) -> list[Cut]:
     module: Any = base.get_submodule(name)
     holder = base.get_submodule(name.rpartition(".")[0]) if kept.output.startswith("..") else module
     output = holder.get_submodule(kept.output.removeprefix(".."))
+    fused = fused_layer(module, kept.query)
+    if isinstance(fused, Conv1D):
+        return _fused_cuts(module, fused, output, kept, f"{name}.{kept.query}")
     if hasattr(module, "value_form"):
         cuts: list[Cut] = module.value_form.keep_heads(module, output, kept.kept)
     else:
-        channels = _channels(kept, kept.value_width, base, f"{name}.{kept.value}")
-        cuts = _output_cuts(module.get_submodule(kept.value), channels)
+        value = module.get_submodule(kept.value)
+        channels = _channels(kept, kept.value_width, len(value.weight), f"{name}.{kept.value}")
+        cuts = _output_cuts(value, channels)
         cuts += [
             Cut(output, "weight", remaining(output.weight, 1, channels)),
             Cut(output, "in_features", len(channels)),
@@ -124,11 +131,28 @@ def _module_cuts(base: Any, name: str, kept: KeptHeads) -> list[Cut]:
         cuts += module.score_form.keep_heads(module, kept.kept)
     else:
         for path in (kept.query, kept.key):
-            channels = _channels(kept, kept.head_width, base, f"{name}.{path}")
-            cuts += _output_cuts(module.get_submodule(path), channels)
+            projection = module.get_submodule(path)
+            cuts += _output_cuts(
+                projection, _channels(kept, kept.head_width, len(projection.weight), f"{name}.{path}")
+            )
     if hasattr(module, "embed_dim"):  # some models reshape outputs by it
         cuts.append(Cut(module, "embed_dim", len(kept.kept) * kept.head_width))
     return [*cuts, Cut(module, _head_count(module, kept), len(kept.kept))]
+
+
+def _fused_cuts(module: Any, layer: Conv1D, output: Conv1D, kept: KeptHeads, path: str) -> list[Cut]:
+    """List the changes that remove heads from one transposed layer of queries, keys and values (GPT-2)."""
+    channels = _channels(kept, kept.head_width, layer.nf // 3, path)
+    fused = [block * (layer.nf // 3) + channel for block in range(3) for channel in channels]
+    return [
+        Cut(layer, "weight", remaining(layer.weight, 1, fused)),
+        Cut(layer, "bias", remaining(layer.bias, 0, fused)),
+        Cut(layer, "nf", len(fused)),
+        Cut(output, "weight", remaining(output.weight, 0, channels)),
+        Cut(output, "nx", len(channels)),
+        Cut(module, "split_size", len(channels)),
+        Cut(module, kept.heads, len(kept.kept)),
+    ]
 
 
 def _head_count(module: Any, kept: KeptHeads) -> str:
@@ -136,9 +160,8 @@ def _head_count(module: Any, kept: KeptHeads) -> str:
     return STOCK_HEADS if STOCK_HEADS in module.__dict__ else kept.heads
 
 
-def _channels(kept: KeptHeads, width: int, base: Any, path: str) -> list[int]:
-    """Return the output channels of the projection `base.path` that belong to the kept heads."""
-    count = len(base.get_submodule(path).weight)
+def _channels(kept: KeptHeads, width: int, count: int, path: str) -> list[int]:
+    """Return those of the `count` output channels of the projection at `path` that belong to the kept heads."""
     if kept.before * width != count:
         raise CheckpointError(
             f"{path}: got {count} output channels; expected {kept.before} heads × {width}; the model is not the one "
@@ -220,6 +243,11 @@ def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
             f"{site.name}: {site.heads} heads share {site.key_value_heads} heads of keys and values, so none can be "
             "removed alone; mask them instead (HeadMask)"
         )
+    if family.fused and any(hasattr(site.module, attribute) for attribute in FORMS_AT):
+        raise HeadError(
+            f"{site.name} is converted, and {family.name} has one layer for queries, keys and values; remove heads "
+            "first, then convert, or mask them instead (HeadMask)"
+        )
     if hasattr(site.part(family.output), "alphas"):
         raise HeadError(
             f"{site.path(family.output)} mixes the heads, so none can be removed alone; call merge_alphas_ "
@@ -242,10 +270,10 @@ def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
     form = getattr(site.module, "value_form", None)
     value = _linear(site, family.value if form is None else f"{family.value}.proj", shared)
     output = _linear(site, family.output, shared)
-    if output.in_features != value.out_features:
+    if width_in(output) != value.out_features:
         raise HeadError(
             f"{site.name}: values are {value.out_features} wide and the output projection reads "
-            f"{output.in_features}; expected the same; the {family.name} description does not fit this model"
+            f"{width_in(output)}; expected the same; the {family.name} description does not fit this model"
         )
     return KeptHeads(
         kept=kept,
@@ -260,10 +288,12 @@ def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
     )
 
 
-def _linear(site: AttentionSite, path: str, shared: Collection[int]) -> nn.Linear:
+def _linear(site: AttentionSite, path: str, shared: Collection[int]) -> nn.Linear | FusedSlice:
     """Return a projection, or raise unless it is a plain one, in memory, and not shared with another module."""
-    projection, where = site.part(path), site.path(path)
-    plain_weight(where, projection, HeadError)
-    if any(id(part) in shared for part in (projection, *projection.parameters(recurse=False))):
+    where = site.path(path)
+    projection: nn.Linear | FusedSlice = fused_slice(site.module, site.family, path) or site.part(path)
+    layer = projection.layer if isinstance(projection, FusedSlice) else projection
+    plain_weight(where, layer, HeadError)
+    if any(id(part) in shared for part in (layer, *layer.parameters(recurse=False))):
         raise HeadError(f"{where} is shared with another module, which would lose channels too; untie them first")
-    return projection  # type: ignore[no-any-return]
+    return projection

@@ -16,6 +16,7 @@ that is none of the tokens by itself stays.
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -65,7 +66,7 @@ class Vocabulary:
         for rank, merge in enumerate(self.model.get("merges", ())):
             first, second = merge.split(" ") if isinstance(merge, str) else merge
             self._ranks[first, second] = rank
-        self._known: dict[str, list[tuple[str, str]] | None] = {}
+        self._merges = cache(self._merged)
         self._always = {*tokenizer.all_special_ids, *(token["id"] for token in self.state["added_tokens"])}
         self._always |= {*backend.encode("").ids, *backend.encode("", "").ids}  # of the post-processor and of padding
         if self.state["padding"] is not None:
@@ -137,13 +138,8 @@ class Vocabulary:
         symbols = [self.prefix * (inside or place > 0) + character for place, character in enumerate(characters)]
         return [*symbols[:-1], symbols[-1] + self.suffix] if ends else symbols
 
-    def _merges(self, token: str) -> list[tuple[str, str]] | None:
-        """Return the merges that BPE makes a token with, in order; None if they do not lead to it."""
-        if token not in self._known:
-            self._known[token] = self._merged(token)
-        return self._known[token]
-
     def _merged(self, token: str) -> list[tuple[str, str]] | None:
+        """Return the merges that BPE makes a token with, in order; None if they do not lead to it."""
         parts, merges = self._symbols(token), list[tuple[str, str]]()
         while len(parts) > 1:
             pairs = list(pairwise(parts))

@@ -31,7 +31,7 @@ from collab_compress.vocabulary.tokens import Vocabulary, reloaded
 HELD_BACK = 8  # one text in so many is not counted
 PROBED = 16  # tokens that the model reads before and after
 TOLERANCE = 1e-3  # of the hidden states on them, relative to the largest
-SIZES = ("vocab_size", "decoder_vocab_size")
+SIZES = ("vocab_size", "decoder_vocab_size", "num_embeddings", "out_features")
 NAMES_IDS = re.compile(r"(token_ids?|token_index|padding_idx|suppress_tokens|(bad|force)_words_ids|sequence_bias)$")
 """Names of settings and attributes that hold ids of tokens."""
 
@@ -257,7 +257,7 @@ def _ids_in(model: PreTrainedModel) -> set[int]:
     for holder in _holders(model):
         for name, value in holder.items():
             if NAMES_IDS.search(name):
-                _mapped(value, lambda number: ids.add(number))
+                _mapped(value, ids.add)
     return ids
 
 
@@ -285,10 +285,6 @@ def _cut_(model: PreTrainedModel, size: int, rows: Sequence[int], new: Mapping[i
                 if id(tensor) not in cut:
                     cut[id(tensor)] = _remaining(f"{path}.{name}", tensor, rows, size, id(tensor) in shared)
                 holder[name] = cut[id(tensor)]
-                if isinstance(module, nn.Embedding | nn.Linear):
-                    setattr(
-                        module, "num_embeddings" if isinstance(module, nn.Embedding) else "out_features", len(rows)
-                    )
     for inner in models_in(model):
         if getattr(inner, "generation_config", None) is not None:
             inner.generation_config = copy.deepcopy(inner.generation_config)  # the old one is restored after an error

@@ -6,12 +6,15 @@ import pytest
 import torch
 from forms import randomise_
 from tiny_families import build, build_low, inputs, run
+from transformers import AutoModel
 
 from collab_compress import (
     Compression,
     HeadMask,
     Solver,
     compress,
+    expand,
+    is_converted,
     merge_alphas_,
     mix_heads_,
     prune_heads_,
@@ -23,7 +26,6 @@ from collab_compress.heads import Tap, masks_without, swap_heads_
 KEEP_HEADS = {
     "beit": "BEiT, because its position bias has a column",
     "detr": "DETR, because its modules do not count",
-    "gpt2": "GPT-2, because it keeps .* in one layer, c_attn",
     "mpnet": "MPNet, because all layers share one",
     "t5": "T5, because all layers share one",
     "umt5": "UMT5, because its position bias has a column",
@@ -72,8 +74,30 @@ def test_heads_are_swapped_masked_mixed_and_removed(kin, model):
         with pytest.raises(HeadError, match=f"heads cannot be removed from {KEEP_HEADS[kin]}"):
             prune_heads_(model, heads)
         return
+    if kin == "gpt2" and is_converted(model):
+        with pytest.raises(HeadError, match="GPT-2 has one layer for queries, keys and values; remove heads first"):
+            prune_heads_(model, heads)
+        return
     prune_heads_(model, heads)
     torch.testing.assert_close(run(model, batch), masked, atol=2e-5, rtol=1e-4)
+
+
+def test_gpt2_with_fewer_heads_in_one_layer_reloads_converts_and_expands(tmp_path):
+    model, batch = build("gpt2"), inputs("gpt2")
+    heads = {find_attention(model)[0].name: [0, 2]}
+    with HeadMask(model, masks_without(model, heads)):
+        expected = run(model, batch)
+    prune_heads_(model, heads)
+    attention = model.h[0].attn
+    assert (attention.c_attn.nf, attention.c_attn.weight.shape, attention.c_proj.nx) == (24, (24, 24), 8)
+    model.save_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path).eval()
+    compress(again, Compression(dk=24, modules="h.1.*"), calibration=None)
+    for loaded in (model, again):
+        torch.testing.assert_close(run(loaded, batch), expected, atol=2e-5, rtol=1e-4)
+    compress(again, Compression(dk=8, modules="h.0.*"), calibration=None)
+    expand(again)
+    torch.testing.assert_close(run(again, batch), expected, atol=2e-5, rtol=1e-4)
 
 
 def test_opt_keeps_room_for_its_shared_keys():

@@ -54,6 +54,8 @@ def limits(family, eager):
         yield "rotary"
     if family.keeps_heads and not family.rotary:  # the page says it of rotary ones
         yield "heads stay"
+    elif family.fused and not family.rotary:
+        yield "converted heads stay"
     for kind in family.undescribed:
         yield f"no {kind} attention"
     if eager:
