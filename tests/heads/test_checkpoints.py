@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from forms import outputs, randomise_
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel
 
 from collab_compress import (
     Compression,
@@ -77,18 +77,6 @@ def test_every_auto_class(family, auto_class, make_tiny, batch, tmp_path, load_c
     model.save_pretrained(tmp_path)
     assert torch.equal(outputs(load_cleanly(auto_class, tmp_path), batch), outputs(model, batch))
     assert "collab" not in capfd.readouterr().err.lower()
-
-
-@pytest.mark.parametrize("history", ["mixed", "pruned, pruned"])
-def test_body_and_head_exchange_checkpoints(history, make_tiny, batch, tmp_path):
-    torch.manual_seed(0)
-    classifier = edited(AutoModelForSequenceClassification.from_config(make_tiny("bert").config).eval(), history)
-    classifier.save_pretrained(tmp_path / "classifier")
-    body = AutoModel.from_pretrained(tmp_path / "classifier")
-    assert torch.equal(outputs(body, batch), outputs(classifier.bert, batch))
-    body.save_pretrained(tmp_path / "body")
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "body")
-    assert torch.equal(outputs(again.bert.eval(), batch), outputs(body, batch))
 
 
 @pytest.mark.parametrize(
