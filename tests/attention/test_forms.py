@@ -103,17 +103,6 @@ def test_a_head_owns_its_rows_and_nothing_else(module):
         assert moved.tolist() == [other == head for other in range(HEADS)]
 
 
-@pytest.mark.parametrize("kept", [(0,), (0, 2), (1, 2)])
-def test_kept_heads_do_not_change(module, kept):
-    form, before = module.score_form, products(module)
-    for cut in form.keep_heads(module, kept):
-        setattr(cut.owner, cut.name, cut.value)
-    assert module.score_form == form.without(kept)
-    assert module.score_form.heads == len(kept)
-    torch.testing.assert_close(products(module), before[list(kept)])
-    assert module.query(torch.zeros(1, 1, WIDTH).double()).shape[-1] % HEAD_WIDTH == 0
-
-
 def test_counts_parameters(module):
     form = module.score_form
     assert form.parameters((WIDTH, WIDTH)) == sum(parameter.numel() for parameter in form.trained(module))
