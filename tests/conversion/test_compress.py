@@ -316,19 +316,6 @@ def test_bad_options_say_what_to_do(make_tiny, options, message):
         compress(make_tiny("bert"), options(), calibration=None)
 
 
-def test_a_full_width_is_exact_without_a_run_for_the_weights_of_heads(make_tiny, calibration, monkeypatch):
-    runs, forward = [], BertModel.forward
-
-    def counted(*args, **inputs):
-        runs.append(inputs)
-        return forward(*args, **inputs)
-
-    monkeypatch.setattr(BertModel, "forward", counted)
-    report = compress(make_tiny("bert"), Compression(dk=24, solver=Solver(refit=False)), calibration)
-    assert len(runs) == 2 * len(split_held_back(calibration)[1])  # of both models, to measure drift
-    assert {(module.head_dim, module.weight_error) for module in report.modules} == {(9, 0.0)}
-
-
 def test_widths_may_be_numbers_of_numpy(make_tiny, tmp_path):
     model = make_tiny("bert")
     compression = Compression(dk=np.int64(8), dv=np.int32(12), solver=Solver(seed=np.int64(3)))
@@ -470,29 +457,6 @@ def test_breakdowns_of_the_solver_are_warned_of(make_tiny, monkeypatch, caplog, 
     assert "layer.0.attention.self: 1 sweeps of the solver met a singular system; it " in report.warnings[0]
     assert report.warnings[0] in caplog.messages
     assert all(torch.isfinite(value).all() for value in state(model).values())
-
-
-def test_sequences_and_length_decide_what_is_read(minilm, minilm_tokenizer, caplog):
-    texts = [f"sentence number {number} is " + "very " * (number % 9) + "long" for number in range(40)]
-    read = Compression(dk=384, modules="*layer.0*", solver=Solver(refit=False))
-    report = compress(copy.deepcopy(minilm), read, texts, minilm_tokenizer)
-    assert (report.sequences, report.drift.sequences) == (35, 5)
-    assert [warning.partition(" in ")[0] for warning in report.warnings] == ["dk=384 saves nothing"]
-    report = compress(
-        copy.deepcopy(minilm),
-        read,
-        texts,
-        minilm_tokenizer,
-        calibration_options=CalibrationOptions(sequences=8, length=9),
-    )
-    assert (report.sequences, report.drift.sequences) == (7, 1)
-    assert report.warnings[0] == "calibration uses 8 of 40 texts, drawn at random"
-    assert report.warnings[1].endswith("of 8 texts are longer than 9 tokens and are cut there")
-    assert set(report.warnings) <= set(caplog.messages)
-    report = compress(
-        minilm, read, "synthetic", minilm_tokenizer, calibration_options=CalibrationOptions(sequences=24, length=5)
-    )
-    assert (report.sequences, report.drift.sequences) == (21, 3)
 
 
 def test_drift_holds_the_outputs_of_one_batch(make_tiny, calibration):

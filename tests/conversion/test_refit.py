@@ -298,7 +298,6 @@ def test_edited_models_get_narrower_blocks_too(edit, make_tiny, tmp_path):
 
 @pytest.mark.parametrize("family", ["bert", "albert", "t5"])
 def test_hidden_states_in_files_give_the_same(family, monkeypatch):
-    """All data are used, however little memory there is for their hidden states."""
     models, reports = [build(family), build(family)], []
     kept, keep = [], Room.keep
     monkeypatch.setattr(Room, "keep", lambda room, tensor: kept.append(room.taken) or keep(room, tensor))
