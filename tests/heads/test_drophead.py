@@ -47,7 +47,6 @@ def model(family, form, make_tiny, set_dropout_):
 
 @in_turns
 def test_heads_are_dropped_just_before_the_output_projection(model, batch, implementation):
-    """Compared with the tap, which reads heads before anything acts on them."""
     model.set_attn_implementation(implementation)
     drophead, tap = DropHead(model.train(), 0.5), Tap(model)
     _, dropped = projected_heads(model, batch)
@@ -160,15 +159,6 @@ def test_nothing_is_in_double_precision(make_tiny, batch):
         drophead.p = 1 / 3
         model(**batch)
     assert drophead.p == 1 / 3
-
-
-def test_a_model_that_moved_is_dropped_from_there(make_tiny):
-    model = make_tiny("bert").train()
-    drophead = DropHead(model, 0.5)
-    model.to("meta")
-    ids = torch.ones(2, 5, dtype=torch.long, device="meta")
-    assert model(ids)[0].device.type == "meta"
-    drophead.remove()
 
 
 def _dropped(rank, model, batch):

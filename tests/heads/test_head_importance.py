@@ -77,7 +77,6 @@ def test_is_the_mean_gradient_of_single_samples(family, form, make_tiny, calibra
 
 
 def test_sequence_to_sequence_with_a_loss_of_ones_own(make_tiny, calibration):
-    """Covers all three kinds of attention, with one loss per sample."""
     torch.manual_seed(0)
     model = MarianMTModel(make_tiny("marian").config).double().eval()
     first = calibration[0]

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from forms import converted, in_turns
+from recorded import recorded_inputs
 from transformers import BertLMHeadModel, BertModel, MarianMTModel
 
 from collab_compress import UnsupportedModelError, head_importance
@@ -38,18 +39,9 @@ def attentions_of(model, batch):
 
 def outputs_of(model, batch):
     """Map module paths to the inputs (B, T, H, dv) of the output projection in each call."""
-    outputs, handles = {}, []
-    for site in find_attention(model):
-
-        def keep(_, args, site=site):
-            outputs.setdefault(site.name, []).append(args[0].unflatten(-1, (site.heads, -1)))
-
-        handles.append(site.part(site.family.output).register_forward_pre_hook(keep))
-    with torch.no_grad():
-        model(**batch)
-    for handle in handles:
-        handle.remove()
-    return outputs
+    sites = find_attention(model)
+    inputs = recorded_inputs(model, batch, {site.name: site.part(site.family.output) for site in sites})
+    return {site.name: [call.unflatten(-1, (site.heads, -1)) for call in inputs[site.name]] for site in sites}
 
 
 def counting(batch, kind, exclude):
