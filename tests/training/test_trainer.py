@@ -335,7 +335,6 @@ def test_a_stock_loss_adds_up_and_the_penalty_does_not(task, make_tiny, set_drop
 
 @pytest.mark.parametrize("scaled", [True, False])
 def test_a_trainer_that_says_how_its_loss_is_scaled(scaled, make_tiny, set_dropout_, tmp_path):
-    """Four equal passes give the step of one, penalties included."""
 
     class Own(HeadTrainer):
         loss_is_scaled_for_ga = scaled
