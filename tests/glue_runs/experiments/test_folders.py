@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState
 from collab_compress_glue_runs.experiments import outputs, protocol, read_recipe, run, tuning
 from collab_compress_glue_runs.experiments.outputs import LOCK, RECIPE, claim, remove_output
 from filelock import FileLock
@@ -102,24 +101,6 @@ def test_what_cannot_be_done_is_known_before_training(start, data_dir, tmp_path,
     assert not (tmp_path / "out").exists()
 
 
-def test_rows_that_cannot_be_padded_are_known_before_training(start, data_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(protocol, "fine_tune", lambda *_: pytest.fail("it was trained"))
-    path = start / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8"))
-    del settings["pad_token"]
-    path.write_text(json.dumps(settings), encoding="utf-8")
-    with pytest.raises(RecipeError, match="does not have a padding token"):
-        run(recipe(data_dir, tmp_path / "out", f"model={start}"))
-
-
-def test_a_backend_that_cannot_be_opened(start, data_dir, tmp_path):
-    try:
-        with pytest.raises(RecipeError, match="process group"):
-            run(recipe(data_dir, tmp_path / "out", f"model={start}", "tuning.arguments={ddp_backend: nowhere}"))
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-
 def test_what_failed_is_free_for_another_recipe(data_dir, tmp_path, monkeypatch):
     """The untrained model is made anew; the lock of a process that has ended is ignored."""
     output = tmp_path / "out"
@@ -181,16 +162,8 @@ def test_what_does_not_decide_a_model_is_no_other_recipe(start, data_dir, tmp_pa
             run(recipe(data_dir, output, source, other))
 
 
-def test_evaluations_that_choose_the_best_checkpoint_decide_a_model():
-    best = {"load_best_model_at_end": True, "generation_num_beams": 1, "logging_steps": 5}
-    assert outputs.without_neutral("again", {"arguments": best})["arguments"].keys() == best.keys() - {
-        "logging_steps"
-    }
-
-
 @pytest.mark.parametrize("changes", [{"score": "x"}, {"metrics": ...}, {"measured": 5}])
 def test_damaged_records_are_refused(start, data_dir, tmp_path, changes):
-    """Of a finished experiment, and of one that is to be measured."""
     base = recipe(data_dir, tmp_path / "out", f"model={start}")
     claim(base, base.output / "tuned")
     file = base.output / "tuned" / "result.json"
