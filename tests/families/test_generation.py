@@ -101,7 +101,6 @@ def test_key_cache_bytes_before_and_after(name, dk, keys):
     [(None, True, True), (None, False, True), (5, True, False), (5, False, True)],
 )
 def test_the_room_of_opt_is_known_before_any_work(head_dim, biased, calibrated, monkeypatch):
-    """The largest accepted dk works; larger ones are refused before calibration."""
     config = OPTConfig(**{**TINIES["opt"].settings, "enable_bias": biased})
     batches = [inputs("opt", seed) for seed in range(3)] if calibrated else None
     largest = 24 - 3 if biased else 24

@@ -37,7 +37,6 @@ def dense_twin(dense, converted):
     return twin
 
 
-@pytest.mark.every_family
 def test_values_equal_their_dense_twin(kin):
     dense, batch = build_low(kin), inputs(kin)
     converted = copy.deepcopy(dense)
