@@ -35,14 +35,6 @@ def test_the_table_is_complete():
     assert all(form.kind == kind for kind, form in FORM_KINDS.items())
 
 
-def test_queries_of_heads_are_mixed(module):
-    vectors = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    query = module.query(vectors).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
-    factors = Factors(*module.score_form.read(NAME, module))
-    expected = torch.einsum("btd,dr,hr->bthr", vectors, factors.query, factors.mixing)
-    torch.testing.assert_close(module.score_form.head_queries(module, query), expected)
-
-
 def test_trainer_exempts_content_biases_from_weight_decay(make_tiny, tmp_path):
     model = make_tiny("bert")
     compress(model, Compression(dk=DK), calibration=None)

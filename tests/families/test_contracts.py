@@ -134,7 +134,8 @@ def beit_bias(model, _):
     return lambda module, _: layers[module].relative_position_bias((2, 2))
 
 
-BIASES = {"t5": t5_bias, "umt5": t5_bias, "beit": beit_bias, "mpnet": mpnet_bias}
+T5_BIAS = ("t5", "mt5", "umt5", "switch_transformers", "pix2struct_text_model")
+BIASES = dict.fromkeys(T5_BIAS, t5_bias) | {"beit": beit_bias, "mpnet": mpnet_bias}
 
 
 def check_costs(model):
@@ -152,6 +153,7 @@ def check_costs(model):
     return report
 
 
+@pytest.mark.every_family(heavy=True)
 def test_costs_are_those_of_the_model(kin):
     check_costs(build(kin))
 
@@ -179,6 +181,7 @@ def test_patterns_and_cost_of_a_report_are_measured_or_left_out(name):
     assert {section.name for section in report.sections} | report.omitted.keys() == {"patterns", "cost"}
 
 
+@pytest.mark.every_family(heavy=True)
 def test_low_rank_follows_the_formula(kin):
     model = build_low(kin).double()
     batch = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs(kin).items()}

@@ -38,7 +38,7 @@ def generated(model, batch, cached=True, **options):
     return model.generate(**arguments, max_new_tokens=6, min_new_tokens=6, use_cache=cached, **options)
 
 
-@pytest.mark.every_family
+@pytest.mark.every_family(heavy=True)
 def test_full_rank_generates_what_the_dense_model_does(generator):
     """With narrower heads, it generates the same with a cache as without."""
     dense, batch = build(generator, TINIES[generator].generates), inputs(generator)

@@ -125,6 +125,7 @@ def test_frozen_weights_stay_frozen_and_alphas_do_not(make_tiny):
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_compiles_whole(make_tiny, batch):
     model = mixed(make_tiny, "bert")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

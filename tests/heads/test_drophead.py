@@ -161,6 +161,15 @@ def test_nothing_is_in_double_precision(make_tiny, batch):
     assert drophead.p == 1 / 3
 
 
+def test_a_model_that_moved_is_dropped_from_there(make_tiny):
+    model = make_tiny("bert").train()
+    drophead = DropHead(model, 0.5)
+    model.to("meta")
+    ids = torch.ones(2, 5, dtype=torch.long, device="meta")
+    assert model(ids)[0].device.type == "meta"
+    drophead.remove()
+
+
 def _dropped(rank, model, batch):
     torch.manual_seed(0)  # trainers seed all processes alike
     dropping = DropHead(model, 0.5)

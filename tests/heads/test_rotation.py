@@ -245,6 +245,7 @@ def test_settings_survive_json():
         ({"pairs": (PAIR,)}, "'hard' got 1 pairs; the manual strategy needs pairs, and others take none"),
         ({"strategy": "manual", "pairs": ((FIRST, 0),)}, "pairs are .* expected .*module, head"),
         ({"epochs": 1}, r"a wrong type \(.*; expected tuples of numbers as epochs"),
+        ({"epochs": "12"}, "'1' is no number"),
         ({"kinds": None}, "expected .* of names as kinds"),
     ],
 )

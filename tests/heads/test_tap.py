@@ -74,6 +74,19 @@ def test_queries_and_keys_make_the_probabilities_between_the_masks_of_the_kind(f
             assert torch.equal(actual, mask)
 
 
+def test_queries_of_collaborative_heads_are_mixed(make_tiny, batch):
+    model = make_tiny("bert")
+    compress(model, Compression(dk=13), calibration=None)
+    module = model.encoder.layer[0].attention.self
+    with Tap(model, ("queries",)) as tap:
+        model(**batch)
+        queries = tap.take()[0].queries
+    shared = module.query.proj(model.embeddings(batch["input_ids"]))  # (B, T, R)
+    for head in range(3):
+        row = torch.zeros(13).scatter(0, module.mixing_channels[head], module.mixing[head])
+        torch.testing.assert_close(queries[:, :, head], shared * row)
+
+
 def test_a_mask_is_found_by_position_may_be_absent_and_may_not_hide_padding(make_tiny, batch):
     mask = batch["attention_mask"][:, None, None, :].expand(-1, 1, 9, -1)
     with Tap(model := make_tiny("bert")) as tap:
