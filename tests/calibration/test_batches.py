@@ -223,6 +223,13 @@ def test_mbart_has_its_language_behind_and_mbart50_in_front():
         assert ordinary(decoder[:, len(start) :], tokenizer)
 
 
+@pytest.mark.parametrize("limit", ["512", -1, float("nan")])
+def test_a_limit_that_is_no_number_is_refused(words, minilm, limit, monkeypatch):
+    monkeypatch.setattr(words, "model_max_length", limit)
+    with pytest.raises(CalibrationError, match="model_max_length of the tokenizer is"):
+        calibration_batches("synthetic", minilm, words)
+
+
 def test_a_tokenizer_of_nothing_is_refused(minilm):
     mute = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     mute.normalizer = normalizers.Replace(Regex(".+"), "")

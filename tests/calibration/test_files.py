@@ -107,6 +107,15 @@ def test_a_colon_in_a_name_is_no_column(tmp_path):
     assert split_columns("org/name:mrpc:a, b") == ("org/name:mrpc", ["a", "b"])
 
 
+def test_a_stream_of_texts_is_read_up_to_the_limit(minilm, minilm_tokenizer):
+    def endless():
+        while True:
+            yield "a dog runs"
+
+    batches = calibration_batches(endless(), minilm, minilm_tokenizer, sequences=5)
+    assert sum(len(batch["input_ids"]) for batch in batches) == 5
+
+
 @pytest.mark.parametrize("text", ["a dog ran", "a dog: it ran " * 30, "a\0 dog"])
 def test_a_text_that_is_no_file(text, minilm, minilm_tokenizer, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)

@@ -103,6 +103,13 @@ def test_long_sources_and_long_targets_are_cut_and_warned_of(tokenizer, caplog):
     assert caplog.messages == ["3 of 4 texts are longer than 12 tokens and are cut there"]
 
 
+def test_a_start_token_that_is_not_set_is_named(tokenizer):
+    model = translator("T5ForConditionalGeneration")
+    model.config.decoder_start_token_id = None
+    with pytest.raises(CalibrationError, match=r"the texts cannot be encoded: .*decoder_start_token_id"):
+        calibration_batches(PAIRS, model, tokenizer)
+
+
 def test_sources_are_padded_on_the_right_whatever_the_tokenizer_is_set_to(tokenizer):
     tokenizer.padding_side = "left"
     (batch,) = calibration_batches(PAIRS, translator("MarianMTModel"), tokenizer)

@@ -40,6 +40,11 @@ def test_words_follow_zipf_and_every_token_is_possible():
         assert probs[place].item() == pytest.approx((1 / len(ordinary) + common) / 2, rel=1e-6)
 
 
+def test_an_alphabet_is_uniform():
+    probs = likelihoods(tokenizer_of(["[PAD]", "[UNK]", *"ARNDCQEG", "<mask>"]), range(2, 11))
+    torch.testing.assert_close(probs, torch.full((9,), 1 / 9, dtype=torch.float64))
+
+
 def test_random_tokens_occur_as_often_as_they_seem_to():
     pieces = [*PIECES[:2], *(f"word{number}" for number in range(30)), *"abcdefgh"]
     tokenizer = tokenizer_of(pieces)

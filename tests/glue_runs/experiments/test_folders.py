@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
 from collab_compress_glue_runs.experiments import outputs, protocol, read_recipe, run, tuning
 from collab_compress_glue_runs.experiments.outputs import LOCK, RECIPE, claim, remove_output
 from filelock import FileLock
@@ -99,6 +100,24 @@ def test_what_cannot_be_done_is_known_before_training(start, data_dir, tmp_path,
     with pytest.raises(CollabCompressError, match=message):
         run(recipe(data_dir, tmp_path / "out", f"model={start}", *changes))
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_that_cannot_be_padded_are_known_before_training(start, data_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(protocol, "fine_tune", lambda *_: pytest.fail("it was trained"))
+    path = start / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    del settings["pad_token"]
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    with pytest.raises(RecipeError, match="does not have a padding token"):
+        run(recipe(data_dir, tmp_path / "out", f"model={start}"))
+
+
+def test_a_backend_that_cannot_be_opened(start, data_dir, tmp_path):
+    try:
+        with pytest.raises(RecipeError, match="process group"):
+            run(recipe(data_dir, tmp_path / "out", f"model={start}", "tuning.arguments={ddp_backend: nowhere}"))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_what_failed_is_free_for_another_recipe(data_dir, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import sacrebleu
 import torch
 from collab_compress_glue_runs.experiments import protocol, read_recipe, run
-from collab_compress_glue_runs.experiments.workload import Classification, LanguageModel
+from collab_compress_glue_runs.experiments.workload import Classification, LanguageModel, Translation
 from collab_compress_glue_runs.metrics import load_metric
 from collab_compress_glue_runs.tasks import encode_masked_language_model, load_task
 from tiny_recipes import TUNING, fresh_recipe
@@ -259,6 +259,14 @@ def test_outputs_that_are_not_finite_have_no_score(questions, tmp_path):
     assert math.isnan(metrics["accuracy"])
 
 
+def test_chinese_is_scored_by_characters(sentences, tmp_path):
+    for file in (sentences / "parallel").glob("*.bb"):
+        file.rename(file.with_suffix(".zh"))
+    workload = Translation(translation(sentences, tmp_path / "out", "translation.target=zh"))
+    chinese = {"predictions": ["我爱猫和狗"], "references": ["我爱猫和鸟"]}
+    assert workload.metric.compute(**chinese)["bleu"] > load_metric("bleu").compute(**chinese)["bleu"]
+
+
 def test_held_out_training_data_choose_the_best_epoch(questions, tmp_path):
     best = "{eval_strategy: epoch, load_best_model_at_end: true, metric_for_best_model: accuracy}"
     settings = ("task=trec", f"data_dir={questions}", "held_out=0.25", f"tuning.arguments={best}")
@@ -335,6 +343,20 @@ def test_a_model_of_other_classes_is_not_scored_and_gets_a_new_head_for_training
     assert torch.equal(start.classifier.weight, workload.load_model(folder, trained=False).classifier.weight)
     [record] = run(workload.recipe)
     assert record["stage"] == "tuned"
+
+
+def test_a_classifier_is_no_start_for_scores_with_its_head(classifier, tmp_path):
+    (tmp_path / "STS-B").mkdir()
+    for split in ("train", "dev"):
+        rows = "".join(f"{row}\tg\tf\ty\t{row}\tn\tn\tred cat\tblue dog\t{row / 2}\n" for row in range(8))
+        (tmp_path / "STS-B" / f"{split}.tsv").write_text(
+            f"index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n{rows}"
+        )
+    _, folder = classifier("positive", "negative")
+    settings = ("fresh=null", f"model={folder}", "task=stsb", f"data_dir={tmp_path}")
+    with pytest.raises(DataError, match="has the classes positive, negative; stsb has one score"):
+        run(fresh_recipe(tmp_path / "scores", *settings, "tuning=null"))
+    assert Classification(fresh_recipe(tmp_path / "out", *settings)).load_model(folder, trained=False).num_labels == 1
 
 
 @pytest.mark.parametrize("names", [("LABEL_0", "LABEL_1"), ("0", "1"), ("Not_Equivalent", "Equivalent")])

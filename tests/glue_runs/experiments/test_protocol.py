@@ -124,6 +124,16 @@ def test_flex_attention_with_dropout_is_refused_before_the_work(start, data_dir,
         run(recipe)
 
 
+def test_scores_have_no_label_smoothing(start, tmp_path):
+    folder = tmp_path / "STS-B"
+    folder.mkdir()
+    for name in ("train.tsv", "dev.tsv"):
+        (folder / name).write_text("sentence1\tsentence2\tscore\nred cat\tblue cat\t2.5\ncat\tdog\t1.0\n")
+    recipe = settings(start, tmp_path, tmp_path / "out", "task=stsb", "tuning.arguments.label_smoothing_factor=0.1")
+    with pytest.raises(RecipeError, match="stsb has scores, not classes; leave label_smoothing_factor out"):
+        run(read_recipe(overrides=recipe))
+
+
 def test_a_checkpoint_that_was_being_written_does_not_count(tmp_path):
     for step in (2, 10):
         folder = tmp_path / f"checkpoint-{step}"

@@ -207,6 +207,16 @@ def test_models_trained_on_another_kind_of_device_are_not_compared(write, tmp_pa
     assert {line["model"] for line in comparison.lines} == {"fresh (device cpu)", "fresh (device cuda)"}
 
 
+def test_parameters_are_the_mean_of_those_recorded(write, tmp_path):
+    write(1.0, parameters=100)
+    write(1.0, "rte", parameters=104)
+    write(1.0, "cola", parameters=None)
+    write(1.0, stage="dk8", parameters=None)
+    _, lines = table(tmp_path)
+    assert {line["parameters"] for line in lines["plain/tuned"].values()} == {102.0}
+    assert lines["plain/dk8"]["mrpc"]["parameters"] is None
+
+
 def test_settings_that_differ_between_seeds_are_noted(write, tmp_path):
     for seed in (0, 1):
         settings = {"output": f"out-{seed}", "tuning": {"epochs": 3}, "compression": {"dk": 128}}
@@ -215,6 +225,12 @@ def test_settings_that_differ_between_seeds_are_noted(write, tmp_path):
     write(80.0, seed=2, recipe={"tuning": {"epochs": 4}, "compression": {"dk": 64}, "again": 1})
     write(80.0, "rte", seed=2, recipe={"tuning": {"epochs": 9}})
     assert table(tmp_path)[0].notes == ("plain/tuned of minilm on mrpc: seeds differ in tuning",)
+
+
+def test_a_field_that_older_records_lack_is_no_difference(write, tmp_path):
+    for seed, penalty in enumerate(({"name": "hsic"}, {"name": "hsic", "share": None})):
+        write(80.0, seed=seed, recipe={"heads": {"penalties": [penalty]}})
+    assert table(tmp_path)[0].notes == ()
 
 
 def test_what_only_watches_training_is_no_difference(write, tmp_path):
