@@ -65,18 +65,6 @@ def test_full_width_leaves_the_model_as_it_was(classifier, batches, kind):
     torch.testing.assert_close(outputs(classifier, batches[0]), wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", rivals.KINDS)
-def test_blocks_are_as_narrow_as_asked(model, batches, kind):
-    def loss(outputs, _):
-        return outputs.last_hidden_state.square().mean((1, 2))
-
-    rivals.narrow_blocks_(kind, model, 7, batches, labelled=(batches, loss, 2))
-    for layer in model.encoder.layer:
-        assert layer.intermediate.dense.weight.shape == (7, WIDTH)
-        assert layer.output.dense.weight.shape == (WIDTH, 7)
-    assert outputs(model, batches[0]).isfinite().all()
-
-
 def test_with_our_choice_the_refit_is_ours(model, batches):
     def ours(block):
         second, crossed = block.moments.moments(centred=True)
@@ -190,16 +178,6 @@ def test_mask_gradients_are_those_of_each_sample(classifier, batches):
         assert gradients[index][sample, neuron].item() == pytest.approx(slope(loss), rel=2e-2, abs=1e-4)
 
 
-def test_samples_of_two_rows_share_their_masks(model, batches):
-    def loss(outputs, _):
-        return outputs.last_hidden_state[:, 0].square().sum(1)
-
-    single = rivals.mask_gradients(model, second_layers(model), batches[:1], loss)
-    pairs = rivals.mask_gradients(model, second_layers(model), batches[:1], loss, rows=2)
-    for rows, samples in zip(single, pairs, strict=True):
-        torch.testing.assert_close(samples, (rows[::2] + rows[1::2]) / 2)
-
-
 def test_rearranging_lowers_the_information_of_all_that_goes():
     gradients = torch.randn(6, 9, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     kept = rivals.rearranged(gradients, 4).tolist()
@@ -238,12 +216,3 @@ def test_knowledge_is_of_the_outputs_and_of_what_a_neuron_adds(classifier, batch
         contribution = (inputs[:, neuron].square().mean() * weight[neuron].square().mean()).item()
         expected = sum(gradient**2 for gradient in slopes) / 2 / 16 + 2.5e-4 * contribution
         assert scores[neuron].item() == pytest.approx(expected, rel=3e-2)
-
-
-def test_magnitude_multiplies_the_norms_on_both_sides(model):
-    layer = model.encoder.layer[0]
-    weight = layer.output.dense.weight.detach().mT.double()
-    scores = rivals.magnitude(rivals.Block(0, layer, weight, ResidualMoments()))
-    for neuron in range(NEURONS):
-        inwards, outwards = layer.intermediate.dense.weight[neuron], layer.output.dense.weight[:, neuron]
-        assert scores[neuron].item() == pytest.approx((inwards.norm() * outwards.norm()).item(), rel=1e-5)

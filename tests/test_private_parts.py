@@ -50,31 +50,25 @@ def modelling(folder: str, name: str) -> Any:
 
 
 @pytest.mark.parametrize(("family", "folder", "name"), CLASSES)
-def test_attention_is_looked_up_by_the_config_of_its_module(family, folder, name):
-    source = inspect.getsource(getattr(modelling(folder, name), name).forward)
+def test_an_attention_class_looks_functions_up_and_views_heads_as_ours_expect(family, folder, name):
+    class_ = getattr(modelling(folder, name), name)
     for used in ("ALL_ATTENTION_FUNCTIONS", "self.config._attn_implementation"):
-        if used not in source:
+        if used not in inspect.getsource(class_.forward):
             moved(f"{used} in {folder}'s {name}.forward", "attention/install.py", "it is not read there")
-
-
-@pytest.mark.parametrize(("family", "folder", "name"), CLASSES)
-def test_heads_are_as_many_as_projections_give(family, folder, name):
-    source = inspect.getsource(getattr(modelling(folder, name), name))
     width = f"3 * self.{family.head_width}" if family.interleaved else f"self.{family.head_width}"
     expected = (f"self.{family.heads}" if family.fixed_heads else "-1") + f", {width}"
-    if expected not in source:
+    if expected not in inspect.getsource(class_):
         moved(f"the view (…, {expected} in {folder}'s {name}.forward", "attention/projections.py", "not there")
-
-
-@pytest.mark.parametrize(("family", "folder", "name"), CLASSES)
-def test_stock_eager_attention_stands_beside_its_module(family, folder, name):
     part = f"eager_attention_forward of {folder}"
     function = getattr(modelling(folder, name), "eager_attention_forward", None)
     if function is None:
         moved(part, "attention/functions.py", "it is gone")
     arguments = list(inspect.signature(function).parameters)
-    expected = ["module", "query", "key", "value", "attention_mask"]
-    if arguments[:5] != expected or not {"scaling", "dropout", "kwargs"} <= set(arguments):
+    if arguments[:5] != ["module", "query", "key", "value", "attention_mask"] or not {
+        "scaling",
+        "dropout",
+        "kwargs",
+    } <= set(arguments):
         moved(part, "attention/functions.py", f"it takes {arguments}")
 
 

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from forms import hidden, mostly_slow
 
 from collab_compress import Compression, compress, read_factors
 from collab_compress.architectures import find_dense_attention
@@ -36,32 +35,3 @@ def test_output_attentions(family, make_tiny, batch):
     assert len(attentions) == len(expected)
     for one, other in zip(attentions, expected, strict=True):
         torch.testing.assert_close(one * real, other * real, atol=1e-5, rtol=1e-4)
-
-
-def test_attention_dropout_acts_in_training_only(make_tiny, batch):
-    model = make_tiny("bert")
-    compress(model, Compression(dk=8), calibration=None)
-    attention = model.encoder.layer[0].attention.self.train()
-    x = torch.randn(2, 5, 24)
-    torch.manual_seed(0)
-    first, second = attention(x)[0], attention(x)[0]
-    assert not torch.equal(first, second)
-    attention.eval()
-    assert torch.equal(attention(x)[0], attention(x)[0])
-
-
-def test_a_model_converted_in_part_runs(make_tiny, batch):
-    dense = make_tiny("bert")
-    model = copy.deepcopy(dense)
-    compress(model, Compression(dk=FULL, modules="*layer.1*"), calibration=None)
-    assert list(read_factors(model)) == ["encoder.layer.1.attention.self"]
-    torch.testing.assert_close(hidden(model, batch), hidden(dense, batch), atol=2e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("family", mostly_slow(zip(["albert", "bert", "distilbert", "marian"]), ("bert",)))
-def test_compiles_without_graph_breaks(family, make_tiny, batch):
-    model = make_tiny(family)
-    compress(model, Compression(dk=8), calibration=None)
-    expected = hidden(model, batch)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(hidden(compiled, batch), expected, atol=1e-5, rtol=1e-4)

@@ -35,14 +35,6 @@ def test_the_table_is_complete():
     assert all(form.kind == kind for kind, form in FORM_KINDS.items())
 
 
-def test_queries_of_heads_are_mixed(module):
-    vectors = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    query = module.query(vectors).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
-    factors = Factors(*module.score_form.read(NAME, module))
-    expected = torch.einsum("btd,dr,hr->bthr", vectors, factors.query, factors.mixing)
-    torch.testing.assert_close(module.score_form.head_queries(module, query), expected)
-
-
 def test_trainer_exempts_content_biases_from_weight_decay(make_tiny, tmp_path):
     model = make_tiny("bert")
     compress(model, Compression(dk=DK), calibration=None)
@@ -101,17 +93,6 @@ def test_a_head_owns_its_rows_and_nothing_else(module):
                 own.copy_(2 * own if own.is_floating_point() else own.roll(1, 1))
         moved = (products(module) != before).flatten(1).any(1)
         assert moved.tolist() == [other == head for other in range(HEADS)]
-
-
-@pytest.mark.parametrize("kept", [(0,), (0, 2), (1, 2)])
-def test_kept_heads_do_not_change(module, kept):
-    form, before = module.score_form, products(module)
-    for cut in form.keep_heads(module, kept):
-        setattr(cut.owner, cut.name, cut.value)
-    assert module.score_form == form.without(kept)
-    assert module.score_form.heads == len(kept)
-    torch.testing.assert_close(products(module), before[list(kept)])
-    assert module.query(torch.zeros(1, 1, WIDTH).double()).shape[-1] % HEAD_WIDTH == 0
 
 
 def test_counts_parameters(module):

@@ -40,7 +40,6 @@ def test_outputs_and_probabilities(dtype, content):
 
 
 def test_mixed_precision(make_tiny, batch):
-    """Under autocast, projections are in bfloat16 and the mixing weights are in float32."""
     dense = make_tiny("bert")
     model = copy.deepcopy(dense)
     compress(model, Compression(dk=24), calibration=None)

@@ -80,15 +80,6 @@ def test_a_module_that_scales_its_queries_passes_another_factor(own):
         torch.testing.assert_close(last.call(collab_sdpa, scaling=own)[0].view(2, 3, 2), expected[:, -1])
 
 
-@FUNCTIONS
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 6e-2)])
-def test_lower_precision_stays_close(function, dtype, tolerance):
-    inputs = draw_inputs(heads=2, length=16, keys=16, rank=16, reads=7, width=8, mask="bool").to(dtype)
-    outputs = inputs.call(function)[0]
-    assert outputs.dtype == dtype
-    torch.testing.assert_close(outputs.double(), oracle(inputs.to(torch.float64))[1], rtol=0, atol=tolerance)
-
-
 class Model(nn.Module):
     """The attention of a call as a model of its tensors."""
 

@@ -17,7 +17,6 @@ from transformers import (
     ViTModel,
 )
 
-from collab_compress import CalibrationOptions, Compression, compress
 from collab_compress.calibration import calibration_batches
 from collab_compress.calibration.batches import noted_batches, resolved
 from collab_compress.calibration.builtin import builtin_texts
@@ -124,10 +123,3 @@ def test_images_get_noise():
     for calibration in ("builtin", "photos"):
         with pytest.raises(CalibrationError, match="ViTModel reads pixel_values, not texts; pass batches"):
             calibration_batches(calibration, model)
-
-
-def test_layers_are_refitted_by_default(minilm_tokenizer):
-    torch.manual_seed(0)
-    model = BertModel(bert_config(minilm_tokenizer, max_position_embeddings=128)).eval()
-    options = CalibrationOptions(sequences=64)
-    assert compress(model, Compression(dv=12), tokenizer=minilm_tokenizer, calibration_options=options).refits

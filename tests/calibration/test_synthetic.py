@@ -77,7 +77,6 @@ def gpt2(tokenizer, **others):
 
 
 def test_each_token_is_drawn_as_the_model_says(tokenizer):
-    """Counts of the third token follow the probabilities of full forward passes, summed over prefixes."""
     model = gpt2(tokenizer, initializer_range=0.5)
     batches = calibration_batches("generated", model, tokenizer, sequences=6000, length=3)
     tokens = torch.cat([batch["input_ids"] for batch in batches])
@@ -89,15 +88,6 @@ def test_each_token_is_drawn_as_the_model_says(tokenizer):
     assert (counted - expected).abs().max() < 0.02
     assert expected.max() > 2 * expected.mean()
     assert counted[model.config.eos_token_id] > 0
-
-
-def test_texts_begin_with_random_tokens(tokenizer):
-    batches = calibration_batches("generated", gpt2(tokenizer), tokenizer, sequences=4000, length=3)
-    begin, first, _ = torch.cat([batch["input_ids"] for batch in batches]).unbind(1)
-    assert set(begin.tolist()) == {tokenizer.bos_token_id}
-    ordinary = ordinary_tokens(gpt2(tokenizer), tokenizer)
-    counted = torch.bincount(first, minlength=len(tokenizer))[ordinary] / 4000
-    assert (counted - likelihoods(tokenizer, ordinary)).abs().max() < 0.02
 
 
 def test_a_models_own_way_of_generating_does_not_matter(tokenizer):

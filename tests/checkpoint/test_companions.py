@@ -13,7 +13,6 @@ from collab_compress.checkpoint.directory import (
     companions_of,
     copy_companions,
     not_copied,
-    sentence_transformers_folders,
 )
 from collab_compress.errors import CheckpointError
 
@@ -60,10 +59,6 @@ def test_references_to_code_stay_with_the_code(folder, tmp_path):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     copy_companions(folder, tmp_path)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8")) == {"model_max_length": 9}
-
-
-def test_a_folder_named_twice_is_one(folder):
-    assert sentence_transformers_folders(folder) == ["1_Pooling", "2_Dense"]
 
 
 def test_pickled_weights_of_a_module_do_not_travel_half(folder):

@@ -47,17 +47,6 @@ def test_nothing_is_left_after_an_error(tmp_path, error):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_killed_writer_leaves_no_result(python, tmp_path):
-    code = (
-        "import os, sys; from pathlib import Path\n"
-        "from collab_compress.checkpoint.directory import atomic_directory\n"
-        "with atomic_directory(Path(sys.argv[1])) as d:\n"
-        "    (d / 'file').write_text('half'); os._exit(9)\n"
-    )
-    assert python(code, tmp_path / "model").returncode == 9
-    assert not (tmp_path / "model").exists()
-
-
 @pytest.mark.parametrize("atomic", [atomic_directory, atomic_file])
 def test_leftovers_of_a_killed_writer_do_no_harm(tmp_path, atomic):
     """A restarted pod has the host name and the process number of the one that was killed, as both have here."""

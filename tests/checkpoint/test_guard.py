@@ -129,16 +129,6 @@ def test_models_of_one_config_do_not_share_edits(edit, make_tiny, batch, tmp_pat
         assert edits_of(loaded) == edits_of(model)
 
 
-def test_every_part_of_a_model_follows_its_config(edit, make_tiny, batch):
-    model = make_tiny("bert")
-    edit(model)
-    for module in model.modules():
-        if hasattr(module, "config"):
-            assert getattr(module.config, "stock", module.config) is model.config
-    model.set_attn_implementation("eager")
-    assert model(**batch, output_attentions=True).attentions[0] is not None
-
-
 def test_a_dense_model_of_an_edited_ones_config(edit, make_tiny, batch, tmp_path, load_cleanly):
     """It saves what loads, as the dense model it is, and can be edited itself."""
     model = make_tiny("bert")

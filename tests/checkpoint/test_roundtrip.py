@@ -23,40 +23,6 @@ def test_every_auto_class(family, auto_class, make_tiny, batch, tmp_path, load_c
     assert "collab" not in capfd.readouterr().err.lower()  # no warning either
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("marian", torch.bfloat16), ("bert", torch.float16)],
-)
-def test_half_precision(family, dtype, make_tiny, batch, tmp_path, load_cleanly):
-    model = make_tiny(family).to(dtype)
-    compress(model, Compression(dk=5), calibration=None)
-    model.save_pretrained(tmp_path)
-    loaded = load_cleanly(AutoModel, tmp_path, dtype="auto")
-    assert loaded.dtype == dtype
-    assert torch.equal(outputs(loaded, batch), outputs(model, batch))
-    assert load_cleanly(AutoModel, tmp_path, dtype=torch.float32).half().dtype == torch.float16
-
-
-def test_shards_and_device_map(make_tiny, batch, tmp_path, load_cleanly):
-    model = make_tiny("bert")
-    compress(model, Compression(dk=5), calibration=None)
-    model.save_pretrained(tmp_path, max_shard_size="10KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    assert torch.equal(outputs(load_cleanly(AutoModel, tmp_path, device_map="cpu"), batch), outputs(model, batch))
-    automatic = load_cleanly(AutoModel, tmp_path, device_map="auto")
-    assert torch.equal(outputs(automatic, batch).cpu(), outputs(model, batch))
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_attention_implementation_can_be_chosen_at_loading(implementation, make_tiny, batch, tmp_path):
-    model = make_tiny("bert")
-    compress(model, Compression(dk=5), calibration=None)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path, attn_implementation=implementation)
-    assert loaded.config._attn_implementation == implementation
-    torch.testing.assert_close(outputs(loaded, batch), outputs(model, batch), atol=1e-5, rtol=1e-4)
-
-
 def test_a_newer_format_is_refused(make_tiny, tmp_path):
     model = make_tiny("bert")
     compress(model, Compression(dk=5), calibration=None)

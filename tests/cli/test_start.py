@@ -1,6 +1,5 @@
 """The commands as processes: interrupts, what nobody installed, outputs that are full, and code that is not run."""
 
-import json
 import logging
 import os
 import signal
@@ -13,8 +12,6 @@ import pytest
 from collab_compress_cli import compress
 from collab_compress_cli.command import errors_in_one_line
 from collab_compress_cli.start import COMMANDS
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from collab_compress.errors import CheckpointError
 
@@ -284,19 +281,3 @@ def test_variables_of_a_launcher_that_is_gone(run, tmp_path, make_tiny, names):
     assert "the environment says that several processes were started" in done.stderr
     assert "unset these variables" in done.stderr
     assert os.listdir(tmp_path) == ["tiny"]
-
-
-@pytest.mark.parametrize("charsmap", ["AAAA", "/////w=="])
-def test_a_tokenizer_that_breaks_rust(run, tmp_path, make_tiny, charsmap):
-    make_tiny("bert").save_pretrained(tmp_path / "tiny")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())).save_pretrained(tmp_path / "tiny")
-    file = tmp_path / "tiny" / "tokenizer.json"
-    broken = json.loads(file.read_text(encoding="utf-8"))
-    broken["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": charsmap}
-    file.write_text(json.dumps(broken), encoding="utf-8")
-    statements = "import os; os.environ['RUST_BACKTRACE'] = '1'\n"
-    done = run("collab-compress", "tiny", "--dk", 8, "--calibration", "none", before=statements, folder=tmp_path)
-    assert done.returncode == 2
-    assert "stack backtrace" not in done.stderr
-    last = done.stderr.splitlines()[-1]  # Rust prints lines of its own before it
-    assert "the tokenizer cannot encode the texts" in last or "cannot load the tokenizer in tiny" in last

@@ -54,7 +54,6 @@ def test_full_rank_comes_back_exactly(make_tiny, batch, tmp_path):
 
 @pytest.mark.parametrize("widths", [{"dk": 5}, {"dk": 13}, {"dk": 16, "head_dim": 5}, {"dk": 24, "head_dim": 3}])
 def test_heads_no_wider_than_dense_ones_come_back_as_they_are(family, widths, make_tiny, batch, calibration):
-    """Content biases included, which are one channel of a head."""
     model = make_tiny(family)
     compress(model, Compression(**widths), calibration)
     expected, factors = hidden(model, batch), {name: f.to("cpu") for name, f in read_factors(model).items()}

@@ -43,27 +43,6 @@ def test_t5_starts_as_narrowly_as_unscaled_scores_need():
         assert float(deviation) == pytest.approx(expected, rel=0.05)
 
 
-def test_it_trains_saves_and_loads(make_tiny, batch, tmp_path):
-    model = fresh(make_tiny, dk=6)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    before = next(iter(read_factors(model).values())).mixing.clone()
-    losses = []
-    for _ in range(15):
-        loss = model(**batch, labels=batch["input_ids"]).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
-    assert not torch.equal(before, next(iter(read_factors(model).values())).mixing)
-    model.eval().save_pretrained(tmp_path)
-    loaded, info = BertForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    with torch.no_grad():
-        assert torch.equal(loaded(**batch).logits, model(**batch).logits)
-
-
 def test_the_narrow_baseline_is_narrow_concatenated_attention(make_tiny, tmp_path):
     """Frozen blocks at R = 12 of 3 heads: plain attention with heads 4 wide, scaled by 1/√4, saved and loaded too."""
     model = fresh(make_tiny, dk=12, train_mixing=False, scale="narrow").eval()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel, T5Config, T5Model
+from tiny_families import build, make_rotary
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress import Compression, compress, read_factors
@@ -11,21 +11,6 @@ from collab_compress.conversion import head_weights as module
 from collab_compress.conversion.head_weights import ENOUGH, LEAST, _squares, head_weights
 from collab_compress.heads import Tap
 
-MODELS = {
-    "gpt2": lambda: GPT2Model(GPT2Config(vocab_size=61, n_embd=24, n_head=4, n_layer=2, initializer_range=0.4)),
-    "llama": lambda: LlamaModel(
-        LlamaConfig(
-            vocab_size=61,
-            hidden_size=32,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_hidden_layers=2,
-            intermediate_size=32,
-            initializer_range=0.4,
-        )
-    ),
-    "t5": lambda: T5Model(T5Config(vocab_size=61, d_model=24, d_kv=5, d_ff=32, num_heads=4, num_layers=2)),
-}
 PADDED = {
     "bert": {"attention_mask": torch.tensor([[1] * 9, [1] * 6 + [0] * 3])},
     "gpt2": {},
@@ -59,9 +44,8 @@ def slow_weights(model, batch):
 
 
 @pytest.mark.parametrize("family", PADDED)
-def test_weights_are_those_of_every_pair_of_tokens(make_tiny, family):
-    torch.manual_seed(0)
-    model = (MODELS[family]() if family in MODELS else make_tiny(family)).eval()
+def test_weights_are_those_of_every_pair_of_tokens(family):
+    model = make_rotary("llama") if family == "llama" else build(family)
     tokens = torch.randint(1, 40, (2, 9), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": tokens, **PADDED[family]}
     if family == "t5":

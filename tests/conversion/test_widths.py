@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from tiny_families import build, inputs, run
+from tiny_families import TINIES, build, inputs, run
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPConfig, CLIPModel, LlamaConfig, LlamaModel
 
@@ -39,7 +39,6 @@ def operations(model, length):
 
 @pytest.mark.parametrize(("keep", "length"), [(0.9, 16), (0.4, 16), (0.95, 4000), (0.4, 4)])
 def test_layers_keep_at_most_the_share_of_operations(keep, length, make_tiny):
-    """No module takes more than dense at the length that is given."""
     dense = make_tiny("bert")
     dense.set_attn_implementation("eager")
     model = copy.deepcopy(dense)
@@ -118,30 +117,11 @@ def test_one_conversion_follows_one_pass(make_tiny, monkeypatch):
 
 
 def test_modules_have_widths_of_their_own():
+    settings = copy.deepcopy(TINIES["clip"].settings)
+    settings["vision_config"] |= {"hidden_size": 96, "num_attention_heads": 6}
     torch.manual_seed(0)
-    config = CLIPConfig(
-        text_config={
-            "vocab_size": 61,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "max_position_embeddings": 40,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-        vision_config={
-            "hidden_size": 96,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 6,
-            "image_size": 8,
-            "patch_size": 4,
-        },
-        projection_dim=16,
-    )
-    model = CLIPModel(config).eval()
-    data = [{**batch, "pixel_values": torch.randn(2, 3, 8, 8)} for batch in batches()]
+    model = CLIPModel(CLIPConfig(**settings)).eval()
+    data = [inputs("clip", seed) for seed in range(6)]
     report = compress(model, Compression(keep=0.7, solver=FAST), data)
     after = {module.name: module.macs_after for module in report.modules}
     for values in report.values:

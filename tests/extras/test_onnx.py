@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from collab_compress import Compression, Solver, compress
-
 pytest.importorskip("onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
 
@@ -15,7 +13,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:# The axis name:UserWarning"),
     pytest.mark.filterwarnings("ignore:# ONNX model has different number of inputs:UserWarning"),
 ]
-TEXTS = ["A man is playing a guitar.", "The quick brown fox jumps over the lazy dog, twice, and then it rests.", "x"]
 
 
 def session(model, batch, dynamic, path):
@@ -39,13 +36,3 @@ def test_every_kind_for_any_shape(converted, batches, dynamic, tmp_path):
     assert [part.name for part in exported.get_inputs()] == list(batches[2])
     for batch in batches:
         assert difference(exported, converted, batch) < 5e-5
-
-
-def test_minilm(minilm, minilm_tokenizer, dynamic, tmp_path):
-    compress(minilm, Compression(dk=128, solver=Solver(sweeps=2)), calibration=None)
-    batches = [dict(minilm_tokenizer(texts, padding=True, return_tensors="pt")) for texts in (TEXTS, TEXTS[:1])]
-    exported = session(minilm, batches[0], dynamic, tmp_path / "model.onnx")
-    for batch in batches:
-        assert difference(exported, minilm, batch) < 1e-4
-    weights = sum(p.numel() * p.element_size() for p in minilm.parameters())
-    assert (tmp_path / "model.onnx.data").stat().st_size == pytest.approx(weights, rel=0.01)  # stays factored

@@ -104,13 +104,6 @@ def test_exact_low_rank_is_found(make_factors, make_heads, monkeypatch):
     assert solution.converged
 
 
-def test_sharing_beats_the_truncation_where_heads_agree(make_heads, truncation):
-    tensor = make_heads(4, 10, 9, 3)
-    shared = HeadTensor(tensor.query[:1] + 0.1 * tensor.query, tensor.key[:1] + 0.1 * tensor.key)
-    solution = als(shared, 4)
-    assert shared.relative_error(solution.factors) < 0.5 * shared.relative_error(truncation(shared, 4))
-
-
 def test_zero_tensor_needs_no_sweep():
     tensor = HeadTensor(torch.zeros(2, 4, 2).double(), torch.zeros(2, 4, 2).double())
     solution = als(tensor, 2)

@@ -26,15 +26,6 @@ def test_zero_components_stay_zero_and_finite():
     assert torch.isfinite(factors.mixing).all()
 
 
-def test_to_converts_every_part():
-    factors = Factors(torch.ones(3, 2), torch.ones(1, 2), torch.ones(4, 2), torch.ones(1, 4))
-    moved = factors.to(dtype=torch.float16)
-    assert {part.dtype for part in (moved.query, moved.mixing, moved.key)} == {torch.float16}
-    assert moved.content_bias is not None
-    assert moved.content_bias.dtype == torch.float16
-    assert factors.normalised().to(torch.float64).content_bias is not None
-
-
 def test_mismatched_shapes_are_refused():
     message = r"factors do not fit together: got query \(3, 2\), mixing \(1, 3\), key \(4, 2\)"
     with pytest.raises(ValueError, match=message):
@@ -58,13 +49,6 @@ def test_error_of_a_zero_tensor():
     zero = Factors(torch.zeros(3, 1), torch.zeros(2, 1), torch.zeros(3, 1))
     assert tensor.relative_error(zero) == 0.0
     assert tensor.relative_error(Factors(torch.ones(3, 1), torch.ones(2, 1), torch.ones(3, 1))) == float("inf")
-
-
-def test_sizes_are_read_from_the_heads(make_heads):
-    tensor = make_heads(3, 8, 7, 2)
-    assert (tensor.heads, tensor.head_width, tensor.full_rank) == (3, 2, 6)
-    torch.testing.assert_close(tensor.flat_query, torch.cat(list(tensor.query), 1))
-    torch.testing.assert_close(tensor.flat_key, torch.cat(list(tensor.key), 1))
 
 
 @pytest.mark.parametrize(

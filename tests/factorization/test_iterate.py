@@ -124,27 +124,6 @@ def test_free_error_matches_the_dense_error(make_heads, make_point, dense_of, sh
     assert point.relative_error(Channels(tensor)) == pytest.approx(expected, rel=1e-7)
 
 
-def test_directions_add_and_multiply(make_heads, make_point, factors_of):
-    tensor = make_heads(2, 3, 4, 2)
-    (one, first), (two, second) = (make_point(tensor, 3, seed=seed) for seed in (1, 2))
-    moved = one.plus(two, -0.5)
-    torch.testing.assert_close(one.plus(two, torch.tensor(-0.5)).parts, moved.parts)
-    key = first.key - 0.5 * second.key
-    torch.testing.assert_close(factors_of(tensor, moved).key, key)
-    torch.testing.assert_close(moved.projected_key, tensor.flat_key.T @ key)
-    flat = [torch.cat([x.query.ravel(), x.mixing.ravel(), x.key.ravel()]) for x in (first, second)]
-    torch.testing.assert_close(one.dot(two), flat[0] @ flat[1])
-
-
-def test_many_heads_of_narrow_inputs_are_projected_without_a_large_gram_matrix(make_heads, make_point):
-    tensor = make_heads(6, 3, 3, 2)
-    channels = Channels(tensor)
-    point, factors = make_point(tensor, 4)
-    assert channels.grams is None
-    torch.testing.assert_close(point.projected_query, tensor.flat_query.T @ factors.query)
-    torch.testing.assert_close(point.projected_key, tensor.flat_key.T @ factors.key)
-
-
 def test_least_squares_of_singular_systems_are_finite():
     column = torch.tensor([[1.0, 1.0, 0.0], [2.0, 2.0, 0.0]], dtype=torch.float64) * 1e-8
     right = torch.tensor([[3.0, 1.0]], dtype=torch.float64) @ column

@@ -112,26 +112,10 @@ def slow_choice(activations, targets, count):
     return kept
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("count", [1, 4, 8, 9])
-def test_one_after_the_other_as_by_fitting_anew(seed, count):
-    activations, targets = problem(seed=seed)
-    second, crossed = activations.mT @ activations, activations.mT @ targets
-    assert choose_neurons(second, crossed, count, block=1).tolist() == slow_choice(activations, targets, count)
-
-
-def test_blocks_leave_as_many():
-    activations, targets = problem()
-    count = 5
-    for block in (2, 3, 64):
-        kept = choose_neurons(activations.mT @ activations, activations.mT @ targets, count, block)
-        assert len(kept) == count
-        assert kept.tolist() == sorted(set(kept.tolist()))
-
-
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("block", [1, 2, 3, 64])
-def test_the_order_ends_with_the_choice_of_every_count(block):
-    activations, targets = problem()
+def test_the_order_ends_with_the_choice_of_every_count(block, seed):
+    activations, targets = problem(seed=seed)
     second, crossed = activations.mT @ activations, activations.mT @ targets
     order, losses = eliminate(second, crossed, block=block)
     assert sorted(order.tolist()) == list(range(9))
@@ -145,14 +129,6 @@ def test_the_order_ends_with_the_choice_of_every_count(block):
         assert sorted(order[9 - count :].tolist()) == kept
         if block == 1:
             assert kept == slow_choice(activations, targets, count)
-
-
-def test_a_neuron_that_others_replace_leaves():
-    activations, _ = problem()
-    activations[:, 3] = activations[:, 5] + 1e-4 * activations[:, 3]
-    targets = activations.sum(1, keepdim=True)
-    kept = choose_neurons(activations.mT @ activations, activations.mT @ targets, 8, block=1)
-    assert len({3, 5} & set(kept.tolist())) == 1
 
 
 def test_dead_activations_need_damping():

@@ -21,11 +21,6 @@ def test_moments_of_batches_flatten_leading_positions_to_float64():
     assert moments.count == 6
 
 
-def test_covariance_is_symmetric():
-    covariance = Moments.of(sample(9, 5, 1)).covariance()
-    assert torch.equal(covariance, covariance.T)
-
-
 def test_bad_moments_are_refused():
     with pytest.raises(ValueError, match=r"moments do not fit together: got mean \(2,\) and second \(3, 3\)"):
         Moments(torch.ones(2), torch.ones(3, 3), 1)

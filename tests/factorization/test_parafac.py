@@ -1,5 +1,3 @@
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -51,12 +49,6 @@ def test_a_breakdown_gives_the_sweep_before_it(make_heads, monkeypatch, how):
     assert not solution.converged
     assert solution.sweeps == unbroken.sweeps == 2
     assert torch.equal(solution.factors.query, unbroken.factors.query)
-
-
-def test_missing_tensorly_is_named(make_heads, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorly", None)
-    with pytest.raises(ImportError, match="the parafac solver needs tensorly, which is not installed"):
-        parafac(make_heads(2, 4, 4, 1), 1)
 
 
 def test_global_random_state_is_untouched(make_heads):

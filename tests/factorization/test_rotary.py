@@ -81,7 +81,6 @@ def test_more_channels_are_better_divided_among_frequencies(groups, monkeypatch)
 
 @pytest.mark.parametrize("groups", [4, 2])
 def test_they_are_the_best_keys_there_are(groups, monkeypatch):
-    """Keys reach the optimum of Eckart and Young; an independent search does not do better."""
     query, key = heads(4, 9, 2), heads(groups, 9, 2, seed=1)
     monkeypatch.setattr(rotary, "allocated", lambda errors, channels: [1] * channels)
     solution = factorize_rotary(query, key, 2)

@@ -1,7 +1,8 @@
 """The tiniest model of every family that can be converted, and what it reads.
 
-One rule says which tests run for which: tests marked `every_family` are the contracts, and run for all. The others
-are heavier and run for one family of each kind only, which leaves out those that are a `copy_of` another.
+One rule says which tests run for which: tests marked `every_family` are the contracts, and run for all; those marked
+`every_family(heavy=True)` run for families that are a `copy_of` another with the slow tests only. The others run for
+one family of each kind.
 """
 
 import pytest
@@ -16,12 +17,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize `kin` with every family, or one of each kind, and `generator` with those that generate."""
-    every = metafunc.definition.get_closest_marker("every_family") is not None
+    every = metafunc.definition.get_closest_marker("every_family")
     names = sorted(name for name, tiny in TINIES.items() if every or not tiny.copy_of)
+    slow = [name for name in names if every and every.kwargs.get("heavy") and TINIES[name].copy_of]
+    values = {name: pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names}
     if "kin" in metafunc.fixturenames:
-        metafunc.parametrize("kin", names)
+        metafunc.parametrize("kin", values.values())
     if "generator" in metafunc.fixturenames:
-        metafunc.parametrize("generator", [name for name in names if TINIES[name].generates])
+        metafunc.parametrize("generator", [values[name] for name in names if TINIES[name].generates])
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,6 @@ def test_each_block_is_searched_in_its_own_layer():
 
 
 def test_neurons_are_cut_where_they_are_silenced(kin):
-    """Removing neurons equals setting their inputs of the second layer to zero."""
     model, batch = build(kin), inputs(kin)
     if kin in NO_WIDTH:
         return

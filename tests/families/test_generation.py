@@ -38,7 +38,7 @@ def generated(model, batch, cached=True, **options):
     return model.generate(**arguments, max_new_tokens=6, min_new_tokens=6, use_cache=cached, **options)
 
 
-@pytest.mark.every_family
+@pytest.mark.every_family(heavy=True)
 def test_full_rank_generates_what_the_dense_model_does(generator):
     """With narrower heads, it generates the same with a cache as without."""
     dense, batch = build(generator, TINIES[generator].generates), inputs(generator)
@@ -101,7 +101,6 @@ def test_key_cache_bytes_before_and_after(name, dk, keys):
     [(None, True, True), (None, False, True), (5, True, False), (5, False, True)],
 )
 def test_the_room_of_opt_is_known_before_any_work(head_dim, biased, calibrated, monkeypatch):
-    """The largest accepted dk works; larger ones are refused before calibration."""
     config = OPTConfig(**{**TINIES["opt"].settings, "enable_bias": biased})
     batches = [inputs("opt", seed) for seed in range(3)] if calibrated else None
     largest = 24 - 3 if biased else 24

@@ -40,7 +40,7 @@ def padded_and_not(batch):
     return padded, bare
 
 
-@pytest.mark.every_family
+@pytest.mark.every_family(heavy=True)
 def test_padding_does_not_count_anywhere(kin):
     masks = [name for name in inputs(kin) if name.endswith("attention_mask")]
     if not masks or {"input_values", "input_features"} & set(inputs(kin)):

@@ -37,7 +37,7 @@ def dense_twin(dense, converted):
     return twin
 
 
-@pytest.mark.every_family
+@pytest.mark.every_family(heavy=True)
 def test_values_equal_their_dense_twin(kin):
     dense, batch = build_low(kin), inputs(kin)
     converted = copy.deepcopy(dense)

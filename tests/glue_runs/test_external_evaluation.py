@@ -167,19 +167,6 @@ def test_lm_eval_without_the_task_its_data_or_a_decoder(lm_eval, monkeypatch, mi
         lm_eval_scores(encoder, tokenizer, ["after"])
 
 
-def test_quiet_hides_what_others_say(lm_eval, run, decoder, monkeypatch):
-    _, harness = lm_eval
-    stock = harness.simple_evaluate
-
-    def simple_evaluate(*arguments, **options):
-        print("100%", file=sys.stderr)
-        return stock(*arguments, **options)
-
-    monkeypatch.setattr(harness, "simple_evaluate", simple_evaluate)
-    assert run(decoder, "--lm-eval", "after", "--quiet") == (0, "", "")
-    assert run(decoder, "--lm-eval", "after")[2] == "100%\n"
-
-
 @pytest.mark.parametrize(
     ("package", "arguments"), [("mteb", ("--mteb", "STSBenchmark")), ("lm_eval", ("--lm-eval", "piqa"))]
 )

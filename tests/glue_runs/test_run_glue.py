@@ -79,7 +79,6 @@ def test_files_of_ones_own(run_glue, model, tmp_path, capsys):
 
 
 def test_a_task_of_glue(run_glue, model, tmp_path):
-    """It trains and evaluates by default; then the finished model predicts the test set, by numbers."""
     generator = random.Random(0)
     for name, rows in (("train.tsv", 16), ("dev.tsv", 8), ("test.tsv", 4)):
         pairs = [

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from forms import outputs, randomise_
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel
 
 from collab_compress import (
     Compression,
@@ -71,31 +71,10 @@ def test_comes_back_as_it_was(family, history, make_tiny, batch, tmp_path, load_
         assert torch.equal(outputs(same, batch), outputs(model, batch))
 
 
-def test_every_auto_class(family, auto_class, make_tiny, batch, tmp_path, load_cleanly, capfd):
-    torch.manual_seed(0)
-    model = edited(auto_class.from_config(make_tiny(family).config).eval(), LONGEST)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(outputs(load_cleanly(auto_class, tmp_path), batch), outputs(model, batch))
-    assert "collab" not in capfd.readouterr().err.lower()
-
-
-@pytest.mark.parametrize("history", ["mixed", "pruned, pruned"])
-def test_body_and_head_exchange_checkpoints(history, make_tiny, batch, tmp_path):
-    torch.manual_seed(0)
-    classifier = edited(AutoModelForSequenceClassification.from_config(make_tiny("bert").config).eval(), history)
-    classifier.save_pretrained(tmp_path / "classifier")
-    body = AutoModel.from_pretrained(tmp_path / "classifier")
-    assert torch.equal(outputs(body, batch), outputs(classifier.bert, batch))
-    body.save_pretrained(tmp_path / "body")
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "body")
-    assert torch.equal(outputs(again.bert.eval(), batch), outputs(body, batch))
-
-
 @pytest.mark.parametrize(
     ("family", "history"), [("bert", "pruned"), ("albert", "converted, pruned"), ("marian", "converted, pruned")]
 )
 def test_a_loaded_model_goes_on(family, history, make_tiny, batch, tmp_path):
-    """It is pruned again, converted or expanded, saved and loaded as one that was never saved."""
     model = edited(make_tiny(family), history, dk=24)
     model.save_pretrained(tmp_path / "one")
     loaded = AutoModel.from_pretrained(tmp_path / "one")
@@ -136,9 +115,8 @@ def test_offloaded_weights_are_fetched(make_tiny, batch):
     assert torch.equal(outputs(model, batch), before)
 
 
-@pytest.mark.parametrize("family", ["albert", "marian"])
-def test_a_merged_model_is_a_stock_one(family, make_tiny, batch, tmp_path, stock_reload):
-    model = edited(make_tiny(family), "mixed")
+def test_a_merged_model_is_a_stock_one(make_tiny, batch, tmp_path, stock_reload):
+    model = edited(make_tiny("albert"), "mixed")
     before = outputs(model, batch)
     merge_alphas_(model)
     model.save_pretrained(tmp_path)

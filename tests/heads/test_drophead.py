@@ -47,7 +47,6 @@ def model(family, form, make_tiny, set_dropout_):
 
 @in_turns
 def test_heads_are_dropped_just_before_the_output_projection(model, batch, implementation):
-    """Compared with the tap, which reads heads before anything acts on them."""
     model.set_attn_implementation(implementation)
     drophead, tap = DropHead(model.train(), 0.5), Tap(model)
     _, dropped = projected_heads(model, batch)

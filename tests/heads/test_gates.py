@@ -69,7 +69,10 @@ def test_the_penalty_is_the_expected_number_of_open_heads(make_tiny):
     assert all((parameter.grad > 0).all() for parameter in gates.parameters())
 
 
-@pytest.mark.parametrize("edit", ["stock", "values", "mixed"])
+@pytest.mark.parametrize(
+    ("family", "edit"),
+    [("bert", "stock"), ("albert", "values"), ("distilbert", "mixed"), ("marian", "stock"), ("marian", "values")],
+)
 def test_folded_gates_compute_the_same_and_closed_heads_can_be_pruned(edit, family, make_tiny, batch):
     model = make_tiny(family)
     if edit == "values":

@@ -32,8 +32,8 @@ def labelled(batches):
     return [{name: value[1:] for name, value in with_labels[0].items()}, *with_labels[1:]]
 
 
-def one_sample_at_a_time(model, batches, loss, step=None):
-    """Return the normalised mean over samples of |∂L/∂ξ|; by central differences if a step is given."""
+def one_sample_at_a_time(model, batches, loss):
+    """Return the normalised mean over samples of |∂L/∂ξ|, by central differences."""
     heads = {site.name: site.heads for site in find_attention(model)}
     sums, count = {name: torch.zeros(number, dtype=torch.float64) for name, number in heads.items()}, 0
     for batch in batches:
@@ -43,12 +43,12 @@ def one_sample_at_a_time(model, batches, loss, step=None):
             with HeadMask(model) as mask:
                 for name in heads:
                     for head in range(heads[name]):
-                        sums[name][head] += abs(slope(model, mask, masks, (name, head), sample, loss=loss, step=step))
+                        sums[name][head] += abs(slope(model, mask, masks, (name, head), sample, loss))
             count += 1
     return {name: value / count / (value / count).norm() for name, value in sums.items()}
 
 
-def slope(model, mask, masks, place, sample, loss, step):
+def slope(model, mask, masks, place, sample, loss, step=1e-4):
     name, head = place
 
     def at(change):
@@ -58,25 +58,18 @@ def slope(model, mask, masks, place, sample, loss, step):
         with torch.no_grad():
             return loss(model(**sample), sample)
 
-    if step is not None:
-        return float((at(step) - at(-step)) / (2 * step))
-    mask.set({**masks, name: (watched := masks[name].clone().requires_grad_())})
-    return float(torch.autograd.grad(loss(model(**sample), sample), watched)[0][head])
+    return float((at(step) - at(-step)) / (2 * step))
 
 
-@pytest.mark.parametrize(
-    ("family", "form", "step"),
-    [
-        *((*pair, None) for pair in BERTS),
-        *((family, form, None) for family in ("albert", "distilbert") for form in ("dense", "both")),
-        *(("bert", form, 1e-4) for form in ("dense", "both")),  # Marian, which cannot classify, follows below
-    ],
+@pytest.mark.parametrize(  # Marian, which cannot classify, follows below
+    ("family", "form"),
+    [*BERTS, *((family, form) for family in ("albert", "distilbert") for form in ("dense", "both"))],
 )
-def test_is_the_mean_gradient_of_single_samples(family, form, step, make_tiny, calibration):
+def test_is_the_mean_gradient_of_single_samples(family, form, make_tiny, calibration):
     model = convert_(classifier(family, make_tiny), form).double()
     batches = labelled(calibration[:2])
     actual = head_importance(model, iter(batches))
-    expected = one_sample_at_a_time(model, batches, lambda outputs, _: outputs.loss, step)
+    expected = one_sample_at_a_time(model, batches, lambda outputs, _: outputs.loss)
     assert list(actual) == list(expected)
     for name, values in actual.items():
         torch.testing.assert_close(values.double(), expected[name], atol=1e-4, rtol=1e-3)
@@ -84,7 +77,6 @@ def test_is_the_mean_gradient_of_single_samples(family, form, step, make_tiny, c
 
 
 def test_sequence_to_sequence_with_a_loss_of_ones_own(make_tiny, calibration):
-    """Covers all three kinds of attention, with one loss per sample."""
     torch.manual_seed(0)
     model = MarianMTModel(make_tiny("marian").config).double().eval()
     first = calibration[0]
@@ -132,14 +124,6 @@ def test_heads_without_gradient_are_zero_and_not_nan(make_tiny, calibration):
     assert actual[first][1] == 0
     assert actual[first].norm() == pytest.approx(1)
     assert torch.equal(actual[second], torch.zeros(3))
-
-
-def test_works_in_half_precision(make_tiny, calibration):
-    model, batches = classifier("bert", make_tiny), labelled(calibration)
-    expected = head_importance(model, batches)
-    actual = head_importance(model.to(torch.bfloat16), batches)
-    for name in actual:
-        torch.testing.assert_close(actual[name], expected[name], atol=0.1, rtol=0.1)
 
 
 def test_refusals(make_tiny, calibration):
@@ -201,19 +185,6 @@ IMPORTANCE = {"a": torch.tensor([0.1, 0.9, 0.2]), "b": torch.tensor([0.3, 0.3, 0
 )
 def test_least_important(share, keep_one, expected):
     assert least_important(IMPORTANCE, share, keep_one=keep_one) == expected
-
-
-def test_importance_without_a_single_label_is_refused(make_tiny, batch):
-    """The loss is 0 for all masks, which would rank the first layer's heads below all others."""
-    model = make_tiny("bert", BertForMaskedLM)
-    labels = torch.full_like(batch["input_ids"], -100)
-    unlabelled = {**batch, "labels": labels}
-    with pytest.raises(HeadError, match=r"gradient of the loss is 0 in all heads.*labels other than -100"):
-        head_importance(model, [unlabelled])
-    labels = labels.clone()
-    labels[0, 1] = 5
-    importance = head_importance(model, [{**batch, "labels": labels}, unlabelled])
-    assert all(values.any() for values in importance.values())
 
 
 @pytest.mark.parametrize(

@@ -120,13 +120,6 @@ def test_masks_multiply_and_leave_in_any_order(make_tiny, batch):
     assert not any(head_hooks(site.module) for site in find_attention(model))
 
 
-def test_a_tap_reads_heads_before_they_are_masked(make_tiny, batch):
-    model = make_tiny("bert")
-    with HeadMask(model, {name: mask * 0 for name, mask in random_masks(model).items()}), Tap(model) as tap:
-        hidden(model, batch)
-        assert [bool(reading.outputs.any()) for reading in tap.take()] == [True] * 2
-
-
 def test_only_the_kinds_asked_for_can_be_masked(make_tiny):
     model = make_tiny("marian")
     with HeadMask(model, kinds=("cross",)) as mask:
@@ -135,17 +128,6 @@ def test_only_the_kinds_asked_for_can_be_masked(make_tiny):
             mask.set({"encoder.layers.0.self_attn": torch.ones(3)})
     with pytest.raises(UnsupportedModelError, match="with kind cross"):
         HeadMask(make_tiny("bert"), kinds=("cross",))
-
-
-@pytest.mark.parametrize("family", ["albert", "marian"])
-def test_training_reaches_masks_and_weights(family, make_tiny, batch):
-    model = make_tiny(family).train()
-    masks = {name: mask.requires_grad_() for name, mask in random_masks(model).items()}
-    with HeadMask(model, masks):
-        hidden(model, batch).square().sum().backward()
-    assert all(mask.grad.abs().sum() > 0 for mask in masks.values())
-    for site in find_attention(model):
-        assert site.part(site.family.value).weight.grad.abs().sum() > 0
 
 
 def test_dtype_of_the_model_is_kept(make_tiny, batch):
@@ -235,21 +217,3 @@ def test_arguments_of_wrong_types_are_refused(make, message, make_tiny):
     with pytest.raises(HeadError, match=message):
         make(model)
     assert not any(head_hooks(site.module) for site in find_attention(model))
-
-
-@pytest.mark.parametrize("part", ["mask", "tap"])
-def test_replicas_of_modules_are_hooked_too(part, make_tiny, batch):
-    """`nn.DataParallel` runs replicas, which share the attributes of the modules."""
-    model = make_tiny("bert")
-    layer, name = model.encoder.layer[0].attention, "encoder.layer.0.attention.self"
-    hooks = HeadMask(model, {name: torch.tensor([0.0, 1.0, 1.0])}) if part == "mask" else Tap(model)
-    with hooks, torch.no_grad():
-        expected = model(**batch)[0]
-        module = layer.self
-        layer.self = module._replicate_for_data_parallel()
-        layer.self._parameters.update(module._parameters)
-        layer.self._modules.update(module._modules)
-        assert torch.equal(model(**batch)[0], expected)
-        if part == "tap":
-            assert hooks.take()[0].site.name == name
-        layer.self = module

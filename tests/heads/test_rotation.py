@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from forms import converted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BertConfig, BertModel
@@ -119,51 +118,22 @@ def test_every_kind_rotates_by_itself(make_tiny):
     assert [kinds[one[0]] for one, _ in pairs] == ["cross"]
 
 
-def test_all_families_and_forms_rotate_inside_their_layers(family, make_tiny):
-    for form in ("dense", "collaborative", "narrow"):
-        model = converted(make_tiny, family, form)
-        before, sites = copy.deepcopy(model), find_attention(model)
-        pairs = tuple(((site.name, 0), (site.name, 2)) for site in sites)
-        rotator = Rotator(model, RotationOptions("manual", epochs=(0,), pairs=pairs, swap_back_after=1))
-        rotator.epoch(0)
-        assert not equal(model, before)
-        rotator.epoch(1)
-        assert equal(model, before)
-
-
-def events_of(rotation, epochs):
-    rotator = Rotator(bert(2), rotation)
-    for epoch in epochs:
-        rotator.epoch(epoch)
-    return [(event.epoch, event.reason) for event in rotator.history]
-
-
 S, B = "swap", "swap-back"
 
 
 @pytest.mark.parametrize(
     ("settings", "epochs", "expected"),
     [
-        ({"epochs": (1,), "swap_back_after": 2}, range(3), [(1, S)]),
-        # the authors' cycle: swapped for n epochs, then r of rest
-        (
-            {"epochs": range(1, 10), "swap_back_after": 2, "rest": 1},
-            range(12),
-            [(1, S), (3, B), (4, S), (6, B), (7, S), (9, B)],
-        ),
-        (
-            {"epochs": (0, 2, 4), "swap_back_after": 2, "rest": 0},
-            range(7),
-            [(0, S), (2, B), (2, S), (4, B), (4, S), (6, B)],
-        ),
         # epochs that are not seen, and one that begins twice
         ({"epochs": (1, 4), "swap_back_after": 1}, (0, 1, 1, 4, 6), [(1, S), (4, B)]),
         ({"epochs": (0.5, 1.5)}, (1, 1.25, 1.5), [(1.5, S)]),  # what was due before the first call is passed over
     ],
 )
 def test_schedules(settings, epochs, expected):
-    rotation = RotationOptions("manual", pairs=(PAIR,), **settings)
-    assert events_of(rotation, epochs) == expected
+    rotator = Rotator(bert(2), RotationOptions("manual", pairs=(PAIR,), **settings))
+    for epoch in epochs:
+        rotator.epoch(epoch)
+    assert [(event.epoch, event.reason) for event in rotator.history] == expected
 
 
 def timetable(epochs, back, rest, steps):
@@ -210,13 +180,7 @@ def test_within_epochs_it_keeps_to_the_timetable(epochs, back, rest, steps, stop
     assert actual == timetable(epochs, back, rest, steps)
 
 
-def test_a_timetable_of_whole_epochs_is_the_same_called_at_each_step():
-    def drawn(rotation, times):
-        rotator = Rotator(bert(2), rotation)
-        for time in times:
-            rotator.epoch(time)
-        return rotator.state_dict()
-
+def test_whole_epochs_may_be_any_numbers():
     options = RotationOptions("random", epochs=(0, 1, 4, 5), swap_back_after=2, rest=1, k=2)
     same = RotationOptions("random", epochs=(0.0, 1.0, 4.0, 5.0), swap_back_after=2.0, rest=1.0, k=2)
     assert options == same
@@ -225,9 +189,6 @@ def test_a_timetable_of_whole_epochs_is_the_same_called_at_each_step():
     assert RotationOptions("random", epochs=(0, 1.5)).within_epochs
     assert RotationOptions("random", epochs=(0,), swap_back_after=0.5).within_epochs
     assert RotationOptions("random", epochs=(0,), of_training=True).within_epochs
-    often = drawn(same, [step / 3 for step in range(3 * 8 + 1)])
-    assert often == drawn(options, range(9))
-    assert json.dumps(often) == json.dumps(drawn(options, range(9)))
 
 
 @pytest.mark.parametrize("moments", [True, False])
@@ -259,39 +220,6 @@ def step(model, optimizer, batch):
     optimizer.step()
 
 
-@pytest.mark.parametrize(("strategy", "stop"), [("random", 1), ("random", 4), ("hard", 3), ("soft", 2)])
-def test_a_resumed_training_rotates_as_if_never_stopped(strategy, stop, calibration):
-    rotation = RotationOptions(strategy, epochs=(1, 2, 4, 5), k=2, swap_back_after=1, rest=1)
-
-    def run(model, optimizer, rotator, epochs):
-        for epoch in epochs:
-            rotator.epoch(epoch, optimizer, calibration)
-            step(model, optimizer, calibration[epoch])
-
-    straight = bert(4)
-    optimizer = torch.optim.AdamW(straight.parameters(), lr=1e-2)
-    rotator = Rotator(straight, rotation)
-    run(straight, optimizer, rotator, range(7))
-
-    part = bert(4)
-    saved = torch.optim.AdamW(part.parameters(), lr=1e-2)
-    stopped = Rotator(part, rotation)
-    run(part, saved, stopped, range(stop))
-    resumed = bert(4, seed=1)
-    resumed.load_state_dict(part.state_dict())
-    other = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
-    other.load_state_dict(saved.state_dict())
-    again = Rotator(resumed, rotation)
-    again.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
-    assert equal(resumed, part)
-    assert again.history == stopped.history
-    assert again.epoch(stop - 1, other, calibration) == ()  # resumed in the middle of an epoch
-    run(resumed, other, again, range(stop, 7))
-    assert again.history == rotator.history
-    assert {event.reason for event in again.history} == {S, B}
-    assert equal(resumed, straight)
-
-
 def test_settings_survive_json():
     rotation = RotationOptions(
         "manual", epochs=(1, 2), pairs=(PAIR,), kinds=("encoder",), exclude=(1,), swap_back_after=3
@@ -308,21 +236,17 @@ def test_settings_survive_json():
         ({"epochs": ()}, "expected at least one, each once"),
         ({"epochs": (-1,)}, "counted from 0"),
         ({"k": 0}, "k is 0; expected at least 1"),
-        ({"t_max": 0}, "t_max is 0"),
         ({"rest": -1}, "rest is -1; expected at least 0"),
         ({"swap_back_after": 0}, "swap_back_after is 0; expected more than 0 epochs"),
         ({"epochs": (0.5, float("nan"))}, "counted from 0"),
         ({"epochs": (1, 1.0)}, "each once"),
         ({"kinds": ("self",)}, "kinds are self; expected some of encoder, decoder, cross"),
-        ({"kinds": ()}, "kinds are none"),
         ({"strategy": "manual"}, "'manual' got 0 pairs"),
         ({"pairs": (PAIR,)}, "'hard' got 1 pairs; the manual strategy needs pairs, and others take none"),
         ({"strategy": "manual", "pairs": ((FIRST, 0),)}, "pairs are .* expected .*module, head"),
         ({"epochs": 1}, r"a wrong type \(.*; expected tuples of numbers as epochs"),
         ({"epochs": "12"}, "'1' is no number"),
         ({"kinds": None}, "expected .* of names as kinds"),
-        ({"exclude": 3}, "a wrong type"),
-        ({"k": "two"}, "k is 'two'; expected a whole number"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):
@@ -432,7 +356,6 @@ def _replica(rank, batches):
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_processes_measure_together():
-    """With different amounts of data, all swap what one process with all the data would."""
     texts = [{"input_ids": torch.arange(5, 21).view(2, 8) + 20 * place} for place in range(2)]
     texts.append({"input_ids": texts[0]["input_ids"].flip(0, 1)})
     alone = [_replica(0, [batches]) for batches in (texts, texts[:1], texts[1:])]

@@ -64,18 +64,6 @@ def permute_output_(site, i, j, state=None):
 
 
 @in_pairs
-def test_swapping_heads_and_how_they_are_read_changes_nothing(family, form, make_tiny, batch):
-    model = converted(make_tiny, family, form).double()
-    expected = hidden(model, batch)
-    for site in find_attention(model):
-        one, other = 0, 2
-        swap_heads_(model, [((site.name, one), (site.name, other))])
-        assert (hidden(model, batch) - expected).abs().max() > 1e-3  # the output projection stays, so outputs change
-        permute_output_(site, one, other)
-        torch.testing.assert_close(hidden(model, batch), expected)
-
-
-@in_pairs
 def test_training_goes_on_as_if_nothing_had_happened(family, form, make_tiny, batch):
     """Weights and moments move together: a relabelled training stays the relabelled training."""
     straight = converted(make_tiny, family, form).double()
@@ -197,10 +185,12 @@ REFUSED = {
     ),
     "no head": ([((FIRST, 0), (SECOND, 3))], r"layer\.1\.attention\.self has no head 3; its 3 heads are 0 to 2"),
     "negative": ([((FIRST, -1), (SECOND, 0))], "has no head -1"),
-    "itself": ([((FIRST, 1), (FIRST, 1))], "head 1 of .* is named twice; name each head in one pair only"),
     "no pair": ([((FIRST, 0),)], r"expected \(\(module, head\), \(module, head\)\) for each"),
     "no whole number": ([((FIRST, 0), (FIRST, 0.5))], "pairs are "),
-    "two pairs": ([((FIRST, 0), (FIRST, 1)), ((SECOND, 0), (FIRST, 1))], "head 1 of .* is named twice"),
+    "two pairs": (
+        [((FIRST, 0), (FIRST, 1)), ((SECOND, 0), (FIRST, 1))],
+        "head 1 of .* is named twice; name each head in one pair only",
+    ),
 }
 
 
@@ -297,7 +287,7 @@ def test_state_that_mixes_heads_is_refused(make_tiny, batch):
     swap_heads_(model, [((FIRST, 0), (FIRST, 1))])
 
 
-def test_an_optimizer_of_other_weights_is_refused(make_tiny, batch):
+def test_an_optimizer_of_other_weights_is_refused(make_tiny):
     """Another model's optimizer, or one of master copies, whose step would put back the weights that it holds."""
     model = make_tiny("bert")
     before = copy.deepcopy(model.state_dict())
@@ -315,10 +305,3 @@ def test_an_optimizer_of_other_weights_is_refused(make_tiny, batch):
         value.requires_grad_(True)
     swap_heads_(model, [((FIRST, 0), (SECOND, 1))], some)
     assert not same(model.state_dict(), before)
-
-
-def test_swaps_stay_out_of_the_graph(make_tiny, batch):
-    model = make_tiny("bert")
-    swap_heads_(model, [((FIRST, 0), (SECOND, 1))])
-    assert all(parameter.is_leaf and parameter.requires_grad for parameter in model.parameters())
-    loss_of(model, batch).backward()

@@ -34,12 +34,6 @@ def test_it_is_the_mean_coefficient(make_rows, mean_over_pairs, assert_same_grad
         torch.testing.assert_close(gradient.masked_fill(padded, 0.0), right, rtol=1e-5, atol=1e-5)
 
 
-def test_gradient_by_differences(make_rows):
-    rows, mask = make_rows(2, 3, 2, 4)
-    positive = (0.5 * rows + 0.125).detach().requires_grad_()
-    assert torch.autograd.gradcheck(lambda rows: bhattacharyya(rows, mask), positive)
-
-
 @pytest.mark.parametrize("keys", [2, 64, 1024])
 def test_heads_that_attend_alike_overlap_fully_and_those_that_share_no_key_do_not(keys):
     rows = torch.full((2, 3, 5, keys), 1 / keys)
@@ -59,13 +53,6 @@ def test_gradients_of_saturated_scores_stay_finite_and_small():
     bhattacharyya(scores.softmax(-1)).backward()
     assert torch.isfinite(scores.grad).all()
     assert scores.grad.abs().max() < 1.0
-
-
-def test_float32_agrees_with_float64(make_rows):
-    rows, mask = make_rows(4, 12, 32, 32)
-    torch.testing.assert_close(
-        bhattacharyya(rows.float(), mask).double(), bhattacharyya(rows, mask), rtol=0, atol=1e-5
-    )
 
 
 def test_gradients_of_half_precision_stay_finite_under_loss_scaling():

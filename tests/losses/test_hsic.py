@@ -44,24 +44,6 @@ def test_both_routes_agree_with_the_oracle_without_padding(
     assert torch.autograd.gradcheck(hsic, x)
 
 
-def test_float32_agrees_with_float64(make_vectors):
-    x, mask = make_vectors(4, 32, 12, 8)
-    torch.testing.assert_close(hsic(x.float(), mask).double(), hsic(x, mask), rtol=1e-5, atol=1e-5)
-
-
-def test_shifting_heads_changes_nothing(make_vectors):
-    x, mask = make_vectors(2, 9, 3, 4)
-    torch.testing.assert_close(hsic(x + 5.0, mask), hsic(x, mask))
-
-
-def test_tokens_that_are_all_alike_are_independent():
-    x = torch.ones(2, 4, 3, 2, dtype=torch.float64, requires_grad=True)
-    value = hsic(x)
-    value.backward()
-    assert value.item() == pytest.approx(0.0, abs=1e-12)
-    assert not x.grad.abs().gt(1e-12).any()
-
-
 @pytest.mark.parametrize("shape", [(0, 5, 3, 4), (2, 0, 3, 4)])
 def test_no_tokens_are_independent(shape):
     assert hsic(torch.zeros(shape)).item() == 0

@@ -257,19 +257,6 @@ def test_alphas_of_some_kinds(make_undropped, make_batch):
     assert all(matrix.grad.any() for matrix in alphas_of(model).values())
 
 
-def test_norms_take_one_decomposition_for_all_matrices(make_undropped, monkeypatch):
-    model = make_undropped("bert")
-    mix_heads_(model)
-    options = AlphasOptions(frozen_ratio=0.0)
-    session = HeadSession(model, HeadTraining(alphas=options), torch.optim.SGD(model.parameters()))
-    shapes, original = [], torch.linalg.svdvals
-    monkeypatch.setattr(torch.linalg, "svdvals", lambda matrix: shapes.append(matrix.shape) or original(matrix))
-    monkeypatch.setattr(torch.Tensor, "item", lambda _: pytest.fail("the host waits"))
-    session.step(0.1)
-    session.penalty().backward()
-    assert shapes == [(2, 3, 3)]
-
-
 def test_alphas_must_be_there_and_trained(make_tiny):
     model, training = make_tiny("bert"), HeadTraining(alphas=AlphasOptions())
     early = torch.optim.SGD(model.parameters())

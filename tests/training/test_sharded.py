@@ -13,7 +13,6 @@ import warnings
 
 import pytest
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
@@ -128,54 +127,8 @@ def expected(case, epochs=range(EPOCHS)):
     return model.state_dict(), history
 
 
-def fsdp2(family):
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=LAYERS[family],
-        cpu_ram_efficient_loading=False,
-        state_dict_type="SHARDED_STATE_DICT",
-    )
-    with sharding_on_cpus():
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    assert accelerator.is_fsdp2
-    return accelerator
-
-
 def full(accelerator, model):
     return {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
-
-
-def sharded_process(rank, case, folder):
-    family, model, *rest = case
-    stock = copy.deepcopy(model)
-    accelerator = fsdp2(family)
-    model, optimizer = accelerator.prepare(model, adamw(model))
-    first = Training(model, optimizer, *rest, ranks=(rank,), backward=accelerator.backward).run((0, 1))
-    accelerator.save_state(folder)
-    state = first.state()
-    first.run((2,))
-    straight = full(accelerator, model), first.state()["rotation"]["history"]
-    first.session.close()
-
-    accelerator._models.clear()
-    accelerator._optimizers.clear()
-    again, optimizer = accelerator.prepare(stock, adamw(stock))
-    accelerator.load_state(folder)
-    second = Training(again, optimizer, *rest, ranks=(rank,), backward=accelerator.backward)
-    second.session.load_state_dict(state)
-    second.run((2,))
-    return straight, (full(accelerator, again), second.state()["rotation"]["history"])
-
-
-@pytest.mark.parametrize("case", ["collaborative", pytest.param("dense", marks=pytest.mark.slow)], indirect=True)
-def test_fsdp2_gives_the_weights_of_one_process(case, tmp_path):
-    weights, history = expected(case)
-    (straight, resumed), (_, _) = run_both(sharded_process, case, str(tmp_path / "state"))
-    for got, events in (straight, resumed):
-        assert events == history
-        assert got.keys() == weights.keys()
-        torch.testing.assert_close(got, weights, atol=1e-9, rtol=1e-7)
 
 
 class Seeded(HeadTrainer):
@@ -244,7 +197,7 @@ def trainer_process(rank, case, folder):
     return results
 
 
-@pytest.mark.parametrize("case", ["collaborative"], indirect=True)
+@pytest.mark.parametrize("case", ["collaborative", pytest.param("dense", marks=pytest.mark.slow)], indirect=True)
 def test_a_trainer_shards(case, tmp_path):
     alone = trainer_of((case[0], copy.deepcopy(case[1]), *case[2:]), tmp_path / "alone", sharded=False)
     alone.train()

@@ -162,23 +162,6 @@ def test_rotation_within_epochs(save, straight, make_tiny, tmp_path):
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def test_rotation_at_shares_of_the_training_is_that_at_its_epochs(make_tiny, tmp_path):
-    shares = dataclasses.replace(
-        WITHIN,
-        epochs=[epoch / 3 for epoch in WITHIN.epochs],
-        swap_back_after=0.5 / 3,
-        rest=0.25 / 3,
-        of_training=True,
-    )
-    by_epoch = trainer_of(classifier(make_tiny), tmp_path, dataclasses.replace(EVERYTHING, rotation=WITHIN))
-    expected = final_weights(by_epoch)
-    by_share = trainer_of(classifier(make_tiny), tmp_path, dataclasses.replace(EVERYTHING, rotation=shares))
-    torch.testing.assert_close(final_weights(by_share), expected, rtol=0, atol=0)
-    times, reasons = zip(*rotations(by_share), strict=True)
-    assert [3 * time for time in times] == pytest.approx([time for time, _ in rotations(by_epoch)])
-    assert list(reasons) == [reason for _, reason in rotations(by_epoch)]
-
-
 @pytest.mark.parametrize(
     ("rank", "greater"), [(None, False), (13, True)]
 )  # the best, and the worst: one is not the last
@@ -279,20 +262,6 @@ def test_the_gradient_does_not_depend_on_accumulation(
     torch.testing.assert_close(weights[1], weights[0], atol=1e-6, rtol=1e-4)
 
 
-def test_a_penalty_has_the_same_share_at_any_accumulation(make_tiny, set_dropout_, tmp_path):
-    """By default, for a classifier that takes `num_items_in_batch` and ignores it."""
-    shares = []
-    for passes in (1, 4, 8):
-        torch.manual_seed(0)
-        model = set_dropout_(BertForSequenceClassification(make_tiny("bert").config), 0.0)
-        acting = HeadTraining(penalties=(PenaltyOptions("agreement", 0.5),))
-        trainer = trainer_of(model, tmp_path, acting, dataset(8), **ONE_STEP, size=8 // passes, passes=passes)
-        trainer.train()
-        logs = trainer.state.log_history[0]
-        shares.append(0.5 * logs["agreement"] / (logs["loss"] - 0.5 * logs["agreement"]))
-    assert shares == pytest.approx([shares[0]] * 3, rel=1e-3)
-
-
 def test_a_language_model_that_counts_its_items_keeps_the_stock_loss(tmp_path):
     torch.manual_seed(0)
     config = GPT2Config(n_embd=24, n_head=3, n_layer=1, vocab_size=61, bos_token_id=1, eos_token_id=2)
@@ -366,7 +335,6 @@ def test_a_stock_loss_adds_up_and_the_penalty_does_not(task, make_tiny, set_drop
 
 @pytest.mark.parametrize("scaled", [True, False])
 def test_a_trainer_that_says_how_its_loss_is_scaled(scaled, make_tiny, set_dropout_, tmp_path):
-    """Four equal passes give the step of one, penalties included."""
 
     class Own(HeadTrainer):
         loss_is_scaled_for_ga = scaled

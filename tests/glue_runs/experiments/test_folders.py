@@ -180,16 +180,8 @@ def test_what_does_not_decide_a_model_is_no_other_recipe(start, data_dir, tmp_pa
             run(recipe(data_dir, output, source, other))
 
 
-def test_evaluations_that_choose_the_best_checkpoint_decide_a_model():
-    best = {"load_best_model_at_end": True, "generation_num_beams": 1, "logging_steps": 5}
-    assert outputs.without_neutral("again", {"arguments": best})["arguments"].keys() == best.keys() - {
-        "logging_steps"
-    }
-
-
 @pytest.mark.parametrize("changes", [{"score": "x"}, {"metrics": ...}, {"measured": 5}])
 def test_damaged_records_are_refused(start, data_dir, tmp_path, changes):
-    """Of a finished experiment, and of one that is to be measured."""
     base = recipe(data_dir, tmp_path / "out", f"model={start}")
     claim(base, base.output / "tuned")
     file = base.output / "tuned" / "result.json"

@@ -2,21 +2,16 @@
 
 import json
 from statistics import mean
-from types import SimpleNamespace
 
 import pytest
 import sacrebleu
 import torch
 from collab_compress_glue_runs.experiments import measures, read_recipe, run
-from collab_compress_glue_runs.experiments.workload import Classification
-from tiny_recipes import mrpc
-from tiny_words import sentences, word_tokenizer
+from tiny_recipes import fresh_recipe, mrpc
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
-    MobileBertConfig,
-    MobileBertModel,
 )
 
 import collab_compress  # noqa: F401  (lets from_pretrained rebuild converted models)
@@ -33,15 +28,8 @@ from collab_compress.architectures import find_attention
 from collab_compress.errors import RecipeError
 from collab_compress.heads import HeadMask, alphas_of, confidence, head_importance
 
-FRESH = "fresh={layers: 2, width: 24, heads: 3, feed_forward: 32, dropout: 0.0, max_length: 40, vocab_size: 60}"
 TUNING = "{epochs: 2, learning_rate: 1.0e-2, batch_size: 8, arguments: {disable_tqdm: true}}"
 ALL = "measures=[svcca,cka,confidence,discrepancy,overlap,dominance,pruning,mixing,alphas]"
-
-
-def recipe(output, *settings):
-    return read_recipe(
-        overrides=[f"output={output}", FRESH, f"tuning={TUNING}", "trackers=[]", "max_length=24", *settings]
-    )
 
 
 def near(values):
@@ -62,19 +50,6 @@ def without_each_head(model, score):
         return scores
 
 
-def test_confidence_of_a_model_whose_config_names_no_end():
-    tokenizer = word_tokenizer()
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 32}
-    bottleneck = {"embedding_size": 12, "intra_bottleneck_size": 24, "num_feedforward_networks": 1}
-    model = MobileBertModel(MobileBertConfig(vocab_size=len(tokenizer), **sizes, **bottleneck)).eval()
-    assert not hasattr(model.config, "eos_token_id")
-    batches = [dict(tokenizer(sentences(4), padding=True, return_tensors="pt", return_token_type_ids=False))]
-    subject = SimpleNamespace(model=model, tokenizer=tokenizer, all_batches=batches, by_kind=dict)
-    torch.testing.assert_close(
-        measures.measure_confidence(subject), confidence(model, batches, exclude={tokenizer.eos_token_id})
-    )
-
-
 @pytest.fixture
 def translated(sentences, tmp_path):
     """Return the recipe of a collaborative model with mixed heads, trained and scored, and its record."""
@@ -84,8 +59,12 @@ def translated(sentences, tmp_path):
         "fresh.attention={dk: 12}",
         "heads.alphas={frozen_ratio: 0.5}",
     )
-    settings += ("translation={source: aa, target: bb, beams: 3, max_length: 12}", "tuning.epochs=30")
-    [record] = run(recipe(tmp_path / "out", *settings))
+    settings += (
+        "translation={source: aa, target: bb, beams: 3, max_length: 12}",
+        "tuning.epochs=30",
+        "tuning.learning_rate=1.0e-2",
+    )
+    [record] = run(fresh_recipe(tmp_path / "out", *settings))
     return settings, record
 
 
@@ -93,7 +72,7 @@ def test_a_finished_run_is_measured_and_nothing_else(translated, sentences, tmp_
     settings, before = translated
     assert "measures" not in before
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    [record] = run(recipe(tmp_path / "out", *settings, ALL))
+    [record] = run(fresh_recipe(tmp_path / "out", *settings, ALL))
     after = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.is_file()}
     path = tmp_path / "out" / "tuned" / "result.json"
     assert {path for path in files if after[path] != files[path]} == {path}
@@ -174,26 +153,13 @@ def test_a_finished_run_is_measured_and_nothing_else(translated, sentences, tmp_
         assert measures["pruning"]["scores"][place] == near(bleu_without(order, share))
 
 
-def test_only_measured_rows_are_tokenized(start, data_dir, tmp_path, monkeypatch):
-    workload = Classification(read_recipe(overrides=mrpc(start, data_dir, tmp_path / "out", "tuning={}")))
-    workload.tokenizer = AutoTokenizer.from_pretrained(start)
-    model = workload.load_model(start, trained=False)
-    whole = measures.Subject(workload, model)
-    rows, encode, encoded = [whole._rows[place] for place in whole.places(0, 3)], workload.encode, []
-    monkeypatch.setattr(measures, "ROWS", 3)
-    monkeypatch.setattr(workload, "encode", lambda texts: encoded.append(len(texts["validation"])) or encode(texts))
-    few = measures.Subject(workload, model)
-    assert encoded == [3]
-    assert [few._rows[place] for place in few.places()] == rows
-
-
 def test_perplexity_without_the_dominant_head(text, tmp_path, perplexity_by_token, monkeypatch):
     """The dominant head is the one without which perplexity is highest, over all sequences."""
     for rows in ("choosing", "scoring"):
         monkeypatch.setattr(measures.Subject, rows, property(lambda subject: subject.places()))
     settings = ("task=text", f"data_dir={text}", "fresh.tokenizer=word", "fresh.vocab_size=null", "max_length=7")
     settings += ("measures=[dominance,alphas,mixing]",)
-    [record] = run(recipe(tmp_path / "out", *settings))
+    [record] = run(fresh_recipe(tmp_path / "out", *settings))
     assert record["measures"].keys() == {"dominance"}  # the model has no others
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "tuned" / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tuned" / "model")

@@ -1,7 +1,6 @@
 """The protocol end to end on a tiny task: stages, what is done once, and what survives being killed."""
 
 import json
-import time
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from transformers import (
 from collab_compress.errors import RecipeError
 from collab_compress.training import HeadTrainer
 
-RUN = "from collab_compress_glue_runs.commands.run import main; main()"
 TUNING = "{epochs: 4, learning_rate: 1.0e-3, batch_size: 8, arguments: {use_cpu: true, disable_tqdm: true}}"
 
 
@@ -231,28 +229,3 @@ class Stopping(TrainerCallback):
     def on_save(self, args, state, control, **_):
         if state.global_step == self.limit == state.max_steps:
             raise KeyboardInterrupt
-
-
-def test_a_killed_run_ends_as_an_uninterrupted_one(python, start, data_dir, tmp_path):
-    heads = "heads={drophead: [{p: 0.2}], penalties: [{name: agreement, weight: 0.1}]}"
-    overrides = settings(start, data_dir, tmp_path / "whole", heads, "compression=null", "again=null")
-    assert python(RUN, *overrides).returncode == 0
-    killed = settings(start, data_dir, tmp_path / "killed", heads, "compression=null", "again=null")
-    process = python.start(RUN, *killed)
-    checkpoints = tmp_path / "killed" / "tuned" / "checkpoints"
-    deadline = time.monotonic() + 120
-    while not whole_checkpoints(checkpoints) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    process.kill()
-    process.ended()
-    if not (tmp_path / "killed" / "tuned" / "model").is_dir():  # unless it was faster than the signal
-        assert whole_checkpoints(checkpoints)
-    done = python(RUN, *killed)
-    assert done.returncode == 0, done.stderr
-    assert "mrpc       tuned" in done.stdout
-    folders = [tmp_path / name / "tuned" for name in ("whole", "killed")]
-    one, other = (load_file(folder / "model" / "model.safetensors") for folder in folders)
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    results = [json.loads((folder / "result.json").read_text()) for folder in folders]
-    assert results[0]["metrics"] == results[1]["metrics"]

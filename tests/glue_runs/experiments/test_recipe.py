@@ -50,7 +50,6 @@ def test_calibration_is_a_choice(path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("xyzzy=1", "there is no field xyzzy$"),
         ("tuning.learningrate=1", r"no field tuning\.learningrate; did you mean tuning\.learning_rate\?$"),
         (
             "compression={dk: 8, sweeps: 3}",
@@ -58,24 +57,19 @@ def test_calibration_is_a_choice(path):
         ),
         ("heads.penalties=[{name: hsic, wt: 1}]", r"there is no field heads\.penalties\.0\.wt$"),
         ("task=foo", "unknown task 'foo'; expected one of cola"),
-        ("heads.penalties=[{name: q}]", "unknown loss 'q'"),
         ("compression.solver.sweeps=1e30", r"compression\.solver\.sweeps is 1e\+30; expected a valid integer"),
         ("held_out=1", r"held_out is 1\.0; expected a share of the training data"),
         ("tuning.epochs=0", "epochs is 0; expected more than 0, or max_steps"),
-        ("fresh.dropout=3", r"dropout is 3\.0; expected a probability from 0 to below 1"),
         ("fresh={width: 10, heads: 3}", "width 10 cannot be shared out evenly among 3 heads"),
         ("fresh={layers: 2}", "either a model to start from, or"),
         ("conversion=a/b", "'a/b' cannot name a folder"),
         ("conversion=dk1-again", "cannot be called 'dk1-again'"),
         ("tuning.arguments.save_total_limit=2", "save_total_limit, but a run keeps its last checkpoint"),
-        ("tuning.arguments.resume_from_checkpoint=x", "resume_from_checkpoint, but a run resumes from its own"),
         ("tuning.arguments.fsdp=true", "arguments hold fsdp, but each process has the whole model; leave it out"),
-        ("tuning.warmup=2", "warmup is 2.0; expected a share"),
         ("tuning.arguments.seed=2", "arguments hold seed, which the recipe's field seed sets"),
         ("model", "'model' sets nothing; expected field=value"),
         ("task.name=x", "task is 'mrpc', which has no fields"),
         ("seed=[", "cannot read the value"),
-        (f"seed={2**70}", "expected a number from 0"),
         ("tuning.learning_rate=.nan", "learning_rate is nan; expected a finite number"),
         ("files={validation: 3}", r"recipe.yaml: files\.validation is 3; expected str or list\[str\]$"),
         (
@@ -84,11 +78,8 @@ def test_calibration_is_a_choice(path):
         ),
         ("output=~nobody-here/x", "home directory"),
         ("heads.penalties=[{name: hsic, weight: .inf}]", r"heads\.penalties\.0\.weight is inf; expected a finite"),
-        ("heads.rotation.strategy=x", r"heads\.rotation\.strategy is 'x'; expected 'manual', 'hard', 'soft'"),
         ("files={validation: a}", "files names no training data"),
-        ("files={train: a}", "files names only training data"),
         ("trackers=wandb", r"trackers is 'wandb'; expected a list, as in \[wandb\]"),
-        ("seed=1:30", "seed is '1:30'; expected a valid integer"),
         (
             "method=plain",
             "method is plain, the name of the baseline, but the recipe has drophead0.2-scheduled-hsic1-",
@@ -162,7 +153,6 @@ def test_an_alias_is_not_set_with_what_it_stands_for(tmp_path):
 
 
 def test_merged_keys_are_no_duplicates(tmp_path):
-    """A key of a merged mapping may be set again, at any depth, and is no duplicate."""
     text = "{base: &b {x: 1}, outer: {inner: &a {<<: *b, x: 2}}, other: {<<: *a, y: 3}}"
     (tmp_path / "merged.yaml").write_text(text)
     settings = read_settings(tmp_path / "merged.yaml", [])

@@ -151,17 +151,7 @@ def test_collaborate_table_2_has_each_model_and_conversion():
     }
 
 
-def test_bhattacharyya_has_the_papers_settings():
-    (recipe,) = (r for r in sweep_of("bhattacharyya").recipes() if r.method != "plain" and r.seed == 0)
-    (row,) = PAPERS["bhattacharyya"]["Section 4"]["rows"]
-    fresh, tuning = recipe.fresh, recipe.tuning
-    ours = (tuning.batch_size, fresh.width, tuning.learning_rate, fresh.layers, fresh.heads, fresh.dropout)
-    ours += (recipe.heads.penalties[0].weight, tuning.epochs)
-    assert ours == tuple(row["scores"])
-
-
 def test_rotations_name_heads_that_the_model_has():
-    """Rotations are tried on a narrow model of the same depth and number of heads."""
     rotating = [recipe for recipe in sweep_of("rotation", "small").recipes() if recipe.heads.rotation is not None]
     assert len(rotating) > 1
     for recipe in rotating:

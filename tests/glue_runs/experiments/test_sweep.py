@@ -135,7 +135,7 @@ def test_mistakes_are_named(path, override, message):
         read_sweep(path, [override])
 
 
-def test_a_run_that_fails_for_any_reason_does_not_stop_the_others(path, tmp_path, monkeypatch):
+def test_a_run_that_fails_for_any_reason_does_not_stop_the_others(path, monkeypatch):
     attempts = []
 
     def broken(recipe):
@@ -168,16 +168,14 @@ def test_runs_that_fail_in_two_processes(python, path, tmp_path):
     run_sweep(
         read_sweep(path, ["only={methods: [plain], seeds: [0]}", "conversions={other: {compression: {dk: 9}}}"])
     )
-    near = "{compression: {dk: 6}, calibration: synthetic}"
     arguments = [
         "only={methods: [plain], seeds: [0]}",
         "conversions={bad: {compression: {dk: 1000}}, dk12: {compression: {dk: 12}}}",
         "conversions.other={compression: {dk: 8}}",
-        f"conversions.near={near}",
     ]
     done = python.both(SWEEP, path, *arguments)
     finished = {file.parent.name for file in (tmp_path / "out").rglob("result.json")}
-    assert finished == {"tuned", "dk12", "near", "other"}, done.stderr[-5000:]
+    assert finished == {"tuned", "dk12", "other"}, done.stderr[-5000:]
     assert "other was made with another compression" in done.stderr
     assert done.returncode != 0
     assert "1000" in done.stderr

@@ -27,7 +27,6 @@ def test_results_are_what_the_records_make(monkeypatch, tmp_path):
 
 
 def test_the_text_of_results_is_short():
-    """At most 2,500 words before the appendix."""
     text = PAGE.read_text(encoding="utf-8")
     assert len(text.partition("## Appendix")[0].split()) <= 2500
 

@@ -93,13 +93,6 @@ def test_broken_rows_of_qqp_are_counted(samples, write, tmp_path, caplog):
     assert "left out 2 lines that do not have 6 columns" in caplog.text
 
 
-def test_nothing_is_printed_and_a_bar_shows_only_on_request(samples, write, tmp_path, capsys):
-    load_task("mrpc", write(tmp_path, samples["mrpc"][0]))
-    assert capsys.readouterr() == ("", "")
-    load_task("mrpc", tmp_path, progress=True)
-    assert "mrpc train" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", sorted(ROWS))
 def test_real_data_has_the_official_rows(name, real_data):
     data = load_task(name, real_data)
