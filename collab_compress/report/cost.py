@@ -34,8 +34,7 @@ DENSE, CONVERTED = f"dense at T = {LENGTH} [MMAC]", f"converted at T = {LENGTH} 
 
 def widths(model: PreTrainedModel, batches: Sequence[Batch], label: Label, progress: Progress) -> Section:
     """Return what queries and keys, values, and feed-forward blocks lose at every width."""
-    report = progress("widths")
-    parts = part_losses(model, batches, lambda _, done, total: report(done, total))
+    parts = part_losses(model, batches, lambda _, done, total: progress("widths")(done, total))
     left_out = [f"{part} stays as it is: {reason}" for part, reason in parts.left_out.items()]
     tables: dict[str, Table] = {}
     pictures, highlights = [], []

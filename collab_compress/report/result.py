@@ -207,6 +207,13 @@ def write_report(result: ReportResult, directory: Path) -> None:
 
     Raises:
         CheckpointError: the folder exists or cannot be written.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     write_report(make_report(model, [batch], ["patterns"]), Path(folder) / "heads")
+        ...     print(*sorted(path.name for path in Path(folder).glob("heads/*")))
+        index.html numbers.json
     """
     with atomic_directory(directory) as folder:
         (folder / "index.html").write_text(render_page(result), encoding="utf-8")
