@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from collab_compress.checkpoint.directory import atomic_file
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.errors import DataError
-from collab_compress.report import ReportContext, ReportResult, make_report, to_json, write_report
+from collab_compress.report import ReportResult, make_report, to_json, write_report
 
 from .arguments import AnalyzeArguments as Arguments
 from .command import main_of
@@ -33,9 +33,10 @@ def run(arguments: Arguments) -> ReportResult:
         raise DataError("--sentence is one text, and an encoder–decoder reads two; it shows a pair of --data FILE")
     loaded = load_data(arguments.data, source.model, source.tokenizer, arguments.report.seed)
     with progress_bar("it", common.quiet) as progress:
-        context = ReportContext(
-            model=source.model,
-            batches=loaded.batches,
+        result = make_report(
+            source.model,
+            loaded.batches,
+            arguments.sections,
             name=name,
             data=loaded.words,
             baseline=baseline,
@@ -46,7 +47,6 @@ def run(arguments: Arguments) -> ReportResult:
             options=arguments.report,
             on_progress=progress,
         )
-        result = make_report(context, arguments.sections)
     with ExitStack() as both:
         if common.json is not None:
             numbers = both.enter_context(atomic_file(common.json))

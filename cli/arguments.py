@@ -119,7 +119,7 @@ class AnalyzeArguments:
     model: Model
 
     output: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Where to write index.html, numbers.json, and a CSV file for each table. Must not exist."""
+    """Where to write index.html and numbers.json. Must not exist."""
 
     data: tyro.conf.OmitArgPrefixes[Inputs]
 

@@ -107,7 +107,6 @@ def _labelled(name: str, data: Inputs, model: PreTrainedModel, tokenizer: Any, s
         score=_scorer(metric, scoring),
         choose=_scorer(metric, choosing or scoring),
         batches=(choosing or scoring)[: -(-LABELLED // BATCH_SIZE)],
-        greater_is_better=metric.greater_is_better,
     )
     words, sentence = f"rows of {name}, {split}", _short(chosen["text"][:])
     return Loaded(_without_labels(choosing + scoring), words, sentence, task_score)

@@ -239,9 +239,6 @@ class ReportOptions:
     input_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 256
     """Sequences on which the losses of widths are measured."""
 
-    kernel_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 1000
-    """Tokens that CKA with the RBF kernel is measured on; time and memory grow with their square."""
-
     lengths: tuple[int, ...] = (32, 128, 512)
     """Numbers of tokens at which attention modules are timed; those beyond the model's positions are left out."""
 
@@ -253,7 +250,6 @@ class ReportOptions:
 
     def __post_init__(self) -> None:
         check_counts(self, HeadError, "head_sequences", "input_sequences", "dk", "dv", "dff")
-        check_counts(self, HeadError, "kernel_tokens", least=4)
         check_counts(self, HeadError, "rounds", least=2)
         check_counts(self, HeadError, "seed", least=0, most=LARGEST_SEED)
         if not isinstance(self.lengths, tuple | list) or not all(isinstance(length, int) for length in self.lengths):

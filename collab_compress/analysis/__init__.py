@@ -18,7 +18,7 @@ from collab_compress.analysis.covariance import (
     mean_over_pairs,
     model_covariances,
 )
-from collab_compress.analysis.diversity import Discrepancy, bhattacharyya, discrepancy, percent_growth
+from collab_compress.analysis.diversity import Discrepancy, bhattacharyya, discrepancy
 from collab_compress.analysis.dominance import (
     Dominance,
     PruningPoint,
@@ -78,7 +78,6 @@ __all__ = [
     "model_latency",
     "module_costs",
     "module_latency",
-    "percent_growth",
     "plan",
     "pruning_curve",
     "random_importance",

@@ -108,25 +108,6 @@ class JointCovariance:
         """Return which blocks vary by more than rounding, (n,)."""
         return self.sum_blocks(self.matrix.diagonal()) > self.rounding() * torch.tensor(self.widths)
 
-    def only(self, blocks: range) -> JointCovariance:
-        """Return neighbouring blocks alone, as the heads of one layer, all to be compared with all."""
-        part = slice(self.slices[blocks.start].start, self.slices[blocks.stop - 1].stop)
-        return replace(
-            self,
-            labels=self.labels[blocks.start : blocks.stop],
-            widths=self.widths[blocks.start : blocks.stop],
-            mean=self.mean[part],
-            matrix=self.matrix[part, part],
-            leading=0,
-        )
-
-    def merged(self, sizes: Sequence[int], labels: Sequence[str], leading: int = 0) -> JointCovariance:
-        """Join `sizes` neighbouring blocks into each new one, as heads into layers; `leading` counts new ones."""
-        if sum(sizes) != len(self.widths) or len(labels) != len(sizes):
-            raise HeadError(f"cannot join {len(self.widths)} blocks into {len(labels)} of {list(sizes)}")
-        widths = tuple(int(part.sum()) for part in torch.tensor(self.widths).split(list(sizes)))
-        return replace(self, labels=tuple(labels), widths=widths, leading=leading)
-
 
 def check_representations(representations: Sequence[Tensor]) -> None:
     """Raise a HeadError if representations are not matrices (N, d_i) of the same N."""
@@ -229,32 +210,6 @@ class Covariances:
         return {name: running.result(name) for name, running in self.running.items()}
 
 
-class Samples:
-    """The `Observer` behind `head_samples`, with the same arguments."""
-
-    part: Part = "outputs"
-
-    def __init__(self, tokens: int, seed: int = 0) -> None:
-        if tokens < 1:
-            raise HeadError(f"got {tokens} tokens to draw; expected at least 1")
-        self.tokens, self.seed = tokens, seed
-        self._draws: dict[str, tuple[torch.Generator, Tensor, Tensor]] = {}  # generator, lots, vectors
-
-    def add(self, readings: Readings) -> None:
-        """Draw from one more batch: every token gets a random lot, and the lowest are kept."""
-        for name, reading in readings:
-            vectors = unpadded_vectors(reading, "outputs").cpu()
-            new = torch.Generator().manual_seed(self.seed), torch.empty(0), vectors[:0]
-            generator, lots, kept = self._draws.get(name, new)
-            lots = torch.cat([lots, torch.rand(len(vectors), generator=generator)])
-            lowest = lots.argsort()[: self.tokens]
-            self._draws[name] = generator, lots[lowest], torch.cat([kept, vectors])[lowest]
-
-    def result(self) -> dict[str, Tensor]:
-        """Return the drawn vectors of each module, (N, H, d)."""
-        return {name: kept for name, (_, _, kept) in self._draws.items()}
-
-
 def head_covariances(
     model: PreTrainedModel, batches: Batches, *, modules: str = "*", progress: Progress = False
 ) -> dict[str, JointCovariance]:
@@ -312,9 +267,18 @@ def head_samples(
         >>> head_samples(model, [batch], tokens=5)["encoder.layer.0.attention.self"].shape
         torch.Size([5, 3, 8])
     """
-    samples = Samples(tokens, seed)
-    observe(model, batches, [samples], modules=modules, progress=progress)
-    return samples.result()
+    if tokens < 1:
+        raise HeadError(f"got {tokens} tokens to draw; expected at least 1")
+    draws: dict[str, tuple[torch.Generator, Tensor, Tensor]] = {}  # generator, lots, vectors
+    for (readings,) in read_heads([model], batches, "outputs", modules=modules, progress=progress):
+        for name, reading in readings:  # every token gets a random lot, and the lowest are kept
+            vectors = unpadded_vectors(reading, "outputs").cpu()
+            new = torch.Generator().manual_seed(seed), torch.empty(0), vectors[:0]
+            generator, lots, kept = draws.get(name, new)
+            lots = torch.cat([lots, torch.rand(len(vectors), generator=generator)])
+            lowest = lots.argsort()[:tokens]
+            draws[name] = generator, lots[lowest], torch.cat([kept, vectors])[lowest]
+    return {name: kept for name, (_, _, kept) in draws.items()}
 
 
 def layer_covariance(

@@ -58,18 +58,6 @@ class Discrepancy:
         return float(matrix.abs().sum())
 
 
-def percent_growth(norm: float, baseline: float) -> float | None:
-    """Return by how many percent a layer's discrepancy exceeds that of a baseline model; None where that is 0.
-
-    Figures 6 and 7 of "Multi-Head Rotation".
-
-    Example:
-        >>> percent_growth(6.0, baseline=4.0)
-        50.0
-    """
-    return 100 * (norm / baseline - 1) if baseline else None
-
-
 def discrepancy(model: PreTrainedModel, batches: Batches, *, progress: Progress = False) -> dict[str, Discrepancy]:
     """Return the distances between the outputs of the heads of each layer ("Multi-Head Rotation", section 5.3).
 

@@ -87,14 +87,9 @@ def head_patterns(
         >>> list(patterns), patterns["entropy"]["encoder.layer.0.attention.self"].shape
         (['entropy', 'distance', 'previous token', 'first token'], torch.Size([3]))
     """
-    means = pattern_means()
+    means = {name: Means("probs", partial(_summed, pattern)) for name, pattern in PATTERNS.items()}
     observe(model, batches, means.values(), progress=progress)
     return {name: observer.result() for name, observer in means.items()}
-
-
-def pattern_means() -> dict[str, Means]:
-    """Return the observers behind `head_patterns`, by pattern."""
-    return {name: Means("probs", partial(_summed, pattern)) for name, pattern in PATTERNS.items()}
 
 
 def _summed(pattern: Pattern, reading: Reading) -> tuple[Tensor, int] | None:

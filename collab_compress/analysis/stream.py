@@ -1,7 +1,7 @@
 """Run a model over batches and hand on what its attention heads computed, one batch at a time."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from fnmatch import fnmatch
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -162,22 +162,6 @@ def observe(
     for (readings,) in read_heads([model], batches, part, kinds=kinds, modules=modules, progress=progress):
         for observer in observers:
             observer.add(readings)
-
-
-def observed(
-    model: PreTrainedModel, batches: Batches, observers: Sequence[Observer]
-) -> Generator[Mapping[str, Tensor], None, None]:
-    """Yield batches to another measure, and pass its readings to observers, so that one pass serves all.
-
-    The other measure must run the model on each batch before it takes the next. The model has hooks until the
-    generator is closed; wrap it in `contextlib.closing`, as the other measure may fail.
-    """
-    with Tap(model, {observer.part for observer in observers}) as tap:
-        for batch in batches:
-            yield batch
-            readings = _named(tap.take())
-            for observer in observers:
-                observer.add(readings)
 
 
 def unpadded_vectors(reading: Reading, part: Part) -> Tensor:

@@ -2,70 +2,55 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from html import escape
 from importlib.metadata import version
+from math import isfinite
 from pathlib import Path
-from time import perf_counter
+from posixpath import commonpath
 from typing import Any
 
-import torch
 import transformers
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from transformers import PreTrainedModel
 
+from collab_compress.architectures import find_attention
+from collab_compress.attention import is_converted
+from collab_compress.calibration import Batch
+from collab_compress.calibration.batches import sequence_count, slice_batch
 from collab_compress.checkpoint.directory import atomic_directory, mapped
 from collab_compress.conversion.report import width_range
-from collab_compress.errors import HeadError, UnsupportedModelError
+from collab_compress.errors import CompressionError, HeadError, UnsupportedModelError
+from collab_compress.options import SECTION_NAMES, ReportOptions
 from collab_compress.report import drawing
-from collab_compress.report.context import ReportContext
-from collab_compress.report.section import Cell, Section, Table, written
-from collab_compress.report.sections import SECTIONS
-
-DIGITS = 6  # significant digits of numbers in files
+from collab_compress.report.cost import cost, widths
+from collab_compress.report.heads import TaskScore, attention_maps, dominance, mixing, patterns
+from collab_compress.report.section import Label, Section, short
+from collab_compress.report.similarity import diversity, similarity
 
 
 @dataclass(frozen=True)
 class ReportResult:
     """The results of all sections of a report.
 
-    Args:
-        title: what the page is of, as "Heads of BERT".
-        facts: model, data and machine, in words.
-        sections: results, in order.
-        omitted: name of a missing section → reason.
-
     Example:
-        >>> result = make_report(ReportContext(model, [batch]), ["patterns"])
-        >>> [section.name for section in result.sections], result.table("patterns", "patterns")[0]["layer"]
-        (['patterns'], '0')
+        >>> result = make_report(model, [batch], ["patterns"])
+        >>> result.sections["patterns"].tables["patterns"].rows[0]["layer"]
+        '0'
     """
 
     title: str
-    facts: dict[str, str]
-    sections: tuple[Section, ...]
-    omitted: dict[str, str]
+    facts: Mapping[str, str]  # model and data, in words
+    sections: Mapping[str, Section]  # name → results, in order
+    omitted: Mapping[str, str]  # name of a missing section → reason
 
     @property
     def highlights(self) -> list[str]:
         """The most important numbers, a sentence each."""
-        return [line for section in self.sections for line in section.highlights]
-
-    def table(self, section: str, name: str) -> list[dict[str, Cell]]:
-        """Return the rows of a table, as "dominance", "pruning", as dictionaries: name of a column → cell.
-
-        Raises:
-            HeadError: there is no such table.
-        """
-        tables = {(part.name, table.name): table for part in self.sections for table in part.tables}
-        if (section, name) not in tables:
-            expected = ", ".join(" ".join(key) for key in tables)
-            raise HeadError(f"there is no table {section} {name}; expected one of {expected}")
-        names = [column["name"] for column in tables[section, name].columns]
-        return [dict(zip(names, row, strict=True)) for row in tables[section, name].rows]
+        return [line for section in self.sections.values() for line in section.highlights]
 
     def _repr_html_(self) -> str:
         """Return the page in a frame, which keeps the notebook's styles out."""
@@ -73,77 +58,148 @@ class ReportResult:
         return f'<iframe srcdoc="{page}" style="width:100%;height:48rem;border:0"></iframe>'
 
 
-def make_report(context: ReportContext, sections: Collection[str] = tuple(SECTIONS)) -> ReportResult:
-    """Measure models and data for the given sections, in the order of `SECTIONS`.
+def make_report(
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    sections: Collection[str] = SECTION_NAMES,
+    *,
+    name: str = "model",
+    data: str = "the given batches",
+    baseline: PreTrainedModel | None = None,
+    baseline_name: str = "baseline",
+    tokenizer: Any = None,
+    sentence: str | tuple[str, str] | None = None,
+    score: TaskScore | None = None,
+    options: ReportOptions | None = None,
+    on_progress: Callable[[str, int, int | None], None] = lambda *_: None,
+) -> ReportResult:
+    """Measure a model for the given sections, in the order of `SECTION_NAMES`.
+
+    Args:
+        model: stock or edited, of a known family; does not change.
+        batches: keyword arguments for the model, in random order; read several times.
+        sections: names of sections.
+        name: of the model.
+        data: description of the batches.
+        baseline: a model to compare with, which reads the same batches, or None.
+        baseline_name: of the baseline.
+        tokenizer: of the model; required for attention maps.
+        sentence: text, or pair of texts, for attention maps; (text, target) for an encoder–decoder.
+        score: a task to score heads on, in place of the drift of the outputs.
+        options: how much to measure.
+        on_progress: called with the measure, the number of finished items and their total (or None).
 
     Raises:
-        HeadError: a section is unknown, or none of them can be measured on this model and data.
+        HeadError: a section is unknown, none of them can be measured on this model and data, there are no batches,
+            or the models read different vocabularies.
         CalibrationError: a model does not take the batches.
+        UnsupportedModelError: a model's family is not known.
 
     Example:
-        >>> result = make_report(ReportContext(model, [batch], name="tiny BERT"), ["diversity", "mixing"])
+        >>> result = make_report(model, [batch], ["diversity", "mixing"], name="tiny BERT")
         >>> result.title, list(result.omitted)
         ('Heads of tiny BERT', ['mixing'])
     """
-    unknown = sorted(set(sections) - set(SECTIONS))
+    options = options or ReportOptions()
+    unknown = sorted(set(sections) - set(SECTION_NAMES))
     if unknown or not sections:
-        raise HeadError(f"unknown section {', '.join(unknown) or 'none'}; expected some of {', '.join(SECTIONS)}")
-    started, results, omitted = perf_counter(), [], {}
-    for name, measure in SECTIONS.items():
-        if name in sections:
+        raise HeadError(
+            f"unknown section {', '.join(unknown) or 'none'}; expected some of {', '.join(SECTION_NAMES)}"
+        )
+    if not batches:
+        raise HeadError("no batches to measure the model on; pass some")
+    sizes = [getattr(each.config, "vocab_size", None) for each in (model, baseline or model)]
+    if sizes[0] != sizes[1]:
+        raise HeadError(
+            f"{name} knows {sizes[0]} tokens and {baseline_name} {sizes[1]}; models that are compared read the same "
+            "batches, so they must share a tokenizer"
+        )
+    label = module_labels(model)
+    compared = {name: (model, label)}
+    if baseline is not None:
+        compared[baseline_name] = (baseline, module_labels(baseline))
+
+    def progress(work: str) -> Callable[[int, int | None], None]:
+        return partial(on_progress, work)
+
+    measures: dict[str, Callable[[], Section]] = {
+        "widths": lambda: widths(model, first(batches, options.input_sequences), label, progress),
+        "mixing": lambda: mixing(model, label),
+        "cost": lambda: cost(model, batches[0], options, label, progress),
+        "similarity": lambda: similarity(model, baseline, batches, label, progress),
+        "diversity": lambda: diversity(compared, batches, tokenizer, progress),
+        "patterns": lambda: patterns(model, batches, label, progress),
+        "attention_maps": lambda: attention_maps(model, tokenizer, sentence, label),
+        "dominance": lambda: dominance(model, first(batches, options.head_sequences), score, label, progress),
+    }
+    results, omitted = {}, {}
+    for section, measure in measures.items():
+        if section in sections:
             try:
-                results.append(measure(context))
-            except (HeadError, UnsupportedModelError) as error:
-                omitted[name] = str(error)
+                results[section] = measure()
+            except (CompressionError, HeadError, UnsupportedModelError) as error:
+                omitted[section] = str(error)
     if not results:
-        raise HeadError("nothing to show: " + "; ".join(f"{name}: {reason}" for name, reason in omitted.items()))
-    against = "" if context.baseline is None else f" against {context.baseline_name}"
-    facts = {**_facts(context), "measured in": f"{perf_counter() - started:.0f} s"}
-    return ReportResult(f"Heads of {context.name}{against}", facts, tuple(results), omitted)
-
-
-def _facts(context: ReportContext) -> dict[str, str]:
-    model, sites, baseline = context.model, context.sites, context.baseline
-    heads, widths = width_range(site.heads for site in sites), width_range(site.head_width for site in sites)
-    tokens = f", {context.tokens:,} tokens" if context.tokens else ""
+        raise HeadError(
+            "nothing to show: " + "; ".join(f"{section}: {reason}" for section, reason in omitted.items())
+        )
+    sites = find_attention(model)
+    form = "converted" if any(is_converted(site.module) for site in sites) else "dense"
+    heads, head_widths = (width_range(getattr(site, size) for site in sites) for size in ("heads", "head_width"))
     facts = {
-        "model": f"{context.name}, {type(model).__name__}, {'converted' if context.converted else 'dense'}",
-        "parameters": f"{model.num_parameters():,}",
-        "attention": f"{len(sites)} modules ({', '.join(context.kinds)}), {heads} heads of width {widths}",
-        "data": f"{context.data}: {context.sequences:,} sequences{tokens}",
+        "model": f"{name}, {type(model).__name__}, {form}, {model.num_parameters():,} parameters",
+        "attention": f"{len(sites)} modules, {heads} heads of width {head_widths}",
+        "data": f"{data}: {sum(map(sequence_count, batches)):,} sequences",
     }
     if baseline is not None:
-        parameters = f"{baseline.num_parameters():,} parameters"
-        facts["against"] = f"{context.baseline_name}, {type(baseline).__name__}, {parameters}"
-    if context.score is not None:
-        facts["task"] = context.score.name
-    facts["versions"] = (
-        f"collab-compress {version('collab-compress')}, transformers {transformers.__version__}, "
-        f"torch {torch.__version__}"
-    )
-    facts["threads"] = str(torch.get_num_threads())
-    return facts
+        facts["against"] = f"{baseline_name}, {type(baseline).__name__}, {baseline.num_parameters():,} parameters"
+    facts["versions"] = f"collab-compress {version('collab-compress')}, transformers {transformers.__version__}"
+    return ReportResult(f"Heads of {' against '.join(compared)}", facts, results, omitted)
+
+
+def first(batches: Sequence[Batch], count: int) -> list[Batch]:
+    """Return the first batches, with at most this many sequences in all."""
+    taken: list[Batch] = []
+    for batch in batches:
+        if count > 0:
+            taken.append(slice_batch(batch, slice(count)))
+            count -= sequence_count(batch)
+    return taken
+
+
+def module_labels(model: PreTrainedModel) -> Label:
+    """Return a function of a module's path, or use (`path[2]`), to its layer, and its type if there are several.
+
+    A feed-forward block has the label of the attention module with the most of its path in common.
+    """
+    sites = find_attention(model)
+    one_kind = len({site.kind for site in sites}) == 1
+
+    def label(module: str) -> str:
+        path, _, use = module.removesuffix("]").partition("[")
+        parts = [(site, [site.name.replace(".", "/"), path.replace(".", "/")]) for site in sites]
+        site, _ = max(parts, key=lambda part: len(commonpath(part[1])))
+        layer = use or str(site.layer)
+        return layer if one_kind else f"{site.kind} {layer}"
+
+    return label
 
 
 def render_page(result: ReportResult) -> str:
     """Return the results as one HTML page, which fetches nothing.
 
     Example:
-        >>> render_page(ReportResult("Heads of a model", {}, (), {}))[:15]
+        >>> render_page(ReportResult("Heads of a model", {}, {}, {}))[:15]
         '<!DOCTYPE html>'
     """
     loader = PackageLoader("collab_compress.report")
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["written"] = written
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["short"] = short
     return environment.get_template("page.html").render(result=result, drawing=drawing)
 
 
 def write_report(result: ReportResult, directory: Path) -> None:
-    """Write `index.html`, `numbers.json`, and `SECTION-TABLE.csv` for each table; all files or none.
-
-    Numbers have six significant digits. Undefined numbers are null in JSON and empty in CSV.
+    """Write `index.html` and `numbers.json`; both or none.
 
     Args:
         result: results to write.
@@ -155,67 +211,26 @@ def write_report(result: ReportResult, directory: Path) -> None:
     Example:
         >>> from tempfile import TemporaryDirectory
         >>> with TemporaryDirectory() as folder:
-        ...     write_report(make_report(ReportContext(model, [batch]), ["patterns"]), Path(folder) / "heads")
+        ...     write_report(make_report(model, [batch], ["patterns"]), Path(folder) / "heads")
         ...     print(*sorted(path.name for path in Path(folder).glob("heads/*")))
-        index.html numbers.json patterns-patterns.csv
+        index.html numbers.json
     """
-    page, numbers = render_page(result), to_json(result)
-    with atomic_directory(directory) as partial:
-        (partial / "index.html").write_text(page, encoding="utf-8")
-        (partial / "numbers.json").write_text(numbers, encoding="utf-8")
-        for section in result.sections:
-            for table in section.tables:
-                (partial / f"{section.name}-{table.name}.csv").write_text(to_csv(table), encoding="utf-8")
+    with atomic_directory(directory) as folder:
+        (folder / "index.html").write_text(render_page(result), encoding="utf-8")
+        (folder / "numbers.json").write_text(to_json(result), encoding="utf-8")
 
 
 def to_json(result: ReportResult) -> str:
-    """Return the results as JSON for a file.
+    """Return the results as JSON, with six significant digits, and null for numbers that are not finite.
 
     Example:
-        >>> json.loads(to_json(ReportResult("Heads of a model", {}, (), {})))["title"]
+        >>> json.loads(to_json(ReportResult("Heads of a model", {}, {}, {})))["title"]
         'Heads of a model'
     """
-    return json.dumps(to_dict(result), allow_nan=False, indent=1) + "\n"
 
+    def rounded(value: Any) -> Any:
+        if not isinstance(value, float):
+            return value
+        return float(f"{value:.6g}") if isfinite(value) else None
 
-def to_dict(result: ReportResult) -> dict[str, Any]:
-    """Return the results in JSON types.
-
-    Example:
-        >>> to_dict(ReportResult("Heads of a model", {"model": "tiny"}, (), {}))
-        {'title': 'Heads of a model', 'facts': {'model': 'tiny'}, 'highlights': [], 'sections': {}, 'omitted': {}}
-    """
-    sections = {}
-    for section in result.sections:
-        tables = {
-            table.name: {"title": table.title, "columns": table.columns, "rows": table.rows}
-            for table in section.tables
-        }
-        sections[section.name] = {
-            "title": section.title,
-            "reading": section.reading,
-            "source": section.source,
-            "tables": mapped(_rounded, tables),
-            "pictures": mapped(_rounded, [asdict(picture) for picture in section.pictures]),
-        }
-    return {
-        "title": result.title,
-        "facts": result.facts,
-        "highlights": result.highlights,
-        "sections": sections,
-        "omitted": result.omitted,
-    }
-
-
-def to_csv(table: Table) -> str:
-    """Return a table as CSV with a header line and units in brackets."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(table.records[0])
-    writer.writerows(mapped(_rounded, table.rows))
-    return file.getvalue()
-
-
-def _rounded(value: Any) -> Any:
-    """Return a value, rounded if it is a float."""
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+    return json.dumps(mapped(rounded, asdict(result)), allow_nan=False, indent=1) + "\n"

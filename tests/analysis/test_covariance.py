@@ -8,7 +8,6 @@ from collab_compress.analysis import (
     JointCovariance,
     bhattacharyya,
     cka,
-    confidence,
     discrepancy,
     head_covariances,
     head_samples,
@@ -16,9 +15,7 @@ from collab_compress.analysis import (
     model_covariances,
     svcca,
 )
-from collab_compress.analysis.covariance import RunningCovariance, Samples
-from collab_compress.analysis.diversity import summed_coefficients
-from collab_compress.analysis.stream import Means, observed
+from collab_compress.analysis.covariance import RunningCovariance
 from collab_compress.architectures import find_attention
 from collab_compress.attention.install import head_hooks
 from collab_compress.errors import CalibrationError, HeadError
@@ -107,26 +104,6 @@ def test_numbers_that_are_not_finite_are_refused(bad, where):
 def test_representations_are_of_the_same_two_or_more_tokens(shapes, message):
     with pytest.raises(HeadError, match=message):
         JointCovariance.of([torch.ones(shape) for shape in shapes])
-
-
-def test_blocks_are_picked_and_joined(draw):
-    parts = [draw(heads=1, width=width, seed=width).flatten(1) for width in (2, 3, 4)]
-    joint = JointCovariance.of(parts)
-    some, wide = joint.only(range(1, 3)), joint.merged([2, 1], ["first", "second"], leading=1)
-    expected = JointCovariance.of(parts[1:])
-    assert (some.labels, some.widths) == (("1", "2"), (3, 4))
-    torch.testing.assert_close(some.matrix, expected.matrix)
-    torch.testing.assert_close(some.mean, expected.mean)
-    expected = JointCovariance.of([torch.cat(parts[:2], 1), parts[2]], leading=1)
-    assert (wide.labels, wide.widths, wide.rows, wide.columns) == (
-        ("first", "second"),
-        expected.widths,
-        expected.rows,
-        expected.columns,
-    )
-    torch.testing.assert_close(wide.matrix, expected.matrix)
-    with pytest.raises(HeadError, match="cannot join 3 blocks into 2"):
-        joint.merged([1, 1], ["first", "second"])
 
 
 NAME = "encoder.layer.0.attention.self"
@@ -284,18 +261,3 @@ def test_what_cannot_be_gathered_is_refused(bert, make_tiny, batch, make_batch):
     bert.get_submodule(NAME).value.weight.data[0, 0] = torch.nan
     with pytest.raises(HeadError, match=f"{NAME} is not finite"):
         head_covariances(bert, [batch])
-
-
-def test_measures_in_one_pass_equal_each_alone(either):
-    model, batches = either
-    samples, overlaps = Samples(7, seed=3), Means("probs", summed_coefficients)
-    sure = confidence(model, observed(model, batches, [samples, overlaps]))
-    for name, expected in confidence(model, batches).items():
-        torch.testing.assert_close(sure[name], expected)
-    for actual, expected in (
-        (samples.result(), head_samples(model, batches, 7, seed=3)),
-        (overlaps.result(), bhattacharyya(model, batches)),
-    ):
-        assert actual.keys() == expected.keys()
-        for name in expected:
-            torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-5)

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 
 from collab_compress import Compression, mix_heads_
 from collab_compress import compress as convert
-from collab_compress.report import ReportContext
+from collab_compress.heads.importance import confidence, end_tokens
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json")
 COMMANDS = {
@@ -117,8 +117,8 @@ def test_pruning_a_share_by_texts(run, folder, tmp_path):
     assert sum(map(len, record["pruned_heads"].values())) == round(0.3 * heads)
     source = load_source(str(folder / "small"), edited=True)
     batches = load_data(Inputs(folder / "texts.txt"), source.model, source.tokenizer, 0).batches
-    page = ReportContext(source.model, batches, tokenizer=source.tokenizer).heads.confidence
-    assert record["importance"] == {name: pytest.approx(head.tolist(), rel=1e-4) for name, head in page.items()}
+    expected = confidence(source.model, batches, exclude=end_tokens(source.model, source.tokenizer))
+    assert record["importance"] == {name: pytest.approx(head.tolist(), rel=1e-4) for name, head in expected.items()}
 
 
 def test_tensors_that_are_ignored_are_named_in_one_line(run, folder, tmp_path):

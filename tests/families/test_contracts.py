@@ -25,7 +25,7 @@ from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.fit import install_refits
 from collab_compress.conversion.refit import refit
 from collab_compress.errors import CalibrationError, CompressionError, UnsupportedModelError
-from collab_compress.report import ReportContext, ReportOptions, make_report
+from collab_compress.report import ReportOptions, make_report
 
 
 @pytest.mark.every_family
@@ -177,8 +177,8 @@ def test_patterns_and_cost_of_a_report_are_measured_or_left_out(name):
     """A module is timed on the inputs of its first call; a cache among them would grow with every further call."""
     batches = [inputs(name, seed) for seed in (0, 1)]
     options = ReportOptions(dk=6, lengths=(4, 8), rounds=2)
-    report = make_report(ReportContext(build(name), batches, options=options), ["patterns", "cost"])
-    assert {section.name for section in report.sections} | report.omitted.keys() == {"patterns", "cost"}
+    report = make_report(build(name), batches, ["patterns", "cost"], options=options)
+    assert report.sections.keys() | report.omitted.keys() == {"patterns", "cost"}
 
 
 @pytest.mark.every_family(heavy=True)

@@ -1,0 +1,160 @@
+"""Sections on the parts of layers: what their widths lose, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict
+from math import ceil
+from statistics import fmean, median
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from collab_compress import analysis
+from collab_compress.analysis import Latency, MapCost
+from collab_compress.analysis.plan import SHARES, part_losses
+from collab_compress.architectures import find_attention
+from collab_compress.attention import is_converted
+from collab_compress.calibration import Batch
+from collab_compress.calibration.batches import sequence_count
+from collab_compress.conversion.compress import compress
+from collab_compress.conversion.expand import expand
+from collab_compress.conversion.feed_forward import find_feed_forward
+from collab_compress.errors import CollabCompressError, HeadError, UnsupportedModelError
+from collab_compress.options import Compression, ReportOptions, Solver
+from collab_compress.report.section import Curves, Label, Progress, Section, Table, short
+
+PARTS = {"dk": "queries and keys", "dv": "values and outputs", "dff": "feed-forward blocks"}
+POINTS = 128  # of a curve, at most
+HALF = "at 0.5 of it [%]"
+LENGTH = 128  # tokens for which operations are counted
+DENSE, CONVERTED = f"dense at T = {LENGTH} [MMAC]", f"converted at T = {LENGTH} [MMAC]"
+
+
+def widths(model: PreTrainedModel, batches: Sequence[Batch], label: Label, progress: Progress) -> Section:
+    """Return what queries and keys, values, and feed-forward blocks lose at every width."""
+    parts = part_losses(model, batches, lambda _, done, total: progress("widths")(done, total))
+    left_out = [f"{part} stays as it is: {reason}" for part, reason in parts.left_out.items()]
+    tables: dict[str, Table] = {}
+    pictures, highlights = [], []
+    for part, losses in parts.losses.items():
+        rows: list[dict[str, Any]] = []
+        curves = []
+        for name, loss in losses.items():
+            dense, percent = len(loss) - 1, (100 * loss).tolist()
+            at_shares = {f"at {share:.3g} of it [%]": percent[ceil(share * dense)] for share in SHARES}
+            rows.append({"layer": label(name), "module": name, "dense width": dense, **at_shares})
+            drawn = range(0, dense + 1, -(-(dense + 1) // POINTS))
+            curves.append((f"layer {label(name)}", [(width, percent[width]) for width in drawn]))
+        if not rows:
+            continue
+        tables[part] = Table(f"Loss of {PARTS[part]}", rows)
+        reading = f"{PARTS[part].capitalize()} of a layer whose curve falls late need more of their width."
+        pictures.append(Curves(f"What {part} loses", reading, curves, part, "loss, % of the stream's variance"))
+        mean, most = fmean(row[HALF] for row in rows), max(rows, key=lambda row: row[HALF])
+        highlights.append(
+            f"Half of {part} loses {short(mean)} % of the residual stream's variance in a layer on average, and "
+            f"{short(most[HALF])} % in layer {most['layer']}."
+        )
+    if not tables:
+        raise HeadError("; ".join(left_out))
+    return Section(
+        "What the widths of a layer lose",
+        "Loss is the squared error that one part of one layer adds to the residual stream, as a share of the "
+        f"stream's variance there, on {sum(map(sequence_count, batches)):,} sequences. All else is dense; a "
+        "conversion loses less, because its layers are refitted." + "".join(f" {reason}." for reason in left_out),
+        tables,
+        pictures,
+        highlights,
+    )
+
+
+def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: Label, progress: Progress) -> Section:
+    """Return what attention and feed-forward blocks cost, dense and converted."""
+    sites, notes = find_attention(model), ""
+    converted = any(is_converted(site.module) for site in sites)
+    chosen: dict[str, Any] = {} if converted else {"dk": options.dk, "dv": options.dv}  # widths of dense attention
+    if not converted and options.dk is None and options.dv is None:
+        part = "dv" if any(site.family.keeps_scores for site in sites) else "dk"
+        chosen[part] = max(1, min(site.key_value_width for site in sites) // 3)
+    dff = options.dff
+    modules = analysis.module_costs(model, LENGTH, **chosen)
+    costs = {
+        "dk": {module.name: module.scores for module in modules},
+        "dv": {module.name: module.values for module in modules},
+    }
+    try:
+        blocks = find_feed_forward(model, batch)
+        if dff is None and not converted:
+            dff = max(1, min(block.width for block in blocks) // 2)
+        costs["dff"] = analysis.feed_forward_costs(model, blocks, LENGTH, dff=dff)
+    except UnsupportedModelError as error:
+        notes += f" Feed-forward blocks were not counted: {error}."
+    parts = [{"part": PARTS[part], **_totals(of_part.values())} for part, of_part in costs.items()]
+    rows = [
+        {"part": PARTS[part], "layer": label(name), "module": name, "width": module.width, **_totals([module])}
+        for part, of_part in costs.items()
+        for name, module in of_part.items()
+    ]
+    tables = {
+        "layers": Table("Where the parameters and operations of all layers are", parts),
+        "modules": Table("Each attention module and feed-forward block", rows),
+    }
+    dense, after, parameters, kept = (sum(part[heading] for part in parts) for heading in list(parts[0])[1:5])
+    shares = ", ".join(f"{part['part']} {100 * part[DENSE] / dense:.0f} %" for part in parts)
+    highlights = [f"Operations of all dense layers at T = {LENGTH}: {shares}."]
+    if after != dense:
+        highlights.append(
+            f"The converted form has {100 * after / dense:.0f} % of the operations of dense layers, and "
+            f"{100 * kept / parameters:.0f} % of their parameters."
+        )
+    try:
+        latencies = _latencies(model, chosen, options, progress)
+    except CollabCompressError as error:
+        latencies, notes = [], f"{notes} Latency was not measured: {error}."
+    if latencies:
+        rows = [{"layer": label(latency.name), **asdict(latency)} for latency in latencies]
+        tables["latency"] = Table("Latency of attention modules, batch of one", rows)
+        longest = max(latency.length for latency in latencies)
+        ratio = median(latency.ratio for latency in latencies if latency.length == longest)
+        highlights.append(f"Converted attention takes {ratio:.2f} of dense time at T = {longest}, measured here.")
+    widths_of = {**chosen, "dff": dff}.items()
+    subject = ", ".join(f"{part} = {width}" for part, width in widths_of if width is not None)
+    return Section(
+        "What a layer costs",
+        f"Dense layers, and layers {f'with {subject}' if subject else 'as they are converted'}; other parts cost the "
+        "same in both forms. Latencies are of whole attention modules on this machine, dense and converted in turns, "
+        f"medians of {options.rounds} rounds (Collaborate, section 3.4 and Table 1).{notes}",
+        tables,
+        highlights=highlights,
+    )
+
+
+def _totals(costs: Collection[MapCost]) -> dict[str, Any]:
+    """Return the columns of a table of costs."""
+    return {
+        DENSE: sum(cost.dense.macs for cost in costs) / 1e6,
+        CONVERTED: sum(cost.converted.macs for cost in costs) / 1e6,
+        "parameters, dense": sum(cost.dense.parameters for cost in costs),
+        "parameters, converted": sum(cost.converted.parameters for cost in costs),
+        "cache, dense [B/token]": sum(cost.dense.cache_bytes for cost in costs),
+        "cache, converted [B/token]": sum(cost.converted.cache_bytes for cost in costs),
+    }
+
+
+def _latencies(
+    model: PreTrainedModel, chosen: Mapping[str, Any], options: ReportOptions, progress: Progress
+) -> list[Latency]:
+    """Time the model and a copy in the other form: a dense one is converted to the chosen widths, others expanded."""
+    dense, converted = model, deepcopy(model)
+    if chosen:
+        solver = Solver(sweeps=1 if chosen["dk"] else None)
+        compress(converted, Compression(**chosen, solver=solver), calibration=None)
+    else:
+        dense, converted = converted, dense
+        expand(dense)
+    longest = getattr(model.config, "max_position_embeddings", None) or max(options.lengths, default=0)
+    lengths = [length for length in options.lengths if length <= longest]
+    report, rounds = progress("latency"), options.rounds
+    return analysis.module_latency(dense, converted, lengths, rounds=rounds, seed=options.seed, progress=report)
