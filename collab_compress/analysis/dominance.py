@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, nan
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,13 +18,10 @@ from collab_compress.calibration import Batch, as_batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
 from collab_compress.conversion.drift import main_output, token_mask
 from collab_compress.errors import HeadError
-from collab_compress.heads import HeadMask, Reading, Tap, least_important, masks_without
+from collab_compress.heads import HeadMask, Reading, least_important, masks_without
 
 Score: TypeAlias = Callable[[PreTrainedModel], float]
 Masks: TypeAlias = dict[str, Tensor]
-Ablation = Literal["zero", "mean", "resample"]
-"""What replaces the output of a silenced head: zeros, its mean over tokens, or its output for another sequence."""
-
 SHARES = tuple(step / 10 for step in range(11))
 
 
@@ -104,15 +101,13 @@ def dominant_heads(
     greater_is_better: bool = True,
     kinds: Collection[Kind] = KINDS,
     heads: Mapping[str, int] | None = None,
-    ablation: Ablation = "zero",
     reference: Batches | None = None,
     progress: Progress = False,
 ) -> Dominance:
     """Return how the score changes when one head at a time is silenced ("Scheduled DropHead", Table 4).
 
     Zeros, as in the paper, put the next layer's input out of its usual range. Mean ablation ("Interpretability in the
-    Wild", Wang et al., 2022) and resampling ("Causal Scrubbing", Chan et al., 2022) keep it there, and remove only
-    what the head reads from the input.
+    Wild", Wang et al., 2022) keeps it there, and removes only what the head reads from the input.
 
     Other arguments and errors are those of `head_covariances`.
 
@@ -126,16 +121,12 @@ def dominant_heads(
         kinds: attention types.
         heads: module path → the one head to silence there, as a dominant head on other data; every head of every
             module if not given.
-        ablation: what replaces the output of a silenced head: `zero`; `mean`, its mean over the tokens of
-            `reference`; or `resample`, its outputs for the tokens of the previous sequence in the batch, without
-            padding, from the first token again where that sequence is shorter.
-        reference: batches for the means, keyword arguments for the model.
+        reference: keyword arguments for the model; a silenced head gives its mean output over the tokens of these
+            batches, or zeros if not given.
         progress: as for `with_progress`, over scores, or over batches for the drift.
 
     Raises:
-        HeadError: neither or both of score and batches, a score that is no finite number, an unknown ablation,
-            `mean` without reference; or `resample` in a batch of one sequence, or while a part of the model runs
-            alone, as the encoder does in generation, where padding is not known.
+        HeadError: neither or both of score and batches, or a score that is no finite number.
 
     Example:
         >>> dominance = dominant_heads(model, batches=[batch])
@@ -146,7 +137,7 @@ def dominant_heads(
     every = [(site.name, head) for site in sites for head in range(site.heads)]
     single = every if heads is None else list(heads.items())
     masks: list[Masks] = [{}, *(masks_without(model, {name: [head]}) for name, head in single)]
-    with _ablation(model, ablation, reference) as mask:
+    with _ablation(model, reference) as mask:
         baseline, *scores = _scores(model, mask, masks, score, batches, progress)
     changes = {site.name: torch.full((site.heads,), nan, dtype=torch.float64) for site in sites}
     for (name, head), value in zip(single, scores, strict=True):
@@ -162,7 +153,6 @@ def pruning_curve(
     *,
     batches: Batches | None = None,
     shares: Sequence[float] = SHARES,
-    ablation: Ablation = "zero",
     reference: Batches | None = None,
     progress: Progress = False,
 ) -> list[PruningPoint]:
@@ -188,7 +178,7 @@ def pruning_curve(
     """
     silenced = [least_important(importance, share) for share in shares]
     masks = [masks_without(model, heads) for heads in silenced]
-    with _ablation(model, ablation, reference) as mask:
+    with _ablation(model, reference) as mask:
         scores = _scores(model, mask, masks, score, batches, progress)
     return [
         PruningPoint(share, heads, sum(map(len, heads.values())), value)
@@ -240,19 +230,12 @@ class AblatedHeads(HeadMask):
 
     Args:
         model: stock or edited.
-        means: module path → Z' (H, s); the outputs for the previous sequence of the batch if not given.
+        means: module path → Z' (H, s).
     """
 
-    def __init__(self, model: PreTrainedModel, means: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, means: Mapping[str, Tensor]) -> None:
         self._means = means
-        self._tap = Tap(model, ()) if means is None else None  # reads padding masks, before this acts on a call
         super().__init__(model)
-
-    def remove(self) -> None:
-        """Remove the hooks from the model."""
-        super().remove()
-        if self._tap is not None:
-            self._tap.remove()
 
     def act(self, site: AttentionSite, outputs: Tensor, call: HeadCall) -> Tensor:
         """Replace the silenced heads of outputs (B, T, H, s)."""
@@ -260,43 +243,16 @@ class AblatedHeads(HeadMask):
         mask = self._masks.get(name)
         if mask is None:
             return outputs
-        if self._means is not None:
-            if name not in self._means:
-                raise HeadError(f"{name} does not run on the reference batches; pass some on which it does")
-            others = self._means[name].to(outputs)
-        else:
-            others = self._resampled(name, outputs)
+        if name not in self._means:
+            raise HeadError(f"{name} does not run on the reference batches; pass some on which it does")
+        others = self._means[name].to(outputs)
         masked: Tensor = super().act(site, outputs, call)
         return masked + others * (1 - mask.to(outputs))[:, None]
 
-    def _resampled(self, name: str, outputs: Tensor) -> Tensor:
-        """Return the outputs for the previous sequence, its k-th unpadded token for the k-th of each sequence."""
-        if len(outputs) == 1:
-            raise HeadError(f"{name}: a batch of one sequence has no other to resample from; pass larger batches")
-        readings = [] if self._tap is None else self._tap.take()
-        if not readings:
-            raise HeadError(
-                f"{name} runs outside a call of the whole model, so padding is not known; use another ablation"
-            )
-        others, mask = outputs.roll(1, 0), readings[-1].masks.query  # (B, T)
-        if mask is None:
-            return others
-        numbers = (mask.cumsum(1) - 1).clamp(min=0) % mask.sum(1).roll(1).clamp(min=1)[:, None]  # k of each token
-        tokens_first = mask.int().argsort(dim=1, descending=True, stable=True)
-        positions = tokens_first.roll(1, 0).gather(1, numbers).to(others.device)
-        return others.gather(1, positions[..., None, None].expand_as(others))
 
-
-def _ablation(model: PreTrainedModel, ablation: Ablation, reference: Batches | None) -> HeadMask:
-    if ablation not in get_args(Ablation) or (ablation == "mean") != (reference is not None):
-        raise HeadError(
-            f"ablation is {ablation!r}, {'with' if reference is not None else 'without'} reference; expected one of "
-            f"{', '.join(get_args(Ablation))}, and reference batches for mean alone"
-        )
-    if ablation == "zero":
-        return HeadMask(model)
+def _ablation(model: PreTrainedModel, reference: Batches | None) -> HeadMask:
     if reference is None:
-        return AblatedHeads(model)
+        return HeadMask(model)
     means = Means("outputs", _summed_outputs)
     for (readings,) in read_heads([model], reference, "outputs"):
         means.add([(reading.site.name, reading) for _, reading in readings])  # one mean for all uses of a module

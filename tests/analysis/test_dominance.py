@@ -64,96 +64,48 @@ def test_padding_does_not_count_in_answers(make_tiny, batch):
     torch.testing.assert_close(changes, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("ablation", ["mean", "resample"])
-def test_silenced_heads_can_give_other_outputs(either, ablation):
+def test_silenced_heads_can_give_their_mean_outputs(either):
     """One by one, and the least important of a curve together."""
     model, batches = either
-    options = {"ablation": ablation, "reference": batches if ablation == "mean" else None}
 
     def score(model):
         return sums_of(model, batches)
 
-    dominance = dominant_heads(model, score, **options)
+    dominance = dominant_heads(model, score, reference=batches)
     for site in find_attention(model):
         for head in range(site.heads):
-            with replaced(model, {site.name: [head]}, ablation, batches):
+            with replaced(model, {site.name: [head]}, batches):
                 change = score(model) - dominance.baseline
             assert float(dominance.changes[site.name][head]) == pytest.approx(change, rel=1e-4, abs=1e-4)
     importance = random_importance(model)
     zeros = pruning_curve(model, importance, score, shares=(0.5,))
-    for point in pruning_curve(model, importance, score, shares=(0, 0.5, 1), **options):
-        with replaced(model, point.heads, ablation, batches):
+    for point in pruning_curve(model, importance, score, shares=(0, 0.5, 1), reference=batches):
+        with replaced(model, point.heads, batches):
             assert point.score == pytest.approx(score(model), rel=1e-4, abs=1e-4)
         assert point.share != 0.5 or abs(point.score - zeros[0].score) > 1e-2
 
 
 @contextmanager
-def replaced(model, heads, ablation, batches):
+def replaced(model, heads, batches):
     """Let hooks on output projections replace the parts of their inputs that come from heads."""
     sites = [site for site in find_attention(model) if site.name in heads]
     means = {site.name: mean_input(model, site, batches).unflatten(-1, (site.heads, -1)) for site in sites}
-    running = {}
 
     def replace(_, args, site):
         split = args[0].unflatten(-1, (site.heads, -1)).clone()
-        mask = running[mask_name(site, running)].bool()
         for head in heads[site.name]:
-            resampled = of_previous_sequence(split[:, :, head], mask)
-            split[:, :, head] = means[site.name][head] if ablation == "mean" else resampled
+            split[:, :, head] = means[site.name][head]
         return (split.flatten(-2),)
 
     handles = [site.part(site.family.output).register_forward_pre_hook(partial(replace, site=site)) for site in sites]
-    handles.append(model.register_forward_pre_hook(lambda _, __, batch: running.update(batch), with_kwargs=True))
     yield
     for handle in handles:
         handle.remove()
 
 
-def of_previous_sequence(vectors, mask):
-    """Return the vectors of the previous sequence, its k-th token for the k-th, from the first again at its end."""
-    result = vectors.clone()
-    for sequence in range(len(vectors)):
-        others = vectors[sequence - 1][mask[sequence - 1]]
-        for number, position in enumerate(mask[sequence].nonzero()):
-            result[sequence, position] = others[number % len(others)]
-    return result
-
-
 def mask_name(site, batch):
     decodes = site.kind != "encoder" and "decoder_attention_mask" in batch
     return "decoder_attention_mask" if decodes else "attention_mask"
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_resampling_does_not_read_padding(make_tiny, batch, side):
-    model, tokens = make_tiny("bert"), batch["input_ids"]
-    mask = torch.ones_like(tokens)
-    mask[1, 4:] = 0
-    if side == "left":
-        mask = mask.flip(1)
-    first, second = (
-        dominant_heads(
-            model,
-            batches=[{"input_ids": torch.where(mask == 1, tokens, padding), "attention_mask": mask}],
-            ablation="resample",
-        ).changes
-        for padding in (0, 17)
-    )
-    for name, changes in first.items():
-        torch.testing.assert_close(changes, second[name])
-
-
-def test_resampling_refuses_a_part_of_the_model_alone(make_tiny, make_batch):
-    model, batch = make_tiny("marian"), make_batch("marian")
-    message = "runs outside a call of the whole model, so padding is not known"
-    with torch.no_grad(), pytest.raises(HeadError, match=message):
-        dominant_heads(
-            model,
-            lambda m: float(m.get_encoder()(batch["input_ids"])[0].sum()),
-            kinds=("encoder",),
-            ablation="resample",
-        )
-    assert not any(head_hooks(site.module) for site in find_attention(model))
 
 
 def mean_input(model, site, batches):
@@ -168,23 +120,6 @@ def mean_input(model, site, batches):
             model(**batch)
         handle.remove()
     return torch.cat(inputs).mean(0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ablation": "noise"}, "expected one of zero, mean, resample"),
-        ({"ablation": "mean"}, "'mean', without reference"),
-        ({"ablation": "zero", "reference": []}, "'zero', with reference"),
-        ({"ablation": "resample"}, "no other to resample from"),
-    ],
-)
-def test_ablation_has_what_it_needs(make_tiny, make_batch, options, message):
-    model, batches = make_tiny("bert"), [make_batch("bert", batch=1)]
-    with pytest.raises(HeadError, match=message):
-        dominant_heads(model, batches=batches, **options)
-    with pytest.raises(HeadError, match=message):
-        pruning_curve(model, random_importance(model), batches=batches, **options)
 
 
 def test_a_score_is_taken_without_each_head(either, family):
