@@ -270,7 +270,9 @@ def test_every_rotary_family_keeps_the_contracts(name, tmp_path, load_cleanly):
     low(**batch())[0].square().sum().backward()
     for module in low.modules():
         if hasattr(module, "score_form"):
-            assert all(parameter.grad.abs().sum() > 0 for parameter in module.score_form.trained(module))
+            projections = [module.get_submodule(path) for path in (module.score_form.query, module.score_form.key)]
+            trained = [module.mixing, *(parameter for part in projections for parameter in part.parameters())]
+            assert all(parameter.grad.abs().sum() > 0 for parameter in trained)
     if generates:
         cached, anew = (generated(low, do_sample=False, use_cache=cache) for cache in (True, False))
         assert torch.equal(cached, anew)
