@@ -1,5 +1,7 @@
 """Exceptions of this package; every message says what happened, where, and what to do."""
 
+from math import inf, isfinite
+from numbers import Real
 from typing import Any
 
 LONGEST = 400  # characters of a message
@@ -49,6 +51,15 @@ def check_type(name: str, value: Any, expected: type, error: type[CollabCompress
     if not isinstance(value, expected):
         got = f"{name} is of type {type(value).__name__}: {value!r}"[:LONGEST]
         raise error(f"{got}; expected {expected.__name__}")
+
+
+def check_number(name: str, value: Any, least: float = -inf, most: float = inf, *, below: float = inf) -> None:
+    """Raise a HeadError unless a value is a finite number from `least` to `most`, and below `below`."""
+    if isinstance(value, Real) and isfinite(number := float(value)) and least <= number <= most and number < below:
+        return
+    end = f" to {most:g}" if most < inf else f" to below {below:g}" if below < inf else " or more"
+    expected = "a finite number" if least == -inf else f"{least:g}{end}"
+    raise HeadError(f"{name} is {value!r}; expected {expected}")
 
 
 def one_line(error: BaseException) -> str:

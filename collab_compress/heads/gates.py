@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
 from collab_compress.attention.install import HeadCall
-from collab_compress.errors import HeadError
+from collab_compress.errors import HeadError, check_number
 from collab_compress.heads.alphas import MixedProjection, output_weight
-from collab_compress.heads.checks import check_number
 from collab_compress.heads.hooks import HeadHooks
 from collab_compress.heads.sharding import refuse_unwritable
 

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, Kind, transformers_model
 from collab_compress.calibration import as_batch, evaluation_mode, run_batch
-from collab_compress.errors import HeadError
-from collab_compress.heads.checks import check_number
+from collab_compress.errors import HeadError, check_number
 from collab_compress.heads.hooks import HeadMask, Part, Reading, Tap
 
 

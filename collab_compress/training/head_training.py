@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from collab_compress.architectures import KINDS, Kind
-from collab_compress.errors import HeadError
+from collab_compress.errors import HeadError, check_number
 from collab_compress.heads import RotationOptions
-from collab_compress.heads.checks import check_number
 from collab_compress.training.penalties import LOSSES
 
 Schedule = Callable[[float, float], float]

@@ -11,10 +11,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS
-from collab_compress.errors import HeadError
+from collab_compress.errors import HeadError, check_number
 from collab_compress.heads import DropHead, Rotator
 from collab_compress.heads.alphas import MixedProjection, mixed_projections
-from collab_compress.heads.checks import check_number
 from collab_compress.heads.sharding import full_tensor, refuse_split, reshard_
 from collab_compress.heads.swap import inner_optimizer, stepped_by
 from collab_compress.losses import nuclear_growth
