@@ -105,7 +105,6 @@ def test_snippets_run(
     for name in ("SWEEPS", "MOST_SWEEPS"):
         monkeypatch.setattr(f"collab_compress.factorization.als.{name}", 5)
     monkeypatch.setattr("collab_compress.analysis.module_latency", partial(module_latency, rounds=2))
-    snippet = snippet.replace("steps=150", "steps=2")
     if 'save_pretrained("my-classifier-128")' in snippet:
         (tmp_path / "my-classifier-128").unlink()  # the snippet writes it
     torch.manual_seed(0)
