@@ -51,13 +51,13 @@ def calibration_batches(
     """Make batches for `model` of any kind of calibration data; log a warning for what is left out.
 
     Args:
-        calibration: "builtin" (English texts and text pairs that come with the package, and random tokens beside
-            them), "synthetic" (random tokens; noise for images, clips and sounds), "auto" (builtin for a model that
-            reads English, else synthetic), "generated" (texts that a decoder or a masked language model writes),
-            "none" or None, a file of texts or a column of a file or a data set (`read_texts`), texts or text pairs (a
-            list, a NumPy array, a column of a pandas table or of a `datasets` data set), or ready batches (a list, a
-            `DataLoader`). For an encoder–decoder a pair is a source and a target, which the decoder reads shifted to
-            the right, as in training.
+        calibration: "builtin" (English texts that come with the package; for a model with a head also pairs of them,
+            and random tokens beside), "synthetic" (random tokens; noise for images, clips and sounds), "auto"
+            (builtin for a model that reads English, else synthetic), "generated" (texts that a decoder or a masked
+            language model writes), "none" or None, a file of texts or a column of a file or a data set
+            (`read_texts`), texts or text pairs (a list, a NumPy array, a column of a pandas table or of a `datasets`
+            data set), or ready batches (a list, a `DataLoader`). For an encoder–decoder a pair is a source and a
+            target, which the decoder reads shifted to the right, as in training.
         model: the model they are for; limits the vocabulary and the length.
         tokenizer: needed unless data are ready batches or none, or the model reads no tokens; or the processor that
             holds it.
@@ -181,6 +181,8 @@ def _texts(
     if name == "synthetic":
         return [], sequences or beside, notes
     if name == "builtin":
+        if model.base_model is model:  # without a head, as embeddings are made
+            return sampled(builtin_texts(pairs=False), sequences, seed), 0, notes
         texts = builtin_texts(pairs=pair_separator(model, tokenizer) is not None)
         if sequences is not None:  # the same mixture, and more random tokens where there are too few texts
             beside = max(sequences - len(texts), round(sequences * beside / (len(texts) + beside)))

@@ -7,9 +7,10 @@ import torch
 from tiny_words import bert_config, word_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    BertForSequenceClassification,
     BertModel,
     GPT2Config,
-    GPT2Model,
+    GPT2LMHeadModel,
     MarianConfig,
     MarianModel,
     PreTrainedTokenizerFast,
@@ -60,29 +61,42 @@ def test_the_texts_are_whole_and_each_is_there_once():
         assert len(text.split()) > 0
 
 
-def test_random_tokens_stand_beside_the_texts(minilm, minilm_tokenizer):
-    batches, notes, given = noted_batches("auto", minilm, minilm_tokenizer, sequences=None, length=None, seed=3)
-    alone = calibration_batches("synthetic", minilm, minilm_tokenizer, seed=3)
+@pytest.fixture
+def classifier(minilm_tokenizer):
+    return BertForSequenceClassification(bert_config(minilm_tokenizer, max_position_embeddings=512))
+
+
+def test_random_tokens_stand_beside_the_texts(classifier, minilm_tokenizer):
+    batches, notes, given = noted_batches("auto", classifier, minilm_tokenizer, sequences=None, length=None, seed=3)
+    alone = calibration_batches("synthetic", classifier, minilm_tokenizer, seed=3)
     encoded = minilm_tokenizer(builtin_texts(pairs=True))
     assert unpadded(given) == sorted(map(tuple, encoded["input_ids"]))
     assert unpadded(batches) == sorted([*unpadded(given), *unpadded(alone)])
     assert sum(int(batch["token_type_ids"].sum()) for batch in given) == sum(map(sum, encoded["token_type_ids"]))
     assert notes == []
-    named = calibration_batches("builtin", minilm, minilm_tokenizer, seed=3)
+    named = calibration_batches("builtin", classifier, minilm_tokenizer, seed=3)
     assert all(torch.equal(one["input_ids"], two["input_ids"]) for one, two in zip(batches, named, strict=True))
-    assert resolved("auto", minilm, minilm_tokenizer) == "builtin"
+    assert resolved("auto", classifier, minilm_tokenizer) == "builtin"
+
+
+def test_a_model_without_a_head_reads_single_texts_alone(minilm, minilm_tokenizer):
+    batches = calibration_batches("auto", minilm, minilm_tokenizer)
+    assert unpadded(batches) == sorted(map(tuple, minilm_tokenizer(builtin_texts(pairs=False))["input_ids"]))
+    few = calibration_batches("builtin", minilm, minilm_tokenizer, sequences=100)
+    assert len(unpadded(few)) == 100
+    assert {*unpadded(few)} <= {*unpadded(batches)}
 
 
 def test_a_decoder_reads_the_texts_of_a_pair_one_by_one(minilm_tokenizer):
     config = GPT2Config(vocab_size=len(minilm_tokenizer), n_embd=8, n_head=2, n_layer=1)
-    *_, given = noted_batches("auto", GPT2Model(config), minilm_tokenizer, sequences=None, length=None, seed=0)
+    *_, given = noted_batches("auto", GPT2LMHeadModel(config), minilm_tokenizer, sequences=None, length=None, seed=0)
     assert unpadded(given) == sorted(map(tuple, minilm_tokenizer(builtin_texts(pairs=False))["input_ids"]))
 
 
 @pytest.mark.parametrize(("sequences", "texts"), [(100, 74), (2000, 1120)])
-def test_fewer_sequences_are_the_same_mixture(sequences, texts, minilm, minilm_tokenizer):
+def test_fewer_sequences_are_the_same_mixture(sequences, texts, classifier, minilm_tokenizer):
     options = {"sequences": sequences, "length": None, "seed": 0}
-    batches, notes, given = noted_batches("builtin", minilm, minilm_tokenizer, **options)
+    batches, notes, given = noted_batches("builtin", classifier, minilm_tokenizer, **options)
     assert len(unpadded(given)) == texts
     assert len(unpadded(batches)) == sequences
     assert notes == []
