@@ -57,7 +57,7 @@ from collab_compress.training import AlphasOptions, DropHeadOptions, HeadSession
 DENSE, AGAIN = "dense", "dense again"
 
 
-def load(folder: Path | None, implementation: str = "sdpa") -> Any:
+def load(folder: Path | None, implementation: str | None = None) -> Any:
     """Load the encoder in a folder; None for all-MiniLM-L6-v2."""
     return AutoModel.from_pretrained(folder or get_model_path(), attn_implementation=implementation).eval()
 
