@@ -19,6 +19,7 @@ from collab_compress import (
 from collab_compress.analysis import Latency, model_latency, plan
 from collab_compress.architectures import find_attention
 from collab_compress.calibration.batches import resolved, text_file
+from collab_compress.calibration.builtin import reads_single_texts
 from collab_compress.checkpoint.directory import to_json, write_new
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion.copies import sharing_copy
@@ -197,7 +198,8 @@ def _conversion_record(arguments: Arguments, report: Report | None) -> dict[str,
 def _calibration_words(source: Source, calibration: str) -> str | None:
     """Return the calibration data in the words of a card; None without any."""
     random = "random tokens" if source.model.main_input_name == "input_ids" else "noise"
-    builtin = "the texts that come with collab_compress and random tokens"
+    builtin = "the texts that come with collab_compress"
+    builtin += "" if reads_single_texts(source.model) else " and random tokens"
     words = {"builtin": builtin, "synthetic": random, "generated": "texts of its own", "none": None}
     return words.get(calibration, "texts")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from collab_compress.calibration.builtin import MOST_UNKNOWN, builtin_texts, why_not_builtin
+from collab_compress.calibration.builtin import MOST_UNKNOWN, builtin_texts, reads_single_texts, why_not_builtin
 from collab_compress.calibration.files import Text, read_texts, split_columns, texts_of
 from collab_compress.calibration.gather import Batch, forward_arguments
 from collab_compress.calibration.generated import generated_batches
@@ -181,7 +181,7 @@ def _texts(
     if name == "synthetic":
         return [], sequences or beside, notes
     if name == "builtin":
-        if model.base_model is model:  # without a head, as embeddings are made
+        if reads_single_texts(model):
             return sampled(builtin_texts(pairs=False), sequences, seed), 0, notes
         texts = builtin_texts(pairs=pair_separator(model, tokenizer) is not None)
         if sequences is not None:  # the same mixture, and more random tokens where there are too few texts

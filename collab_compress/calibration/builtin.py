@@ -26,6 +26,14 @@ def builtin_texts(pairs: bool) -> list[Text]:
     return texts
 
 
+def reads_single_texts(model: PreTrainedModel) -> bool:
+    """Return whether a model reads the built-in texts one by one, without random tokens: if it has no head.
+
+    Its hidden states are then the outputs, as embeddings are made; a classifier of pairs needs the others too.
+    """
+    return model.base_model is model
+
+
 def why_not_builtin(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return what keeps a model that reads tokens from the built-in texts, as a clause; None if nothing does.
 

@@ -268,9 +268,11 @@ def test_a_config_that_names_no_class_is_loaded_bare(run, model_dir, tmp_path):
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     del config["architectures"]
     (model_dir / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    code, printed, _ = run(model_dir, "--dk", 8, "--calibration", "none", "--output", tmp_path / "out")
+    code, printed, _ = run(model_dir, "--dk", 8, "--sequences", 32, "--output", tmp_path / "out")
     assert code == 0
     assert "BertModel.from_pretrained" in printed
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert "calibrated on the texts that come with collab_compress)" in card
 
 
 def test_a_card_and_the_licence_travel_along(run, model_dir, tmp_path):
@@ -285,7 +287,7 @@ def test_a_card_and_the_licence_travel_along(run, model_dir, tmp_path):
         "# out",
         "made from `tiny`",
         "R = 8",
-        "calibrated on the texts that come with",
+        "calibrated on the texts that come with collab_compress and random tokens",
         'from_pretrained("out")',
     ):
         assert part in card.content
