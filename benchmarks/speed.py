@@ -66,7 +66,7 @@ def converted(dense: Any, row: str) -> Any:
     """Return a copy of `dense`, converted to the widths of a row; coarsely, because only time counts."""
     _, widths = parse_row(row)
     model = copy.deepcopy(dense)
-    calibration = [token_batch(2, 32)] * 2 if "dff" in widths else None
+    calibration = [token_batch(2, 32)] * 2 if {"dff", "layers", "keep"} & widths.keys() else None
     compress(model, Compression(**widths, solver=Solver(sweeps=1 if "dk" in widths else None)), calibration)
     return model
 

@@ -161,7 +161,7 @@ def _changed(options: Any) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressArguments(EditArguments):
-    """Make the attention and the feed-forward blocks of a pretrained model smaller, or let its heads mix.
+    """Make attention, feed-forward blocks, depth or vocabulary of a pretrained model smaller, or let its heads mix.
 
     Without widths, half of the layers' operations are kept, as by --keep 0.5.
 
@@ -194,12 +194,12 @@ class CompressArguments(EditArguments):
     stay. The tokenizer is saved with the model, which is a plain one. Alone, or before conversion."""
 
     calibration: Annotated[str, tyro.conf.arg(metavar=CALIBRATIONS)] = AUTO
-    """Data to calibrate on: the built-in English texts, for a model with a head with random tokens beside them;
-    random tokens alone (noise for images and sounds); auto: the built-in texts if the model reads English, else
-    random tokens; texts that a model with a language-model head writes itself; none; a file with one text a line (or
-    two, with a tab between: text pairs, or source and target of an encoder–decoder); FILE:COLUMN or FILE:FIRST,SECOND
-    of a .csv, .tsv or .jsonl file; NAME:COLUMN or NAME:CONFIGURATION:COLUMN of the training rows of a data set on the
-    hub."""
+    """Data to calibrate on. builtin: English texts that come with the package; a model with a head also reads pairs
+    of them, and random tokens. synthetic: random tokens alone (noise for images and sounds). auto: builtin if the
+    model reads English, else synthetic. generated: texts that a model with a language-model head writes itself. none:
+    the bare weights. Or a file with one text a line (or two, with a tab between: text pairs, or source and target of
+    an encoder–decoder); FILE:COLUMN or FILE:FIRST,SECOND of a .csv, .tsv or .jsonl file; NAME:COLUMN or
+    NAME:CONFIGURATION:COLUMN of the training rows of a data set on the hub."""
 
     calibration_options: tyro.conf.OmitArgPrefixes[CalibrationOptions] = field(default_factory=CalibrationOptions)
 

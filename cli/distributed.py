@@ -69,12 +69,11 @@ def on_main_process(work: Callable[[], Result]) -> Result:
     return result  # type: ignore[no-any-return]
 
 
-def on_every_process(work: Callable[[], Result], kind: type[CollabCompressError] = RecipeError) -> Result:
+def on_every_process(work: Callable[[], Result]) -> Result:
     """Run a function without communication in each process; if it fails in one, it fails in all.
 
     Raises:
-        CollabCompressError: of class `kind`, if the function failed in another process; a process that fails raises
-            its own error.
+        RecipeError: the function failed in another process; a process that fails raises its own error.
     """
     state = process_state()
     if state.num_processes == 1:
@@ -87,7 +86,7 @@ def on_every_process(work: Callable[[], Result], kind: type[CollabCompressError]
     messages = gather_object([None if error is None else _message(error)])
     for number, message in enumerate(messages):
         if message is not None:
-            raise _known_everywhere(error or kind(f"process {number}: {message}"))
+            raise _known_everywhere(error or RecipeError(f"process {number}: {message}"))
     return result
 
 

@@ -20,7 +20,9 @@ from .command import main_of
 from .data import load_data
 from .model import Source, begin, finish, read_record
 
-LASTING = "Refitted layers, and feed-forward blocks with fewer neurons, stay as they are."
+LASTING = (
+    "Refitted layers, and feed-forward blocks with fewer neurons, stay as they are; removed layers do not come back."
+)
 
 
 def run_expand(arguments: ExpandArguments) -> None:
@@ -30,8 +32,8 @@ def run_expand(arguments: ExpandArguments) -> None:
     lines = ["The dense model computes the same, up to rounding."]
     note = "Converted attention was expanded to dense projections of each head; it computes the same."
     report = read_record(source.directory).get("report")
-    stays = isinstance(report, dict) and (report.get("refits") or report.get("feed_forward"))
-    lasting = [LASTING] if stays else []
+    parts = ("refits", "feed_forward", "removed_layers")
+    lasting = [LASTING] if isinstance(report, dict) and any(map(report.get, parts)) else []
     finish(source, output, arguments.saving, {"model": arguments.model}, lines + lasting, notes=[note, *lasting])
 
 

@@ -76,7 +76,7 @@ class Solver:
     refit: bool | None = None
     """Refit the layers that write to the residual stream, in closed form, towards the dense model's hidden states:
     the output projections of attention and the second layers of feed-forward blocks. If not given, they are refitted
-    if the calibration data are texts or batches."""
+    if the calibration data are texts or batches, and with dff, layers or keep."""
 
     seed: int = 0
     """Seed of random tokens and random starts."""
@@ -104,8 +104,9 @@ class Compression:
     """What to convert, how wide, and in which form.
 
     Example:
-        >>> Compression(dk=128, dv=192, solver=Solver(sweeps=36)).keeps_attention
-        False
+        >>> compression = Compression(dk=128, dv=192, solver=Solver(sweeps=36))
+        >>> compression.with_solver(seed=1).solver.seed
+        1
     """
 
     dk: Annotated[int | None, tyro.conf.arg(metavar="N")] = field(default=None, kw_only=False)
@@ -180,11 +181,6 @@ class Compression:
             raise CompressionError("with parafac heads read all channels; leave out head_dim, or pass solver als")
         if (self.dff is not None or self.keep is not None) and solver.refit is False:
             raise CompressionError("dff and keep refit the layers that read the neurons; leave out refit")
-
-    @property
-    def keeps_attention(self) -> bool:
-        """Whether attention stays dense, so that only feed-forward blocks become narrower, or layers fewer."""
-        return self.dk is None and self.dv is None and self.keep is None
 
     def with_solver(self, **changes: Any) -> "Compression":
         """Return a copy with other settings of the solver."""

@@ -3,6 +3,7 @@
 import copy
 import sys
 from argparse import Namespace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ try:
 finally:
     sys.path.pop(0)
 
+SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[1] / "benchmarks").glob("*.py"))
 HEADS, HEAD_WIDTH, TIGHT = 3, 8, 1e-7
 
 
@@ -244,3 +246,19 @@ def test_the_readme_has_the_figures_of_the_records(capsys):
     mean, half = (float(number) for number in change.split(" ± "))
     (line,) = (line for line in readme.splitlines() if line.startswith("| `--dff 768`, "))
     assert f"| {score} | {mean:+.1f} ± {half:.1f} |".replace("-", "−") in line
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_is_imported(script, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    assert import_module(script).__doc__
+
+
+@pytest.mark.parametrize("row", ["shared dff=16", "shared layers=1", "shared keep=0.6"])
+def test_rows_whose_time_is_measured(row, model, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    speed = import_module("speed")
+    tokens = torch.randint(1, 61, (2, 8))
+    monkeypatch.setattr(speed, "token_batch", lambda *_: {"input_ids": tokens, "attention_mask": tokens.clamp(max=1)})
+    converted = speed.converted(model, row)
+    assert converted.num_parameters() < model.num_parameters()

@@ -19,7 +19,6 @@ from collab_compress.analysis.stream import Progress, random_tokens, with_progre
 from collab_compress.architectures import KINDS, AttentionSite, DenseSite, Kind, ValueSite, find_attention
 from collab_compress.attention import NarrowValues, RotaryScores, ScoreForm, SharedScores
 from collab_compress.calibration import evaluation_mode, run_batch
-from collab_compress.calibration.gather import forward_arguments
 from collab_compress.conversion.feed_forward import FeedForward, block_report
 from collab_compress.conversion.report import dense_macs, dense_parameters
 from collab_compress.errors import HeadError
@@ -335,8 +334,6 @@ def model_latency(
         (True, True)
     """
     batch = random_tokens(dense, batch_size, length, seed)
-    if "use_cache" in forward_arguments(dense):
-        batch["use_cache"] = False
     with evaluation_mode(dense), evaluation_mode(converted):
         calls = [partial(run_batch, model, batch) for model in (dense, converted)]
         once = sum(_seconds(call, dense.device) for call in calls)

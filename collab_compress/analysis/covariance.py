@@ -190,17 +190,13 @@ class Covariances:
 
     part: Part = "outputs"
 
-    def __init__(self, kinds: Collection[Kind] = KINDS, *, unit: Unit = "head", together: bool = False) -> None:
-        self.kinds, self.unit, self.together = kinds, unit, together
+    def __init__(self, *, unit: Unit = "head", together: bool = False) -> None:
+        self.unit, self.together = unit, together
         self.running: dict[str, RunningCovariance] = {}
 
     def add(self, readings: Readings) -> None:
         """Add the readings of one batch."""
-        vectors = [
-            (name, unpadded_vectors(reading, "outputs"))
-            for name, reading in readings
-            if reading.site.kind in self.kinds
-        ]
+        vectors = [(name, unpadded_vectors(reading, "outputs")) for name, reading in readings]
         groups = {"the layers": vectors} if self.together else {name: [(name, heads)] for name, heads in vectors}
         for name, group in groups.items():
             self.running.setdefault(name, RunningCovariance(self.unit)).add(group)

@@ -106,8 +106,9 @@ def dominant_heads(
 ) -> Dominance:
     """Return how the score changes when one head at a time is silenced ("Scheduled DropHead", Table 4).
 
-    Zeros, as in the paper, put the next layer's input out of its usual range. Mean ablation ("Interpretability in the
-    Wild", Wang et al., 2022) keeps it there, and removes only what the head reads from the input.
+    Zeros, as in the paper, put the next layer's input out of its usual range. With `reference`, a silenced head gives
+    its mean output ("Interpretability in the Wild", Wang et al., 2022), which keeps that input in its range and
+    removes only what the head reads from its own.
 
     Other arguments and errors are those of `head_covariances`.
 

@@ -1,4 +1,4 @@
-"""Convert the attention and the feed-forward blocks of a pretrained model, all or nothing.
+"""Make layers of a pretrained model narrower, or fewer, all or nothing.
 
 A conversion finds the modules, gathers the moments of their inputs, solves for replacements, installs those in a copy
 that shares the model's weights, refits what writes to the residual stream, measures how far the outputs moved, and
@@ -57,7 +57,7 @@ from collab_compress.conversion.maps import (
 from collab_compress.conversion.report import Drift, ModuleReport, Report, ValueReport
 from collab_compress.conversion.widths import Choice, choose_widths
 from collab_compress.conversion.writers import Writer, find_writers
-from collab_compress.errors import CompressionError, UnsupportedModelError, check_type
+from collab_compress.errors import CompressionError, UnsupportedModelError, check_type, one_line
 from collab_compress.heads.sharding import refuse_unwritable
 from collab_compress.options import KEEP, CalibrationOptions, Compression
 
@@ -119,10 +119,7 @@ def compress(
     devices = [model.device] if model.device.type == "cuda" else []
     with conversion_of(model), torch.random.fork_rng(devices):  # new layers are initialised before they are filled
         device = working_device(compression.solver.device)
-        if compression.keep is None:  # refuse what cannot be converted before any data are read
-            find_tasks(model, compression)
-        if compression.layers is not None:
-            deep_stacks(model, compression.layers)
+        _refuse_early(model, compression)
         dense = sharing_copy(model)  # so that other threads may run the model meanwhile
         data = read(dense, calibration, tokenizer, calibration_options, compression.solver.seed)
         job = _Job(dense, data, progress)
@@ -222,15 +219,22 @@ def find_tasks(
     return tasks
 
 
+def _refuse_early(model: PreTrainedModel, compression: Compression) -> None:
+    """Refuse what cannot be converted, before any data are read."""
+    if compression.keep is None:
+        find_tasks(model, compression)
+    if compression.layers is not None:
+        deep_stacks(model, compression.layers)
+
+
 def _check_config(model: PreTrainedModel) -> None:
     """Refuse a config that cannot be copied: the edit is recorded in a copy."""
     try:
         copy.deepcopy(model.config)
     except Exception as error:  # whatever an attribute raises
-        reason = str(error).partition("\n")[0]
         raise CompressionError(
-            f"the config of {type(model).__name__} cannot be copied ({reason}); remove the attribute that cannot be "
-            "copied"
+            f"the config of {type(model).__name__} cannot be copied ({one_line(error)}); remove the attribute that "
+            "cannot be copied"
         ) from error
 
 
@@ -291,7 +295,7 @@ def working_device(device: str | None) -> str | None:
     try:
         torch.zeros(1, device=device, dtype=torch.float64).item()
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise CompressionError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+        raise CompressionError(f"device {device!r} cannot be used: {one_line(error)}") from error
     return device
 
 
@@ -357,10 +361,8 @@ def _parts(
 ) -> tuple[Parts, PretrainedConfig | None, tuple[str, ...], Depth | None]:
     """Return what is to be converted, the config of a model with narrower blocks, notes for the report, layers."""
     model, data, dff = job.model, job.data, compression.dff
-    if compression.layers is not None and not data.held_back:
-        raise CompressionError("layers takes calibration data of at least two sequences; pass texts")
-    blocks, config = narrower_blocks(model, data, dff)
     refits = wants_refit(data, compression)
+    blocks, config = narrower_blocks(model, data, dff)
     takes_layers = refits or compression.layers is not None
     if not data.used or not (takes_layers or any(not task.is_exact for task in tasks)):
         return Parts(tasks), config, (), None
@@ -443,13 +445,11 @@ def narrower_blocks(
     """Return the feed-forward blocks to make narrower, and the config of a model with those.
 
     Raises:
-        CompressionError: there are no data to choose neurons by, or a block is narrower already.
+        CompressionError: a block is narrower already.
         UnsupportedModelError: the model has no blocks that can be made narrower.
     """
     if dff is None:
         return [], None
-    if not data.held_back:
-        raise CompressionError("dff takes calibration data of at least two sequences; pass texts")
     blocks = find_feed_forward(model, data.used[0])
     for block in blocks:
         if dff > block.width:
@@ -463,10 +463,12 @@ def wants_refit(data: Data, compression: Compression) -> bool:
     """Return whether layers are refitted.
 
     Raises:
-        CompressionError: they should be, and there are too few data.
+        CompressionError: they should be, or layers or neurons are to be chosen, and there are too few data.
     """
-    if compression.solver.refit and not data.held_back:
-        raise CompressionError("refit takes calibration data of at least two sequences; pass more, or leave it out")
+    needs = {"layers": compression.layers, "dff": compression.dff, "refit": compression.solver.refit}
+    for name, value in needs.items():
+        if value and not data.held_back:
+            raise CompressionError(f"{name} takes calibration data of at least two sequences; pass texts")
     if compression.dff is not None or (compression.layers is not None and compression.solver.refit is None):
         return True
     return bool(data.held_back) and (data.refit if compression.solver.refit is None else compression.solver.refit)
@@ -501,9 +503,10 @@ def install_unset_(
     What is to be done with the converted model can then be tried on its structure, before the work. The model cannot
     be run afterwards. Arguments and errors are those of `compress`.
     """
+    _refuse_early(model, compression)
     job = _Job(model, read(model, calibration, tokenizer, options, compression.solver.seed))
-    narrower_blocks(job.model, job.data, compression.dff)
     wants_refit(job.data, compression)
+    narrower_blocks(job.model, job.data, compression.dff)
     by_module: Mapping[str, Compression] = {}
     if compression.keep is not None:
         widths = _choose(job, compression)

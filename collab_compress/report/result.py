@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from collab_compress.architectures import find_attention
 from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch
-from collab_compress.calibration.batches import sequence_count, slice_batch
+from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
 from collab_compress.checkpoint.directory import atomic_directory, mapped
 from collab_compress.conversion.report import width_range
 from collab_compress.errors import CompressionError, HeadError, UnsupportedModelError
@@ -162,7 +162,7 @@ def first(batches: Sequence[Batch], count: int) -> list[Batch]:
     taken: list[Batch] = []
     for batch in batches:
         if count > 0:
-            taken.append(slice_batch(batch, slice(count)))
+            taken.append(slice_batch(batch, slice(count)) if is_divisible(batch) else batch)
             count -= sequence_count(batch)
     return taken
 

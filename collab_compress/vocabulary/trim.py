@@ -1,6 +1,7 @@
 """Trim the vocabulary of a model and its tokenizer, in place and all or nothing."""
 
 import copy
+import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from collab_compress.checkpoint.edits import configs_inside, models_in
 from collab_compress.errors import CalibrationError, CompressionError, UnsupportedModelError, one_line
 from collab_compress.heads.sharding import refuse_unwritable
 from collab_compress.vocabulary.tokens import Vocabulary, reloaded
+
+_logger = logging.getLogger(__name__)
 
 HELD_BACK = 8  # one text in so many is not counted
 PROBED = 16  # tokens that the model reads before and after
@@ -155,7 +158,9 @@ def _divided(
             raise CalibrationError(f"the built-in texts are English, and {reason}; pass texts")
         rows = builtin_texts(pairs=False)
     else:
-        rows, _ = read_texts(texts) if isinstance(texts, str | Path) else texts_of(texts, "texts")
+        rows, notes = read_texts(texts) if isinstance(texts, str | Path) else texts_of(texts, "texts")
+        for note in notes:
+            _logger.warning(note)
     singles = list(chain.from_iterable((row,) if isinstance(row, str) else row for row in rows))
     held_back = singles[HELD_BACK - 1 :: HELD_BACK]
     counted = [text for place, text in enumerate(singles) if (place + 1) % HELD_BACK]

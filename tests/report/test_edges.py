@@ -125,6 +125,8 @@ def test_progress_is_reported(model, batches):
 
 def test_first_returns_so_many_sequences(batches):
     assert [sum(len(batch["input_ids"]) for batch in first(batches, count)) for count in (18, 99)] == [18, 20]
+    whole = {**batches[0], "extra": torch.ones(1)}  # of another length, so it cannot be divided
+    assert first([whole, *batches], 2) == [whole]
 
 
 @pytest.fixture

@@ -298,6 +298,11 @@ def test_the_most_frequent_tokens_of_the_texts_stay():
     assert "held-back texts keep their tokens; all have +0.0% tokens" in str(report)
 
 
+def test_texts_that_are_left_out_are_warned_of(caplog):
+    trim_vocabulary_(*pair_of("tied"), ["a cat", "", "a dog"], tokens=320)
+    assert "1 of 3" in caplog.text
+
+
 def test_named_tokens_stay_with_those_that_they_are_merged_from():
     model, tokenizer = pair_of("tied")
     trim_vocabulary_(model, tokenizer, tokens=["Ġwith", "Ġand"])

@@ -88,6 +88,8 @@ DK = "compression={dk: 12}"
         (["compression.dk=1000"], "dk is 1000, but"),
         (["compression={dff: 1000}", "calibration=synthetic"], "reads 32 neurons, and dff is 1000"),
         (["compression={dk: 12, solver: {refit: true}}", "calibration=none"], "refit takes calibration data"),
+        (["compression={layers: 9}", "calibration=synthetic"], "layers is 9, and the deepest stack"),
+        (["compression={layers: 1}", "calibration=none"], "layers takes calibration data"),
         ([DK, "calibration=nowhere.txt"], "nowhere.txt"),
         (["tuning.arguments={adam_beta1: 2}"], "beta"),
         (["tuning.arguments={lr_scheduler_kwargs: {nothing: 1}}"], "nothing"),
