@@ -9,10 +9,13 @@
   what a neuron adds; the mean of the loss goes into the bias.
 * `magnitude`: the norm of the weights into a neuron times the norm of those out of it.
 * `random`: any neurons.
+* `wanda`: the norm of a neuron's activations times that of its weights out ("A Simple and Effective Pruning Approach
+  for Large Language Models", Sun et al., 2024, for whole neurons), in our own conversion (`chosen_by`).
 
 All get what our conversion gets: the same batches, from the lowest layer up, and the dense model's residual stream as
 the target. K-prune, magnitude and random are refitted as ours is, with attention's output projections; FLAP can be.
 Models of the BERT family are changed in place; the width in their config stays, and removed heads become zeros.
+`chosen_by` takes models of any family.
 """
 
 import copy
@@ -21,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +109,23 @@ def narrow_blocks_(
     steps: dict[str, Step] = {} if folds else {"attention": (every, refit)}
     steps["feed-forward"] = (lambda block: largest(score(block), width), folded if folds else refit)
     narrow_(model, batches, steps)
+
+
+@contextmanager
+def chosen_by(kind: str, seed: int = 0) -> Iterator[None]:
+    """Let conversions choose neurons as `wanda` or `random` does, and do all else as they do."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def moments(used: ResidualMoments, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return used.moments(centred=False)[0], weight
+
+    def choose(second: Tensor, weight: Tensor, count: int) -> Tensor:
+        if kind == "random":
+            return largest(torch.rand(len(weight), generator=generator), count)
+        return largest(second.diagonal() * weight.square().sum(1), count)
+
+    with patch.multiple("collab_compress.conversion.fit", choice_moments=moments, choose_neurons=choose):
+        yield
 
 
 def kwon(model: Any, width: int, heads: int | None, labelled: tuple[Any, ...]) -> dict[str, Step]:

@@ -28,7 +28,9 @@ chunks of 64 tokens: of the training texts, random, or written by the model itse
 pretrained: a model as it was published (`models.py` makes the folder SMOLLM2), with the widths or the layers of each
 row, as "shared dff=768 dv=96" or "shared layers=24", calibrated on 64 stretches of 256 tokens of the training text
 (text), or on what the library takes by itself (default). Perplexity of 10,240 tokens of the test text in stretches of
-512.
+512, and with `--prompts` how the model goes on. Rivals: "wanda dff=768" and "random dff=768" choose neurons otherwise
+and are refitted as ours is; "dropped share=0.5", "dropped alike share=0.5" and "pooled share=0.33" are those of
+`cache`, for keys, and with "values" at the end for values too.
 """
 
 import argparse
@@ -36,6 +38,7 @@ import copy
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -48,6 +51,7 @@ import torch
 from collab_compress_glue_runs.metrics import token_losses
 from collab_compress_glue_runs.tasks import encode_language_model, encode_masked_language_model, load_task
 from datasets import Dataset
+from feed_forward_rivals import chosen_by
 from rivals import Batches, dropped, pooled
 from speed import parse_row
 from timing import append_record, read_records
@@ -60,6 +64,13 @@ from collab_compress.calibration import Batch, calibration_batches
 from collab_compress.factorization import rotary
 
 LENGTH, BATCH, BLOCKS = 64, 16, 128
+PROMPTS = (
+    "The capital of France is",
+    "Water boils when",
+    "To make an omelette, first",
+    "The old man looked at the sea and",
+    "A company that makes a loss every year",
+)
 SHARES = (0.75, 0.5, 0.25)
 NEURONS = {"3/4": 3 / 4, "1/2": 1 / 2, "1/3": 1 / 3}
 CALIBRATED, SCORED = 512, 1000  # chunks
@@ -283,12 +294,28 @@ def pretrained(folder: Path, args: argparse.Namespace) -> None:
         case = {"model": folder.name, "row": row, "calibration": kind}
         if any(case.items() <= record.items() for record in done):
             continue
-        model = copy.deepcopy(dense)
-        if row != "dense":
-            compress(model, Compression(**parse_row(row)[1]), data[kind], tokenizer)
+        model = smaller(dense, row, data[kind], tokenizer)
         case["perplexity"] = round(perplexity(model, test), 2)
         print(json.dumps(case), flush=True)
         append_record(args.records, case)
+        for prompt in PROMPTS if args.prompts else ():
+            ids = tokenizer(prompt, return_tensors="pt")
+            print("   ", repr(tokenizer.decode(model.generate(**ids, max_new_tokens=24, do_sample=False)[0])))
+
+
+def smaller(dense: PreTrainedModel, row: str, batches: Any, tokenizer: Any) -> PreTrainedModel:
+    """Return a copy of a model, made smaller as a row says."""
+    if row == "dense":
+        return dense
+    kind, sizes = parse_row(row)
+    if kind == "dropped":
+        return dropped(dense, sizes["share"], "values" in row, batches, alike="alike" in row)
+    if kind == "pooled":
+        return pooled(dense, sizes["share"], "values" in row)
+    model = copy.deepcopy(dense)
+    with nullcontext() if kind == "shared" else chosen_by(kind):
+        compress(model, Compression(**sizes), batches, tokenizer)
+    return model
 
 
 def main() -> None:
@@ -299,6 +326,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="cache")
     parser.add_argument("--rows", nargs="+", default=["dense"], help="pretrained: widths or layers")
     parser.add_argument("--calibrations", nargs="+", choices=["text", "default"], default=["text"], help="pretrained")
+    parser.add_argument("--prompts", action="store_true", help="pretrained: print how the model goes on")
     parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records" / "rotary.jsonl")
     args = parser.parse_args()
     logging.set_verbosity_error()

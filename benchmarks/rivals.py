@@ -186,32 +186,39 @@ def dropped(
         form = RotaryScores.of(site, width)
         root = root_of(inputs[0].second).to(torch.complex128)
         query, key = (root @ form.channels_of(heads, None) for heads in (site.query_heads(), site.key_heads()))
-        strength = query.norm(dim=1) * key.norm(dim=1)  # (H, d/2)
+        read_by = query.norm(dim=1).square().unflatten(0, (site.key_value_heads, -1)).sum(1).sqrt()
+        strength = read_by * key.norm(dim=1)  # (Hkv, d/2)
         strength = strength if alike else strength.view(1, -1)
         least = strength.sort(-1, descending=True).values[:, int(share * strength.shape[1]) - 1, None]
-        removed = (strength < least).view(site.heads, -1).repeat(1, 2).flatten()  # both channels of a pair
-        site.query.weight[removed] = 0
-        site.key.weight[removed] = 0
-        for head in range(site.heads if values else 0):
-            narrow_head_(value_site, slice(head * width, (head + 1) * width), int(share * width), outputs[0].second)
+        removed = (strength < least).view(site.key_value_heads, -1).repeat(1, 2)  # both channels of a pair
+        site.query.weight[removed.repeat_interleave(site.heads // len(removed), 0).flatten()] = 0
+        site.key.weight[removed.flatten()] = 0
+        for group in range(site.key_value_heads if values else 0):
+            narrow_values_(value_site, group, int(share * width), outputs[0].second)
     return model
 
 
-def narrow_head_(site: Any, rows: slice, size: int, second: Tensor) -> None:
-    """Narrow each head's values by the singular value decomposition of its output, in place."""
-    root, value, output = root_of(second[rows, rows]), site.value.weight[rows].double(), site.output.weight[:, rows]
-    left, singular, right = torch.linalg.svd(root @ output.double().mT, full_matrices=False)
+def narrow_values_(site: Any, group: int, size: int, second: Tensor) -> None:
+    """Narrow one head of values by the singular value decomposition of what its heads add, in place."""
+    width, heads = site.head_width, site.heads // site.key_value_heads
+    rows = slice(group * width, (group + 1) * width)
+    read = slice(rows.start * heads, rows.stop * heads)  # of the heads that share it
+    blocks = second[read, read].unflatten(0, (heads, width)).unflatten(2, (heads, width)).diagonal(dim1=0, dim2=2)
+    root, value, output = root_of(blocks.mean(-1)), site.value.weight[rows].double(), site.output.weight[:, read]
+    maps = output.double().mT.unflatten(0, (heads, width)).transpose(0, 1).flatten(1)  # (d, heads · D)
+    left, singular, right = torch.linalg.svd(root @ maps, full_matrices=False)
     kept = torch.linalg.solve_triangular(root, left[:, :size], upper=True)  # (d, s)
-    narrow, back = torch.zeros_like(value), torch.zeros_like(output)
-    narrow[:size], back[:, :size] = kept.mT @ value, (singular[:size, None] * right[:size]).mT
-    site.value.weight[rows], site.output.weight[:, rows] = narrow.to(output.dtype), back
+    narrow, back = torch.zeros_like(value), maps.new_zeros(width, heads, output.shape[0])
+    narrow[:size], back[:size] = kept.mT @ value, (singular[:size, None] * right[:size]).unflatten(1, (heads, -1))
+    site.value.weight[rows] = narrow.to(output.dtype)
+    site.output.weight[:, read] = back.transpose(0, 1).flatten(0, 1).mT.to(output.dtype)
 
 
 @torch.no_grad()
 def pooled(dense: PreTrainedModel, share: float, values: bool) -> PreTrainedModel:
     """Return a model whose heads of keys, and with `values` of values, are averages of groups."""
-    heads = dense.config.num_attention_heads
-    state, groups = dense.state_dict(), int(share * heads)
+    heads = dense.config.num_key_value_heads
+    state, groups = dense.state_dict(), round(share * heads)
     for name in [name for name in state if name.endswith(("k_proj.weight", "v_proj.weight"))]:
         mean_heads = state[name].view(groups, heads // groups, -1, state[name].shape[1]).mean(1, keepdim=True)
         if values:

@@ -10,9 +10,9 @@ dense model against itself, which shows what cannot be measured. The default is 
 machines with other work; `--wall --threads 2` is for quiet ones.
 
 latency: MiniLM, or the encoder in the folder of `--model`; on a GPU with `--device cuda`. decoding: one token with a
-key-value cache, four layers of random weights without the language-model head. training: a whole step of MiniLM
-(forward, backward, AdamW), and the peak of the resident size over three steps of a fresh process (Linux). heads: a
-training step with each method that acts on heads over a plain one.
+key-value cache, four layers of random weights, or the decoder in the folder of `--model`; without the language-model
+head. training: a whole step of MiniLM (forward, backward, AdamW), and the peak of the resident size over three steps
+of a fresh process (Linux). heads: a training step with each method that acts on heads over a plain one.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def parse_row(row: str) -> tuple[str, dict[str, Any]]:
     """Return the kind and the widths of a row, such as "shared dk=192 head_dim=16 dv=192" or "shared keep=0.5"."""
     kind, *options = row.split()
     widths = dict(option.split("=") for option in options if "=" in option)
-    return kind, {name: float(width) if name == "keep" else int(width) for name, width in widths.items()}
+    return kind, {name: float(width) if name in ("keep", "share") else int(width) for name, width in widths.items()}
 
 
 def with_dense(dense: Any, rows: list[str]) -> dict[str, Any]:
@@ -137,9 +137,9 @@ SHAPES: dict[str, tuple[Callable[[], Any], list[str]]] = {
 
 
 def decoding(args: argparse.Namespace) -> None:
-    for shape in args.shapes or SHAPES:
+    for shape in [args.model.name] if args.model else args.shapes or SHAPES:
         torch.manual_seed(0)
-        build, rows = SHAPES[shape]
+        build, rows = SHAPES[shape] if args.model is None else (partial(load, args.model), ["shared dff=768"])
         models = with_dense(build().eval(), args.rows or rows)
         for length in args.lengths or (128, 1024, 4096):
             with torch.inference_mode():
@@ -272,7 +272,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", help='conversions, such as "shared dk=128 head_dim=32"')
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of a sequence, or of the cache")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), help="decoding: all if not given")
-    parser.add_argument("--model", type=Path, help="latency: another encoder; default: MiniLM")
+    parser.add_argument("--model", type=Path, help="latency: another encoder than MiniLM; decoding: a decoder")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="latency")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     add_timing_arguments(parser)
