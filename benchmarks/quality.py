@@ -18,7 +18,7 @@ A row is a kind and its widths, such as "shared dk=192 head_dim=16 dv=192" or "s
   with dk and dv keeps as many whole heads as they hold;
 * dense.
 
-Calibration is on random tokens (synthetic), 512 unlabelled training rows (text), both, 1,024 sentences of other tasks
+Calibration is on random tokens (synthetic), 512 unlabelled training rows (text; `--texts` for another number), both, 1,024 sentences of other tasks
 and captions (mixed), what the library takes by itself (default), or nothing but the weights (none); each seed draws
 its own. Results are appended to the records;
 rows that are recorded already are skipped.
@@ -168,9 +168,9 @@ class Embeddings:
         first, second = (embed(model, tokenizer, list(rows[column])) for column in ("text", "text_pair"))
         return float(100 * spearmanr(torch.cosine_similarity(first, second), rows["label"]).statistic)
 
-    def texts(self, seed: int) -> list[Any]:
+    def texts(self, seed: int, count: int) -> list[Any]:
         """Draw pairs of training sentences, and return their sentences."""
-        return [text for pair in draw_texts(self.source, self.data, seed) for text in pair]
+        return [text for pair in draw_texts(self.source, self.data, seed, count) for text in pair]
 
     def labelled(self, tokenizer: Any, seed: int, count: int = LABELLED_ROWS) -> tuple[list[dict[str, Tensor]], Any]:
         """Return batches of training pairs, and a loss: the squared error of the cosine."""
@@ -219,9 +219,9 @@ class Classifier:
             predictions += (logits[:, 0] if logits.shape[1] == 1 else logits.argmax(1)).tolist()
         return metric.benchmark_score(metric.compute(predictions=predictions, references=references))
 
-    def texts(self, seed: int) -> list[Any]:
+    def texts(self, seed: int, count: int) -> list[Any]:
         """Draw training texts or pairs."""
-        return draw_texts(self.name, self.data, seed)
+        return draw_texts(self.name, self.data, seed, count)
 
     def labelled(self, tokenizer: Any, seed: int, count: int = LABELLED_ROWS) -> tuple[list[dict[str, Tensor]], None]:
         """Return training batches; the loss is the model's own."""
@@ -247,10 +247,10 @@ def draw(count: int, drawn: int, seed: int) -> list[int]:
     return indices
 
 
-def draw_texts(task: str, data: Path, seed: int) -> list[Any]:
+def draw_texts(task: str, data: Path, seed: int, count: int) -> list[Any]:
     """Draw training texts, or pairs of texts, without labels."""
     rows = load_task(task, data, splits=["train"])["train"]
-    rows = rows.select(draw(len(rows), TEXT_ROWS, seed))
+    rows = rows.select(draw(len(rows), count, seed))
     if "text_pair" in rows.column_names:
         return list(zip(rows["text"], rows["text_pair"], strict=True))
     return list(rows["text"])
@@ -269,14 +269,14 @@ def mixed_sentences(task: Any, seed: int) -> list[str]:
 
 
 def calibration_data(
-    kind: str, task: Any, model: Any, tokenizer: Any, seed: int
+    kind: str, task: Any, model: Any, tokenizer: Any, seed: int, texts: int
 ) -> list[Batch] | Literal["auto"] | None:
     """Return calibration batches in random order; "auto" for the library's own, None for the weights alone."""
     if kind == "default":
         return "auto"
     batches: list[Batch] = []
     if kind in ("text", "both"):
-        batches += calibration_batches(task.texts(seed), model, tokenizer, length=128, seed=seed)
+        batches += calibration_batches(task.texts(seed, texts), model, tokenizer, length=128, seed=seed)
     if kind == "mixed":
         batches += calibration_batches(mixed_sentences(task, seed), model, tokenizer, length=128, seed=seed)
     if kind in ("synthetic", "both"):
@@ -329,16 +329,17 @@ def find_tasks(args: argparse.Namespace) -> list[Any]:
 def measure(args: argparse.Namespace) -> None:
     """Score every row on every task, and append the scores to the records."""
     identity = ("task", "tuned", "row", "seed", "calibration")
+    calibration = args.calibration + ("" if args.texts == TEXT_ROWS else f" {args.texts}")
     done = {tuple(record.get(field) for field in identity) for record in read_records(args.records)}
     for task in find_tasks(args):
         model, tokenizer = task.load()
         for seed in args.seeds:
-            batches = calibration_data(args.calibration, task, model, tokenizer, seed)
+            batches = calibration_data(args.calibration, task, model, tokenizer, seed, args.texts)
             for text in args.rows:
                 row = Row.parse(text)
                 uncalibrated = row.kind in ("dense", "heads")
                 record = {"task": task.name, "tuned": task.tuned_seed, "row": text, "seed": seed}
-                record["calibration"] = None if uncalibrated else args.calibration
+                record["calibration"] = None if uncalibrated else calibration
                 if tuple(record.values()) in done:
                     continue
                 record["score"] = task.score(smaller_model(row, model, tokenizer, batches, task, seed), tokenizer)
@@ -350,7 +351,7 @@ def table(args: argparse.Namespace) -> None:
     """Print, for each kind of calibration, mean scores and mean differences to dense, with 95 % t-intervals."""
     records = pd.read_json(args.records, lines=True)
     records = records[records["tuned"].isna() | (records["tuned"] == records["seed"])]
-    for kind in CALIBRATIONS:
+    for kind in records["calibration"].dropna().unique():
         chosen = records[records["calibration"].isna() | (records["calibration"] == kind)]
         scores = chosen.pivot(index=["row", "seed"], columns="task", values="score")
         losses = scores.sub(scores.loc["dense"], level="seed")
@@ -385,6 +386,7 @@ def main() -> None:
     parser.add_argument("--classifiers", type=Path)
     parser.add_argument("--skip-embeddings", action="store_true")
     parser.add_argument("--calibration", choices=CALIBRATIONS, default="synthetic")
+    parser.add_argument("--texts", type=int, default=TEXT_ROWS, help="training rows to calibrate on")
     parser.add_argument("--rows", nargs="+", default=DEFAULT_ROWS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--records", type=Path, default=RECORDS)

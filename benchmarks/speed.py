@@ -104,7 +104,8 @@ def latency(args: argparse.Namespace) -> None:
         tokens = {name: tensor.to(args.device) for name, tensor in token_batch(batch, length).items()}
         calls = {name: partial(finished, model, tokens) for name, model in models.items()}
         with torch.inference_mode():
-            report({"T": length, "batch": batch}, calls, args)
+            of_model = {"model": args.model.name} if args.model else {}
+            report({**of_model, "T": length, "batch": batch}, calls, args)
 
 
 def finished(model: Any, batch: dict[str, Tensor]) -> None:
