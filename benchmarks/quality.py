@@ -18,10 +18,10 @@ A row is a kind and its widths, such as "shared dk=192 head_dim=16 dv=192" or "s
   with dk and dv keeps as many whole heads as they hold;
 * dense.
 
-Calibration is on random tokens (synthetic), 512 unlabelled training rows (text; `--texts` for another number), both, 1,024 sentences of other tasks
-and captions (mixed), what the library takes by itself (default), or nothing but the weights (none); each seed draws
-its own. Results are appended to the records;
-rows that are recorded already are skipped.
+Calibration is on random tokens (synthetic), 512 unlabelled training rows or another number of them (text, `--texts`),
+both, 1,024 sentences of other tasks and captions (mixed), what the library takes by itself (default), or nothing but
+the weights (none); each seed draws its own. Results are appended to the records; rows that are recorded already are
+skipped.
 """
 
 import argparse

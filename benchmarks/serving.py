@@ -224,7 +224,7 @@ def scores(args: argparse.Namespace) -> None:
 
     task = Embeddings(args.data_dir)
     dense, tokenizer = load(None, "eager"), task.load()[1]
-    texts = [tokenizer(text, truncation=True, max_length=128, return_tensors="pt") for text in task.texts(0)[:300]]
+    texts = [tokenizer(text, truncation=True, max_length=128, return_tensors="pt") for text in task.texts(0, 150)]
     batches = [{name: text[name] for name in ("input_ids", "attention_mask")} for text in texts]
     models = {"dense": dense} | {name: copy.deepcopy(dense) for name in SERVED}
     for name, widths in SERVED.items():
