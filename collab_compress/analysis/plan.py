@@ -21,12 +21,11 @@ from collab_compress.attention import NarrowValues, ScoreForm, SharedScores
 from collab_compress.calibration import Batch, Calibration
 from collab_compress.calibration.batches import sample_sequences
 from collab_compress.conversion.copies import sharing_copy
-from collab_compress.conversion.curves import MEASURED, LossCurves, Part, loss_curves
 from collab_compress.conversion.data import read
 from collab_compress.conversion.feed_forward import FeedForward, block_report
 from collab_compress.conversion.maps import Progress
 from collab_compress.conversion.report import PartReport, score_costs, to_frame, value_costs
-from collab_compress.conversion.widths import narrowable_blocks
+from collab_compress.conversion.widths import MEASURED, LossCurves, Part, loss_curves, narrowable_blocks
 from collab_compress.errors import CalibrationError, UnsupportedModelError
 from collab_compress.options import CalibrationOptions
 
@@ -160,7 +159,7 @@ def plan(
     """Return what widths of queries and keys, of values and of feed-forward blocks cost and lose.
 
     The dense model runs once on up to 256 sequences of the calibration data; the losses of all widths follow from
-    that (`conversion.curves`).
+    that (`conversion.widths`).
 
     Args:
         model: dense; it does not change.

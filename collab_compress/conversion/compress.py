@@ -32,7 +32,6 @@ from collab_compress.calibration.batches import sample_sequences, sequence_count
 from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
 from collab_compress.conversion.chain import SingleLayers, layer_of, single_layers
 from collab_compress.conversion.copies import conversion_of, sharing_copy
-from collab_compress.conversion.curves import MEASURED
 from collab_compress.conversion.data import Data, read
 from collab_compress.conversion.depth import Depth, choose_layers, deep_stacks, depth_of, ends_of
 from collab_compress.conversion.drift import drift_of
@@ -55,7 +54,7 @@ from collab_compress.conversion.maps import (
     warnings_of,
 )
 from collab_compress.conversion.report import Drift, ModuleReport, Report, ValueReport
-from collab_compress.conversion.widths import Choice, choose_widths
+from collab_compress.conversion.widths import MEASURED, Choice, choose_widths
 from collab_compress.conversion.writers import Writer, find_writers
 from collab_compress.errors import CompressionError, UnsupportedModelError, check_type, one_line
 from collab_compress.heads.sharding import refuse_unwritable

@@ -21,12 +21,19 @@ from collab_compress.attention import NarrowValues, install_
 from collab_compress.calibration import Batch, evaluation_mode, gather_moments
 from collab_compress.calibration.batches import evenly_spaced, in_parts, sequence_count
 from collab_compress.calibration.gather import InputMoments, batch_masks, masks_of, unpadded
-from collab_compress.conversion.chain import LayerCall, by_layer, capture, layer_of, numbered_layers, plain_stack
+from collab_compress.conversion.chain import (
+    LayerCall,
+    Room,
+    by_layer,
+    capture,
+    layer_of,
+    numbered_layers,
+    plain_stack,
+)
 from collab_compress.conversion.feed_forward import FeedForward
 from collab_compress.conversion.fit import Fit, Refitted, as_read, install_refits, solve
 from collab_compress.conversion.head_weights import ENOUGH, HeadWeights, head_weights
 from collab_compress.conversion.maps import Planned, Progress, SiteMoments, Task, replacement
-from collab_compress.conversion.room import Room
 from collab_compress.conversion.writers import Writer, stream_of
 from collab_compress.devices import float64_device
 from collab_compress.errors import CalibrationError
