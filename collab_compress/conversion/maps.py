@@ -28,6 +28,11 @@ from collab_compress.options import Compression
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with a module's name, how many are done, and how many there are."""
 
+
+def silent(_: str, __: int, ___: int) -> None:
+    """Report no progress."""
+
+
 Site: TypeAlias = DenseSite | ValueSite
 """An attention module by one of its maps: scores or values."""
 

@@ -12,11 +12,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import (
@@ -30,13 +29,13 @@ from collab_compress.architectures import (
 from collab_compress.attention import NarrowValues, SharedScores
 from collab_compress.calibration import Batch, evaluation_mode
 from collab_compress.calibration.batches import in_parts
-from collab_compress.conversion.chain import Room, single_layers
-from collab_compress.conversion.feed_forward import FeedForward, block_report, find_feed_forward, narrower_config
+from collab_compress.conversion.chain import Room
+from collab_compress.conversion.feed_forward import FeedForward, Structure, block_report, narrower_config
 from collab_compress.conversion.fit import DAMPINGS
 from collab_compress.conversion.layers import States
-from collab_compress.conversion.maps import Progress, Task
+from collab_compress.conversion.maps import Progress, Task, silent
 from collab_compress.conversion.report import dense_macs, width_range
-from collab_compress.conversion.writers import Writer, find_writers
+from collab_compress.conversion.writers import Writer
 from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError, UnsupportedModelError
 from collab_compress.factorization import HeadTensor, Moments
@@ -131,7 +130,8 @@ class Costs:
         UnsupportedModelError: an attention module cannot be converted.
     """
 
-    def __init__(self, model: PreTrainedModel, compression: Compression, length: int, batch: Batch) -> None:
+    def __init__(self, structure: Structure, compression: Compression, length: int) -> None:
+        model = structure.model
         where = (model, compression.modules)
         sites = find_attention(*where)
         values = find_dense_values(*where)
@@ -140,7 +140,7 @@ class Costs:
         if len(rotary) < len(sites):
             find_dense_attention(*where, [site.name for site in rotary])  # raises if others cannot be converted
         narrowable = any(not site.family.keeps_scores for site in rotary)
-        self.blocks, why_no_blocks = narrowable_blocks(model, batch)
+        self.blocks, why_no_blocks = narrowable_blocks(structure)
         reports = [block_report(model, block, 1, length) for block in self.blocks]
         self.neurons = min((block.width for block in self.blocks), default=0)
         self.macs_per_neuron = sum(report.macs_after for report in reports)
@@ -219,18 +219,18 @@ def _compression(
 
 
 def choose_widths(
-    model: PreTrainedModel,
+    structure: Structure,
     compression: Compression,
     batches: Sequence[Batch],
     length: int,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Choice:
     """Choose the widths that keep a share of the layers' operations and lose least.
 
     All attention modules keep the same share of the channels of a head, and all feed-forward blocks as many neurons.
 
     Args:
-        model: dense.
+        structure: of the dense model.
         compression: with the share, `keep`.
         batches: to measure losses on.
         length: tokens for which operations count.
@@ -241,7 +241,7 @@ def choose_widths(
         UnsupportedModelError: an attention module cannot be converted.
     """
     assert compression.keep is not None
-    parts = Costs(model, compression, length, batches[0])
+    parts = Costs(structure, compression, length)
     room = compression.keep * parts.macs
     splits = [split for split in parts.splits() if split.macs <= room and parts.neurons_in(room - split.macs) != 0]
     if not splits:
@@ -252,7 +252,7 @@ def choose_widths(
         )
     scored = [module.scores for module in parts.attention if module.has_dk]
     valued = [module.values for module in parts.attention]
-    losses = loss_curves(model, scored, valued, parts.blocks, batches, progress)
+    losses = loss_curves(structure, scored, valued, parts.blocks, batches, progress)
     of_neurons = [sum(float(curve[count]) for curve in losses["dff"].values()) for count in range(parts.neurons + 1)]
     scores = {split.scores: parts.loss_of_scores(split.scores, losses["dk"]) for split in splits}
     values = {split.values: parts.loss_of_values(split.values, losses["dv"]) for split in splits}
@@ -266,28 +266,28 @@ def choose_widths(
     return parts.choice(best, parts.neurons_in(room - best.macs), compression)
 
 
-def narrowable_blocks(model: PreTrainedModel, batch: Batch) -> tuple[list[FeedForward], str]:
+def narrowable_blocks(structure: Structure) -> tuple[list[FeedForward], str]:
     """Return the feed-forward blocks that can be made narrower, or why there are none."""
     try:
-        blocks = find_feed_forward(model, batch)
-        narrower_config(model, blocks, max(1, min(block.width for block in blocks) // 2))
+        blocks = structure.blocks
+        narrower_config(structure.model, blocks, max(1, min(block.width for block in blocks) // 2))
     except UnsupportedModelError as error:
         return [], str(error).removesuffix("; leave out dff")
     return blocks, ""
 
 
 def loss_curves(
-    model: PreTrainedModel,
+    structure: Structure,
     scores: Sequence[DenseSite],
     values: Sequence[ValueSite],
     blocks: Sequence[FeedForward],
     batches: Sequence[Batch],
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> LossCurves:
     """Return what parts of a model lose at every width.
 
     Args:
-        model: dense; left in the mode it was in.
+        structure: of the dense model, which is left in the mode it was in.
         scores: attention modules whose queries and keys count.
         values: attention modules whose values count.
         blocks: feed-forward blocks that count.
@@ -299,20 +299,19 @@ def loss_curves(
         CalibrationError: a module saw no token, or an input was not finite.
         CompressionError: moments of a module are singular.
     """
+    model = structure.model
     losses: dict[Part, dict[str, Tensor]] = {"dk": {}, "dv": {}, "dff": {}}
     tasks = [Task(site, Compression(dk=1)) for site in scores] + [Task(site, Compression(dv=1)) for site in values]
     by_down = {block.down: block for block in blocks}
     with torch.no_grad(), evaluation_mode(model), Room() as room:
         try:
-            layers = single_layers(model, batches[0])
+            writers = structure.writers
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}, so that its losses cannot be measured; pass dk or dv") from error
-        writers = find_writers(model, layers)
         states = States(model, model, room)
         states.capture(in_parts(batches), [])
         for done, layer in enumerate(states.layers):
-            if progress is not None:
-                progress(layer, done, len(states.layers))
+            progress(layer, done, len(states.layers))
             states.enter(layer, same_inputs=True)
             of_layer = [task for task in tasks if task.site.name.startswith(f"{layer}.")]
             here = {writer.name: writer for writer in writers if writer.layer == layer}
@@ -341,8 +340,7 @@ def loss_curves(
                 with _named(name):
                     lost = _neuron_losses(model.get_submodule(name), here[name], of_block)
                     losses["dff"][name] = lost / variances[name]
-        if progress is not None:
-            progress("", len(states.layers), len(states.layers))
+        progress("", len(states.layers), len(states.layers))
     return losses
 
 
@@ -371,7 +369,7 @@ def _score_losses(site: DenseSite, moments: tuple[Moments, ...], head_weights: T
 
 def _value_losses(site: ValueSite, moments: Moments, writer: Writer) -> Tensor:
     """Return what the layer's outputs lose at every dv, (Hkv·d+1,)."""
-    output: Any = site.output
+    output = site.output
     group = site.heads // site.key_value_heads
     joint = moments.covariance() if output.bias is not None else moments.second
     if float(joint.trace()) <= CONSTANT * float(moments.second.trace()):  # the output's bias takes over all
@@ -381,7 +379,7 @@ def _value_losses(site: ValueSite, moments: Moments, writer: Writer) -> Tensor:
     return _lost(contributions, site.key_value_width)
 
 
-def _neuron_losses(layer: Any, writer: Writer, moments: ResidualMoments) -> Tensor:
+def _neuron_losses(layer: nn.Linear | Conv1D, writer: Writer, moments: ResidualMoments) -> Tensor:
     """Return what a block's outputs lose at every dff, (N+1,).
 
     What a fit of k weights to n vectors leaves of these is (n − k) / (n + k) of what it leaves of others.

@@ -21,7 +21,7 @@ from collab_compress import (
 )
 from collab_compress.conversion import fit as module
 from collab_compress.conversion.chain import Room, single_layers
-from collab_compress.conversion.drift import split_held_back
+from collab_compress.conversion.data import split_held_back
 from collab_compress.conversion.feed_forward import find_feed_forward, narrower_config
 from collab_compress.conversion.fit import DAMPINGS, install_refits
 from collab_compress.conversion.refit import refit, refit_

@@ -12,10 +12,12 @@ from transformers import CLIPConfig, CLIPModel, LlamaConfig, LlamaModel
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
 from collab_compress.architectures import find_dense_attention, find_dense_values
+from collab_compress.conversion import feed_forward
 from collab_compress.conversion.chain import LayerCall
 from collab_compress.conversion.data import typical_length
-from collab_compress.conversion.feed_forward import find_feed_forward
+from collab_compress.conversion.feed_forward import Structure, find_feed_forward
 from collab_compress.conversion.widths import LONG, NEURON_WEIGHT, choose_widths, loss_curves
+from collab_compress.conversion.writers import find_writers
 from collab_compress.errors import CompressionError
 
 FAST = Solver(sweeps=2)
@@ -60,7 +62,7 @@ def slow_choice(dense, keep, length, data):
     """Return the least loss of all widths that keep the share, one by one, and the widths."""
     sites, values = find_dense_attention(dense), find_dense_values(dense)
     blocks = find_feed_forward(dense, data[0])
-    losses = loss_curves(dense, sites, values, blocks, data)
+    losses = loss_curves(Structure(dense, data[0]), sites, values, blocks, data)
     total = 0
     for site in sites:
         total += 4 * length * site.width**2 + 2 * length**2 * site.width
@@ -92,7 +94,7 @@ def slow_choice(dense, keep, length, data):
 @pytest.mark.parametrize("keep", [0.8, 0.4])
 def test_the_widths_chosen_lose_least(keep, make_tiny):
     dense, data = make_tiny("bert"), batches(12)
-    choice = choose_widths(dense, Compression(keep=keep), data, 16)
+    choice = choose_widths(Structure(dense, data[0]), Compression(keep=keep), data, 16)
     chosen = choice.compression
     dk, dv, dff = slow_choice(dense, keep, 16, data)
     assert (chosen.dk, chosen.dv, chosen.dff or 32) == (dk, dv, dff)
@@ -102,7 +104,8 @@ def test_the_widths_chosen_lose_least(keep, make_tiny):
 @pytest.mark.parametrize("length", [LONG, LONG + 1])
 def test_long_inputs_make_heads_narrower_too(length, make_tiny):
     """Most operations are those of the scores then, whose number falls with the width of heads alone."""
-    chosen = choose_widths(make_tiny("bert"), Compression(keep=0.4), batches(), length).compression
+    structure = Structure(make_tiny("bert"), batches()[0])
+    chosen = choose_widths(structure, Compression(keep=0.4), batches(), length).compression
     assert chosen.dk is not None
     assert chosen.head_dim == (max(2, chosen.dk // 3) if length > LONG else None)
 
@@ -111,8 +114,16 @@ def test_one_conversion_follows_one_pass(make_tiny, monkeypatch):
     """However many widths there are, a choice costs one pass of the dense model's layers."""
     calls = []
     monkeypatch.setattr(LayerCall, "run", lambda *args, run=LayerCall.run: calls.append(args[0].name) or run(*args))
-    choose_widths(make_tiny("bert"), Compression(keep=0.6), batches(), 16)
+    choose_widths(Structure(make_tiny("bert"), batches()[0]), Compression(keep=0.6), batches(), 16)
     assert len(calls) <= 2 * len(batches()) + 60  # the rest finds writers and neurons
+
+
+@pytest.mark.parametrize("options", [{"keep": 0.4, "solver": FAST}, {"dff": 16, "layers": 1}])
+def test_a_conversion_finds_the_structure_of_its_model_once(options, make_tiny, monkeypatch):
+    found = []
+    monkeypatch.setattr(feed_forward, "find_writers", lambda *args: found.append(args) or find_writers(*args))
+    assert compress(make_tiny("bert"), Compression(**options), batches()).refits
+    assert len(found) == 1
 
 
 def test_modules_have_widths_of_their_own():
@@ -152,7 +163,7 @@ def test_blocks_whose_neurons_depend_on_each_other_stay_as_they_are(make_tiny):
     model = make_tiny("bert")
     for layer in model.encoder.layer:
         layer.intermediate.intermediate_act_fn = torch.nn.Softmax(-1)
-    choice = choose_widths(model, Compression(keep=0.6), batches(), 8)
+    choice = choose_widths(Structure(model, batches()[0]), Compression(keep=0.6), batches(), 8)
     assert choice.compression.dff is None
     assert 0.4 < choice.kept <= 0.6
     assert "(feed-forward blocks stay as they are: BertModel has no feed-forward block" in choice.reason
@@ -210,8 +221,8 @@ def data(name, count=12):
 
 
 def curves_of(model, batches):
-    found = find_dense_attention(model), find_dense_values(model), find_feed_forward(model, batches[0])
-    return loss_curves(model, *found, batches)
+    structure = Structure(model, batches[0])
+    return loss_curves(structure, find_dense_attention(model), find_dense_values(model), structure.blocks, batches)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
