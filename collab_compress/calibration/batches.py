@@ -204,12 +204,12 @@ def _texts(
     return sample, 0, notes
 
 
-def is_none(calibration: Any) -> bool:
+def is_none(calibration: object) -> bool:
     """Return whether there is no calibration."""
     return calibration is None or is_named(calibration, "none")
 
 
-def is_named(calibration: Any, *names: str) -> bool:
+def is_named(calibration: object, *names: str) -> bool:
     """Return whether calibration data are one of those that have these names."""
     return isinstance(calibration, str) and calibration in names  # arrays compare otherwise
 

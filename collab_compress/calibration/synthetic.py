@@ -7,11 +7,10 @@ tokens where a model reads those too.
 import re
 from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from collab_compress.calibration.gather import Batch, evaluation_mode
@@ -155,7 +154,7 @@ def noise_batches(
     length = length or POSITIONS
     generator = torch.Generator().manual_seed(seed)
     parts = [getattr(model.config, name, None) for name in ("vision_config", "encoder", "backbone_config")]
-    configs: list[Any] = [config for config in (model.config, *parts) if config is not None]
+    configs: list[PretrainedConfig] = [config for config in (model.config, *parts) if config is not None]
     inputs: dict[str, Tensor] = {}
     if model.main_input_name == "pixel_values" or reads_images_too(model):
         inputs = _draw_pixels(model, configs, sequences or IMAGES, generator)
@@ -201,7 +200,7 @@ def _noise(count: int, channels: int, sizes: Sequence[int], generator: torch.Gen
 
 
 def _draw_pixels(
-    model: PreTrainedModel, configs: Sequence[Any], count: int, generator: torch.Generator
+    model: PreTrainedModel, configs: Sequence[PretrainedConfig], count: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Draw images (N, C, height, width), clips (N, frames, C, height, width), or patches and their number."""
     config = next((config for config in configs if hasattr(config, "num_channels")), None)
@@ -231,7 +230,7 @@ def _draw_pixels(
 
 
 def _draw_sounds(
-    model: PreTrainedModel, configs: Sequence[Any], count: int, length: int, generator: torch.Generator
+    model: PreTrainedModel, configs: Sequence[PretrainedConfig], count: int, length: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Draw raw sounds (N, samples), or spectrograms (N, frames, bins) or (N, bins, frames)."""
     sizes: tuple[int, ...]
@@ -301,7 +300,7 @@ def generated_batches(
 
 
 def _continue_prompts(
-    model: Any, tokenizer: PreTrainedTokenizerBase, count: int, length: int, generator: torch.Generator
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int, length: int, generator: torch.Generator
 ) -> Tensor:
     """Return texts (count, length) that a decoder writes after the first special tokens and a random token."""
     ids = ordinary_tokens(model, tokenizer)
@@ -330,7 +329,7 @@ def _continue_prompts(
 
 @torch.no_grad()
 def _fill_masks(
-    model: Any, tokenizer: PreTrainedTokenizerBase, count: int, length: int, generator: torch.Generator
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, count: int, length: int, generator: torch.Generator
 ) -> Tensor:
     """Return texts (count, length) of a masked language model: ordinary tokens between the special ones."""
     ids = ordinary_tokens(model, tokenizer)

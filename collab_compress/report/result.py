@@ -15,7 +15,7 @@ from typing import Any
 
 import transformers
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import find_attention
 from collab_compress.attention import is_converted
@@ -66,7 +66,7 @@ def make_report(
     data: str = "the given batches",
     baseline: PreTrainedModel | None = None,
     baseline_name: str = "baseline",
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     sentence: str | tuple[str, str] | None = None,
     score: TaskScore | None = None,
     options: ReportOptions | None = None,
