@@ -32,8 +32,17 @@ from collab_compress.conversion.chain import (
 )
 from collab_compress.conversion.feed_forward import FeedForward
 from collab_compress.conversion.fit import Fit, Refitted, as_read, install_refits, solve
-from collab_compress.conversion.head_weights import ENOUGH, HeadWeights, head_weights
-from collab_compress.conversion.maps import Planned, Progress, SiteMoments, Task, replacement, silent
+from collab_compress.conversion.maps import (
+    ENOUGH,
+    HeadWeights,
+    Planned,
+    Progress,
+    SiteMoments,
+    Task,
+    head_weights,
+    replacement,
+    silent,
+)
 from collab_compress.conversion.writers import Writer, stream_of
 from collab_compress.devices import float64_device
 from collab_compress.errors import CalibrationError

@@ -18,8 +18,14 @@ from collab_compress.heads.alphas import MixedProjection, mixed_projections
 from collab_compress.heads.sharding import full_tensor, refuse_split, reshard_
 from collab_compress.heads.swap import inner_optimizer, stepped_by
 from collab_compress.losses import nuclear_growth
-from collab_compress.training.head_training import SCHEDULES, AlphasOptions, HeadTraining, of_kinds
-from collab_compress.training.penalties import LOSSES, HeadLosses
+from collab_compress.training.head_training import (
+    LOSSES,
+    SCHEDULES,
+    AlphasOptions,
+    HeadLosses,
+    HeadTraining,
+    of_kinds,
+)
 from collab_compress.transformers_parts import UNLABELLED
 
 logger = logging.getLogger(__name__)
