@@ -18,7 +18,6 @@ from collab_compress.analysis.covariance import (
     mean_over_pairs,
     model_covariances,
 )
-from collab_compress.analysis.diversity import Discrepancy, bhattacharyya, discrepancy
 from collab_compress.analysis.dominance import (
     Dominance,
     PruningPoint,
@@ -36,7 +35,7 @@ from collab_compress.analysis.sharing import (
     head_energy,
     mixing_matrices,
 )
-from collab_compress.analysis.similarity import SVCCA, cka, sample_cka, svcca
+from collab_compress.analysis.similarity import SVCCA, Discrepancy, bhattacharyya, cka, discrepancy, sample_cka, svcca
 from collab_compress.analysis.stream import with_progress
 from collab_compress.analysis.table import head_table
 from collab_compress.heads import average_distance, confidence

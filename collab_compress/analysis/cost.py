@@ -18,6 +18,7 @@ from transformers import Cache, PreTrainedModel
 from collab_compress.analysis.stream import Progress, random_tokens, with_progress
 from collab_compress.architectures import KINDS, AttentionSite, DenseSite, Kind, ValueSite, find_attention
 from collab_compress.attention import NarrowValues, RotaryScores, ScoreForm, SharedScores
+from collab_compress.attention.install import forms_of
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.conversion.feed_forward import FeedForward, block_report
 from collab_compress.conversion.report import dense_macs, dense_parameters
@@ -141,11 +142,13 @@ def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | Non
     scores: ScoreForm | None = None
     if dk is not None:
         scores = RotaryScores.of(site, dk) if family.rotary else SharedScores.of(site, dk, None, biases[0])
-    if hasattr(module, "score_form"):
-        scores = module.score_form
+    converted_scores, converted_values = forms_of(module)
+    if converted_scores is not None:
+        scores = converted_scores
         biases = value_bias, value_bias and family.key_bias  # dense queries have a bias where values have one
-    values = None if dv is None else NarrowValues.of(site, dv, value_bias)
-    values = getattr(module, "value_form", values)
+    values = converted_values
+    if values is None and dv is not None:
+        values = NarrowValues.of(site, dv, value_bias)
     cached_keys = site.width if scores is None else scores.key_width
     cached_values = site.width if values is None else values.value_width
     if family.pieces and scores is not None and values is not None:  # laid out alike

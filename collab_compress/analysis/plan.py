@@ -21,12 +21,11 @@ from collab_compress.attention import NarrowValues, ScoreForm, SharedScores
 from collab_compress.calibration import Batch, Calibration
 from collab_compress.calibration.batches import sample_sequences
 from collab_compress.conversion.copies import sharing_copy
-from collab_compress.conversion.curves import MEASURED, LossCurves, Part, loss_curves
 from collab_compress.conversion.data import read
-from collab_compress.conversion.feed_forward import FeedForward, block_report
-from collab_compress.conversion.maps import Progress
+from collab_compress.conversion.feed_forward import FeedForward, Structure, block_report
+from collab_compress.conversion.maps import Progress, silent
 from collab_compress.conversion.report import PartReport, score_costs, to_frame, value_costs
-from collab_compress.conversion.widths import narrowable_blocks
+from collab_compress.conversion.widths import MEASURED, LossCurves, Part, loss_curves, narrowable_blocks
 from collab_compress.errors import CalibrationError, UnsupportedModelError
 from collab_compress.options import CalibrationOptions
 
@@ -117,7 +116,7 @@ class PartLosses:
     left_out: dict[str, str]
 
 
-def part_losses(model: PreTrainedModel, batches: Sequence[Batch], progress: Progress | None = None) -> PartLosses:
+def part_losses(model: PreTrainedModel, batches: Sequence[Batch], progress: Progress = silent) -> PartLosses:
     """Return what each part of a model that can be converted loses at every width, and why others cannot.
 
     Raises the errors of `plan`, and CompressionError where moments of a module are singular.
@@ -140,10 +139,11 @@ def part_losses(model: PreTrainedModel, batches: Sequence[Batch], progress: Prog
         values, left_out["dv"] = [], "it is already converted"
     if any(site.family.rotary for site in scores):
         scores, left_out["dk"] = [], "what queries and keys with a rotary embedding lose is not known beforehand"
-    blocks, why_no_blocks = narrowable_blocks(model, batches[0])
+    structure = Structure(model, batches[0])
+    blocks, why_no_blocks = narrowable_blocks(structure)
     if why_no_blocks:
         left_out["dff"] = why_no_blocks
-    losses = loss_curves(model, scores, values, blocks, batches, progress)
+    losses = loss_curves(structure, scores, values, blocks, batches, progress)
     return PartLosses(scores, values, blocks, losses, left_out)
 
 
@@ -160,7 +160,7 @@ def plan(
     """Return what widths of queries and keys, of values and of feed-forward blocks cost and lose.
 
     The dense model runs once on up to 256 sequences of the calibration data; the losses of all widths follow from
-    that (`conversion.curves`).
+    that (`conversion.widths`).
 
     Args:
         model: dense; it does not change.
@@ -188,7 +188,7 @@ def plan(
     if not data.held_back:
         raise CalibrationError("a plan takes calibration data of at least two sequences; pass more")
     batches, length = sample_sequences(data.used, MEASURED), data.length
-    parts = part_losses(model, batches, progress)
+    parts = part_losses(model, batches, progress or silent)
     rows = []
     for part, curves in parts.losses.items():
         for share in sorted(shares, reverse=True):

@@ -326,11 +326,11 @@ def find_attention(model: nn.Module, modules: str = "*", kinds: Collection[Kind]
     return chosen
 
 
-def _class(module: Any) -> str:
+def _class(module: object) -> str:
     return type(module).__name__
 
 
-def _type(model: Any) -> str | None:
+def _type(model: object) -> str | None:
     return getattr(getattr(model, "config", None), "model_type", None)
 
 

@@ -362,7 +362,7 @@ def scaling_of(module: Any) -> float:
     return float(getattr(module, _scaling_name(module)))
 
 
-def remaining(parameter: nn.Parameter, dim: int, indices: Sequence[int]) -> nn.Parameter:
+def remaining(parameter: Tensor, dim: int, indices: Sequence[int]) -> nn.Parameter:
     """Return a parameter of some slices of another, frozen if that is."""
     index = torch.tensor(indices, dtype=torch.int64, device=parameter.device)
     return nn.Parameter(parameter.detach().index_select(dim, index), parameter.requires_grad)

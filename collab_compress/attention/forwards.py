@@ -11,7 +11,7 @@ from functools import cache
 from types import MethodType
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
 from collab_compress.transformers_parts import ALL_ATTENTION_FUNCTIONS
@@ -110,7 +110,7 @@ def hand_back_(module: Any) -> None:
         del module.scaling
 
 
-def _change_class_(module: Any, new: Any) -> None:
+def _change_class_(module: Any, new: type[nn.Module]) -> None:
     """Change the class of a module in place, also under Accelerate's wrapper of its forward pass."""
     module.__class__ = new
     if "_old_forward" in vars(module):
@@ -118,7 +118,7 @@ def _change_class_(module: Any, new: Any) -> None:
 
 
 @cache
-def edited_class(stock: Any) -> Any:
+def edited_class(stock: Any) -> type[nn.Module]:
     """Return a subclass of a stock class, of the same name, with our forward pass."""
     attributes = {
         "forward": forward,
@@ -131,13 +131,13 @@ def edited_class(stock: Any) -> Any:
     return type(stock.__name__, (stock,), attributes)
 
 
-def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
+def _reduce(module: Any, protocol: int) -> tuple[Any, ...]:
     """Pickle and copy by the stock class, because no file defines the subclass."""
     _, _, *rest = tuple(object.__reduce_ex__(module, protocol))
     return _blank, (module.stock_class,), *rest
 
 
-def _blank(stock: Any) -> Any:
+def _blank(stock: Any) -> nn.Module:
     """Return an edited module without attributes, which a pickle or copy then fills."""
     kind = edited_class(stock)
     return kind.__new__(kind)

@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 
 from collab_compress.attention.decoding import HALVES, can_decode, probabilities_, weighted_values
 from collab_compress.attention.form import scaling_of
-from collab_compress.attention.install import HeadCall, for_each_head, head_hooks, wrong_implementation
+from collab_compress.attention.install import HeadCall, for_each_head, forms_of, head_hooks, wrong_implementation
 from collab_compress.errors import UnsupportedModelError
 from collab_compress.transformers_parts import ALL_ATTENTION_FUNCTIONS, sdpa_attention_forward
 
@@ -78,7 +78,7 @@ def collab_eager(
         >>> outputs.shape, probs.shape
         (torch.Size([2, 6, 3, 8]), torch.Size([2, 3, 6, 6]))
     """
-    form = getattr(module, "score_form", None)
+    form, _ = forms_of(module)
     _refuse_unsupported(module, options, CHOOSE_KEYS if form is None else CHOOSE_KEYS | CHANGE_SCORES)
     needs_probs = any(hook.needs_probs for hook in head_hooks(module))
     p = options.pop("dropout", 0.0)
@@ -112,7 +112,7 @@ def collab_stock(
     Raises:
         UnsupportedModelError: there are hooks on the heads; or as `collab_sdpa`.
     """
-    name, form = module.config.stock._attn_implementation, getattr(module, "score_form", None)
+    name, (form, _) = module.config.stock._attn_implementation, forms_of(module)
     if head_hooks(module) or name not in ALL_ATTENTION_FUNCTIONS:
         reason = "has hooks on its heads" if head_hooks(module) else "is edited"
         raise wrong_implementation(f"{type(module).__name__} {reason}", name)
@@ -158,7 +158,7 @@ def _ordinary_heads(
 
     G is H, or the number of groups of heads that share keys and values.
     """
-    form, value_form = getattr(module, "score_form", None), getattr(module, "value_form", None)
+    form, value_form = forms_of(module)
     if value_form is not None:
         value = value_form.heads_of(value)
     if form is not None:
@@ -187,7 +187,7 @@ def _attend_to_cache(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
     """Attend with one new token to keys and values as they lie in a cache, (B, 1, 1, dv of all heads)."""
-    scores, values = getattr(module, "score_form", None), getattr(module, "value_form", None)
+    scores, values = forms_of(module)
     if scores is None:
         grouped = query.reshape(*key.shape[:2], -1, key.shape[-1])  # (B, Hkv, H/Hkv, d)
         probs = ((grouped * scaling) @ key.mT).flatten(1, 2)  # (B, H, S)

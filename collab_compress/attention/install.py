@@ -9,14 +9,15 @@ another forward pass (`forwards`).
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PretrainedConfig
 
-from collab_compress.attention.form import MapForm
+from collab_compress.attention.form import MapForm, ScoreForm
 from collab_compress.attention.forwards import hand_back_, has_own_forward, take_over_
 from collab_compress.attention.projections import add_pre_hook_, remove_pre_hook_
+from collab_compress.attention.values import NarrowValues
 from collab_compress.errors import UnsupportedModelError
 
-FORMS_AT = ("score_form", "value_form")  # attributes of a module that hold the forms of its maps
 IMPLEMENTATIONS = ("eager", "sdpa")
 STOCK_HEADS = "stock_heads"  # attribute: H, where the module's own attribute holds the number of key groups
 LAZY_VALUES = "_lazy_values_ready"  # attribute of a cache whose layers are all prepared
@@ -69,7 +70,7 @@ def for_each_head(part: Tensor, heads: int) -> Tensor:
 class AttentionConfig:
     """A view of the model's config in which attention implementations mean this package's functions."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: PretrainedConfig) -> None:
         self.__dict__["stock"] = config
 
     @property
@@ -138,7 +139,12 @@ def remove_head_hook_(module: Any, hook: HeadHook) -> None:
     restore_(module)
 
 
-def is_converted(module: Any) -> bool:
+def forms_of(module: nn.Module) -> tuple[ScoreForm | None, NarrowValues | None]:
+    """Return the forms of an attention module's scores and values, None for a dense map."""
+    return getattr(module, ScoreForm.at, None), getattr(module, NarrowValues.at, None)
+
+
+def is_converted(module: nn.Module) -> bool:
     """Return whether the scores or values of this attention module are in another form than the dense one.
 
     Example:
@@ -150,7 +156,7 @@ def is_converted(module: Any) -> bool:
         >>> is_converted(module)
         True
     """
-    return any(hasattr(module, name) for name in FORMS_AT)
+    return any(form is not None for form in forms_of(module))
 
 
 def install_(module: Any, form: MapForm, parts: Any) -> None:
@@ -210,10 +216,11 @@ def lay_out_(module: Any, pieces: str) -> None:
     """
     if not pieces:
         return
-    forms = [getattr(module, name) for name in FORMS_AT if hasattr(module, name)]
+    scores, values = forms_of(module)
+    forms = [form for form in (scores, values) if form is not None]
     projections = [module.get_submodule(path) for form in forms for path in form.dense_widths]
     width = forms[0].head_width if forms else 0
-    if len(forms) == len(FORMS_AT):
+    if scores and values:
         if STOCK_HEADS not in module.__dict__:
             setattr(module, STOCK_HEADS, getattr(module, pieces))
         groups = [-(-projection.channels // width) for projection in projections]
@@ -241,7 +248,7 @@ def _prepare_cache(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     if all("lazy_initialization" in vars(layer) for layer in layers):
         setattr(cache, LAZY_VALUES, True)  # every attention module checks this at every token
         return
-    scores, values = (getattr(module, name, None) for name in FORMS_AT)
+    scores, values = forms_of(module)
     forms = [form for form in (scores, values) if form is not None]
     if any(form.even for form in forms):
         return

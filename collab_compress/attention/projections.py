@@ -224,7 +224,7 @@ def replace_(module: Any, projections: Mapping[str, Any], layout: Layout) -> Non
             _set_fused_(module, path, _join_layers(layer) if is_dense else layer)
 
 
-def _set_fused_(module: Any, path: str, layer: Any) -> None:
+def _set_fused_(module: Any, path: str, layer: nn.Module) -> None:
     """Replace the fused layer that holds the projection at `path`."""
     module.set_submodule(path.rpartition(".")[0], layer.train(module.training))
     if isinstance(layer, Conv1D):
@@ -233,7 +233,7 @@ def _set_fused_(module: Any, path: str, layer: Any) -> None:
         module.split_size = layer.widths
 
 
-def _split_layer(layer: Any, layout: Layout) -> list[nn.Linear]:
+def _split_layer(layer: nn.Linear | Conv1D, layout: Layout) -> list[nn.Linear]:
     """Copy the parts of a fused layer into separate layers; device, dtype and frozenness are kept."""
     weight: Tensor = layer.weight
     weights = layout.split(weight.T if isinstance(layer, Conv1D) else weight, 0)
@@ -250,11 +250,11 @@ def _split_layer(layer: Any, layout: Layout) -> list[nn.Linear]:
     return parts
 
 
-def _join_layers(projections: QKVProjection) -> Any:
+def _join_layers(projections: QKVProjection) -> nn.Linear | Conv1D:
     """Fuse three projections into one layer, as in the stock model; missing biases become zeros."""
     parts, join = projections.parts, projections.layout.join
     weight = join([part.weight for part in parts])
-    layer: Any
+    layer: nn.Linear | Conv1D
     if projections.transposed:
         layer = Conv1D(weight.shape[0], weight.shape[1]).to(weight)
     else:

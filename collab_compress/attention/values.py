@@ -183,7 +183,7 @@ class NarrowValues(MapForm):
         if hasattr(module, JOINT_WIDTH):
             setattr(module, JOINT_WIDTH, self.heads * self.head_width)
 
-    def read(self, name: str, module: Any, output: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+    def read(self, name: str, module: Any, output: nn.Linear | Conv1D) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return Wv·P (D, dv), its bias (dv,) or None, and O (dv·group, D), of the module called `name`.
 
         Raises:
@@ -224,7 +224,7 @@ class NarrowValues(MapForm):
         """Return the form of the kept heads, which share no channels."""
         return replace(self, heads=len(kept))
 
-    def keep_heads(self, module: Any, output: Any, kept: Sequence[int]) -> list[Cut]:
+    def keep_heads(self, module: Any, output: nn.Linear | Conv1D, kept: Sequence[int]) -> list[Cut]:
         """Return the cuts of `module` and its output projection that leave the kept heads, in ascending order."""
         smaller, dim = self.without(kept), output_dim(output)
         channels = [channel for head in kept for channel in range(head * self.size, (head + 1) * self.size)]
@@ -255,7 +255,7 @@ def output_dim(output: nn.Linear | Conv1D) -> int:
     return 0 if isinstance(output, Conv1D) else 1
 
 
-def fill_(output: Any, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+def fill_(output: nn.Linear | Conv1D, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
     """Replace the parameters of a linear layer in place; its bias stays if the new one is None."""
     output.weight = weight
     if bias is not None:

@@ -15,9 +15,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from collab_compress.calibration.builtin import MOST_UNKNOWN, builtin_texts, reads_single_texts, why_not_builtin
 from collab_compress.calibration.files import Text, read_texts, split_columns, texts_of
 from collab_compress.calibration.gather import Batch, forward_arguments
-from collab_compress.calibration.generated import generated_batches
-from collab_compress.calibration.noise import noise_batches, reads_images_too, reads_noise
-from collab_compress.calibration.random_tokens import EQUAL, VARIED, synthetic_batches
+from collab_compress.calibration.synthetic import (
+    EQUAL,
+    VARIED,
+    generated_batches,
+    noise_batches,
+    reads_images_too,
+    reads_noise,
+    synthetic_batches,
+)
 from collab_compress.calibration.tokenization import (
     BATCH_SIZE,
     pair_separator,
@@ -198,12 +204,12 @@ def _texts(
     return sample, 0, notes
 
 
-def is_none(calibration: Any) -> bool:
+def is_none(calibration: object) -> bool:
     """Return whether there is no calibration."""
     return calibration is None or is_named(calibration, "none")
 
 
-def is_named(calibration: Any, *names: str) -> bool:
+def is_named(calibration: object, *names: str) -> bool:
     """Return whether calibration data are one of those that have these names."""
     return isinstance(calibration, str) and calibration in names  # arrays compare otherwise
 

@@ -38,7 +38,7 @@ def forward_arguments(model: nn.Module) -> list[str]:
 
 
 def attention_masks(
-    model: Any, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+    model: PreTrainedModel, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[MaskKind, AttentionMasks]:
     """Return the attention masks of one call of `model`, by kind of attention.
 
@@ -96,7 +96,7 @@ def attention_masks(
     }
 
 
-def _source_mask(model: Any, inputs: Mapping[str, Any], mask: Tensor | None) -> Tensor | None:
+def _source_mask(model: PreTrainedModel, inputs: Mapping[str, Any], mask: Tensor | None) -> Tensor | None:
     """Return the mask of the encoder's tokens, or of all tokens of a model without a decoder."""
     ids = inputs.get("input_ids")
     sounds = next((part for part in (model, getattr(model, "encoder", None)) if hasattr(part, SOUND_MASK)), None)

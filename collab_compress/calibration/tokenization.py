@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.calibration.files import Text
 from collab_compress.calibration.gather import Batch, forward_arguments
@@ -211,7 +211,7 @@ def pair_separator(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     return None
 
 
-def start_token(config: Any, suffix: Sequence[int]) -> int:
+def start_token(config: PretrainedConfig, suffix: Sequence[int]) -> int:
     """Return a decoder's start token; if the config names none, the last token of a target (mBART's language)."""
     start = getattr(config, "decoder_start_token_id", None)
     names = ("eos_token_id", "bos_token_id", "pad_token_id")

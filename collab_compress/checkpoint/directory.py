@@ -146,7 +146,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             _remove(partial)
 
 
-def to_json(value: Any) -> str:
+def to_json(value: object) -> str:
     """Return a value as JSON for a file; values that JSON cannot hold become strings.
 
     Example:
@@ -172,7 +172,7 @@ def mapped(leaf: Callable[[Any], Any], value: Any) -> Any:
     return leaf(value)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write a value as JSON, by `write_atomically`.
 
     Example:

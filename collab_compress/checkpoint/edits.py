@@ -297,7 +297,7 @@ def is_edits(description: Any) -> bool:
     return bool(method == METHOD)
 
 
-def describes_edits(config: Any) -> bool:
+def describes_edits(config: PretrainedConfig) -> bool:
     """Return whether a config describes edits."""
     return is_edits(getattr(config, "quantization_config", None))
 

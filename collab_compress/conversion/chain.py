@@ -3,13 +3,17 @@
 One pass through the whole model captures what each layer is called with. A layer can then be called alone, on any
 hidden states, with its other arguments as they were. Most layers read what the layer before them returned, so a stack
 of them is a chain; where it begins (the embeddings, or a decoder behind its encoder) the model itself has to run.
+`Room` keeps hidden states in memory or in files.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, Self, TypeAlias
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +22,9 @@ from transformers import Cache, PreTrainedModel
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, run_batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
-from collab_compress.errors import UnsupportedModelError
+from collab_compress.errors import CalibrationError, UnsupportedModelError, one_line
 
+ROOM = 2 * 2**30  # bytes of memory for hidden states
 PROBED = 2  # sequences that show how a model is built
 SAME = 1e-4  # relative error of a layer that is called alone, which is rounding
 
@@ -234,3 +239,56 @@ def _hidden_states(output: Any) -> Tensor:
     while not isinstance(output, Tensor):
         output = next(iter(output.values())) if isinstance(output, Mapping) else output[0]
     return output
+
+
+class Room:
+    """Room for tensors: `size` bytes of memory, and a temporary folder for those beyond it.
+
+    Used as a context manager, which deletes the folder.
+    """
+
+    def __init__(self, size: int = ROOM) -> None:
+        self.size, self.taken, self._files = size, 0, 0
+        self._folder: TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor, on its device if it is in memory, on the CPU if it is in a file.
+
+        Raises:
+            CalibrationError: it cannot be written.
+        """
+        if self.taken + tensor.nbytes <= self.size:
+            kept = tensor.clone()
+            self.taken += tensor.nbytes
+            finalize(kept, self._give_back, tensor.nbytes)
+            return kept
+        try:
+            return self._in_file(tensor)
+        except OSError as error:
+            raise CalibrationError(
+                f"hidden states of calibration data cannot be written to temporary files ({one_line(error)}); "
+                "pass fewer sequences, or set TMPDIR to a folder with more room"
+            ) from error
+
+    def _in_file(self, tensor: Tensor) -> Tensor:
+        if self._folder is None:
+            self._folder = TemporaryDirectory(prefix="collab-compress-", ignore_cleanup_errors=True)
+        self._files += 1
+        path = os.path.join(self._folder.name, str(self._files))
+        # Written, not only mapped: a disk that is full raises an error here, and ends the process in a mapped file.
+        with open(path, "wb") as file:
+            file.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        mapped = torch.from_file(path, shared=False, size=tensor.numel(), dtype=tensor.dtype)
+        with suppress(OSError):  # systems that keep a mapped file until the folder goes
+            os.unlink(path)
+        return mapped.view(tensor.shape)
+
+    def _give_back(self, size: int) -> None:
+        self.taken -= size

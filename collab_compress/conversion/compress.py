@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from time import perf_counter
 from typing import Any
 
@@ -30,17 +31,16 @@ from collab_compress.attention.projections import width_in
 from collab_compress.calibration import Calibration, evaluation_mode
 from collab_compress.calibration.batches import sample_sequences, sequence_count
 from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
-from collab_compress.conversion.chain import SingleLayers, layer_of, single_layers
+from collab_compress.conversion.chain import layer_of
 from collab_compress.conversion.copies import conversion_of, sharing_copy
-from collab_compress.conversion.curves import MEASURED
 from collab_compress.conversion.data import Data, read
 from collab_compress.conversion.depth import Depth, choose_layers, deep_stacks, depth_of, ends_of
 from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.feed_forward import (
     FeedForward,
+    Structure,
     adopt_,
     block_report,
-    find_feed_forward,
     narrower_config,
 )
 from collab_compress.conversion.fit import Refitted, check_weights, install_refits
@@ -52,11 +52,11 @@ from collab_compress.conversion.maps import (
     Task,
     empty_plan,
     replacement,
+    silent,
     warnings_of,
 )
 from collab_compress.conversion.report import Drift, ModuleReport, Report, ValueReport
-from collab_compress.conversion.widths import Choice, choose_widths
-from collab_compress.conversion.writers import Writer, find_writers
+from collab_compress.conversion.widths import MEASURED, Choice, choose_widths
 from collab_compress.errors import CompressionError, UnsupportedModelError, check_type, one_line
 from collab_compress.heads.sharding import refuse_unwritable
 from collab_compress.options import KEEP, CalibrationOptions, Compression
@@ -122,7 +122,7 @@ def compress(
         _refuse_early(model, compression)
         dense = sharing_copy(model)  # so that other threads may run the model meanwhile
         data = read(dense, calibration, tokenizer, calibration_options, compression.solver.seed)
-        job = _Job(dense, data, progress)
+        job = _Job(dense, data, progress or silent)
         placed = compression.with_solver(device=device)
         chosen, choice, by_module = placed, "", {}
         if compression.keep is not None:
@@ -166,12 +166,12 @@ class _Job:
 
     model: PreTrainedModel  # dense, a copy that shares the tensors of the model to convert
     data: Data
-    progress: Progress | None = None
+    progress: Progress = silent
 
-    def report(self, name: str, done: int, total: int) -> None:
-        """Report progress, if anyone wants to know."""
-        if self.progress is not None:
-            self.progress(name, done, total)
+    @cached_property
+    def structure(self) -> Structure:
+        """The structure of the dense model."""
+        return Structure(self.model, self.data.used[0])
 
 
 def find_tasks(
@@ -308,7 +308,7 @@ def _choose(job: _Job, compression: Compression) -> Choice:
     check_weights(job.model.named_parameters())
     few = sample_sequences(job.data.used, MEASURED)
     with torch.autocast(job.model.device.type, enabled=False):
-        return choose_widths(job.model, compression, few, job.data.length, job.progress)
+        return choose_widths(job.structure, compression, few, job.data.length, job.progress)
 
 
 @dataclass(frozen=True)
@@ -342,15 +342,15 @@ def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, C
         if not data.used:
             planned = []
             for number, task in enumerate(tasks):
-                job.report(task.site.name, number, len(tasks))
+                job.progress(task.site.name, number, len(tasks))
                 planned.append(replacement(task, None, None, data.length))
-            job.report("", len(tasks), len(tasks))
+            job.progress("", len(tasks), len(tasks))
             return _Converted(planned, [], None)
         converted = sharing_copy(model)
         if depth is not None:
             depth.drop_(converted)
         planned, refits = convert_layers_(
-            converted, model, parts, data.used, data.held_back, length=data.length, progress=job.report
+            converted, model, parts, data.used, data.held_back, length=data.length, progress=job.progress
         )
         drift = drift_of(converted, model, data.held_back)
     return _Converted(planned, list(parts.blocks), config, refits, drift, notes, depth)
@@ -362,17 +362,15 @@ def _parts(
     """Return what is to be converted, the config of a model with narrower blocks, notes for the report, layers."""
     model, data, dff = job.model, job.data, compression.dff
     refits = wants_refit(data, compression)
-    blocks, config = narrower_blocks(model, data, dff)
+    blocks, config = narrower_blocks(job, dff)
     takes_layers = refits or compression.layers is not None
     if not data.used or not (takes_layers or any(not task.is_exact for task in tasks)):
         return Parts(tasks), config, (), None
     if takes_layers:
         check_weights(model.named_parameters())
     try:
-        with evaluation_mode(model):
-            layers = single_layers(model, data.used[0])
-            writers = find_writers(model, layers) if takes_layers else []
-            depth = _depth(job, compression, layers, writers, refits)
+        writers = job.structure.writers  # and layers that can be called alone
+        depth = _depth(job, compression, refits)
     except UnsupportedModelError as error:
         if dff is not None or compression.layers is not None or compression.solver.refit:
             raise
@@ -390,17 +388,17 @@ def _parts(
     return parts, config, (), depth
 
 
-def _depth(
-    job: _Job, compression: Compression, layers: SingleLayers, writers: Sequence[Writer], refits: bool
-) -> Depth | None:
+def _depth(job: _Job, compression: Compression, refits: bool) -> Depth | None:
     """Choose the layers that go; None if all stay."""
     if compression.layers is None:
         return None
-    model, data = job.model, job.data
-    stacks, ends = deep_stacks(model, compression.layers), ends_of(model, layers, writers)
-    chosen = choose_layers(
-        model, stacks, compression.layers, ends, data.used, data.held_back, refit=refits, progress=job.report
-    )
+    model, data, structure = job.model, job.data, job.structure
+    stacks = deep_stacks(model, compression.layers)
+    with evaluation_mode(model):
+        ends = ends_of(model, structure.layers, structure.writers)
+        chosen = choose_layers(
+            model, stacks, compression.layers, ends, data.used, data.held_back, refit=refits, progress=job.progress
+        )
     return depth_of(model, stacks, chosen, ends if refits else {})
 
 
@@ -439,9 +437,7 @@ def _untied(groups: set[frozenset[str]]) -> list[str]:
     ]
 
 
-def narrower_blocks(
-    model: PreTrainedModel, data: Data, dff: int | None
-) -> tuple[list[FeedForward], PretrainedConfig | None]:
+def narrower_blocks(job: _Job, dff: int | None) -> tuple[list[FeedForward], PretrainedConfig | None]:
     """Return the feed-forward blocks to make narrower, and the config of a model with those.
 
     Raises:
@@ -450,13 +446,13 @@ def narrower_blocks(
     """
     if dff is None:
         return [], None
-    blocks = find_feed_forward(model, data.used[0])
+    blocks = job.structure.blocks
     for block in blocks:
         if dff > block.width:
             raise CompressionError(
                 f"{block.down} reads {block.width} neurons, and dff is {dff}; pass up to {block.width}"
             )
-    return blocks, narrower_config(model, blocks, dff)
+    return blocks, narrower_config(job.model, blocks, dff)
 
 
 def wants_refit(data: Data, compression: Compression) -> bool:
@@ -506,7 +502,7 @@ def install_unset_(
     _refuse_early(model, compression)
     job = _Job(model, read(model, calibration, tokenizer, options, compression.solver.seed))
     wants_refit(job.data, compression)
-    narrower_blocks(job.model, job.data, compression.dff)
+    narrower_blocks(job, compression.dff)
     by_module: Mapping[str, Compression] = {}
     if compression.keep is not None:
         widths = _choose(job, compression)

@@ -74,7 +74,7 @@ def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
     return copied
 
 
-def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
+def _can_be_copied(value: object, memo: dict[int, Any]) -> bool:
     if isinstance(value, dict):  # as the modules inside, which have attributes of their own
         return True
     try:

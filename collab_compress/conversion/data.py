@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, Calibration, evaluation_mode, run_batch
-from collab_compress.calibration.batches import in_parts, noted_batches
+from collab_compress.calibration.batches import in_parts, is_divisible, noted_batches, sequence_count, slice_batch
 from collab_compress.calibration.gather import batch_masks
-from collab_compress.conversion.copies import sharing_copy
-from collab_compress.conversion.drift import split_held_back
 from collab_compress.errors import CalibrationError, check_type
 from collab_compress.options import CalibrationOptions
 
 TYPICAL = 128  # tokens, if nothing says how long inputs are
+HELD_BACK = 8  # one sequence in this many
+MOST_HELD_BACK = 64  # sequences
 COMMON = 0.9  # share of the calibration sequences that are no longer than the length that counts
 
 
@@ -43,7 +43,7 @@ class Data:
 def read(
     model: PreTrainedModel,
     calibration: Calibration,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
     options: CalibrationOptions | None,
     seed: int,
 ) -> Data:
@@ -61,6 +61,33 @@ def read(
         batch_masks(model, batch)  # refuses masks that do not say what is padding
     length = typical_length(options, model, given if model.main_input_name == "input_ids" else batches)
     return Data(*split_held_back(batches), notes=notes, refit=bool(given), length=length)
+
+
+def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """Split batches into the sequences to calibrate on and those to measure errors on: one in eight, from 1 to 64.
+
+    Sequences are held back evenly spaced, from all batches, so that their lengths are those of the data. If the first
+    dimension of some batch's tensors is not the sequences, whole batches are held back. A single sequence, or a
+    single batch that cannot be divided, is not held back.
+    """
+    divisible = all(map(is_divisible, batches))
+    sizes = [sequence_count(batch) if divisible else 1 for batch in batches]
+    sequences, items = sum(map(sequence_count, batches)), sum(sizes)
+    if items < 2:
+        return list(batches), []
+    count = max(1, items * min(sequences // HELD_BACK, MOST_HELD_BACK) // sequences)
+    is_held_back = torch.zeros(items, dtype=torch.bool, device="cpu")
+    for place in range(count):
+        is_held_back[(2 * place + 1) * items // (2 * count)] = True
+    used: list[Batch] = []
+    held_back: list[Batch] = []
+    for batch, mask in zip(batches, is_held_back.split(sizes), strict=True):
+        for group, chosen in ((used, ~mask), (held_back, mask)):
+            if bool(chosen.all()):
+                group.append(batch)
+            elif bool(chosen.any()):
+                group.append(slice_batch(batch, chosen))
+    return used, held_back
 
 
 def typical_length(options: CalibrationOptions, model: PreTrainedModel, batches: Sequence[Batch] = ()) -> int:
@@ -89,7 +116,6 @@ def _positions(model: PreTrainedModel, batch: Batch) -> int:
     def read_shape(_: Any, args: Any, kwargs: Any) -> None:
         positions.append((args[0] if args else kwargs["hidden_states"]).shape[-2])
 
-    model = sharing_copy(model)
     first = find_attention(model)[0].module
     with evaluation_mode(model), first.register_forward_pre_hook(read_shape, with_kwargs=True):
         run_batch(model, in_parts([batch])[0])

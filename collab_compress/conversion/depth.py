@@ -32,13 +32,12 @@ from collab_compress.calibration.batches import in_parts, sample_sequences
 from collab_compress.calibration.gather import masks_of, unpadded
 from collab_compress.checkpoint import edits_of
 from collab_compress.checkpoint.edits import configs_inside, copy_configs_
-from collab_compress.conversion.chain import SAME, SingleLayers, layer_of, numbered_layers
+from collab_compress.conversion.chain import SAME, Room, SingleLayers, layer_of, numbered_layers
 from collab_compress.conversion.copies import sharing_copy
-from collab_compress.conversion.curves import MEASURED
 from collab_compress.conversion.fit import Fit, as_read, install_refits, solve
 from collab_compress.conversion.layers import States, written_by
 from collab_compress.conversion.maps import Progress
-from collab_compress.conversion.room import Room
+from collab_compress.conversion.widths import MEASURED
 from collab_compress.conversion.writers import Writer
 from collab_compress.errors import CompressionError, UnsupportedModelError, one_line
 

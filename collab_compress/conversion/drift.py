@@ -7,41 +7,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
-from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
 from collab_compress.calibration.gather import batch_masks
 from collab_compress.conversion.report import Drift
 from collab_compress.devices import has_float64
 from collab_compress.errors import CalibrationError
-
-HELD_BACK = 8  # one sequence in this many
-MOST_HELD_BACK = 64  # sequences
-
-
-def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Split batches into the sequences to calibrate on and those to measure errors on: one in eight, from 1 to 64.
-
-    Sequences are held back evenly spaced, from all batches, so that their lengths are those of the data. If the first
-    dimension of some batch's tensors is not the sequences, whole batches are held back. A single sequence, or a
-    single batch that cannot be divided, is not held back.
-    """
-    divisible = all(map(is_divisible, batches))
-    sizes = [sequence_count(batch) if divisible else 1 for batch in batches]
-    sequences, items = sum(map(sequence_count, batches)), sum(sizes)
-    if items < 2:
-        return list(batches), []
-    count = max(1, items * min(sequences // HELD_BACK, MOST_HELD_BACK) // sequences)
-    is_held_back = torch.zeros(items, dtype=torch.bool, device="cpu")
-    for place in range(count):
-        is_held_back[(2 * place + 1) * items // (2 * count)] = True
-    used: list[Batch] = []
-    held_back: list[Batch] = []
-    for batch, mask in zip(batches, is_held_back.split(sizes), strict=True):
-        for group, chosen in ((used, ~mask), (held_back, mask)):
-            if bool(chosen.all()):
-                group.append(batch)
-            elif bool(chosen.any()):
-                group.append(slice_batch(batch, chosen))
-    return used, held_back
 
 
 def drift_of(model: PreTrainedModel, dense: PreTrainedModel, batches: Sequence[Batch]) -> Drift | None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import (
     FAMILIES,
@@ -20,11 +21,12 @@ from collab_compress.attention import (
     NarrowValues,
     RotaryScores,
     ScoreForm,
+    SharedScores,
     ValueParts,
     uninstall_,
 )
 from collab_compress.attention.form import plain_weight
-from collab_compress.attention.install import FORMS_AT
+from collab_compress.attention.install import forms_of
 from collab_compress.attention.values import output_dim
 from collab_compress.checkpoint import all_or_nothing, edits_of, forget_edits_
 from collab_compress.devices import float64_device
@@ -48,8 +50,7 @@ def describe(model: PreTrainedModel) -> dict[str, str]:
     """
     described = {}
     for name, module in transformers_model(model).named_modules():
-        scores: Any = getattr(module, ScoreForm.at, None)
-        values: Any = getattr(module, NarrowValues.at, None)
+        scores, values = forms_of(module)
         words = [] if scores is None else [f"{scores.title}, dk={scores.rank}"]
         words += [] if values is None else [f"{values.title}, dv={values.dv}"]
         if words:
@@ -80,8 +81,8 @@ def read_factors(model: PreTrainedModel) -> dict[str, Factors]:
     edits_of(model)  # refuses a model that was loaded without this package
     factors = {}
     for name, module in model.named_modules():
-        form: Any = getattr(module, ScoreForm.at, None)
-        if form is not None and not isinstance(form, RotaryScores):
+        form, _ = forms_of(module)
+        if isinstance(form, SharedScores):
             factors[name] = Factors(*form.read(name, module))
     return factors
 
@@ -181,7 +182,7 @@ def refuse_stock(model: PreTrainedModel) -> None:
 
 
 def _needed_width(site: AttentionSite) -> int:
-    scores, values = (getattr(site.module, at, None) for at in FORMS_AT)
+    scores, values = forms_of(site.module)
     if scores is None or values is None:
         raise CompressionError(
             f"{site.name}: a stock model needs queries, keys and values of all modules narrower; convert with dk, "
@@ -197,15 +198,15 @@ def _expand(model: PreTrainedModel, head_width: int | None) -> None:
     dense_parts: list[tuple[Any, str, Any]] = []
     for site in find_attention(model):
         name, module = site.name, site.module
-        scores, values = (getattr(module, at, None) for at in FORMS_AT)
+        scores, values = forms_of(module)
         if scores is not None:
             _refuse_hooks(site, scores.query, scores.key)
             try:
                 error = 0.0
-                if isinstance(scores, RotaryScores):
-                    query, key = _dense_rotary(name, module)
-                else:
+                if isinstance(scores, SharedScores):
                     query, key, error = _dense_projections(site, scores, head_width)
+                else:
+                    query, key = _dense_rotary(name, module)
             except torch.linalg.LinAlgError as failed:  # type: ignore[attr-defined]
                 raise CompressionError(f"{name}: {failed} Look for NaN in its weights") from failed
             if error > EXACT:
@@ -238,7 +239,9 @@ def _refuse_hooks(site: AttentionSite, *paths: str) -> None:
             refuse_hooks(part, layer)
 
 
-def _dense_values(site: AttentionSite, form: NarrowValues, output: Any, head_width: int | None) -> ValueParts:
+def _dense_values(
+    site: AttentionSite, form: NarrowValues, output: nn.Linear | Conv1D, head_width: int | None
+) -> ValueParts:
     form = form if head_width is None else replace(form, head_width=head_width)
     value, bias, weight = form.read(site.name, site.module, output)
     dense_bias = None if bias is None else form.widened(bias)
@@ -248,7 +251,9 @@ def _dense_values(site: AttentionSite, form: NarrowValues, output: Any, head_wid
     return ValueParts(dense, output, output_weight, output.bias)
 
 
-def _dense_projections(site: AttentionSite, form: Any, head_width: int | None) -> tuple[nn.Linear, nn.Linear, float]:
+def _dense_projections(
+    site: AttentionSite, form: SharedScores, head_width: int | None
+) -> tuple[nn.Linear, nn.Linear, float]:
     """Return dense query and key projections of a collaborative module, and their relative error."""
     module: Any = site.module
     width = form.head_width if head_width is None else head_width

@@ -8,6 +8,7 @@ description of them.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -64,6 +65,51 @@ class FeedForward:
         return self.writer.name
 
 
+class Structure:
+    """The numbered layers of a model, what in them writes to the residual stream, and its feed-forward blocks.
+
+    Each is found once, when it is first asked for.
+
+    Args:
+        model: stock or edited; left in the mode it was in. Its layers must not be replaced meanwhile.
+        batch: keyword arguments for the model, of which two sequences are run.
+    """
+
+    def __init__(self, model: PreTrainedModel, batch: Batch) -> None:
+        self.model, self.batch = model, batch
+
+    @cached_property
+    def layers(self) -> SingleLayers:
+        """The numbered layers, which can be called alone in evaluation mode; raises as `single_layers`."""
+        with evaluation_mode(self.model):
+            return single_layers(self.model, self.batch)
+
+    @cached_property
+    def writers(self) -> list[Writer]:
+        """The layers that write to the residual stream, in the order of calls; raises as `find_writers`."""
+        with evaluation_mode(self.model):
+            return find_writers(self.model, self.layers)
+
+    @cached_property
+    def blocks(self) -> list[FeedForward]:
+        """The feed-forward blocks, in the order of calls; raises as `find_feed_forward`."""
+        projections = {writer.site.path(writer.site.family.output) for writer in self.writers}
+        blocks = []
+        for writer in self.writers:
+            if writer.name in projections or writer.name.removesuffix(".proj") in projections:  # mixed heads
+                continue
+            with evaluation_mode(self.model):
+                ups = _find_ups(self.model, writer, self.layers[writer.layer])
+            if ups:
+                blocks.append(FeedForward(writer, ups, width_in(self.model.get_submodule(writer.name))))
+        if not blocks:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} has no feed-forward block of plain linear layers, one neuron beside "
+                "the other (a mixture of experts is none); leave out dff"
+            )
+        return blocks
+
+
 def find_feed_forward(model: PreTrainedModel, batch: Batch) -> list[FeedForward]:
     """Find the feed-forward blocks whose neurons do not depend on each other, in the order in which they are called.
 
@@ -76,27 +122,7 @@ def find_feed_forward(model: PreTrainedModel, batch: Batch) -> list[FeedForward]
             known.
         CalibrationError: the model does not take such batches.
     """
-    with evaluation_mode(model):
-        layers = single_layers(model, batch)
-        blocks = blocks_of(model, layers, find_writers(model, layers))
-    if not blocks:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no feed-forward block of plain linear layers, one neuron beside the other "
-            "(a mixture of experts is none); leave out dff"
-        )
-    return blocks
-
-
-def blocks_of(model: PreTrainedModel, layers: SingleLayers, writers: Sequence[Writer]) -> list[FeedForward]:
-    """Return the feed-forward blocks of a model whose second layers are among `writers`; as `find_feed_forward`."""
-    projections = {writer.site.path(writer.site.family.output) for writer in writers}
-    blocks = []
-    for writer in writers:
-        if writer.name not in projections and writer.name.removesuffix(".proj") not in projections:  # mixed heads
-            ups = _find_ups(model, writer, layers[writer.layer])
-            if ups:
-                blocks.append(FeedForward(writer, ups, width_in(model.get_submodule(writer.name))))
-    return blocks
+    return Structure(model, batch).blocks
 
 
 def _find_ups(model: PreTrainedModel, writer: Writer, run: Callable[[], Tensor]) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ def as_read(model: PreTrainedModel, writer: Writer, stream: Tensor, target: Tens
     return normal * stream.std(-1, correction=0, keepdim=True) + stream.mean(-1, keepdim=True)
 
 
-def solve(gathered: Fit, writer: Writer, layer: Any, neurons: int | None, sequences: int) -> Refitted:
+def solve(gathered: Fit, writer: Writer, layer: nn.Linear | Conv1D, neurons: int | None, sequences: int) -> Refitted:
     """Fit a layer with the damping that has the smallest error on held-back sequences.
 
     It stays as it is if none lowers that error, unless it is to keep some of its neurons only.

@@ -21,12 +21,28 @@ from collab_compress.attention import NarrowValues, install_
 from collab_compress.calibration import Batch, evaluation_mode, gather_moments
 from collab_compress.calibration.batches import evenly_spaced, in_parts, sequence_count
 from collab_compress.calibration.gather import InputMoments, batch_masks, masks_of, unpadded
-from collab_compress.conversion.chain import LayerCall, by_layer, capture, layer_of, numbered_layers, plain_stack
+from collab_compress.conversion.chain import (
+    LayerCall,
+    Room,
+    by_layer,
+    capture,
+    layer_of,
+    numbered_layers,
+    plain_stack,
+)
 from collab_compress.conversion.feed_forward import FeedForward
 from collab_compress.conversion.fit import Fit, Refitted, as_read, install_refits, solve
-from collab_compress.conversion.head_weights import ENOUGH, HeadWeights, head_weights
-from collab_compress.conversion.maps import Planned, Progress, SiteMoments, Task, replacement
-from collab_compress.conversion.room import Room
+from collab_compress.conversion.maps import (
+    ENOUGH,
+    HeadWeights,
+    Planned,
+    Progress,
+    SiteMoments,
+    Task,
+    head_weights,
+    replacement,
+    silent,
+)
 from collab_compress.conversion.writers import Writer, stream_of
 from collab_compress.devices import float64_device
 from collab_compress.errors import CalibrationError
@@ -83,7 +99,7 @@ def convert_layers_(
     *,
     same_inputs: bool = True,
     length: int = 128,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> tuple[list[Planned], list[Refitted]]:
     """Convert the layers of a model in place; return the maps, in the order of `parts.tasks`, and the refits.
 
@@ -122,10 +138,10 @@ def convert_layers_(
         layers = states.layers
         elsewhere = [task for task in tasks if layer_of(task.site.name) not in layers]
         if elsewhere:
-            replace_maps(elsewhere, gather_all(dense, elsewhere, used))
+            moments = gather_moments(dense, [task.site for task in elsewhere], used)
+            replace_maps(elsewhere, Gathered(moments, head_weights(dense, _weighed(elsewhere), used)))
         for done, layer in enumerate(layers):
-            if progress is not None:
-                progress(layer, done, len(layers))
+            progress(layer, done, len(layers))
             stays = layer not in parts.removed
             if not stays and states.reached > states.layers[layer].start:  # the gap is crossed already
                 continue
@@ -142,15 +158,8 @@ def convert_layers_(
                 install_refits(converted, refits[-1:], parts.blocks)
             if parts.writers and stays:
                 states.run_converted()
-        if progress is not None:
-            progress("", len(layers), len(layers))
+        progress("", len(layers), len(layers))
     return [planned[task.site.name, type(task.site)] for task in parts.tasks], refits
-
-
-def gather_all(model: PreTrainedModel, tasks: Sequence[Task], batches: Sequence[Batch]) -> Gathered:
-    """Gather what attention maps need by running the whole model on the batches."""
-    moments = gather_moments(model, [task.site for task in tasks], batches)
-    return Gathered(moments, head_weights(model, _weighed(tasks), batches))
 
 
 def install_maps_(model: PreTrainedModel, planned: Sequence[Planned]) -> None:
@@ -364,7 +373,7 @@ def written_by(
         if name not in calls:
             pending[name] = args[0], output
 
-    def on_stream(at: tuple[str, str], values: Any) -> None:
+    def on_stream(at: tuple[str, str], values: object) -> None:
         for writer in writers:
             if (writer.at, writer.shown) != at or writer.name not in pending:
                 continue
@@ -379,7 +388,7 @@ def written_by(
     def on_inputs(at: tuple[str, str], _: nn.Module, args: Any, kwargs: Any) -> None:
         on_stream(at, (*args, *kwargs.values()))
 
-    def on_outputs(at: tuple[str, str], _: nn.Module, __: Any, output: Any) -> None:
+    def on_outputs(at: tuple[str, str], _: nn.Module, __: Any, output: object) -> None:
         on_stream(at, output)
 
     with ExitStack() as hooks:

@@ -10,10 +10,10 @@ from collab_compress.calibration import Batch, Calibration, calibration_batches,
 from collab_compress.checkpoint import all_or_nothing
 from collab_compress.conversion.chain import numbered_layers, single_layers
 from collab_compress.conversion.copies import sharing_copy
-from collab_compress.conversion.drift import split_held_back
+from collab_compress.conversion.data import split_held_back
 from collab_compress.conversion.fit import Refitted, check_weights, install_refits
 from collab_compress.conversion.layers import Parts, convert_layers_
-from collab_compress.conversion.maps import Progress
+from collab_compress.conversion.maps import Progress, silent
 from collab_compress.conversion.report import RefitReport
 from collab_compress.conversion.writers import find_writers, width_out
 from collab_compress.errors import CalibrationError, HeadError
@@ -52,10 +52,12 @@ def refit_(
         HeadError: a model holds weights that are offloaded or not finite, or the two have different layers.
     """
     model, dense = transformers_model(model), transformers_model(dense)
-    check_models(model, dense)
+    for role, part in (("converted", model), ("dense", dense)):
+        weights = ((f"{name} of the {role} model", weight) for name, weight in part.named_parameters())
+        check_weights(weights, HeadError)
     batches = calibration_batches(calibration, dense, tokenizer, sequences=sequences, length=length, seed=seed)
     used, held_back = split_held_back(batches)
-    results = refit(model, dense, used, held_back, progress)
+    results = refit(model, dense, used, held_back, progress or silent)
     with all_or_nothing(model):
         install_refits(model, results)
     return tuple(result.report for result in results)
@@ -66,7 +68,7 @@ def refit(
     dense: PreTrainedModel,
     used: Sequence[Batch],
     held_back: Sequence[Batch],
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> list[Refitted]:
     """Compute new weights for the layers that write to the residual stream; neither model is changed.
 
@@ -106,10 +108,3 @@ def refit(
         refitted, sharing_copy(dense), parts, used, held_back, same_inputs=False, progress=progress
     )
     return results
-
-
-def check_models(model: PreTrainedModel, dense: PreTrainedModel) -> None:
-    """Raise HeadError if the converted or the dense model has weights that are offloaded or not finite."""
-    for role, part in (("converted", model), ("dense", dense)):
-        weights = ((f"{name} of the {role} model", weight) for name, weight in part.named_parameters())
-        check_weights(weights, HeadError)

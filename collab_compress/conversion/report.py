@@ -265,17 +265,20 @@ def module_report(
     vectors: tuple[int, ...],
 ) -> ModuleReport:
     """Return the report of one module's queries and keys; `vectors` counts the inputs of both in the moments."""
+    sweeps, converged, breakdowns = 0, True, 0  # of an answer in closed form
+    if isinstance(result, Factorization):
+        sweeps, converged, breakdowns = result.sweeps, result.converged, result.breakdowns
     return ModuleReport(
         **vars(score_costs(site, form, length)),
         dk=form.rank,
         head_dim=form.width,
         weight_error=result.weight_error,
         data_error=result.data_error,
-        sweeps=result.sweeps,
-        converged=result.converged,
+        sweeps=sweeps,
+        converged=converged,
         seconds=seconds,
         vectors=vectors,
-        breakdowns=result.breakdowns,
+        breakdowns=breakdowns,
     )
 
 

@@ -163,7 +163,7 @@ def _watched(model: PreTrainedModel, layer: str, writer: str, change: Tensor | N
         recorded.append(_Seen("", "", output.clone()))
         return None if change is None else output + change
 
-    def record(name: str, shown: str, values: Any) -> None:
+    def record(name: str, shown: str, values: object) -> None:
         stream = stream_of(values, recorded[0].value.shape) if recorded else None
         if stream is not None:
             recorded.append(_Seen(name, shown, stream.clone()))
@@ -171,7 +171,7 @@ def _watched(model: PreTrainedModel, layer: str, writer: str, change: Tensor | N
     def on_inputs(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         record(name, "inputs", (*args, *kwargs.values()))
 
-    def on_outputs(name: str, _: nn.Module, __: Any, output: Any) -> None:
+    def on_outputs(name: str, _: nn.Module, __: Any, output: object) -> None:
         record(name, "outputs", output)
 
     with ExitStack() as hooks:
@@ -183,7 +183,7 @@ def _watched(model: PreTrainedModel, layer: str, writer: str, change: Tensor | N
         yield recorded
 
 
-def stream_of(values: Any, shape: torch.Size) -> Tensor | None:
+def stream_of(values: object, shape: torch.Size) -> Tensor | None:
     """Return the first tensor with as many vectors of this width among a module's inputs or outputs."""
     if isinstance(values, Tensor):
         values = (values,)

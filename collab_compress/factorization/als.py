@@ -16,9 +16,8 @@ from math import ceil, isfinite, sqrt
 import torch
 from torch import Tensor
 
-from collab_compress.factorization.factors import Factors, HeadTensor, Solution
+from collab_compress.factorization.factors import Factors, HeadTensor, Solution, one_hot, singular_channels, strongest
 from collab_compress.factorization.iterate import SHIFT, Channels, Direction, Iterate, Line, positive_minimiser
-from collab_compress.factorization.truncation import one_hot, singular_channels, strongest
 
 SWEEPS = 90  # over which the ridge fades if no number of sweeps is given
 MOST_SWEEPS = 200  # limit of such a run, which goes on while that pays

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collab_compress.factorization.factors import HeadTensor
-from collab_compress.factorization.truncation import one_hot
+from collab_compress.factorization.factors import HeadTensor, one_hot
 
 SHIFT = 16.0
 # Relative rounding of an entry of a Gram matrix whose products are made in that dtype: in float32 errors of 1e-7

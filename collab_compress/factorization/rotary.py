@@ -50,15 +50,12 @@ class RotaryFactors:
 
 @dataclass(frozen=True)
 class RotaryFactorization:
-    """Shared keys and how well they fit.
+    """Shared keys and how well they fit; the answer is in closed form.
 
     Args:
         factors: in complex128.
         weight_error: relative error of the weights, unweighted.
         data_error: relative error of the scores under the moments, averaged over distances, or None without moments.
-        sweeps: always 0: the answer is in closed form.
-        converged: always True.
-        breakdowns: always 0.
 
     Example:
         >>> query, key = torch.randn(2, 4, 16, 4, dtype=torch.complex64)
@@ -70,9 +67,6 @@ class RotaryFactorization:
     factors: RotaryFactors
     weight_error: float
     data_error: float | None
-    sweeps: int = 0
-    converged: bool = True
-    breakdowns: int = 0
 
 
 def factorize_rotary(

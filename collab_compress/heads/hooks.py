@@ -6,6 +6,7 @@ from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, distributed
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import (
@@ -163,7 +164,7 @@ class Tap(HeadHooks):
         torch.Size([2, 3, 6, 6])
     """
 
-    _handles: Sequence[Any] = ()
+    _handles: Sequence[RemovableHandle] = ()
 
     def __init__(
         self,
@@ -204,7 +205,7 @@ class Tap(HeadHooks):
             handle.remove()
         self._readings, self._handles = [], []
 
-    def _begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.training and not (model.training and torch.is_grad_enabled()):
             return  # an evaluation in between keeps the readings of the training step
         self._readings = []
@@ -341,7 +342,7 @@ class HeadMask(HeadHooks):
         return outputs * mask.to(outputs)[..., None, :, None]  # (B, T, H, dv) · (1 or B, 1, H, 1)
 
 
-def _refuse_head_mask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_head_mask(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if kwargs.get("head_mask") is not None:
         raise HeadError(
             f"{type(model).__name__} got head_mask=, which Transformers no longer applies; pass masks of heads to "

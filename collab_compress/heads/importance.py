@@ -195,7 +195,9 @@ def end_tokens(model: PreTrainedModel, tokenizer: Any = None) -> set[int]:
     return {token for token in ends if token is not None}
 
 
-def _token_ids(model: Any, batch: Mapping[str, Tensor]) -> dict[Kind, tuple[Tensor | None, Tensor | None]]:
+def _token_ids(
+    model: PreTrainedModel, batch: Mapping[str, Tensor]
+) -> dict[Kind, tuple[Tensor | None, Tensor | None]]:
     """Return the token ids of queries (B, T) and keys (B, S) of each kind of attention, where they are known."""
     source = batch.get("input_ids")
     if not model.config.is_encoder_decoder:

@@ -15,7 +15,7 @@ from collab_compress.architectures import AttentionSite, find_attention, refuse_
 from collab_compress.architectures.sites import FusedSlice, fused_slice
 from collab_compress.attention.form import Cut, plain_weight, remaining
 from collab_compress.attention.forms import from_stored, refusing_other_models, stored_modules
-from collab_compress.attention.install import FORMS_AT, STOCK_HEADS, head_hooks, lay_out_
+from collab_compress.attention.install import STOCK_HEADS, forms_of, head_hooks, is_converted, lay_out_
 from collab_compress.attention.projections import fused_layer, width_in
 from collab_compress.attention.values import JOINT_WIDTH
 from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
@@ -99,8 +99,8 @@ class PrunedEdit:
                 setattr(cut.owner, cut.name, cut.value)
             for name in self.modules:
                 module = model.base_model.get_submodule(name)
-                for attribute in FORMS_AT:
-                    if (form := getattr(module, attribute, None)) is not None:
+                for form in forms_of(module):
+                    if form is not None:
                         lay_out_(module, form.pieces)
 
     def finish_(self, model: PreTrainedModel) -> None:
@@ -170,7 +170,7 @@ def _channels(kept: KeptHeads, width: int, count: int, path: str) -> list[int]:
     return [head * width + channel for head in kept.kept for channel in range(width)]
 
 
-def _output_cuts(linear: Any, channels: Sequence[int]) -> list[Cut]:
+def _output_cuts(linear: nn.Linear | Conv1D, channels: Sequence[int]) -> list[Cut]:
     cuts = [Cut(linear, "weight", remaining(linear.weight, 0, channels))]
     if linear.bias is not None:
         cuts.append(Cut(linear, "bias", remaining(linear.bias, 0, channels)))
@@ -243,7 +243,7 @@ def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
             f"{site.name}: {site.heads} heads share {site.key_value_heads} heads of keys and values, so none can be "
             "removed alone; mask them instead (HeadMask)"
         )
-    if family.fused and any(hasattr(site.module, attribute) for attribute in FORMS_AT):
+    if family.fused and is_converted(site.module):
         raise HeadError(
             f"{site.name} is converted, and {family.name} has one layer for queries, keys and values; remove heads "
             "first, then convert, or mask them instead (HeadMask)"
@@ -267,7 +267,7 @@ def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
     else:
         _linear(site, family.query, shared)
         _linear(site, family.key, shared)
-    form = getattr(site.module, "value_form", None)
+    _, form = forms_of(site.module)
     value = _linear(site, family.value if form is None else f"{family.value}.proj", shared)
     output = _linear(site, family.output, shared)
     if width_in(output) != value.out_features:

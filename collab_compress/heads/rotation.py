@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.optim import Optimizer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.errors import HeadError
@@ -252,7 +253,9 @@ class Rotator:
         ['swap', 'swap-back']
     """
 
-    def __init__(self, model: PreTrainedModel, rotation: RotationOptions, tokenizer: Any = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, rotation: RotationOptions, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> None:
         self.model, self.rotation = transformers_model(model), rotation
         self._excluded = end_tokens(self.model, tokenizer) if rotation.exclude is None else rotation.exclude
         self.history: list[RotationEvent] = []
@@ -273,7 +276,7 @@ class Rotator:
                 match_heads(sites[0], 0, site, 0)
 
     def epoch(
-        self, epoch: float, optimizer: Any = None, batches: Iterable[Mapping[str, Tensor]] | None = None
+        self, epoch: float, optimizer: Optimizer | None = None, batches: Iterable[Mapping[str, Tensor]] | None = None
     ) -> tuple[RotationEvent, ...]:
         """Swap the heads that have become due since the last call; nothing if training was here before.
 
@@ -322,7 +325,7 @@ class Rotator:
         self._latest = now
         return tuple(self.history[before:])
 
-    def check(self, optimizer: Any) -> None:
+    def check(self, optimizer: Optimizer | None) -> None:
         """Raise a HeadError, before training, if an optimizer's state could not move with the heads."""
         blocks = [block for pair in matched_blocks(self.model, self.rotation.pairs) for block in pair]
         if not self.rotation.pairs:
@@ -353,7 +356,7 @@ class Rotator:
         matched_blocks(self.model, swapped)
         self._latest, self._swapped, self._due, self._awake, self.history = latest, swapped, due, awake, history
 
-    def _swap(self, event: RotationEvent, optimizer: Any) -> None:
+    def _swap(self, event: RotationEvent, optimizer: Optimizer | None) -> None:
         swap_heads_(self.model, event.pairs, optimizer if self.rotation.moments else None)
         self.history.append(event)
 

@@ -1,7 +1,5 @@
 """Gather and write sharded parameters; refuse models whose parameters cannot be changed or saved."""
 
-from typing import Any
-
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
@@ -10,13 +8,13 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress.errors import CollabCompressError, HeadError, UnsupportedModelError
 
 
-def full_tensor(tensor: Any) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor, differentiable. For a sharded tensor every process must call it."""
     full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full
 
 
-def write_(tensor: Any, full: Tensor) -> None:
+def write_(tensor: Tensor, full: Tensor) -> None:
     """Write the full tensor, the same in every process, into a tensor that may be sharded."""
     if full is tensor:
         return
@@ -37,14 +35,14 @@ def reshard_(model: nn.Module) -> None:
             module.reshard()
 
 
-def _holder(parameter: Any) -> str | None:
+def _holder(parameter: Tensor) -> str | None:
     """Return what keeps a parameter in a flat buffer, or away between passes: FSDP1, DeepSpeed ZeRO-3 or nothing."""
     flat = getattr(parameter, "_fsdp_flattened", False)  # with use_orig_params
     view = getattr(getattr(parameter, "_base", None), "_fsdp_flattened", False)  # without
     return "FSDP1" if flat or view else "DeepSpeed ZeRO-3" if hasattr(parameter, "ds_id") else None
 
 
-def refuse_split(where: str, parameter: Any) -> None:
+def refuse_split(where: str, parameter: Tensor) -> None:
     """Raise a HeadError if FSDP1 or ZeRO-3 holds a parameter of the module named `where`."""
     if holder := _holder(parameter):
         raise HeadError(

@@ -1,16 +1,17 @@
 """Swap attention heads, the parameter slices that belong to each, with their gradients and optimizer state."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from collab_compress.architectures import AttentionSite, FusedSlice, find_attention
 from collab_compress.architectures.sites import read
-from collab_compress.attention.install import FORMS_AT
+from collab_compress.attention.install import forms_of
 from collab_compress.errors import HeadError
 from collab_compress.heads.sharding import full_tensor, refuse_split, reshard_, write_
 
@@ -57,8 +58,7 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
         )
     family = site.family
     blocks = []
-    for attribute, dense_paths in zip(FORMS_AT, ((family.query, family.key), (family.value,)), strict=True):
-        form = getattr(site.module, attribute, None)
+    for form, dense_paths in zip(forms_of(site.module), ((family.query, family.key), (family.value,)), strict=True):
         if form is not None:
             for path, count in form.head_rows().items():
                 blocks.append(HeadBlock(site.part(path), 0, head * count, (head + 1) * count))
@@ -88,7 +88,7 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
     return blocks
 
 
-def swap_heads_(model: nn.Module, pairs: Sequence[Pair], optimizer: Any = None) -> None:
+def swap_heads_(model: nn.Module, pairs: Sequence[Pair], optimizer: Optimizer | None = None) -> None:
     """Swap pairs of attention heads in place, with their optimizer state (Multi-Head Rotation, §3.1).
 
     Moves the slices of `head_blocks`, of their gradients, and of every optimizer state shaped like its parameter.
@@ -198,17 +198,17 @@ def match_heads(one: AttentionSite, i: int, other: AttentionSite, j: int) -> lis
     return list(zip(blocks, other_blocks, strict=True))
 
 
-def inner_optimizer(optimizer: Any) -> Any:
+def inner_optimizer(optimizer: Optimizer | None) -> Any:
     """Return the optimizer itself, without Accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def stepped_by(optimizer: Any) -> set[int]:
+def stepped_by(optimizer: Optimizer) -> set[int]:
     """Return the identities of the parameters that an optimizer steps."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def check_optimizer(optimizer: Any, blocks: Sequence[HeadBlock]) -> None:
+def check_optimizer(optimizer: Optimizer | None, blocks: Sequence[HeadBlock]) -> None:
     """Raise a HeadError if an optimizer does not step the parameters of heads, so that it would undo a swap."""
     if optimizer is None:
         return
@@ -227,7 +227,7 @@ def check_optimizer(optimizer: Any, blocks: Sequence[HeadBlock]) -> None:
         )
 
 
-def _head_tensors(parameter: Tensor, state: Any) -> dict[str, Tensor]:
+def _head_tensors(parameter: Tensor, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[str, Tensor]:
     """Return the parameter, its gradient and its optimizer state, named for messages."""
     tensors = {"weights": parameter}
     if parameter.grad is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress import analysis
 from collab_compress.calibration import Batch
@@ -103,7 +103,10 @@ def _users(matrix: Tensor) -> float:
 
 
 def attention_maps(
-    model: PreTrainedModel, tokenizer: Any, sentence: str | tuple[str, str] | None, label: Label
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    sentence: str | tuple[str, str] | None,
+    label: Label,
 ) -> Section:
     """Return the attention probabilities of each head in one sentence."""
     if tokenizer is None or sentence is None:

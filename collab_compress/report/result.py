@@ -15,7 +15,7 @@ from typing import Any
 
 import transformers
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import find_attention
 from collab_compress.attention import is_converted
@@ -25,10 +25,9 @@ from collab_compress.checkpoint.directory import atomic_directory, mapped
 from collab_compress.conversion.report import width_range
 from collab_compress.errors import CompressionError, HeadError, UnsupportedModelError
 from collab_compress.options import SECTION_NAMES, ReportOptions
-from collab_compress.report import drawing
 from collab_compress.report.cost import cost, widths
 from collab_compress.report.heads import TaskScore, attention_maps, dominance, mixing, patterns
-from collab_compress.report.section import Label, Section, short
+from collab_compress.report.section import Label, Section, colours, draw_curves, draw_heatmap, short
 from collab_compress.report.similarity import diversity, similarity
 
 
@@ -67,7 +66,7 @@ def make_report(
     data: str = "the given batches",
     baseline: PreTrainedModel | None = None,
     baseline_name: str = "baseline",
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     sentence: str | tuple[str, str] | None = None,
     score: TaskScore | None = None,
     options: ReportOptions | None = None,
@@ -194,8 +193,8 @@ def render_page(result: ReportResult) -> str:
     """
     loader = PackageLoader("collab_compress.report")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["short"] = short
-    return environment.get_template("page.html").render(result=result, drawing=drawing)
+    environment.filters.update(short=short, draw_heatmap=draw_heatmap, draw_curves=draw_curves, colours=colours)
+    return environment.get_template("page.html").render(result=result)
 
 
 def write_report(result: ReportResult, directory: Path) -> None:

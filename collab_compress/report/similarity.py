@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress import analysis
 from collab_compress.calibration import Batch
@@ -100,7 +100,10 @@ def similarity(
 
 
 def diversity(
-    models: Mapping[str, tuple[PreTrainedModel, Label]], batches: Sequence[Batch], tokenizer: Any, progress: Progress
+    models: Mapping[str, tuple[PreTrainedModel, Label]],
+    batches: Sequence[Batch],
+    tokenizer: PreTrainedTokenizerBase | None,
+    progress: Progress,
 ) -> Section:
     """Return how confident heads of each model are, how far apart they are, and how much their attention overlaps."""
     rows: list[dict[str, Any]] = []

@@ -1,13 +1,13 @@
 """Training with everything that acts on heads: in a `Trainer` or in any loop."""
 
 from collab_compress.training.head_training import (
+    LOSSES,
     SCHEDULES,
     AlphasOptions,
     DropHeadOptions,
     HeadTraining,
     PenaltyOptions,
 )
-from collab_compress.training.penalties import LOSSES
 from collab_compress.training.session import HeadSession
 from collab_compress.training.trainer import HeadSeq2SeqTrainer, HeadTrainer, HeadTrainerMixin
 

@@ -1,16 +1,51 @@
-"""Options of the methods that act on heads during training, and their schedules."""
+"""Options of the methods that act on heads during training, their schedules, and the table of losses over heads."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from collab_compress.architectures import KINDS, Kind
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from collab_compress.architectures import KINDS, Kind, find_attention
 from collab_compress.errors import HeadError, check_number
-from collab_compress.heads import RotationOptions
-from collab_compress.training.penalties import LOSSES
+from collab_compress.heads import Part, RotationOptions, Tap
+from collab_compress.losses import agreement, agreement_probs, bhattacharyya, hsic, orthogonality
 
 Schedule = Callable[[float, float], float]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One loss over heads.
+
+    Args:
+        function: of one part of a reading, (B, T, H, d) vectors or (B, H, T, S) probabilities, and its mask (B, T).
+        part: the part.
+        reduction: over attention modules.
+        weight: the paper's.
+        kinds: the kinds of attention the paper uses it on.
+    """
+
+    function: Callable[[Tensor, Tensor | None], Tensor]
+    part: Part
+    reduction: Literal["mean", "sum"]
+    weight: float
+    kinds: tuple[Kind, ...] = KINDS
+
+
+LOSSES: dict[str, Loss] = {
+    "hsic": Loss(hsic, "outputs", "mean", 1e-7),
+    "hsic-unscaled": Loss(partial(hsic, unscaled=True), "outputs", "mean", 1e-7),
+    "orthogonality": Loss(orthogonality, "values", "mean", 1.0),
+    "agreement": Loss(agreement, "outputs", "mean", 1.0),
+    "agreement-values": Loss(agreement, "values", "mean", 1.0),
+    "agreement-probs": Loss(agreement_probs, "probs", "mean", 1.0),
+    "bhattacharyya": Loss(bhattacharyya, "probs", "sum", 1.0, ("encoder",)),
+}
 
 
 @dataclass(frozen=True)
@@ -207,3 +242,40 @@ def _known_kinds(what: str, kinds: tuple[Kind, ...]) -> None:
         raise HeadError(f"{what}: kinds are {kinds!r}; expected some of {', '.join(KINDS)}, each once")
     for kind in kinds:
         _known(f"kind of attention for {what}", kind, KINDS)
+
+
+class HeadLosses(Tap):
+    """Evaluate losses on the heads of each forward pass, or only of those in training mode.
+
+    `losses` maps any name to a loss in `LOSSES` and its kinds of attention.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, losses: Mapping[str, tuple[str, Collection[Kind]]], training: bool = True
+    ) -> None:
+        self.losses = {name: (LOSSES[loss], kinds) for name, (loss, kinds) in losses.items()}
+        tapped: set[Kind] = set()
+        for _, kinds in self.losses.values():
+            find_attention(model, kinds=kinds)  # raises where there is none
+            tapped |= {*kinds}
+        super().__init__(model, {loss.part for loss, _ in self.losses.values()}, tapped, training)
+
+    def values(self, measured: Collection[str] = ()) -> dict[str, Tensor]:
+        """Return the unweighted losses of the last forward pass; omits losses whose modules were not called.
+
+        Args:
+            measured: names of losses that need no gradient.
+        """
+        readings = self.take()
+        losses = {}
+        for name, (loss, kinds) in self.losses.items():
+            values: list[Tensor] = []
+            with torch.set_grad_enabled(torch.is_grad_enabled() and name not in measured):
+                for reading in readings:
+                    if reading.site.kind in kinds:
+                        value = loss.function(getattr(reading, loss.part), reading.mask_of(loss.part))
+                        values.append(value.to(values[0].device) if values else value)
+            if values:
+                stacked = torch.stack(values)
+                losses[name] = stacked.mean() if loss.reduction == "mean" else stacked.sum()
+        return losses

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
+from torch.optim import Optimizer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import KINDS
 from collab_compress.errors import HeadError, check_number
@@ -17,8 +18,14 @@ from collab_compress.heads.alphas import MixedProjection, mixed_projections
 from collab_compress.heads.sharding import full_tensor, refuse_split, reshard_
 from collab_compress.heads.swap import inner_optimizer, stepped_by
 from collab_compress.losses import nuclear_growth
-from collab_compress.training.head_training import SCHEDULES, AlphasOptions, HeadTraining, of_kinds
-from collab_compress.training.penalties import LOSSES, HeadLosses
+from collab_compress.training.head_training import (
+    LOSSES,
+    SCHEDULES,
+    AlphasOptions,
+    HeadLosses,
+    HeadTraining,
+    of_kinds,
+)
 from collab_compress.transformers_parts import UNLABELLED
 
 logger = logging.getLogger(__name__)
@@ -66,9 +73,9 @@ class HeadSession:
         self,
         model: PreTrainedModel,
         training: HeadTraining,
-        optimizer: Any = None,
+        optimizer: Optimizer | None = None,
         warmup: float = 0.0,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         schedules = [*(o.schedule for o in training.drophead), *(o.schedule for o in training.penalties)]
         if "scheduled" in schedules:
@@ -257,7 +264,9 @@ class AlphasTraining:
     parameters; their gradient is zero, and removed before the optimizer steps.
     """
 
-    def __init__(self, projections: Sequence[MixedProjection], options: AlphasOptions, optimizer: Any) -> None:
+    def __init__(
+        self, projections: Sequence[MixedProjection], options: AlphasOptions, optimizer: Optimizer | None
+    ) -> None:
         if not projections:
             raise HeadError("the model has no alphas to train; call mix_heads_(model) before making the optimizer")
         for projection in projections:
@@ -311,7 +320,7 @@ class AlphasTraining:
                 projection.alphas.grad = None
 
 
-def _init_state_(optimizer: Any, alphas: Sequence[nn.Parameter]) -> None:
+def _init_state_(optimizer: Optimizer, alphas: Sequence[nn.Parameter]) -> None:
     """Initialise zero optimizer state for frozen alphas.
 
     PyTorch loads a checkpoint of sharded training only if every parameter has a state.

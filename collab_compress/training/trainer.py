@@ -213,7 +213,7 @@ STATE = HeadState.__name__  # Transformers looks for it by the name of the class
 class _HeadCallback(TrainerCallback):  # type: ignore[misc]
     """Opens a `HeadSession` when training begins, calls it for each step and epoch, and closes it."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: "HeadTrainer") -> None:
         self.trainer = trainer
         self.session: HeadSession | None = None
         self.epoch = 0

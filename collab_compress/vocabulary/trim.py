@@ -21,7 +21,7 @@ from collab_compress.calibration.batches import evenly_spaced
 from collab_compress.calibration.builtin import builtin_texts, why_not_english
 from collab_compress.calibration.files import Text, read_texts, texts_of
 from collab_compress.calibration.gather import forward_arguments
-from collab_compress.calibration.noise import reads_images_too
+from collab_compress.calibration.synthetic import reads_images_too
 from collab_compress.calibration.tokenization import encode
 from collab_compress.checkpoint import all_or_nothing, is_quantized
 from collab_compress.checkpoint.edits import configs_inside, models_in

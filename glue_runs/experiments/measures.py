@@ -26,7 +26,7 @@ from collab_compress.analysis import (
     random_importance,
     svcca,
 )
-from collab_compress.analysis.diversity import Measure as DiscrepancyMeasure
+from collab_compress.analysis.similarity import Measure as DiscrepancyMeasure
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from collab_compress.calibration import calibration_batches
-from collab_compress.calibration.random_tokens import likelihoods
+from collab_compress.calibration.synthetic import likelihoods
 from collab_compress.calibration.tokenization import ordinary_tokens
 from collab_compress.errors import CalibrationError
 

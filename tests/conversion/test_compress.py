@@ -53,7 +53,8 @@ from collab_compress.attention import is_converted
 from collab_compress.calibration import gather
 from collab_compress.checkpoint import edits_of
 from collab_compress.conversion.compress import working_device
-from collab_compress.conversion.drift import drift_of, split_held_back
+from collab_compress.conversion.data import split_held_back
+from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.refit import refit_
 from collab_compress.factorization import factorize
 from collab_compress.heads import DropHead, HeadGates, Tap

@@ -7,8 +7,8 @@ from transformers.pytorch_utils import Conv1D
 
 from collab_compress import Compression, compress, read_factors
 from collab_compress.architectures import find_attention
-from collab_compress.conversion import head_weights as module
-from collab_compress.conversion.head_weights import ENOUGH, LEAST, _squares, head_weights
+from collab_compress.conversion import maps as module
+from collab_compress.conversion.maps import ENOUGH, LEAST, _squares, head_weights
 from collab_compress.heads import Tap
 
 PADDED = {

@@ -20,12 +20,11 @@ from collab_compress import (
     prune_heads_,
 )
 from collab_compress.conversion import fit as module
-from collab_compress.conversion.chain import single_layers
-from collab_compress.conversion.drift import split_held_back
+from collab_compress.conversion.chain import Room, single_layers
+from collab_compress.conversion.data import split_held_back
 from collab_compress.conversion.feed_forward import find_feed_forward, narrower_config
 from collab_compress.conversion.fit import DAMPINGS, install_refits
 from collab_compress.conversion.refit import refit, refit_
-from collab_compress.conversion.room import Room
 from collab_compress.conversion.writers import find_writers
 from collab_compress.errors import CalibrationError, HeadError, UnsupportedModelError
 

@@ -1,4 +1,4 @@
-"""The share of the layers' operations to keep, turned into widths."""
+"""What every width loses, against conversions and least squares, and the widths that keep a share of operations."""
 
 import copy
 import math
@@ -12,11 +12,12 @@ from transformers import CLIPConfig, CLIPModel, LlamaConfig, LlamaModel
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
 from collab_compress.architectures import find_dense_attention, find_dense_values
+from collab_compress.conversion import feed_forward
 from collab_compress.conversion.chain import LayerCall
-from collab_compress.conversion.curves import loss_curves
 from collab_compress.conversion.data import typical_length
-from collab_compress.conversion.feed_forward import find_feed_forward
-from collab_compress.conversion.widths import LONG, NEURON_WEIGHT, choose_widths
+from collab_compress.conversion.feed_forward import Structure, find_feed_forward
+from collab_compress.conversion.widths import LONG, NEURON_WEIGHT, choose_widths, loss_curves
+from collab_compress.conversion.writers import find_writers
 from collab_compress.errors import CompressionError
 
 FAST = Solver(sweeps=2)
@@ -61,7 +62,7 @@ def slow_choice(dense, keep, length, data):
     """Return the least loss of all widths that keep the share, one by one, and the widths."""
     sites, values = find_dense_attention(dense), find_dense_values(dense)
     blocks = find_feed_forward(dense, data[0])
-    losses = loss_curves(dense, sites, values, blocks, data)
+    losses = loss_curves(Structure(dense, data[0]), sites, values, blocks, data)
     total = 0
     for site in sites:
         total += 4 * length * site.width**2 + 2 * length**2 * site.width
@@ -93,7 +94,7 @@ def slow_choice(dense, keep, length, data):
 @pytest.mark.parametrize("keep", [0.8, 0.4])
 def test_the_widths_chosen_lose_least(keep, make_tiny):
     dense, data = make_tiny("bert"), batches(12)
-    choice = choose_widths(dense, Compression(keep=keep), data, 16)
+    choice = choose_widths(Structure(dense, data[0]), Compression(keep=keep), data, 16)
     chosen = choice.compression
     dk, dv, dff = slow_choice(dense, keep, 16, data)
     assert (chosen.dk, chosen.dv, chosen.dff or 32) == (dk, dv, dff)
@@ -103,7 +104,8 @@ def test_the_widths_chosen_lose_least(keep, make_tiny):
 @pytest.mark.parametrize("length", [LONG, LONG + 1])
 def test_long_inputs_make_heads_narrower_too(length, make_tiny):
     """Most operations are those of the scores then, whose number falls with the width of heads alone."""
-    chosen = choose_widths(make_tiny("bert"), Compression(keep=0.4), batches(), length).compression
+    structure = Structure(make_tiny("bert"), batches()[0])
+    chosen = choose_widths(structure, Compression(keep=0.4), batches(), length).compression
     assert chosen.dk is not None
     assert chosen.head_dim == (max(2, chosen.dk // 3) if length > LONG else None)
 
@@ -112,8 +114,16 @@ def test_one_conversion_follows_one_pass(make_tiny, monkeypatch):
     """However many widths there are, a choice costs one pass of the dense model's layers."""
     calls = []
     monkeypatch.setattr(LayerCall, "run", lambda *args, run=LayerCall.run: calls.append(args[0].name) or run(*args))
-    choose_widths(make_tiny("bert"), Compression(keep=0.6), batches(), 16)
+    choose_widths(Structure(make_tiny("bert"), batches()[0]), Compression(keep=0.6), batches(), 16)
     assert len(calls) <= 2 * len(batches()) + 60  # the rest finds writers and neurons
+
+
+@pytest.mark.parametrize("options", [{"keep": 0.4, "solver": FAST}, {"dff": 16, "layers": 1}])
+def test_a_conversion_finds_the_structure_of_its_model_once(options, make_tiny, monkeypatch):
+    found = []
+    monkeypatch.setattr(feed_forward, "find_writers", lambda *args: found.append(args) or find_writers(*args))
+    assert compress(make_tiny("bert"), Compression(**options), batches()).refits
+    assert len(found) == 1
 
 
 def test_modules_have_widths_of_their_own():
@@ -153,7 +163,7 @@ def test_blocks_whose_neurons_depend_on_each_other_stay_as_they_are(make_tiny):
     model = make_tiny("bert")
     for layer in model.encoder.layer:
         layer.intermediate.intermediate_act_fn = torch.nn.Softmax(-1)
-    choice = choose_widths(model, Compression(keep=0.6), batches(), 8)
+    choice = choose_widths(Structure(model, batches()[0]), Compression(keep=0.6), batches(), 8)
     assert choice.compression.dff is None
     assert 0.4 < choice.kept <= 0.6
     assert "(feed-forward blocks stay as they are: BertModel has no feed-forward block" in choice.reason
@@ -201,3 +211,100 @@ def test_keep_that_cannot_be_is_refused(make_tiny):
         with pytest.raises(CompressionError, match=message):
             compress(model, Compression(keep=keep), data)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+FAMILIES = ["bert", "t5", "gpt2", "vit", "albert"]
+
+
+def data(name, count=12):
+    return [inputs(name, seed) for seed in range(count)]
+
+
+def curves_of(model, batches):
+    structure = Structure(model, batches[0])
+    return loss_curves(structure, find_dense_attention(model), find_dense_values(model), structure.blocks, batches)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_losses_fall_with_the_width_and_end_at_nothing(name):
+    model = build(name)
+    before = {path: tensor.clone() for path, tensor in model.state_dict().items()}
+    curves = curves_of(model, data(name))
+    count = len(find_dense_attention(model))
+    assert [len(curves[part]) for part in ("dk", "dv")] == [count, count]
+    for part, losses in ((part, losses) for part, modules in curves.items() for losses in modules.values()):
+        assert losses.isfinite().all()
+        assert (losses[1:] <= losses[:-1] + 1e-9).all() or part == "dff"  # which counts chance too
+        assert abs(float(losses[-1])) < 1e-6
+        assert losses[0] > 0
+    assert all(torch.equal(tensor, before[path]) for path, tensor in model.state_dict().items())
+
+
+def streams(model, batches, writer):
+    """Return the residual stream after a layer of BERT's attention, and what it adds to, without padding."""
+    seen = []
+    at = model.get_submodule(writer.removesuffix("dense") + "LayerNorm")
+    with at.register_forward_pre_hook(lambda _, args: seen.append(args[0])), torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    mask = [batch["attention_mask"].bool() for batch in batches]
+    return torch.cat([stream[keep] for stream, keep in zip(seen, mask, strict=True)]).double()
+
+
+@pytest.mark.parametrize("dv", [6, 18])
+def test_losses_of_values_are_those_of_a_conversion(dv):
+    dense, batches = build("bert"), data("bert")
+    curves = curves_of(dense, batches)
+    first = "encoder.layer.0.attention"
+    model = copy.deepcopy(dense)
+    compress(model, Compression(dv=dv, modules="*0*", solver=Solver(refit=False)), batches)
+    before, after = (streams(each, batches, f"{first}.output.dense") for each in (dense, model))
+    lost = (after - before).square().sum() / (before - before.mean(0)).square().sum()
+    # The conversion holds an eighth of the sequences back, and both add a damping.
+    assert float(curves["dv"][f"{first}.self"][dv]) == pytest.approx(float(lost), rel=0.25)
+
+
+def test_losses_of_neurons_are_those_of_the_best_fit_without_them():
+    dense, batches = build("bert"), data("bert", 24)
+    curves = curves_of(dense, batches)
+    name = "encoder.layer.0.output.dense"
+    layer, seen = dense.get_submodule(name), []
+    with layer.register_forward_pre_hook(lambda _, args: seen.append(args[0])), torch.no_grad():
+        for batch in batches:
+            dense(**batch)
+    masks = [batch["attention_mask"].bool() for batch in batches]
+    neurons = torch.cat([inputs[mask] for inputs, mask in zip(seen, masks, strict=True)]).double()
+    outputs = (neurons - neurons.mean(0)) @ layer.weight.detach().double().mT
+    weakest = outputs.new_tensor([float("inf")])
+    stream = streams(dense, batches, name)
+    spread = (stream - stream.mean(0)).square().sum()
+    count = len(neurons)
+    for neuron in range(32):  # the best 31 to keep, one by one
+        others = neurons[:, [other for other in range(32) if other != neuron]]
+        centred = others - others.mean(0)
+        fitted = centred @ torch.linalg.lstsq(centred, outputs).solution
+        weakest = torch.minimum(weakest, (outputs - fitted).square().sum() / spread)
+    expected = float(weakest) * (count + 31) / (count - 31)
+    assert float(curves["dff"][name][31]) == pytest.approx(expected, rel=0.3)  # but for the damping
+
+
+@pytest.mark.parametrize("bias", [0.0, 1.0])
+def test_values_that_are_the_same_everywhere_lose_nothing(bias):
+    dense, batches = build("bert"), data("bert")
+    attention = dense.encoder.layer[0].attention.self
+    with torch.no_grad():
+        attention.value.weight.zero_()
+        attention.value.bias.fill_(bias)
+    losses = curves_of(dense, batches)
+    assert not losses["dv"]["encoder.layer.0.attention.self"].any()
+    assert losses["dv"]["encoder.layer.1.attention.self"][0] > 0
+
+
+def test_a_stream_that_is_the_same_everywhere_loses_nothing():
+    dense, batches = build("detr"), data("detr")  # whose decoder starts from zeros
+    losses = curves_of(dense, batches)
+    first = "decoder.layers.0.self_attn"
+    assert not losses["dk"][first].any()
+    assert not losses["dv"][first].any()
+    assert all(curve.isfinite().all() for modules in losses.values() for curve in modules.values())
+    assert compress(dense, Compression(keep=0.5), batches).refits

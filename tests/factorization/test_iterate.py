@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collab_compress.factorization import Factors, HeadTensor
+from collab_compress.factorization.factors import singular_channels
 from collab_compress.factorization.iterate import (
     Channels,
     Direction,
@@ -12,7 +13,6 @@ from collab_compress.factorization.iterate import (
     positive_minimiser,
     solve_normal_equations,
 )
-from collab_compress.factorization.truncation import singular_channels
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
 

@@ -10,8 +10,7 @@ import pytest
 
 from collab_compress.errors import CheckpointError
 from collab_compress.report import ReportResult, render_page, to_json, write_report
-from collab_compress.report.drawing import draw_curves, draw_heatmap
-from collab_compress.report.section import Curves, Heatmaps, Section, Table, short
+from collab_compress.report.section import Curves, Heatmaps, Section, Table, draw_curves, draw_heatmap, short
 
 VOID = ("meta", "link")
 
