@@ -54,7 +54,7 @@ class Encoder:
         self.languages = ("de", "fr") if prefix else ()
         self.captions = {name: load_task("multi30k", data, source="en", target=name) for name in self.languages}
         self.texts = self.sentences("validation")
-        for pairs in self.captions.values():
+        for pairs in self.captions.values():  # the English ones count twice
             self.texts += [*pairs["test"]["source"], *pairs["test"]["target"]]
 
     def load(self) -> tuple[Any, Any]:
@@ -80,10 +80,11 @@ class Encoder:
             return tokenizer([self.prefix + text for text in texts], **options)
 
         scores = {"STS-B": self.task.score(model, prefixed)}
-        for name, pairs in self.captions.items():
-            columns = [embed(model, prefixed, list(pairs["test"][column])) for column in ("source", "target")]
-            english, others = map(nn.functional.normalize, columns)
-            found = (english @ others.mT).argmax(1) == torch.arange(len(english))
+        columns = {name: list(pairs["test"]["target"]) for name, pairs in self.captions.items()}
+        columns |= {"en": list(pairs["test"]["source"]) for pairs in self.captions.values()}
+        vectors = {name: nn.functional.normalize(embed(model, prefixed, texts)) for name, texts in columns.items()}
+        for name in self.languages:
+            found = (vectors["en"] @ vectors[name].mT).argmax(1) == torch.arange(len(vectors["en"]))
             scores[f"en→{name}"] = 100 * float(found.float().mean())
         return scores
 
