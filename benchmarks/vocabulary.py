@@ -51,11 +51,13 @@ class Encoder:
 
     def __init__(self, folder: Path | None, data: Path, prefix: str) -> None:
         self.task, self.prefix = Embeddings(data, folder), prefix
-        self.languages = ("de", "fr") if prefix else ()
-        self.captions = {name: load_task("multi30k", data, source="en", target=name) for name in self.languages}
-        self.texts = self.sentences("validation")
-        for pairs in self.captions.values():  # the English ones count twice
-            self.texts += [*pairs["test"]["source"], *pairs["test"]["target"]]
+        self.texts, self.captions = self.sentences("validation"), dict[str, dict[str, list[str]]]()
+        for target in ("de", "fr") if prefix else ():
+            pairs = load_task("multi30k", data, source="en", target=target, splits=["train", "test"])
+            for name, column in (("en", "source"), (target, "target")):
+                self.captions[name] = {split: list(rows[column]) for split, rows in pairs.items()}
+        for captions in self.captions.values():
+            self.texts += captions["test"]
 
     def load(self) -> tuple[Any, Any]:
         return self.task.load()
@@ -67,9 +69,8 @@ class Encoder:
 
     def counted(self) -> dict[str, list[str]]:
         """Return what tokens are counted in beside the built-in texts."""
-        if self.languages:
-            rows = [pairs["train"] for pairs in self.captions.values()]
-            return {"captions": [*rows[0]["source"], *(text for pairs in rows for text in pairs["target"])]}
+        if self.captions:
+            return {"captions": [text for captions in self.captions.values() for text in captions["train"]]}
         training = self.sentences("train")
         random.Random(0).shuffle(training)
         return {"1,024 sentences": training[:SENTENCES], "all sentences": training}
@@ -80,10 +81,11 @@ class Encoder:
             return tokenizer([self.prefix + text for text in texts], **options)
 
         scores = {"STS-B": self.task.score(model, prefixed)}
-        columns = {name: list(pairs["test"]["target"]) for name, pairs in self.captions.items()}
-        columns |= {"en": list(pairs["test"]["source"]) for pairs in self.captions.values()}
-        vectors = {name: nn.functional.normalize(embed(model, prefixed, texts)) for name, texts in columns.items()}
-        for name in self.languages:
+        vectors = {
+            name: nn.functional.normalize(embed(model, prefixed, captions["test"]))
+            for name, captions in self.captions.items()
+        }
+        for name in [name for name in vectors if name != "en"]:
             found = (vectors["en"] @ vectors[name].mT).argmax(1) == torch.arange(len(vectors["en"]))
             scores[f"en→{name}"] = 100 * float(found.float().mean())
         return scores
