@@ -116,14 +116,13 @@ def _tokens(arguments: Arguments) -> int | list[str]:
     try:
         if path.exists() and not path.is_file():  # a pipe may never end
             raise ValueError("not a file")
-        lines = path.read_text(encoding="utf-8").split("\n")
+        tokens = [line for line in path.read_text(encoding="utf-8").split("\n") if line]
+        if not tokens:
+            raise ValueError("the file holds no token")
     except (OSError, ValueError) as error:
         raise CollabCompressError(
             f"--vocabulary {words}: {one_line(error)}; expected a number of tokens, or a file with one a line"
         ) from error
-    tokens = [line.rstrip("\r") for line in lines if line.rstrip("\r")]
-    if not tokens:
-        raise CollabCompressError(f"--vocabulary {words}: the file holds no token; expected one a line")
     return tokens
 
 

@@ -30,11 +30,11 @@ from collab_compress.attention.projections import width_in
 from collab_compress.calibration import Calibration, evaluation_mode
 from collab_compress.calibration.batches import sample_sequences, sequence_count
 from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
-from collab_compress.conversion.chain import SingleLayers, layer_of, single_layers
+from collab_compress.conversion.chain import layer_of, single_layers
 from collab_compress.conversion.copies import conversion_of, sharing_copy
 from collab_compress.conversion.curves import MEASURED
 from collab_compress.conversion.data import Data, read
-from collab_compress.conversion.depth import Depth, choose_layers, deep_stacks, depth_of, ends_of
+from collab_compress.conversion.depth import Depth, deep_stacks, find_depth
 from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.feed_forward import (
     FeedForward,
@@ -56,7 +56,7 @@ from collab_compress.conversion.maps import (
 )
 from collab_compress.conversion.report import Drift, ModuleReport, Report, ValueReport
 from collab_compress.conversion.widths import Choice, choose_widths
-from collab_compress.conversion.writers import Writer, find_writers
+from collab_compress.conversion.writers import find_writers
 from collab_compress.errors import CompressionError, UnsupportedModelError, check_type, one_line
 from collab_compress.heads.sharding import refuse_unwritable
 from collab_compress.options import KEEP, CalibrationOptions, Compression
@@ -372,7 +372,9 @@ def _parts(
         with evaluation_mode(model):
             layers = single_layers(model, data.used[0])
             writers = find_writers(model, layers) if takes_layers else []
-            depth = _depth(job, compression, layers, writers, refits)
+            depth = None
+            if compression.layers is not None:
+                depth = find_depth(model, compression.layers, layers, writers, data, refits, job.report)
     except UnsupportedModelError as error:
         if dff is not None or compression.layers is not None or compression.solver.refit:
             raise
@@ -388,20 +390,6 @@ def _parts(
         {} if depth is None else depth.targets,
     )
     return parts, config, (), depth
-
-
-def _depth(
-    job: _Job, compression: Compression, layers: SingleLayers, writers: Sequence[Writer], refits: bool
-) -> Depth | None:
-    """Choose the layers that go; None if all stay."""
-    if compression.layers is None:
-        return None
-    model, data = job.model, job.data
-    stacks, ends = deep_stacks(model, compression.layers), ends_of(model, layers, writers)
-    chosen = choose_layers(
-        model, stacks, compression.layers, ends, data.used, data.held_back, refit=refits, progress=job.report
-    )
-    return depth_of(model, stacks, chosen, ends if refits else {})
 
 
 def _warnings(job: _Job, compression: Compression, converted: _Converted) -> list[str]:

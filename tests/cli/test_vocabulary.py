@@ -61,7 +61,7 @@ def test_before_a_conversion_with_the_tokens_of_a_file(run, monkeypatch, model_d
             "--vocabulary none.txt: No such file or directory; expected a number of tokens",
         ),
         (("--vocabulary", "tiny"), "--vocabulary tiny: not a file; expected a number of tokens"),
-        (("--vocabulary", "tiny/empty.txt"), "--vocabulary tiny/empty.txt: the file holds no token; expected one a"),
+        (("--vocabulary", "tiny/empty.txt"), "--vocabulary tiny/empty.txt: the file holds no token; expected a num"),
         (("--vocabulary", "9"), "tokens is 9; expected at least"),
     ],
 )

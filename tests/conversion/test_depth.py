@@ -12,7 +12,7 @@ from torch.nn.functional import layer_norm
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
 from collab_compress import Compression, CompressionError, Solver, UnsupportedModelError, compress
-from collab_compress.conversion import compress as module
+from collab_compress.conversion import depth as module
 from collab_compress.conversion.depth import Depth
 from collab_compress.conversion.drift import split_held_back
 from collab_compress.conversion.refit import refit_
