@@ -3,8 +3,8 @@ r"""Remove whole layers from each stack of numbered layers, so that a stock mode
 **Which layers.** One after the other goes the layer without which the last hidden states of its stack move least:
 each token is divided by its length, each channel by its spread. That is measured on the held-back sequences, with the
 gap refitted on up to 256 others. Layers run alone, from hidden states that are kept before each. So removing
-one layer from a stack of L takes about L/2 passes of the held-back sequences through the stack, and two of the
-sequences that gaps are refitted to.
+one layer from a stack of L takes about L/2 passes of the held-back sequences through the stack, and one of the
+sequences that gaps are refitted to: those before the last layer that went are not refitted again.
 
 **Across a gap.** The last layer that writes to the residual stream before a gap is refitted towards the dense stream
 behind the gap, in closed form (`fit`; where a LayerNorm follows, towards what that leaves of it). What its numbered
