@@ -65,9 +65,10 @@ class VocabularyReport:
     def __str__(self) -> str:
         share = self.parameters_after / self.parameters_before - 1
         return (
-            f"vocabulary {self.tokens_before:,} → {self.tokens_after:,}\n"
-            f"{self.parameters_before:,} → {self.parameters_after:,} parameters ({share:+.1%})\n"
-            f"{self.same} of {self.texts} held-back texts keep their tokens; all have {self.length - 1:+.1%} tokens"
+            f"Of the vocabulary of {self.tokens_before:,} tokens {self.tokens_after:,} stay; parameters "
+            f"{self.parameters_before:,} → {self.parameters_after:,} ({share:+.1%}).\n"
+            f"{self.same} of {self.texts} held-back texts keep their tokens, and so their hidden states; all have "
+            f"{self.length - 1:+.1%} tokens."
         )
 
 

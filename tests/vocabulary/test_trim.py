@@ -295,7 +295,7 @@ def test_the_most_frequent_tokens_of_the_texts_stay():
     assert report.same == report.texts == 2
     assert tokenizer.tokenize(texts[0]) == rows
     assert len(tokenizer) == 320
-    assert "held-back texts keep their tokens; all have +0.0% tokens" in str(report)
+    assert "2 of 2 held-back texts keep their tokens, and so their hidden states; all have +0.0%" in str(report)
 
 
 def test_texts_that_are_left_out_are_warned_of(caplog):
