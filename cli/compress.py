@@ -10,7 +10,6 @@ from collab_compress import (
     Compression,
     ModuleReport,
     Report,
-    VocabularyReport,
     alphas_of,
     compress,
     mix_heads_,
@@ -86,7 +85,7 @@ def run(arguments: Arguments) -> Report | None:
         arguments.saving,
         record,
         lines + _mixing_lines(mixed),
-        notes=[] if trimming is None else [_vocabulary_note(trimming)],
+        notes=[] if trimming is None else [str(trimming)],
         new_tokens=trimming is not None,
         compression=None if report is None else _compression(arguments, report),
         calibration=None if report is None else _calibration_words(source, calibration),
@@ -116,24 +115,14 @@ def _tokens(arguments: Arguments) -> int | list[str]:
     try:
         if path.exists() and not path.is_file():  # a pipe may never end
             raise ValueError("not a file")
-        lines = path.read_text(encoding="utf-8").split("\n")
+        tokens = [line for line in path.read_text(encoding="utf-8").split("\n") if line]
+        if not tokens:
+            raise ValueError("the file holds no token")
     except (OSError, ValueError) as error:
         raise CollabCompressError(
             f"--vocabulary {words}: {one_line(error)}; expected a number of tokens, or a file with one a line"
         ) from error
-    tokens = [line.rstrip("\r") for line in lines if line.rstrip("\r")]
-    if not tokens:
-        raise CollabCompressError(f"--vocabulary {words}: the file holds no token; expected one a line")
     return tokens
-
-
-def _vocabulary_note(report: VocabularyReport) -> str:
-    """Return the sentences about a smaller vocabulary for a model card."""
-    return (
-        f"Of the vocabulary of {report.tokens_before:,} tokens {report.tokens_after:,} stay, in the tokenizer and in "
-        "the embeddings. A text whose tokens all stay has the same hidden states; others have more tokens: "
-        f"{report.length - 1:+.1%} over {report.texts} texts."
-    )
 
 
 def _plan(arguments: Arguments) -> None:

@@ -28,13 +28,13 @@ from collab_compress.architectures import (
 )
 from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm
 from collab_compress.attention.projections import width_in
-from collab_compress.calibration import Calibration, evaluation_mode
+from collab_compress.calibration import Calibration
 from collab_compress.calibration.batches import sample_sequences, sequence_count
 from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
 from collab_compress.conversion.chain import layer_of
 from collab_compress.conversion.copies import conversion_of, sharing_copy
 from collab_compress.conversion.data import Data, read
-from collab_compress.conversion.depth import Depth, choose_layers, deep_stacks, depth_of, ends_of
+from collab_compress.conversion.depth import Depth, deep_stacks, find_depth
 from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.feed_forward import (
     FeedForward,
@@ -370,7 +370,9 @@ def _parts(
         check_weights(model.named_parameters())
     try:
         writers = job.structure.writers  # and layers that can be called alone
-        depth = _depth(job, compression, refits)
+        depth = None
+        if compression.layers is not None:
+            depth = find_depth(job.structure, compression.layers, data, refits, job.progress)
     except UnsupportedModelError as error:
         if dff is not None or compression.layers is not None or compression.solver.refit:
             raise
@@ -386,20 +388,6 @@ def _parts(
         {} if depth is None else depth.targets,
     )
     return parts, config, (), depth
-
-
-def _depth(job: _Job, compression: Compression, refits: bool) -> Depth | None:
-    """Choose the layers that go; None if all stay."""
-    if compression.layers is None:
-        return None
-    model, data, structure = job.model, job.data, job.structure
-    stacks = deep_stacks(model, compression.layers)
-    with evaluation_mode(model):
-        ends = ends_of(model, structure.layers, structure.writers)
-        chosen = choose_layers(
-            model, stacks, compression.layers, ends, data.used, data.held_back, refit=refits, progress=job.progress
-        )
-    return depth_of(model, stacks, chosen, ends if refits else {})
 
 
 def _warnings(job: _Job, compression: Compression, converted: _Converted) -> list[str]:

@@ -334,8 +334,7 @@ class States:
 
     def run_converted(self) -> None:
         """Run the converted layer on all batches, unless nothing reads what it returns."""
-        stop = self.places.stop
-        if stop == len(self.calls[0]) or self.calls[0][stop].hidden is not None:
+        if self.reached == len(self.calls[0]) or self.calls[0][self.reached].hidden is not None:
             return
         for number, calls in enumerate(self.converted_calls):
             hidden = self.converted_hidden[number]

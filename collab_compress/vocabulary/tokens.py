@@ -4,7 +4,7 @@ A text whose tokens all stay keeps them, in each of the three models that `token
 
 * WordPiece takes the longest token that matches. If that one stays, it is still the longest.
 * BPE merges the pair of the lowest rank. Inside a token of the result, the merges are those of that token by itself,
-  so they are kept for every token that stays, with the tokens between (`Vocabulary.needs`).
+  so they are kept for every token that stays, with the tokens between (`Vocabulary.closed`).
 * Unigram takes the tokens of the largest sum of scores. If these stay, so does their sum, and no other one rises: the
   token of the lowest score stays too, because the score of an unknown character is counted from it.
 
@@ -28,7 +28,7 @@ from collab_compress.errors import CompressionError
 
 MODELS = ("WordPiece", "BPE", "Unigram")
 BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-SPACE = "▁"  # which decoders turn into a space only where it is a token, not bytes
+BESIDE = frozenset(map(chr, range(128))) | {"▁"}  # "▁" becomes a space only where it is a token, not bytes
 READ = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -62,10 +62,8 @@ class Vocabulary:
         self.pieces: set[str] = set(backend.get_vocab(with_added_tokens=False))
         self.prefix = self.model.get("continuing_subword_prefix") or ""
         self.suffix = self.model.get("end_of_word_suffix") or ""
-        self._ranks: dict[tuple[str, str], int] = {}
-        for rank, merge in enumerate(self.model.get("merges", ())):
-            first, second = merge.split(" ") if isinstance(merge, str) else merge
-            self._ranks[first, second] = rank
+        pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in self.model.get("merges", ()))
+        self._ranks = {(first, second): rank for rank, (first, second) in enumerate(pairs)}
         self._merges = cache(self._merged)
         self._always = {*tokenizer.all_special_ids, *(token["id"] for token in self.state["added_tokens"])}
         self._always |= {*backend.encode("").ids, *backend.encode("", "").ids}  # of the post-processor and of padding
@@ -81,14 +79,10 @@ class Vocabulary:
         tokens = {self.tokens[number] for number in {*self._always, *named} if number in self.tokens}
         writes_bytes = self.model.get("byte_fallback") and "ByteFallback" in json.dumps(self.state["decoder"])
         if writes_bytes and self.pieces >= BYTES:
-            tokens |= BYTES | {
-                piece for piece in self.pieces if piece == SPACE or (len(piece) == 1 and piece.isascii())
-            }
+            tokens |= BYTES | (self.pieces & BESIDE)
         else:
-            for piece in self.pieces:
-                symbols = self._symbols(piece)
-                if len(symbols) == 1 or not self.pieces.issuperset(symbols):
-                    tokens.add(piece)
+            symbols = {piece: self._symbols(piece) for piece in self.pieces}
+            tokens |= {piece for piece, own in symbols.items() if len(own) == 1 or not self.pieces.issuperset(own)}
         if self.kind == "Unigram":
             tokens.add(min(self.model["vocab"], key=lambda pair: pair[1])[0])
             tokens.add(self.model["vocab"][self.model["unk_id"] or 0][0])
@@ -97,8 +91,11 @@ class Vocabulary:
         return self.closed(self.ids[token] for token in tokens)
 
     def closed(self, numbers: Iterable[int]) -> set[int]:
-        """Return ids together with those of the tokens that these are built from."""
-        return {self.ids[part] for number in numbers for part in self.needs(self.tokens[number])}
+        """Return ids together with those of the tokens that BPE merges these from."""
+        closed = set(numbers)
+        for number in list(closed) if self.kind == "BPE" else ():
+            closed.update(self.ids[part] for pair in self._merges(self.tokens[number]) or () for part in pair)
+        return closed
 
     def most_frequent(self, counts: Counter[int], size: int, stay: Collection[int]) -> set[int]:
         """Return `size` ids: those that stay, then the most frequent ones, then the first in the tokenizer's order.
@@ -116,27 +113,19 @@ class Vocabulary:
         for number in order:
             if len(kept) == size:
                 break
-            token = self.tokens[number]
-            if number in kept or (self.kind == "BPE" and not counts[number] and self._merges(token) is None):
+            if self.kind == "BPE" and not counts[number] and self._merges(self.tokens[number]) is None:
                 continue  # no text has a token that merges do not reach
-            needed = {self.ids[part] for part in self.needs(token)} - kept
+            needed = self.closed([number]) - kept
             if len(kept) + len(needed) <= size:
                 kept |= needed
         return kept
 
-    def needs(self, token: str) -> set[str]:
-        """Return a token and those that it is merged from."""
-        merges = self._merges(token) if self.kind == "BPE" and token in self.pieces else None
-        return {token, *(part for pair in merges or () for part in pair)}
-
     def _symbols(self, token: str) -> list[str]:
         """Return the characters of a token as its model writes them: with a prefix inside, a suffix at the end."""
-        inside = bool(self.prefix) and token.startswith(self.prefix) and token != self.prefix
-        body = token.removeprefix(self.prefix) if inside else token
-        ends = bool(self.suffix) and body.endswith(self.suffix) and body != self.suffix
-        characters = list(body.removesuffix(self.suffix) if ends else body)
-        symbols = [self.prefix * (inside or place > 0) + character for place, character in enumerate(characters)]
-        return [*symbols[:-1], symbols[-1] + self.suffix] if ends else symbols
+        body = token.removeprefix(self.prefix) or token
+        word = body.removesuffix(self.suffix) or body
+        symbols = [self.prefix * (place > 0 or body != token) + character for place, character in enumerate(word)]
+        return [*symbols[:-1], *(last + body.removeprefix(word) for last in symbols[-1:])]
 
     def _merged(self, token: str) -> list[tuple[str, str]] | None:
         """Return the merges that BPE makes a token with, in order; None if they do not lead to it."""
@@ -157,7 +146,7 @@ class Vocabulary:
         Args:
             new: id of each token that stays → its new id.
         """
-        state, model = dict(self.state), dict(self.model)
+        model = dict(self.model)
         if self.kind == "Unigram":
             model["vocab"] = [pair for number, pair in enumerate(model["vocab"]) if number in new]
             model["unk_id"] = None if model["unk_id"] is None else new[model["unk_id"]]
@@ -166,27 +155,20 @@ class Vocabulary:
         if self.kind == "BPE":
             used = {pair for number in new for pair in self._merges(self.tokens[number]) or ()}
             model["merges"] = [list(pair) for pair in sorted(used, key=self._ranks.__getitem__)]
-        state["model"] = model
-        state["added_tokens"] = [token | {"id": new[token["id"]]} for token in state["added_tokens"]]
-        state["post_processor"] = _renumbered(state["post_processor"], new)
-        if state["padding"] is not None:
-            state["padding"] = state["padding"] | {"pad_id": new[state["padding"]["pad_id"]]}
-        return state
 
+        def renumbered(part: dict[str, Any]) -> dict[str, Any]:
+            for name, value in part.items():
+                if name in ("id", "pad_id") and isinstance(value, int):  # of added tokens, of padding
+                    part[name] = new[value]
+                elif name == "ids" and isinstance(value, list):  # of TemplateProcessing
+                    part[name] = [new[number] for number in value]
+                elif name in ("sep", "cls") and isinstance(value, list):  # of BertProcessing and RobertaProcessing
+                    part[name] = [value[0], new[value[1]]]
+            return part
 
-def _renumbered(value: Any, new: Mapping[int, int]) -> Any:
-    """Return a post-processor with the new ids of its special tokens."""
-    if isinstance(value, list):
-        return [_renumbered(part, new) for part in value]
-    if not isinstance(value, dict):
-        return value
-    renumbered = {name: _renumbered(part, new) for name, part in value.items()}
-    if isinstance(value.get("ids"), list):  # of TemplateProcessing
-        renumbered["ids"] = [new[number] for number in value["ids"]]
-    for name in ("sep", "cls"):  # of BertProcessing and RobertaProcessing
-        if isinstance(value.get(name), list):
-            renumbered[name] = [value[name][0], new[value[name][1]]]
-    return renumbered
+        others = {name: part for name, part in self.state.items() if name != "model"}
+        state: dict[str, Any] = json.loads(json.dumps(others), object_hook=renumbered)
+        return state | {"model": model}
 
 
 def reloaded(tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any], new: Mapping[int, int]) -> Any:

@@ -4,7 +4,8 @@ import copy
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from numbers import Integral
@@ -64,9 +65,10 @@ class VocabularyReport:
     def __str__(self) -> str:
         share = self.parameters_after / self.parameters_before - 1
         return (
-            f"vocabulary {self.tokens_before:,} → {self.tokens_after:,}\n"
-            f"{self.parameters_before:,} → {self.parameters_after:,} parameters ({share:+.1%})\n"
-            f"{self.same} of {self.texts} held-back texts keep their tokens; all have {self.length - 1:+.1%} tokens"
+            f"Of the vocabulary of {self.tokens_before:,} tokens {self.tokens_after:,} stay; parameters "
+            f"{self.parameters_before:,} → {self.parameters_after:,} ({share:+.1%}).\n"
+            f"{self.same} of {self.texts} held-back texts keep their tokens, and so their hidden states; all have "
+            f"{self.length - 1:+.1%} tokens."
         )
 
 
@@ -117,7 +119,11 @@ def trim_vocabulary_(
             f"the tokenizer has token {max(vocabulary.tokens)}, but {type(model).__name__} has embeddings of {size} "
             "tokens; the tokenizer is not this model's"
         )
-    named = {number for number in _ids_in(model) if 0 <= number < size}
+    named: set[int] = set()
+    for _, name, value in _settings(model):
+        if NAMES_IDS.search(name):
+            _mapped(value, named.add)
+    named &= set(range(size))
     counted, held_back = _divided(texts, tokenizer)
     kept = _chosen(vocabulary, tokens, vocabulary.must_stay(named), _encoded(tokenizer, counted))
     rows = [*sorted(kept), *sorted(named - vocabulary.tokens.keys())]
@@ -182,7 +188,7 @@ def _chosen(
     most = len(vocabulary.tokens)
     if isinstance(tokens, str) or not isinstance(tokens, int | Integral | Iterable):
         raise CompressionError(f"tokens is {tokens!r}; expected how many tokens stay, or a list of them")
-    if not isinstance(tokens, int | Integral):
+    if isinstance(tokens, Iterable):
         named = list(tokens)
         unknown = next((token for token in named if token not in vocabulary.ids), None)
         if unknown is not None:
@@ -216,16 +222,14 @@ def _unchanged(
     return same
 
 
-def _embeddings(model: PreTrainedModel) -> Iterator[Any]:
-    """Yield the input and output embeddings of a model and the models inside it."""
+def _embeddings(model: PreTrainedModel) -> list[Any]:
+    """Return the input and output embeddings of a model and the models inside it."""
+    layers: list[Any] = []
     for inner in models_in(model):
         for get in (inner.get_input_embeddings, inner.get_output_embeddings):
-            try:
-                layer = get()
-            except NotImplementedError:
-                continue
-            if layer is not None:
-                yield layer
+            with suppress(NotImplementedError):
+                layers.append(get())
+    return [layer for layer in layers if layer is not None]
 
 
 def _rows(model: PreTrainedModel) -> int:
@@ -235,7 +239,7 @@ def _rows(model: PreTrainedModel) -> int:
         raise CompressionError(f"{what} is quantized; trim the vocabulary of the unquantized checkpoint instead")
     if model.main_input_name != "input_ids" or reads_images_too(model):
         raise UnsupportedModelError(f"{what} reads more than texts; its vocabulary cannot be trimmed")
-    layers = list(_embeddings(model))
+    layers = _embeddings(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise CompressionError(f"{what} has weights that are not in memory; load it without offloading")
     rows = {len(layer.weight) for layer in layers if isinstance(layer, nn.Embedding | nn.Linear)}
@@ -248,22 +252,13 @@ def _rows(model: PreTrainedModel) -> int:
     return rows.pop()
 
 
-def _holders(model: PreTrainedModel) -> list[dict[str, Any]]:
-    """Return the attributes of all modules, configs and generation settings of a model, each once."""
+def _settings(model: PreTrainedModel) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return each attribute of modules, configs and generation settings: all of its holder's, its name, its value."""
     holders: list[Any] = list(model.modules())
     for inner in models_in(model):
         holders += [*configs_inside(inner.config), getattr(inner, "generation_config", None)]
-    return list({id(holder): vars(holder) for holder in holders if holder is not None}.values())
-
-
-def _ids_in(model: PreTrainedModel) -> set[int]:
-    """Return the ids that modules, configs and generation settings name."""
-    ids: set[int] = set()
-    for holder in _holders(model):
-        for name, value in holder.items():
-            if NAMES_IDS.search(name):
-                _mapped(value, ids.add)
-    return ids
+    unique = {id(holder): vars(holder) for holder in holders if holder is not None}
+    return [(attributes, name, value) for attributes in unique.values() for name, value in attributes.items()]
 
 
 def _mapped(value: Any, change: Any) -> Any:
@@ -278,35 +273,29 @@ def _mapped(value: Any, change: Any) -> Any:
 def _cut_(model: PreTrainedModel, size: int, rows: Sequence[int], new: Mapping[int, int]) -> None:
     """Leave some rows of everything of the vocabulary's size, and write the new ids and sizes, in place."""
     shared = {id(layer.weight) for layer in _embeddings(model)}
-    cut: dict[int, Tensor] = {}  # tied parameters stay tied
-    others = set()  # embeddings of positions, whose padding_idx is no token
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and id(module.weight) not in shared:
-            others.add(id(vars(module)))
-        for holder in (module._parameters, module._buffers):
-            for name, tensor in list(holder.items()):
-                if tensor is None or size not in tensor.shape:
-                    continue
-                if id(tensor) not in cut:
-                    cut[id(tensor)] = _remaining(f"{path}.{name}", tensor, rows, size, id(tensor) in shared)
-                holder[name] = cut[id(tensor)]
+    modules = list(model.modules())
+    embeddings = [module for module in modules if isinstance(module, nn.Embedding)]
+    positions = {id(vars(module)) for module in embeddings if id(module.weight) not in shared}  # padding is no token
+    cut = {
+        id(tensor): _remaining(path, tensor, rows, size, id(tensor) in shared)
+        for path, tensor in chain(model.named_parameters(), model.named_buffers())
+        if size in tensor.shape
+    }
+    for module in modules:
+        for held in (module._parameters, module._buffers):  # tied parameters stay tied
+            held.update({name: cut[id(tensor)] for name, tensor in held.items() if id(tensor) in cut})
     for inner in models_in(model):
         if getattr(inner, "generation_config", None) is not None:
             inner.generation_config = copy.deepcopy(inner.generation_config)  # the old one is restored after an error
-    for attributes in _holders(model):
-        for name, value in list(attributes.items()):
-            if name in SIZES and value == size:
-                attributes[name] = len(rows)
-            elif NAMES_IDS.search(name) and id(attributes) not in others:
-                attributes[name] = _mapped(value, lambda number: new.get(number, number))
+    for attributes, name, value in _settings(model):
+        if name in SIZES and value == size:
+            attributes[name] = len(rows)
+        elif NAMES_IDS.search(name) and id(attributes) not in positions:
+            attributes[name] = _mapped(value, lambda number: new.get(number, number))
 
 
 def _remaining(path: str, tensor: Tensor, rows: Sequence[int], size: int, is_embedding: bool) -> Tensor:
-    """Return some rows of an embedding, or some numbers of a bias of the head.
-
-    Raises:
-        UnsupportedModelError: the tensor at `path` is neither.
-    """
+    """Return some rows of an embedding, or some numbers of a bias of the head; raise if the tensor is neither."""
     if not is_embedding and not (path.endswith("bias") and tensor.numel() == size):
         raise UnsupportedModelError(
             f"{path} has shape {tuple(tensor.shape)} and is no input or output embedding, so it is not known whether "
@@ -321,11 +310,8 @@ def _states(model: PreTrainedModel, numbers: Sequence[int]) -> Tensor:
     """Return the outputs of the base model for a few tokens, (1, T, …)."""
     base: Any = model.base_model
     ids = torch.tensor([list(numbers)])
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids}
     known = forward_arguments(base)
-    if "decoder_input_ids" in known:
-        batch["decoder_input_ids"] = ids
     with evaluation_mode(base):
-        output = run_batch(base, {name: value for name, value in batch.items() if name in known})
-    states: Tensor = output[0].float()
-    return states
+        states: Tensor = run_batch(base, {name: value for name, value in batch.items() if name in known})[0]
+    return states.float()

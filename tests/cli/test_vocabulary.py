@@ -21,8 +21,8 @@ def test_alone_it_leaves_a_plain_model_with_its_tokenizer(run, monkeypatch, mode
     monkeypatch.chdir(tmp_path)
     code, printed, error = run("tiny", "--vocabulary", "8000", "--json", "report.json")
     assert code == 0, error
-    assert "vocabulary 30,522 → 8,000\n" in printed
-    assert "of 200 held-back texts keep their tokens; all have +" in printed
+    assert "Of the vocabulary of 30,522 tokens 8,000 stay; parameters " in printed
+    assert "of 200 held-back texts keep their tokens, and so their hidden states; all have +" in printed
     assert "collab_compress" not in printed.split("To use it:")[1]
     saved = tmp_path / "tiny-vocabulary8000"
     model, tokenizer = BertForSequenceClassification.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
@@ -61,7 +61,7 @@ def test_before_a_conversion_with_the_tokens_of_a_file(run, monkeypatch, model_d
             "--vocabulary none.txt: No such file or directory; expected a number of tokens",
         ),
         (("--vocabulary", "tiny"), "--vocabulary tiny: not a file; expected a number of tokens"),
-        (("--vocabulary", "tiny/empty.txt"), "--vocabulary tiny/empty.txt: the file holds no token; expected one a"),
+        (("--vocabulary", "tiny/empty.txt"), "--vocabulary tiny/empty.txt: the file holds no token; expected a num"),
         (("--vocabulary", "9"), "tokens is 9; expected at least"),
     ],
 )

@@ -12,7 +12,7 @@ from torch.nn.functional import layer_norm
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
 from collab_compress import Compression, CompressionError, Solver, UnsupportedModelError, compress
-from collab_compress.conversion import compress as module
+from collab_compress.conversion import depth as module
 from collab_compress.conversion.data import split_held_back
 from collab_compress.conversion.depth import Depth
 from collab_compress.conversion.refit import refit_
@@ -145,6 +145,17 @@ def test_layers_are_chosen_by_what_the_last_hidden_states_move(name):
     for ours, number in zip(layers_of(model), kept, strict=True):
         theirs = layers_of(dense)[number].state_dict()
         assert all(torch.equal(tensor, theirs[key]) for key, tensor in ours.state_dict().items())
+
+
+def test_gaps_are_refitted_only_where_something_changed(monkeypatch):
+    model, rounds, solve, remove_one = make("gpt2", 6), [], module.solve, module._Search.remove_one
+    for part in (model.h[4].attn.c_proj, model.h[4].mlp.c_proj):  # it computes nothing, so it goes first
+        part.weight.data.zero_()
+        part.bias.data.zero_()
+    monkeypatch.setattr(module, "solve", lambda *args: rounds[-1].append(args[1].layer) or solve(*args))
+    monkeypatch.setattr(module._Search, "remove_one", lambda search: rounds.append([]) or remove_one(search))
+    assert "h.4" in compress(model, Compression(layers=4), batches(12)).removed_layers
+    assert rounds == [["h.0", "h.1", "h.2", "h.3", "h.4"], ["h.2", "h.3"]]
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
