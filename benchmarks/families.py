@@ -5,13 +5,13 @@
     python benchmarks/families.py titles FOLDER/t5 [--rows "stock dk=192 dv=192" "shared dff=512"]
 
 reactions: an ALBERT, one layer used twelve times, of chemical reactions. The share of tokens of textbook reactions that
-it fills in rightly, each masked once, one in six at a time. Calibrated on reactions made from patterns, on random tokens,
-or on none.
+it fills in rightly; each is masked once, one in six at a time. Calibrated on reactions made from patterns (texts), on
+random tokens (synthetic), or on none.
 
 titles: a T5 that writes titles of what a program did; here of functions of Python's standard library, from their names
-and the first sentences that describe them. Each conversion is saved as a plain model and loaded in a process without
-this package. How many of 50 titles, greedily decoded, are as the dense model writes them, and the share of the tokens of
-its titles that come first given those before. Calibrated on other functions with the dense model's titles.
+and descriptions. Each conversion is saved as a plain model, and a process without this package loads it and writes 50
+titles greedily: how many are the dense model's, and for how many tokens of the dense model's titles the converted model
+predicts the same, given those before. Calibrated on other functions with the dense model's titles (texts).
 """
 
 import argparse
@@ -38,7 +38,8 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from collab_compress import CalibrationOptions, Compression, Solver, compress
 from collab_compress.conversion import to_stock
 
-CALIBRATED, SCORED = 256, 50
+REACTIONS = 256  # to calibrate on
+SCORED, CALIBRATED = 50, 200  # titles
 
 TEXTBOOK = """
 CC(=O)O.OCC>>CC(=O)OCC
@@ -91,7 +92,7 @@ Ic1ccccc1.C#Cc1ccccc1>>C(#Cc1ccccc1)c1ccccc1
 Fc1ccccc1[N+](=O)[O-].NCC>>CCNc1ccccc1[N+](=O)[O-]
 CC(C)(C)OC(=O)OC(=O)OC(C)(C)C.NCc1ccccc1>>CC(C)(C)OC(=O)NCc1ccccc1
 CC(C)(C)OC(=O)NCc1ccccc1.Cl>>NCc1ccccc1
-""".split()
+"""
 
 PATTERNS = (
     "OC(=O){a}.O{b}>>{b}OC(=O){a}",
@@ -110,30 +111,35 @@ PATTERNS = (
 FIRST = ("c1ccccc1", "c1ccc(F)cc1", "c1ccc(OC)cc1", "c1ccncc1", "CCC", "c1cccc(Cl)c1", "C1CCCCC1", "c1ccsc1")
 SECOND = ("Cc1ccccc1", "CCC(C)C", "c1ccc(C#N)cc1", "CCOC", "C1CCOCC1", "c1ccc(C(F)(F)F)cc1", "CC(=O)OCC")
 
-MODULES = """argparse ast asyncio.tasks base64 bisect calendar cmd code codecs collections configparser contextlib copy
-csv datetime decimal difflib dis email.utils enum fileinput fnmatch fractions ftplib functools getpass gettext glob gzip
+MODULES = """
+argparse ast asyncio.tasks base64 bisect calendar cmd code codecs collections configparser contextlib copy csv
+datetime decimal difflib dis email.utils enum fileinput fnmatch fractions ftplib functools getpass gettext glob gzip
 heapq html http.client http.cookies http.server imaplib inspect ipaddress json linecache locale logging lzma mailbox
-mimetypes multiprocessing.pool numbers os pathlib pickle pickletools pkgutil platform plistlib posixpath pprint profile
-pstats queue random re reprlib sched secrets selectors shelve shlex shutil signal smtplib socket socketserver ssl
-statistics string subprocess symtable tarfile tempfile textwrap threading timeit tokenize trace traceback types
-unittest.case urllib.parse urllib.request uuid venv warnings wave weakref webbrowser xmlrpc.client zipapp""".split()
+mimetypes multiprocessing.pool numbers os pathlib pickle pickletools pkgutil platform plistlib posixpath pprint
+profile pstats queue random re reprlib sched secrets selectors shelve shlex shutil signal smtplib socket
+socketserver ssl statistics string subprocess symtable tarfile tempfile textwrap threading timeit tokenize trace
+traceback types unittest.case urllib.parse urllib.request uuid venv warnings wave weakref webbrowser xmlrpc.client
+zipapp
+"""
 
 TITLES = """
 import json, sys
 from transformers import AutoTokenizer, T5ForConditionalGeneration
 folder, tokenizer = sys.argv[1], AutoTokenizer.from_pretrained(sys.argv[2])
 model = T5ForConditionalGeneration.from_pretrained(folder).eval()
-rows = [tokenizer(text, return_tensors="pt")["input_ids"] for text in json.load(sys.stdin)]
-outputs = [model.generate(input_ids=row, max_new_tokens=24, do_sample=False)[0] for row in rows]
+texts, titles = json.load(sys.stdin), []
+for start in range(0, len(texts), 25):
+    batch = tokenizer(texts[start : start + 25], padding=True, return_tensors="pt")
+    titles += tokenizer.batch_decode(model.generate(**batch, max_new_tokens=24), skip_special_tokens=True)
 assert not any(name.startswith("collab_compress") for name in sys.modules)
-print(json.dumps([tokenizer.decode(output, skip_special_tokens=True) for output in outputs]))
+print(json.dumps(titles))
 """
 
 
 def made_reactions(seed: int) -> list[str]:
     """Return reactions of all patterns, shuffled."""
     reactions = [pattern.format(a=a, b=b) for pattern, a, b in product(PATTERNS, FIRST, SECOND)]
-    return random.Random(seed).sample(reactions, CALIBRATED)
+    return random.Random(seed).sample(reactions, REACTIONS)
 
 
 def reactions(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -145,9 +151,9 @@ def reactions(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         model, kind = copy.deepcopy(dense), case.get("calibration")
         if case["row"] != "dense":
             data: Any = made_reactions(case["seed"]) if kind == "texts" else kind
-            options = None if kind in ("texts", "none") else CalibrationOptions(sequences=CALIBRATED)
+            options = None if kind in ("texts", "none") else CalibrationOptions(sequences=REACTIONS)
             convert_(model, case, data, tokenizer, options)
-        right, total = filled(model, tokenizer, TEXTBOOK)
+        right, total = filled(model, tokenizer, TEXTBOOK.split())
         yield case | {"right": right, "tokens": total, "parameters": model.num_parameters()}
 
 
@@ -168,7 +174,7 @@ def filled(model: PreTrainedModel, tokenizer: Any, texts: Sequence[str], apart: 
 def functions() -> list[str]:
     """Return what the T5 reads about functions of the standard library, in random order."""
     texts = []
-    for name in MODULES:
+    for name in MODULES.split():
         module = importlib.import_module(name)
         for function, value in sorted(vars(module).items()):
             text = (inspect.getdoc(value) or "").split("\n\n")[0]

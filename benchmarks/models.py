@@ -245,7 +245,7 @@ def t5(downloads: Path, target: Path) -> None:
 
 def onnx_weights(data: bytes, prefix: str, new_prefix: str) -> dict[str, Tensor]:
     """Return the weights of a graph of 8 bits in float32, by the modules that they belong to."""
-    import onnx  # noqa: PLC0415
+    import onnx
 
     graph = onnx.load_model_from_string(data).graph
     stored = {item.name: torch.tensor(onnx.numpy_helper.to_array(item)) for item in graph.initializer}

@@ -37,7 +37,6 @@ from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
-from collab_compress.calibration import calibration_batches
 from collab_compress.calibration.builtin import builtin_texts
 
 RATE = 16_000  # samples a second that Whisper reads
@@ -51,7 +50,7 @@ class Speaker:
     """Speak texts by espeak-ng."""
 
     def __init__(self) -> None:
-        import espeakng_loader  # noqa: PLC0415
+        import espeakng_loader
 
         self.library = ctypes.CDLL(espeakng_loader.get_library_path())
         self.parts: list[np.ndarray] = []
@@ -192,7 +191,9 @@ def time(recognizer: Recognizer, args: argparse.Namespace) -> None:
     for row in args.rows:
         if row not in models:
             models[row], (_, widths) = copy.deepcopy(recognizer.dense), parse_row(row)
-            compress(models[row], Compression(**widths, solver=Solver(sweeps=1 if "dk" in widths else None)), batch * 2)
+            compress(
+                models[row], Compression(**widths, solver=Solver(sweeps=1 if "dk" in widths else None)), batch * 2
+            )
     with torch.inference_mode():
         features, tokens = batch[0]["input_features"], torch.full((1, 32), recognizer.tokenizer.eos_token_id)
         heard = recognizer.dense.model.encoder(features)[0]
