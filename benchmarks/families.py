@@ -4,14 +4,14 @@
     python benchmarks/families.py reactions FOLDER/rxnmapper [--rows dense "shared dk=171" "shared dff=256"]
     python benchmarks/families.py titles FOLDER/t5 [--rows "stock dk=192 dv=192" "shared dff=512"]
 
-reactions: an ALBERT, one layer used twelve times, of chemical reactions. The share of tokens of textbook reactions that
-it fills in rightly; each is masked once, one in six at a time. Calibrated on reactions made from patterns (texts), on
-random tokens (synthetic), or on none.
+reactions: an ALBERT, one layer used twelve times, of chemical reactions. The share of tokens of textbook reactions
+that it fills in rightly; each is masked once, one in six at a time. Calibrated on reactions made from patterns (texts),
+on random tokens (synthetic), or on none.
 
-titles: a T5 that writes titles of what a program did; here of functions of Python's standard library, from their names
-and descriptions. Each conversion is saved as a plain model, and a process without this package loads it and writes 50
-titles greedily: how many are the dense model's, and for how many tokens of the dense model's titles the converted model
-predicts the same, given those before. Calibrated on other functions with the dense model's titles (texts).
+titles: a T5 that writes titles of what a program did; here of functions of Python's standard library, from names and
+descriptions. Each conversion is saved as a plain model, and a process without this package loads it and writes 50
+titles greedily: how many are the dense model's, and for how many tokens of the dense model's titles the converted
+model predicts the same, given those before. Calibrated on other functions with the dense model's titles (texts).
 """
 
 import argparse
