@@ -5,8 +5,8 @@
     python benchmarks/families.py titles FOLDER/t5 [--rows "stock dk=192 dv=192" "shared dff=512"]
 
 reactions: an ALBERT, one layer used twelve times, of chemical reactions. The share of tokens of textbook reactions
-that it fills in rightly; each is masked once, one in six at a time. Calibrated on reactions made from patterns (texts),
-on random tokens (synthetic), or on none.
+that it fills in rightly; each is masked once, one in six at a time. Calibrated on reactions made from patterns
+(texts), on random tokens (synthetic), or on none.
 
 titles: a T5 that writes titles of what a program did; here of functions of Python's standard library, from names and
 descriptions. Each conversion is saved as a plain model, and a process without this package loads it and writes 50
