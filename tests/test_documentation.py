@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import re
 import tomllib
 from functools import partial
@@ -11,14 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     BartConfig,
     BartModel,
     BertConfig,
     BertForSequenceClassification,
+    GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     TrainingArguments,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    WhisperProcessor,
+    WhisperTokenizer,
 )
 
 from collab_compress import Compression, compress
@@ -56,7 +64,15 @@ def test_what_packages_export_has_an_example(package: str) -> None:
 
 SNIPPET_PAGES = [ROOT / "README.md"] + [
     ROOT / "docs" / "guides" / f"{name}.md"
-    for name in ("acting_on_heads", "classifier", "decoders", "embedding_model", "looking_at_heads", "vocabulary")
+    for name in (
+        "acting_on_heads",
+        "classifier",
+        "decoders",
+        "embedding_model",
+        "looking_at_heads",
+        "speech",
+        "vocabulary",
+    )
 ]
 SNIPPETS = [
     pytest.param(page.stem, block, id=f"{page.stem}-{number}")
@@ -80,12 +96,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory, minilm_path: Path, minilm_t
         model.save_pretrained(folder / name)
         minilm_tokenizer.save_pretrained(folder / name)
     (folder / "minilm-128").symlink_to(minilm_path)
+    write_whisper(folder / "my-whisper")
+    (folder / "my-whisper-1024").symlink_to(folder / "my-whisper")
     return folder
 
 
 def tiny_classifier(vocabulary: int) -> BertForSequenceClassification:
     sizes = {"hidden_size": 12 * 12, "intermediate_size": 32, "num_hidden_layers": 1}
     return BertForSequenceClassification(BertConfig(vocab_size=vocabulary, num_attention_heads=4, **sizes))
+
+
+def write_whisper(folder: Path) -> None:
+    """Save a tiny Whisper that reads a second, with its processor, whose tokens are bytes."""
+    folder.mkdir()
+    end, start, no_timestamps = "<|endoftext|>", "<|startoftranscript|>", "<|notimestamps|>"
+    special = [end, start, "<|en|>", "<|transcribe|>", no_timestamps]
+    ids = {token: number for number, token in enumerate([*sorted(ByteLevel.alphabet()), *special])}
+    files = folder / "vocab.json", folder / "merges.txt"
+    files[0].write_text(json.dumps(ids), encoding="utf-8")
+    files[1].write_text("#version: 0.2\n", encoding="utf-8")
+    tokenizer = WhisperTokenizer(*map(str, files), pad_token=end)
+    tokenizer.add_special_tokens({"additional_special_tokens": special[1:]})
+    WhisperProcessor(WhisperFeatureExtractor(feature_size=8, chunk_length=1), tokenizer).save_pretrained(folder)
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    sizes = {"d_model": 32, "num_mel_bins": 8, "max_source_positions": 50, "max_target_positions": 64}
+    tokens = {"pad_token_id": ids[end], "eos_token_id": ids[end], "decoder_start_token_id": ids[start]}
+    config = WhisperConfig(vocab_size=len(ids), bos_token_id=ids[end], **layers, **sizes, **tokens)
+    model = WhisperForConditionalGeneration(config)
+    languages = {"is_multilingual": True, "lang_to_id": {"<|en|>": ids["<|en|>"]}}
+    model.generation_config = GenerationConfig(
+        max_length=16,
+        task_to_id={"transcribe": ids["<|transcribe|>"]},
+        no_timestamps_token_id=ids[no_timestamps],
+        **languages,
+        **tokens,
+    )
+    model.save_pretrained(folder)
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
@@ -105,8 +151,9 @@ def test_snippets_run(
     for name in ("SWEEPS", "MOST_SWEEPS"):
         monkeypatch.setattr(f"collab_compress.factorization.als.{name}", 5)
     monkeypatch.setattr("collab_compress.analysis.module_latency", partial(module_latency, rounds=2))
-    if 'save_pretrained("my-classifier-128")' in snippet:
-        (tmp_path / "my-classifier-128").unlink()  # the snippet writes it
+    for name in ("my-classifier-128", "my-whisper-1024"):
+        if f'save_pretrained("{name}")' in snippet:
+            (tmp_path / name).unlink()  # the snippet writes it
     torch.manual_seed(0)
     classifier = tiny_classifier(len(minilm_tokenizer))
     sizes = {"d_model": 128, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": len(minilm_tokenizer)}
@@ -128,6 +175,8 @@ def test_snippets_run(
         "head_training": HeadTraining(drophead=(DropHeadOptions(0.2),)),
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "epochs": 1,
+        "sounds": list(torch.randn(16, 8_000).numpy()),
+        "texts": [f"dog {number} runs" for number in range(16)],
         "evaluate": lambda model: float(model(**batch)[0].detach().sum()),
     }
     exec(compile(snippet, page, "exec"), names)

