@@ -262,3 +262,9 @@ def test_rows_whose_time_is_measured(row, model, monkeypatch):
     monkeypatch.setattr(speed, "token_batch", lambda *_: {"input_ids": tokens, "attention_mask": tokens.clamp(max=1)})
     converted = speed.converted(model, row)
     assert converted.num_parameters() < model.num_parameters()
+
+
+@pytest.mark.parametrize(("heard", "errors"), [("a b c", 0), ("a c", 1), ("a x c", 1), ("a b b c d", 2), ("", 3)])
+def test_word_errors_are_the_fewest_changes(heard, errors, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    assert import_module("speech").distance(["a", "b", "c"], heard.split()) == errors
