@@ -369,8 +369,8 @@ def _parts(
     if takes_layers:
         check_weights(model.named_parameters())
     try:
-        writers = job.structure.writers  # and layers that can be called alone
-        depth = None
+        _ = job.structure.layers  # whether they can be called alone
+        writers, depth = job.structure.writers if refits else [], None
         if compression.layers is not None:
             depth = find_depth(job.structure, compression.layers, data, refits, job.progress)
     except UnsupportedModelError as error:
@@ -381,7 +381,7 @@ def _parts(
     removed = () if depth is None else depth.removed
     parts = Parts(
         [task for task in tasks if layer_of(task.site.name) not in removed],
-        writers if refits else [],
+        writers,
         [block for block in blocks if block.writer.layer not in removed],
         dff or 0,
         removed,

@@ -146,9 +146,10 @@ def to_stock(model: PreTrainedModel) -> PreTrainedModel:
         config = copy.deepcopy(expanded.config)
         setattr(config, sites[0].family.free_width, width)
         stock: PreTrainedModel = type(model)(config).to(model.device, model.dtype)
-    stock.load_state_dict(expanded.state_dict())
-    for name, parameter in expanded.named_parameters():
-        stock.get_parameter(name).requires_grad_(parameter.requires_grad)
+    frozen = [parameter for parameter in expanded.parameters() if not parameter.requires_grad]
+    stock.load_state_dict(expanded.state_dict(keep_vars=True), assign=True)  # the same parameters, tied as they were
+    for parameter in frozen:
+        parameter.requires_grad_(False)
     with torch.no_grad():
         for site, old in zip(find_attention(stock), scaling, strict=True):
             query = site.part(site.family.query)

@@ -89,3 +89,19 @@ def test_inference_mode_leaves_parameters_that_train():
         stock = to_stock(model)
     assert not any(parameter.is_inference() for parameter in stock.parameters())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_weights_that_were_loaded_untied_stay_untied(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=50, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, decoder_start_token_id=0
+    )
+    config.tie_word_embeddings = False
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path).eval()
+    assert loaded.lm_head.weight is not loaded.shared.weight
+    compress(loaded, Compression(dk=16, head_dim=4, dv=16), None)
+    tokens = {"input_ids": torch.tensor([[3, 5, 8]]), "decoder_input_ids": torch.tensor([[0, 7]])}
+    stock = to_stock(loaded)
+    torch.testing.assert_close(stock(**tokens).logits, loaded(**tokens).logits, rtol=1e-4, atol=1e-4)
+    assert stock.lm_head.weight is not stock.shared.weight
