@@ -397,12 +397,11 @@ def _warnings(job: _Job, compression: Compression, converted: _Converted) -> lis
     warnings = warnings_of(converted.planned, compression, blocks)
     chosen = [what for what, some in (("neurons", blocks), ("layers", converted.depth)) if some]
     if chosen and not job.data.refit:
-        random, data = "noise", "images or sounds like yours"
+        random, data = "noise alone, after which a model may be useless", "images or sounds like yours"
         if job.model.main_input_name == "input_ids":
-            random, data = "random tokens", "texts like yours, or on texts that a language model has 'generated'"
-        warnings.append(
-            f"{' and '.join(chosen)} were chosen on {random} alone, which loses more; calibrate on {data}"
-        )
+            random = "random tokens alone, which loses more"
+            data = "texts like yours, or on texts that a language model has 'generated'"
+        warnings.append(f"{' and '.join(chosen)} were chosen on {random}; calibrate on {data}")
     return warnings
 
 
