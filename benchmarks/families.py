@@ -11,7 +11,8 @@ that it fills in rightly; each is masked once, one in six at a time. Calibrated 
 titles: a T5 that writes titles of what a program did; here of functions of Python's standard library, from names and
 descriptions. Each conversion is saved as a plain model, and a process without this package loads it and writes 50
 titles greedily: how many are the dense model's, and for how many tokens of the dense model's titles the converted
-model predicts the same, given those before. Calibrated on other functions with the dense model's titles (texts).
+model predicts the same, given those before. Calibrated on other functions with the dense model's titles (texts), or
+as above.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from typing import Any
 
 import torch
 from speed import parse_row
-from timing import append_record, read_records
+from timing import append_record, is_recorded, read_records
 from torch import Tensor
 from transformers import AlbertForMaskedLM, AutoTokenizer, PreTrainedModel, T5ForConditionalGeneration
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
@@ -197,7 +198,7 @@ def titles(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     rows = args.rows or ["shared dff=512", "stock dk=192 dv=192", "stock dk=192 dv=192 dff=512"]
     for case in cases(args, rows):
         model = copy.deepcopy(dense)
-        convert_(model, case, pairs if case["calibration"] == "texts" else "synthetic", tokenizer)
+        convert_(model, case, pairs if case["calibration"] == "texts" else case["calibration"], tokenizer)
         model = to_stock(model) if case["row"].startswith("stock") else model
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
@@ -238,7 +239,7 @@ def cases(args: argparse.Namespace, rows: Sequence[str]) -> Iterator[dict[str, A
         case = {"model": args.model.name, "row": row}
         if row != "dense":
             case |= {"calibration": kind, "seed": seed}
-        if not any(case.items() <= record.items() for record in done):
+        if not is_recorded(case, done):
             done.append(case)
             yield case
 

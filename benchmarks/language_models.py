@@ -54,7 +54,7 @@ from datasets import Dataset
 from feed_forward_rivals import chosen_by
 from rivals import Batches, dropped, pooled
 from speed import parse_row
-from timing import append_record, read_records
+from timing import append_record, is_recorded, read_records
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
@@ -163,7 +163,7 @@ class Bench:
     def measure(self, make: Callable[[], PreTrainedModel], **case: Any) -> None:
         """Measure a case that is not in the records, and append it."""
         case = {"model": self.name, **case}
-        if any(case.items() <= record.items() for record in self.done):
+        if is_recorded(case, self.done):
             return
         record = {**case, "perplexity": round(perplexity(make(), batches_of(self.rows), self.masked), 2)}
         self.done.append(record)
@@ -292,7 +292,7 @@ def pretrained(folder: Path, args: argparse.Namespace) -> None:
     done = read_records(args.records)
     for row, kind in product(args.rows, args.calibrations):
         case = {"model": folder.name, "row": row, "calibration": kind}
-        if any(case.items() <= record.items() for record in done):
+        if is_recorded(case, done):
             continue
         model = smaller(dense, row, data[kind], tokenizer)
         case["perplexity"] = round(perplexity(model, test), 2)

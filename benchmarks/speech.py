@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.signal import resample_poly
-from speed import parse_row
-from timing import add_timing_arguments, append_record, read_records, report
+from speed import DENSE, parse_row, with_dense
+from timing import add_timing_arguments, append_record, is_recorded, read_records, report
 from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoTokenizer, WhisperForConditionalGeneration
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
@@ -167,7 +167,7 @@ def words(recognizer: Recognizer, args: argparse.Namespace) -> None:
         case: dict[str, Any] = {"model": args.model.name, "row": row}
         if row != "dense":
             case |= {"calibration": kind, "clips": args.clips, "seed": seed}
-        if any(case.items() <= record.items() for record in done):
+        if is_recorded(case, done):
             continue
         model = recognizer.dense
         if row != "dense":
@@ -185,15 +185,9 @@ def words(recognizer: Recognizer, args: argparse.Namespace) -> None:
 
 
 def time(recognizer: Recognizer, args: argparse.Namespace) -> None:
-    """Time the encoder and the decoder of all rows; converted coarsely, because only time counts."""
+    """Time the encoder and the decoder of all rows."""
     batch = recognizer.batches(recognizer.clips(1, seed=0))
-    models = {"dense": recognizer.dense, "dense again": copy.deepcopy(recognizer.dense)}
-    for row in args.rows:
-        if row not in models:
-            models[row], (_, widths) = copy.deepcopy(recognizer.dense), parse_row(row)
-            compress(
-                models[row], Compression(**widths, solver=Solver(sweeps=1 if "dk" in widths else None)), batch * 2
-            )
+    models = with_dense(recognizer.dense, [row for row in args.rows if row != DENSE], batch * 2)
     with torch.inference_mode():
         features, tokens = batch[0]["input_features"], torch.full((1, 32), recognizer.tokenizer.eos_token_id)
         heard = recognizer.dense.model.encoder(features)[0]

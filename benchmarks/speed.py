@@ -62,11 +62,15 @@ def load(folder: Path | None, implementation: str | None = None) -> Any:
     return AutoModel.from_pretrained(folder or get_model_path(), attn_implementation=implementation).eval()
 
 
-def converted(dense: Any, row: str) -> Any:
-    """Return a copy of `dense`, converted to the widths of a row; coarsely, because only time counts."""
+def converted(dense: Any, row: str, batches: list[dict[str, Tensor]] | None = None) -> Any:
+    """Return a copy of `dense`, converted to the widths of a row; coarsely, because only time counts.
+
+    What chooses neurons or layers reads the batches, by default of random tokens.
+    """
     _, widths = parse_row(row)
     model = copy.deepcopy(dense)
-    calibration = [token_batch(2, 32)] * 2 if {"dff", "layers", "keep"} & widths.keys() else None
+    chooses = {"dff", "layers", "keep"} & widths.keys()
+    calibration = batches or [token_batch(2, 32)] * 2 if chooses else None
     compress(model, Compression(**widths, solver=Solver(sweeps=1 if "dk" in widths else None)), calibration)
     return model
 
@@ -78,9 +82,9 @@ def parse_row(row: str) -> tuple[str, dict[str, Any]]:
     return kind, {name: float(width) if name in ("keep", "share") else int(width) for name, width in widths.items()}
 
 
-def with_dense(dense: Any, rows: list[str]) -> dict[str, Any]:
+def with_dense(dense: Any, rows: list[str], batches: list[dict[str, Tensor]] | None = None) -> dict[str, Any]:
     """Return the dense model, a copy of it, and its conversions."""
-    return {DENSE: dense, AGAIN: copy.deepcopy(dense)} | {row: converted(dense, row) for row in rows}
+    return {DENSE: dense, AGAIN: copy.deepcopy(dense)} | {row: converted(dense, row, batches) for row in rows}
 
 
 def token_batch(batch: int, length: int, seed: int = 0) -> dict[str, Tensor]:

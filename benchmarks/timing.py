@@ -6,7 +6,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter, process_time
@@ -91,6 +91,11 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the JSON lines of a file, or none where there is no file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def is_recorded(case: Mapping[str, Any], records: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether a record has all that a case says."""
+    return any(case.items() <= record.items() for record in records)
 
 
 def fresh_process(script: str, *arguments: object, **environment: str) -> str:

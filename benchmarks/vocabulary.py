@@ -35,7 +35,7 @@ from collab_compress_glue_runs.tasks import load_task
 from language_models import load
 from quality import Embeddings, embed
 from scipy.stats import spearmanr
-from timing import append_record, read_records
+from timing import append_record, is_recorded, read_records
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
@@ -159,7 +159,7 @@ def main() -> None:
     cases: list[tuple[float, str]] = [(1.0, "nothing"), *product(args.shares, reversed(counted))]
     for share, name in cases:
         case = {"model": args.model.name if args.model else "minilm", "share": share, "counted": name}
-        if any(case.items() <= record.items() for record in done):
+        if is_recorded(case, done):
             continue
         record = case | measure(bench, share, counted.get(name, ()))
         print(json.dumps(record, ensure_ascii=False), flush=True)

@@ -6,16 +6,17 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import transformers_model
-from collab_compress.calibration import Batch, Calibration, calibration_batches, evaluation_mode
+from collab_compress.calibration import Batch, Calibration, calibration_batches
 from collab_compress.checkpoint import all_or_nothing
-from collab_compress.conversion.chain import numbered_layers, single_layers
+from collab_compress.conversion.chain import numbered_layers
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.data import split_held_back
+from collab_compress.conversion.feed_forward import Structure
 from collab_compress.conversion.fit import Refitted, check_weights, install_refits
 from collab_compress.conversion.layers import Parts, convert_layers_
 from collab_compress.conversion.maps import Progress, silent
 from collab_compress.conversion.report import RefitReport
-from collab_compress.conversion.writers import find_writers, width_out
+from collab_compress.conversion.writers import width_out
 from collab_compress.errors import CalibrationError, HeadError
 
 
@@ -87,8 +88,7 @@ def refit(
     if not held_back:
         raise CalibrationError("refitting takes at least two sequences, one of them held back; pass more data")
     refitted = sharing_copy(model)
-    with evaluation_mode(refitted):
-        writers = find_writers(refitted, single_layers(refitted, used[0]))
+    writers = Structure(refitted, used[0]).writers
     counts = [len(numbered_layers(one)) for one in (refitted, dense)]
     if counts[0] != counts[1]:
         raise HeadError(

@@ -127,8 +127,9 @@ def _module_cuts(base: Any, name: str, kept: KeptHeads) -> list[Cut]:
         ]
         if hasattr(module, JOINT_WIDTH):
             cuts.append(Cut(module, JOINT_WIDTH, len(channels)))
-    if hasattr(module, "score_form"):
-        cuts += module.score_form.keep_heads(module, kept.kept)
+    scores, _ = forms_of(module)
+    if scores is not None:
+        cuts += scores.keep_heads(module, kept.kept)
     else:
         for path in (kept.query, kept.key):
             projection = module.get_submodule(path)
@@ -253,8 +254,8 @@ def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
             f"{site.path(family.output)} mixes the heads, so none can be removed alone; call merge_alphas_ "
             "first, then remove heads"
         )
-    if hasattr(site.module, "score_form"):
-        scores = site.part("score_form")
+    scores, form = forms_of(site.module)
+    if scores is not None:
         weights = {path for path in scores.head_rows() if path.endswith(".proj.weight")}
         for path in sorted(weights | {f"{scores.key}.proj.weight"}):
             _linear(site, path.removesuffix(".weight"), shared)
@@ -267,7 +268,6 @@ def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
     else:
         _linear(site, family.query, shared)
         _linear(site, family.key, shared)
-    _, form = forms_of(site.module)
     value = _linear(site, family.value if form is None else f"{family.value}.proj", shared)
     output = _linear(site, family.output, shared)
     if width_in(output) != value.out_features:

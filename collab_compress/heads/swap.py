@@ -180,7 +180,7 @@ def match_heads(one: AttentionSite, i: int, other: AttentionSite, j: int) -> lis
     place = f"cannot swap head {i} of {one.name} with head {j} of {other.name}"
     if one.kind != other.kind:
         raise HeadError(f"{place}: one is {one.kind} attention, the other {other.kind}; pair heads of the same kind")
-    if one.module is not other.module and any(hasattr(site.module, "score_form") for site in (one, other)):
+    if one.module is not other.module and any(forms_of(site.module)[0] for site in (one, other)):
         raise HeadError(
             f"{place}: heads of a collaborative module share its queries and keys, and cannot move to another; "
             "pair heads of the same module, or expand the model to its dense form first"
