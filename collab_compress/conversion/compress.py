@@ -369,7 +369,7 @@ def _parts(
     if takes_layers:
         check_weights(model.named_parameters())
     try:
-        _ = job.structure.layers  # whether they can be called alone
+        _ = job.structure.layers  # raises if they cannot be called alone
         writers, depth = job.structure.writers if refits else [], None
         if compression.layers is not None:
             depth = find_depth(job.structure, compression.layers, data, refits, job.progress)
