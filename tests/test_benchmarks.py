@@ -15,8 +15,7 @@ from collab_compress import Compression, Solver, compress
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 try:
     from language_models import equal, shared
-    from quality import DEFAULT_ROWS, DENSE_PARAMETERS, LAYERS, RECORDS, WIDTH, Row, table
-    from quality import HEADS as MINILM_HEADS
+    from quality import DEFAULT_ROWS, RECORDS, Row, table
     from rivals import dropped, layers_of, low_rank_, pooled, svd_, without_heads_
     from timing import ratio
 finally:
@@ -24,6 +23,7 @@ finally:
 
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[1] / "benchmarks").glob("*.py"))
 HEADS, HEAD_WIDTH, TIGHT = 3, 8, 1e-7
+MINILM = BertConfig(hidden_size=384, num_attention_heads=12, num_hidden_layers=6)
 
 
 @pytest.fixture
@@ -146,17 +146,18 @@ ROWS = [Row.parse(text) for text in DEFAULT_ROWS]
 def test_a_rows_parameters_are_those_of_the_converted_model(text, minilm):
     row = Row.parse(text)
     before = minilm.num_parameters()
-    head_dim, sweeps = (row.head_dim, 1) if row.dk else (None, None)
-    widths = Compression(dk=row.dk, head_dim=head_dim, dv=row.dv, solver=Solver(sweeps=sweeps))
+    widths = Compression(dk=row.dk, head_dim=row.head_dim, dv=row.dv, solver=Solver(sweeps=1 if row.dk else None))
     compress(minilm, widths, calibration=None)
-    assert before - minilm.num_parameters() == LAYERS * (DENSE_PARAMETERS - row.parameters)
+    dense, ours = (one.parameters(MINILM) for one in (Row("dense"), row))
+    assert before - minilm.num_parameters() == 6 * (dense - ours)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.dk and row.dv], ids=str)
 def test_rivals_have_as_many_parameters_and_hardly_more(row):
-    ours = LAYERS * row.parameters
-    low_rank = LAYERS * (8 * WIDTH * row.rank + 4 * WIDTH)
-    heads = row.remaining_heads * ((DENSE_PARAMETERS - WIDTH) // MINILM_HEADS) + LAYERS * WIDTH
+    ours = 6 * row.parameters(MINILM)
+    low_rank = 6 * (8 * 384 * row.rank(MINILM) + 4 * 384)
+    of_a_head = (4 * 384 + 3) * 32  # with three biases
+    heads = row.remaining_heads(MINILM) * of_a_head + 6 * 384
     for theirs in (low_rank, heads):
         assert ours <= theirs < 1.02 * ours
 
