@@ -31,6 +31,7 @@ from transformers import (
 
 from collab_compress import Compression, compress
 from collab_compress.analysis import module_latency
+from collab_compress.calibration import builtin
 from collab_compress.training import DropHeadOptions, HeadTraining
 
 ROOT = Path(__file__).parents[1]
@@ -62,7 +63,7 @@ def test_what_packages_export_has_an_example(package: str) -> None:
             assert ">>>" in value.__doc__, name
 
 
-SNIPPET_PAGES = [ROOT / "README.md"] + [
+SNIPPET_PAGES = [
     ROOT / "docs" / "guides" / f"{name}.md"
     for name in (
         "acting_on_heads",
@@ -180,10 +181,29 @@ def test_snippets_run(
         "evaluate": lambda model: float(model(**batch)[0].detach().sum()),
     }
     exec(compile(snippet, page, "exec"), names)
-    if page in ("README", "vocabulary"):  # shows what it prints, but for the error, which depends on the sweeps
-        path = next(path for path in SNIPPET_PAGES if path.stem == page)
-        shown, printed = blocks(path, "text")[0], capsys.readouterr().out
-        assert re.sub(r"move by [\d.]+%", "", printed) == re.sub(r"move by [\d.]+%", "", shown)
+    if page == "vocabulary":
+        assert_shown(ROOT / "docs" / "guides" / "vocabulary.md", capsys.readouterr().out)
+
+
+def assert_shown(page: Path, printed: str) -> None:
+    """Assert that a page shows what was printed, but for the error, which depends on sweeps and texts."""
+    shown = blocks(page, "text")[0]
+    assert re.sub(r"move by .*", "", printed) == re.sub(r"move by .*", "", shown)
+
+
+def test_readme_converts_the_real_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    """With a quarter of the built-in texts: STS-B reads 85.8, with all of them 86.1, and 86.7 by the dense model."""
+    lines = builtin._lines
+    monkeypatch.setattr(builtin, "_lines", lambda name: lines(name)[::4])
+    names: dict[str, Any] = {}
+    exec(compile(blocks(ROOT / "README.md", "python")[0], "README", "exec"), names)
+    assert_shown(ROOT / "README.md", capsys.readouterr().out)
+    glue = request.getfixturevalue("glue")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    quality = importlib.import_module("quality")
+    assert quality.Embeddings(glue).score(names["model"].eval(), names["tokenizer"]) > 85.6
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
