@@ -5,6 +5,8 @@
     python benchmarks/serving.py llama
     python benchmarks/serving.py int8 [--rows "shared dk=64" "shared dk=192 head_dim=16 dv=192"]
     python benchmarks/serving.py scores --data-dir DIR
+    python benchmarks/serving.py scores --data-dir DIR --model MPNET \
+        --rows "shared dff=1536" --calibration text --onnx
 
 tools: ONNX Runtime, OpenVINO and CTranslate2, each over the dense model in the same tool and precision, and the
 difference of outputs from PyTorch's, relative to their norm. `dff=768` is a plain BertModel with half of its neurons;
@@ -16,7 +18,8 @@ scores: the dense model, what `collab-compress minilm` writes, and what it write
 Runtime and OpenVINO, each in float32 and int8, over the dense model in float32 in the same tool: the table of
 docs/guides/serve_it.md. DIR holds the GLUE tasks in their original TSV layout: STS-B's dev rows score each model by
 the Spearman correlation of embeddings (×100), and 300 sentences of its training rows give OpenVINO the ranges of
-activations.
+activations. With `--model` it is another sentence encoder, such as MPNET of models.py; `--rows` and `--calibration`
+are those of quality.py, and `--onnx` leaves OpenVINO out.
 
 int8 is dynamic quantization, weights channel by channel; in OpenVINO it is static. A row is the median of its time
 over that of its baseline.
@@ -40,12 +43,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from collab_compress import Compression, compress
-
 HALF = "shared dk=192 head_dim=16 dv=192 dff=768"
 TOOL_ROWS = {"dff=768": "shared dff=768", "half": HALF}
 INT8_ROWS = ("shared dk=64", "shared dk=128", "shared dk=192 head_dim=16 dv=192", "shared dk=128 head_dim=128")
-SERVED = {"half": Compression(keep=0.5), "layers=5 dff=544": Compression(layers=5, dff=544)}
+SERVED = {"half": "shared keep=0.5", "layers=5 dff=544": "shared layers=5 dff=544"}
 SHAPES = ((32, 1), (128, 8))  # tokens and sequences, where no others are given
 Call = Callable[..., np.ndarray]
 
@@ -109,7 +110,12 @@ def print_difference(name: str, call: Call, size: int, batch: dict[str, Tensor],
 
 
 def in_tools(
-    model: Any, folder: Path, threads: int, plain: bool, texts: Sequence[dict[str, Tensor]] | None = None
+    model: Any,
+    folder: Path,
+    threads: int,
+    plain: bool,
+    texts: Sequence[dict[str, Tensor]] | None = None,
+    onnx: bool = False,
 ) -> dict[str, tuple[Call, int]]:
     """Return a model in every tool and precision that loads it, with the bytes of its files.
 
@@ -119,15 +125,18 @@ def in_tools(
         threads: of each tool.
         plain: whether CTranslate2 can read it, and is to.
         texts: one in each batch, to find the ranges of activations by; None for random tokens.
+        onnx: whether to load it in ONNX Runtime alone.
     """
     exported = copy.deepcopy(model)
     floats, int8s = (Session(exported, folder, threads, quantized) for quantized in (False, True))
     loaded: dict[str, tuple[Call, int]] = {
         "ONNX Runtime": (floats, floats.size),
         "ONNX Runtime int8": (int8s, int8s.size),
-        "OpenVINO": open_vino(folder, threads, None),
-        "OpenVINO int8": open_vino(folder, threads, texts or [token_batch(1, 64, seed) for seed in range(64)]),
     }
+    if not onnx:
+        loaded["OpenVINO"] = open_vino(folder, threads, None)
+        ranges = texts or [token_batch(1, 64, seed) for seed in range(64)]
+        loaded["OpenVINO int8"] = open_vino(folder, threads, ranges)
     if plain:
         loaded["CTranslate2"] = c_translate(model, folder, threads, quantized=False)
         loaded["CTranslate2 int8"] = c_translate(model, folder, threads, quantized=True)
@@ -220,27 +229,30 @@ class Encoder:
 
 
 def scores(args: argparse.Namespace) -> None:
-    from quality import Embeddings
+    from quality import TEXT_ROWS, Embeddings, Row, calibration_data, smaller_model
 
-    task = Embeddings(args.data_dir)
-    dense, tokenizer = load(None, "eager"), task.load()[1]
+    task = Embeddings(args.data_dir, args.model)
+    dense, tokenizer = load(args.model, "eager"), task.load()[1]
     texts = [tokenizer(text, truncation=True, max_length=128, return_tensors="pt") for text in task.texts(0, 150)]
-    batches = [{name: text[name] for name in ("input_ids", "attention_mask")} for text in texts]
-    models = {"dense": dense} | {name: copy.deepcopy(dense) for name in SERVED}
-    for name, widths in SERVED.items():
-        compress(models[name], widths, tokenizer=tokenizer)
+    ranges = [{name: text[name] for name in ("input_ids", "attention_mask")} for text in texts]
+    batches = calibration_data(args.calibration, task, dense, tokenizer, 0, TEXT_ROWS)
+    served = {row: row for row in args.rows} if args.rows else SERVED
+    models = {name: smaller_model(Row.parse(row), dense, tokenizer, batches, task, 0) for name, row in served.items()}
     calls, sizes, quality = dict[str, Call](), dict[str, int](), dict[str, float]()
     with tempfile.TemporaryDirectory() as place:
-        for model_name, model in models.items():
-            folder = Path(place) / model_name
+        for number, (model_name, model) in enumerate({"dense": dense, **models}.items()):
+            folder = Path(place) / str(number)
             folder.mkdir()
-            for tool, (call, size) in in_tools(model, folder, args.threads, plain=False, texts=batches).items():
+            loaded = in_tools(model, folder, args.threads, plain=False, texts=ranges, onnx=args.onnx)
+            for tool, (call, size) in loaded.items():
                 name = tool.replace(" int8", "") + f": {model_name}" + " int8" * tool.endswith("int8")
                 calls[name], sizes[name] = call, size
                 quality[name] = task.score(Encoder(call, dense.config), tokenizer)
                 print(f"{name:32} {size / 2**20:6.1f} MiB  STS-B {quality[name]:.2f}", flush=True)
+    of_model = {"model": args.model.name} if args.model else {}
     for length, sequences in args.shapes or SHAPES:
-        compare(calls, sizes, over_dense(calls), {"T": length, "batch": sequences}, args, quality)
+        cell = {"T": length, "batch": sequences, **of_model}
+        compare(calls, sizes, over_dense(calls), cell, args, quality)
 
 
 def over_dense(names: Iterable[str]) -> list[tuple[str, str]]:
@@ -283,8 +295,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["tools", "llama", "int8", "scores"])
     parser.add_argument("--shapes", type=shape, nargs="+", help="tokens x sequences, such as 32x1 128x8")
-    parser.add_argument("--rows", nargs="+", help='int8: conversions, such as "shared dk=128"')
+    parser.add_argument("--rows", nargs="+", help='int8, scores: conversions, such as "shared dk=128"')
     parser.add_argument("--data-dir", type=Path, help="scores: where the GLUE tasks are")
+    parser.add_argument("--model", type=Path, help="scores: another sentence encoder; default: MiniLM")
+    parser.add_argument("--calibration", default="default", help="scores: as in quality.py")
+    parser.add_argument("--onnx", action="store_true", help="scores: in ONNX Runtime alone")
     add_timing_arguments(parser, seconds=60)
     args = parser.parse_args()
     disable_progress_bar()
