@@ -5,8 +5,7 @@
     python benchmarks/serving.py llama
     python benchmarks/serving.py int8 [--rows "shared dk=64" "shared dk=192 head_dim=16 dv=192"]
     python benchmarks/serving.py scores --data-dir DIR
-    python benchmarks/serving.py scores --data-dir DIR --model MPNET \
-        --rows "shared dff=1536" --calibration text --onnx
+    python benchmarks/serving.py scores --data-dir DIR --model MPNET --rows "shared dff=1536" --onnx
 
 tools: ONNX Runtime, OpenVINO and CTranslate2, each over the dense model in the same tool and precision, and the
 difference of outputs from PyTorch's, relative to their norm. `dff=768` is a plain BertModel with half of its neurons;
