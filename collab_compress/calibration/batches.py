@@ -20,9 +20,9 @@ from collab_compress.calibration.synthetic import (
     VARIED,
     generated_batches,
     noise_batches,
-    reads_images_too,
     reads_noise,
     synthetic_batches,
+    what_it_reads,
 )
 from collab_compress.calibration.tokenization import (
     BATCH_SIZE,
@@ -129,9 +129,9 @@ def noted_batches(
         if is_named(calibration, "auto", "synthetic"):
             batches = noise_batches(model, tokenizer, sequences, length, seed)
         if not batches:
-            reads = f"{model.main_input_name} and images" if reads_images_too(model) else model.main_input_name
             raise CalibrationError(
-                f"{type(model).__name__} reads {reads}, not texts; pass batches of them as its processor makes them"
+                f"{type(model).__name__} reads {what_it_reads(model)}, not texts; pass batches of them as its "
+                "processor makes them"
             )
     elif tokenizer is None:
         raise CalibrationError(

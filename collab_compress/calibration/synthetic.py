@@ -186,6 +186,11 @@ def reads_images_too(model: PreTrainedModel) -> bool:
     )
 
 
+def what_it_reads(model: PreTrainedModel) -> str:
+    """Return the main inputs of a model that `reads_noise`, in words."""
+    return f"{model.main_input_name} and images" if reads_images_too(model) else model.main_input_name
+
+
 def _noise(count: int, channels: int, sizes: Sequence[int], generator: torch.Generator) -> Tensor:
     """Draw noise (N, C, *sizes) with mean 0 and variance 1: a sum of noise on grids of 1, 2, 4, … cells a side.
 

@@ -29,7 +29,8 @@ from collab_compress.architectures import (
 from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm
 from collab_compress.attention.projections import width_in
 from collab_compress.calibration import Calibration
-from collab_compress.calibration.batches import sample_sequences, sequence_count
+from collab_compress.calibration.batches import is_named, sample_sequences, sequence_count
+from collab_compress.calibration.synthetic import reads_noise, what_it_reads
 from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
 from collab_compress.conversion.chain import layer_of
 from collab_compress.conversion.copies import conversion_of, sharing_copy
@@ -57,7 +58,7 @@ from collab_compress.conversion.maps import (
 )
 from collab_compress.conversion.report import Drift, ModuleReport, Report, ValueReport
 from collab_compress.conversion.widths import MEASURED, Choice, choose_widths
-from collab_compress.errors import CompressionError, UnsupportedModelError, check_type, one_line
+from collab_compress.errors import CalibrationError, CompressionError, UnsupportedModelError, check_type, one_line
 from collab_compress.heads.sharding import refuse_unwritable
 from collab_compress.options import KEEP, CalibrationOptions, Compression
 
@@ -109,7 +110,8 @@ def compress(
         UnsupportedModelError: the model, or a module of it, cannot be converted.
         CompressionError: no stack has more than `layers`, dk or dv beyond H·d, weights that are not finite, a module
             that is already converted, a quantized model.
-        CalibrationError: calibration data is missing or unusable, or too little.
+        CalibrationError: calibration data is missing or unusable, or too little; "auto" for a model of images or
+            sounds whose neurons, layers or widths are to be chosen.
     """
     check_type("compression", compression, Compression, CompressionError)
     if tokenizer is None:
@@ -119,7 +121,7 @@ def compress(
     devices = [model.device] if model.device.type == "cuda" else []
     with conversion_of(model), torch.random.fork_rng(devices):  # new layers are initialised before they are filled
         device = working_device(compression.solver.device)
-        _refuse_early(model, compression)
+        _refuse_early(model, compression, calibration)
         dense = sharing_copy(model)  # so that other threads may run the model meanwhile
         data = read(dense, calibration, tokenizer, calibration_options, compression.solver.seed)
         job = _Job(dense, data, progress or silent)
@@ -219,8 +221,15 @@ def find_tasks(
     return tasks
 
 
-def _refuse_early(model: PreTrainedModel, compression: Compression) -> None:
+def _refuse_early(model: PreTrainedModel, compression: Compression, calibration: Calibration) -> None:
     """Refuse what cannot be converted, before any data are read."""
+    chooses = compression.keep is not None or compression.dff is not None or compression.layers is not None
+    if chooses and is_named(calibration, "auto") and reads_noise(model):
+        raise CalibrationError(
+            f"{type(model).__name__} reads {what_it_reads(model)}, and widths, neurons and layers are chosen on "
+            "examples, of which the package has none; pass batches as its processor makes them, or calibration "
+            "'synthetic' for noise, after which a model may be useless"
+        )
     if compression.keep is None:
         find_tasks(model, compression)
     if compression.layers is not None:
@@ -486,7 +495,7 @@ def install_unset_(
     What is to be done with the converted model can then be tried on its structure, before the work. The model cannot
     be run afterwards. Arguments and errors are those of `compress`.
     """
-    _refuse_early(model, compression)
+    _refuse_early(model, compression, calibration)
     job = _Job(model, read(model, calibration, tokenizer, options, compression.solver.seed))
     wants_refit(job.data, compression)
     narrower_blocks(job, compression.dff)

@@ -28,6 +28,18 @@ def test_synthetic_data_suffices(kin, tokenizer):
     assert all(0 < module.data_error < 1 for module in report.modules)
 
 
+@pytest.mark.parametrize("widths", [{"keep": 0.5}, {"dff": 16}, {"layers": 1}], ids=str)
+def test_noise_chooses_nothing_unless_it_is_asked_for(widths, caplog):
+    model = build("vit")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CalibrationError, match=r"ViTModel reads pixel_values, .*'synthetic' for noise"):
+        compress(model, Compression(**widths))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    options = CalibrationOptions(sequences=16)
+    compress(model, Compression(**widths), "synthetic", calibration_options=options)
+    assert "chosen on noise alone, after which a model may be useless" in caplog.text
+
+
 def test_more_noise_than_fits_is_refused():
     with pytest.raises(CalibrationError, match=r"1000000000 images or sounds .* numbers; at most 1e.09 fit"):
         calibration_batches("synthetic", build("vit"), sequences=10**9)
