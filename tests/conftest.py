@@ -89,6 +89,9 @@ torch.save(first, target + "/output.pt")
 """
 
 
+TESTS = pytest.StashKey[int]()
+
+
 def pytest_collection_finish() -> None:
     """Freeze what is imported and collected, so that garbage collection and searches for referrers skip it."""
     gc.set_threshold(20_000)
@@ -97,8 +100,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After each file, freeze what its tests imported and remembered too."""
-    if nextitem is not None and nextitem.path != item.path:
+    """Now and then freeze what tests imported and remembered too."""
+    item.session.stash[TESTS] = item.session.stash.get(TESTS, 0) + 1
+    if item.session.stash[TESTS] % 20 == 0:
         pytest_collection_finish()
 
 
