@@ -191,7 +191,7 @@ def test_low_rank_follows_the_formula(kin):
     assert oracle.checked == set(read_factors(model))
 
 
-@pytest.mark.every_family
+@pytest.mark.every_family(heavy=True)
 def test_saves_loads_trains_and_expands(kin, tmp_path, load_cleanly, set_dropout_):
     model, batch = build_low(kin), inputs(kin)
     compress(model, Compression(dv=9), calibration=None)
