@@ -48,8 +48,8 @@ TEXTS = ["A man is playing a guitar.", "Someone makes music.", "The market fell.
 def converted(tmp_path_factory):
     """Return MiniLM at dk = 192, as the command saves it."""
     output = tmp_path_factory.mktemp("converted") / "minilm"
-    few = CalibrationOptions(sequences=64)
-    conversion = Conversion(dk=192, solver=Solver(sweeps=5))
+    few = CalibrationOptions(sequences=16)
+    conversion = Conversion(dk=192, solver=Solver(sweeps=1, refit=False))
     options = {"output": output, "calibration_options": few, "saving": Saving(quiet=True)}
     run(Arguments(model="minilm", compression=conversion, **options))
     return output

@@ -57,11 +57,12 @@ def translated(sentences, tmp_path):
         "task=parallel",
         f"data_dir={sentences}",
         "fresh.attention={dk: 12}",
+        "fresh.layers=1",
         "heads.alphas={frozen_ratio: 0.5}",
     )
     settings += (
         "translation={source: aa, target: bb, beams: 3, max_length: 12}",
-        "tuning.epochs=30",
+        "tuning.epochs=40",
         "tuning.learning_rate=1.0e-2",
     )
     [record] = run(fresh_recipe(tmp_path / "out", *settings))
