@@ -2,7 +2,8 @@
 
 One rule says which tests run for which: tests marked `every_family` are the contracts, and run for all; those marked
 `every_family(heavy=True)` run for families that are a `copy_of` another with the slow tests only. The others run for
-one family of each kind.
+one family of each kind, and those marked `structures`, which do not depend on how a family names its parts, for
+STRUCTURES, and for the rest of these with the slow tests.
 """
 
 import pytest
@@ -10,8 +11,12 @@ from tiny_families import TINIES
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+STRUCTURES = ("albert", "bert-cross", "clip", "detr", "gpt2", "llama", "marian", "mobilebert", "musicgen_decoder")
+STRUCTURES += ("t5", "vit", "whisper")
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "structures: for a family of each structure; for the others, a slow test")
     config.addinivalue_line("markers", "every_family: a contract, which families that are copies of another keep too")
 
 
@@ -20,6 +25,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     every = metafunc.definition.get_closest_marker("every_family")
     names = sorted(name for name, tiny in TINIES.items() if every or not tiny.copy_of)
     slow = [name for name in names if every and every.kwargs.get("heavy") and TINIES[name].copy_of]
+    if metafunc.definition.get_closest_marker("structures"):
+        slow = [name for name in names if name not in STRUCTURES]
     values = {name: pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names}
     if "kin" in metafunc.fixturenames:
         metafunc.parametrize("kin", values.values())

@@ -9,6 +9,7 @@ from collab_compress import CalibrationError, CalibrationOptions, Compression, S
 from collab_compress.calibration import calibration_batches
 
 
+@pytest.mark.structures
 def test_synthetic_data_suffices(kin, tokenizer):
     model = build(kin)
     if kin in ("detr", "segformer"):

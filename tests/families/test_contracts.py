@@ -230,6 +230,7 @@ def test_a_model_with_a_head_shares_checkpoints_with_its_body(generator, tmp_pat
         assert torch.equal(one.key, other.key)
 
 
+@pytest.mark.structures
 def test_untrained_models_can_be_made(kin, tmp_path):
     torch.manual_seed(0)
     stock = type(build(kin))
@@ -240,6 +241,7 @@ def test_untrained_models_can_be_made(kin, tmp_path):
     assert torch.equal(run(stock.from_pretrained(tmp_path), inputs(kin)), expected)
 
 
+@pytest.mark.structures
 def test_calibrates_on_batches(kin):
     dense, blind, model = build(kin), build(kin), build(kin)
     batches = [inputs(kin, seed) for seed in range(4)]
@@ -252,6 +254,7 @@ def test_calibrates_on_batches(kin):
     assert all(0 < module.data_error < 1 for module in report.modules)
 
 
+@pytest.mark.structures
 def test_every_output_projection_is_refitted(kin, tmp_path):
     dense, model, batch = build(kin), build_low(kin), inputs(kin)
     results = refit(model, dense, [batch, batch], [batch])

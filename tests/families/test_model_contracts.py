@@ -40,6 +40,7 @@ def test_only_what_the_stock_model_ties_is_tied(kin):
         assert {name: id(parameter) for name, parameter in converted.named_parameters()} == before
 
 
+@pytest.mark.structures
 def test_it_survives_torch_save_and_state_dicts(kin, model, tmp_path):
     batch = inputs(kin)
     expected = run(model, batch)
@@ -56,6 +57,7 @@ def test_it_survives_torch_save_and_state_dicts(kin, model, tmp_path):
     assert torch.equal(run(other, batch), expected)
 
 
+@pytest.mark.structures
 def test_loading_initialises_nothing_anew(kin, model, tmp_path, load_cleanly):
     batch = inputs(kin)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -74,6 +76,7 @@ def test_loading_initialises_nothing_anew(kin, model, tmp_path, load_cleanly):
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.structures
 def test_gradient_checkpointing_gives_the_same_gradients(kin, model, set_dropout_):
     if not model.supports_gradient_checkpointing:
         pytest.skip(f"stock {type(model).__name__} does not support it")
@@ -93,6 +96,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(kin, model, set_dropout
             )
 
 
+@pytest.mark.structures
 def test_half_precision_is_about_as_near_as_the_stock_models(kin, dense, model):
     """The error is a few times larger: low-rank factors are products, which round once more."""
     batch = inputs(kin)

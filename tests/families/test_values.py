@@ -50,6 +50,7 @@ def test_values_equal_their_dense_twin(kin):
     assert all(0 < module.data_error < 1 and module.dv == STRADDLING for module in report.values)
 
 
+@pytest.mark.structures
 def test_masked_and_pruned_heads_are_gone(kin):
     model, batch = build(kin), inputs(kin)
     compress(model, Compression(dv=STRADDLING, solver=Solver(refit=False)), calibration=[batch, batch])
