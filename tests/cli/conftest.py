@@ -9,6 +9,15 @@ from collab_compress_cli import compress as command
 from commands import ran
 from transformers import BertForSequenceClassification, PreTrainedModel
 
+from collab_compress.calibration import builtin
+
+
+@pytest.fixture(autouse=True)
+def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave a sixteenth of the built-in texts, which tiny models read."""
+    lines = builtin._lines
+    monkeypatch.setattr(builtin, "_lines", lambda name: lines(name)[::16])
+
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
