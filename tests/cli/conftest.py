@@ -12,7 +12,7 @@ from transformers import BertForSequenceClassification, PreTrainedModel
 from collab_compress.calibration import builtin
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave a sixteenth of the built-in texts, which tiny models read."""
     lines = builtin._lines

@@ -7,6 +7,8 @@ from transformers import BertForSequenceClassification
 
 from collab_compress import Compression, Solver, compress, mix_heads_
 
+pytestmark = pytest.mark.usefixtures("few_texts")
+
 
 @pytest.fixture
 def converted(make_tiny, calibration):

@@ -19,6 +19,8 @@ from collab_compress.analysis import Plan, Row
 from collab_compress.checkpoint.pretrained import SHORT_NAMES
 from collab_compress.errors import CollabCompressError
 
+pytestmark = pytest.mark.usefixtures("few_texts")
+
 
 @pytest.fixture
 def fails(run, tmp_path):

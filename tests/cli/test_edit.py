@@ -19,6 +19,7 @@ from collab_compress import Compression, mix_heads_
 from collab_compress import compress as convert
 from collab_compress.heads.importance import confidence, end_tokens
 
+pytestmark = pytest.mark.usefixtures("few_texts")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json")
 COMMANDS = {
     "compress": compress.main,

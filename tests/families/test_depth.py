@@ -62,7 +62,8 @@ def assert_reloads(model, batch, folder):
     assert torch.equal(run(loaded.eval(), batch), run(model, batch))
 
 
-@pytest.mark.every_family(heavy=True)
+@pytest.mark.every_family
+@pytest.mark.structures
 def test_a_shallower_model_is_a_stock_model(kin, make_deep, tmp_path):
     model, data = make_deep(kin), [read_by(kin, seed) for seed in range(2)]
     if kin == "segformer":  # numbered are its stages

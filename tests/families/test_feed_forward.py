@@ -14,6 +14,7 @@ from collab_compress.conversion.feed_forward import cut_, find_feed_forward, nar
 NO_WIDTH = {"segformer"}  # convolutions between
 
 
+@pytest.mark.structures
 def test_a_narrower_model_is_a_stock_model(kin, tmp_path):
     dense, batch = build(kin), inputs(kin)
     if kin in NO_WIDTH:

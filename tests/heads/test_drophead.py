@@ -123,6 +123,7 @@ def test_p_is_a_probability_below_one(make_tiny, p):
         DropHead(make_tiny("bert"), p)
 
 
+@pytest.mark.slow
 def test_a_schedule_does_not_compile_anew(make_tiny, batch):
     model = make_tiny("bert").train()
     drophead, compilations, outputs = DropHead(model, 0.0), [], []

@@ -142,6 +142,7 @@ def test_dtype_of_the_model_is_kept(make_tiny, batch):
         assert torch.equal(hidden(model, batch), as_bool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "form"), COMPILED)
 def test_compiles_without_graph_breaks_and_follows_new_masks(family, form, make_tiny, batch):
     model = built(make_tiny, family, form)

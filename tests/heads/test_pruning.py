@@ -150,6 +150,7 @@ def test_collaborative_models_without_content_bias(make, make_tiny, batch):
     assert model.get_submodule(FIRST).mixing.requires_grad == trained == (make is unbiased)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "form"), mostly_slow([*BERTS, ("marian", "collaborative")], ("bert", "both")))
 def test_compiles_without_graph_breaks(family, form, make_tiny, batch):
     model = converted(make_tiny, family, form)
