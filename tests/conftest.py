@@ -110,9 +110,9 @@ FACTORIZE = maps.factorize
 
 
 def in_few_sweeps(*arguments: object, **options: object) -> object:
-    """Decompose tiny heads in 3 sweeps where a test sets no number; the solver would make about 90."""
+    """Decompose tiny heads in one sweep where a test sets no number; the solver would make about 90."""
     if options["solver"] == "als" and options["sweeps"] is None:
-        options["sweeps"] = 3
+        options["sweeps"] = 1
     return FACTORIZE(*arguments, **options)
 
 

@@ -52,7 +52,10 @@ def test_full_rank_comes_back_exactly(make_tiny, batch, tmp_path):
     torch.testing.assert_close(hidden(AutoModel.from_pretrained(tmp_path / "dense"), batch), hidden(model, batch))
 
 
-@pytest.mark.parametrize("widths", [{"dk": 5}, {"dk": 16, "head_dim": 5}])
+@pytest.mark.parametrize(
+    ("family", "widths"),
+    [("albert", {"dk": 5}), ("bert", {"dk": 13}), ("bert", {"dk": 24, "head_dim": 3}), ("marian", {"dk": 5})],
+)
 def test_heads_no_wider_than_dense_ones_come_back_as_they_are(family, widths, make_tiny, batch, calibration):
     model = make_tiny(family)
     compress(model, Compression(**widths), calibration)

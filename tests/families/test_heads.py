@@ -44,6 +44,7 @@ def outputs_of(model, batch, site):
         return next(reading.outputs for reading in tap.take() if reading.site.name == site.name)
 
 
+@pytest.mark.structures
 def test_heads_are_swapped_masked_mixed_and_removed(kin, model):
     batch, sites = inputs(kin), find_attention(model)
     if kin != "beit":  # whose position bias belongs to a head's place and stays there

@@ -30,6 +30,7 @@ def shared_storages(model):
     return {tuple(sorted(group)) for group in names.values() if len(group) > 1}
 
 
+@pytest.mark.structures
 def test_only_what_the_stock_model_ties_is_tied(kin):
     for class_name in {"", TINIES[kin].generates}:
         stock, converted = build(kin, class_name), build_low(kin, class_name)

@@ -176,6 +176,7 @@ def test_gradient_checkpointing_changes_nothing(model, batch, set_dropout_):
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "form"), COMPILED)
 def test_compiles_without_graph_breaks(family, form, make_tiny, batch, set_dropout_):
     model = converted(make_tiny, family, form)

@@ -215,6 +215,7 @@ def one_group_process(rank, case):
     return get_model_state_dict(model, options=options), run.state()["rotation"]["history"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["seq2seq"], indirect=True)
 def test_a_model_sharded_as_a_whole(case):
     weights, history = expected(case)
