@@ -28,16 +28,7 @@ from collab_compress.conversion import to_stock
 from collab_compress.errors import CompressionError, UnsupportedModelError
 
 DISTINCT = ["cohere", "ernie4_5", "esm", "glm4", "gpt_neox", "granite", "helium", "jina_embeddings_v3", "llama"]
-DISTINCT += [
-    "mixtral",
-    "modernbert",
-    "nemotron",
-    "nomic_bert",
-    "phi",
-    "phimoe",
-    "qwen2",
-    "smollm3",
-]  # others are as one
+DISTINCT += ["mixtral", "modernbert", "nemotron", "nomic_bert", "phi", "phimoe", "qwen2", "smollm3"]
 MODELS = {
     "esm": lambda: EsmModel(
         EsmConfig(**SIZES, position_embedding_type="rotary", mask_token_id=4, token_dropout=False)
