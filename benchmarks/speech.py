@@ -173,7 +173,7 @@ def words(recognizer: Recognizer, args: argparse.Namespace) -> None:
         if row != "dense":
             model, started = copy.deepcopy(model), process_time()
             noise = kind == "noise"
-            data: Any = "auto" if noise else recognizer.batches(recognizer.clips(args.clips, seed))
+            data: Any = "synthetic" if noise else recognizer.batches(recognizer.clips(args.clips, seed))
             options = CalibrationOptions(sequences=args.clips) if noise else None
             compression = Compression(**parse_row(row)[1], solver=Solver(seed=seed))
             made = compress(model, compression, data, recognizer.tokenizer, calibration_options=options)
