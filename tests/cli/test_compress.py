@@ -9,10 +9,7 @@ import torch
 from collab_compress_cli import compress as command
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModel,
-    BertForSequenceClassification,
-)
+from transformers import AutoModel, BertForSequenceClassification, T5Config, T5Model
 
 from collab_compress import Compression, compress, read_factors
 from collab_compress.analysis import Plan, Row
@@ -368,3 +365,17 @@ def test_a_plan_that_cannot_be_written_is_printed(run, model_dir, tmp_path, monk
     code, printed, error = run(model_dir, "--plan", "--length", 8, "--json", tmp_path / "plan.json")
     assert (code, "No space left on device" in error) == (2, True)
     assert printed.split()[:3] == ["part", "width", "operations"]
+
+
+def test_a_stock_model_with_narrower_heads(run, model_dir, tmp_path):
+    """Heads of queries and keys get the width of the values' if none is given."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 24, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 3, "decoder_start_token_id": 0}
+    T5Model(T5Config(vocab_size=30522, **sizes)).save_pretrained(tmp_path / "t5")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "t5" / name).write_bytes((model_dir / name).read_bytes())
+    options = ("--dk", 12, "--dv", 12, "--stock", "--calibration", "none", "--output", tmp_path / "out")
+    code, _, error = run(tmp_path / "t5", *options)
+    assert code == 0, error
+    assert AutoModel.from_pretrained(tmp_path / "out").config.d_kv == 4
+    assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text(encoding="utf-8")
