@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", help='int8, scores: conversions, such as "shared dk=128"')
     parser.add_argument("--data-dir", type=Path, help="scores: where the GLUE tasks are")
     parser.add_argument("--model", type=Path, help="scores: another sentence encoder; default: MiniLM")
-    parser.add_argument("--calibration", default="default", help="scores: as in quality.py")
+    parser.add_argument("--calibration", choices=["default", "text"], default="default", help="scores")
     parser.add_argument("--onnx", action="store_true", help="scores: in ONNX Runtime alone")
     add_timing_arguments(parser, seconds=60)
     args = parser.parse_args()

@@ -197,10 +197,10 @@ class CompressArguments(EditArguments):
     """Data to calibrate on. builtin: English texts that come with the package; a model with a head also reads pairs
     of them, and random tokens. synthetic: random tokens alone (noise for images and sounds). auto: builtin if the
     model reads English, else synthetic, but for --dff, --layers and --keep of a model of images or sounds, which want
-    examples. generated: texts that a model with a language-model head writes itself. none:
-    the bare weights. Or a file with one text a line (or two, with a tab between: text pairs, or source and target of
-    an encoder–decoder); FILE:COLUMN or FILE:FIRST,SECOND of a .csv, .tsv or .jsonl file; NAME:COLUMN or
-    NAME:CONFIGURATION:COLUMN of the training rows of a data set on the hub."""
+    examples. generated: texts that a model with a language-model head writes itself. none: the bare weights. Or a
+    file with one text a line (or two, with a tab between: text pairs, or source and target of an encoder–decoder);
+    FILE:COLUMN or FILE:FIRST,SECOND of a .csv, .tsv or .jsonl file; NAME:COLUMN or NAME:CONFIGURATION:COLUMN of the
+    training rows of a data set on the hub."""
 
     calibration_options: tyro.conf.OmitArgPrefixes[CalibrationOptions] = field(default_factory=CalibrationOptions)
 

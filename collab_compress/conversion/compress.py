@@ -223,17 +223,17 @@ def find_tasks(
 
 def _refuse_early(model: PreTrainedModel, compression: Compression, calibration: Calibration) -> None:
     """Refuse what cannot be converted, before any data are read."""
-    chooses = compression.keep is not None or compression.dff is not None or compression.layers is not None
-    if chooses and is_named(calibration, "auto") and reads_noise(model):
-        raise CalibrationError(
-            f"{type(model).__name__} reads {what_it_reads(model)}, and widths, neurons and layers are chosen on "
-            "examples, of which the package has none; pass batches as its processor makes them, or calibration "
-            "'synthetic' for noise, after which a model may be useless"
-        )
     if compression.keep is None:
         find_tasks(model, compression)
     if compression.layers is not None:
         deep_stacks(model, compression.layers)
+    chooses = compression.keep is not None or compression.dff is not None or compression.layers is not None
+    if chooses and is_named(calibration, "auto") and reads_noise(model):
+        raise CalibrationError(
+            f"{type(model).__name__} reads {what_it_reads(model)}, and widths, neurons and layers are chosen on "
+            "examples, of which the package has none; pass batches from Python, as its processor makes them, or "
+            "calibration 'synthetic' for noise, after which a model may be useless"
+        )
 
 
 def _check_config(model: PreTrainedModel) -> None:

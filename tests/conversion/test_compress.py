@@ -244,6 +244,7 @@ def test_dtype_mode_and_what_is_frozen_are_kept(make_tiny):
     [
         ("maps.factorize", False, 2),
         ("layers.install_", False, 2),  # in the copies
+        ("layers.install_", False, 4),
         ("compress.install_refits", False, 1),
         ("compress.adopt_", True, 1),
         ("compress.record_edit_", True, 1),

@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from forms import BERTS, FORMS, convert_, converted, hidden, in_pairs, in_turns, mostly_slow
+from forms import COMPILED, FORMS, convert_, converted, hidden, in_pairs, in_turns
 from torch import nn
 from transformers import MarianMTModel
 
@@ -151,7 +151,7 @@ def test_collaborative_models_without_content_bias(make, make_tiny, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "form"), mostly_slow([*BERTS, ("marian", "collaborative")], ("bert", "both")))
+@pytest.mark.parametrize(("family", "form"), COMPILED)
 def test_compiles_without_graph_breaks(family, form, make_tiny, batch):
     model = converted(make_tiny, family, form)
     prune_heads_(model, some_heads(model))

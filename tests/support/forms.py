@@ -35,7 +35,7 @@ PAIRS = [  # every form of one family, the dense and another form of the others
 TURNS = [(*pair, ("eager", "sdpa")[place % 2]) for place, pair in enumerate(PAIRS)]  # each family and form by both
 in_pairs = pytest.mark.parametrize(("family", "form"), PAIRS)
 in_turns = pytest.mark.parametrize(("family", "form", "implementation"), TURNS)
-COMPILED = mostly_slow([*BERTS, ("marian", "collaborative")], ("bert", "both"))
+COMPILED = [*BERTS, ("marian", "collaborative")]
 
 
 def convert_(model, form):
