@@ -195,9 +195,9 @@ def assert_shown(page: Path, printed: str) -> None:
 def test_readme_converts_the_real_model(
     share: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    """With few of the built-in texts: a quarter of STS-B reads 86.3 by a quarter, and 86.5 by the dense model.
+    """Calibrated on one in `share` of the built-in texts, and scored on every fourth row of STS-B (dense 86.5).
 
-    The widths that a quarter of them chooses are those of all.
+    With one in four it reads 86.3, and the widths are those that all texts give.
     """
     lines = builtin._lines
     monkeypatch.setattr(builtin, "_lines", lambda name: lines(name)[::share])

@@ -2,8 +2,8 @@
 
 One rule says which tests run for which: tests marked `every_family` are the contracts, and run for all; those marked
 `every_family(heavy=True)` run for families that are a `copy_of` another with the slow tests only. The others run for
-one family of each kind, and those marked `structures`, which do not depend on how a family names its parts, for
-STRUCTURES, and for the rest of these with the slow tests.
+one family of each kind. Tests marked `structures` do not depend on how a family names its parts: they run for
+STRUCTURES, and for the other families with the slow tests.
 """
 
 import pytest
