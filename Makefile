@@ -27,6 +27,8 @@ COLLAB_COMPRESS_DATA ?= $(wildcard $(abspath ../shared/data))
 export COLLAB_COMPRESS_DATA
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Python keeps what it compiled, whatever the shell says: tests start it some hundred times.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-extras test-lowest test-versions check types docs bench bench-gpu clean
 

@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -36,7 +37,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-import collab_compress  # noqa: F401  (lets from_pretrained rebuild converted models)
+from collab_compress import Solver  # lets from_pretrained rebuild converted models too
 from collab_compress.conversion import maps
 
 disable_progress_bar()
@@ -109,11 +110,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 FACTORIZE = maps.factorize
 
 
-def in_few_sweeps(*arguments: object, **options: object) -> object:
+def in_few_sweeps(*arguments: object, solver: Solver, **options: object) -> object:
     """Decompose tiny heads in one sweep where a test sets no number; the solver would make about 90."""
-    if options["solver"] == "als" and options["sweeps"] is None:
-        options["sweeps"] = 1
-    return FACTORIZE(*arguments, **options)
+    if solver.method == "als" and solver.sweeps is None:
+        solver = replace(solver, sweeps=1)
+    return FACTORIZE(*arguments, solver=solver, **options)
 
 
 REMEMBERED = Remembered(FACTORIZE, in_few_sweeps)

@@ -80,7 +80,7 @@ def test_cross_encoder(minilm_tokenizer, tmp_path):
     assert np.abs(scores - before).max() > 1e-4
     model.save_pretrained(str(tmp_path / "converted"))
     again = CrossEncoder(str(tmp_path / "converted"), device="cpu")
-    np.testing.assert_array_equal(again.predict(pairs), scores)
+    np.testing.assert_allclose(again.predict(pairs), scores, rtol=1e-6)  # alignment of memory changes rounding
 
 
 def test_fill_mask_and_classification_pipelines(minilm_path, minilm_tokenizer, tmp_path):
