@@ -199,23 +199,23 @@ class Classifier:
 
     rows_per_sample: ClassVar = 1
 
-    def __init__(self, data: Path, name: str, tuned_seed: int, folder: Path) -> None:
-        self.data, self.name, self.tuned_seed, self.folder = data, name, tuned_seed, folder
-        self.source = name
+    def __init__(self, data: Path, name: str, tuned_seed: int, folder: Path, model: Path | None = None) -> None:
+        self.data, self.tuned_seed, self.folder = data, tuned_seed, folder
+        self.source, self.name = name, f"{name} of {model.name}" if model else name
 
     def load(self) -> tuple[Any, Any]:
         return load_model(AutoModelForSequenceClassification, self.folder)[0].eval(), load_tokenizer(self.folder)
 
     def batches(self, tokenizer: Any, split: str, places: list[int] | None = None) -> list[dict[str, Tensor]]:
         """Return labelled batches of similar length."""
-        texts = load_task(self.name, self.data, splits=[split])[split]
+        texts = load_task(self.source, self.data, splits=[split])[split]
         encoded = encode_classification(texts if places is None else texts.select(places), tokenizer)
         encoded = encoded.select(sorted(range(len(encoded)), key=lambda row: len(encoded[row]["input_ids"])))
         return [dict(tokenizer.pad(batch, return_tensors="pt")) for batch in encoded.iter(32)]
 
     @torch.no_grad()
     def score(self, model: Any, tokenizer: Any) -> float:
-        metric, predictions, references = load_metric(TASKS[self.name].metric), [], []
+        metric, predictions, references = load_metric(TASKS[self.source].metric), [], []
         for batch in self.batches(tokenizer, "validation"):
             references += batch.pop("labels").tolist()
             logits = model(**batch).logits
@@ -224,11 +224,11 @@ class Classifier:
 
     def texts(self, seed: int, count: int) -> list[Any]:
         """Draw training texts or pairs."""
-        return draw_texts(self.name, self.data, seed, count)
+        return draw_texts(self.source, self.data, seed, count)
 
     def labelled(self, tokenizer: Any, seed: int, count: int = LABELLED_ROWS) -> tuple[list[dict[str, Tensor]], None]:
         """Return training batches; the loss is the model's own."""
-        rows = len(load_task(self.name, self.data, splits=["train"])["train"])
+        rows = len(load_task(self.source, self.data, splits=["train"])["train"])
         return self.batches(tokenizer, "train", draw(rows, count, seed)), None
 
 
@@ -326,7 +326,7 @@ def find_tasks(args: argparse.Namespace) -> list[Any]:
         raise SystemExit(f"no TASK/plain/seedN/tuned/model in {args.classifiers}; fine-tune with collab-sweep first")
     for folder in folders:
         name, _, seed, *_ = folder.relative_to(args.classifiers).parts
-        tasks.append(Classifier(args.data_dir, name, int(seed.removeprefix("seed")), folder))
+        tasks.append(Classifier(args.data_dir, name, int(seed.removeprefix("seed")), folder, args.model))
     return tasks
 
 
@@ -386,7 +386,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["measure", "table"])
     parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--model", type=Path, help="another sentence encoder; default: MiniLM")
+    parser.add_argument("--model", type=Path, help="another sentence encoder, also that of the classifiers; default: MiniLM")
     parser.add_argument("--classifiers", type=Path)
     parser.add_argument("--skip-embeddings", action="store_true")
     parser.add_argument("--calibration", choices=CALIBRATIONS, default="synthetic")
