@@ -5,7 +5,8 @@
     python benchmarks/quality.py table
 
 DIR holds the GLUE tasks in their original TSV layout, and Multi30k for mixed texts. Two kinds of tasks are scored:
-Spearman correlation (×100) of mean-pooled embeddings on STS-B dev, and the dev scores of GLUE classifiers
+Spearman correlation (×100) of mean-pooled embeddings on STS-B dev (or, by `--retrieval`, how often the premise of an
+entailed hypothesis of RTE is the nearest of those of 1,000 rows), and the dev scores of GLUE classifiers
 FOLDER/TASK/plain/seedN/tuned/model, which `collab-sweep glue_runs/sweeps/glue.yaml output=FOLDER` fine-tunes.
 
 MPNET is a folder of `models.py`.
@@ -32,6 +33,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any, ClassVar, Literal
 
 import pandas as pd
@@ -47,6 +49,7 @@ from scipy.stats import spearmanr
 from speed import parse_row
 from timing import append_record, read_records
 from torch import Tensor
+from torch.nn.functional import normalize
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
@@ -56,6 +59,7 @@ from collab_compress.checkpoint.pretrained import load_model, load_tokenizer
 
 RECORDS = Path(__file__).parent / "records" / "quality.jsonl"
 GLUE = ("cola", "mrpc", "stsb", "rte")
+RETRIEVED_ROWS = 1000  # of RTE
 LABELLED_ROWS = 256  # training rows on which the importance of heads is measured
 TEXT_ROWS = 512  # training rows to calibrate on
 MIXED_SENTENCES = 1024
@@ -194,6 +198,23 @@ class Embeddings:
         return batches, loss
 
 
+class Retrieval(Embeddings):
+    """RTE's hypotheses that are entailed: how many have their own premise as the nearest one of 1,000 rows (%)."""
+
+    minilm: ClassVar = "rte retrieval"
+    source: ClassVar = "rte"
+
+    @torch.no_grad()
+    def score(self, model: Any, tokenizer: Any, every: int = 1) -> float:
+        rows = load_task("rte", self.data, splits=["train"])["train"].select(range(0, RETRIEVED_ROWS, every))
+        premises = list(dict.fromkeys(rows["text"]))
+        entailed = rows.filter(lambda row: row["label"] == 0)
+        queries, passages = (embed(model, tokenizer, list(texts)) for texts in (entailed["text_pair"], premises))
+        nearest = (normalize(queries) @ normalize(passages).T).argmax(1)
+        found = [premises[place] == own for place, own in zip(nearest.tolist(), entailed["text"], strict=True)]
+        return 100 * mean(found)
+
+
 class Classifier:
     """A GLUE task by a fine-tuned classifier."""
 
@@ -320,7 +341,8 @@ def smaller_model(
 
 def find_tasks(args: argparse.Namespace) -> list[Any]:
     """List the tasks that the arguments name."""
-    tasks: list[Any] = [] if args.skip_embeddings else [Embeddings(args.data_dir, args.model)]
+    embeddings = Retrieval if args.retrieval else Embeddings
+    tasks: list[Any] = [] if args.skip_embeddings else [embeddings(args.data_dir, args.model)]
     folders = sorted(args.classifiers.glob("*/plain/seed*/tuned/model")) if args.classifiers else []
     if args.classifiers and not folders:
         raise SystemExit(f"no TASK/plain/seedN/tuned/model in {args.classifiers}; fine-tune with collab-sweep first")
@@ -386,8 +408,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["measure", "table"])
     parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--model", type=Path, help="another sentence encoder, also that of the classifiers; default: MiniLM")
+    parser.add_argument("--model", type=Path, help="another encoder, of classifiers too; default: MiniLM")
     parser.add_argument("--classifiers", type=Path)
+    parser.add_argument("--retrieval", action="store_true", help="embeddings find premises of RTE, not STS-B")
     parser.add_argument("--skip-embeddings", action="store_true")
     parser.add_argument("--calibration", choices=CALIBRATIONS, default="synthetic")
     parser.add_argument("--texts", type=int, default=TEXT_ROWS, help="training rows to calibrate on")
