@@ -19,7 +19,7 @@ from collab_compress.architectures import (
 )
 from collab_compress.attention import NarrowValues, ScoreForm, SharedScores
 from collab_compress.calibration import Batch, Calibration
-from collab_compress.calibration.batches import sample_sequences
+from collab_compress.calibration.batches import refuse_noise, sample_sequences
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.data import read
 from collab_compress.conversion.feed_forward import FeedForward, Structure, block_report
@@ -182,6 +182,7 @@ def plan(
     tokenizer = tokenizer or getattr(model, "tokenizer", None)
     model = sharing_copy(transformers_model(model))  # so that other threads may run the model meanwhile
     find_attention(model)  # refuses unknown families before any data are read
+    refuse_noise(model, calibration)
     data = read(model, calibration, tokenizer, calibration_options, seed=0)
     for note in data.notes:
         _logger.warning(note)

@@ -214,6 +214,16 @@ def is_named(calibration: object, *names: str) -> bool:
     return isinstance(calibration, str) and calibration in names  # arrays compare otherwise
 
 
+def refuse_noise(model: PreTrainedModel, calibration: Calibration) -> None:
+    """Refuse to choose what a model keeps, or say what it loses, on noise that nobody asked for."""
+    if is_named(calibration, "auto") and reads_noise(model):
+        raise CalibrationError(
+            f"{type(model).__name__} reads {what_it_reads(model)}, and widths, neurons and layers are chosen on "
+            "examples, of which the package has none; pass batches from Python, as its processor makes them, or "
+            "calibration 'synthetic' for noise, after which a model may be useless"
+        )
+
+
 def resolved(calibration: str, model: PreTrainedModel, tokenizer: Any) -> str:
     """Return "builtin" or "synthetic" for "auto", as `calibration_batches` decides; other data as they are."""
     if calibration != "auto":

@@ -29,8 +29,7 @@ from collab_compress.architectures import (
 from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm
 from collab_compress.attention.projections import width_in
 from collab_compress.calibration import Calibration
-from collab_compress.calibration.batches import is_named, sample_sequences, sequence_count
-from collab_compress.calibration.synthetic import reads_noise, what_it_reads
+from collab_compress.calibration.batches import refuse_noise, sample_sequences, sequence_count
 from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
 from collab_compress.conversion.chain import layer_of
 from collab_compress.conversion.copies import conversion_of, sharing_copy
@@ -58,7 +57,7 @@ from collab_compress.conversion.maps import (
 )
 from collab_compress.conversion.report import Drift, ModuleReport, Report, ValueReport
 from collab_compress.conversion.widths import MEASURED, Choice, choose_widths
-from collab_compress.errors import CalibrationError, CompressionError, UnsupportedModelError, check_type, one_line
+from collab_compress.errors import CompressionError, UnsupportedModelError, check_type, one_line
 from collab_compress.heads.sharding import refuse_unwritable
 from collab_compress.options import KEEP, CalibrationOptions, Compression
 
@@ -228,12 +227,8 @@ def _refuse_early(model: PreTrainedModel, compression: Compression, calibration:
     if compression.layers is not None:
         deep_stacks(model, compression.layers)
     chooses = compression.keep is not None or compression.dff is not None or compression.layers is not None
-    if chooses and is_named(calibration, "auto") and reads_noise(model):
-        raise CalibrationError(
-            f"{type(model).__name__} reads {what_it_reads(model)}, and widths, neurons and layers are chosen on "
-            "examples, of which the package has none; pass batches from Python, as its processor makes them, or "
-            "calibration 'synthetic' for noise, after which a model may be useless"
-        )
+    if chooses:
+        refuse_noise(model, calibration)
 
 
 def _check_config(model: PreTrainedModel) -> None:

@@ -6,6 +6,7 @@ from tiny_families import build
 from transformers import ViTConfig, ViTModel
 
 from collab_compress import CalibrationError, CalibrationOptions, Compression, Solver, compress
+from collab_compress.analysis import plan
 from collab_compress.calibration import calibration_batches
 
 
@@ -33,8 +34,9 @@ def test_synthetic_data_suffices(kin, tokenizer):
 def test_noise_chooses_nothing_unless_it_is_asked_for(widths, caplog):
     model = build("vit")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(CalibrationError, match=r"ViTModel reads pixel_values, .*'synthetic' for noise"):
-        compress(model, Compression(**widths))
+    for refused in (lambda: compress(model, Compression(**widths)), lambda: plan(model)):
+        with pytest.raises(CalibrationError, match=r"ViTModel reads pixel_values, .*'synthetic' for noise"):
+            refused()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     options = CalibrationOptions(sequences=16)
     compress(model, Compression(**widths), "synthetic", calibration_options=options)
