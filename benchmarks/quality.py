@@ -5,10 +5,10 @@
     python benchmarks/quality.py table
 
 DIR holds the GLUE tasks in their original TSV layout, and Multi30k for mixed texts. Two kinds of tasks are scored:
-Spearman correlation (×100) of mean-pooled embeddings on STS-B dev (or, by `--retrieval`, how often the premise of an
-entailed hypothesis of RTE is the nearest of those of 1,000 rows), and the dev scores of GLUE classifiers
+Spearman correlation (×100) of mean-pooled embeddings on STS-B dev, and the dev scores of GLUE classifiers
 FOLDER/TASK/plain/seedN/tuned/model, which `collab-sweep glue_runs/sweeps/glue.yaml output=FOLDER` fine-tunes.
 
+With `--retrieval` embeddings find, for the hypotheses that RTE's premises entail, their own premise among many.
 MPNET is a folder of `models.py`.
 
 A row is a kind and its widths, such as "shared dk=192 head_dim=16 dv=192" or "shared dk=64 refitted":
@@ -199,7 +199,7 @@ class Embeddings:
 
 
 class Retrieval(Embeddings):
-    """RTE's hypotheses that are entailed: how many have their own premise as the nearest one of 1,000 rows (%)."""
+    """The percentage of RTE's entailed hypotheses whose nearest premise, of those of 1,000 rows, is their own."""
 
     minilm: ClassVar = "rte retrieval"
     source: ClassVar = "rte"
@@ -208,11 +208,10 @@ class Retrieval(Embeddings):
     def score(self, model: Any, tokenizer: Any, every: int = 1) -> float:
         rows = load_task("rte", self.data, splits=["train"])["train"].select(range(0, RETRIEVED_ROWS, every))
         premises = list(dict.fromkeys(rows["text"]))
-        entailed = rows.filter(lambda row: row["label"] == 0)
-        queries, passages = (embed(model, tokenizer, list(texts)) for texts in (entailed["text_pair"], premises))
-        nearest = (normalize(queries) @ normalize(passages).T).argmax(1)
-        found = [premises[place] == own for place, own in zip(nearest.tolist(), entailed["text"], strict=True)]
-        return 100 * mean(found)
+        entailed = [row for row in rows if row["label"] == 0]
+        queries = embed(model, tokenizer, [row["text_pair"] for row in entailed])
+        nearest = (normalize(queries) @ normalize(embed(model, tokenizer, premises)).T).argmax(1).tolist()
+        return 100 * mean(premises[place] == row["text"] for place, row in zip(nearest, entailed, strict=True))
 
 
 class Classifier:

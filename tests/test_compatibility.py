@@ -80,6 +80,7 @@ def test_cross_encoder(minilm_tokenizer, tmp_path):
     assert np.abs(scores - before).max() > 1e-4
     model.save_pretrained(str(tmp_path / "converted"))
     again = CrossEncoder(str(tmp_path / "converted"), device="cpu")
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), atol=0, rtol=0)
     np.testing.assert_allclose(again.predict(pairs), scores, rtol=1e-6)  # alignment of memory changes rounding
 
 
