@@ -7,6 +7,8 @@
   a neuron adds to its block's output, and the effect of its mask on the model's, measured again for each block.
 * `flap`: "Fluctuation-based Adaptive Structured Pruning for Large Language Models" (An et al., 2024): the variance of
   what a neuron adds; the mean of the loss goes into the bias.
+* `grail`: "GRAIL: Post-hoc Compensation by Linear Reconstruction for Compressed Networks" (Tang et al., 2026):
+  Wanda's neurons; a ridge regression rebuilds the others from them, in the model that is narrow so far.
 * `magnitude`: the norm of the weights into a neuron times the norm of those out of it.
 * `random`: any neurons, in our own conversion (`chosen_by`).
 * `wanda`: the norm of a neuron's activations times that of its weights out ("A Simple and Effective Pruning Approach
@@ -14,7 +16,8 @@
 
 All get what our conversion gets: the same batches, from the lowest layer up, and the dense model's residual stream as
 the target. K-prune and magnitude are refitted as ours is, with attention's output projections; FLAP can be.
-Models of the BERT family are changed in place; the width in their config stays, and removed heads become zeros.
+Models of the BERT family, and MPNet, are changed in place; the width in their config stays, and removed heads become
+zeros.
 `chosen_by` takes models of any family.
 """
 
@@ -23,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -33,9 +36,10 @@ from torch.nn.functional import kl_div, mse_loss
 from collab_compress.calibration import Batch
 from collab_compress.conversion.data import split_held_back
 from collab_compress.conversion.fit import DAMPINGS
-from collab_compress.factorization.least_squares import ResidualMoments, fit
+from collab_compress.factorization.least_squares import ResidualMoments, damped_, fit
 
-KINDS = ("kwon", "k-prune", "flap", "magnitude")
+KINDS = ("kwon", "k-prune", "flap", "grail", "magnitude")
+RIDGE = 1e-3  # GRAIL's, of the mean variance
 TEMPERATURE, REPRESENTATION = 2.0, 2.5e-4  # K-prune's: of the divergence, and the weight of a block's output
 
 
@@ -83,7 +87,7 @@ def narrow_blocks_(
 
     Args:
         kind: one of KINDS.
-        model: dense, of the BERT family.
+        model: dense, of the BERT family, or an MPNet.
         width: neurons that each block keeps.
         batches: to fit to.
         heads: that each layer keeps, for `kwon`; None keeps all, without scalars.
@@ -100,10 +104,10 @@ def narrow_blocks_(
             targets = [outputs_of(model, batch) for batch in batches]
         score = partial(knowledge, model=model, batches=batches, targets=targets)
     else:
-        score = {"flap": fluctuation, "magnitude": magnitude}[kind]
-    folds = kind == "flap" and not refitted
-    steps: dict[str, Step] = {} if folds else {"attention": (every, refit)}
-    steps["feed-forward"] = (lambda block: largest(score(block), width), folded if folds else refit)
+        score = {"flap": fluctuation, "grail": activity, "magnitude": magnitude}[kind]
+    own: dict[str, Tune] = {"grail": reconstructed} if refitted else {"flap": folded, "grail": reconstructed}
+    steps: dict[str, Step] = {} if kind in own else {"attention": (every, refit)}
+    steps["feed-forward"] = (lambda block: largest(score(block), width), own.get(kind, refit))
     narrow_(model, batches, steps)
 
 
@@ -148,7 +152,7 @@ class Pass:
     Args:
         hidden: hidden states in the model that gets narrower, (B, T, D).
         dense: hidden states in the dense model, (B, T, D).
-        mask: added to attention scores, (B, 1, 1, T).
+        mask: added to attention scores, (B, 1, 1, T), or (B, H, T, T) with MPNet's biases of positions.
         fitted: tokens to fit to, (B, T).
     """
 
@@ -163,6 +167,8 @@ class Pass:
         hidden = model.base_model.embeddings(batch["input_ids"], batch.get("token_type_ids"))
         mask = batch["attention_mask"].bool()
         added = torch.where(mask, 0.0, torch.finfo(hidden.dtype).min)[:, None, None]
+        if model.config.model_type == "mpnet":
+            added = added + model.base_model.encoder.compute_position_bias(hidden)
         return cls(hidden, hidden, added, mask)
 
 
@@ -217,13 +223,32 @@ def narrow_(
 
 def inputs_of(layer: Any, part: str, hidden: Tensor, mask: Tensor) -> Tensor:
     """Return what the last linear layer of attention, or of the feed-forward block, reads, (B, T, N)."""
-    inputs: Tensor = layer.attention.self(hidden, mask)[0] if part == "attention" else layer.intermediate(hidden)
+    inputs: Tensor
+    if part == "feed-forward":
+        inputs = layer.intermediate(hidden)
+    elif hasattr(layer.attention, "self"):
+        inputs = layer.attention.self(hidden, mask)[0]
+    else:  # MPNet projects within
+        read: list[Tensor] = []
+        with layer.attention.attn.o.register_forward_pre_hook(lambda _, args: read.append(args[0])):
+            layer.attention.attn(hidden, mask)
+        inputs = read[0]
     return inputs
 
 
-def output_of(layer: Any, part: str) -> Any:
-    """Return the module that adds to the residual stream."""
-    return layer.attention.output if part == "attention" else layer.output
+class Output(NamedTuple):
+    """What adds to the residual stream, as BERT names it."""
+
+    dense: nn.Linear
+    LayerNorm: nn.LayerNorm
+
+
+def output_of(layer: Any, part: str) -> Output:
+    """Return the modules that add to the residual stream."""
+    if part == "attention" and hasattr(layer.attention, "attn"):  # MPNet
+        return Output(layer.attention.attn.o, layer.attention.LayerNorm)
+    output = layer.attention.output if part == "attention" else layer.output
+    return Output(output.dense, output.LayerNorm)
 
 
 def cut_(linear: nn.Linear, kept: Tensor, axis: int) -> None:
@@ -251,6 +276,12 @@ def fluctuation(block: Block) -> Tensor:
     """Return var(a_j) ‖w_j‖² of each neuron j."""
     variances: Tensor = block.moments.moments(centred=True)[0].diagonal()
     return variances * block.weight.square().sum(1)
+
+
+def activity(block: Block) -> Tensor:
+    """Return E[a_j²] ‖w_j‖² of each neuron j, the square of Wanda's score."""
+    squares: Tensor = block.moments.moments(centred=False)[0].diagonal()
+    return squares * block.weight.square().sum(1)
 
 
 def magnitude(block: Block) -> Tensor:
@@ -418,3 +449,10 @@ def folded(used: ResidualMoments, _: ResidualMoments, weight: Tensor, kept: Tens
     """Keep the weights of kept neurons; the mean output of the others goes into the bias."""
     removed = lost(weight, kept)
     return -removed, used.means()[0] @ removed
+
+
+def reconstructed(used: ResidualMoments, _: ResidualMoments, weight: Tensor, kept: Tensor) -> tuple[Tensor, None]:
+    """Rebuild all neurons from the kept ones by ridge regression, and multiply by their weights (GRAIL)."""
+    second, _crossed = used.moments(centred=False)
+    of_kept = damped_(second[kept][:, kept], RIDGE)
+    return (-weight).index_copy(0, kept, torch.linalg.solve(of_kept, second[kept] @ weight) - weight[kept]), None

@@ -15,8 +15,8 @@ A row is a kind and its widths, such as "shared dk=192 head_dim=16 dv=192" or "s
 
 * shared: ours;
 * svd, low-rank, heads: the rivals of rivals.py, with as many parameters as ours at the same widths;
-* kwon (with labels), k-prune, flap, magnitude: the rivals of feed_forward_rivals.py for models of the BERT family, at
-  the same dff; kwon with dk and dv keeps as many whole heads as they hold;
+* kwon (with labels), k-prune, flap, grail, magnitude: the rivals of feed_forward_rivals.py for models of the BERT
+  family and MPNet, at the same dff; kwon with dk and dv keeps as many whole heads as they hold;
 * wanda, random: our conversion, with neurons chosen so;
 * dense.
 

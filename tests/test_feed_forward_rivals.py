@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import BertConfig, BertForSequenceClassification, BertModel
+from transformers import BertConfig, BertForSequenceClassification, BertModel, MPNetModel
 
 from collab_compress import Compression, Solver, compress
 from collab_compress.factorization.least_squares import ResidualMoments, choose_neurons
@@ -58,14 +58,22 @@ def labels(batch, step=0):
 
 
 @pytest.mark.parametrize("kind", rivals.KINDS)
-def test_full_width_leaves_the_model_as_it_was(classifier, batches, kind):
+def test_full_width_leaves_the_model_as_it_was(classifier, batches, kind, monkeypatch):
+    monkeypatch.setattr(rivals, "RIDGE", 1e-9)
     wanted = outputs(classifier, batches[0])
     labelled = ([batch | {"labels": labels(batch)} for batch in batches], None, 1)
     rivals.narrow_blocks_(kind, classifier, NEURONS, batches, labelled=labelled)
     torch.testing.assert_close(outputs(classifier, batches[0]), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_with_our_choice_the_refit_is_ours(model, batches):
+@pytest.mark.parametrize("family", [BertModel, MPNetModel])
+def test_with_our_choice_the_refit_is_ours(family, batches):
+    torch.manual_seed(0)
+    model = family(family.config_class(**SIZES)).eval()
+    if family is MPNetModel:
+        for batch in batches:
+            del batch["token_type_ids"]
+
     def ours(block):
         second, crossed = block.moments.moments(centred=True)
         wanted = crossed + second @ block.weight
@@ -140,6 +148,15 @@ def test_folding_leaves_the_mean_output_where_it_was(layer):
     tuned = inputs @ (weight + change) + shift
     torch.testing.assert_close(tuned.mean(0), (inputs @ weight).mean(0))
     torch.testing.assert_close((weight + change)[kept], weight[kept])
+
+
+def test_the_rebuilt_block_is_a_ridge_regression_on_the_kept_neurons(layer, monkeypatch):
+    inputs, residuals, weight, kept = layer
+    monkeypatch.setattr(rivals, "RIDGE", 1e-12)
+    change, _ = rivals.reconstructed(moments_of(inputs, residuals), ResidualMoments(), weight, kept)
+    rebuilt = torch.linalg.lstsq(inputs[:, kept], inputs).solution @ weight
+    torch.testing.assert_close((weight + change)[kept], rebuilt)
+    assert not (weight + change)[[1, 4, 5, 7]].any()
 
 
 def test_fluctuation_is_the_squared_error_that_folding_one_neuron_leaves(layer):
