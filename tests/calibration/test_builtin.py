@@ -50,10 +50,10 @@ def marian():
 
 def test_the_texts_are_whole_and_each_is_there_once():
     pairs, single = builtin_texts(pairs=True), builtin_texts(pairs=False)
-    texts, tuples = pairs[:640], pairs[640:]
-    assert len(tuples) == 480
-    assert single == [*texts, *chain.from_iterable(tuples)]
+    texts, tuples, short = pairs[:640], pairs[640:1120], pairs[1120:]
+    assert single == [*texts, *chain.from_iterable(tuples), *short]
     assert len(set(texts)) == 640
+    assert len(set(short) - set(texts)) == 1350
     assert len(set(tuples)) == 480
     for text in single:
         assert text == text.strip()
@@ -93,7 +93,7 @@ def test_a_decoder_reads_the_texts_of_a_pair_one_by_one(minilm_tokenizer):
     assert unpadded(given) == sorted(map(tuple, minilm_tokenizer(builtin_texts(pairs=False))["input_ids"]))
 
 
-@pytest.mark.parametrize(("sequences", "texts"), [(100, 74), (2000, 1120)])
+@pytest.mark.parametrize(("sequences", "texts"), [(100, 87), (3500, 2470)])
 def test_fewer_sequences_are_the_same_mixture(sequences, texts, classifier, minilm_tokenizer):
     options = {"sequences": sequences, "length": None, "seed": 0}
     batches, notes, given = noted_batches("builtin", classifier, minilm_tokenizer, **options)
