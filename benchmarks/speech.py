@@ -42,7 +42,6 @@ from collab_compress.calibration.builtin import builtin_texts
 RATE = 16_000  # samples a second that Whisper reads
 VOICES = ("gmw/en", "gmw/en-US", "gmw/en+m3", "gmw/en-US+m3")
 SCORED, BATCH = 50, 4  # sentences; clips
-SPOKEN = 1600  # of the built-in texts, all but the short ones
 PLAIN = re.compile(r"[A-Z](?:[a-z ,;'-]|\bI\b)*[.?!]")  # a sentence without names, digits and symbols
 ROWS = ["dense", "shared dff=1024", "shared dk=256 dv=256", "shared dk=256 dv=256 dff=1024"]
 
@@ -91,7 +90,7 @@ class Recognizer:
         self.extractor = AutoFeatureExtractor.from_pretrained(folder)
         self.normalize = EnglishTextNormalizer({})
         self.speaker = Speaker()
-        texts = [text for text in dict.fromkeys(builtin_texts(pairs=False)[:SPOKEN]) if PLAIN.fullmatch(text)]
+        texts = [text for text in dict.fromkeys(builtin_texts(pairs=False, short=False)) if PLAIN.fullmatch(text)]
         texts = [text for text in texts if 6 <= len(text.split()) <= 30]
         draw = random.Random(0)
         draw.shuffle(texts)

@@ -189,7 +189,7 @@ def _texts(
     if name == "builtin":
         if reads_single_texts(model):
             return sampled(builtin_texts(pairs=False), sequences, seed), 0, notes
-        texts = builtin_texts(pairs=pair_separator(model, tokenizer) is not None)
+        texts = builtin_texts(pairs=pair_separator(model, tokenizer) is not None, short=False)
         if sequences is not None:  # the same mixture, and more random tokens where there are too few texts
             beside = max(sequences - len(texts), round(sequences * beside / (len(texts) + beside)))
             texts = sampled(texts, sequences - beside, seed)

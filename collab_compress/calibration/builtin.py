@@ -12,22 +12,24 @@ LEAST_CHARACTERS = 2.0  # a token, likewise; a tokenizer that spells English wor
 SAMPLE = 64  # texts that show it
 
 
-def builtin_texts(pairs: bool) -> list[Text]:
-    """Return the texts; the two texts of a pair as a tuple if `pairs`, else each by itself.
+def builtin_texts(pairs: bool, short: bool = True) -> list[Text]:
+    """Return the texts; the two texts of a pair as a tuple if `pairs`, else each by itself; then the short ones.
 
     Example:
         >>> len(builtin_texts(pairs=True)), len(builtin_texts(pairs=False))
         (2470, 2950)
+        >>> len(builtin_texts(pairs=True, short=False))
+        1120
     """
     texts: list[Text] = [*_lines("sentences.txt")]
     for line in _lines("pairs.tsv"):
         first, second = line.split("\t")
         texts += [(first, second)] if pairs else [first, second]
-    return [*texts, *_lines("short.txt")]
+    return [*texts, *_lines("short.txt")] if short else texts
 
 
 def reads_single_texts(model: PreTrainedModel) -> bool:
-    """Return whether a model reads the built-in texts one by one, without random tokens: if it has no head.
+    """Return whether a model reads all built-in texts one by one, without random tokens: if it has no head.
 
     Its hidden states are then the outputs, as embeddings are made; a classifier of pairs needs the others too.
     """
