@@ -27,11 +27,11 @@ chunks of 64 tokens: of the training texts, random, or written by the model itse
 
 pretrained: a model as it was published (`models.py` makes the folder SMOLLM2), with the widths or the layers of each
 row, as "shared dff=768 dv=96" or "shared layers=24", calibrated on 64 stretches of 256 tokens of the training text
-(text), or on what the library takes by itself (default). Perplexity of 10,240 tokens of held-out text in stretches of
-512, of the Penn Treebank or of the news in RTE (`--task rte`), and with `--prompts` how the model goes on. Rivals:
-"wanda dff=768" and "random dff=768" choose neurons otherwise and are refitted as ours is; "dropped share=0.5",
-"dropped alike share=0.5" and "pooled share=0.33" are those of `cache`, for keys, and with "values" at the end for
-values too.
+(text), on what the library takes by itself (default), or on texts that the model writes (generated). Perplexity of
+10,240 tokens of held-out text in stretches of 512, of the Penn Treebank or of the news in RTE (`--task rte`), and
+with `--prompts` how the model goes on. Rivals: "wanda dff=768" and "random dff=768" choose neurons otherwise and are
+refitted as ours is; "dropped share=0.5", "dropped alike share=0.5" and "pooled share=0.33" are those of `cache`, for
+keys, and with "values" at the end for values too.
 """
 
 import argparse
@@ -72,6 +72,7 @@ PROMPTS = (
     "The old man looked at the sea and",
     "A company that makes a loss every year",
 )
+CALIBRATIONS = ("text", "default", "generated")
 SHARES = (0.75, 0.5, 0.25)
 NEURONS = {"3/4": 3 / 4, "1/2": 1 / 2, "1/3": 1 / 3}
 CALIBRATED, SCORED = 512, 1000  # chunks
@@ -290,7 +291,7 @@ def pretrained(folder: Path, args: argparse.Namespace) -> None:
         return [{"input_ids": rows} for rows in torch.tensor(ids).view(count, length).split(8)]
 
     test = stretches(scored_split, 20, 512)
-    data: dict[str, Any] = {"text": stretches("train", 64, 256), "default": "auto"}
+    data: dict[str, Any] = {"text": stretches("train", 64, 256), "default": "auto", "generated": "generated"}
     done = read_records(args.records)
     for row, kind in product(args.rows, args.calibrations):
         case = {"model": folder.name, "task": args.task, "row": row, "calibration": kind}
@@ -328,7 +329,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="cache")
     parser.add_argument("--rows", nargs="+", default=["dense"], help="pretrained: widths or layers")
     parser.add_argument("--task", choices=["ptb", "rte"], default="ptb", help="pretrained: whose texts")
-    parser.add_argument("--calibrations", nargs="+", choices=["text", "default"], default=["text"], help="pretrained")
+    parser.add_argument("--calibrations", nargs="+", choices=CALIBRATIONS, default=["text"], help="pretrained")
     parser.add_argument("--prompts", action="store_true", help="pretrained: print how the model goes on")
     parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records" / "rotary.jsonl")
     args = parser.parse_args()
