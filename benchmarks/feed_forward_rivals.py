@@ -17,8 +17,7 @@
 All get what our conversion gets: the same batches, from the lowest layer up, and the dense model's residual stream as
 the target. K-prune and magnitude are refitted as ours is, with attention's output projections; FLAP can be.
 Models of the BERT family, and MPNet, are changed in place; the width in their config stays, and removed heads become
-zeros.
-`chosen_by` takes models of any family.
+zeros. `chosen_by` takes models of any family.
 """
 
 import copy
@@ -26,7 +25,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -104,10 +104,11 @@ def narrow_blocks_(
             targets = [outputs_of(model, batch) for batch in batches]
         score = partial(knowledge, model=model, batches=batches, targets=targets)
     else:
-        score = {"flap": fluctuation, "grail": activity, "magnitude": magnitude}[kind]
-    own: dict[str, Tune] = {"grail": reconstructed} if refitted else {"flap": folded, "grail": reconstructed}
-    steps: dict[str, Step] = {} if kind in own else {"attention": (every, refit)}
-    steps["feed-forward"] = (lambda block: largest(score(block), width), own.get(kind, refit))
+        score = {"flap": fluctuation, "grail": partial(fluctuation, centred=False), "magnitude": magnitude}[kind]
+    own: dict[str, Tune] = {"flap": refit if refitted else folded, "grail": reconstructed}
+    tune = own.get(kind, refit)
+    steps: dict[str, Step] = {"attention": (every, refit)} if tune is refit else {}
+    steps["feed-forward"] = (lambda block: largest(score(block), width), tune)
     narrow_(model, batches, steps)
 
 
@@ -122,7 +123,7 @@ def chosen_by(kind: str, seed: int = 0) -> Iterator[None]:
     def choose(second: Tensor, weight: Tensor, count: int) -> Tensor:
         if kind == "random":
             return largest(torch.rand(len(weight), generator=generator), count)
-        return largest(second.diagonal() * weight.square().sum(1), count)
+        return largest(contributions(second, weight), count)
 
     with patch.multiple("collab_compress.conversion.fit", choice_moments=moments, choose_neurons=choose):
         yield
@@ -135,7 +136,7 @@ def kwon(model: Any, width: int, heads: int | None, labelled: tuple[Any, ...]) -
     gradients = mask_gradients(model, linears, *labelled)
     steps: dict[str, Step] = {"feed-forward": (lambda block: rearranged(gradients[block.index], width), scaled)}
     if heads is not None:
-        size = layers[0].attention.self.attention_head_size
+        size = model.config.hidden_size // model.config.num_attention_heads
 
         def choose(block: Block) -> Tensor:
             of_heads = gradients[len(layers) + block.index].unflatten(1, (-1, size)).sum(2)
@@ -236,19 +237,11 @@ def inputs_of(layer: Any, part: str, hidden: Tensor, mask: Tensor) -> Tensor:
     return inputs
 
 
-class Output(NamedTuple):
-    """What adds to the residual stream, as BERT names it."""
-
-    dense: nn.Linear
-    LayerNorm: nn.LayerNorm
-
-
-def output_of(layer: Any, part: str) -> Output:
-    """Return the modules that add to the residual stream."""
-    if part == "attention" and hasattr(layer.attention, "attn"):  # MPNet
-        return Output(layer.attention.attn.o, layer.attention.LayerNorm)
-    output = layer.attention.output if part == "attention" else layer.output
-    return Output(output.dense, output.LayerNorm)
+def output_of(layer: Any, part: str) -> Any:
+    """Return the module that adds to the residual stream, or for MPNet's attention its parts by BERT's names."""
+    if part == "attention" and hasattr(layer.attention, "attn"):
+        return SimpleNamespace(dense=layer.attention.attn.o, LayerNorm=layer.attention.LayerNorm)
+    return layer.attention.output if part == "attention" else layer.output
 
 
 def cut_(linear: nn.Linear, kept: Tensor, axis: int) -> None:
@@ -272,16 +265,14 @@ def largest(scores: Tensor, width: int) -> Tensor:
     return scores.topk(width).indices.sort().values
 
 
-def fluctuation(block: Block) -> Tensor:
-    """Return var(a_j) ‖w_j‖² of each neuron j."""
-    variances: Tensor = block.moments.moments(centred=True)[0].diagonal()
-    return variances * block.weight.square().sum(1)
+def contributions(second: Tensor, weight: Tensor) -> Tensor:
+    """Return E[a_j²] ‖w_j‖² of each neuron j, the square of Wanda's score, from E[a aᵀ] (N, N) and Wᵀ (N, D)."""
+    return second.diagonal() * weight.square().sum(1)
 
 
-def activity(block: Block) -> Tensor:
-    """Return E[a_j²] ‖w_j‖² of each neuron j, the square of Wanda's score."""
-    squares: Tensor = block.moments.moments(centred=False)[0].diagonal()
-    return squares * block.weight.square().sum(1)
+def fluctuation(block: Block, centred: bool = True) -> Tensor:
+    """Return var(a_j) ‖w_j‖² of each neuron j, or E[a_j²] ‖w_j‖² if not `centred`."""
+    return contributions(block.moments.moments(centred=centred)[0], block.weight)
 
 
 def magnitude(block: Block) -> Tensor:
@@ -313,7 +304,7 @@ def knowledge(block: Block, model: Any, batches: Sequence[Batch], targets: Seque
             outputs = outputs_of(model, batch)
             loss = divergence(outputs, target) if is_classes else mse_loss(outputs, target)
         predictive += torch.autograd.grad(loss, gate)[0].double().square() / 2
-    added = block.moments.moments(centred=False)[0].diagonal() * block.weight.square().mean(1)
+    added = fluctuation(block, centred=False) / block.weight.shape[1]
     return predictive / sum(map(len, targets)) + REPRESENTATION * added
 
 
@@ -453,6 +444,6 @@ def folded(used: ResidualMoments, _: ResidualMoments, weight: Tensor, kept: Tens
 
 def reconstructed(used: ResidualMoments, _: ResidualMoments, weight: Tensor, kept: Tensor) -> tuple[Tensor, None]:
     """Rebuild all neurons from the kept ones by ridge regression, and multiply by their weights (GRAIL)."""
-    second, _crossed = used.moments(centred=False)
+    second = used.moments(centred=False)[0]
     of_kept = damped_(second[kept][:, kept], RIDGE)
     return (-weight).index_copy(0, kept, torch.linalg.solve(of_kept, second[kept] @ weight) - weight[kept]), None

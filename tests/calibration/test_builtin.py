@@ -91,8 +91,8 @@ def test_a_model_without_a_head_reads_single_texts_alone(minilm, minilm_tokenize
 def test_a_decoder_reads_the_texts_of_a_pair_one_by_one(minilm_tokenizer):
     config = GPT2Config(vocab_size=len(minilm_tokenizer), n_embd=8, n_head=2, n_layer=1)
     *_, given = noted_batches("auto", GPT2LMHeadModel(config), minilm_tokenizer, sequences=None, length=None, seed=0)
-    singly = builtin_texts(pairs=False, short=False)
-    assert unpadded(given) == sorted(map(tuple, minilm_tokenizer(singly)["input_ids"]))
+    encoded = minilm_tokenizer(builtin_texts(pairs=False, short=False))
+    assert unpadded(given) == sorted(map(tuple, encoded["input_ids"]))
 
 
 @pytest.mark.parametrize(("sequences", "texts"), [(100, 74), (2000, 1120)])
