@@ -195,7 +195,7 @@ def print_conversion(folder: Path, widths: dict[str, int], options: dict[str, An
         model.save_pretrained(output)
     seconds, processor = perf_counter() - start, process_time() - processor_start
     peak = torch.cuda.max_memory_allocated() if device.startswith("cuda") else resident_bytes("VmHWM") - before
-    error = mean([module.data_error for module in report.modules] or [nan])
+    error = mean([module.data_error for module in report.of("dk")] or [nan])
     print(json.dumps({"seconds": seconds, "processor": processor, "MiB": peak / 2**20, "error": error}))
 
 

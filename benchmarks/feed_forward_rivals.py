@@ -35,7 +35,7 @@ from torch.nn.functional import kl_div, mse_loss
 
 from collab_compress.calibration import Batch
 from collab_compress.conversion.data import split_held_back
-from collab_compress.conversion.fit import DAMPINGS
+from collab_compress.conversion.sequential import DAMPINGS
 from collab_compress.factorization.least_squares import ResidualMoments, damped_, fit
 
 KINDS = ("kwon", "k-prune", "flap", "grail", "magnitude")

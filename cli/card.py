@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from collab_compress.attention import FORM_KINDS, RotaryScores, SharedScores
 from collab_compress.checkpoint import edits_of
-from collab_compress.conversion.report import ModuleReport, PartReport, Report, ValueReport, width_range
+from collab_compress.conversion.cost import Part
+from collab_compress.conversion.report import PartReport, Report, width_range
 from collab_compress.options import Compression
 
 CARD = "README.md"
@@ -100,12 +101,12 @@ def _conversion(
     how += "" if calibration is None else f", calibrated on {calibration}"
     if report and report.choice:
         yield f"Widths were chosen by `--keep`. {report.choice}"
-    scores, values = (report.modules, report.values) if report else ((), ())
-    dk = [module.dk for module in scores] if report else [compression.dk] if compression.dk else []
-    dv = [module.dv for module in values] if report else [compression.dv] if compression.dv else []
+    scores, values, blocks = (report.of("dk"), report.of("dv"), report.of("dff")) if report else ([], [], [])
+    dk = [module.width or 0 for module in scores] if report else [compression.dk] if compression.dk else []
+    dv = [module.width or 0 for module in values] if report else [compression.dv] if compression.dv else []
     if dk:
         form = RotaryScores if rotary else SharedScores
-        heads = f" with heads {width_range(module.head_dim for module in scores)} wide" if scores else ""
+        heads = f" with heads {width_range(module.head_dim or 0 for module in scores)} wide" if scores else ""
         yield (
             f"Queries and keys{_count(scores)} were decomposed into {form.space} of R = {width_range(dk)}{heads} "
             f"(solver `{compression.solver.method}`, {how}), without retraining."
@@ -121,9 +122,9 @@ def _conversion(
         yield f"Values{'' if report and report.refits else ' and outputs'} are the source's own."
     if report and report.removed_layers:
         yield f"Layers of the source that were removed: {', '.join(report.removed_layers)} ({how})."
-    if report and report.feed_forward:
+    if blocks:
         yield (
-            f"{len(report.feed_forward)} feed-forward blocks keep {report.feed_forward[0].dff} neurons each, chosen "
+            f"{len(blocks)} feed-forward blocks keep {blocks[0].width} neurons each, chosen "
             f"by what leaving them out would cost ({how})."
         )
     if report and report.refits:
@@ -139,27 +140,24 @@ def _count(modules: Sequence[PartReport]) -> str:
 
 def _figures(report: Report) -> Iterator[tuple[str, str]]:
     """Yield the rows of the table of figures."""
-    for name, parts in (
-        ("query/key parameters", report.modules),
-        ("value/output parameters", report.values),
-        ("feed-forward parameters", report.feed_forward),
-    ):
-        if parts:
+    names: dict[Part, str] = {"dk": "query/key", "dv": "value/output", "dff": "feed-forward"}
+    for part, name in names.items():
+        if parts := report.of(part):
             before, after = (
                 sum(part.parameters_before for part in parts),
                 sum(part.parameters_after for part in parts),
             )
-            yield name, f"{before:,} → {after:,}"
+            yield f"{name} parameters", f"{before:,} → {after:,}"
     yield "parameters", f"{report.parameters_before:,} → {report.parameters_after:,}"
-    if report.modules:
-        yield "relative error of scores, mean over modules", _error(report.modules)
-    if report.values:
-        yield "relative error of what heads add, mean over modules", _error(report.values)
+    if report.of("dk"):
+        yield "relative error of scores, mean over modules", _error(report.of("dk"))
+    if report.of("dv"):
+        yield "relative error of what heads add, mean over modules", _error(report.of("dv"))
     if report.refits:
         yield "error of the last layer's hidden states, refitted", f"{report.refits[-1].error_after:.2%}"
     if report.drift is not None:
         yield f"drift of {report.drift.output} on held-back sequences", f"{report.drift.relative_error:.2%}"
 
 
-def _error(parts: Sequence[ModuleReport | ValueReport]) -> str:
-    return f"{mean(part.weight_error if part.data_error is None else part.data_error for part in parts):.4f}"
+def _error(parts: Sequence[PartReport]) -> str:
+    return f"{mean((part.weight_error if part.data_error is None else part.data_error) or 0 for part in parts):.4f}"

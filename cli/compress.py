@@ -8,7 +8,6 @@ from typing import Any
 from collab_compress import (
     CollabCompressError,
     Compression,
-    ModuleReport,
     Report,
     alphas_of,
     compress,
@@ -22,8 +21,9 @@ from collab_compress.calibration.builtin import reads_single_texts
 from collab_compress.checkpoint.directory import to_json, write_new
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion.copies import sharing_copy
+from collab_compress.conversion.cost import Part
 from collab_compress.conversion.expand import refuse_stock, to_stock
-from collab_compress.conversion.report import RefitReport, ValueReport
+from collab_compress.conversion.report import PartReport, RefitReport
 from collab_compress.errors import one_line
 
 from .arguments import CompressArguments as Arguments
@@ -207,18 +207,19 @@ def _report_lines(report: Report, calibration: str, latency: Latency | None) -> 
     lines = [*_whole_model(report, calibration, latency), ""]
     lines += [report.choice] if report.choice else []
     lines += [*_parts(report), "", *_calibration(report), ""]
-    for part, error, modules in (("dk", "score error", report.modules), ("dv", "output error", report.values)):
+    errors: dict[Part, str] = {"dk": "score error", "dv": "output error"}
+    for part, error in errors.items():
         header = ["module", part, error, "weight error", "parameters", f"MMACs at T={report.length}"]
-        if modules:
+        if modules := report.of(part):
             lines += [*table(header, map(_row, modules)), ""]
     return lines[:-1]
 
 
-def _row(module: ModuleReport | ValueReport) -> list[str]:
+def _row(module: PartReport) -> list[str]:
     """Return the row of a module in the table of scores or of values."""
     return [
         module.name,
-        str(module.dk if isinstance(module, ModuleReport) else module.dv),
+        str(module.width),
         "–" if module.data_error is None else f"{module.data_error:.4f}",
         f"{module.weight_error:.4f}",
         f"{module.parameters_before:,} → {module.parameters_after:,}",
@@ -263,27 +264,26 @@ def refit_line(refits: Sequence[RefitReport]) -> str:
 
 def _parts(report: Report) -> list[str]:
     """Return the size of each part."""
-    parts: dict[str, Sequence[Any]] = {"Query/key": report.modules, "Value/output": report.values}
-    if report.values and len(report.modules) == len(report.values):
-        parts = {"Attention": [*report.modules, *report.values], **parts}
+    scores, values, blocks = report.of("dk"), report.of("dv"), report.of("dff")
+    parts = {"Query/key": scores, "Value/output": values}
+    if values and len(scores) == len(values):
+        parts = {"Attention": [*scores, *values], **parts}
     lines = []
-    for name, modules in {**parts, "Feed-forward": report.feed_forward}.items():
+    for name, modules in {**parts, "Feed-forward": blocks}.items():
         before = sum(module.parameters_before for module in modules)
         after = sum(module.parameters_after for module in modules)
         if modules:
             lines.append(f"{name} parameters {before:,} → {after:,} ({after / before - 1:+.0%}).")
     if report.removed_layers:
         lines.append(f"Without {', '.join(report.removed_layers)}; other paths are those of the new model.")
-    if report.feed_forward:
-        lines.append(
-            f"{len(report.feed_forward)} feed-forward blocks have {report.feed_forward[0].dff} neurons each."
-        )
+    if blocks:
+        lines.append(f"{len(blocks)} feed-forward blocks have {blocks[0].width} neurons each.")
     return lines
 
 
 def _calibration(report: Report) -> list[str]:
     """Return how much data the conversion was calibrated on, and how long it took."""
-    counts = [min(module.vectors) for module in report.modules] + [min(module.vectors) for module in report.values]
+    counts = [min(part.vectors) for part in report.parts if part.vectors]
     counts += [refit.vectors for refit in report.refits]
     vectors = min(filter(None, counts), default=0)  # none where a map keeps its full width
     lines = [f"Calibrated on {report.sequences:,} sequences; each module saw at least {vectors:,} vectors."]

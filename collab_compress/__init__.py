@@ -12,7 +12,7 @@ if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
     from collab_compress.conversion.compress import compress
     from collab_compress.conversion.expand import describe, expand, is_converted, read_factors
     from collab_compress.conversion.from_scratch import FromScratch, from_config
-    from collab_compress.conversion.report import Drift, ModuleReport, Report
+    from collab_compress.conversion.report import Drift, PartReport, Report
     from collab_compress.errors import (
         CalibrationError,
         CheckpointError,
@@ -46,7 +46,7 @@ __all__ = [
     "Factors",
     "FromScratch",
     "HeadMask",
-    "ModuleReport",
+    "PartReport",
     "Report",
     "Solver",
     "UnsupportedModelError",

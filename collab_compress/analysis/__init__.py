@@ -1,15 +1,5 @@
 """Measures of attention heads (similarity, diversity, importance) and of layers (widths, cost, latency)."""
 
-from collab_compress.analysis.cost import (
-    FormCost,
-    Latency,
-    MapCost,
-    ModuleCost,
-    feed_forward_costs,
-    model_latency,
-    module_costs,
-    module_latency,
-)
 from collab_compress.analysis.covariance import (
     JointCovariance,
     head_covariances,
@@ -26,6 +16,7 @@ from collab_compress.analysis.dominance import (
     random_importance,
     split_sequences,
 )
+from collab_compress.analysis.latency import Latency, model_latency, module_latency
 from collab_compress.analysis.patterns import AttentionMap, attention_maps, head_patterns, induction
 from collab_compress.analysis.plan import Plan, Row, plan
 from collab_compress.analysis.sharing import (
@@ -38,6 +29,7 @@ from collab_compress.analysis.sharing import (
 from collab_compress.analysis.similarity import SVCCA, Discrepancy, bhattacharyya, cka, discrepancy, sample_cka, svcca
 from collab_compress.analysis.stream import with_progress
 from collab_compress.analysis.table import head_table
+from collab_compress.conversion.cost import PartCost, part_costs
 from collab_compress.heads import average_distance, confidence
 
 __all__ = [
@@ -46,11 +38,9 @@ __all__ = [
     "Discrepancy",
     "Dominance",
     "Energy",
-    "FormCost",
     "JointCovariance",
     "Latency",
-    "MapCost",
-    "ModuleCost",
+    "PartCost",
     "Plan",
     "PruningPoint",
     "Row",
@@ -63,7 +53,6 @@ __all__ = [
     "discrepancy",
     "dominant_heads",
     "effective_rank",
-    "feed_forward_costs",
     "head_covariances",
     "head_energy",
     "head_patterns",
@@ -75,8 +64,8 @@ __all__ = [
     "mixing_matrices",
     "model_covariances",
     "model_latency",
-    "module_costs",
     "module_latency",
+    "part_costs",
     "plan",
     "pruning_curve",
     "random_importance",

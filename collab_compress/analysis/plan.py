@@ -2,30 +2,24 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.architectures import (
-    DenseSite,
-    ValueSite,
-    find_attention,
-    find_dense_attention,
-    find_dense_values,
-    transformers_model,
-)
-from collab_compress.attention import NarrowValues, ScoreForm, SharedScores
+from collab_compress.architectures import DenseSite, ValueSite, find_attention, transformers_model
 from collab_compress.calibration import Batch, Calibration
 from collab_compress.calibration.batches import refuse_noise, sample_sequences
 from collab_compress.conversion.copies import sharing_copy
+from collab_compress.conversion.cost import Part, PartCost, block_cost, costs_at
 from collab_compress.conversion.data import read
-from collab_compress.conversion.feed_forward import FeedForward, Structure, block_report
+from collab_compress.conversion.feed_forward import FeedForward
+from collab_compress.conversion.inventory import Inventory
 from collab_compress.conversion.maps import Progress, silent
-from collab_compress.conversion.report import PartReport, score_costs, to_frame, value_costs
-from collab_compress.conversion.widths import MEASURED, LossCurves, Part, loss_curves, narrowable_blocks
+from collab_compress.conversion.report import to_frame
+from collab_compress.conversion.widths import MAX_LOSS_SEQUENCES, LossCurves, loss_curves
 from collab_compress.errors import CalibrationError, UnsupportedModelError
 from collab_compress.options import CalibrationOptions
 
@@ -98,16 +92,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class PartLosses:
-    """What the parts of a model lose at every width.
-
-    Args:
-        scores: attention modules whose queries and keys can be converted.
-        values: attention modules whose values can be converted.
-        blocks: feed-forward blocks that can be made narrower.
-        losses: part → path of the attention module, or of the layer that reads the neurons → losses at widths 0 to
-            the dense one, (N+1,).
-        left_out: part that cannot be converted → reason.
-    """
+    """What the parts of a model that can be converted lose at every width, and why the others cannot be."""
 
     scores: Sequence[DenseSite]
     values: Sequence[ValueSite]
@@ -115,8 +100,18 @@ class PartLosses:
     losses: LossCurves
     left_out: dict[str, str]
 
+    def costs(self, model: PreTrainedModel, part: Part, widths: Mapping[str, int], length: int) -> list[PartCost]:
+        """Return the costs of all parts of one kind at some widths, given by the path of the part."""
+        if part == "dff":
+            return [block_cost(model, block, widths[block.down], length) for block in self.blocks]
+        costs = []
+        for site in self.scores if part == "dk" else self.values:
+            option = {part: widths[site.name]}
+            costs += [cost for cost in costs_at(site, length, **option) if cost.part == part]
+        return costs
 
-def part_losses(model: PreTrainedModel, batches: Sequence[Batch], progress: Progress = silent) -> PartLosses:
+
+def part_losses(inventory: Inventory, batches: Sequence[Batch], progress: Progress = silent) -> PartLosses:
     """Return what each part of a model that can be converted loses at every width, and why others cannot.
 
     Raises the errors of `plan`, and CompressionError where moments of a module are singular.
@@ -124,27 +119,17 @@ def part_losses(model: PreTrainedModel, batches: Sequence[Batch], progress: Prog
     left_out: dict[str, str] = {}
     scores: list[DenseSite] = []
     values: list[ValueSite] = []
-    sites = find_attention(model)
     try:
-        scores = find_dense_attention(model)
+        scores, left_out["dk"] = inventory.scores
     except UnsupportedModelError as error:
         left_out["dk"] = str(error)
     try:
-        values = find_dense_values(model)
+        values, left_out["dv"] = inventory.narrowable_values
     except UnsupportedModelError as error:
         left_out["dv"] = str(error)
-    if any(hasattr(site.module, ScoreForm.at) for site in sites):
-        scores, left_out["dk"] = [], "it is already converted"
-    if any(hasattr(site.module, NarrowValues.at) for site in sites):
-        values, left_out["dv"] = [], "it is already converted"
-    if any(site.family.rotary for site in scores):
-        scores, left_out["dk"] = [], "what queries and keys with a rotary embedding lose is not known beforehand"
-    structure = Structure(model, batches[0])
-    blocks, why_no_blocks = narrowable_blocks(structure)
-    if why_no_blocks:
-        left_out["dff"] = why_no_blocks
-    losses = loss_curves(structure, scores, values, blocks, batches, progress)
-    return PartLosses(scores, values, blocks, losses, left_out)
+    blocks, left_out["dff"] = inventory.narrowable_blocks
+    losses = loss_curves(inventory, scores, values, blocks, batches, progress)
+    return PartLosses(scores, values, blocks, losses, {part: why for part, why in left_out.items() if why})
 
 
 @torch.inference_mode(False)
@@ -188,25 +173,15 @@ def plan(
         _logger.warning(note)
     if not data.held_back:
         raise CalibrationError("a plan takes calibration data of at least two sequences; pass more")
-    batches, length = sample_sequences(data.used, MEASURED), data.length
-    parts = part_losses(model, batches, progress or silent)
+    batches, length = sample_sequences(data.used, MAX_LOSS_SEQUENCES), data.length
+    parts = part_losses(Inventory(model, batches[0]), batches, progress or silent)
     rows = []
     for part, curves in parts.losses.items():
         for share in sorted(shares, reverse=True):
             widths = {name: math.ceil(share * (len(curve) - 1)) for name, curve in curves.items()}
             if all(width == len(curves[name]) - 1 for name, width in widths.items()):
                 continue  # dense, or there is no such part
-            costs: list[PartReport] = []
-            if part == "dk":
-                for scored in parts.scores:
-                    form = SharedScores.of(scored, widths[scored.name], None, scored.query.bias is not None)
-                    costs.append(score_costs(scored, form, length))
-            elif part == "dv":
-                for valued in parts.values:
-                    narrow = NarrowValues.of(valued, widths[valued.name], valued.value.bias is not None)
-                    costs.append(value_costs(valued, narrow, length))
-            else:
-                costs += [block_report(model, block, widths[block.down], length) for block in parts.blocks]
+            costs = parts.costs(model, part, widths, length)
             saved = sum(cost.parameters_before - cost.parameters_after for cost in costs)
             rows.append(
                 Row(

@@ -1,64 +1,43 @@
 """Make layers of a pretrained model narrower, or fewer, all or nothing.
 
-A conversion finds the modules, gathers the moments of their inputs, solves for replacements, installs those in a copy
-that shares the model's weights, refits what writes to the residual stream, measures how far the outputs moved, and
-only then changes the model.
+A conversion goes from an inventory of the model (`inventory`) to widths and layers (`widths`, `depth`), to new
+weights in a copy that shares those of the model (`sequential`), and only then into the model.
 """
 
-import copy
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from time import perf_counter
-from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.architectures import (
-    AttentionSite,
-    DenseSite,
-    find_attention,
-    find_dense_attention,
-    find_dense_values,
-    refuse_hooks,
-    transformers_model,
-)
-from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm
-from collab_compress.attention.projections import width_in
+from collab_compress.architectures import transformers_model
+from collab_compress.attention import FormEdit, MapForm
 from collab_compress.calibration import Calibration
 from collab_compress.calibration.batches import refuse_noise, sample_sequences, sequence_count
-from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
-from collab_compress.conversion.chain import layer_of
-from collab_compress.conversion.copies import conversion_of, sharing_copy
+from collab_compress.checkpoint import all_or_nothing, path_in_base, record_edit_
+from collab_compress.conversion.copies import sharing_copy
+from collab_compress.conversion.cost import block_cost
 from collab_compress.conversion.data import Data, read
 from collab_compress.conversion.depth import Depth, deep_stacks, find_depth
 from collab_compress.conversion.drift import drift_of
-from collab_compress.conversion.feed_forward import (
-    FeedForward,
-    Structure,
-    adopt_,
-    block_report,
-    narrower_config,
+from collab_compress.conversion.feed_forward import FeedForward, adopt_, narrower_config
+from collab_compress.conversion.inventory import Inventory, refuse_unconvertible
+from collab_compress.conversion.layers import layer_of
+from collab_compress.conversion.maps import Planned, Progress, Task, empty_plan, replacement, silent, warnings_of
+from collab_compress.conversion.report import Drift, PartReport, Report
+from collab_compress.conversion.sequential import (
+    Parts,
+    Refit,
+    check_weights,
+    convert_layers_,
+    install_maps_,
+    install_refits,
 )
-from collab_compress.conversion.fit import Refitted, check_weights, install_refits
-from collab_compress.conversion.layers import Parts, convert_layers_, install_maps_
-from collab_compress.conversion.maps import (
-    Planned,
-    Progress,
-    Site,
-    Task,
-    empty_plan,
-    replacement,
-    silent,
-    warnings_of,
-)
-from collab_compress.conversion.report import Drift, ModuleReport, Report, ValueReport
-from collab_compress.conversion.widths import MEASURED, Choice, choose_widths
+from collab_compress.conversion.widths import MAX_LOSS_SEQUENCES, Choice, choose_widths
 from collab_compress.errors import CompressionError, UnsupportedModelError, check_type, one_line
-from collab_compress.heads.sharding import refuse_unwritable
 from collab_compress.options import KEEP, CalibrationOptions, Compression
 
 _logger = logging.getLogger(__name__)
@@ -118,214 +97,86 @@ def compress(
     model = transformers_model(model)
     started = perf_counter()
     devices = [model.device] if model.device.type == "cuda" else []
-    with conversion_of(model), torch.random.fork_rng(devices):  # new layers are initialised before they are filled
+    with torch.random.fork_rng(devices):  # new layers are initialised before they are filled
         device = working_device(compression.solver.device)
         _refuse_early(model, compression, calibration)
         dense = sharing_copy(model)  # so that other threads may run the model meanwhile
         data = read(dense, calibration, tokenizer, calibration_options, compression.solver.seed)
-        job = _Job(dense, data, progress or silent)
-        placed = compression.with_solver(device=device)
-        chosen, choice, by_module = placed, "", {}
-        if compression.keep is not None:
-            widths = _choose(job, placed)
-            chosen, by_module, choice = widths.compression, widths.modules, widths.reason
-        converted = _convert_copy(job, chosen, by_module)
-        parameters_before, ties = model.num_parameters(), tied_weights(model)
-        feed_forward = [
-            block_report(model, block, chosen.dff or block.width, job.data.length) for block in converted.blocks
-        ]
+        inventory = Inventory(dense, data.used[0] if data.used else None, compression.modules)
+        with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
+            choice = _chosen(inventory, data, compression.with_solver(device=device), progress or silent)
+            conversion = _converted(inventory, data, choice, progress or silent)
+        before, ties = model.num_parameters(), tied_weights(model)
         with all_or_nothing(model):
-            _install_conversion(model, converted)
-    untied = _untied({group for group in map(converted.remaining, ties) if len(group) > 1} - tied_weights(model))
-    warnings = (*data.notes, *converted.notes, *untied, *_warnings(job, chosen, converted))
+            conversion.install_(model)
+    untied = _untied({group for group in map(conversion.remaining, ties) if len(group) > 1} - tied_weights(model))
+    warnings = (*data.notes, *conversion.notes, *untied, *_warnings(dense, data, choice, conversion))
     for warning in warnings:
         _logger.warning(warning)
-    renamed = converted.renamed
-    reports = [replace(item.report, name=renamed(item.report.name)) for item in converted.planned]
-    alike = all(other == chosen for other in by_module.values())
     return Report(
-        modules=tuple(report for report in reports if isinstance(report, ModuleReport)),
-        parameters_before=parameters_before,
+        parts=tuple(replace(report, name=conversion.renamed(report.name)) for report in conversion.reports),
+        parameters_before=before,
         parameters_after=model.num_parameters(),
-        length=job.data.length,
-        drift=converted.drift,
+        length=data.length,
+        drift=conversion.drift,
         seconds=perf_counter() - started,
-        sequences=sum(map(sequence_count, job.data.used)),
+        sequences=sum(map(sequence_count, data.used)),
         warnings=warnings,
-        values=tuple(report for report in reports if isinstance(report, ValueReport)),
-        compression=(chosen if alike else compression).with_solver(device=compression.solver.device),
-        choice=choice,
-        refits=tuple(replace(fit.report, name=renamed(fit.report.name)) for fit in converted.refits),
-        feed_forward=tuple(replace(block, name=renamed(block.name)) for block in feed_forward),
-        removed_layers=tuple(converted.depth.removed) if converted.depth else (),
+        compression=choice.whole(compression).with_solver(device=compression.solver.device),
+        choice=choice.reason,
+        refits=tuple(replace(fit.report, name=conversion.renamed(fit.report.name)) for fit in conversion.refits),
+        removed_layers=tuple(conversion.depth.removed) if conversion.depth else (),
     )
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A model to convert, and its data."""
-
-    model: PreTrainedModel  # dense, a copy that shares the tensors of the model to convert
-    data: Data
-    progress: Progress = silent
-
-    @cached_property
-    def structure(self) -> Structure:
-        """The structure of the dense model."""
-        return Structure(self.model, self.data.used[0])
-
-
-def find_tasks(
-    model: PreTrainedModel,
-    compression: Compression,
-    by_module: Mapping[str, Compression] | None = None,
-) -> list[Task]:
-    """Return the maps to convert, scores first, after checking that all of them can be converted.
-
-    Args:
-        by_module: path of a module → its own compression, where widths differ.
-    """
-    if is_quantized(model):
-        raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
-    refuse_unwritable(model, "compress", CompressionError)
-    _check_config(model)
-    implementation = model.config._attn_implementation
-    if implementation not in ("eager", "sdpa"):
-        raise CompressionError(
-            f"attention is converted as 'eager' or 'sdpa', the model is set to {implementation!r}; "
-            "call model.set_attn_implementation('sdpa') first"
-        )
-    where = (model, compression.modules)
-    attention = find_attention(*where)
-    own = {site.name: (by_module or {}).get(site.name, compression) for site in attention}
-    for site in attention:
-        _refuse_converted(site, own[site.name])
-    dense = [name for name, chosen in own.items() if chosen.dk is None]  # as the scores of rotary modules by keep
-    scores = find_dense_attention(*where, dense) if len(dense) < len(own) else []
-    values = find_dense_values(*where) if compression.dv is not None else []
-    sites: list[Site] = [*scores, *values]
-    tasks = [Task(site, own[site.name]) for site in sites]
-    for task in tasks:
-        site = task.site
-        if isinstance(site, DenseSite):
-            _check_width(site, "dk", task.compression.dk, () if site.family.rotary else (site.query, site.key))
-            _check_solver(site, task.compression)
-            form = task.form()
-            if isinstance(form, ScoreForm):
-                form.check_room()
-            _check_weights(site, ((site.family.query, site.query), (site.family.key, site.key)))
-        else:
-            _check_width(site, "dv", task.compression.dv, (site.value,))
-            _check_weights(site, ((site.family.value, site.value), (site.family.output, site.output)))
-    return tasks
 
 
 def _refuse_early(model: PreTrainedModel, compression: Compression, calibration: Calibration) -> None:
     """Refuse what cannot be converted, before any data are read."""
+    refuse_unconvertible(model)
+    inventory = Inventory(model, modules=compression.modules)
     if compression.keep is None:
-        find_tasks(model, compression)
+        inventory.tasks(compression)
     if compression.layers is not None:
         deep_stacks(model, compression.layers)
-    chooses = compression.keep is not None or compression.dff is not None or compression.layers is not None
-    if chooses:
+    if compression.keep is not None or compression.dff is not None or compression.layers is not None:
         refuse_noise(model, calibration)
 
 
-def _check_config(model: PreTrainedModel) -> None:
-    """Refuse a config that cannot be copied: the edit is recorded in a copy."""
-    try:
-        copy.deepcopy(model.config)
-    except Exception as error:  # whatever an attribute raises
-        raise CompressionError(
-            f"the config of {type(model).__name__} cannot be copied ({one_line(error)}); remove the attribute that "
-            "cannot be copied"
-        ) from error
-
-
-def _refuse_converted(site: AttentionSite, compression: Compression) -> None:
-    for at, width, what in (
-        (ScoreForm.at, compression.dk, "queries and keys"),
-        (NarrowValues.at, compression.dv, "values"),
-    ):
-        if width is not None and hasattr(site.module, at):
-            raise CompressionError(
-                f"{site.name}: its {what} are already converted; leave it out by modules, expand the model "
-                "first, or start from the dense checkpoint"
-            )
-
-
-def _check_width(site: AttentionSite, name: str, width: int | None, projections: Iterable[Any]) -> None:
-    """Refuse a width beyond the channels of all heads, of which each has no more than its projections read."""
-    heads, channels = site.key_value_heads, min([site.head_width, *map(width_in, projections)])
-    full = heads * channels
-    if width is not None and width > full and width != site.key_value_width:
-        kind = "key–value heads" if heads < site.heads else "heads"
-        raise CompressionError(
-            f"{site.name}: {name} is {width}, but {heads} {kind} × {channels} = {full} is exact already; pass {name} "
-            f"between 1 and {full}"
-        )
-
-
-def _check_solver(site: AttentionSite, compression: Compression) -> None:
-    """Refuse other solvers and another width of heads for a rotary module."""
-    if not site.family.rotary:
-        return
-    if compression.head_dim is not None:
-        raise CompressionError(f"{site.name}: heads with a rotary embedding keep their width; leave out head_dim")
-    if compression.solver.method != "als":
-        raise CompressionError(f"{site.name}: other solvers do not apply to rotary embeddings; leave out solver")
-
-
-def _check_weights(site: AttentionSite, projections: Iterable[tuple[str, Any]]) -> None:
-    for path, projection in projections:
-        layer = getattr(projection, "layer", projection)  # of a fused layer
-        refuse_hooks(site.path(path), layer, stays=path == site.family.output)
-        check_weights((f"{site.path(path)}.{name}", weight) for name, weight in projection.named_parameters())
-
-
-def working_device(device: str | None) -> str | None:
-    """Return the device to decompose on; None, if none is given, leaves each module where its weights are.
-
-    "cuda" is each process's own GPU if a launcher started several on one machine.
-
-    Raises:
-        CompressionError: there is no such device.
-    """
-    if device is None:
-        return None
-    rank = os.environ.get("LOCAL_RANK", "")
-    if device == "cuda" and rank.isdecimal() and int(rank) < torch.cuda.device_count():
-        device = f"cuda:{rank}"
-    try:
-        torch.zeros(1, device=device, dtype=torch.float64).item()
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise CompressionError(f"device {device!r} cannot be used: {one_line(error)}") from error
-    return device
-
-
-def _choose(job: _Job, compression: Compression) -> Choice:
-    """Choose widths by what they lose on a part of the data."""
-    if not job.data.held_back:
+def _chosen(inventory: Inventory, data: Data, compression: Compression, progress: Progress) -> Choice:
+    """Return the widths of all modules: as passed, or chosen by what they lose on a part of the data."""
+    if compression.keep is None:
+        return Choice(compression)
+    if not data.held_back:
         raise CompressionError(
             "keep chooses by what is lost on calibration data; pass at least two sequences, best your own texts"
         )
-    check_weights(job.model.named_parameters())
-    few = sample_sequences(job.data.used, MEASURED)
-    with torch.autocast(job.model.device.type, enabled=False):
-        return choose_widths(job.structure, compression, few, job.data.length, job.progress)
+    check_weights(inventory.model.named_parameters())
+    few = sample_sequences(data.used, MAX_LOSS_SEQUENCES)
+    return choose_widths(inventory, compression, few, data.length, progress)
 
 
 @dataclass(frozen=True)
-class _Converted:
-    """A conversion that is not yet installed in the model."""
+class Conversion:
+    """A conversion that is ready to be installed.
 
-    planned: list[Planned]  # replacements of attention maps
-    blocks: list[FeedForward]  # that become narrower
-    config: PretrainedConfig | None  # of the model with narrower blocks
-    refits: Sequence[Refitted] = ()
-    drift: Drift | None = None  # None without data
-    notes: tuple[str, ...] = ()  # for the report
-    depth: Depth | None = None  # None where all layers stay
+    Args:
+        maps: replacements of attention maps.
+        reports: on each part.
+        blocks: feed-forward blocks that become narrower.
+        config: of the model with narrower blocks; None where they stay.
+        refits: new weights of residual linear layers.
+        depth: which layers go; None where all stay.
+        drift: error of the outputs; None without data.
+        notes: sentences for the report.
+    """
+
+    maps: Sequence[Planned]
+    reports: Sequence[PartReport]
+    blocks: Sequence[FeedForward] = ()
+    config: PretrainedConfig | None = None
+    refits: Sequence[Refit] = ()
+    depth: Depth | None = None
+    drift: Drift | None = None
+    notes: Sequence[str] = ()
 
     def renamed(self, name: str) -> str:
         """Return the path that a module has in the converted model."""
@@ -336,76 +187,116 @@ class _Converted:
         removed = self.depth.removed if self.depth else ()
         return frozenset(self.renamed(name) for name in names if layer_of(name) not in removed)
 
+    def install_(self, model: PreTrainedModel) -> None:
+        """Install the conversion in the model, in place, and record it for checkpoints."""
+        modules = [model.get_submodule(item.site.name) for item in self.maps]
+        install_maps_(model, self.maps)
+        install_refits(model, self.refits, self.blocks)
+        if self.config is not None:
+            adopt_(model, self.config)
+        if self.depth is not None:
+            self.depth.drop_(model)
+            self.depth.renumber_(model)
+        forms: dict[str, dict[str, MapForm]] = {}
+        for module, item in zip(modules, self.maps, strict=True):
+            forms.setdefault(item.form.kind, {})[path_in_base(model, module)] = item.form
+        for kind, of_kind in forms.items():
+            record_edit_(model, FormEdit(kind, of_kind))
 
-def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, Compression]) -> _Converted:
-    """Compute the conversion in a copy that shares the model's weights."""
-    model, data = job.model, job.data
-    tasks = find_tasks(model, compression, by_module)
-    with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
-        parts, config, notes, depth = _parts(job, compression, tasks)
-        if not data.used:
-            planned = []
-            for number, task in enumerate(tasks):
-                job.progress(task.site.name, number, len(tasks))
-                planned.append(replacement(task, None, None, data.length))
-            job.progress("", len(tasks), len(tasks))
-            return _Converted(planned, [], None)
-        converted = sharing_copy(model)
-        if depth is not None:
-            depth.drop_(converted)
-        planned, refits = convert_layers_(
-            converted, model, parts, data.used, data.held_back, length=data.length, progress=job.progress
-        )
-        drift = drift_of(converted, model, data.held_back)
-    return _Converted(planned, list(parts.blocks), config, refits, drift, notes, depth)
+
+def _converted(inventory: Inventory, data: Data, choice: Choice, progress: Progress) -> Conversion:
+    """Compute a conversion in a copy that shares the model's weights."""
+    model, compression = inventory.model, choice.compression
+    tasks = inventory.tasks(compression, choice.modules)
+    parts, config, depth, notes = _parts(inventory, data, compression, tasks, progress)
+    if not data.used:
+        maps = []
+        for number, task in enumerate(tasks):
+            progress(task.site.name, number, len(tasks))
+            maps.append(replacement(task, None, None, data.length))
+        progress("", len(tasks), len(tasks))
+        return Conversion(maps, [item.report for item in maps])
+    converted = sharing_copy(model)
+    if depth is not None:
+        depth.drop_(converted)
+    maps, refits = convert_layers_(
+        converted, model, parts, data.used, data.held_back, length=data.length, progress=progress
+    )
+    blocks = [PartReport(**vars(block_cost(model, block, parts.dff, data.length))) for block in parts.blocks]
+    reports = [*(item.report for item in maps), *blocks]
+    drift = drift_of(converted, model, data.held_back)
+    return Conversion(maps, reports, parts.blocks, config, refits, depth, drift, notes)
 
 
 def _parts(
-    job: _Job, compression: Compression, tasks: list[Task]
-) -> tuple[Parts, PretrainedConfig | None, tuple[str, ...], Depth | None]:
-    """Return what is to be converted, the config of a model with narrower blocks, notes for the report, layers."""
-    model, data, dff = job.model, job.data, compression.dff
+    inventory: Inventory, data: Data, compression: Compression, tasks: list[Task], progress: Progress
+) -> tuple[Parts, PretrainedConfig | None, Depth | None, Sequence[str]]:
+    """Return what to convert, the config of a model with narrower blocks, the layers that go, and notes."""
     refits = wants_refit(data, compression)
-    blocks, config = narrower_blocks(job, dff)
+    blocks, config = narrower_blocks(inventory, compression.dff)
     takes_layers = refits or compression.layers is not None
     if not data.used or not (takes_layers or any(not task.is_exact for task in tasks)):
-        return Parts(tasks), config, (), None
+        return Parts(tasks), config, None, ()
     if takes_layers:
-        check_weights(model.named_parameters())
+        check_weights(inventory.model.named_parameters())
+    depth = None
     try:
-        _ = job.structure.layers  # raises if they cannot be called alone
-        writers, depth = job.structure.writers if refits else [], None
+        _ = inventory.layers  # raises if they cannot be called alone
+        linears = inventory.residual_linears if refits else []
         if compression.layers is not None:
-            depth = find_depth(job.structure, compression.layers, data, refits, job.progress)
+            depth = find_depth(inventory, compression.layers, data, refits, progress)
     except UnsupportedModelError as error:
-        if dff is not None or compression.layers is not None or compression.solver.refit:
+        if compression.dff is not None or compression.layers is not None or compression.solver.refit:
             raise
-        notes = (f"no layer was refitted: {error}",) if refits else ()
-        return Parts(tasks, in_layers=False), None, notes, None
-    removed = () if depth is None else depth.removed
-    parts = Parts(
-        [task for task in tasks if layer_of(task.site.name) not in removed],
-        writers,
-        [block for block in blocks if block.writer.layer not in removed],
-        dff or 0,
-        removed,
-        {} if depth is None else depth.targets,
-    )
-    return parts, config, (), depth
+        return Parts(tasks, in_layers=False), None, None, [f"no layer was refitted: {error}"] if refits else ()
+    parts = Parts(tasks, linears, blocks, compression.dff or 0)
+    return parts if depth is None else parts.without(depth.removed, depth.targets), config, depth, ()
 
 
-def _warnings(job: _Job, compression: Compression, converted: _Converted) -> list[str]:
+def wants_refit(data: Data, compression: Compression) -> bool:
+    """Return whether layers are refitted.
+
+    Raises:
+        CompressionError: they should be, or layers or neurons are to be chosen, and there are too few data.
+    """
+    needs = {"layers": compression.layers, "dff": compression.dff, "refit": compression.solver.refit}
+    for name, value in needs.items():
+        if value and not data.held_back:
+            raise CompressionError(f"{name} takes calibration data of at least two sequences; pass texts")
+    if compression.dff is not None or (compression.layers is not None and compression.solver.refit is None):
+        return True
+    return bool(data.held_back) and (data.refit if compression.solver.refit is None else compression.solver.refit)
+
+
+def narrower_blocks(inventory: Inventory, dff: int | None) -> tuple[list[FeedForward], PretrainedConfig | None]:
+    """Return the feed-forward blocks to make narrower, and the config of a model with those.
+
+    Raises:
+        CompressionError: a block is narrower already.
+        UnsupportedModelError: the model has no blocks that can be made narrower.
+    """
+    if dff is None:
+        return [], None
+    for block in inventory.blocks:
+        if dff > block.width:
+            raise CompressionError(
+                f"{block.down} reads {block.width} neurons, and dff is {dff}; pass up to {block.width}"
+            )
+    return inventory.blocks, narrower_config(inventory.model, inventory.blocks, dff)
+
+
+def _warnings(model: PreTrainedModel, data: Data, choice: Choice, conversion: Conversion) -> list[str]:
     """Return warnings of few or random data, and those of `warnings_of`."""
-    vectors = {refitted.report.name: refitted.report.vectors for refitted in converted.refits}
-    blocks = [(block.down, vectors[block.down], block.width) for block in converted.blocks]
-    warnings = warnings_of(converted.planned, compression, blocks)
-    chosen = [what for what, some in (("neurons", blocks), ("layers", converted.depth)) if some]
-    if chosen and not job.data.refit:
-        random, data = "noise alone, after which a model may be useless", "images or sounds like yours"
-        if job.model.main_input_name == "input_ids":
+    vectors = {fit.report.name: fit.report.vectors for fit in conversion.refits}
+    blocks = [(block.down, vectors[block.down], block.width) for block in conversion.blocks]
+    warnings = warnings_of(conversion.maps, choice.compression, blocks)
+    chosen = [what for what, some in (("neurons", blocks), ("layers", conversion.depth)) if some]
+    if chosen and not data.refit:
+        random, texts = "noise alone, after which a model may be useless", "images or sounds like yours"
+        if model.main_input_name == "input_ids":
             random = "random tokens alone, which loses more"
-            data = "texts like yours, or on texts that a language model has 'generated'"
-        warnings.append(f"{' and '.join(chosen)} were chosen on {random}; calibrate on {data}")
+            texts = "texts like yours, or on texts that a language model has 'generated'"
+        warnings.append(f"{' and '.join(chosen)} were chosen on {random}; calibrate on {texts}")
     return warnings
 
 
@@ -428,54 +319,24 @@ def _untied(groups: set[frozenset[str]]) -> list[str]:
     ]
 
 
-def narrower_blocks(job: _Job, dff: int | None) -> tuple[list[FeedForward], PretrainedConfig | None]:
-    """Return the feed-forward blocks to make narrower, and the config of a model with those.
+def working_device(device: str | None) -> str | None:
+    """Return the device to decompose on; None, if none is given, leaves each module where its weights are.
+
+    "cuda" is each process's own GPU if a launcher started several on one machine.
 
     Raises:
-        CompressionError: a block is narrower already.
-        UnsupportedModelError: the model has no blocks that can be made narrower.
+        CompressionError: there is no such device.
     """
-    if dff is None:
-        return [], None
-    blocks = job.structure.blocks
-    for block in blocks:
-        if dff > block.width:
-            raise CompressionError(
-                f"{block.down} reads {block.width} neurons, and dff is {dff}; pass up to {block.width}"
-            )
-    return blocks, narrower_config(job.model, blocks, dff)
-
-
-def wants_refit(data: Data, compression: Compression) -> bool:
-    """Return whether layers are refitted.
-
-    Raises:
-        CompressionError: they should be, or layers or neurons are to be chosen, and there are too few data.
-    """
-    needs = {"layers": compression.layers, "dff": compression.dff, "refit": compression.solver.refit}
-    for name, value in needs.items():
-        if value and not data.held_back:
-            raise CompressionError(f"{name} takes calibration data of at least two sequences; pass texts")
-    if compression.dff is not None or (compression.layers is not None and compression.solver.refit is None):
-        return True
-    return bool(data.held_back) and (data.refit if compression.solver.refit is None else compression.solver.refit)
-
-
-def _install_conversion(model: PreTrainedModel, converted: _Converted) -> None:
-    """Install a conversion in the model, in place, and record it for checkpoints."""
-    modules = [model.get_submodule(item.site.name) for item in converted.planned]
-    install_maps_(model, converted.planned)
-    install_refits(model, converted.refits, converted.blocks)
-    if converted.config is not None:
-        adopt_(model, converted.config)
-    if converted.depth is not None:
-        converted.depth.drop_(model)
-        converted.depth.renumber_(model)
-    forms: dict[str, dict[str, MapForm]] = {}
-    for module, item in zip(modules, converted.planned, strict=True):
-        forms.setdefault(item.form.kind, {})[path_in_base(model, module)] = item.form
-    for kind, of_kind in forms.items():
-        record_edit_(model, FormEdit(kind, of_kind))
+    if device is None:
+        return None
+    rank = os.environ.get("LOCAL_RANK", "")
+    if device == "cuda" and rank.isdecimal() and int(rank) < torch.cuda.device_count():
+        device = f"cuda:{rank}"
+    try:
+        torch.zeros(1, device=device, dtype=torch.float64).item()
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise CompressionError(f"device {device!r} cannot be used: {one_line(error)}") from error
+    return device
 
 
 def install_unset_(
@@ -491,14 +352,11 @@ def install_unset_(
     be run afterwards. Arguments and errors are those of `compress`.
     """
     _refuse_early(model, compression, calibration)
-    job = _Job(model, read(model, calibration, tokenizer, options, compression.solver.seed))
-    wants_refit(job.data, compression)
-    narrower_blocks(job, compression.dff)
-    by_module: Mapping[str, Compression] = {}
-    if compression.keep is not None:
-        widths = _choose(job, compression)
-        compression, by_module = widths.compression, widths.modules
-    tasks = find_tasks(model, compression, by_module)
+    data = read(model, calibration, tokenizer, options, compression.solver.seed)
+    inventory = Inventory(model, data.used[0] if data.used else None, compression.modules)
+    wants_refit(data, compression)
+    narrower_blocks(inventory, compression.dff)
+    choice = _chosen(inventory, data, compression, silent)
     working_device(compression.solver.device)
-    for task in tasks:
+    for task in inventory.tasks(choice.compression, choice.modules):
         install_maps_(model, [empty_plan(task.site, task.form())])

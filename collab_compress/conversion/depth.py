@@ -8,7 +8,7 @@ sequences that gaps are refitted to: those before the last layer that went are n
 
 **Across a gap.** The last layer that writes to the residual stream before a gap is refitted towards the dense stream
 behind the gap, in closed form (`fit`; where a LayerNorm follows, towards what that leaves of it). What its numbered
-layer does behind that writer (the last norm, where norms come last) is taken from the last removed layer. Where a
+layer does behind that linear (the last norm, where norms come last) is taken from the last removed layer. Where a
 stack begins with a gap, later refits repair what they can.
 
 **The config** follows: numbers of layers, and lists with an entry for each. A stock model of that config must have
@@ -33,15 +33,21 @@ from collab_compress.calibration.batches import in_parts, sample_sequences
 from collab_compress.calibration.gather import masks_of, unpadded
 from collab_compress.checkpoint import edits_of
 from collab_compress.checkpoint.edits import configs_inside, copy_configs_
-from collab_compress.conversion.chain import SAME, Room, layer_of, numbered_layers
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.data import Data
-from collab_compress.conversion.feed_forward import Structure
-from collab_compress.conversion.fit import Fit, as_read, install_refits, solve
-from collab_compress.conversion.layers import States, written_by
+from collab_compress.conversion.inventory import Inventory
+from collab_compress.conversion.layers import SAME_RTOL, HiddenStateStore, capture_calls, layer_of, numbered_layers
 from collab_compress.conversion.maps import Progress
-from collab_compress.conversion.widths import MEASURED
-from collab_compress.conversion.writers import Writer
+from collab_compress.conversion.residual import ResidualLinear
+from collab_compress.conversion.sequential import (
+    Pair,
+    ResidualSums,
+    install_refits,
+    record_streams,
+    solve,
+    target_across_gap,
+)
+from collab_compress.conversion.widths import MAX_LOSS_SEQUENCES
 from collab_compress.errors import CompressionError, UnsupportedModelError, one_line
 
 OF_TWO = ("encoder_layers", "decoder_layers")
@@ -57,12 +63,12 @@ class End(NamedTuple):
     """The end of a numbered layer.
 
     Args:
-        writer: the last of its linear layers that write to the residual stream.
+        linear: the last of its linear layers that write to the residual stream.
         behind: paths of its modules with parameters that are called when that has been added to the stream.
         kind: equal at ends whose streams can stand for each other.
     """
 
-    writer: Writer
+    linear: ResidualLinear
     behind: Sequence[str]
     kind: str
 
@@ -81,14 +87,14 @@ class Depth:
     Args:
         stacks: path of each list of numbered layers that loses some → their new numbers.
         removed: paths of the layers that go, in the model's order.
-        targets: path of the last writer before a gap → the last one in the gap, to whose dense stream it is fitted.
+        targets: path of the last linear before a gap → the last one in the gap, to whose dense stream it is fitted.
         moved: path of a module in the layer before a gap → path of the module that takes its place.
         attributes: path of a module and name of an attribute → its value in the shallower model.
     """
 
     stacks: Mapping[str, Numbers]
     removed: Sequence[str]
-    targets: Mapping[str, Writer]
+    targets: Mapping[str, ResidualLinear]
     moved: Mapping[str, str]
     attributes: Mapping[tuple[str, str], Any]
 
@@ -162,11 +168,11 @@ def _around(model: PreTrainedModel, path: str) -> list[nn.Module]:
     return [model.get_submodule(".".join(parts[:end])) for end in range(len(parts))]
 
 
-def find_depth(structure: Structure, layers: int, data: Data, refits: bool, progress: Progress) -> Depth:
+def find_depth(inventory: Inventory, layers: int, data: Data, refits: bool, progress: Progress) -> Depth:
     """Choose the layers that go, and return them with what follows from that.
 
     Args:
-        structure: of the dense model.
+        inventory: of the dense model.
         layers: number of layers that each stack keeps.
         data: to refit to, up to 256 sequences, and to measure on.
         refits: whether the layers before gaps are refitted.
@@ -177,31 +183,34 @@ def find_depth(structure: Structure, layers: int, data: Data, refits: bool, prog
             model has those that would.
         CalibrationError: batches take different ways through the model.
     """
-    model = structure.model
-    stacks, last = deep_stacks(model, layers), {writer.layer: writer for writer in structure.writers if refits}
+    model = inventory.model
+    stacks, last = (
+        deep_stacks(model, layers),
+        {linear.layer: linear for linear in inventory.residual_linears if refits},
+    )
     with evaluation_mode(model):
-        ends = {layer: _end(model, writer, structure.layers[layer]) for layer, writer in last.items()}
+        ends = {layer: _end(model, linear, inventory.layers[layer]) for layer, linear in last.items()}
     return _without(model, stacks, choose_layers(model, stacks, layers, ends, data, progress), ends)
 
 
-def _end(model: PreTrainedModel, writer: Writer, run: Callable[[], Tensor]) -> End:
-    """Return the end of a layer with this last writer, by calling the layer alone."""
+def _end(model: PreTrainedModel, linear: ResidualLinear, run: Callable[[], Tensor]) -> End:
+    """Return the end of a layer with this last linear, by calling the layer alone."""
     calls: list[tuple[str, str]] = []
     with ExitStack() as hooks:
-        for name, module in model.get_submodule(writer.layer).named_modules(prefix=writer.layer):
+        for name, module in model.get_submodule(linear.layer).named_modules(prefix=linear.layer):
             read, returned = (lambda *_, call=(name, shown): calls.append(call) for shown in ("inputs", "outputs"))
             hooks.enter_context(module.register_forward_pre_hook(read))
             hooks.enter_context(module.register_forward_hook(returned))
         run()
-    added = calls.index((writer.at, writer.shown), calls.index((writer.name, "outputs")))
+    added = calls.index((linear.at, linear.shown), calls.index((linear.name, "outputs")))
     before = {name for name, _ in calls[:added]}
     later = dict.fromkeys(name for name, _ in calls[added:] if name not in before)
     behind = [name for name in later if model.get_submodule(name)._parameters]
-    if writer.at == writer.name:  # outputs are normalised before they are added: nothing can stand for them
-        return End(writer, behind, writer.name)
-    paths = [name.removeprefix(writer.layer) for name in (writer.name, writer.at, *behind)]
+    if linear.at == linear.name:  # outputs are normalised before they are added: nothing can stand for them
+        return End(linear, behind, linear.name)
+    paths = [name.removeprefix(linear.layer) for name in (linear.name, linear.at, *behind)]
     kinds = [_kind(model.get_submodule(name)) for name in behind]
-    return End(writer, behind, str((paths, writer.shown, kinds)))
+    return End(linear, behind, str((paths, linear.shown, kinds)))
 
 
 def _kind(module: nn.Module, recurse: bool = True) -> str:
@@ -215,7 +224,7 @@ def _without(
 ) -> Depth:
     """Return what follows from the removal of some layers; without ends, nothing is refitted."""
     new_numbers: dict[str, Numbers] = {}
-    targets: dict[str, Writer] = {}
+    targets: dict[str, ResidualLinear] = {}
     moved: dict[str, str] = {}
     for path, names in stacks.items():
         stay = [number for number, name in enumerate(names) if name not in removed]
@@ -223,7 +232,7 @@ def _without(
         for number, following in pairwise((*stay, len(names))):
             before, end = (ends.get(names[place]) for place in (number, following - 1))
             if before and end and before is not end and before.kind == end.kind:
-                targets[before.writer.name] = end.writer
+                targets[before.linear.name] = end.linear
                 moved.update(zip(before.behind, end.behind, strict=True))
     depth = Depth(new_numbers, removed, targets, moved, {})
     return replace(depth, attributes=_changed_attributes(model, depth))
@@ -311,11 +320,12 @@ def choose_layers(
 ) -> list[str]:
     """Return the layers to remove: those without which the last hidden states of their stack move least."""
     trial, removed = sharing_copy(model), set()
-    with evaluation_mode(trial), Room() as room:
-        states = States(model, trial, room)
-        states.capture(in_parts(sample_sequences(data.used, MEASURED)), in_parts(data.held_back))
+    with evaluation_mode(trial), HiddenStateStore() as store:
+        few = sample_sequences(data.used, MAX_LOSS_SEQUENCES)
+        calls = capture_calls(model, in_parts(few), in_parts(data.held_back), store)
+        models = Pair(model, trial, calls, store)
         for path, names in stacks.items():
-            search, count = _Search(states, names, ends), len(names) - layers
+            search, count = _Search(models, names, ends), len(names) - layers
             if len(search.fixed) > layers:
                 raise UnsupportedModelError(
                     f"{len(search.fixed)} of the {len(names)} layers of {path} are unlike the others, and must stay; "
@@ -330,12 +340,12 @@ def choose_layers(
 class _Search:
     """A stack from which one layer after the other is removed, and the hidden states before each that remains."""
 
-    def __init__(self, states: States, names: Sequence[str], ends: Mapping[str, End]) -> None:
-        self.states, self.names, self.ends = states, names, [ends.get(name) for name in names]
-        self.model, self.held_back = states.converted, range(len(states.used), len(states.calls))
+    def __init__(self, models: Pair, names: Sequence[str], ends: Mapping[str, End]) -> None:
+        self.models, self.names, self.ends = models, names, [ends.get(name) for name in names]
+        self.model, self.held_back = models.converted, models.calls.held_back
         self.site = next(site for site in find_attention(self.model) if layer_of(site.name) in names)
-        start = states.layers[names[0]].start
-        self.calls = [calls[start : start + len(names)] for calls in states.calls]
+        start = models.calls.layers[names[0]].start
+        self.calls = [calls[start : start + len(names)] for calls in models.calls.by_batch]
         if [call.name for call in self.calls[0]] != names:
             raise UnsupportedModelError(
                 f"{names[0]} and the layers behind it are not called in turn; leave out layers"
@@ -345,27 +355,29 @@ class _Search:
         self.fixed = {number for number, kind in enumerate(kinds) if kind != usual}
         self.kept = list(range(len(names) + 1))  # numbers of the remaining layers, and that of the stack's end
         self.before = {0: [calls[0].hidden for calls in self.calls if calls[0].hidden is not None]}
-        self.streams: list[list[Tensor]] = [[] for _ in names]  # of the dense model, after the last writer
+        self.streams: list[list[Tensor]] = [[] for _ in names]  # of the dense model, after the last linear
         self.refitted: dict[int, nn.Module] = {}  # number of a layer → the one before it, fitted to its absence
         for number, end in enumerate(self.ends):
             self.before[number + 1] = []
-            with written_by(self.model, [end.writer] if end else []) as written:
+            with record_streams(self.model, [end.linear] if end else []) as recorded:
                 for batch, calls in enumerate(self.calls):
                     hidden, read = self.before[number][batch], calls[number].hidden
-                    if read is not None and bool((read.to(hidden) - hidden).norm() > SAME * hidden.norm()):
+                    if read is not None and bool((read.to(hidden) - hidden).norm() > SAME_RTOL * hidden.norm()):
                         raise UnsupportedModelError(
                             f"{names[number]} does not read what the layer before it returned; leave out layers"
                         )
-                    self.before[number + 1].append(states.keep(calls[number].run(self.model, hidden)))
-                    self.streams[number] += [states.keep(call.stream) for call in written.values()]
-                    written.clear()
+                    self.before[number + 1].append(models.store.keep(calls[number].run(self.model, hidden)))
+                    self.streams[number] += [models.store.keep(call.stream) for call in recorded.values()]
+                    recorded.clear()
         outputs = self.before.pop(len(names))
         self.dense = [self._directions(batch, outputs[batch]) for batch in self.held_back]
         self.variance = torch.cat(self.dense).var(0, correction=0).clamp(min=1e-12)
 
     def _directions(self, batch: int, hidden: Tensor) -> Tensor:
         """Return hidden states (n, D) at unpadded tokens, each divided by its length."""
-        tokens = unpadded(hidden.to(self.model.device), masks_of(self.site, self.states.masks[batch]).query).float()
+        tokens = unpadded(
+            hidden.to(self.model.device), masks_of(self.site, self.models.calls.masks[batch]).query
+        ).float()
         return nn.functional.normalize(tokens, dim=-1)
 
     def remove_one(self) -> str:
@@ -378,7 +390,9 @@ class _Search:
         self.before[self.kept[first]] = start
         for layer, following in pairwise(self.kept[first:-1]):
             reads = zip(self.calls, self.before[layer], strict=True)
-            self.before[following] = [self.states.keep(calls[layer].run(self.model, read)) for calls, read in reads]
+            self.before[following] = [
+                self.models.store.keep(calls[layer].run(self.model, read)) for calls, read in reads
+            ]
         self.refitted = {gone: layer for gone, layer in self.refitted.items() if gone < self.kept[first]}
         return self.names[number]
 
@@ -405,15 +419,15 @@ class _Search:
             return layer
         if gone in self.refitted:
             return self.refitted[gone]
-        writer, gathered = before.writer, Fit()
-        with written_by(self.model, [writer]) as written:
+        linear, gathered = before.linear, ResidualSums()
+        with record_streams(self.model, [linear]) as recorded:
             for batch, hidden in enumerate(self.before[number]):
                 self.calls[batch][number].run(self.model, hidden)
-                call = written.pop(writer.name)
-                mask = masks_of(writer.site, self.states.masks[batch]).query
-                target = as_read(self.model, writer, call.stream, self.streams[last][batch])
-                gathered.add(call.inputs, call.stream, target, writer, mask, batch in self.states.used)
-        fitted = solve(gathered, writer, self.model.get_submodule(writer.name), None, self.states.sequences)
+                call = recorded.pop(linear.name)
+                mask = masks_of(linear.site, self.models.calls.masks[batch]).query
+                target = target_across_gap(self.model, linear, call.stream, self.streams[last][batch])
+                gathered.add(call, target, linear, mask, batch in self.models.calls.used)
+        fitted = solve(gathered, linear, self.model.get_submodule(linear.name), None, self.models.calls.sequences)
         tensors = layer.state_dict(keep_vars=True).values()
         copied: nn.Module = copy.deepcopy(layer, {id(tensor): tensor for tensor in tensors})
         self.model.set_submodule(self.names[number], copied)

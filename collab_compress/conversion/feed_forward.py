@@ -8,8 +8,6 @@ description of them.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from math import prod
 from typing import Any
 
 import torch
@@ -20,11 +18,9 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress.attention.form import remaining
 from collab_compress.attention.projections import width_in
 from collab_compress.attention.values import fill_, output_dim
-from collab_compress.calibration import Batch, evaluation_mode
 from collab_compress.checkpoint.edits import configs_inside, copy_configs_
-from collab_compress.conversion.chain import SingleLayers, single_layers
-from collab_compress.conversion.report import FeedForwardReport
-from collab_compress.conversion.writers import Writer, find_writers, width_out
+from collab_compress.conversion.layers import SingleLayers
+from collab_compress.conversion.residual import ResidualLinear, width_out
 from collab_compress.errors import UnsupportedModelError
 from collab_compress.heads.sharding import refuse_computed
 
@@ -50,91 +46,58 @@ class FeedForward:
     """A feed-forward block.
 
     Args:
-        writer: the layer that reads the neurons.
+        linear: the layer that reads the neurons.
         ups: path of each layer that makes them → the neuron of each of its outputs.
         width: number of neurons N.
     """
 
-    writer: Writer
+    linear: ResidualLinear
     ups: dict[str, Tensor]
     width: int
 
     @property
     def down(self) -> str:
         """Path of the layer that reads the neurons."""
-        return self.writer.name
+        return self.linear.name
 
 
-class Structure:
-    """The numbered layers of a model, what in them writes to the residual stream, and its feed-forward blocks.
-
-    Each is found once, when it is first asked for.
+def find_blocks(model: PreTrainedModel, linears: Sequence[ResidualLinear], layers: SingleLayers) -> list[FeedForward]:
+    """Find the feed-forward blocks whose neurons do not depend on each other, in the order of calls.
 
     Args:
-        model: stock or edited; left in the mode it was in. Its layers must not be replaced meanwhile.
-        batch: keyword arguments for the model, of which two sequences are run.
-    """
-
-    def __init__(self, model: PreTrainedModel, batch: Batch) -> None:
-        self.model, self.batch = model, batch
-
-    @cached_property
-    def layers(self) -> SingleLayers:
-        """The numbered layers, which can be called alone in evaluation mode; raises as `single_layers`."""
-        with evaluation_mode(self.model):
-            return single_layers(self.model, self.batch)
-
-    @cached_property
-    def writers(self) -> list[Writer]:
-        """The layers that write to the residual stream, in the order of calls; raises as `find_writers`."""
-        with evaluation_mode(self.model):
-            return find_writers(self.model, self.layers)
-
-    @cached_property
-    def blocks(self) -> list[FeedForward]:
-        """The feed-forward blocks, in the order of calls; raises as `find_feed_forward`."""
-        projections = {writer.site.path(writer.site.family.output) for writer in self.writers}
-        blocks = []
-        for writer in self.writers:
-            if writer.name in projections or writer.name.removesuffix(".proj") in projections:  # mixed heads
-                continue
-            with evaluation_mode(self.model):
-                ups = _find_ups(self.model, writer, self.layers[writer.layer])
-            if ups:
-                blocks.append(FeedForward(writer, ups, width_in(self.model.get_submodule(writer.name))))
-        if not blocks:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} has no feed-forward block of plain linear layers, one neuron beside "
-                "the other (a mixture of experts is none); leave out dff"
-            )
-        return blocks
-
-
-def find_feed_forward(model: PreTrainedModel, batch: Batch) -> list[FeedForward]:
-    """Find the feed-forward blocks whose neurons do not depend on each other, in the order in which they are called.
-
-    Args:
-        model: stock or edited; left in the mode it was in.
-        batch: keyword arguments for the model, of which two sequences are run.
+        model: in evaluation mode.
+        linears: its residual linear layers.
+        layers: its numbered layers, as `single_layers` returns them.
 
     Raises:
-        UnsupportedModelError: the model has no such block, its layers cannot be called alone, or its family is not
-            known.
-        CalibrationError: the model does not take such batches.
+        UnsupportedModelError: the model has no such block.
     """
-    return Structure(model, batch).blocks
+    projections = {linear.site.path(linear.site.family.output) for linear in linears}
+    blocks = []
+    for linear in linears:
+        if linear.name in projections or linear.name.removesuffix(".proj") in projections:  # mixed heads
+            continue
+        ups = _find_ups(model, linear, layers[linear.layer])
+        if ups:
+            blocks.append(FeedForward(linear, ups, width_in(model.get_submodule(linear.name))))
+    if not blocks:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no feed-forward block of plain linear layers, one neuron beside "
+            "the other (a mixture of experts is none); leave out dff"
+        )
+    return blocks
 
 
-def _find_ups(model: PreTrainedModel, writer: Writer, run: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """Return the layers each of whose outputs changes one neuron that the writer reads, and no other."""
-    down = model.get_submodule(writer.name)
+def _find_ups(model: PreTrainedModel, linear: ResidualLinear, run: Callable[[], Tensor]) -> dict[str, Tensor]:
+    """Return the up and gate projections: layers whose output channel j affects neuron j alone."""
+    down = model.get_submodule(linear.name)
     width = width_in(down)
     changed = torch.rand(width, generator=torch.Generator().manual_seed(0), device="cpu") < 0.5
     before = _neurons(down, run)
     ups = {}
-    for name, up in model.get_submodule(writer.layer).named_modules(prefix=writer.layer):
+    for name, up in model.get_submodule(linear.layer).named_modules(prefix=linear.layer):
         outputs = width_out(up)
-        if outputs not in (width, 2 * width) or name == writer.name:
+        if outputs not in (width, 2 * width) or name == linear.name:
             continue
         places = torch.arange(outputs, device="cpu")
         for neurons in (places % width, places.div(outputs // width, rounding_mode="floor")):
@@ -176,10 +139,9 @@ def narrower_config(model: PreTrainedModel, blocks: Sequence[FeedForward], width
     """
     wanted = _shapes(model)
     for block in blocks:
-        for name in (*block.ups, block.down):
+        for name, shapes in block_shapes(model, block, width).items():
             refuse_computed(name, model.get_submodule(name))
-            for part, shape in _cut_shapes(model, block, name, width).items():
-                wanted[f"{name}.{part}"] = shape
+            wanted |= {f"{name}.{part}": shape for part, shape in shapes.items()}
     to_change = {name for name, shape in _shapes(model).items() if wanted[name] != shape}
     config = copy.deepcopy(model.config)
     before = _built_shapes(model, config)
@@ -221,33 +183,18 @@ def _built_shapes(model: PreTrainedModel, config: PretrainedConfig) -> dict[str,
         return {}
 
 
-def _cut_shapes(model: PreTrainedModel, block: FeedForward, name: str, width: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters of one layer of a block with another number of neurons."""
-    layer: Any = model.get_submodule(name)
-    if name == block.down:
-        inputs, outputs = width, width_out(layer)
-    else:
-        inputs, outputs = width_in(layer), len(block.ups[name]) // block.width * width
-    weight = (inputs, outputs) if isinstance(layer, Conv1D) else (outputs, inputs)
-    return {"weight": weight} if layer.bias is None else {"weight": weight, "bias": (outputs,)}
-
-
-def block_report(model: PreTrainedModel, block: FeedForward, width: int, length: int) -> FeedForwardReport:
-    """Return the costs of a dense block, and with `width` neurons, for inputs of `length` tokens."""
-    parameters, macs = [0, 0], [0, 0]
+def block_shapes(model: PreTrainedModel, block: FeedForward, width: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the shapes of a block's parameters with another number of neurons: path of a layer → its shapes."""
+    shapes = {}
     for name in (*block.ups, block.down):
-        for place, neurons in enumerate((block.width, width)):
-            shapes = _cut_shapes(model, block, name, neurons)
-            parameters[place] += sum(prod(shape) for shape in shapes.values())
-            macs[place] += length * prod(shapes["weight"])
-    return FeedForwardReport(
-        name=block.down,
-        dff=width,
-        parameters_before=parameters[0],
-        parameters_after=parameters[1],
-        macs_before=macs[0],
-        macs_after=macs[1],
-    )
+        layer: Any = model.get_submodule(name)
+        if name == block.down:
+            inputs, outputs = width, width_out(layer)
+        else:
+            inputs, outputs = width_in(layer), len(block.ups[name]) // block.width * width
+        weight = (inputs, outputs) if isinstance(layer, Conv1D) else (outputs, inputs)
+        shapes[name] = {"weight": weight} if layer.bias is None else {"weight": weight, "bias": (outputs,)}
+    return shapes
 
 
 def cut_(model: PreTrainedModel, block: FeedForward, kept: Tensor) -> None:

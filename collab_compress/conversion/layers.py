@@ -1,403 +1,385 @@
-"""Convert a model one numbered layer after the other, on all calibration data.
+"""Run the numbered layers of a model one at a time, on hidden states that are kept between them.
 
-For each layer, the dense one runs on the hidden states that the dense model has there. From the inputs of its
-projections follow its new scores and values. Then what it adds to the residual stream is refitted (`fit`) on the
-hidden states that the converted model has there, so that each layer also repairs what those below it lost. Hidden
-states of both models then move on to the next layer.
+One pass through the whole model captures what each layer is called with. A layer can then be called alone, on any
+hidden states, with its other arguments as they were. Most layers read what the layer before them returned; they form
+a stack. Where a stack begins (after the embeddings, or at a decoder after its encoder), the model itself has to run.
+`HiddenStateStore` keeps hidden states in memory or in files.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, Self, TypeAlias
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
-from collab_compress.architectures import AttentionSite, DenseSite
-from collab_compress.attention import NarrowValues, install_
-from collab_compress.calibration import Batch, evaluation_mode, gather_moments
-from collab_compress.calibration.batches import evenly_spaced, in_parts, sequence_count
-from collab_compress.calibration.gather import InputMoments, batch_masks, masks_of, unpadded
-from collab_compress.conversion.chain import (
-    LayerCall,
-    Room,
-    by_layer,
-    capture,
-    layer_of,
-    numbered_layers,
-    plain_stack,
-)
-from collab_compress.conversion.feed_forward import FeedForward
-from collab_compress.conversion.fit import Fit, Refitted, as_read, install_refits, solve
-from collab_compress.conversion.maps import (
-    ENOUGH,
-    HeadWeights,
-    Planned,
-    Progress,
-    SiteMoments,
-    Task,
-    head_weights,
-    replacement,
-    silent,
-)
-from collab_compress.conversion.writers import Writer, stream_of
-from collab_compress.devices import float64_device
-from collab_compress.errors import CalibrationError
-from collab_compress.factorization.least_squares import ResidualMoments
-from collab_compress.factorization.narrowing import CONSTANT
+from collab_compress.architectures import find_attention
+from collab_compress.calibration import Batch, run_batch
+from collab_compress.calibration.batches import evenly_spaced, is_divisible, sequence_count, slice_batch
+from collab_compress.calibration.gather import AttentionMasks, MaskKind, batch_masks
+from collab_compress.errors import CalibrationError, UnsupportedModelError, one_line
 
-NONE: Mapping[str, ResidualMoments] = {}
+STORE_BYTES = 2 * 2**30  # of memory for hidden states
+PROBE_SEQUENCES = 2  # that show how a model is built
+SAME_RTOL = 1e-4  # relative error of a layer that is called alone, which is rounding
 
-
-class Gathered(NamedTuple):
-    """What the dense model's attention maps are converted by.
-
-    Args:
-        moments: for each task, of the inputs of its projections; None for one that needs none.
-        head_weights: path of a module → weight of each head's score error, (H,).
-        mean_squares: path of a module → mean of the squares of these weights, before they are normalised.
-    """
-
-    moments: Sequence[SiteMoments]
-    head_weights: Mapping[str, Tensor | None] = {}
-    mean_squares: Mapping[str, float] = {}
+SingleLayers: TypeAlias = Mapping[str, Callable[[], Tensor]]
+"""Path of each numbered layer → a function that calls it alone, as its model does first on some batch."""
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What of a model is to be converted.
+class LayerCall:
+    """One call of a numbered layer in a forward pass.
 
     Args:
-        tasks: attention maps.
-        writers: layers to refit, in the order of calls; none to refit nothing.
-        blocks: feed-forward blocks to make narrower.
-        dff: number of neurons that those keep.
-        removed: paths of layers that the converted model lacks.
-        targets: path of the last writer before a gap → the writer to whose dense stream it is fitted.
-        in_layers: whether the model's numbered layers can be called alone (`single_layers`).
+        name: path of the layer.
+        args: positional arguments but the hidden states; without a cache.
+        kwargs: keyword arguments but the hidden states; without a cache.
+        hidden: hidden states (B, T, D) that it read; None if the call before it returned them.
+        keyword: name of the argument of hidden states; empty if they are the first positional one.
     """
 
-    tasks: Sequence[Task] = ()
-    writers: Sequence[Writer] = ()
-    blocks: Sequence[FeedForward] = ()
-    dff: int = 0
-    removed: Collection[str] = ()
-    targets: Mapping[str, Writer] = field(default_factory=dict)
-    in_layers: bool = True
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    hidden: Tensor | None
+    keyword: str
+
+    def run(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
+        """Call the layer of `model` on hidden states (B, T, D), and return those that it returns."""
+        layer, hidden = model.get_submodule(self.name), hidden.to(model.device)
+        if self.keyword:
+            return _hidden_states(layer(*self.args, **{self.keyword: hidden}, **self.kwargs))
+        return _hidden_states(layer(hidden, *self.args, **self.kwargs))
 
 
-@torch.no_grad()
-def convert_layers_(
-    converted: PreTrainedModel,
-    dense: PreTrainedModel,
-    parts: Parts,
-    used: Sequence[Batch],
-    held_back: Sequence[Batch],
-    *,
-    same_inputs: bool = True,
-    length: int = 128,
-    progress: Progress = silent,
-) -> tuple[list[Planned], list[Refitted]]:
-    """Convert the layers of a model in place; return the maps, in the order of `parts.tasks`, and the refits.
+class Plain(NamedTuple):
+    """Layers that pass on hidden states alone.
 
     Args:
-        converted: a copy of the dense model, without the removed layers, or a converted one that is only to be
-            refitted.
-        dense: the dense model; another object, which may share tensors.
-        parts: what is to be converted.
-        used: batches to fit to.
-        held_back: batches to choose dampings and to measure errors on.
-        same_inputs: whether what lies before the first layer is the same in both models.
-        length: tokens for which reports count multiply-accumulates.
-        progress: called with a layer's name, how many are done, and how many there are.
+        calls: number of calls in a forward pass.
+        in_tuples: whether hidden states are returned as tuples of one.
+    """
+
+    calls: int
+    in_tuples: bool
+
+
+def layer_of(path: str) -> str:
+    """Return the path of the numbered layer that holds the module at `path`; empty if none does."""
+    parts = path.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+    return "" if number is None else ".".join(parts[: number + 1])
+
+
+def numbered_layers(model: PreTrainedModel) -> list[str]:
+    """Return the paths of the numbered layers beside and among those with attention, in the model's order."""
+    lists = {layer_of(site.name).rpartition(".")[0] for site in find_attention(model)} - {""}
+    return [
+        f"{path}.{name}"
+        for path in dict.fromkeys(name for name, _ in model.named_modules() if name in lists)
+        for name, _ in model.get_submodule(path).named_children()
+    ]
+
+
+def capture(
+    model: PreTrainedModel,
+    layers: Sequence[str],
+    batch: Batch,
+    keep: Callable[[Tensor], Tensor] | None = None,
+    plain: Plain | None = None,
+) -> list[LayerCall]:
+    """Run the model on a batch, in evaluation mode, and return the calls of its numbered layers in order.
+
+    Args:
+        model: as for `find_attention`; while layers are skipped, nothing else may run it.
+        layers: of the model, as `numbered_layers` returns them.
+        batch: keyword arguments for it.
+        keep: copies hidden states to where they are kept.
+        plain: how layers are skipped (`plain_stack`), so that nothing is computed behind the embeddings; None to run
+            them.
+    """
+    calls: list[LayerCall] = []
+    returned: list[Tensor] = []
+
+    def before(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        others, named = list(args), {key: _without_cache(value) for key, value in kwargs.items()}
+        keyword = "" if args else "hidden_states" if "hidden_states" in named else next(iter(named))
+        hidden = named.pop(keyword) if keyword else others.pop(0)
+        follows = bool(calls) if plain else bool(returned) and hidden is returned[-1]
+        reads_more = any(value is output for value in (*others, *named.values()) for output in returned)
+        start = None if follows and not reads_more else hidden if keep is None else keep(hidden)
+        calls.append(LayerCall(name, tuple(map(_without_cache, others)), named, start, keyword))
+        if plain and len(calls) == plain.calls:
+            raise _AllCaptured
+
+    def after(_: nn.Module, __: Any, output: Any) -> None:
+        returned.append(_hidden_states(output))
+
+    with ExitStack() as hooks:
+        for name in layers:
+            layer = model.get_submodule(name)
+            hooks.enter_context(layer.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+            if plain:
+                hooks.enter_context(_skipped(layer, plain))
+            else:
+                hooks.enter_context(layer.register_forward_hook(after))
+        with suppress(_AllCaptured):
+            run_batch(model, batch)
+    return calls
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCalls:
+    """The calls of a model's numbered layers on calibration batches: those to fit to, then those held back.
+
+    Args:
+        batches: keyword arguments of the model.
+        used: numbers of the batches to fit to.
+        masks: attention masks of each batch.
+        by_batch: for each batch, the calls in order.
+        layers: path of each layer → the numbers of its calls.
+        numbered: paths of the numbered layers, as `numbered_layers` returns them.
+        plain: how layers are skipped, as for `capture`.
+    """
+
+    batches: Sequence[Batch]
+    used: range
+    masks: Sequence[Mapping[MaskKind, AttentionMasks]]
+    by_batch: list[list[LayerCall]]
+    layers: Mapping[str, range]
+    numbered: Sequence[str]
+    plain: "Plain | None"
+
+    @property
+    def held_back(self) -> range:
+        """Numbers of the batches to measure errors on."""
+        return range(len(self.used), len(self.batches))
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences to fit to."""
+        return sum(sequence_count(self.batches[number]) for number in self.used)
+
+    def evenly_spaced(self, sequences: int) -> Collection[int]:
+        """Return the numbers of evenly spaced batches to fit to, with about this many sequences."""
+        return evenly_spaced(self.used, max(1, len(self.used) * sequences // self.sequences))
+
+    def begins_stack(self, number: int) -> bool:
+        """Return whether no layer reads what the call before this one returned."""
+        calls = self.by_batch[0]
+        return number == len(calls) or calls[number].hidden is not None
+
+    def read_by(self, number: int) -> list[Tensor]:
+        """Return, for each batch, the hidden states that the first call of a stack reads."""
+        read = [calls[number].hidden for calls in self.by_batch]
+        return [hidden for hidden in read if hidden is not None]
+
+    def again(
+        self, model: PreTrainedModel, removed: Collection[str], store: "HiddenStateStore"
+    ) -> list[list[LayerCall]]:
+        """Capture the calls of another model without the removed layers, and return them by the same numbers.
+
+        The numbers of removed layers keep the calls of the first model, which are never made.
+        """
+        kept = [name for name in self.numbered if name not in removed]
+        captured = _captured(model, kept, self.batches, store, self.plain)
+        return [
+            [call if call.name in removed else next(others) for call in calls]
+            for calls, others in zip(self.by_batch, map(iter, captured), strict=True)
+        ]
+
+
+def capture_calls(
+    model: PreTrainedModel, used: Sequence[Batch], held_back: Sequence[Batch], store: "HiddenStateStore"
+) -> LayerCalls:
+    """Run a model on calibration batches, and return the calls of its numbered layers.
 
     Raises:
-        CalibrationError: batches take different ways through the model, or a module saw no token.
-        CompressionError: a map cannot be decomposed.
+        CalibrationError: batches take different ways through the model.
+        UnsupportedModelError: a layer is called again after others.
     """
-    used, held_back = in_parts(used), in_parts(held_back)
-    planned: dict[tuple[str, type], Planned] = {}
-    refits: list[Refitted] = []
-
-    def replace_maps(tasks: Sequence[Task], gathered: Gathered) -> None:
-        for task, moments in zip(tasks, gathered.moments, strict=True):
-            item = replacement(task, moments, gathered.head_weights.get(task.site.name), length)
-            planned[task.site.name, type(task.site)] = item
-            install_maps_(converted, [item])
-
-    exact = [task for task in parts.tasks if task.is_exact]
-    replace_maps(exact, Gathered([None] * len(exact)))
-    tasks = [task for task in parts.tasks if not task.is_exact]
-    with evaluation_mode(dense), evaluation_mode(converted), Room() as room:
-        states = States(dense, converted, room, parts.removed)
-        if parts.in_layers and (tasks or parts.writers):
-            states.capture(used, held_back if parts.writers else [])
-        layers = states.layers
-        elsewhere = [task for task in tasks if layer_of(task.site.name) not in layers]
-        if elsewhere:
-            moments = gather_moments(dense, [task.site for task in elsewhere], used)
-            replace_maps(elsewhere, Gathered(moments, head_weights(dense, _weighed(elsewhere), used)))
-        for done, layer in enumerate(layers):
-            progress(layer, done, len(layers))
-            stays = layer not in parts.removed
-            if not stays and states.reached > states.layers[layer].start:  # the gap is crossed already
-                continue
-            states.enter(layer, same_inputs)
-            of_layer = [task for task in tasks if layer_of(task.site.name) == layer]
-            writers = [writer for writer in parts.writers if writer.layer == layer and stays]
-            gathered = states.run_dense(of_layer, writers)
-            states.cross_gap(writers, parts.targets)
-            replace_maps(of_layer, gathered)
-            for writer in writers:
-                neurons = parts.dff if writer.name in {block.down for block in parts.blocks} else None
-                module: Any = converted.get_submodule(writer.name)
-                refits.append(solve(states.fit(writer), writer, module, neurons, states.sequences))
-                install_refits(converted, refits[-1:], parts.blocks)
-            if parts.writers and stays:
-                states.run_converted()
-        progress("", len(layers), len(layers))
-    return [planned[task.site.name, type(task.site)] for task in parts.tasks], refits
+    batches, numbered = [*used, *held_back], numbered_layers(model)
+    plain = plain_stack(model, numbered, batches[0])
+    calls = _captured(model, numbered, batches, store, plain)
+    masks = [batch_masks(model, batch) for batch in batches]
+    return LayerCalls(batches, range(len(used)), masks, calls, by_layer(calls[0]), numbered, plain)
 
 
-def install_maps_(model: PreTrainedModel, planned: Sequence[Planned]) -> None:
-    """Install replacements of attention maps in a model or in its copy, in place."""
-    for item in planned:
-        module, parts = model.get_submodule(item.site.name), item.parts
-        if isinstance(item.form, NarrowValues):
-            parent = model.get_submodule(item.site.name.rpartition(".")[0])
-            parts = replace(parts, output=item.form.output_of(module, parent))
-        install_(module, item.form, parts)
+def _captured(
+    model: PreTrainedModel,
+    layers: Sequence[str],
+    batches: Sequence[Batch],
+    store: "HiddenStateStore",
+    plain: "Plain | None",
+) -> list[list[LayerCall]]:
+    calls = [capture(model, layers, batch, store.keep, plain) for batch in batches]
+    if len({tuple(call.name for call in of_batch) for of_batch in calls}) > 1:
+        raise CalibrationError("batches take different ways through the model; pass batches of one kind")
+    return calls
 
 
-def _weighed(tasks: Sequence[Task]) -> list[AttentionSite]:
-    """Return the modules whose score errors are weighted by head."""
-    return [task.site for task in tasks if isinstance(task.site, DenseSite) and not task.is_exact]
-
-
-class States:
-    """The hidden states of both models on all batches, before one of their layers.
-
-    A layer that is called several times in turn (ALBERT) is entered once. What is fitted to each of its calls then
-    starts from the dense model's hidden states, so that errors do not add up.
-
-    Args:
-        dense: the dense model.
-        converted: the converted model.
-        room: where hidden states are kept.
-        removed: paths of layers that the converted model lacks.
-    """
-
-    def __init__(
-        self, dense: PreTrainedModel, converted: PreTrainedModel, room: Room, removed: Collection[str] = ()
-    ) -> None:
-        self.dense, self.converted, self.keep, self.removed = dense, converted, room.keep, removed
-        self.layers: Mapping[str, range] = {}
-        self.reached = 0  # number of calls that the dense model has made
-
-    def capture(self, used: Sequence[Batch], held_back: Sequence[Batch]) -> None:
-        """Run the dense model on all batches, and keep the calls of its layers."""
-        self.batches, self.used = [*used, *held_back], range(len(used))
-        self.sequences = sum(map(sequence_count, used))
-        self.masks = [batch_masks(self.dense, batch) for batch in self.batches]
-        self._numbered = numbered_layers(self.dense)
-        self._plain = plain_stack(self.dense, self._numbered, self.batches[0])
-        self.calls = self.converted_calls = self._captured(self.dense)
-        self.layers = by_layer(self.calls[0])
-
-    def _captured(self, model: PreTrainedModel) -> list[list[LayerCall]]:
-        numbered = self._numbered if model is self.dense else [n for n in self._numbered if n not in self.removed]
-        calls = [capture(model, numbered, batch, self.keep, self._plain) for batch in self.batches]
-        if len({tuple(call.name for call in of_batch) for of_batch in calls}) > 1:
-            raise CalibrationError("batches take different ways through the model; pass batches of one kind")
-        return calls
-
-    def enter(self, layer: str, same_inputs: bool) -> None:
-        """Go on to a layer. Where it begins a stack, both models run up to there."""
-        self.places = self.layers[layer]
-        first = self.places.start
-        if self.calls[0][first].hidden is None:
-            return
-        if first or not same_inputs:
-            captured = [iter(calls) for calls in self._captured(self.converted)]
-            self.converted_calls = [  # by the same numbers; those of removed layers are never made
-                [call if self._is_removed(number) else next(others) for number, call in enumerate(calls)]
-                for calls, others in zip(self.calls, captured, strict=True)
-            ]
-            kept = next(number for number in range(first, len(self.calls[0])) if not self._is_removed(number))
-            self.converted_hidden = _read_by(self.converted_calls, kept)
-        else:
-            self.converted_hidden = _read_by(self.calls, first)
-        self.hidden = _read_by(self.calls, first)
-
-    def _is_removed(self, number: int) -> bool:
-        return self.calls[0][number].name in self.removed
-
-    def run_dense(
-        self, tasks: Sequence[Task], writers: Sequence[Writer], neurons: Mapping[str, ResidualMoments] = NONE
-    ) -> Gathered:
-        """Run the dense layer on all batches; gather what its maps need, and keep the stream after each writer.
-
-        Of a layer that is called several times, what each call reads is kept too.
-
-        Args:
-            tasks: maps of the layer.
-            writers: of the layer.
-            neurons: path of a writer → moments of its inputs, to which those are added.
-        """
-        self.reached, self.across = self.places.stop, set[str]()
-        gathered = InputMoments([task.site for task in tasks])
-        self.inputs: list[list[Tensor]] = [[] for _ in self.batches]
-        self.targets: list[list[dict[str, Tensor]]] = [[] for _ in self.batches]
-        sites = _weighed(tasks)
-        weighed = evenly_spaced(self.used, max(1, len(self.used) * ENOUGH // self.sequences)) if sites else []
-        with written_by(self.dense, writers) as written:
-
-            def run(number: int) -> None:
-                for place in self.places:
-                    if len(self.places) > 1:
-                        self.inputs[number].append(self.hidden[number])
-                    output = self.calls[number][place].run(self.dense, self.hidden[number])
-                    self.targets[number].append({name: self.keep(call.stream) for name, call in written.items()})
-                    for writer in writers:
-                        if writer.name in neurons and number in self.used:
-                            mask = masks_of(writer.site, self.masks[number]).query
-                            inputs = unpadded(written[writer.name].inputs, mask)
-                            neurons[writer.name].add(inputs, inputs.new_zeros(len(inputs), len(writer.gain)))
-                    written.clear()
-                    self.hidden[number] = self.keep(output)
-
-            with gathered:
-                with HeadWeights(sites) as weights:
-                    for number in weighed:
-                        gathered.masks = weights.masks = self.masks[number]
-                        run(number)
-                for number in self.used:
-                    if number not in weighed:
-                        gathered.masks = self.masks[number]
-                        run(number)
-            for number in range(len(self.used), len(self.batches)):
-                run(number)
-        return Gathered(gathered.moments(), weights.weights(), weights.mean_squares())
-
-    def cross_gap(self, writers: Sequence[Writer], targets: Mapping[str, Writer]) -> None:
-        """Run the dense layers behind the one that is entered which the converted model lacks.
-
-        A writer among the keys of `targets` is then to be fitted to the dense stream after that other one.
-        """
-        while self.reached < len(self.calls[0]):
-            call, stack = self.calls[0][self.reached], self.calls[0][self.places.start].name.rpartition(".")[0]
-            if not self._is_removed(self.reached) or call.name.rpartition(".")[0] != stack:
-                return
-            across = {writer.name: targets[writer.name] for writer in writers if writer.name in targets}
-            here = {name: target for name, target in across.items() if target.layer == call.name}
-            self.across |= here.keys()
-            with written_by(self.dense, list(here.values())) as written:
-                for number, calls in enumerate(self.calls):
-                    self.hidden[number] = self.keep(calls[self.reached].run(self.dense, self.hidden[number]))
-                    for name, target in here.items():
-                        self.targets[number][-1][name] = self.keep(written.pop(target.name).stream)
-            self.reached += 1
-
-    def variance(self, writer: Writer) -> float:
-        """Return the variance of the dense residual stream after a writer, E‖x − mean‖²; 0 where it is rounding."""
-        total, squares, count = torch.zeros(()), 0.0, 0
-        for number, masks in enumerate(self.masks):
-            for streams in self.targets[number]:
-                stream = unpadded(streams[writer.name], masks_of(writer.site, masks).query)
-                stream = stream.to(float64_device(stream.device), torch.float64)
-                total = total + stream.sum(0)
-                squares += float(stream.square().sum())
-                count += len(stream)
-        variance = squares / count - float((total / count).square().sum())
-        return variance if variance > CONSTANT * squares / count else 0.0
-
-    def fit(self, writer: Writer) -> Fit:
-        """Run the converted layer on all batches up to a writer, and gather what it is to be fitted to."""
-        gathered = Fit()
-        with written_by(self.converted, [writer], stop=True) as written:
-            for number, masks in enumerate(self.masks):
-                mask = masks_of(writer.site, masks).query
-                starts = self.inputs[number] or [self.converted_hidden[number]]
-                for place, start, targets in zip(self.places, starts, self.targets[number], strict=True):
-                    with suppress(_Written):
-                        self.converted_calls[number][place].run(self.converted, start)
-                    if writer.name not in written or writer.name not in targets:
-                        raise CalibrationError(f"{writer.name} is not called with every batch; pass batches alike")
-                    call, target = written.pop(writer.name), targets[writer.name]
-                    if writer.name in self.across:
-                        target = as_read(self.converted, writer, call.stream, target)
-                    gathered.add(call.inputs, call.stream, target, writer, mask, number in self.used)
-        return gathered
-
-    def run_converted(self) -> None:
-        """Run the converted layer on all batches, unless nothing reads what it returns."""
-        if self.reached == len(self.calls[0]) or self.calls[0][self.reached].hidden is not None:
-            return
-        for number, calls in enumerate(self.converted_calls):
-            hidden = self.converted_hidden[number]
-            for place in self.places:
-                hidden = calls[place].run(self.converted, hidden)
-            self.converted_hidden[number] = self.keep(hidden)
-
-
-def _read_by(calls: list[list[LayerCall]], number: int) -> list[Tensor]:
-    """Return the hidden states that the first layer of a stack read on each batch."""
-    read = [of_batch[number].hidden for of_batch in calls]
-    return [hidden for hidden in read if hidden is not None]
-
-
-class WriterCall(NamedTuple):
-    """One call of a writer: its inputs (B, T, N), and the residual stream (B, T, D) after it."""
-
-    inputs: Tensor
-    stream: Tensor
-
-
-class _Written(Exception):
-    """Raised in a layer when its writer has written."""
+class _AllCaptured(Exception):
+    """Raised in a model when all calls of its layers are captured."""
 
 
 @contextmanager
-def written_by(
-    model: PreTrainedModel, writers: Sequence[Writer], stop: bool = False
-) -> Iterator[dict[str, WriterCall]]:
-    """Record the first call of each writer by its path; stop the layer after the last of them, if asked for."""
-    calls: dict[str, WriterCall] = {}
-    pending: dict[str, tuple[Tensor, Tensor]] = {}  # inputs and outputs of writers whose outputs are not added yet
+def _skipped(layer: nn.Module, plain: Plain) -> Iterator[None]:
+    """Make a layer return the hidden states that it reads."""
 
-    def on_call(name: str, _: nn.Module, args: Any, output: Tensor) -> None:
-        if name not in calls:
-            pending[name] = args[0], output
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
+        return (hidden,) if plain.in_tuples else hidden
 
-    def on_stream(at: tuple[str, str], values: object) -> None:
-        for writer in writers:
-            if (writer.at, writer.shown) != at or writer.name not in pending:
-                continue
-            inputs, output = pending[writer.name]
-            stream = stream_of(values, output.shape)
-            if stream is not None:
-                del pending[writer.name]
-                calls[writer.name] = WriterCall(inputs, stream.clone())
-        if stop and len(calls) == len(writers):
-            raise _Written
+    own = vars(layer).get("forward")
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        del layer.forward
+        if own is not None:
+            layer.forward = own
 
-    def on_inputs(at: tuple[str, str], _: nn.Module, args: Any, kwargs: Any) -> None:
-        on_stream(at, (*args, *kwargs.values()))
 
-    def on_outputs(at: tuple[str, str], _: nn.Module, __: Any, output: object) -> None:
-        on_stream(at, output)
+def plain_stack(model: PreTrainedModel, layers: Sequence[str], batch: Batch) -> Plain | None:
+    """Return how the layers of a model can be skipped, or None if they cannot.
+
+    They can if each returns hidden states alone, which the next one reads: what other arguments it gets then does not
+    depend on the layers before it.
+    """
+    outputs: list[Any] = []
+    with ExitStack() as hooks:
+        for name in layers:
+            layer = model.get_submodule(name)
+            hooks.enter_context(layer.register_forward_hook(lambda _, __, output: outputs.append(output)))
+        calls = capture(model, layers, batch)
+    start, *others = [call.hidden for call in calls]
+    if start is None or any(hidden is not None for hidden in others):
+        return None
+    in_tuples = isinstance(outputs[0], tuple)
+    if in_tuples and all(isinstance(output, tuple) and len(output) == 1 for output in outputs):
+        outputs = [output[0] for output in outputs]
+    same = all(isinstance(output, Tensor) and output.shape == start.shape for output in outputs)
+    return Plain(len(calls), in_tuples) if same else None
+
+
+def single_layers(model: PreTrainedModel, batch: Batch) -> SingleLayers:
+    """Return the numbered layers of a model, to be called alone on the first sequences of a batch.
+
+    Args:
+        model: in evaluation mode.
+        batch: keyword arguments for the model.
+
+    Raises:
+        UnsupportedModelError: a layer returns something else where it is called alone, or is called again after
+            others.
+        CalibrationError: the model does not take such batches.
+    """
+    if sequence_count(batch) > PROBE_SEQUENCES and is_divisible(batch):
+        batch = slice_batch(batch, slice(PROBE_SEQUENCES))
+    names, outputs = numbered_layers(model), list[Tensor]()
+
+    def record(_: nn.Module, __: Any, output: Any) -> None:
+        outputs.append(_hidden_states(output).clone())
 
     with ExitStack() as hooks:
-        for writer in writers:
-            layer = model.get_submodule(writer.name)
-            hooks.enter_context(layer.register_forward_hook(partial(on_call, writer.name)))
-        for at in dict.fromkeys((writer.at, writer.shown) for writer in writers):
-            module = model.get_submodule(at[0])
-            if at[1] == "inputs":
-                hooks.enter_context(module.register_forward_pre_hook(partial(on_inputs, at), with_kwargs=True))
-            else:
-                hooks.enter_context(module.register_forward_hook(partial(on_outputs, at)))
-        yield calls
+        for name in names:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(record))
+        calls = capture(model, names, batch)
+    by_layer(calls)
+    layers: dict[str, Callable[[], Tensor]] = {}
+    hidden = torch.empty(0)
+    for call, output in zip(calls, outputs, strict=True):
+        hidden = hidden if call.hidden is None else call.hidden
+        layers.setdefault(call.name, partial(call.run, model, hidden))
+        hidden = call.run(model, hidden)
+        if hidden.shape != output.shape or bool((hidden - output).norm() > SAME_RTOL * output.norm()):
+            raise UnsupportedModelError(
+                f"{call.name} of {type(model).__name__} returns something else where it is called alone"
+            )
+    return layers
+
+
+def by_layer(calls: Sequence[LayerCall]) -> dict[str, range]:
+    """Return each layer with the numbers of its calls, several in turn where it serves as several (ALBERT).
+
+    Raises:
+        UnsupportedModelError: a layer is called again after others.
+    """
+    layers: dict[str, range] = {}
+    for number, call in enumerate(calls):
+        first = layers.get(call.name, range(number, number))
+        if first.stop != number:
+            raise UnsupportedModelError(f"{call.name} is called again after other layers")
+        layers[call.name] = range(first.start, number + 1)
+    return layers
+
+
+def _without_cache(value: Any) -> Any:
+    return None if isinstance(value, Cache) else value
+
+
+def _hidden_states(output: Any) -> Tensor:
+    """Return the hidden states that a layer returns, alone or first."""
+    while not isinstance(output, Tensor):
+        output = next(iter(output.values())) if isinstance(output, Mapping) else output[0]
+    return output
+
+
+class HiddenStateStore:
+    """Keeps tensors: up to `size` bytes in memory, and the others in a temporary folder.
+
+    Used as a context manager, which deletes the folder.
+    """
+
+    def __init__(self, size: int = STORE_BYTES) -> None:
+        self.size, self.taken, self._files = size, 0, 0
+        self._folder: TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor, on its device if it is in memory, on the CPU if it is in a file.
+
+        Raises:
+            CalibrationError: it cannot be written.
+        """
+        if self.taken + tensor.nbytes <= self.size:
+            kept = tensor.clone()
+            self.taken += tensor.nbytes
+            finalize(kept, self._give_back, tensor.nbytes)
+            return kept
+        try:
+            return self._in_file(tensor)
+        except OSError as error:
+            raise CalibrationError(
+                f"hidden states of calibration data cannot be written to temporary files ({one_line(error)}); "
+                "pass fewer sequences, or set TMPDIR to a folder with more room"
+            ) from error
+
+    def _in_file(self, tensor: Tensor) -> Tensor:
+        if self._folder is None:
+            self._folder = TemporaryDirectory(prefix="collab-compress-", ignore_cleanup_errors=True)
+        self._files += 1
+        path = os.path.join(self._folder.name, str(self._files))
+        # Written, not only mapped: a disk that is full raises an error here, and ends the process in a mapped file.
+        with open(path, "wb") as file:
+            file.write(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        mapped = torch.from_file(path, shared=False, size=tensor.numel(), dtype=tensor.dtype)
+        with suppress(OSError):  # systems that keep a mapped file until the folder goes
+            os.unlink(path)
+        return mapped.view(tensor.shape)
+
+    def _give_back(self, size: int) -> None:
+        self.taken -= size

@@ -21,7 +21,8 @@ from collab_compress.attention.rotary import arranged
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.batches import sample_sequences
 from collab_compress.calibration.gather import AttentionMasks, MaskKind, batch_masks, masks_of, resize_mask
-from collab_compress.conversion.report import ModuleReport, ValueReport, module_report, value_report
+from collab_compress.conversion.cost import attention_costs
+from collab_compress.conversion.report import PartReport
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import (
     Factorization,
@@ -48,9 +49,9 @@ Site: TypeAlias = DenseSite | ValueSite
 
 SiteMoments: TypeAlias = tuple[Moments, ...] | None
 
-ENOUGH = 128  # sequences that head weights are measured on
-LEAST = 1e-3  # of the mean square of head weights: every head's scores count
-FEW = 4  # vectors for each dimension of the inputs: with fewer, a covariance is mostly chance
+HEAD_WEIGHT_SEQUENCES = 128  # that head weights are measured on
+LEAST_WEIGHT = 1e-3  # of the mean square of head weights: every head's scores count
+MIN_VECTORS_PER_DIM = 4  # with fewer vectors for each dimension of the inputs, a covariance is mostly chance
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Planned:
     form: MapForm  # of the replacement
     parts: Any  # its parameters
     dense: Any  # what it replaces, as the form takes it to undo that
-    report: ModuleReport | ValueReport
+    report: PartReport
 
 
 def replacement(task: Task, moments: SiteMoments, head_weights: Tensor | None, length: int) -> Planned:
@@ -101,22 +102,32 @@ def replacement(task: Task, moments: SiteMoments, head_weights: Tensor | None, l
     Raises:
         CompressionError: the map cannot be decomposed.
     """
-    site = task.site
-    started = perf_counter()
-    vectors = tuple(int(part.count) for part in moments) if moments else (0,) * len(site.inputs)
+    site, started = task.site, perf_counter()
+    form: MapForm
+    result: Narrowing | Factorization | RotaryFactorization
     try:
         if isinstance(site, ValueSite):
-            values_form, parts, narrowing = _narrow(site, task.compression, moments)
-            seconds = perf_counter() - started
-            report = value_report(site, values_form, narrowing, length, seconds, vectors)
-            return Planned(site, values_form, parts, _dense(site), report)
-        solve = _share_rotary if site.family.rotary else _share
-        form, parts, result = solve(site, task.compression, moments, head_weights)
+            form, parts, result = _narrow(site, task.compression, moments)
+            cost = attention_costs(site, length, values=form)[1]
+        else:
+            solve = _share_rotary if site.family.rotary else _share
+            form, parts, result = solve(site, task.compression, moments, head_weights)
+            cost = attention_costs(site, length, scores=form)[0]
     except (ValueError, ImportError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         raise CompressionError(f"{site.name}: {error}") from error
-    seconds = perf_counter() - started
-    scores_report = module_report(site, form, result, length, seconds, vectors)
-    return Planned(site, form, parts, _dense(site), scores_report)
+    solver = {}
+    if isinstance(result, Factorization):
+        solver = {"sweeps": result.sweeps, "converged": result.converged, "breakdowns": result.breakdowns}
+    report = PartReport(
+        **vars(cost),
+        weight_error=result.weight_error,
+        data_error=result.data_error,
+        head_dim=form.width if isinstance(form, ScoreForm) else None,
+        seconds=perf_counter() - started,
+        vectors=tuple(int(part.count) for part in moments) if moments else (0,) * len(site.inputs),
+        **solver,
+    )
+    return Planned(site, form, parts, _dense(site), report)
 
 
 Shared: TypeAlias = tuple[ScoreForm, Any, Factorization | RotaryFactorization]
@@ -224,40 +235,26 @@ def few_vectors(seen: Iterable[tuple[str, int, int]]) -> list[str]:
     Args:
         seen: path, number of vectors, and width of the vectors of each module.
     """
-    few = [(vectors / width, vectors, width, name) for name, vectors, width in seen if 0 < vectors < FEW * width]
+    few = [
+        (vectors / width, vectors, width, name)
+        for name, vectors, width in seen
+        if 0 < vectors < MIN_VECTORS_PER_DIM * width
+    ]
     if not few:
         return []
     _, vectors, width, name = min(few, key=lambda entry: entry[0])
     others = len({name for *_, name in few}) - 1
     more = f" and {others} more modules" if others else ""
     return [
-        f"{name}{more} saw few calibration vectors: {vectors} of width {width}, where {FEW} times the width would be "
-        f"{FEW * width}; pass more data, or more sequences of it"
+        f"{name}{more} saw few calibration vectors: {vectors} of width {width}, where {MIN_VECTORS_PER_DIM} times "
+        f"the width would be {MIN_VECTORS_PER_DIM * width}; pass more data, or more sequences of it"
     ]
-
-
-def without_savings(planned: Sequence[Planned]) -> list[str]:
-    """Return a warning of queries and keys, and one of values, that take no fewer parameters than dense."""
-    warnings = []
-    for part, kind in (("dk", ModuleReport), ("dv", ValueReport)):
-        items = [item for item in planned if isinstance(item.report, kind)]
-        items = [item for item in items if item.report.parameters_after >= item.report.parameters_before]
-        if items:
-            site, report = items[0].site, items[0].report
-            heads = "key–value heads" if site.key_value_heads < site.heads else "heads"
-            warnings.append(
-                f"{part}={getattr(report, part)} saves nothing in {len(items)} modules, such as {site.name}: its "
-                f"{heads} × head width are {site.key_value_heads} × {site.head_width} = {site.key_value_width}, and "
-                f"{report.parameters_before:,} parameters become {report.parameters_after:,}; pass a smaller {part}, "
-                "or leave it out"
-            )
-    return warnings
 
 
 def warnings_of(
     planned: Sequence[Planned], compression: Compression, others: Iterable[tuple[str, int, int]] = ()
 ) -> list[str]:
-    """Return warnings of a rounded dk, widths that save nothing, few vectors, and solvers that broke down.
+    """Return warnings of rounded widths, few vectors, and solvers that broke down.
 
     Args:
         others: modules that are not planned, but saw vectors too, as for `few_vectors`.
@@ -266,10 +263,10 @@ def warnings_of(
     for item in planned:
         for vectors, (projection, _) in zip(item.report.vectors, item.site.inputs, strict=True):
             seen.append((item.site.name, vectors, width_in(projection)))
-    warnings = rounding([item.form for item in planned], compression.dk, compression.dv) + without_savings(planned)
+    warnings = rounding([item.form for item in planned], compression.dk, compression.dv)
     warnings += few_vectors(seen)
     for item in planned:
-        if isinstance(item.report, ModuleReport) and item.report.breakdowns:
+        if item.report.breakdowns:
             outcome = "it went on with a shifted one" if item.report.sweeps else "it kept its start"
             warnings.append(
                 f"{item.site.name}: {item.report.breakdowns} sweeps of the solver met a singular system; {outcome}; "
@@ -319,7 +316,7 @@ def head_weights(
     if not sites or not batches:
         return {}
     with evaluation_mode(model), HeadWeights(sites) as watcher:
-        for batch in sample_sequences(batches, ENOUGH):
+        for batch in sample_sequences(batches, HEAD_WEIGHT_SEQUENCES):
             watcher.masks = batch_masks(model, batch)
             run_batch(model, batch)
     return watcher.weights()
@@ -382,7 +379,7 @@ def _normalised(squares: Tensor) -> Tensor | None:
     mean = squares.mean()
     if not bool(torch.isfinite(mean)) or float(mean) <= 0:
         return None
-    return (squares / mean + LEAST).sqrt()
+    return (squares / mean + LEAST_WEIGHT).sqrt()
 
 
 def _squares(probs: Tensor, values: Tensor, outputs: Tensor, gram: Tensor | None) -> Tensor:

@@ -8,15 +8,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from collab_compress.architectures import transformers_model
 from collab_compress.calibration import Batch, Calibration, calibration_batches
 from collab_compress.checkpoint import all_or_nothing
-from collab_compress.conversion.chain import numbered_layers
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.data import split_held_back
-from collab_compress.conversion.feed_forward import Structure
-from collab_compress.conversion.fit import Refitted, check_weights, install_refits
-from collab_compress.conversion.layers import Parts, convert_layers_
+from collab_compress.conversion.inventory import Inventory
+from collab_compress.conversion.layers import numbered_layers
 from collab_compress.conversion.maps import Progress, silent
 from collab_compress.conversion.report import RefitReport
-from collab_compress.conversion.writers import width_out
+from collab_compress.conversion.residual import width_out
+from collab_compress.conversion.sequential import Parts, Refit, check_weights, convert_layers_, install_refits
 from collab_compress.errors import CalibrationError, HeadError
 
 
@@ -70,8 +69,8 @@ def refit(
     used: Sequence[Batch],
     held_back: Sequence[Batch],
     progress: Progress = silent,
-) -> list[Refitted]:
-    """Compute new weights for the layers that write to the residual stream; neither model is changed.
+) -> list[Refit]:
+    """Compute new weights for the residual linear layers; neither model is changed.
 
     Args:
         model: converted.
@@ -88,7 +87,7 @@ def refit(
     if not held_back:
         raise CalibrationError("refitting takes at least two sequences, one of them held back; pass more data")
     refitted = sharing_copy(model)
-    writers = Structure(refitted, used[0]).writers
+    linears = Inventory(refitted, used[0]).residual_linears
     counts = [len(numbered_layers(one)) for one in (refitted, dense)]
     if counts[0] != counts[1]:
         raise HeadError(
@@ -96,14 +95,14 @@ def refit(
             "when the others were removed, so leave refitting out"
         )
     dense_modules = dict(dense.named_modules())
-    for writer in writers:
-        width, dense_width = width_out(refitted.get_submodule(writer.name)), width_out(dense_modules.get(writer.name))
+    for linear in linears:
+        width, dense_width = width_out(refitted.get_submodule(linear.name)), width_out(dense_modules.get(linear.name))
         if width != dense_width:
             raise HeadError(
-                f"{writer.name} has {width} outputs, and {dense_width or 'none'} in the dense model; pass the dense "
+                f"{linear.name} has {width} outputs, and {dense_width or 'none'} in the dense model; pass the dense "
                 "model that was converted"
             )
-    parts = Parts(writers=writers)
+    parts = Parts(linears=linears)
     _, results = convert_layers_(
         refitted, sharing_copy(dense), parts, used, held_back, same_inputs=False, progress=progress
     )

@@ -1,28 +1,12 @@
-"""Reports of conversions: errors, parameters, multiply-accumulates, break-even length.
-
-Queries and keys are counted as in "Multi-Head Attention: Collaborate Instead of Concatenate", section 3.4; values and
-the output projection separately. H heads, d head width, R shared width, T tokens. Pairs are of queries and keys.
-"""
+"""Reports of conversions: costs and errors of each part, refits, and how far the outputs moved."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
 
-from collab_compress.architectures import DenseSite, ValueSite
-from collab_compress.attention import NarrowValues, ScoreForm
+from collab_compress.conversion.cost import Part, PartCost
 from collab_compress.errors import CollabCompressError
-from collab_compress.factorization import Factorization, Narrowing, RotaryFactorization
 from collab_compress.options import Compression
-
-
-def dense_parameters(widths: tuple[int, int], channels: tuple[int, int], biases: tuple[bool, bool]) -> int:
-    """Return the parameters of dense projections from input widths to channels, with a bias or without."""
-    return sum((width + bias) * count for width, count, bias in zip(widths, channels, biases, strict=True))
-
-
-def dense_macs(widths: tuple[int, int], channels: tuple[int, int], length: int) -> int:
-    """Return the multiply-accumulates of dense scores over T tokens: T·D a channel, and T² a query channel."""
-    return length * (widths[0] * channels[0] + widths[1] * channels[1]) + length**2 * channels[0]
 
 
 def width_range(widths: Iterable[int]) -> str:
@@ -45,80 +29,30 @@ def to_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 @dataclass(frozen=True)
-class PartReport:
-    """Costs of one converted part of a model.
+class PartReport(PartCost):
+    """One converted part of a layer: its costs as in `PartCost`, and errors.
 
     Args:
-        name: path of the module.
-        parameters_before: of its dense layers.
-        parameters_after: of their replacements.
-        macs_before: multiply-accumulates of one sequence of `Report.length` tokens, dense.
-        macs_after: the same, converted.
-    """
-
-    name: str
-    parameters_before: int
-    parameters_after: int
-    macs_before: int
-    macs_after: int
-
-
-@dataclass(frozen=True)
-class ModuleReport(PartReport):
-    """Queries and keys of one converted attention module; its costs as in `PartReport`.
-
-    Args:
-        dk: shared width R.
-        head_dim: width of one head, content bias included.
-        weight_error: ‖T − T̂‖/‖T‖ over the stacked Wq·Wkᵀ.
-        data_error: the same for the scores on calibration data, or None without.
-        sweeps: passes of the solver; 0 if exact.
+        weight_error: relative error of the stacked products Wq·Wkᵀ, or Wv·Wo, ‖T − T̂‖/‖T‖; None for a feed-forward
+            block.
+        data_error: the same of the scores, or of the layer's outputs, on calibration data; None without data.
+        head_dim: width of one head's queries and keys, content bias included; None for other parts.
+        sweeps: iterations of the solver; 0 for an answer in closed form.
         converged: whether the solver stopped because it made no more progress.
+        breakdowns: iterations of the solver that met a singular system. It continues with a shifted system or, if
+            that fails, stops with the best factors so far.
         seconds: time of the decomposition.
-        vectors: number of vectors in the moments, of query and of key inputs; 0 without data.
-        breakdowns: sweeps of the solver that met a singular system. It continues with a shifted system or, if that
-            fails, stops with the best factors so far.
+        vectors: number of vectors in the moments, for each projection whose inputs count; 0 without data.
     """
 
-    dk: int
-    head_dim: int
-    weight_error: float
-    data_error: float | None
-    sweeps: int
-    converged: bool
-    seconds: float
-    vectors: tuple[int, ...]
+    weight_error: float | None = None
+    data_error: float | None = None
+    head_dim: int | None = None
+    sweeps: int = 0
+    converged: bool = True
     breakdowns: int = 0
-
-
-@dataclass(frozen=True)
-class ValueReport(PartReport):
-    """Values and output projection of one converted attention module; its costs as in `PartReport`.
-
-    Args:
-        dv: channels of values, all heads together.
-        weight_error: ‖U − Û‖/‖U‖ over the stacked Wv·Wo.
-        data_error: the same of the layer's outputs on calibration data, or None without.
-        seconds: time of the decomposition.
-        vectors: number of vectors in the moments, of the output projection's inputs; 0 without data.
-    """
-
-    dv: int
-    weight_error: float
-    data_error: float | None
-    seconds: float
-    vectors: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class FeedForwardReport(PartReport):
-    """A feed-forward block with fewer neurons; its costs as in `PartReport`, its name that of the second layer.
-
-    Args:
-        dff: number of neurons kept.
-    """
-
-    dff: int
+    seconds: float = 0.0
+    vectors: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -162,7 +96,7 @@ class Report:
     """Report of `compress`.
 
     Args:
-        modules: queries and keys of each converted module.
+        parts: the converted parts: queries and keys of all modules, then values, then feed-forward blocks.
         parameters_before: of the whole model, before this conversion.
         parameters_after: of the whole model, converted.
         length: tokens T for which multiply-accumulates are counted.
@@ -170,16 +104,14 @@ class Report:
         seconds: time of the conversion, calibration included.
         sequences: number of calibration sequences, without those held back.
         warnings: texts that were cut or left out, modules that saw few vectors, solvers that broke down, and others.
-        values: values of each converted module.
         compression: as passed, or with the widths that `keep` chose.
         choice: which widths `keep` chose, and why; empty without `keep`.
         refits: refitted layers, in the order of the forward pass.
-        feed_forward: feed-forward blocks with fewer neurons.
         removed_layers: paths in the dense model of the layers that were removed. All other paths are those in the
             converted model.
     """
 
-    modules: tuple[ModuleReport, ...]
+    parts: tuple[PartReport, ...]
     parameters_before: int
     parameters_after: int
     length: int
@@ -187,15 +119,14 @@ class Report:
     seconds: float
     sequences: int = 0
     warnings: tuple[str, ...] = ()
-    values: tuple[ValueReport, ...] = ()
     compression: Compression | None = None
     choice: str = ""
     refits: tuple[RefitReport, ...] = ()
-    feed_forward: tuple[FeedForwardReport, ...] = ()
     removed_layers: tuple[str, ...] = ()
 
-    def _parts(self) -> dict[str, Sequence[PartReport]]:
-        return {"dk": self.modules, "dv": self.values, "dff": self.feed_forward}
+    def of(self, part: Part) -> list[PartReport]:
+        """Return the reports of one kind of part: "dk", "dv" or "dff"."""
+        return [report for report in self.parts if report.part == part]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report in JSON types."""
@@ -205,14 +136,12 @@ class Report:
 
     def to_frame(self) -> Any:
         """Return a `pandas.DataFrame` with a row for each part of each module: width, errors, parameters and MACs."""
-        columns = [f"{what}_{when}" for what in ("parameters", "macs") for when in ("before", "after")]
+        columns = ["part", "width", "weight_error", "data_error"]
+        columns += [f"{what}_{when}" for what in ("parameters", "macs") for when in ("before", "after")]
         rows = []
-        for part, entries in self._parts().items():
-            for entry in entries:
-                row = {"module": entry.name, "part": part, "width": getattr(entry, part)}
-                for column in ("weight_error", "data_error", *columns):
-                    row[column] = getattr(entry, column, None)
-                rows.append(row)
+        for report in self.parts:
+            row: dict[str, Any] = {"module": report.name}
+            rows.append(row | {column: getattr(report, column) for column in columns})
         return to_frame(rows)
 
     def __str__(self) -> str:
@@ -224,73 +153,8 @@ class Report:
             lines.append(f"{moved} on {drift.sequences} held-back sequences")
         if self.removed_layers:
             lines.append(f"without {', '.join(self.removed_layers)}")
-        for part, entries in self._parts().items():
-            if entries:
-                widths = width_range(getattr(entry, part) for entry in entries)
-                lines.append(f"{part}={widths} in {len(entries)} modules")
+        for part in get_args(Part):
+            if reports := self.of(part):
+                widths = width_range(report.width or 0 for report in reports)
+                lines.append(f"{part}={widths} in {len(reports)} modules")
         return "\n".join([*lines, *self.warnings])
-
-
-def score_costs(site: DenseSite, form: ScoreForm, length: int) -> PartReport:
-    """Return the costs of one module's queries and keys, for inputs of `length` tokens."""
-    widths, channels = site.widths, (site.width, site.key_value_width)
-    biases = site.query.bias is not None, site.key.bias is not None
-    return PartReport(
-        name=site.name,
-        parameters_before=dense_parameters(widths, channels, biases),
-        parameters_after=form.parameters(widths),
-        macs_before=dense_macs(widths, channels, length),
-        macs_after=form.macs(widths, length),
-    )
-
-
-def value_costs(site: ValueSite, form: NarrowValues, length: int) -> PartReport:
-    """Return the costs of one module's values and output projection, for inputs of `length` tokens."""
-    dense = replace(form, size=site.head_width)
-    return PartReport(
-        name=site.name,
-        parameters_before=dense.parameters(site.widths),
-        parameters_after=form.parameters(site.widths),
-        macs_before=dense.macs(site.widths, length),
-        macs_after=form.macs(site.widths, length),
-    )
-
-
-def module_report(
-    site: DenseSite,
-    form: ScoreForm,
-    result: Factorization | RotaryFactorization,
-    length: int,
-    seconds: float,
-    vectors: tuple[int, ...],
-) -> ModuleReport:
-    """Return the report of one module's queries and keys; `vectors` counts the inputs of both in the moments."""
-    sweeps, converged, breakdowns = 0, True, 0  # of an answer in closed form
-    if isinstance(result, Factorization):
-        sweeps, converged, breakdowns = result.sweeps, result.converged, result.breakdowns
-    return ModuleReport(
-        **vars(score_costs(site, form, length)),
-        dk=form.rank,
-        head_dim=form.width,
-        weight_error=result.weight_error,
-        data_error=result.data_error,
-        sweeps=sweeps,
-        converged=converged,
-        seconds=seconds,
-        vectors=vectors,
-        breakdowns=breakdowns,
-    )
-
-
-def value_report(
-    site: ValueSite, form: NarrowValues, result: Narrowing, length: int, seconds: float, vectors: tuple[int, ...]
-) -> ValueReport:
-    """Return the report of one module's values; `vectors` counts the output projection's inputs in the moments."""
-    return ValueReport(
-        **vars(value_costs(site, form, length)),
-        dv=form.dv,
-        weight_error=result.weight_error,
-        data_error=result.data_error,
-        seconds=seconds,
-        vectors=vectors,
-    )

@@ -11,31 +11,25 @@ those below it lost, as a conversion does.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.architectures import (
-    AttentionSite,
-    DenseSite,
-    ValueSite,
-    find_attention,
-    find_dense_attention,
-    find_dense_values,
-)
+from collab_compress.architectures import DenseSite, ValueSite
 from collab_compress.attention import NarrowValues, SharedScores
 from collab_compress.calibration import Batch, evaluation_mode
 from collab_compress.calibration.batches import in_parts
-from collab_compress.conversion.chain import Room
-from collab_compress.conversion.feed_forward import FeedForward, Structure, block_report, narrower_config
-from collab_compress.conversion.fit import DAMPINGS
-from collab_compress.conversion.layers import States
+from collab_compress.conversion.cost import Part, attention_costs, block_cost
+from collab_compress.conversion.feed_forward import FeedForward
+from collab_compress.conversion.inventory import Inventory
+from collab_compress.conversion.layers import HiddenStateStore, capture_calls
 from collab_compress.conversion.maps import Progress, Task, silent
-from collab_compress.conversion.report import dense_macs, width_range
-from collab_compress.conversion.writers import Writer
+from collab_compress.conversion.report import width_range
+from collab_compress.conversion.residual import ResidualLinear
+from collab_compress.conversion.sequential import DAMPINGS, Pair, gather_layer, stream_variance
 from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError, UnsupportedModelError
 from collab_compress.factorization import HeadTensor, Moments
@@ -45,14 +39,13 @@ from collab_compress.factorization.moments import Weighting, damp
 from collab_compress.factorization.narrowing import CONSTANT, captured
 from collab_compress.options import Compression
 
-NEURONS = 32  # wide blocks keep a multiple of it: products of odd widths take longer
+NEURON_MULTIPLE = 32  # of neurons in wide blocks: products of odd widths take longer
 NEURON_WEIGHT = 4  # of losses of neurons beside those of attention; of 1, 2 and 4 what moved outputs least
-LONG = 512  # tokens beyond which heads are made narrower too, because most operations are those of the scores
-MEASURED = 256  # sequences that losses are measured on
-RANKINGS = 32  # of neurons, at least: losses are linear between two
+LONG_INPUT = 512  # tokens beyond which heads lose width too, because most operations are those of the scores
+MAX_LOSS_SEQUENCES = 256  # that losses are measured on
+MIN_RANKINGS = 32  # of neurons: losses are linear between two rankings
 DAMPING = 1e-3  # share of the mean variance, as `Solver.damping`
 
-Part: TypeAlias = Literal["dk", "dv", "dff"]
 LossCurves: TypeAlias = Mapping[Part, Mapping[str, Tensor]]
 """Part → path of an attention module, or of the layer that reads the neurons → losses at widths 0 to the dense one,
 (N+1,), in float64."""
@@ -60,19 +53,24 @@ LossCurves: TypeAlias = Mapping[Part, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Choice:
-    """Widths that keep the share of the layers' operations that was asked for.
+    """The widths of a conversion.
 
     Args:
         compression: of the whole model; dk and dv are those of the first attention module, with a dk if any.
-        modules: path of each attention module → its compression; empty if attention stays dense.
+        modules: path of each attention module → its compression, where widths differ by module or only some are
+            converted.
         kept: share of the layers' operations that the model keeps.
-        reason: a sentence for the report on what was chosen and why.
+        reason: a sentence for the report on what was chosen and why; empty if nothing was.
     """
 
     compression: Compression
-    modules: dict[str, Compression]
-    kept: float
-    reason: str
+    modules: Mapping[str, Compression] = field(default_factory=dict)
+    kept: float = 1.0
+    reason: str = ""
+
+    def whole(self, passed: Compression) -> Compression:
+        """Return the chosen compression if it is that of every module, else the one that was passed."""
+        return self.compression if all(one == self.compression for one in self.modules.values()) else passed
 
 
 @dataclass(frozen=True)
@@ -84,85 +82,72 @@ class Split:
     macs: int
 
 
-class Attention:
-    """The widths of one attention module by the share of its channels, and their costs for inputs of a length."""
+class HeadShares:
+    """The widths of one attention module at a share of the channels of its heads, and their costs."""
 
-    def __init__(self, site: AttentionSite, values: ValueSite, length: int) -> None:
-        query, key = site.part(site.family.query), site.part(site.family.key)
-        self.scores, self.values, self.length = DenseSite(**vars(site), query=query, key=key), values, length
-        self.has_dk = not site.family.rotary
+    def __init__(self, site: ValueSite, has_dk: bool, length: int) -> None:
+        self.site, self.has_dk, self.length, self.name = site, has_dk, length, site.name
+        self.has_bias = site.part(site.family.query).bias is not None
 
     def dk(self, share: float | None) -> int | None:
         """Return the width of queries and keys; None if they stay dense."""
-        site = self.scores
-        return None if share is None or not self.has_dk else site.heads * max(1, int(share * site.head_width))
+        stays = share is None or not self.has_dk
+        return None if stays else self.site.heads * max(1, int(share * self.site.head_width))
 
     def dv(self, share: float | None) -> int | None:
         """Return the width of values; None if they stay dense."""
-        site = self.values
-        width = min(site.head_width, site.value.in_features)
-        return None if share is None else site.key_value_heads * max(1, int(share * width))
+        width = min(self.site.head_width, self.site.value.in_features)
+        return None if share is None else self.site.key_value_heads * max(1, int(share * width))
 
     def head_dim(self, share: float | None) -> int | None:
         """Return the width of heads of queries and keys; None for the dense one."""
-        dk, has_bias = self.dk(share), self.scores.query.bias is not None
-        return None if dk is None or self.length <= LONG else max(dk // self.scores.heads, 1 + has_bias)
+        dk = self.dk(share)
+        return None if dk is None or self.length <= LONG_INPUT else max(dk // self.site.heads, 1 + self.has_bias)
 
-    def score_macs(self, share: float | None) -> int:
-        """Return the multiply-accumulates of scores."""
-        site, dk = self.scores, self.dk(share)
-        if dk is None:
-            return dense_macs(site.widths, (site.width, site.key_value_width), self.length)
-        form = SharedScores.of(site, dk, self.head_dim(share), site.query.bias is not None)
-        return form.macs(site.widths, self.length)
-
-    def value_macs(self, share: float | None) -> int:
-        """Return the multiply-accumulates of values and outputs."""
-        site = self.values
-        form = NarrowValues.of(site, self.dv(share) or site.key_value_width, site.value.bias is not None)
-        return form.macs(site.widths, self.length)
+    def macs(self, scores: float | None, values: float | None) -> tuple[int, int]:
+        """Return the multiply-accumulates of queries and keys, and of values and outputs."""
+        dk, dv, form, narrow = self.dk(scores), self.dv(values), None, None
+        if dk is not None:
+            form = SharedScores.of(self.site, dk, self.head_dim(scores), self.has_bias)
+        if dv is not None:
+            narrow = NarrowValues.of(self.site, dv, self.site.value.bias is not None)
+        costs = attention_costs(self.site, self.length, form, narrow)
+        return costs[0].macs_after, costs[1].macs_after
 
 
-class Costs:
-    """The attention modules and feed-forward blocks of a dense model, and their costs for inputs of `length` tokens.
+class Budget:
+    """The operations of a dense model's layers for inputs of `length` tokens, and what widths leave of them.
 
     Raises:
         UnsupportedModelError: an attention module cannot be converted.
     """
 
-    def __init__(self, structure: Structure, compression: Compression, length: int) -> None:
-        model = structure.model
-        where = (model, compression.modules)
-        sites = find_attention(*where)
-        values = find_dense_values(*where)
-        self.attention = [Attention(site, own, length) for site, own in zip(sites, values, strict=True)]
-        rotary = [site for site in sites if site.family.rotary]
-        if len(rotary) < len(sites):
-            find_dense_attention(*where, [site.name for site in rotary])  # raises if others cannot be converted
-        narrowable = any(not site.family.keeps_scores for site in rotary)
-        self.blocks, why_no_blocks = narrowable_blocks(structure)
-        reports = [block_report(model, block, 1, length) for block in self.blocks]
+    def __init__(self, inventory: Inventory, length: int) -> None:
+        self.scores, why_no_scores = inventory.scores
+        self.blocks, why_no_blocks = inventory.narrowable_blocks
+        with_dk = {site.name for site in self.scores}
+        self.attention = [HeadShares(site, site.name in with_dk, length) for site in inventory.values]
+        costs = [block_cost(inventory.model, block, 1, length) for block in self.blocks]
         self.neurons = min((block.width for block in self.blocks), default=0)
-        self.macs_per_neuron = sum(report.macs_after for report in reports)
-        dense_attention = sum(module.score_macs(None) + module.value_macs(None) for module in self.attention)
-        self.macs = dense_attention + sum(report.macs_before for report in reports)
+        self.macs_per_neuron = sum(cost.macs_after for cost in costs)
+        dense_attention = sum(sum(module.macs(None, None)) for module in self.attention)
+        self.macs = dense_attention + sum(cost.macs_before for cost in costs)
         self.length = length
         reasons = {
-            "queries and keys with a rotary embedding stay dense": "only dk makes them narrower"
-            if narrowable
-            else "",
+            "queries and keys stay dense": why_no_scores,
             "feed-forward blocks stay as they are": why_no_blocks,
         }
-        words = [f"{what}: {why}" for what, why in reasons.items() if why]
+        words = [f"{what} stay as they are: {why}" for what, why in reasons.items() if why]
         self.why = f" ({'; '.join(words)})" if words else ""
 
     def splits(self) -> list[Split]:
         """Return all shares of the channels of heads that scores and values can keep."""
-        finest = max(module.scores.head_width for module in self.attention)
+        finest = max(module.site.head_width for module in self.attention)
         shares = [None, *(channels / finest for channels in range(1, finest))]
-        scores = {share: sum(module.score_macs(share) for module in self.attention) for share in shares}
-        values = {share: sum(module.value_macs(share) for module in self.attention) for share in shares}
-        if not any(module.has_dk for module in self.attention):
+        costs = {share: [module.macs(share, share) for module in self.attention] for share in shares}
+        scores = {share: sum(macs for macs, _ in of_share) for share, of_share in costs.items()}
+        values = {share: sum(macs for _, macs in of_share) for share, of_share in costs.items()}
+        if not self.scores:
             scores = {None: scores[None]}
         return [Split(one, other, scores[one] + values[other]) for one in scores for other in values]
 
@@ -171,40 +156,35 @@ class Costs:
         if not self.blocks:
             return None
         neurons = int(macs / self.macs_per_neuron + 1e-9)
-        if neurons > 8 * NEURONS:
-            neurons -= neurons % NEURONS
+        if neurons > 8 * NEURON_MULTIPLE:
+            neurons -= neurons % NEURON_MULTIPLE
         return min(neurons, self.neurons)
 
-    def loss_of_scores(self, share: float | None, losses: Mapping[str, Tensor]) -> float:
-        """Return what scores lose at a share of their channels."""
-        widths = {module.scores.name: module.dk(share) for module in self.attention}
-        return sum(float(losses[name][dk]) for name, dk in widths.items() if dk is not None)
-
-    def loss_of_values(self, share: float | None, losses: Mapping[str, Tensor]) -> float:
-        """Return what values lose at a share of their channels."""
-        widths = {module.values.name: module.dv(share) for module in self.attention}
-        return sum(float(losses[name][dv]) for name, dv in widths.items() if dv is not None)
+    def loss(self, share: float | None, part: Part, losses: LossCurves) -> float:
+        """Return what queries and keys ("dk"), or values ("dv"), lose at a share of their channels."""
+        widths = {module.name: getattr(module, part)(share) for module in self.attention}
+        return sum(float(losses[part][name][width]) for name, width in widths.items() if width is not None)
 
     def choice(self, split: Split, neurons: int | None, compression: Compression) -> Choice:
         """Return the widths of a split, and of blocks with so many neurons."""
         dff = None if neurons == self.neurons else neurons
-        own = {
-            module.scores.name: _compression(
+        by_module = {
+            module.name: _compression(
                 compression, module.dk(split.scores), module.head_dim(split.scores), module.dv(split.values), dff
             )
             for module in self.attention
         }
-        changed = {name: chosen for name, chosen in own.items() if chosen.dk is not None or chosen.dv is not None}
+        changed = {name: one for name, one in by_module.items() if one.dk is not None or one.dv is not None}
         chosen = list(changed.values()) or [_compression(compression, None, None, None, dff)]
         widths = {
-            "dk": [module.dk for module in changed.values() if module.dk is not None],
-            "dv": [module.dv for module in changed.values() if module.dv is not None],
+            "dk": [one.dk for one in changed.values() if one.dk is not None],
+            "dv": [one.dv for one in changed.values() if one.dv is not None],
             "dff": [] if dff is None else [dff],
         }
         words = ", ".join(f"{name} {width_range(numbers)}" for name, numbers in widths.items() if numbers)
         kept = (split.macs + (neurons or 0) * self.macs_per_neuron) / self.macs
         reason = f"Kept {kept:.0%} of the layers' operations at {self.length} tokens{self.why}: {words}."
-        first = next((module for module in chosen if module.dk is not None), chosen[0])
+        first = next((one for one in chosen if one.dk is not None), chosen[0])
         return Choice(first, changed, kept, reason)
 
 
@@ -219,7 +199,7 @@ def _compression(
 
 
 def choose_widths(
-    structure: Structure,
+    inventory: Inventory,
     compression: Compression,
     batches: Sequence[Batch],
     length: int,
@@ -230,7 +210,7 @@ def choose_widths(
     All attention modules keep the same share of the channels of a head, and all feed-forward blocks as many neurons.
 
     Args:
-        structure: of the dense model.
+        inventory: of the dense model.
         compression: with the share, `keep`.
         batches: to measure losses on.
         length: tokens for which operations count.
@@ -241,43 +221,31 @@ def choose_widths(
         UnsupportedModelError: an attention module cannot be converted.
     """
     assert compression.keep is not None
-    parts = Costs(structure, compression, length)
-    room = compression.keep * parts.macs
-    splits = [split for split in parts.splits() if split.macs <= room and parts.neurons_in(room - split.macs) != 0]
+    budget = Budget(inventory, length)
+    macs = compression.keep * budget.macs
+    splits = [split for split in budget.splits() if split.macs <= macs and budget.neurons_in(macs - split.macs) != 0]
     if not splits:
         raise CompressionError(
-            f"keep is {compression.keep}: no widths of {len(parts.attention)} attention modules and "
-            f"{len(parts.blocks)} feed-forward blocks keep so little at {length} tokens{parts.why}; pass more, or "
+            f"keep is {compression.keep}: no widths of {len(budget.attention)} attention modules and "
+            f"{len(budget.blocks)} feed-forward blocks keep so little at {length} tokens{budget.why}; pass more, or "
             "dk, dv and dff"
         )
-    scored = [module.scores for module in parts.attention if module.has_dk]
-    valued = [module.values for module in parts.attention]
-    losses = loss_curves(structure, scored, valued, parts.blocks, batches, progress)
-    of_neurons = [sum(float(curve[count]) for curve in losses["dff"].values()) for count in range(parts.neurons + 1)]
-    scores = {split.scores: parts.loss_of_scores(split.scores, losses["dk"]) for split in splits}
-    values = {split.values: parts.loss_of_values(split.values, losses["dv"]) for split in splits}
+    losses = loss_curves(inventory, budget.scores, inventory.values, budget.blocks, batches, progress)
+    of_neurons = [sum(float(curve[count]) for curve in losses["dff"].values()) for count in range(budget.neurons + 1)]
+    scores = {split.scores: budget.loss(split.scores, "dk", losses) for split in splits}
+    values = {split.values: budget.loss(split.values, "dv", losses) for split in splits}
 
     def loss(split: Split) -> float:
-        neurons = parts.neurons_in(room - split.macs)
+        neurons = budget.neurons_in(macs - split.macs)
         of_blocks = 0.0 if neurons is None else NEURON_WEIGHT * of_neurons[neurons]
         return scores[split.scores] + values[split.values] + of_blocks
 
     best = min(splits, key=loss)
-    return parts.choice(best, parts.neurons_in(room - best.macs), compression)
-
-
-def narrowable_blocks(structure: Structure) -> tuple[list[FeedForward], str]:
-    """Return the feed-forward blocks that can be made narrower, or why there are none."""
-    try:
-        blocks = structure.blocks
-        narrower_config(structure.model, blocks, max(1, min(block.width for block in blocks) // 2))
-    except UnsupportedModelError as error:
-        return [], str(error).removesuffix("; leave out dff")
-    return blocks, ""
+    return budget.choice(best, budget.neurons_in(macs - best.macs), compression)
 
 
 def loss_curves(
-    structure: Structure,
+    inventory: Inventory,
     scores: Sequence[DenseSite],
     values: Sequence[ValueSite],
     blocks: Sequence[FeedForward],
@@ -287,7 +255,7 @@ def loss_curves(
     """Return what parts of a model lose at every width.
 
     Args:
-        structure: of the dense model, which is left in the mode it was in.
+        inventory: of the dense model, which is left in the mode it was in.
         scores: attention modules whose queries and keys count.
         values: attention modules whose values count.
         blocks: feed-forward blocks that count.
@@ -295,52 +263,54 @@ def loss_curves(
         progress: called with a layer's name, how many are done, and how many there are.
 
     Raises:
-        UnsupportedModelError: the model's layers cannot be called alone, or one writes to no residual stream.
+        UnsupportedModelError: the model's layers cannot be called alone, or one adds to no residual stream.
         CalibrationError: a module saw no token, or an input was not finite.
         CompressionError: moments of a module are singular.
     """
-    model = structure.model
+    model = inventory.model
     losses: dict[Part, dict[str, Tensor]] = {"dk": {}, "dv": {}, "dff": {}}
     tasks = [Task(site, Compression(dk=1)) for site in scores] + [Task(site, Compression(dv=1)) for site in values]
     by_down = {block.down: block for block in blocks}
-    with torch.no_grad(), evaluation_mode(model), Room() as room:
+    with torch.no_grad(), evaluation_mode(model), HiddenStateStore() as store:
         try:
-            writers = structure.writers
+            linears = inventory.residual_linears
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}, so that its losses cannot be measured; pass dk or dv") from error
-        states = States(model, model, room)
-        states.capture(in_parts(batches), [])
-        for done, layer in enumerate(states.layers):
-            progress(layer, done, len(states.layers))
-            states.enter(layer, same_inputs=True)
+        calls = capture_calls(model, in_parts(batches), [], store)
+        models, hidden = Pair(model, model, calls, store), list[Tensor]()
+        for done, (layer, numbers) in enumerate(calls.layers.items()):
+            progress(layer, done, len(calls.layers))
+            if calls.begins_stack(numbers.start):
+                hidden = calls.read_by(numbers.start)
             of_layer = [task for task in tasks if task.site.name.startswith(f"{layer}.")]
-            here = {writer.name: writer for writer in writers if writer.layer == layer}
+            here = {linear.name: linear for linear in linears if linear.layer == layer}
             if of_layer and not here:
                 raise UnsupportedModelError(
                     f"{layer} of {type(model).__name__} writes to no residual stream, so that losses of its parts "
                     "cannot be compared; pass dk, dv or dff"
                 )
             neurons = {name: ResidualMoments() for name in here if name in by_down}
-            gathered = states.run_dense(of_layer, list(here.values()), neurons)
+            data = gather_layer(models, numbers, hidden, of_layer, list(here.values()), neurons)
+            hidden = data.outputs
             # where the stream is the same at all tokens, nothing can be lost
-            variances = {name: states.variance(writer) or math.inf for name, writer in here.items()}
-            for task, moments in zip(of_layer, gathered.moments, strict=True):
+            variances = {name: stream_variance(models, data, linear) or math.inf for name, linear in here.items()}
+            for task, moments in zip(of_layer, data.moments, strict=True):
                 site, name = task.site, task.site.name
                 output = site.path(site.family.output)
-                writer = here.get(output) or here.get(f"{output}.proj") or next(iter(here.values()))
+                linear = here.get(output) or here.get(f"{output}.proj") or next(iter(here.values()))
                 assert moments is not None
                 with _named(name):
                     if isinstance(site, ValueSite):
-                        losses["dv"][name] = _value_losses(site, moments[0], writer) / variances[writer.name]
+                        losses["dv"][name] = _value_losses(site, moments[0], linear) / variances[linear.name]
                     else:
-                        scale = gathered.mean_squares[name] * float(writer.gain.square().mean())
-                        lost = _score_losses(site, moments, gathered.head_weights[name])
-                        losses["dk"][name] = scale * lost / variances[writer.name]
+                        scale = data.mean_squares[name] * float(linear.gain.square().mean())
+                        lost = _score_losses(site, moments, data.head_weights[name])
+                        losses["dk"][name] = scale * lost / variances[linear.name]
             for name, of_block in neurons.items():
                 with _named(name):
                     lost = _neuron_losses(model.get_submodule(name), here[name], of_block)
                     losses["dff"][name] = lost / variances[name]
-        progress("", len(states.layers), len(states.layers))
+        progress("", len(calls.layers), len(calls.layers))
     return losses
 
 
@@ -367,19 +337,19 @@ def _score_losses(site: DenseSite, moments: tuple[Moments, ...], head_weights: T
     return site.scaling**2 * _lost(values.square().flatten().sort(descending=True).values, site.width)
 
 
-def _value_losses(site: ValueSite, moments: Moments, writer: Writer) -> Tensor:
+def _value_losses(site: ValueSite, moments: Moments, linear: ResidualLinear) -> Tensor:
     """Return what the layer's outputs lose at every dv, (Hkv·d+1,)."""
     output = site.output
     group = site.heads // site.key_value_heads
     joint = moments.covariance() if output.bias is not None else moments.second
     if float(joint.trace()) <= CONSTANT * float(moments.second.trace()):  # the output's bias takes over all
         return torch.zeros(site.key_value_width + 1, dtype=torch.float64)
-    heads = [head * writer.gain.to(head) for head in site.output_heads().to(joint)]
+    heads = [head * linear.gain.to(head) for head in site.output_heads().to(joint)]
     _, contributions = captured(damp(joint, DAMPING), heads, group)
     return _lost(contributions, site.key_value_width)
 
 
-def _neuron_losses(layer: nn.Linear | Conv1D, writer: Writer, moments: ResidualMoments) -> Tensor:
+def _neuron_losses(layer: nn.Linear | Conv1D, linear: ResidualLinear, moments: ResidualMoments) -> Tensor:
     """Return what a block's outputs lose at every dff, (N+1,).
 
     What a fit of k weights to n vectors leaves of these is (n − k) / (n + k) of what it leaves of others.
@@ -387,8 +357,8 @@ def _neuron_losses(layer: nn.Linear | Conv1D, writer: Writer, moments: ResidualM
     weight = (layer.weight.detach() if isinstance(layer, Conv1D) else layer.weight.detach().mT).to(
         moments.place, torch.float64
     )
-    chosen = choice_moments(moments, weight, writer.gain, DAMPINGS[0], layer.bias is not None)
-    losses = eliminate(*chosen, block=max(1, min(BLOCK, len(weight) // RANKINGS))).losses.cpu()
+    chosen = choice_moments(moments, weight, linear.gain, DAMPINGS[0], layer.bias is not None)
+    losses = eliminate(*chosen, block=max(1, min(BLOCK, len(weight) // MIN_RANKINGS))).losses.cpu()
     kept = torch.arange(len(losses))
     return losses * (moments.count + kept) / (moments.count - kept).clamp(min=1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from math import ceil
@@ -12,15 +12,16 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from collab_compress import analysis
-from collab_compress.analysis import Latency, MapCost
+from collab_compress.analysis import Latency, PartCost
 from collab_compress.analysis.plan import SHARES, part_losses
 from collab_compress.architectures import find_attention
 from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import sequence_count
 from collab_compress.conversion.compress import compress
+from collab_compress.conversion.cost import block_cost
 from collab_compress.conversion.expand import expand
-from collab_compress.conversion.feed_forward import find_feed_forward
+from collab_compress.conversion.inventory import Inventory
 from collab_compress.errors import CollabCompressError, HeadError, UnsupportedModelError
 from collab_compress.options import Compression, ReportOptions, Solver
 from collab_compress.report.section import Curves, Label, Progress, Section, Table, short
@@ -34,7 +35,8 @@ DENSE, CONVERTED = f"dense at T = {LENGTH} [MMAC]", f"converted at T = {LENGTH} 
 
 def widths(model: PreTrainedModel, batches: Sequence[Batch], label: Label, progress: Progress) -> Section:
     """Return what queries and keys, values, and feed-forward blocks lose at every width."""
-    parts = part_losses(model, batches, lambda _, done, total: progress("widths")(done, total))
+    inventory = Inventory(model, batches[0])
+    parts = part_losses(inventory, batches, lambda _, done, total: progress("widths")(done, total))
     left_out = [f"{part} stays as it is: {reason}" for part, reason in parts.left_out.items()]
     tables: dict[str, Table] = {}
     pictures, highlights = [], []
@@ -79,23 +81,20 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
         part = "dv" if any(site.family.keeps_scores for site in sites) else "dk"
         chosen[part] = max(1, min(site.key_value_width for site in sites) // 3)
     dff = options.dff
-    modules = analysis.module_costs(model, LENGTH, **chosen)
-    costs = {
-        "dk": {module.name: module.scores for module in modules},
-        "dv": {module.name: module.values for module in modules},
-    }
+    costs = analysis.part_costs(model, LENGTH, **chosen)
     try:
-        blocks = find_feed_forward(model, batch)
+        blocks = Inventory(model, batch).blocks
         if dff is None and not converted:
             dff = max(1, min(block.width for block in blocks) // 2)
-        costs["dff"] = analysis.feed_forward_costs(model, blocks, LENGTH, dff=dff)
+        costs += [block_cost(model, block, dff, LENGTH) for block in blocks]
     except UnsupportedModelError as error:
         notes += f" Feed-forward blocks were not counted: {error}."
-    parts = [{"part": PARTS[part], **_totals(of_part.values())} for part, of_part in costs.items()]
+    by_part = {part: [cost for cost in costs if cost.part == part] for part in PARTS}
+    parts = [{"part": PARTS[part], **_totals(of_part)} for part, of_part in by_part.items() if of_part]
     rows = [
-        {"part": PARTS[part], "layer": label(name), "module": name, "width": module.width, **_totals([module])}
-        for part, of_part in costs.items()
-        for name, module in of_part.items()
+        {"part": PARTS[part], "layer": label(one.name), "module": one.name, "width": one.width, **_totals([one])}
+        for part, of_part in by_part.items()
+        for one in of_part
     ]
     tables = {
         "layers": Table("Where the parameters and operations of all layers are", parts),
@@ -131,15 +130,15 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
     )
 
 
-def _totals(costs: Collection[MapCost]) -> dict[str, Any]:
+def _totals(costs: Sequence[PartCost]) -> dict[str, Any]:
     """Return the columns of a table of costs."""
     return {
-        DENSE: sum(cost.dense.macs for cost in costs) / 1e6,
-        CONVERTED: sum(cost.converted.macs for cost in costs) / 1e6,
-        "parameters, dense": sum(cost.dense.parameters for cost in costs),
-        "parameters, converted": sum(cost.converted.parameters for cost in costs),
-        "cache, dense [B/token]": sum(cost.dense.cache_bytes for cost in costs),
-        "cache, converted [B/token]": sum(cost.converted.cache_bytes for cost in costs),
+        DENSE: sum(cost.macs_before for cost in costs) / 1e6,
+        CONVERTED: sum(cost.macs_after for cost in costs) / 1e6,
+        "parameters, dense": sum(cost.parameters_before for cost in costs),
+        "parameters, converted": sum(cost.parameters_after for cost in costs),
+        "cache, dense [B/token]": sum(cost.cache_before for cost in costs),
+        "cache, converted [B/token]": sum(cost.cache_after for cost in costs),
     }
 
 

@@ -7,9 +7,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModel
 
 from collab_compress import Compression, compress
-from collab_compress.analysis import feed_forward_costs
-from collab_compress.conversion.feed_forward import find_feed_forward
-from collab_compress.errors import HeadError
+from collab_compress.conversion.cost import block_cost
+from collab_compress.conversion.inventory import find_feed_forward
 
 NEURONS = 80  # leave in two rankings: 64, then the others
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": NEURONS}
@@ -64,27 +63,14 @@ def batches(model, count=12):
 def test_costs_are_those_of_the_live_model(kind, model):
     data = batches(model)
     blocks = find_feed_forward(model, data[0])
-    planned = feed_forward_costs(model, blocks, 7, dff=30)
-    as_they_are = feed_forward_costs(model, blocks, 7)
     narrow = copy.deepcopy(model)
     compress(narrow, Compression(dff=30), data[:2])
     for block in blocks:
-        cost = planned[block.down]
-        for live, counted in ((model, cost.dense), (narrow, cost.converted)):
+        cost, dense = block_cost(model, block, 30, 7), block_cost(model, block, None, 7)
+        counted = (cost.parameters_before, cost.macs_before), (cost.parameters_after, cost.macs_after)
+        for live, (parameters, macs) in zip((model, narrow), counted, strict=True):
             layers = [live.get_submodule(name) for name in (block.down, *block.ups)]
-            assert counted.parameters == sum(part.numel() for layer in layers for part in layer.parameters())
-            assert counted.macs == 7 * sum(layer.weight.numel() for layer in layers)
-        dense = as_they_are[block.down]
+            assert parameters == sum(part.numel() for layer in layers for part in layer.parameters())
+            assert macs == 7 * sum(layer.weight.numel() for layer in layers)
         assert (cost.width, dense.width) == (30, None)
-        assert dense.dense == dense.converted == cost.dense
-
-
-def test_widths_that_cannot_be_counted_are_refused(make_tiny, batch):
-    model = make_tiny("bert")
-    blocks = find_feed_forward(model, batch)
-    with pytest.raises(HeadError, match="got length 0, dff None; expected at least 1"):
-        feed_forward_costs(model, blocks, 0)
-    with pytest.raises(HeadError, match="dff 0; expected at least 1"):
-        feed_forward_costs(model, blocks, dff=0)
-    with pytest.raises(HeadError, match=r"layer\.0\.output\.dense reads 32 neurons, and dff is 33; pass up to 32"):
-        feed_forward_costs(model, blocks, dff=33)
+        assert (dense.parameters_after, dense.macs_after) == counted[0]

@@ -27,7 +27,7 @@ def test_costs_are_those_of_conversions_of_one_part(make_tiny):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     for row in result.rows:
         report = compress(make_tiny("bert"), Compression(**{row.part: row.width}), tokens())
-        parts = (*report.modules, *report.values, *report.feed_forward)
+        parts = report.parts
         assert row.parameters == pytest.approx(report.parameters_after / report.parameters_before)
         before_and_after = [sum(getattr(part, name) for part in parts) for name in ("macs_before", "macs_after")]
         assert row.operations == pytest.approx(before_and_after[1] / before_and_after[0])

@@ -44,7 +44,7 @@ def test_card_describes_narrow_values(dk, make_tiny, calibration, tmp_path):
     report = compress(model, compression, calibration)
     card = model_card(model, "narrow", "small", compression, "texts", report).content
     words = "shared attention and narrow values" if dk else "narrow values"
-    error = sum(module.data_error for module in report.values) / 2
+    error = sum(module.data_error for module in report.of("dv")) / 2
     for part in (
         f"`BertModel` with {words}, made from `small`",
         f"import collab_compress  # lets Transformers rebuild the {words}",
@@ -70,7 +70,7 @@ def test_card_of_chosen_widths_says_so(make_tiny, calibration):
     report = compress(model, Compression(keep=0.6, solver=Solver(sweeps=9)), calibration)
     card = model_card(model, "half", "small", report.compression, "texts", report).content
     assert f"Widths were chosen by `--keep`. {report.choice}" in card
-    assert f"feed-forward blocks keep {report.feed_forward[0].dff} neurons each" in card
+    assert f"feed-forward blocks keep {report.of('dff')[0].width} neurons each" in card
 
 
 def test_narrower_feed_forward_blocks_are_no_collaborative_attention(make_tiny, calibration):

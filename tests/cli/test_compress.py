@@ -53,7 +53,7 @@ def test_converts_a_classifier_and_says_how_to_load_it(run, loaded, model_dir, t
     stored = json.loads(report_file.read_text(encoding="utf-8"))
     assert stored == json.loads((output / "collab_compress.json").read_text(encoding="utf-8"))
     assert stored["compression"]["dk"] == 8
-    assert len(stored["report"]["modules"]) == 2
+    assert len(stored["report"]["parts"]) == 2
 
 
 def test_values_too_and_what_that_saves(run, loaded, model_dir, tmp_path):
@@ -121,7 +121,7 @@ def test_the_amount_of_calibration_data_is_an_option_and_reported(run, model_dir
     stored = json.loads((tmp_path / "out" / "collab_compress.json").read_text(encoding="utf-8"))
     assert stored["calibration_options"] == {"sequences": 24, "length": 6}
     assert len(stored["report"]["warnings"]) == 2
-    assert [module["vectors"] for module in stored["report"]["modules"]] == [[126, 126]]
+    assert [module["vectors"] for module in stored["report"]["parts"]] == [[126, 126]]
 
 
 def test_same_as_the_python_api(run, model_dir, tmp_path):

@@ -8,7 +8,7 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress import Compression, compress, read_factors
 from collab_compress.architectures import find_attention
 from collab_compress.conversion import maps as module
-from collab_compress.conversion.maps import ENOUGH, LEAST, _squares, head_weights
+from collab_compress.conversion.maps import HEAD_WEIGHT_SEQUENCES, LEAST_WEIGHT, _squares, head_weights
 from collab_compress.heads import Tap
 
 PADDED = {
@@ -40,7 +40,7 @@ def slow_weights(model, batch):
                             if reading.masks.key is None or reading.masks.key[b, j]:
                                 change = probs[b, head, i, j] * (values[b, j, head] - mean) @ heads[head]
                                 total[head] += change.square().sum()
-    return {name: (total / total.mean() + LEAST).sqrt() for name, total in squares.items()}
+    return {name: (total / total.mean() + LEAST_WEIGHT).sqrt() for name, total in squares.items()}
 
 
 @pytest.mark.parametrize("family", PADDED)
@@ -81,8 +81,8 @@ def test_heads_whose_values_do_not_differ_count_least(make_tiny, batch):
     with torch.no_grad():
         site.part(site.family.value).weight[: site.head_width] = 0.0
     weights = head_weights(model, [site], [batch])[site.name]
-    assert weights[0] == pytest.approx(LEAST**0.5, rel=1e-3)
-    assert weights.square().mean() == pytest.approx(1 + LEAST)
+    assert weights[0] == pytest.approx(LEAST_WEIGHT**0.5, rel=1e-3)
+    assert weights.square().mean() == pytest.approx(1 + LEAST_WEIGHT)
     dense = model.get_submodule(site.name).query.weight.view(3, 8, 24), site.module.key.weight.view(3, 8, 24)
     dense = (dense[0].mT @ dense[1]).detach()
     compress(model, Compression(site.width // 2, modules=site.name), [batch] * 3)
@@ -129,4 +129,4 @@ def test_enough_sequences_are_run_in_small_batches(rows, make_tiny, monkeypatch)
     batches = [{"input_ids": torch.randint(5, 61, (count, 5))} for count in rows]
     head_weights(model, find_attention(model), batches)
     assert max(sizes) <= 16
-    assert ENOUGH - 16 <= sum(sizes) <= ENOUGH
+    assert HEAD_WEIGHT_SEQUENCES - 16 <= sum(sizes) <= HEAD_WEIGHT_SEQUENCES

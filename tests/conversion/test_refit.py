@@ -19,13 +19,14 @@ from collab_compress import (
     mix_heads_,
     prune_heads_,
 )
-from collab_compress.conversion import fit as module
-from collab_compress.conversion.chain import Room, single_layers
+from collab_compress.conversion import sequential as module
 from collab_compress.conversion.data import split_held_back
-from collab_compress.conversion.feed_forward import find_feed_forward, narrower_config
-from collab_compress.conversion.fit import DAMPINGS, install_refits
+from collab_compress.conversion.feed_forward import narrower_config
+from collab_compress.conversion.inventory import find_feed_forward
+from collab_compress.conversion.layers import HiddenStateStore, single_layers
 from collab_compress.conversion.refit import refit, refit_
-from collab_compress.conversion.writers import find_writers
+from collab_compress.conversion.residual import find_residual_linears
+from collab_compress.conversion.sequential import DAMPINGS, install_refits
 from collab_compress.errors import CalibrationError, HeadError, UnsupportedModelError
 
 WRITERS = ("attention.output.dense", "output.dense")
@@ -289,7 +290,7 @@ def test_edited_models_get_narrower_blocks_too(edit, make_tiny, tmp_path):
     compress(model, Compression(dff=20), data)
     report = compress(model, Compression(dff=12), data)
     assert model.config.intermediate_size == 12
-    assert [block.dff for block in report.feed_forward] == [12, 12]
+    assert [block.width for block in report.of("dff")] == [12, 12]
     model.save_pretrained(tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(AutoModel.from_pretrained(tmp_path)(**data[0])[0], model(**data[0])[0])
@@ -298,10 +299,10 @@ def test_edited_models_get_narrower_blocks_too(edit, make_tiny, tmp_path):
 @pytest.mark.parametrize("family", ["bert", "albert", "t5"])
 def test_hidden_states_in_files_give_the_same(family, monkeypatch):
     models, reports = [build(family), build(family)], []
-    kept, keep = [], Room.keep
-    monkeypatch.setattr(Room, "keep", lambda room, tensor: kept.append(room.taken) or keep(room, tensor))
+    kept, keep = [], HiddenStateStore.keep
+    monkeypatch.setattr(HiddenStateStore, "keep", lambda room, tensor: kept.append(room.taken) or keep(room, tensor))
     for model, size in zip(models, (2**31, 4000), strict=True):
-        monkeypatch.setattr(Room.__init__, "__defaults__", (size,))
+        monkeypatch.setattr(HiddenStateStore.__init__, "__defaults__", (size,))
         kept.clear()
         reports.append(compress(model, Compression(dff=16), [inputs(family, seed) for seed in range(8)]))
         assert max(kept) <= size
@@ -310,7 +311,7 @@ def test_hidden_states_in_files_give_the_same(family, monkeypatch):
 
 
 def test_room_is_given_back():
-    with Room(100) as room:
+    with HiddenStateStore(100) as room:
         first = room.keep(torch.zeros(10))
         second = room.keep(torch.ones(20))
         assert room.taken == 40
@@ -323,7 +324,7 @@ def test_room_is_given_back():
 def test_a_full_disk_is_told(make_tiny, monkeypatch):
     model = make_tiny("bert")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    monkeypatch.setattr(Room.__init__, "__defaults__", (1000,))
+    monkeypatch.setattr(HiddenStateStore.__init__, "__defaults__", (1000,))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # bytes of a file
     try:
@@ -356,7 +357,7 @@ def test_an_error_leaves_models_as_they_were(step, make_tiny, monkeypatch):
 
 def test_writers_are_layers_whose_outputs_are_added(make_tiny, batch):
     model = make_tiny("bert")
-    writers = find_writers(model, single_layers(model, batch))
+    writers = find_residual_linears(model, single_layers(model, batch))
     assert [(writer.at, writer.shown) for writer in writers] == [(total, "inputs") for total in SUMS]
     for writer in writers:
         torch.testing.assert_close(writer.gain, torch.ones(24), atol=1e-3, rtol=0)
@@ -388,7 +389,7 @@ def test_blocks_that_hardly_write_are_narrowed_too(part, factor, bias, make_tiny
         layer.bias.fill_(bias)
     dense = copy.deepcopy(model)
     report = compress(model, Compression(dff=8), data)
-    assert [block.dff for block in report.feed_forward] == [8, 8]
+    assert [block.width for block in report.of("dff")] == [8, 8]
     assert {fit.name: fit.error_after for fit in report.refits}["encoder.layer.0.output.dense"] < 1e-5
     with torch.no_grad():
         layers = [net.encoder.layer[0] for net in (model, dense)]
@@ -401,7 +402,7 @@ def test_the_default_device_does_not_matter(make_tiny):
     with torch.device("meta"):
         report = compress(model, Compression(dk=8, dv=12, dff=16), data)
     assert not any(parameter.is_meta for parameter in model.parameters())
-    assert [block.dff for block in report.feed_forward] == [16, 16]
+    assert [block.width for block in report.of("dff")] == [16, 16]
 
 
 def test_a_layer_that_a_width_also_sets_is_named(make_tiny):

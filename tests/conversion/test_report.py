@@ -7,7 +7,7 @@ from torch import nn
 from collab_compress import Compression, compress
 from collab_compress.attention import SharedScores
 from collab_compress.attention.projections import PaddedProjection
-from collab_compress.conversion.report import dense_macs, dense_parameters
+from collab_compress.conversion.cost import dense_macs, dense_parameters
 
 
 def shared(heads, head_width, dk, content, reads=None):
@@ -45,7 +45,7 @@ def test_a_report_prints_itself_and_becomes_a_table(make_tiny):
         list(zip(frame["part"], frame["width"], strict=True))
         == [("dk", 8)] * 2 + [("dv", 12)] * 2 + [("dff", 16)] * 2
     )
-    assert list(frame["macs_after"][:2]) == [module.macs_after for module in report.modules]
+    assert list(frame["macs_after"][:2]) == [module.macs_after for module in report.of("dk")]
     words = str(report)
     assert f"{report.parameters_after:,} parameters" in words
     assert "dk=8 in 2 modules\ndv=12 in 2 modules\ndff=16 in 2 modules" in words

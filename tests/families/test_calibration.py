@@ -27,7 +27,7 @@ def test_synthetic_data_suffices(kin, tokenizer):
     report = compress(model, compression, "synthetic", tokenizer, calibration_options=options)
     assert report.drift.sequences == 2
     assert 0 < report.drift.relative_error < 2
-    assert all(0 < module.data_error < 1 for module in report.modules)
+    assert all(0 < module.data_error < 1 for module in report.of("dk"))
 
 
 @pytest.mark.parametrize("widths", [{"keep": 0.5}, {"dff": 16}, {"layers": 1}], ids=str)

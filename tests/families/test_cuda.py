@@ -41,7 +41,7 @@ def test_a_conversion_on_the_gpu_is_that_of_the_cpu(name, head_dim, some):
     options = Compression(dk=9, head_dim=head_dim)
     expected, actual = compress(model, options, some(name)), compress(ours, options, some(name))
     assert {parameter.device.type for parameter in ours.parameters()} == {"cuda"}
-    for one, other in zip(actual.modules, expected.modules, strict=True):
+    for one, other in zip(actual.of("dk"), expected.of("dk"), strict=True):
         assert one.data_error == pytest.approx(other.data_error, rel=0.05)
         assert (one.vectors, one.breakdowns) == (other.vectors, 0)
     assert actual.drift.relative_error == pytest.approx(expected.drift.relative_error, rel=0.25)
@@ -163,5 +163,5 @@ def test_the_real_model(minilm, minilm_tokenizer):
     )
     for report in (full, half):
         assert report.drift.relative_error == pytest.approx(expected.drift.relative_error, rel=0.1)
-        for one, other in zip(report.modules, expected.modules, strict=True):
+        for one, other in zip(report.of("dk"), expected.of("dk"), strict=True):
             assert one.data_error == pytest.approx(other.data_error, rel=0.02)

@@ -10,10 +10,10 @@ from torch import nn
 
 from collab_compress import Compression, Solver, UnsupportedModelError, compress, expand
 from collab_compress.architectures import find_attention
-from collab_compress.conversion.chain import numbered_layers, single_layers
 from collab_compress.conversion.depth import COUNTS
-from collab_compress.conversion.feed_forward import find_feed_forward
-from collab_compress.conversion.writers import find_writers
+from collab_compress.conversion.inventory import find_feed_forward
+from collab_compress.conversion.layers import numbered_layers, single_layers
+from collab_compress.conversion.residual import find_residual_linears
 
 REFUSED = {
     "albert": "calls one layer 4 times",
@@ -93,7 +93,7 @@ def silence_(model, number, batch):
     """Make a layer of each stack compute nothing: it writes 0, and norms behind that change nothing either."""
     layers = [f"{path}.{number}" for path in {name.rpartition(".")[0] for name in numbered_layers(model)}]
     with torch.no_grad():
-        for writer in find_writers(model, single_layers(model, batch)):
+        for writer in find_residual_linears(model, single_layers(model, batch)):
             if writer.layer in layers:
                 for parameter in model.get_submodule(writer.name).parameters():
                     parameter.zero_()
@@ -129,10 +129,13 @@ def test_widths_are_those_of_the_layers_that_stay(name, make_deep, tmp_path):
     stacks = len({layer.rpartition(".")[0] for layer in numbered_layers(model)})
     report = compress(model, Compression(layers=2, dk=12, dv=12, dff=16, solver=Solver(sweeps=3)), data)
     assert (
-        len(report.modules) == len(report.values) == len(find_attention(model)) == len(find_attention(original)) / 2
+        len(report.of("dk"))
+        == len(report.of("dv"))
+        == len(find_attention(model))
+        == len(find_attention(original)) / 2
     )
-    assert len(report.feed_forward) == 2 * stacks
-    for part in (*report.modules, *report.values, *report.feed_forward, *report.refits):
+    assert len(report.of("dff")) == 2 * stacks
+    for part in (*report.of("dk"), *report.of("dv"), *report.of("dff"), *report.refits):
         model.get_submodule(part.name)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)

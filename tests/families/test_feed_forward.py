@@ -9,7 +9,8 @@ from transformers import BertConfig, BertModel
 
 from collab_compress import Compression, Solver, UnsupportedModelError, compress, expand
 from collab_compress.architectures import find_attention
-from collab_compress.conversion.feed_forward import cut_, find_feed_forward, narrower_config
+from collab_compress.conversion.feed_forward import cut_, narrower_config
+from collab_compress.conversion.inventory import find_feed_forward
 
 NO_WIDTH = {"segformer"}  # convolutions between
 
@@ -25,7 +26,7 @@ def test_a_narrower_model_is_a_stock_model(kin, tmp_path):
     report = compress(model, Compression(dff=16), [batch, batch])
     assert model.num_parameters() == report.parameters_after < dense.num_parameters()
     saved = report.parameters_before - report.parameters_after
-    assert saved == sum(block.parameters_before - block.parameters_after for block in report.feed_forward)
+    assert saved == sum(block.parameters_before - block.parameters_after for block in report.of("dff"))
     model.save_pretrained(tmp_path)
     assert "quantization_config" not in (tmp_path / "config.json").read_text()
     loaded = type(dense).from_pretrained(tmp_path)

@@ -18,7 +18,7 @@ from collab_compress import (
     prune_heads_,
     read_factors,
 )
-from collab_compress.analysis import module_costs
+from collab_compress.analysis import part_costs
 from collab_compress.architectures import find_attention, find_dense_attention
 from collab_compress.heads import masks_without
 
@@ -120,7 +120,7 @@ def test_the_room_of_opt_is_known_before_any_work(head_dim, biased, calibrated, 
 
 def counted(model):
     """Return the bytes per token of the keys, as the analysis counts them."""
-    return [cost.scores.converted.cache_bytes for cost in module_costs(model, kinds=["decoder"])]
+    return [cost.cache_after for cost in part_costs(model, kinds=["decoder"]) if cost.part == "dk"]
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,8 @@ def test_where_exactly_h_heads_are_viewed_both_maps_make_caches_smaller(name, dk
         cache = model(**batch, use_cache=True).past_key_values
     for layer in layers(cache):
         assert layer.keys.shape[1] == layer.values.shape[1] == pieces
-    costs = [cost for cost in module_costs(model) if cost.kind != "encoder"]
-    cache_bytes = {cost.scores.converted.cache_bytes for cost in costs}
-    assert cache_bytes == {4 * (8 * pieces if dk else 24)}
+    costs = part_costs(model, kinds=["decoder", "cross"]) if name != "opt" else part_costs(model)
+    assert {cost.cache_after for cost in costs if cost.part == "dk"} == {4 * (8 * pieces if dk else 24)}
 
 
 @pytest.mark.parametrize("name", ["opt", "whisper"])

@@ -30,7 +30,7 @@ def test_feed_forward_blocks_are_converted_and_all_else_is_refused(name, tmp_pat
         assert "\n" not in str(e.value)
     assert torch.equal(run(model, batch), expected)
     report = compress(model, Compression(dff=16), [batch, inputs(name, seed=1)])
-    assert {block.dff for block in report.feed_forward} == {16}
+    assert {block.width for block in report.of("dff")} == {16}
     assert model.num_parameters() == report.parameters_after < count
     model.save_pretrained(tmp_path)
     torch.testing.assert_close(run(type(model).from_pretrained(tmp_path), batch), run(model, batch))

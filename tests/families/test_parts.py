@@ -117,10 +117,10 @@ def test_keep_narrows_scores_except_those_of_rotary_parts(make):
     model, batches = make()
     rotary = {site.name for site in find_attention(model) if site.family.rotary}
     report = compress(model, Compression(keep=0.6, solver=Solver(sweeps=2)), batches)
-    names = {values.name for values in report.values}
+    names = {values.name for values in report.of("dv")}
     assert rotary < names
-    assert {module.name for module in report.modules} == names - rotary
-    assert f"dk {min(module.dk for module in report.modules)}" in report.choice
+    assert {module.name for module in report.of("dk")} == names - rotary
+    assert f"dk {min(module.width for module in report.of('dk'))}" in report.choice
 
 
 def test_a_part_is_converted_whatever_the_other_does_to_queries():

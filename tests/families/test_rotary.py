@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from collab_compress import Compression, FromScratch, Solver, compress, expand, from_config
-from collab_compress.analysis import module_costs
+from collab_compress.analysis import part_costs
 from collab_compress.analysis.sharing import score_factors
 from collab_compress.architectures import find_dense_attention
 from collab_compress.attention.install import add_head_hook_
@@ -157,7 +157,7 @@ def test_fewer_heads_follow_the_formula_and_expand(name, dk, model):
     converted = model(name)
     compression = Compression(dk=dk, dv=9, solver=Solver(sweeps=20, refit=False))
     report = compress(converted, compression, [batch(seed) for seed in range(3)])
-    assert all(module.dk == dk and 0 < module.data_error < 1 for module in report.modules)
+    assert all(module.width == dk and 0 < module.data_error < 1 for module in report.of("dk"))
     expanded = copy.deepcopy(converted)
     before = run(expanded, batch())
     expand(expanded)  # mixed keys are dense keys
@@ -207,13 +207,13 @@ def test_key_caches_hold_the_shared_heads(name, model):
     with torch.no_grad():
         layers = converted(batch()["input_ids"], use_cache=True).past_key_values.layers
     assert {layer.keys.shape[1] for layer in layers} == {1}
-    assert [cost.scores.converted.cache_bytes for cost in module_costs(converted)] == [8 * 4] * 2
+    assert [cost.cache_after for cost in part_costs(converted) if cost.part == "dk"] == [8 * 4] * 2
 
 
 def test_widths_are_whole_heads(model):
     converted = model("llama-grouped")
     report = compress(converted, Compression(dk=11, solver=Solver(sweeps=3)), calibration=None)
-    assert {module.dk for module in report.modules} == {16}
+    assert {module.width for module in report.of("dk")} == {16}
     assert any("dk 11 was rounded up to 16" in warning for warning in report.warnings)
     with pytest.raises(CompressionError, match="dk is 17, but 2 key–value heads × 8 = 16 is exact already"):
         compress(model("llama-grouped"), Compression(dk=17), calibration=None)

@@ -47,7 +47,7 @@ def test_values_equal_their_dense_twin(kin):
         for model in (converted, twin):
             attend_by_(model, implementation)
         torch.testing.assert_close(run(converted, batch), run(twin, batch), atol=5e-5, rtol=1e-3)
-    assert all(0 < module.data_error < 1 and module.dv == STRADDLING for module in report.values)
+    assert all(0 < module.data_error < 1 and module.width == STRADDLING for module in report.of("dv"))
 
 
 @pytest.mark.structures
@@ -80,7 +80,7 @@ def test_value_cache_bytes(name, values):
 def test_heads_of_values_are_equally_wide(dv, rounded):
     model = build("bert")
     report = compress(model, Compression(dv=dv), calibration=None)
-    assert {module.dv for module in report.values} == {rounded}
+    assert {module.width for module in report.of("dv")} == {rounded}
     note = f"dv {dv} was rounded to {rounded}: its 3 heads of values have {rounded // 3} channels each"
     assert note in report.warnings
 
@@ -93,7 +93,7 @@ def test_heads_wider_than_what_they_read_have_no_more_channels_than_that(name):
     with pytest.raises(CompressionError, match=rf"{name} is 28, but 3 heads × 8 = 24 is exact already"):
         compress(dense, Compression(**{name: 28}), calibration=None)
     report = compress(copy.deepcopy(dense), Compression(keep=0.5, solver=Solver(sweeps=2)), [batch] * 4)
-    assert max(values.dv for values in report.values) <= 24
+    assert max(values.width for values in report.of("dv")) <= 24
     for width in (24, 48):  # 48 as before
         model = copy.deepcopy(dense)
         compress(model, Compression(**{name: width}), calibration=None)

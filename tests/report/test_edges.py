@@ -7,7 +7,7 @@ import torch
 from tiny_families import build, make_rotary
 
 from collab_compress import Compression, Solver, compress
-from collab_compress.analysis import module_costs
+from collab_compress.analysis import part_costs
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import calibration_batches
 from collab_compress.errors import CalibrationError, HeadError
@@ -52,13 +52,9 @@ def test_families_and_their_conversions(family, dk, dv, make_tiny, make_batch):
     assert [row["layer"] for row in blocks] == expected[family]
     assert {row["width"] for row in blocks} == {None}  # measured as it is, without a suggested dff
     values = [row for row in modules if row["part"] == "values and outputs"]
-    for row, cost in zip(values, module_costs(converted, 128), strict=True):
-        dense, narrow = cost.values.dense, cost.values.converted
-        assert [*row.values()][3:] == [
-            dv,
-            *(dense.macs / 1e6, narrow.macs / 1e6),
-            *(dense.parameters, narrow.parameters, dense.cache_bytes, narrow.cache_bytes),
-        ]
+    for row, cost in zip(values, part_costs(converted, 128)[1::2], strict=True):
+        counted = [cost.parameters_before, cost.parameters_after, cost.cache_before, cost.cache_after]
+        assert [*row.values()][3:] == [dv, cost.macs_before / 1e6, cost.macs_after / 1e6, *counted]
 
 
 def test_images():

@@ -23,14 +23,14 @@ from collab_compress.analysis import (
     mean_over_pairs,
     mixing_matrices,
     model_covariances,
-    module_costs,
+    part_costs,
     pruning_curve,
     random_importance,
     split_sequences,
     svcca,
 )
 from collab_compress.analysis.plan import part_losses
-from collab_compress.conversion.feed_forward import find_feed_forward
+from collab_compress.conversion.inventory import Inventory, find_feed_forward
 from collab_compress.heads import head_importance
 from collab_compress.options import SECTION_NAMES, ReportOptions
 from collab_compress.report import TaskScore, make_report
@@ -70,7 +70,7 @@ def test_every_section_was_tried(result):
 
 
 def test_widths(model, batches, result):
-    widths, parts = result.sections["widths"], part_losses(model, first(batches, 8))
+    widths, parts = result.sections["widths"], part_losses(Inventory(model, batches[0]), first(batches, 8))
     assert [*widths.tables] == ["dk", "dv", "dff"]
     for place, (part, curves) in enumerate(parts.losses.items()):
         drawn = picture(widths, f"What {part} loses").curves
@@ -179,17 +179,16 @@ def test_dominance_by_score(model, batches):
 
 def test_cost(model, batches, result):
     """Width 24, two layers, 128 tokens; the blocks of a dense model are counted at half of their width."""
-    blocks, costs = find_feed_forward(model, batches[0]), module_costs(model, dk=6)
+    blocks, costs = find_feed_forward(model, batches[0]), part_costs(model, dk=6)[::2]
     half, numbers = blocks[0].width // 2, rows(result, "cost", "modules")
     for row, cost in zip(numbers[:2], costs, strict=True):
-        dense, converted = cost.scores.dense, cost.scores.converted
-        assert row[3:6] == [6, dense.macs / 1e6, converted.macs / 1e6]
-        assert row[6:8] == [dense.parameters, converted.parameters]
+        assert row[3:6] == [6, cost.macs_before / 1e6, cost.macs_after / 1e6]
+        assert row[6:8] == [cost.parameters_before, cost.parameters_after]
     for row, block in zip(numbers[4:], blocks, strict=True):
         assert row[2:4] == [block.down, half]
         assert row[4:6] == [128 * 2 * 24 * neurons / 1e6 for neurons in (block.width, half)]
         assert row[6:8] == [2 * 24 * neurons + neurons + 24 for neurons in (block.width, half)]
-    scores = [2 * macs / 1e6 for macs in (costs[0].scores.dense.macs, costs[0].scores.converted.macs)]
+    scores = [2 * macs / 1e6 for macs in (costs[0].macs_before, costs[0].macs_after)]
     values = 2 * (2 * 128 * 24 * 24 + 128 * 128 * 24) / 1e6
     dense_blocks, narrow_blocks = (2 * 128 * 2 * 24 * neurons / 1e6 for neurons in (blocks[0].width, half))
     expected = [scores, [values, values], [dense_blocks, narrow_blocks]]

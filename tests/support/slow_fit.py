@@ -2,7 +2,7 @@
 
 import torch
 
-from collab_compress.conversion.fit import DAMPINGS
+from collab_compress.conversion.sequential import DAMPINGS
 
 
 def slow_fit(used, held_back):

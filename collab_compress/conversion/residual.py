@@ -1,4 +1,4 @@
-"""Find the linear layers that write to the residual stream, whatever a model's architecture.
+"""Find the linear layers whose outputs are added to the residual stream, whatever a model's architecture.
 
 Each numbered layer of the model is called alone, with and without a change of what a linear layer in it returns.
 """
@@ -17,15 +17,15 @@ from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import AttentionSite, find_attention
 from collab_compress.attention.values import output_dim
-from collab_compress.conversion.chain import SingleLayers
+from collab_compress.conversion.layers import SingleLayers
 from collab_compress.heads.sharding import refuse_computed
 
-SMALL = 1e-2  # of the stream's standard deviation: a smaller change of it would be lost in rounding
-EXACT, ROUNDED = 1e-3, 5e-2  # relative error of a sum that counts as linear, in float32 and in half precision
+LEAST_CHANGE = 1e-2  # of the stream's standard deviation: a smaller change would be lost in rounding
+LINEAR_RTOL, LINEAR_RTOL_HALF = 1e-3, 5e-2  # error of a sum that counts as linear, in float32 and in half precision
 
 
 @dataclass(frozen=True)
-class Writer:
+class ResidualLinear:
     """A linear layer whose outputs are added to the residual stream, as they are or normalised first.
 
     Args:
@@ -46,8 +46,8 @@ class Writer:
     site: AttentionSite
 
 
-def find_writers(model: PreTrainedModel, layers: SingleLayers) -> list[Writer]:
-    """Find the linear layers that write to the residual stream, in the order in which they are called.
+def find_residual_linears(model: PreTrainedModel, layers: SingleLayers) -> list[ResidualLinear]:
+    """Find the residual linear layers: those whose outputs are added to the residual stream, in the order of calls.
 
     Candidates are the output projections of attention, and linear layers of the same width inside numbered layers. A
     candidate writes to the stream if a change of its outputs appears unchanged, or times a constant for each channel,
@@ -63,7 +63,7 @@ def find_writers(model: PreTrainedModel, layers: SingleLayers) -> list[Writer]:
     """
     sites = find_attention(model)
     return [
-        Writer(name, layer, *target, site)
+        ResidualLinear(name, layer, *target, site)
         for layer, run in layers.items()
         for name, site in _candidates(model, sites, layer, run)
         if (target := _find_sum(model, layer, name, run)) is not None
@@ -129,11 +129,11 @@ def _find_sum(
     size = torch.rand(outputs.shape[:-1], generator=generator, device="cpu")[..., None] + 0.5
     noise = torch.randn(outputs.shape, generator=generator, device="cpu")
     spread = torch.stack([seen.value.float().std() for seen in unchanged])
-    scale = torch.maximum(spread[0], SMALL * spread.median()).item() or 1.0
+    scale = torch.maximum(spread[0], LEAST_CHANGE * spread.median()).item() or 1.0
     change = (noise * size * scale).to(outputs)
     with _watched(model, layer, name, change) as changed:
         run()
-    tolerance = ROUNDED if outputs.dtype in (torch.float16, torch.bfloat16) else EXACT
+    tolerance = LINEAR_RTOL_HALF if outputs.dtype in (torch.float16, torch.bfloat16) else LINEAR_RTOL
     added = change.float().flatten(0, -2)
     normalised = False
     for before, after in zip(unchanged[1:], changed[1:], strict=False):
@@ -153,7 +153,7 @@ def _find_sum(
 
 
 @contextmanager
-def _watched(model: PreTrainedModel, layer: str, writer: str, change: Tensor | None = None) -> Iterator[list[_Seen]]:
+def _watched(model: PreTrainedModel, layer: str, linear: str, change: Tensor | None = None) -> Iterator[list[_Seen]]:
     """Record the first outputs of a linear layer, with `change` added, and what its layer's modules see after it."""
     recorded: list[_Seen] = []
 
@@ -175,10 +175,10 @@ def _watched(model: PreTrainedModel, layer: str, writer: str, change: Tensor | N
         record(name, "outputs", output)
 
     with ExitStack() as hooks:
-        hooks.enter_context(model.get_submodule(writer).register_forward_hook(begin))
+        hooks.enter_context(model.get_submodule(linear).register_forward_hook(begin))
         for name, module in model.get_submodule(layer).named_modules(prefix=layer):
             hooks.enter_context(module.register_forward_pre_hook(partial(on_inputs, name), with_kwargs=True))
-            if name != writer:
+            if name != linear:
                 hooks.enter_context(module.register_forward_hook(partial(on_outputs, name)))
         yield recorded
 

@@ -8,7 +8,7 @@ from tiny_families import build, inputs
 from transformers import BertModel
 
 from collab_compress import Compression, Solver, UnsupportedModelError, compress
-from collab_compress.conversion.chain import by_layer, capture, numbered_layers, plain_stack, single_layers
+from collab_compress.conversion.layers import by_layer, capture, numbered_layers, plain_stack, single_layers
 
 PLAIN = ["bert", "gpt2", "mpnet", "vit", "albert"]
 OTHERS = ["t5", "bart"]  # the decoder reads what the encoder returns, and T5's layers return biases too
@@ -83,7 +83,7 @@ def test_a_model_whose_layers_come_again_is_converted_but_not_refitted(make_tiny
     report = compress(model, Compression(dk=12, dv=12, solver=Solver(sweeps=3)), calibration)
     assert not report.refits
     assert any("no layer was refitted: encoder.layer.0 is called again" in warning for warning in report.warnings)
-    assert all(0 < module.data_error < 1 for module in (*report.modules, *report.values))
+    assert all(0 < module.data_error < 1 for module in (*report.of("dk"), *report.of("dv")))
     for options, message in (
         ({"dff": 16}, "called again"),
         ({"dk": 12, "solver": Solver(refit=True)}, "called again"),

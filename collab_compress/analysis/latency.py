@@ -1,0 +1,207 @@
+"""Time attention modules and whole models, dense and converted, in turns."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from collab_compress.analysis.stream import Progress, random_tokens, with_progress
+from collab_compress.architectures import AttentionSite, find_attention
+from collab_compress.calibration import evaluation_mode, run_batch
+from collab_compress.errors import HeadError
+
+STEADY_SPREAD = 0.25  # of a ratio of times, over the ratio, up to which the ratio is meaningful
+
+Inputs = Callable[[int], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Latency:
+    """The time that one attention module, or a whole model, takes for inputs of one length.
+
+    Args:
+        name: path of the module in both models; empty for a whole model.
+        length: tokens T.
+        dense_ms: median time of the dense module and its output projection, in milliseconds.
+        converted_ms: median time of the converted one.
+        ratio: median over rounds of converted over dense time; below 1 the converted module is faster.
+        low: lower quartile of this ratio.
+        high: upper quartile.
+        rounds: number of rounds.
+
+    Example:
+        >>> Latency("", 128, dense_ms=2.0, converted_ms=1.5, ratio=0.75, low=0.74, high=0.77, rounds=20).is_steady
+        True
+    """
+
+    name: str
+    length: int
+    dense_ms: float
+    converted_ms: float
+    ratio: float
+    low: float
+    high: float
+    rounds: int
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the quartiles of the ratio are near each other; beside other work on the machine they are not."""
+        return self.high - self.low <= STEADY_SPREAD * self.ratio
+
+
+def module_latency(
+    dense: PreTrainedModel,
+    converted: PreTrainedModel,
+    lengths: Sequence[int] = (32, 128, 512),
+    *,
+    inputs: Inputs | None = None,
+    batch_size: int = 1,
+    rounds: int = 20,
+    seed: int = 0,
+    progress: Progress = False,
+) -> list[Latency]:
+    """Return the latency of every attention module, dense and converted, at several input lengths.
+
+    Both modules get the inputs of the dense module and run in turns, in random order, so that other load on the
+    machine affects both alike. Output projections count, also where they are outside the module.
+
+    Args:
+        dense: the dense model; its mode does not change.
+        converted: its conversion, on the same device.
+        lengths: numbers of tokens T.
+        inputs: function from a length to the models' arguments; random tokens by default.
+        batch_size: sequences in a batch of random tokens.
+        rounds: number of timed runs, after one for warming up; at least 2.
+        seed: of the order and the tokens.
+        progress: as for `with_progress`, over lengths.
+
+    Returns:
+        One entry for each length and each module that both models have. Of a module that serves several layers the
+        first use is timed.
+
+    Raises:
+        HeadError: too few rounds, no common module, or a model that does not read tokens and got no inputs.
+        CalibrationError: the model does not take the inputs, as where a length is beyond its positions.
+        UnsupportedModelError: a model's family is not known.
+
+    Example:
+        >>> [(latency.name, latency.length) for latency in module_latency(model, model, lengths=(8,), rounds=2)]
+        [('encoder.layer.0.attention.self', 8), ('encoder.layer.1.attention.self', 8)]
+    """
+    if rounds < 2:
+        raise HeadError(f"got {rounds} rounds; quartiles need 2 at least")
+    counterparts = {site.name: site for site in find_attention(converted)}
+    sites = [site for site in find_attention(dense) if site.name in counterparts]
+    if not sites:
+        raise HeadError("the two models have no attention module of the same path; pass a model and its conversion")
+    draw, latencies = random.Random(seed), []
+    with evaluation_mode(dense), evaluation_mode(converted):
+        for length in with_progress(lengths, progress, "lengths"):
+            batch = random_tokens(dense, batch_size, length, seed) if inputs is None else dict(inputs(length))
+            for site, args, kwargs in _first_calls(dense, sites, batch):
+                calls = [partial(_call, either, args, kwargs) for either in (site, counterparts[site.name])]
+                timed = _timed(site.name, length, calls, device=dense.device, rounds=rounds, draw=draw)
+                latencies.append(timed)
+    return latencies
+
+
+def model_latency(
+    dense: PreTrainedModel,
+    converted: PreTrainedModel,
+    length: int = 128,
+    *,
+    batch_size: int = 8,
+    seconds: float = 0.5,
+    seed: int = 0,
+) -> Latency:
+    """Return the latency of a whole model and of its conversion on random tokens, measured in turns.
+
+    Args:
+        dense: the dense model.
+        converted: its conversion, on the same device.
+        length: tokens T of each sequence.
+        batch_size: sequences in the batch.
+        seconds: time to measure for; each model runs 10 to 40 times, because fewer can agree by chance.
+        seed: of the order and the tokens.
+
+    Raises:
+        HeadError: the model does not read tokens.
+        CalibrationError: the length is beyond the model's positions.
+
+    Example:
+        >>> latency = model_latency(model, model, length=8, batch_size=1, seconds=0.01)
+        >>> latency.rounds >= 10, latency.dense_ms > 0
+        (True, True)
+    """
+    batch = random_tokens(dense, batch_size, length, seed)
+    with evaluation_mode(dense), evaluation_mode(converted):
+        calls = [partial(run_batch, model, batch) for model in (dense, converted)]
+        once = sum(_seconds(call, dense.device) for call in calls)
+        rounds = min(40, max(10, int(seconds / once)))
+        return _timed("", length, calls, device=dense.device, rounds=rounds, draw=random.Random(seed))
+
+
+def _first_calls(
+    model: PreTrainedModel, sites: Sequence[AttentionSite], batch: dict[str, Any]
+) -> list[tuple[AttentionSite, tuple[Any, ...], dict[str, Any]]]:
+    """Return each module with the arguments of its first call while the model runs, without a cache.
+
+    A cache would grow with every further call.
+    """
+    calls: dict[nn.Module, Any] = {}
+
+    def keep_first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        plain = [None if isinstance(value, Cache) else value for value in (*args, *kwargs.values())]
+        calls.setdefault(module, (plain[: len(args)], dict(zip(kwargs, plain[len(args) :], strict=True))))
+
+    with ExitStack() as hooks:
+        for site in sites:
+            hooks.enter_context(site.module.register_forward_pre_hook(keep_first, with_kwargs=True))
+        run_batch(model, batch)
+    return [(site, *calls[site.module]) for site in sites if site.module in calls]
+
+
+def _call(site: AttentionSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run a module, and its output projection where it is outside the module."""
+    outputs = site.module(*args, **kwargs)
+    if site.family.output.startswith(".."):
+        site.part(site.family.output)(outputs[0])
+
+
+def _timed(
+    name: str,
+    length: int,
+    calls: Sequence[Callable[[], Any]],
+    *,
+    device: torch.device,
+    rounds: int,
+    draw: random.Random,
+) -> Latency:
+    """Return the latency of a dense and a converted call, timed in turns after a warm-up."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds + 1):
+        for which in draw.sample((0, 1), 2):
+            times[which].append(1e3 * _seconds(calls[which], device))
+    dense, converted = times[0][1:], times[1][1:]
+    low, middle, high = statistics.quantiles([after / before for before, after in zip(dense, converted, strict=True)])
+    return Latency(name, length, statistics.median(dense), statistics.median(converted), middle, low, high, rounds)
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Return the time of one call, its work on the GPU included."""
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    started = perf_counter()
+    call()
+    wait()
+    return perf_counter() - started

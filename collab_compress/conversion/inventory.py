@@ -1,0 +1,219 @@
+"""What of a model can be converted: attention maps, feed-forward blocks, layers, and why others cannot be."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from collab_compress.architectures import (
+    AttentionSite,
+    DenseSite,
+    ValueSite,
+    find_attention,
+    find_dense_attention,
+    find_dense_values,
+    refuse_hooks,
+)
+from collab_compress.attention import NarrowValues, ScoreForm
+from collab_compress.attention.projections import width_in
+from collab_compress.calibration import Batch, evaluation_mode
+from collab_compress.checkpoint import is_quantized
+from collab_compress.conversion.feed_forward import FeedForward, find_blocks, narrower_config
+from collab_compress.conversion.layers import SingleLayers, single_layers
+from collab_compress.conversion.maps import Task
+from collab_compress.conversion.residual import ResidualLinear, find_residual_linears
+from collab_compress.conversion.sequential import check_weights
+from collab_compress.errors import CompressionError, UnsupportedModelError
+from collab_compress.heads.sharding import refuse_unwritable
+from collab_compress.options import Compression
+
+ROTARY = "what queries and keys with a rotary embedding lose is not known beforehand, so only dk makes them narrower"
+CONVERTED = "it is already converted"
+
+
+class Inventory:
+    """What of a model can be converted. Each part is found once, when it is first needed.
+
+    Args:
+        model: stock or edited; left in the mode it was in. Its layers must not be replaced meanwhile.
+        batch: keyword arguments for the model, of which two sequences are run; without it only attention is found.
+        modules: glob on the paths of attention modules.
+
+    Example:
+        >>> inventory = Inventory(model, batch)
+        >>> [block.width for block in inventory.blocks], len(inventory.residual_linears)
+        ([32, 32], 4)
+    """
+
+    def __init__(self, model: PreTrainedModel, batch: Batch | None = None, modules: str = "*") -> None:
+        self.model, self.batch, self.modules = model, batch, modules
+
+    @cached_property
+    def attention(self) -> list[AttentionSite]:
+        """The attention modules; raises as `find_attention`."""
+        return find_attention(self.model, self.modules)
+
+    @cached_property
+    def values(self) -> list[ValueSite]:
+        """The attention modules by their values and outputs; raises as `find_dense_values`."""
+        return find_dense_values(self.model, self.modules)
+
+    @cached_property
+    def layers(self) -> SingleLayers:
+        """The numbered layers, which can be called alone in evaluation mode; raises as `single_layers`."""
+        assert self.batch is not None
+        with evaluation_mode(self.model):
+            return single_layers(self.model, self.batch)
+
+    @cached_property
+    def residual_linears(self) -> list[ResidualLinear]:
+        """The residual linear layers, in the order of calls; raises as `find_residual_linears`."""
+        layers = self.layers
+        with evaluation_mode(self.model):
+            return find_residual_linears(self.model, layers)
+
+    @cached_property
+    def blocks(self) -> list[FeedForward]:
+        """The feed-forward blocks, in the order of calls; raises as `find_blocks`."""
+        linears = self.residual_linears
+        with evaluation_mode(self.model):
+            return find_blocks(self.model, linears, self.layers)
+
+    # Parts whose loss at every width can be measured, and why others cannot.
+
+    @cached_property
+    def scores(self) -> tuple[list[DenseSite], str]:
+        """The modules whose queries and keys can lose channels by measured loss, and why the others stay dense."""
+        if any(hasattr(site.module, ScoreForm.at) for site in self.attention):
+            return [], CONVERTED
+        rotary = [site for site in self.attention if site.family.rotary]
+        others = len(rotary) < len(self.attention)
+        names = [site.name for site in rotary]
+        sites = find_dense_attention(self.model, self.modules, names) if others else []
+        reasons = [site.family.keeps_scores or ROTARY for site in rotary]
+        return sites, ROTARY if ROTARY in reasons else (reasons or [""])[0]
+
+    @cached_property
+    def narrowable_values(self) -> tuple[list[ValueSite], str]:
+        """The modules whose values can lose channels, and why others stay dense."""
+        if any(hasattr(site.module, NarrowValues.at) for site in self.attention):
+            return [], CONVERTED
+        return self.values, ""
+
+    @cached_property
+    def narrowable_blocks(self) -> tuple[list[FeedForward], str]:
+        """The feed-forward blocks that can be made narrower, or why there are none."""
+        try:
+            narrower_config(self.model, self.blocks, max(1, min(block.width for block in self.blocks) // 2))
+        except UnsupportedModelError as error:
+            return [], str(error).removesuffix("; leave out dff")
+        return self.blocks, ""
+
+    # Maps to convert to given widths.
+
+    def tasks(self, compression: Compression, by_module: Mapping[str, Compression] | None = None) -> list[Task]:
+        """Return the maps to convert, queries and keys first, after checking that all of them can be converted.
+
+        Args:
+            compression: widths of all modules.
+            by_module: path of a module → its own compression, where widths differ.
+
+        Raises:
+            UnsupportedModelError: a module cannot be converted.
+            CompressionError: a width is beyond the dense one, a module is converted already, or its weights are not
+                finite.
+        """
+        widths = {site.name: (by_module or {}).get(site.name, compression) for site in self.attention}
+        for site in self.attention:
+            _refuse_converted(site, widths[site.name])
+        stay = [name for name, chosen in widths.items() if chosen.dk is None]
+        scores = find_dense_attention(self.model, self.modules, stay) if len(stay) < len(widths) else []
+        values: Sequence[ValueSite] = self.values if compression.dv is not None else []
+        for scored in scores:
+            _check_scores(Task(scored, widths[scored.name]))
+        for valued in values:
+            _check_width(valued, "dv", widths[valued.name].dv, (valued.value,))
+            _check_layers(valued, ((valued.family.value, valued.value), (valued.family.output, valued.output)))
+        return [Task(site, widths[site.name]) for site in (*scores, *values)]
+
+
+def find_feed_forward(model: PreTrainedModel, batch: Batch) -> list[FeedForward]:
+    """Find the feed-forward blocks whose neurons do not depend on each other, in the order in which they are called.
+
+    Args:
+        model: stock or edited; left in the mode it was in.
+        batch: keyword arguments for the model, of which two sequences are run.
+
+    Raises:
+        UnsupportedModelError: the model has no such block, its layers cannot be called alone, or its family is not
+            known.
+        CalibrationError: the model does not take such batches.
+    """
+    return Inventory(model, batch).blocks
+
+
+def refuse_unconvertible(model: PreTrainedModel) -> None:
+    """Refuse a model that no conversion can change.
+
+    Raises:
+        CompressionError: it is quantized or sharded, or its attention implementation is neither eager nor sdpa.
+        UnsupportedModelError: the weight of a layer is computed from others.
+    """
+    if is_quantized(model):
+        raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
+    refuse_unwritable(model, "compress", CompressionError)
+    implementation = model.config._attn_implementation
+    if implementation not in ("eager", "sdpa"):
+        raise CompressionError(
+            f"attention is converted as 'eager' or 'sdpa', the model is set to {implementation!r}; "
+            "call model.set_attn_implementation('sdpa') first"
+        )
+
+
+def _refuse_converted(site: AttentionSite, compression: Compression) -> None:
+    for at, width, what in (
+        (ScoreForm.at, compression.dk, "queries and keys"),
+        (NarrowValues.at, compression.dv, "values"),
+    ):
+        if width is not None and hasattr(site.module, at):
+            raise CompressionError(
+                f"{site.name}: its {what} are already converted; leave it out by modules, expand the model "
+                "first, or start from the dense checkpoint"
+            )
+
+
+def _check_scores(task: Task) -> None:
+    """Check that the queries and keys of a module can be converted as asked."""
+    site = task.site
+    assert isinstance(site, DenseSite)
+    _check_width(site, "dk", task.compression.dk, () if site.family.rotary else (site.query, site.key))
+    if site.family.rotary and task.compression.head_dim is not None:
+        raise CompressionError(f"{site.name}: heads with a rotary embedding keep their width; leave out head_dim")
+    if site.family.rotary and task.compression.solver.method != "als":
+        raise CompressionError(f"{site.name}: other solvers do not apply to rotary embeddings; leave out solver")
+    form = task.form()
+    if isinstance(form, ScoreForm):
+        form.check_room()
+    _check_layers(site, ((site.family.query, site.query), (site.family.key, site.key)))
+
+
+def _check_width(site: AttentionSite, name: str, width: int | None, projections: Sequence[Any]) -> None:
+    """Refuse a width beyond the channels of all heads, of which each has no more than its projections read."""
+    heads, channels = site.key_value_heads, min([site.head_width, *map(width_in, projections)])
+    full = heads * channels
+    if width is not None and width > full and width != site.key_value_width:
+        kind = "key–value heads" if heads < site.heads else "heads"
+        raise CompressionError(
+            f"{site.name}: {name} is {width}, but {heads} {kind} × {channels} = {full} is exact already; pass {name} "
+            f"between 1 and {full}"
+        )
+
+
+def _check_layers(site: AttentionSite, projections: Sequence[tuple[str, Any]]) -> None:
+    """Refuse projections with hooks, or with weights that are offloaded or not finite."""
+    for path, projection in projections:
+        layer: nn.Module = getattr(projection, "layer", projection)  # of a fused layer
+        refuse_hooks(site.path(path), layer, stays=path == site.family.output)
+        check_weights((f"{site.path(path)}.{name}", weight) for name, weight in projection.named_parameters())

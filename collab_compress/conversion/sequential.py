@@ -1,0 +1,591 @@
+r"""Convert a model one numbered layer after the other, on all calibration data.
+
+    for each layer:
+        gather    run the dense layer: moments of the inputs of attention, and the residual stream after each
+                  residual linear layer
+        convert   solve for narrower queries, keys and values from the moments
+        refit     each residual linear layer, in the order of calls
+        advance   run the converted layer: the hidden states of both models are those before the next layer
+
+A residual linear layer y = W a + b (the output projection of attention, the second layer of a feed-forward block) is
+refitted in closed form, without labels or steps:
+
+$$\min_{W', b'}\ \mathbb{E}\,\|(h + y)_\text{dense} - (h' + W' a' + b')\|^2 + \lambda\,\|W' - W\|^2$$
+
+where h is what y is added to, and ' marks the converted model, whose lower layers are refitted already. So each layer
+also repairs what the layers below it lost.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from collab_compress.architectures import AttentionSite, DenseSite
+from collab_compress.attention import NarrowValues, install_
+from collab_compress.attention.values import fill_
+from collab_compress.calibration import Batch, evaluation_mode, gather_moments
+from collab_compress.calibration.batches import in_parts
+from collab_compress.calibration.gather import InputMoments, masks_of, unpadded
+from collab_compress.conversion.feed_forward import FeedForward, cut_
+from collab_compress.conversion.layers import HiddenStateStore, LayerCall, LayerCalls, capture_calls, layer_of
+from collab_compress.conversion.maps import (
+    HEAD_WEIGHT_SEQUENCES,
+    HeadWeights,
+    Planned,
+    Progress,
+    SiteMoments,
+    Task,
+    head_weights,
+    replacement,
+    silent,
+)
+from collab_compress.conversion.report import RefitReport
+from collab_compress.conversion.residual import ResidualLinear, stream_of
+from collab_compress.devices import float64_device
+from collab_compress.errors import CalibrationError, CollabCompressError, CompressionError
+from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, choose_neurons, fit
+from collab_compress.factorization.narrowing import CONSTANT
+
+DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # shares of the inputs' mean variance; held-back data choose one
+ROUNDING = 1e-5  # relative error of the residual stream that is rounding alone
+NO_MOMENTS: Mapping[str, ResidualMoments] = {}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a model to convert.
+
+    Args:
+        tasks: attention maps.
+        linears: residual linear layers to refit, in the order of calls; none to refit nothing.
+        blocks: feed-forward blocks to make narrower.
+        dff: number of neurons that these keep.
+        removed: paths of layers that the converted model lacks.
+        targets: path of the last residual linear layer before a gap → the one to whose dense stream it is fitted.
+        in_layers: whether the model's numbered layers can be called alone (`single_layers`).
+    """
+
+    tasks: Sequence[Task] = ()
+    linears: Sequence[ResidualLinear] = ()
+    blocks: Sequence[FeedForward] = ()
+    dff: int = 0
+    removed: Collection[str] = ()
+    targets: Mapping[str, ResidualLinear] = field(default_factory=dict)
+    in_layers: bool = True
+
+    def without(self, removed: Collection[str], targets: Mapping[str, ResidualLinear]) -> "Parts":
+        """Return the parts of a model that loses some layers."""
+        tasks = [task for task in self.tasks if layer_of(task.site.name) not in removed]
+        blocks = [block for block in self.blocks if block.linear.layer not in removed]
+        return replace(self, tasks=tasks, blocks=blocks, removed=removed, targets=targets)
+
+
+@torch.no_grad()
+def convert_layers_(
+    converted: PreTrainedModel,
+    dense: PreTrainedModel,
+    parts: Parts,
+    used: Sequence[Batch],
+    held_back: Sequence[Batch],
+    *,
+    same_inputs: bool = True,
+    length: int = 128,
+    progress: Progress = silent,
+) -> tuple[list[Planned], list["Refit"]]:
+    """Convert the layers of a model in place; return the new maps, in the order of `parts.tasks`, and the refits.
+
+    Args:
+        converted: a copy of the dense model without the removed layers, or a converted model to refit.
+        dense: the dense model; another object, which may share tensors.
+        parts: what to convert.
+        used: batches to fit to.
+        held_back: batches to choose dampings and to measure errors on.
+        same_inputs: whether everything before the first layer is the same in both models.
+        length: tokens for which reports count multiply-accumulates.
+        progress: called with a layer's name, how many are done, and how many there are.
+
+    Raises:
+        CalibrationError: batches take different ways through the model, or a module saw no token.
+        CompressionError: a map cannot be decomposed.
+    """
+    used, held_back = in_parts(used), in_parts(held_back)
+    planned: dict[tuple[str, type], Planned] = {}
+    refits: list[Refit] = []
+
+    def convert_attention_(tasks: Sequence[Task], moments: Sequence[SiteMoments], weights: HeadWeightsByPath) -> None:
+        for task, of_task in zip(tasks, moments, strict=True):
+            item = replacement(task, of_task, weights.get(task.site.name), length)
+            planned[task.site.name, type(task.site)] = item
+            install_maps_(converted, [item])
+
+    exact = [task for task in parts.tasks if task.is_exact]
+    convert_attention_(exact, [None] * len(exact), {})
+    tasks = [task for task in parts.tasks if not task.is_exact]
+    with evaluation_mode(dense), evaluation_mode(converted), HiddenStateStore() as store:
+        calls = None
+        if parts.in_layers and (tasks or parts.linears):
+            calls = capture_calls(dense, used, held_back if parts.linears else [], store)
+        layers = {} if calls is None else calls.layers
+        elsewhere = [task for task in tasks if layer_of(task.site.name) not in layers]
+        if elsewhere:
+            moments = gather_moments(dense, [task.site for task in elsewhere], used)
+            convert_attention_(elsewhere, moments, head_weights(dense, _weighted_sites(elsewhere), used))
+        if calls is not None:
+            models = Pair(dense, converted, calls, store, parts.removed)
+            hidden, reached = HiddenStates([], [], []), 0
+            for done, layer in enumerate(layers):
+                progress(layer, done, len(layers))
+                numbers = layers[layer]
+                if reached > numbers.start:  # removed, and passed with the gap before it
+                    continue
+                if calls.begins_stack(numbers.start):
+                    hidden = models.start_stack(numbers.start, same_inputs)
+                of_layer = [task for task in tasks if layer_of(task.site.name) == layer]
+                linears = [linear for linear in parts.linears if linear.layer == layer and layer not in parts.removed]
+                data = gather_layer(models, numbers, hidden.dense, of_layer, linears)
+                targets = {
+                    linear.name: parts.targets[linear.name] for linear in linears if linear.name in parts.targets
+                }
+                gap = cross_gap(models, numbers, data.outputs, targets)
+                convert_attention_(of_layer, data.moments, data.head_weights)
+                for linear in linears:
+                    neurons = parts.dff if linear.name in {block.down for block in parts.blocks} else None
+                    sums = _residual_sums(models, numbers, hidden, data, gap, linear)
+                    module: Any = converted.get_submodule(linear.name)
+                    refits.append(solve(sums, linear, module, neurons, calls.sequences))
+                    install_refits(converted, refits[-1:], parts.blocks)
+                reached, hidden = gap.reached, hidden._replace(dense=gap.hidden)
+                if parts.linears and layer not in parts.removed and not calls.begins_stack(reached):
+                    hidden = hidden._replace(converted=models.advance(numbers, hidden))
+        progress("", len(layers), len(layers))
+    return [planned[task.site.name, type(task.site)] for task in parts.tasks], refits
+
+
+HeadWeightsByPath = Mapping[str, Tensor | None]
+
+
+def install_maps_(model: PreTrainedModel, planned: Sequence[Planned]) -> None:
+    """Install replacements of attention maps in a model or in its copy, in place."""
+    for item in planned:
+        module, parts = model.get_submodule(item.site.name), item.parts
+        if isinstance(item.form, NarrowValues):
+            parent = model.get_submodule(item.site.name.rpartition(".")[0])
+            parts = replace(parts, output=item.form.output_of(module, parent))
+        install_(module, item.form, parts)
+
+
+def _weighted_sites(tasks: Sequence[Task]) -> list[AttentionSite]:
+    """Return the modules whose score errors are weighted by head."""
+    return [task.site for task in tasks if isinstance(task.site, DenseSite) and not task.is_exact]
+
+
+# Two models on the same batches.
+
+
+class HiddenStates(NamedTuple):
+    """The hidden states of both models before a layer, for each batch, and the converted model's calls of layers."""
+
+    dense: list[Tensor]
+    converted: list[Tensor]
+    converted_calls: list[list[LayerCall]]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A dense model and its conversion, with the calls of the dense model's layers.
+
+    Args:
+        dense: the dense model.
+        converted: the converted model; the dense one where nothing is converted.
+        calls: of the dense model's layers.
+        store: keeps hidden states.
+        removed: paths of layers that the converted model lacks.
+    """
+
+    dense: PreTrainedModel
+    converted: PreTrainedModel
+    calls: LayerCalls
+    store: HiddenStateStore
+    removed: Collection[str] = ()
+
+    def start_stack(self, first: int, same_inputs: bool) -> HiddenStates:
+        """Return the hidden states before the first call of a stack of layers."""
+        dense, calls = self.calls.read_by(first), self.calls.by_batch
+        if not first and same_inputs:
+            return HiddenStates(dense, dense, calls)
+        captured = self.calls.again(self.converted, self.removed, self.store)
+        kept = next(number for number in range(first, len(calls[0])) if calls[0][number].name not in self.removed)
+        return HiddenStates(dense, [of_batch[kept].hidden for of_batch in captured], captured)
+
+    def advance(self, numbers: range, hidden: HiddenStates) -> list[Tensor]:
+        """Run the converted layer on all batches; return the hidden states behind it."""
+        outputs = []
+        for states, calls in zip(hidden.converted, hidden.converted_calls, strict=True):
+            for number in numbers:
+                states = calls[number].run(self.converted, states)
+            outputs.append(self.store.keep(states))
+        return outputs
+
+
+# The dense layer.
+
+
+@dataclass(frozen=True, eq=False)
+class LayerData:
+    """What one run of a dense layer on all batches gives.
+
+    Args:
+        moments: for each task, of the inputs of its projections.
+        head_weights: path of a module → weight of each head's score error, (H,).
+        mean_squares: path of a module → mean of the squares of these weights, before they are normalised.
+        inputs: for each batch, the hidden states that each call of the layer reads; empty if it is called once.
+        streams: for each batch and call, path of a residual linear layer → the residual stream after it.
+        outputs: for each batch, the hidden states behind the layer.
+    """
+
+    moments: Sequence[SiteMoments]
+    head_weights: HeadWeightsByPath
+    mean_squares: Mapping[str, float]
+    inputs: list[list[Tensor]]
+    streams: list[list[dict[str, Tensor]]]
+    outputs: list[Tensor]
+
+
+def gather_layer(
+    models: Pair,
+    numbers: range,
+    hidden: Sequence[Tensor],
+    tasks: Sequence[Task],
+    linears: Sequence[ResidualLinear],
+    neurons: Mapping[str, ResidualMoments] = NO_MOMENTS,
+) -> LayerData:
+    """Run a dense layer on all batches, and gather what its conversion needs.
+
+    A layer that is called several times in turn (ALBERT) is run as often. If it is, what each call reads is kept: the
+    refits of each call start from the dense model's hidden states, so that errors do not add up.
+
+    Args:
+        models: the two models.
+        numbers: numbers of the layer's calls.
+        hidden: hidden states before it, for each batch.
+        tasks: attention maps of the layer.
+        linears: residual linear layers of the layer.
+        neurons: path of a residual linear layer → moments of its inputs, to which the inputs are added.
+    """
+    calls = models.calls
+    moments = InputMoments([task.site for task in tasks])
+    inputs: list[list[Tensor]] = [[] for _ in calls.masks]
+    streams: list[list[dict[str, Tensor]]] = [[] for _ in calls.masks]
+    outputs = list(hidden)
+    weighted = _weighted_sites(tasks)
+    measured = calls.evenly_spaced(HEAD_WEIGHT_SEQUENCES) if weighted else []
+    with record_streams(models.dense, linears) as recorded:
+
+        def run(batch: int) -> None:
+            for number in numbers:
+                if len(numbers) > 1:
+                    inputs[batch].append(outputs[batch])
+                output = calls.by_batch[batch][number].run(models.dense, outputs[batch])
+                streams[batch].append({name: models.store.keep(call.stream) for name, call in recorded.items()})
+                for linear in linears:
+                    if linear.name in neurons and batch in calls.used:
+                        mask = masks_of(linear.site, calls.masks[batch]).query
+                        vectors = unpadded(recorded[linear.name].inputs, mask)
+                        neurons[linear.name].add(vectors, vectors.new_zeros(len(vectors), len(linear.gain)))
+                recorded.clear()
+                outputs[batch] = models.store.keep(output)
+
+        with moments:
+            with HeadWeights(weighted) as weights:
+                for batch in measured:
+                    moments.masks = weights.masks = calls.masks[batch]
+                    run(batch)
+            for batch in calls.used:
+                if batch not in measured:
+                    moments.masks = calls.masks[batch]
+                    run(batch)
+        for batch in calls.held_back:
+            run(batch)
+    return LayerData(moments.moments(), weights.weights(), weights.mean_squares(), inputs, streams, outputs)
+
+
+class Gap(NamedTuple):
+    """The removed layers behind a layer.
+
+    Args:
+        reached: number of the first call behind them.
+        hidden: for each batch, the dense model's hidden states there.
+        streams: path of the last residual linear layer before the gap → for each batch, the dense stream to fit to.
+    """
+
+    reached: int
+    hidden: list[Tensor]
+    streams: Mapping[str, list[Tensor]]
+
+
+def cross_gap(models: Pair, numbers: range, hidden: Sequence[Tensor], targets: Mapping[str, ResidualLinear]) -> Gap:
+    """Run the dense layers behind a layer that the converted model lacks, up to the next one that it has.
+
+    Args:
+        models: the two models.
+        numbers: numbers of the layer's calls.
+        hidden: the dense model's hidden states behind it.
+        targets: path of a residual linear layer before the gap → the one in the gap to whose stream it is fitted.
+    """
+    calls, reached, outputs = models.calls.by_batch, numbers.stop, list(hidden)
+    stack = calls[0][numbers.start].name.rpartition(".")[0]
+    streams: dict[str, list[Tensor]] = {}
+    while reached < len(calls[0]):
+        name = calls[0][reached].name
+        if name not in models.removed or name.rpartition(".")[0] != stack:
+            break
+        here = {path: target for path, target in targets.items() if target.layer == name}
+        streams |= {path: [] for path in here}
+        with record_streams(models.dense, list(here.values())) as recorded:
+            for batch, of_batch in enumerate(calls):
+                outputs[batch] = models.store.keep(of_batch[reached].run(models.dense, outputs[batch]))
+                for path, target in here.items():
+                    streams[path].append(models.store.keep(recorded.pop(target.name).stream))
+        reached += 1
+    return Gap(reached, outputs, streams)
+
+
+def stream_variance(models: Pair, data: LayerData, linear: ResidualLinear) -> float:
+    """Return the variance of the dense residual stream after a layer, E‖x − mean‖²; 0 where it is rounding."""
+    total, squares, count = torch.zeros(()), 0.0, 0
+    for masks, calls in zip(models.calls.masks, data.streams, strict=True):
+        for streams in calls:
+            stream = unpadded(streams[linear.name], masks_of(linear.site, masks).query)
+            stream = stream.to(float64_device(stream.device), torch.float64)
+            total = total + stream.sum(0)
+            squares += float(stream.square().sum())
+            count += len(stream)
+    variance = squares / count - float((total / count).square().sum())
+    return variance if variance > CONSTANT * squares / count else 0.0
+
+
+# Refits.
+
+
+class ResidualSums:
+    """The moments that a residual linear layer is fitted by: of its inputs, and of what the stream lacks after it."""
+
+    def __init__(self) -> None:
+        self.used = ResidualMoments()  # of the sequences to fit to
+        self.held_back = ResidualMoments()
+        self.spread = 0.0  # of the dense stream on the held-back sequences, Σ‖x − mean‖²
+
+    def add(
+        self, call: "StreamCall", target: Tensor, linear: ResidualLinear, mask: Tensor | None, used: bool
+    ) -> None:
+        """Add one call of the layer, without padding.
+
+        Args:
+            call: of the converted layer: inputs (B, T, N), and the stream after it (B, T, D).
+            target: the dense stream there, (B, T, D).
+            linear: the layer; residuals are divided by its gain, which gives them the units of its outputs.
+            mask: padding mask (B, T), or None.
+            used: whether the layer is fitted to the sequences; else errors are measured on them.
+        """
+        wanted = target.to(call.stream.device).reshape(-1, target.shape[-1]).float()
+        gain = torch.where(linear.gain == 0, torch.inf, linear.gain).to(wanted)
+        lacking = (wanted - call.stream.reshape(wanted.shape).float()) / gain
+        (self.used if used else self.held_back).add(unpadded(call.inputs, mask), unpadded(lacking, mask))
+        if not used:
+            wanted = unpadded(wanted / gain, mask)
+            self.spread += float((wanted - wanted.mean(0)).square().sum())
+
+
+def _residual_sums(
+    models: Pair, numbers: range, hidden: HiddenStates, data: LayerData, gap: Gap, linear: ResidualLinear
+) -> ResidualSums:
+    """Run the converted layer on all batches, up to a residual linear layer, and sum what that is fitted by."""
+    sums = ResidualSums()
+    with record_streams(models.converted, [linear], stop=True) as recorded:
+        for batch, masks in enumerate(models.calls.masks):
+            mask = masks_of(linear.site, masks).query
+            inputs = data.inputs[batch] or [hidden.converted[batch]]
+            for number, start, streams in zip(numbers, inputs, data.streams[batch], strict=True):
+                with suppress(_Stop):
+                    hidden.converted_calls[batch][number].run(models.converted, start)
+                if linear.name not in recorded or linear.name not in streams:
+                    raise CalibrationError(f"{linear.name} is not called with every batch; pass batches alike")
+                call, target = recorded.pop(linear.name), streams[linear.name]
+                if linear.name in gap.streams:
+                    target = target_across_gap(models.converted, linear, call.stream, gap.streams[linear.name][batch])
+                sums.add(call, target, linear, mask, batch in models.calls.used)
+    return sums
+
+
+def target_across_gap(model: PreTrainedModel, linear: ResidualLinear, stream: Tensor, target: Tensor) -> Tensor:
+    """Return a target (B, T, D) from behind a gap for the stream (B, T, D) after a layer before it.
+
+    Where a LayerNorm reads the stream, that is the target with the mean and the deviation that each token has in the
+    stream: the norm removes both, and a linear layer cannot change them token by token.
+    """
+    if not isinstance(model.get_submodule(linear.at), nn.LayerNorm):
+        return target
+    stream = stream.float()
+    normal = nn.functional.layer_norm(target.to(stream), target.shape[-1:], eps=1e-12)
+    return normal * stream.std(-1, correction=0, keepdim=True) + stream.mean(-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Refit:
+    """New weights of one residual linear layer, in its own layout and dtype."""
+
+    report: RefitReport
+    weight: Tensor
+    bias: Tensor | None
+    kept: Tensor | None = None  # neurons that it still reads, ascending; None for all
+
+
+def solve(
+    sums: ResidualSums, linear: ResidualLinear, module: nn.Linear | Conv1D, neurons: int | None, sequences: int
+) -> Refit:
+    """Fit a layer with the damping that has the smallest error on held-back sequences.
+
+    The layer stays as it is if no damping lowers that error, unless it is to lose neurons.
+
+    Args:
+        sums: what to fit it by.
+        linear: the layer.
+        module: its module.
+        neurons: number of its inputs to keep, those whose loss would cost most; None for all.
+        sequences: number of sequences that it is fitted to, for the report.
+
+    Raises:
+        CalibrationError: no token was held back, or there are too few data to choose neurons by.
+    """
+    used, held_back, biased = sums.used, sums.held_back, module.bias is not None
+    if not held_back.count:
+        raise CalibrationError(
+            f"{linear.name} saw no token of the sequences held back, which are padding alone; pass more data"
+        )
+    weight = module.weight.detach() if isinstance(module, Conv1D) else module.weight.detach().mT  # (N, D)
+    exact = weight.to(used.place, torch.float64)
+    before, scale = held_back.squared / held_back.count, max(sums.spread / held_back.count, 1e-30)
+    kept, best = None, before
+    if neurons is not None:
+        try:
+            kept = choose_neurons(*choice_moments(used, exact, linear.gain, DAMPINGS[0], biased), neurons)
+        except ValueError as error:
+            raise CalibrationError(f"{linear.name}: {error}") from error
+        best = torch.inf
+        used, held_back = used.narrowed(exact, kept), held_back.narrowed(exact, kept)
+    change, shift = None, None
+    for damping in DAMPINGS if kept is not None or before > ROUNDING**2 * scale else ():
+        try:
+            candidate = fit(used, damping, biased)
+        except ValueError:
+            continue
+        candidate_error = held_back.squared_error(*candidate)
+        if candidate_error < best:
+            best, (change, shift) = candidate_error, candidate
+    if kept is not None:
+        if change is None:
+            raise CalibrationError(f"{linear.name}: the data cannot say which neurons to keep; pass more of them")
+        change = (-exact).index_copy(0, kept, change)
+    bias = module.bias.detach() if biased else None
+    if change is not None:
+        weight = (exact + change).to(weight)
+        if bias is not None and shift is not None:
+            bias = (bias.to(shift) + shift).to(bias)
+    if kept is not None:
+        weight = weight[kept.to(weight.device)]
+    weight = (weight if isinstance(module, Conv1D) else weight.mT).contiguous()
+    report = RefitReport(
+        name=linear.name,
+        error_before=None if kept is not None else (before / scale) ** 0.5,
+        error_after=(best / scale) ** 0.5,
+        vectors=sums.used.count,
+        sequences=sequences,
+    )
+    return Refit(report, weight, bias, kept)
+
+
+def install_refits(model: PreTrainedModel, refits: Sequence[Refit], blocks: Sequence[FeedForward] = ()) -> None:
+    """Install refitted layers in place; the blocks of those that keep some neurons only become narrower.
+
+    Parameters are replaced, so that models that share them keep theirs.
+    """
+    by_name = {block.down: block for block in blocks}
+    for result in refits:
+        layer: Any = model.get_submodule(result.report.name)
+        if result.kept is not None:
+            cut_(model, by_name[result.report.name], result.kept)
+        bias = None if result.bias is None else nn.Parameter(result.bias, layer.bias.requires_grad)
+        fill_(layer, nn.Parameter(result.weight, layer.weight.requires_grad), bias)
+
+
+def check_weights(weights: Iterable[tuple[str, Tensor]], error: type[CollabCompressError] = CompressionError) -> None:
+    """Raise `error` for the first of the weights, given by their names, that is offloaded or not finite."""
+    for name, weight in weights:
+        if weight.is_meta:
+            raise error(f"{name} is offloaded; load the model into memory")
+        if not bool(torch.isfinite(weight).all()):
+            raise error(f"{name} holds NaN or infinite values; the checkpoint is damaged")
+
+
+# The residual stream after a linear layer.
+
+
+class StreamCall(NamedTuple):
+    """One call of a residual linear layer: its inputs (B, T, N), and the residual stream (B, T, D) after it."""
+
+    inputs: Tensor
+    stream: Tensor
+
+
+class _Stop(Exception):
+    """Raised in a layer when all that is wanted of it is recorded."""
+
+
+@contextmanager
+def record_streams(
+    model: PreTrainedModel, linears: Sequence[ResidualLinear], stop: bool = False
+) -> Iterator[dict[str, StreamCall]]:
+    """Record the first call of each residual linear layer by its path; if `stop`, end the layer after the last."""
+    calls: dict[str, StreamCall] = {}
+    pending: dict[str, tuple[Tensor, Tensor]] = {}  # inputs, and outputs that are not yet added to the stream
+
+    def on_call(name: str, _: nn.Module, args: Any, output: Tensor) -> None:
+        if name not in calls:
+            pending[name] = args[0], output
+
+    def on_stream(at: tuple[str, str], values: object) -> None:
+        for linear in linears:
+            if (linear.at, linear.shown) != at or linear.name not in pending:
+                continue
+            inputs, output = pending[linear.name]
+            stream = stream_of(values, output.shape)
+            if stream is not None:
+                del pending[linear.name]
+                calls[linear.name] = StreamCall(inputs, stream.clone())
+        if stop and len(calls) == len(linears):
+            raise _Stop
+
+    def on_inputs(at: tuple[str, str], _: nn.Module, args: Any, kwargs: Any) -> None:
+        on_stream(at, (*args, *kwargs.values()))
+
+    def on_outputs(at: tuple[str, str], _: nn.Module, __: Any, output: object) -> None:
+        on_stream(at, output)
+
+    with ExitStack() as hooks:
+        for linear in linears:
+            layer = model.get_submodule(linear.name)
+            hooks.enter_context(layer.register_forward_hook(partial(on_call, linear.name)))
+        for at in dict.fromkeys((linear.at, linear.shown) for linear in linears):
+            module = model.get_submodule(at[0])
+            if at[1] == "inputs":
+                hooks.enter_context(module.register_forward_pre_hook(partial(on_inputs, at), with_kwargs=True))
+            else:
+                hooks.enter_context(module.register_forward_hook(partial(on_outputs, at)))
+        yield calls
