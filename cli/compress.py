@@ -70,7 +70,7 @@ def run(arguments: Arguments) -> Report | None:
         lines += _report_lines(report, calibration, latency)
     if arguments.mix:
         mix_heads_(source.model)
-    if arguments.stock and report is not None and report.modules:
+    if arguments.stock and report is not None and report.of("dk"):
         source = replace(source, model=to_stock(source.model))
     mixed = {name: len(alphas) for name, alphas in alphas_of(source.model).items()}
     record: dict[str, Any] = {"model": arguments.model, "class": type(source.model).__name__}

@@ -25,7 +25,7 @@ def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
         copied = copy.deepcopy(model, memo)
     except Exception as error:  # whatever an attribute raises
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be copied, and conversions are tried on a copy ({one_line(error)}); remove "
+            f"{type(model).__name__} cannot be copied, and conversions run on a copy ({one_line(error)}); remove "
             "the hook or attribute that cannot be copied, and set it again afterwards"
         ) from error
     for name, module in copied.named_modules():

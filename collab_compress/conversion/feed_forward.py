@@ -192,7 +192,7 @@ def block_shapes(model: PreTrainedModel, block: FeedForward, width: int) -> dict
             inputs, outputs = width, width_out(layer)
         else:
             inputs, outputs = width_in(layer), len(block.ups[name]) // block.width * width
-        weight = (inputs, outputs) if isinstance(layer, Conv1D) else (outputs, inputs)
+        weight: tuple[int, ...] = (inputs, outputs) if isinstance(layer, Conv1D) else (outputs, inputs)
         shapes[name] = {"weight": weight} if layer.bias is None else {"weight": weight, "bias": (outputs,)}
     return shapes
 

@@ -136,7 +136,8 @@ class Inventory:
         for valued in values:
             _check_width(valued, "dv", widths[valued.name].dv, (valued.value,))
             _check_layers(valued, ((valued.family.value, valued.value), (valued.family.output, valued.output)))
-        return [Task(site, widths[site.name]) for site in (*scores, *values)]
+        sites: list[DenseSite | ValueSite] = [*scores, *values]
+        return [Task(site, widths[site.name]) for site in sites]
 
 
 def find_feed_forward(model: PreTrainedModel, batch: Batch) -> list[FeedForward]:

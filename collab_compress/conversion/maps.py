@@ -115,7 +115,7 @@ def replacement(task: Task, moments: SiteMoments, head_weights: Tensor | None, l
             cost = attention_costs(site, length, scores=form)[0]
     except (ValueError, ImportError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         raise CompressionError(f"{site.name}: {error}") from error
-    solver = {}
+    solver: dict[str, Any] = {}
     if isinstance(result, Factorization):
         solver = {"sweeps": result.sweeps, "converged": result.converged, "breakdowns": result.breakdowns}
     report = PartReport(

@@ -222,7 +222,8 @@ class Pair:
             return HiddenStates(dense, dense, calls)
         captured = self.calls.again(self.converted, self.removed, self.store)
         kept = next(number for number in range(first, len(calls[0])) if calls[0][number].name not in self.removed)
-        return HiddenStates(dense, [of_batch[kept].hidden for of_batch in captured], captured)
+        read = [of_batch[kept].hidden for of_batch in captured]
+        return HiddenStates(dense, [hidden for hidden in read if hidden is not None], captured)
 
     def advance(self, numbers: range, hidden: HiddenStates) -> list[Tensor]:
         """Run the converted layer on all batches; return the hidden states behind it."""

@@ -91,8 +91,9 @@ class HeadShares:
 
     def dk(self, share: float | None) -> int | None:
         """Return the width of queries and keys; None if they stay dense."""
-        stays = share is None or not self.has_dk
-        return None if stays else self.site.heads * max(1, int(share * self.site.head_width))
+        if share is None or not self.has_dk:
+            return None
+        return self.site.heads * max(1, int(share * self.site.head_width))
 
     def dv(self, share: float | None) -> int | None:
         """Return the width of values; None if they stay dense."""

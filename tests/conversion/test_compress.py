@@ -153,9 +153,7 @@ def test_what_cannot_be_copied_is_refused(place, make_tiny, calibration):
     else:
         model.encoder.logger = Logger()
     for data in (calibration, None):
-        with pytest.raises(
-            UnsupportedModelError, match="BertModel cannot be copied, .* remove the hook or attribute"
-        ):
+        with pytest.raises(UnsupportedModelError, match=r"BertModel cannot be copied, .*remove the hook"):
             compress(model, Compression(dk=8), data)
     assert not is_converted(model)
 
