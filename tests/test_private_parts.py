@@ -29,7 +29,7 @@ CLASSES, OWN = (
     [
         pytest.param(family, folder, name, id=f"{folder}-{name}")
         for (folder, name), family in DESCRIBED.items()
-        if (name in FORWARDS) == ours and not family.keeps_attention
+        if (name in FORWARDS) == ours and not family.limits.feed_forward_only
     ]
     for ours in (False, True)
 )
@@ -55,8 +55,8 @@ def test_an_attention_class_looks_functions_up_and_views_heads_as_ours_expect(fa
     for used in ("ALL_ATTENTION_FUNCTIONS", "self.config._attn_implementation"):
         if used not in inspect.getsource(class_.forward):
             moved(f"{used} in {folder}'s {name}.forward", "attention/install.py", "it is not read there")
-    width = f"3 * self.{family.head_width}" if family.interleaved else f"self.{family.head_width}"
-    expected = (f"self.{family.heads}" if family.fixed_heads else "-1") + f", {width}"
+    width = f"3 * self.{family.paths.head_width}" if family.layout.interleaved else f"self.{family.paths.head_width}"
+    expected = (f"self.{family.paths.heads}" if family.layout.fixed_head_count else "-1") + f", {width}"
     if expected not in inspect.getsource(class_):
         moved(f"the view (…, {expected} in {folder}'s {name}.forward", "attention/projections.py", "not there")
     part = f"eager_attention_forward of {folder}"

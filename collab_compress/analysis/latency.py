@@ -174,8 +174,8 @@ def _first_calls(
 def _call(site: AttentionSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run a module, and its output projection where it is outside the module."""
     outputs = site.module(*args, **kwargs)
-    if site.family.output.startswith(".."):
-        site.part(site.family.output)(outputs[0])
+    if site.paths.output.startswith(".."):
+        site.part(site.paths.output)(outputs[0])
 
 
 def _timed(

@@ -39,7 +39,7 @@ def score_factors(model: PreTrainedModel) -> dict[str, tuple[HeadTensor, Tensor 
             key = _exact(found.key).expand(len(mixing), -1, -1)
             factors[site.name] = HeadTensor(_exact(found.query) * mixing[:, None], key), mixing  # (H, D, R) each
         else:
-            dense = DenseSite(**vars(site), query=site.part(site.family.query), key=site.part(site.family.key))
+            dense = DenseSite(**vars(site), query=site.part(site.paths.query), key=site.part(site.paths.key))
             factors[site.name] = HeadTensor(_exact(dense.query_heads()), _exact(dense.key_heads())), None
     return factors
 

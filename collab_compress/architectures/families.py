@@ -4,22 +4,15 @@ Transformers' documentation names the paper of each family; docs/families.md lis
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class AttentionFamily:
-    """Where one family of Transformers models keeps the parts of its attention.
-
-    Attribute paths are relative to the attention module; a leading `..` starts at its parent, as in relative imports.
-    Adding a family is one row of `FAMILIES`.
+class Paths:
+    """Attribute paths of the parts of an attention module; a leading `..` starts at its parent, as in imports.
 
     Args:
-        name: its usual name, for messages.
-        model_types: `config.model_type` values it covers.
-        attention_classes: class names of the modules that project queries and keys and call Transformers' attention
-            interface, or have a forward pass in `attention.forwards`.
         query: the `nn.Linear` projecting queries, D → H·d.
         key: the `nn.Linear` projecting keys, D → H·d, or Hkv·d where queries are grouped.
         value: the `nn.Linear` projecting values, as wide as the keys.
@@ -29,43 +22,12 @@ class AttentionFamily:
         scaling: float attribute multiplying the scores; empty where there is none and the factor is 1/√d.
         key_value_heads: integer attribute, number of heads Hkv of keys and values; empty where it is H.
         cross: child name in the paths of cross-attention modules; empty where there are none.
-        causal: whether self-attention is causal although its modules (`is_decoder` or `is_causal`) do not say so.
         fused: the `nn.Linear` or `Conv1D` (D → (H + 2·Hkv)·d) that holds query, key and value of a stock model; in a
             converted one they are its children `query`, `key` and `value`. Empty where there are three layers.
-        interleaved: whether that layer holds each head's query, key and value together, instead of three blocks side
-            by side.
-        even: whether the module views its queries, keys and values as equally many heads, so that a cache holds as
-            much of the narrower as of the widest.
-        fixed_heads: whether the module views its projections as exactly H heads, instead of as many as there are;
-            shared projections are then padded to H·d with zeros, and save nothing in a key cache.
-        pieces: attribute of such a module that holds the number of viewed heads and has no other use; once queries,
-            keys and values are all converted it becomes the number of key groups, so that a cache is smaller. Empty
-            where it has other uses.
-        key_bias: whether keys have a bias where queries have one.
         free_width: attribute of the config for the width of a head, independent of the model's width; empty where
             there is none.
-        keeps_heads: why heads cannot be removed; empty where they can.
-        keeps_attention: whether the module computes its scores itself, where no forward pass of `attention.forwards`
-            can take over: only feed-forward blocks can be converted, and heads be neither read, masked nor removed.
-        keeps_scores: why queries and keys cannot be converted, though values can; empty where they can.
-        rotary: how a rotary embedding pairs the channels of a head: "halves" (channel j with j + d/2), "neighbours"
-            (2j with 2j + 1), or "neighbours, tables too" where cosines and sines come in that order as well; empty
-            where there is no rotary embedding.
-        rotary_width: integer attribute, number of rotated channels of a head, its first; `partial_rotary_factor`
-            where the config holds their share in its `rope_parameters`; empty where all are rotated.
-        rotary_where: boolean attribute, whether a layer rotates queries and keys; empty where all do.
-        undescribed: kind of attention that these paths do not fit → how it differs.
-        since: oldest tested version of Transformers that has the modules as described; empty where all tested have.
-
-    Example:
-        >>> family = FAMILIES["bert"]
-        >>> family.query, family.output
-        ('query', '..output.dense')
     """
 
-    name: str
-    model_types: tuple[str, ...]
-    attention_classes: tuple[str, ...]
     query: str
     key: str
     value: str
@@ -75,126 +37,223 @@ class AttentionFamily:
     scaling: str = "scaling"
     key_value_heads: str = ""
     cross: str = ""
-    causal: bool = False
     fused: str = ""
-    interleaved: bool = False
-    even: bool = False
-    fixed_heads: bool = False
-    pieces: str = ""
-    key_bias: bool = True
     free_width: str = ""
-    keeps_heads: str = ""
-    keeps_attention: bool = False
-    keeps_scores: str = ""
-    rotary: Literal["", "halves", "neighbours", "neighbours, tables too"] = ""
-    rotary_width: str = ""
-    rotary_where: str = ""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an attention module views the outputs of its projections.
+
+    Args:
+        fixed_head_count: whether as exactly H heads, instead of as many as there are; shared projections are then
+            padded to H·d with zeros, and save nothing in a key cache.
+        head_count_attr: attribute of such a module that holds the number of viewed heads and has no other use; once
+            queries, keys and values are all converted it becomes the number of key groups, so that a cache is
+            smaller. Empty where it has other uses.
+        interleaved: whether a fused layer holds each head's query, key and value together, instead of three blocks
+            side by side.
+        equal_widths: whether queries, keys and values are viewed as equally many heads, so that a cache holds as much
+            of the narrower as of the widest.
+    """
+
+    fixed_head_count: bool = False
+    head_count_attr: str = ""
+    interleaved: bool = False
+    equal_widths: bool = False
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A rotary embedding of queries and keys.
+
+    Args:
+        pairs: how it pairs the channels of a head: "halves" (channel j with j + d/2), "neighbours" (2j with 2j + 1),
+            or "neighbours, tables too" where cosines and sines come in that order as well.
+        width: integer attribute, number of rotated channels of a head, its first; `partial_rotary_factor` where the
+            config holds their share in its `rope_parameters`; empty where all are rotated.
+        where: boolean attribute, whether a layer rotates queries and keys; empty where all do.
+    """
+
+    pairs: Literal["halves", "neighbours", "neighbours, tables too"] = "halves"
+    width: str = ""
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What cannot be done with a family.
+
+    Args:
+        no_pruning: why heads cannot be removed; empty where they can.
+        no_dk: why queries and keys cannot be converted, though values can; empty where they can.
+        feed_forward_only: whether the module computes its scores itself, where no forward pass of
+            `attention.forwards` can take over: only feed-forward blocks can be converted, and heads be neither read,
+            masked nor removed.
+        undescribed: kind of attention that the paths do not fit → how it differs.
+    """
+
+    no_pruning: str = ""
+    no_dk: str = ""
+    feed_forward_only: bool = False
     undescribed: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AttentionFamily:
+    """Where one family of Transformers models keeps the parts of its attention. Adding one is a row of `FAMILIES`.
+
+    Args:
+        name: its usual name, for messages.
+        model_types: `config.model_type` values it covers.
+        attention_classes: class names of the modules that project queries and keys and call Transformers' attention
+            interface, or have a forward pass in `attention.forwards`.
+        paths: where the parts of a module are.
+        layout: how a module views the outputs of its projections.
+        rotary: its rotary embedding; None without one.
+        limits: what cannot be done with it.
+        causal: whether self-attention is causal although its modules (`is_decoder` or `is_causal`) do not say so.
+        key_bias: whether keys have a bias where queries have one.
+        since: oldest tested version of Transformers that has the modules as described; empty where all tested have.
+
+    Example:
+        >>> paths = FAMILIES["bert"].paths
+        >>> paths.query, paths.output
+        ('query', '..output.dense')
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    attention_classes: tuple[str, ...]
+    paths: Paths
+    layout: Layout = Layout()
+    rotary: Rotary | None = None
+    limits: Limits = Limits()
+    causal: bool = False
+    key_bias: bool = True
     since: str = ""
 
 
 NORMALISED = "queries and keys are normalised after their projection (QK-norm)"
-_ONE_BIAS = "all layers share one position bias with a column for each head"
-_OWN_BIAS = "its position bias has a column for each head"
-_ONE_COUNT = "its config has one number of heads for all layers"
+_ONE_BIAS = Limits(no_pruning="all layers share one position bias with a column for each head")
+_OWN_BIAS = Limits(no_pruning="its position bias has a column for each head")
+_ONE_COUNT = Limits(no_pruning="its config has one number of heads for all layers")
+_BLOCKS_ALONE = Limits(feed_forward_only=True)
 
 
-def _paths(projections: str, heads: str, head_width: str, **others: Any) -> dict[str, Any]:
-    """Return fields that several families have in common.
+@dataclass(frozen=True)
+class _Base:
+    """What several families have in common: fields of their rows."""
 
-    Args:
-        projections: paths of query, key, value and output; or of the layer that holds the first three, and of output.
-        heads: path of the number of heads.
-        head_width: path of the width of a head.
-        others: further fields.
-    """
+    paths: Paths
+    layout: Layout = Layout()
+    rotary: Rotary | None = None
+    limits: Limits = Limits()
+    key_bias: bool = True
+
+
+def _paths(projections: str, heads: str, head_width: str, **others: str) -> Paths:
+    """Return paths of query, key, value and output, or of the layer that holds the first three and of output."""
     *inputs, output = projections.split()
     if len(inputs) == 1:
         others["fused"] = inputs[0]
         inputs = [f"{inputs[0]}.{name}" for name in ("query", "key", "value")]
-    paths = dict(zip(("query", "key", "value", "output"), (*inputs, output), strict=True))
-    return {**paths, "heads": heads, "head_width": head_width, **others}
+    query, key, value = inputs
+    return Paths(query, key, value, output, heads, head_width, **others)
 
 
-_BERT = _paths("query key value ..output.dense", "num_attention_heads", "attention_head_size", cross="crossattention")
-_OWN_BERT = {**_BERT, "scaling": ""}  # computes scores itself
-_BERT_ALONE = {**_OWN_BERT, "keeps_attention": True}
-_ALBERT = {**_BERT, "output": "dense", "cross": ""}  # one module serves every layer of its group
-_DISTILBERT = _paths("q_lin k_lin v_lin out_lin", "n_heads", "attention_head_size")
-_BART = _paths("q_proj k_proj v_proj out_proj", "num_heads", "head_dim", cross="encoder_attn")
-_BART_ALONE = {**_BART, "keeps_attention": True}
-_NLLB_MOE = {**_BART, "cross": "cross_attention"}
-_OPT = {**_BART, "cross": "", "fixed_heads": True, "pieces": "num_heads"}  # scales queries itself
-_WHISPER = {**_OPT, "cross": "encoder_attn", "key_bias": False}
-_LISTENER = {**_WHISPER, "cross": "", "pieces": ""}  # no cache to make smaller
-_WAV2VEC2 = {**_BART, "cross": ""}
-_CLIP = {**_BART, "cross": "", "scaling": "scale"}
-_VIT = _paths("q_proj k_proj v_proj o_proj", "num_attention_heads", "head_dim", free_width="head_dim")
-_BEIT = {**_VIT, "key_bias": False, "keeps_heads": _OWN_BIAS}
-_VIDEOMAE = {**_BERT, "cross": "", "key_bias": False}
-_DPT = {**_VIDEOMAE, "key_bias": True, "fixed_heads": True}
-_T5 = {  # scores are not scaled, and a position bias is added to them
-    **_paths("q k v o", "n_heads", "key_value_proj_dim", cross="EncDecAttention", free_width="d_kv"),
-    "keeps_heads": _ONE_BIAS,
-}
-_UMT5 = {**_T5, "fixed_heads": True, "keeps_heads": _OWN_BIAS}
-_PIX2STRUCT = _paths("query key value output", "n_heads", "key_value_proj_dim")
-_PIX2STRUCT_TEXT = {**_PIX2STRUCT, "cross": "encoder_decoder_attention", "keeps_heads": _ONE_BIAS}
-_GPT2 = {  # one transposed layer holds queries, keys and values
-    **_paths("c_attn c_proj", "num_heads", "head_dim", cross="crossattention"),
-    "undescribed": {"cross": "it keeps queries in one layer and keys and values together in another"},
-}
-_DETR = {  # positions are added to the inputs of queries and keys, not to those of values
-    **_paths("q_proj k_proj v_proj o_proj", "config.encoder_attention_heads", "head_dim", cross="encoder_attn"),
-    "keeps_heads": "its modules do not count them",
-}
-_BLIP_VISION = _paths("qkv projection", "num_heads", "head_dim", scaling="scale", keeps_attention=True)
-_MPNET = {  # computes scores itself
-    **_paths("q k v o", "num_attention_heads", "attention_head_size", scaling=""),
-    "keeps_heads": _ONE_BIAS,
-}
-_LLAMA = {
-    **_paths("q_proj k_proj v_proj o_proj", "config.num_attention_heads", "head_dim", rotary="halves"),
-    "key_value_heads": "config.num_key_value_heads",
-    "keeps_heads": _ONE_COUNT,
-}
-_COHERE = {**_LLAMA, "rotary": "neighbours, tables too"}
-_NEIGHBOURS = {**_LLAMA, "rotary": "neighbours"}
-_GLM = {**_NEIGHBOURS, "rotary_width": "partial_rotary_factor"}
-_NOMIC = {**_LLAMA, "key_value_heads": ""}
-_PHI = {**_LLAMA, "output": "dense", "rotary_width": "rotary_ndims"}
-_QK_NORM = {**_LLAMA, "keeps_scores": NORMALISED}
-_SOFT_CAPPED = {**_LLAMA, "keeps_scores": "its scores are soft-capped before the softmax"}
-_GPT_OSS = {**_LLAMA, "keeps_scores": "a learned sink takes part in its softmax"}
-_PHI3 = {
-    **_LLAMA,
-    **_paths("qkv_proj o_proj", "config.num_attention_heads", "head_dim"),
-    "keeps_scores": "it cuts the output of one layer where queries and keys of full width end",
-}
-_STABLELM = {
-    **_LLAMA,
-    "heads": "num_heads",
-    "rotary_width": "rotary_ndims",
-    "fixed_heads": True,
-    "keeps_scores": "it views queries and keys as exactly as many heads as its config says",
-}
-_ESM = {**_BERT, "cross": "", "rotary": "halves"}  # scales queries itself, before they are rotated
-_GPT_NEOX = {
-    **_paths("query_key_value dense", "config.num_attention_heads", "head_size", rotary="halves"),
-    "rotary_width": "rotary_ndims",
-    "interleaved": True,
-    "even": True,
-    "keeps_heads": _ONE_COUNT,
-}
-_MODERNBERT = {
-    **_paths("Wqkv Wo", "config.num_attention_heads", "head_dim", scaling="", rotary="halves"),
-    "even": True,
-    "keeps_heads": _ONE_COUNT,
-}
+def _with_paths(base: _Base, **paths: str) -> _Base:
+    """Return a base with some other paths."""
+    return replace(base, paths=replace(base.paths, **paths))
 
 
-def _row(name: str, model_types: str, classes: str, paths: Mapping[str, Any], **others: Any) -> AttentionFamily:
-    return AttentionFamily(name, tuple(model_types.split()), tuple(classes.split()), **{**paths, **others})
+_BERT = _Base(
+    _paths("query key value ..output.dense", "num_attention_heads", "attention_head_size", cross="crossattention")
+)
+_OWN_BERT = _with_paths(_BERT, scaling="")  # computes scores itself
+_BERT_ALONE = replace(_OWN_BERT, limits=_BLOCKS_ALONE)
+_ALBERT = _with_paths(_BERT, output="dense", cross="")  # one module serves every layer of its group
+_DISTILBERT = _Base(_paths("q_lin k_lin v_lin out_lin", "n_heads", "attention_head_size"))
+_BART = _Base(_paths("q_proj k_proj v_proj out_proj", "num_heads", "head_dim", cross="encoder_attn"))
+_BART_ALONE = replace(_BART, limits=_BLOCKS_ALONE)
+_NLLB_MOE = _with_paths(_BART, cross="cross_attention")
+_WAV2VEC2 = _with_paths(_BART, cross="")
+_OPT = replace(_WAV2VEC2, layout=Layout(fixed_head_count=True, head_count_attr="num_heads"))  # scales queries itself
+_WHISPER = replace(_with_paths(_OPT, cross="encoder_attn"), key_bias=False)
+_LISTENER = replace(_WAV2VEC2, layout=Layout(fixed_head_count=True), key_bias=False)  # no cache to make smaller
+_CLIP = _with_paths(_WAV2VEC2, scaling="scale")
+_VIT = _Base(_paths("q_proj k_proj v_proj o_proj", "num_attention_heads", "head_dim", free_width="head_dim"))
+_BEIT = replace(_VIT, key_bias=False, limits=_OWN_BIAS)
+_VIDEOMAE = replace(_with_paths(_BERT, cross=""), key_bias=False)
+_DPT = replace(_VIDEOMAE, key_bias=True, layout=Layout(fixed_head_count=True))
+# Scores of T5 are not scaled, and a position bias is added to them.
+_T5 = _Base(
+    _paths("q k v o", "n_heads", "key_value_proj_dim", cross="EncDecAttention", free_width="d_kv"), limits=_ONE_BIAS
+)
+_UMT5 = replace(_T5, layout=Layout(fixed_head_count=True), limits=_OWN_BIAS)
+_PIX2STRUCT = _Base(_paths("query key value output", "n_heads", "key_value_proj_dim"))
+_PIX2STRUCT_TEXT = replace(_with_paths(_PIX2STRUCT, cross="encoder_decoder_attention"), limits=_ONE_BIAS)
+_GPT2 = _Base(  # one transposed layer holds queries, keys and values
+    _paths("c_attn c_proj", "num_heads", "head_dim", cross="crossattention"),
+    limits=Limits(undescribed={"cross": "it keeps queries in one layer and keys and values together in another"}),
+)
+_DETR = _Base(  # positions are added to the inputs of queries and keys, not to those of values
+    _paths("q_proj k_proj v_proj o_proj", "config.encoder_attention_heads", "head_dim", cross="encoder_attn"),
+    limits=Limits(no_pruning="its modules do not count them"),
+)
+_BLIP_VISION = _Base(_paths("qkv projection", "num_heads", "head_dim", scaling="scale"), limits=_BLOCKS_ALONE)
+_MPNET = _Base(  # computes scores itself
+    _paths("q k v o", "num_attention_heads", "attention_head_size", scaling=""), limits=_ONE_BIAS
+)
+_NOMIC = _Base(
+    _paths("q_proj k_proj v_proj o_proj", "config.num_attention_heads", "head_dim"),
+    rotary=Rotary(),
+    limits=_ONE_COUNT,
+)
+_LLAMA = _with_paths(_NOMIC, key_value_heads="config.num_key_value_heads")
+_COHERE = replace(_LLAMA, rotary=Rotary("neighbours, tables too"))
+_COHERE2 = replace(_LLAMA, rotary=Rotary("neighbours, tables too", where="sliding_window"))
+_NEIGHBOURS = replace(_LLAMA, rotary=Rotary("neighbours"))
+_NEMOTRON = replace(_LLAMA, rotary=Rotary(width="partial_rotary_factor"))
+_GLM = replace(_LLAMA, rotary=Rotary("neighbours", width="partial_rotary_factor"))
+_PHI = replace(_with_paths(_LLAMA, output="dense"), rotary=Rotary(width="rotary_ndims"))
+_QK_NORM = replace(_LLAMA, limits=replace(_ONE_COUNT, no_dk=NORMALISED))
+_SOFT_CAPPED = replace(_LLAMA, limits=replace(_ONE_COUNT, no_dk="its scores are soft-capped before the softmax"))
+_GPT_OSS = replace(_LLAMA, limits=replace(_ONE_COUNT, no_dk="a learned sink takes part in its softmax"))
+_PHI3 = replace(
+    _LLAMA,
+    paths=_paths(
+        "qkv_proj o_proj",
+        "config.num_attention_heads",
+        "head_dim",
+        key_value_heads="config.num_key_value_heads",
+    ),
+    limits=replace(_ONE_COUNT, no_dk="it cuts the output of one layer where queries and keys of full width end"),
+)
+_STABLELM = replace(
+    _with_paths(_LLAMA, heads="num_heads"),
+    layout=Layout(fixed_head_count=True),
+    rotary=Rotary(width="rotary_ndims"),
+    limits=replace(_ONE_COUNT, no_dk="it views queries and keys as exactly as many heads as its config says"),
+)
+_ESM = replace(_with_paths(_BERT, cross=""), rotary=Rotary())  # scales queries itself, before they are rotated
+_GPT_NEOX = _Base(
+    _paths("query_key_value dense", "config.num_attention_heads", "head_size"),
+    layout=Layout(interleaved=True, equal_widths=True),
+    rotary=Rotary(width="rotary_ndims"),
+    limits=_ONE_COUNT,
+)
+_MODERNBERT = _Base(
+    _paths("Wqkv Wo", "config.num_attention_heads", "head_dim", scaling=""),
+    layout=Layout(equal_widths=True),
+    rotary=Rotary(),
+    limits=_ONE_COUNT,
+)
+
+
+def _row(name: str, model_types: str, classes: str, base: _Base, **others: Any) -> AttentionFamily:
+    """Return the row of a family: what it shares with others, and fields of its own."""
+    return AttentionFamily(name, tuple(model_types.split()), tuple(classes.split()), **{**vars(base), **others})
 
 
 _ROWS = (
@@ -250,7 +309,7 @@ _ROWS = (
     _row("I-JEPA", "ijepa", "IJepaAttention", _VIT, since="5.10"),
     _row("Pixio", "pixio", "PixioAttention", _VIT, since="5.10"),
     _row("VideoMAE", "videomae", "VideoMAESelfAttention", _VIDEOMAE, since="5.20"),
-    _row("SegFormer", "segformer", "SegformerAttention", _VIT, free_width="", since="5.10"),
+    _row("SegFormer", "segformer", "SegformerAttention", _with_paths(_VIT, free_width=""), since="5.10"),
     _row("ViT", "vit", "ViTAttention", _VIT, since="5.10"),
     _row("ViTMAE", "vit_mae", "ViTMAEAttention", _VIT, since="5.10"),
     _row("ViTMSN", "vit_msn", "ViTMSNAttention", _VIT, since="5.10"),
@@ -296,8 +355,7 @@ _ROWS = (
         "Pix2Struct vision",
         "pix2struct_vision_model",
         "Pix2StructVisionAttention",
-        _PIX2STRUCT,
-        free_width="d_kv",
+        _with_paths(_PIX2STRUCT, free_width="d_kv"),
         since="5.15",
     ),
     _row("SigLIP text", "siglip_text_model", "SiglipAttention", _CLIP, since="5.10"),
@@ -310,7 +368,7 @@ _ROWS = (
     _row("Megatron-BERT", "megatron-bert", "MegatronBertSelfAttention", _OWN_BERT),
     _row("MPNet", "mpnet", "MPNetSelfAttention", _MPNET, since="5.10"),
     _row("RemBERT", "rembert", "RemBertSelfAttention", _OWN_BERT),
-    _row("VisualBERT", "visual_bert", "VisualBertSelfAttention", _OWN_BERT, cross=""),
+    _row("VisualBERT", "visual_bert", "VisualBertSelfAttention", _with_paths(_OWN_BERT, cross="")),
     # Those that cannot be edited: only their feed-forward blocks are converted.
     _row("BLIP text", "blip_text_model", "BlipTextSelfAttention", _BERT_ALONE),
     _row("BLIP vision", "blip_vision_model", "BlipAttention", _BLIP_VISION),
@@ -323,7 +381,13 @@ _ROWS = (
     _row("Apertus", "apertus", "ApertusAttention", _QK_NORM, since="5.5"),
     _row("Arcee", "arcee", "ArceeAttention", _LLAMA),
     _row("Cohere", "cohere", "CohereAttention", _COHERE),
-    _row("Cohere 2", "cohere2", "Cohere2Attention", _COHERE, rotary_where="sliding_window"),
+    _row(
+        "Cohere 2",
+        "cohere2",
+        "Cohere2Attention",
+        _COHERE,
+        rotary=Rotary("neighbours, tables too", where="sliding_window"),
+    ),
     _row("CWM", "cwm", "CwmAttention", _LLAMA),
     _row("ERNIE 4.5 MoE", "ernie4_5_moe", "Ernie4_5_MoeAttention", _NEIGHBOURS),
     _row("ERNIE 4.5", "ernie4_5", "Ernie4_5Attention", _NEIGHBOURS),
@@ -351,8 +415,15 @@ _ROWS = (
     _row("Mistral", "mistral", "MistralAttention", _LLAMA),
     _row("Mixtral", "mixtral", "MixtralAttention", _LLAMA),
     _row("ModernBERT", "modernbert", "ModernBertAttention", _MODERNBERT, since="5.5"),
-    _row("ModernBERT decoder", "modernbert-decoder", "ModernBertDecoderAttention", _NOMIC, output="Wo"),
-    _row("Nemotron", "nemotron", "NemotronAttention", _LLAMA, rotary_width="partial_rotary_factor", since="5.15"),
+    _row("ModernBERT decoder", "modernbert-decoder", "ModernBertDecoderAttention", _with_paths(_NOMIC, output="Wo")),
+    _row(
+        "Nemotron",
+        "nemotron",
+        "NemotronAttention",
+        _LLAMA,
+        rotary=Rotary(width="partial_rotary_factor"),
+        since="5.15",
+    ),
     _row("nomic-bert", "nomic_bert", "NomicBertAttention", _NOMIC, since="5.5"),
     _row("OLMo 2", "olmo2", "Olmo2Attention", _QK_NORM),
     _row("OLMo 3", "olmo3", "Olmo3Attention", _QK_NORM),
@@ -365,7 +436,7 @@ _ROWS = (
     _row("Qwen3-VL text", "qwen3_vl_text", "Qwen3VLTextAttention", _QK_NORM),
     _row("Qwen3", "qwen3", "Qwen3Attention", _QK_NORM),
     _row("Seed-OSS", "seed_oss", "SeedOssAttention", _LLAMA),
-    _row("SmolLM3", "smollm3", "SmolLM3Attention", _LLAMA, rotary_where="use_rope"),
+    _row("SmolLM3", "smollm3", "SmolLM3Attention", _LLAMA, rotary=Rotary(where="use_rope")),
     _row("SOLAR Open", "solar_open", "SolarOpenAttention", _LLAMA),
     _row("StableLM", "stablelm", "StableLmAttention", _STABLELM),
     _row("StarCoder2", "starcoder2", "Starcoder2Attention", _LLAMA),

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.architectures.families import FAMILIES, NORMALISED, AttentionFamily
+from collab_compress.architectures.families import FAMILIES, NORMALISED, AttentionFamily, Paths
 from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.options import KINDS, Kind
 from collab_compress.transformers_parts import VERSIONS
@@ -97,16 +97,16 @@ class FusedSlice:
 
 def fused_slice(module: Any, family: AttentionFamily, path: str) -> FusedSlice | None:
     """Return the projection at a path of the family in a stock module's fused layer, or None."""
-    paths = (family.query, family.key, family.value)
-    layer: Any = getattr(module, family.fused, None) if family.fused and path in paths else None
+    paths = (family.paths.query, family.paths.key, family.paths.value)
+    layer: Any = getattr(module, family.paths.fused, None) if family.paths.fused and path in paths else None
     if type(layer) not in (nn.Linear, Conv1D):
         return None
-    heads, width = attrgetter(family.heads, family.head_width)(module)
-    groups = attrgetter(family.key_value_heads)(module) if family.key_value_heads else heads
+    heads, width = attrgetter(family.paths.heads, family.paths.head_width)(module)
+    groups = attrgetter(family.paths.key_value_heads)(module) if family.paths.key_value_heads else heads
     if layer.weight.shape[int(isinstance(layer, Conv1D))] != (heads + 2 * groups) * width:
         return None
     place = paths.index(path)
-    if family.interleaved:
+    if family.layout.interleaved:
         return FusedSlice(layer, place * width, 3 * width, heads, width)
     before = (0, heads, heads + groups)[place]
     return FusedSlice(layer, before * width, width, groups if place else heads, width)
@@ -148,6 +148,11 @@ class AttentionSite:
     reads_tokens: bool
 
     @property
+    def paths(self) -> Paths:
+        """Where the parts of the module are."""
+        return self.family.paths
+
+    @property
     def width(self) -> int:
         """H·d: width of the queries of all heads, and of the input of the output projection."""
         return self.heads * self.head_width
@@ -161,12 +166,12 @@ class AttentionSite:
     def rotated(self) -> int:
         """Number of channels of a head that a rotary embedding rotates, its first."""
         family = self.family
-        if not family.rotary or (family.rotary_where and not self.part(family.rotary_where)):
+        if family.rotary is None or (family.rotary.where and not self.part(family.rotary.where)):
             return 0
-        if family.rotary_width == "partial_rotary_factor":
+        if family.rotary.width == "partial_rotary_factor":
             share = self.part("config.rope_parameters").get("partial_rotary_factor", 1.0)
             return int(self.head_width * share)
-        return int(self.part(family.rotary_width)) if family.rotary_width else self.head_width
+        return int(self.part(family.rotary.width)) if family.rotary.width else self.head_width
 
     def part(self, path: str) -> Any:
         """Read an attribute by a path of the family's, such as `query`, `key`, `value` or `output`."""
@@ -369,14 +374,14 @@ def _site(
     """Return the first site of its kind, of a module inside `holders`, the innermost last."""
     causal = family.causal or getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
     kind: Kind = "decoder" if causal else "encoder"
-    if family.cross and family.cross in name.split("."):
+    if family.paths.cross and family.paths.cross in name.split("."):
         kind = "cross"
     # A converted module may keep H in `stock_heads`, where its own attribute holds the number of key groups.
-    heads = read(name, module, family, "stock_heads" if "stock_heads" in module.__dict__ else family.heads, int)
-    head_width = read(name, module, family, family.head_width, int)
-    path = "scaling" if hasattr(module, "scaling") else family.scaling
+    heads = read(name, module, family, "stock_heads" if "stock_heads" in module.__dict__ else family.paths.heads, int)
+    head_width = read(name, module, family, family.paths.head_width, int)
+    path = "scaling" if hasattr(module, "scaling") else family.paths.scaling
     scaling = float(read(name, module, family, path, (int, float))) if path else head_width**-0.5
-    groups = read(name, module, family, family.key_value_heads, int) if family.key_value_heads else heads
+    groups = read(name, module, family, family.paths.key_value_heads, int) if family.paths.key_value_heads else heads
     if groups < 1 or heads % groups:
         raise UnsupportedModelError(
             f"{name}: got {groups} heads of keys and values for {heads} of queries; expected a divisor of {heads}"
@@ -422,7 +427,7 @@ def _attribute(name: str, module: nn.Module, family: AttentionFamily, path: str)
         projection = fused_slice(module, family, path)
         if projection is not None:
             return projection
-        layer = getattr(module, family.fused, None) if family.fused else None
+        layer = getattr(module, family.paths.fused, None) if family.paths.fused else None
         if layer is not None and type(layer) not in (nn.Linear, Conv1D):
             return layer  # for the message about its type
     raise UnsupportedModelError(
@@ -471,18 +476,18 @@ def find_dense_values(model: nn.Module, modules: str = "*") -> list[ValueSite]:
 
 
 def _dense_scores(site: AttentionSite) -> DenseSite:
-    if site.family.keeps_scores:
-        _refuse_scores(site.name, site.module, site.family.keeps_scores)
+    if site.family.limits.no_dk:
+        _refuse_scores(site.name, site.module, site.family.limits.no_dk)
     _refuse_undescribed(site)
-    query = _projection(site, site.family.query, site.heads)
-    key = _projection(site, site.family.key, site.key_value_heads)
+    query = _projection(site, site.paths.query, site.heads)
+    key = _projection(site, site.paths.key, site.key_value_heads)
     return DenseSite(**vars(site), query=query, key=key)
 
 
 def _dense_values(site: AttentionSite) -> ValueSite:
     _refuse_undescribed(site)
-    value = _projection(site, site.family.value, site.key_value_heads)
-    output, path = site.part(site.family.output), site.path(site.family.output)
+    value = _projection(site, site.paths.value, site.key_value_heads)
+    output, path = site.part(site.paths.output), site.path(site.paths.output)
     if hasattr(output, "alphas"):
         raise UnsupportedModelError(f"{path} mixes the heads; call merge_alphas_ first, then convert values")
     plain = type(output) in (nn.Linear, Conv1D)
@@ -525,7 +530,7 @@ def refuse_kept_attention(site: AttentionSite) -> None:
     Example:
         >>> refuse_kept_attention(find_attention(model)[0])  # attention of BERT can be edited
     """
-    if site.family.keeps_attention:
+    if site.family.limits.feed_forward_only:
         raise UnsupportedModelError(
             f"{site.name}: attention of {site.family.name} can be neither converted nor hooked, because it computes "
             "its scores itself; convert feed-forward blocks alone (dff), and leave it out by modules or kinds"
@@ -536,10 +541,10 @@ def _refuse_undescribed(site: AttentionSite) -> None:
     """Refuse attention that cannot be edited, or a kind that the family's description leaves out."""
     refuse_kept_attention(site)
     family = site.family
-    if site.kind in family.undescribed:
+    if site.kind in family.limits.undescribed:
         raise UnsupportedModelError(
             f"{site.name}: {site.kind} attention of {family.name} cannot be converted, because "
-            f"{family.undescribed[site.kind]}; leave it out with a pattern of module paths (modules='…')"
+            f"{family.limits.undescribed[site.kind]}; leave it out with a pattern of module paths (modules='…')"
         )
 
 

@@ -63,7 +63,9 @@ class MapForm(ABC):
     @classmethod
     def for_site(cls, site: Any, **fields: Any) -> Self:
         """Return the form with these fields, and those that follow from the module, as `architectures` finds it."""
-        layout = {name: getattr(site.family, name) for name in ("fixed_heads", "interleaved", "pieces", "even")}
+        viewed = site.family.layout
+        layout = {"fixed_heads": viewed.fixed_head_count, "interleaved": viewed.interleaved}
+        layout |= {"pieces": viewed.head_count_attr, "even": viewed.equal_widths}
         return cls(heads=site.heads, head_width=site.head_width, **layout, **fields)
 
     @property

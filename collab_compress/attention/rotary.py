@@ -204,16 +204,16 @@ class RotaryScores(ScoreForm):
         pseudo_heads = -(-rank // width)
         return cls.for_site(
             site,
-            query=family.query,
-            key=family.key,
+            query=family.paths.query,
+            key=family.paths.key,
             rank=pseudo_heads * width,
             content_bias=False,
             key_heads=site.key_value_heads,
             rotated=site.rotated,
-            pairs=family.rotary,
+            pairs=family.rotary.pairs,
             frequencies=tuple(range(width // 2)) * pseudo_heads,
-            query_bias=site.part(family.query).bias is not None,
-            key_bias=site.part(family.key).bias is not None,
+            query_bias=site.part(family.paths.query).bias is not None,
+            key_bias=site.part(family.paths.key).bias is not None,
         )
 
     def rules(self) -> Iterator[tuple[str, bool, str]]:

@@ -57,7 +57,7 @@ class SharedScores(ScoreForm):
         Raises:
             CompressionError: the content bias leaves no channel to read.
         """
-        paths = {"query": site.family.query, "key": site.family.key}
+        paths = {"query": site.paths.query, "key": site.paths.key}
         dense = site.head_width
         if head_dim is not None and head_dim >= rank:
             reads = rank

@@ -81,8 +81,8 @@ class NarrowValues(MapForm):
         heads = site.key_value_heads
         return cls.for_site(
             site,
-            value=site.family.value,
-            output=site.family.output,
+            value=site.paths.value,
+            output=site.paths.output,
             size=max(1, dv // heads),
             value_bias=value_bias,
             group=site.heads // heads,

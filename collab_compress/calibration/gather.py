@@ -142,7 +142,7 @@ def masks_of(site: AttentionSite, masks: Mapping[MaskKind, AttentionMasks]) -> A
     pixels = masks["images"]
     if site.kind == "cross":
         return AttentionMasks(None, pixels.key)
-    is_decoder = site.family.cross and hasattr(site.parent, site.family.cross)  # of object queries, none is padding
+    is_decoder = site.paths.cross and hasattr(site.parent, site.paths.cross)  # of object queries, none is padding
     return AttentionMasks(None, None) if is_decoder else pixels
 
 

@@ -289,7 +289,7 @@ def _check_heads(edit: ModelEdit, model: PreTrainedModel) -> None:
     """Refuse an edit whose modules have another number of heads, which the config may say without other shapes."""
     heads = {}
     for site in find_attention(model):
-        heads[path_in_base(model, site.module)] = heads[path_in_base(model, site.part(site.family.output))] = (
+        heads[path_in_base(model, site.module)] = heads[path_in_base(model, site.part(site.paths.output))] = (
             site.heads
         )
     for name, expected in edit.heads.items():

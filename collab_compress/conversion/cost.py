@@ -97,10 +97,10 @@ def costs_at(
     """Return the costs of one module, in the forms that it has, or else would have at these widths."""
     scores, values = forms_of(site.module)
     if scores is None and dk is not None:
-        has_bias = site.part(site.family.query).bias is not None
+        has_bias = site.part(site.paths.query).bias is not None
         scores = RotaryScores.of(site, dk) if site.family.rotary else SharedScores.of(site, dk, None, has_bias)
     if values is None and dv is not None:
-        values = NarrowValues.of(site, dv, site.part(site.family.value).bias is not None)
+        values = NarrowValues.of(site, dv, site.part(site.paths.value).bias is not None)
     return attention_costs(site, length, scores, values)
 
 
@@ -116,7 +116,7 @@ def attention_costs(
         values: form of values and outputs; None where they stay dense.
     """
     module, family = site.module, site.family
-    paths = (family.query, family.key, family.value, family.output)
+    paths = (family.paths.query, family.paths.key, family.paths.value, family.paths.output)
     query, key, value, output = (getattr(site.part(path), "proj", site.part(path)) for path in paths)
     widths, value_widths = (width_in(query), width_in(key)), (width_in(value), width_out(output))
     value_bias, biases = value.bias is not None, (query.bias is not None, key.bias is not None)
@@ -159,10 +159,10 @@ def _cached_channels(site: AttentionSite, scores: ScoreForm | None, values: Narr
     """Return how many channels of keys and of values a cache holds for each token."""
     keys = site.key_value_width if scores is None else scores.key_width
     channels = site.key_value_width if values is None else values.value_width
-    if site.family.pieces and scores is not None and values is not None:  # laid out alike
+    if site.family.layout.head_count_attr and scores is not None and values is not None:  # laid out alike
         widest = max(scores.rank + scores.content_channels, values.dv)
         return (widest + -widest % site.head_width,) * 2
-    return (max(keys, channels),) * 2 if site.family.even and (scores or values) else (keys, channels)
+    return (max(keys, channels),) * 2 if site.family.layout.equal_widths and (scores or values) else (keys, channels)
 
 
 def block_cost(model: PreTrainedModel, block: FeedForward, width: int | None, length: int) -> PartCost:

@@ -144,7 +144,7 @@ def to_stock(model: PreTrainedModel) -> PreTrainedModel:
             kinds = " and ".join(edit.kind for edit in edits_of(expanded))
             raise CompressionError(f"a stock model has no room for {kinds}; merge the alphas, or leave all heads in")
         config = copy.deepcopy(expanded.config)
-        setattr(config, sites[0].family.free_width, width)
+        setattr(config, sites[0].paths.free_width, width)
         stock: PreTrainedModel = type(model)(config).to(model.device, model.dtype)
     frozen = [parameter for parameter in expanded.parameters() if not parameter.requires_grad]
     stock.load_state_dict(expanded.state_dict(keep_vars=True), assign=True)  # the same parameters, tied as they were
@@ -152,7 +152,7 @@ def to_stock(model: PreTrainedModel) -> PreTrainedModel:
         parameter.requires_grad_(False)
     with torch.no_grad():
         for site, old in zip(find_attention(stock), scaling, strict=True):
-            query = site.part(site.family.query)
+            query = site.part(site.paths.query)
             for parameter in (query.weight, query.bias):
                 if parameter is not None:
                     parameter.mul_(old / site.scaling)
@@ -174,8 +174,8 @@ def refuse_stock(model: PreTrainedModel) -> None:
             f"heads of {type(model).__name__} are rotated by a rotary embedding, so there are no narrower ones; "
             + advice
         )
-    if family is None or not family.free_width:
-        names = ", ".join(sorted(other.name for other in FAMILIES.values() if other.free_width))
+    if family is None or not family.paths.free_width:
+        names = ", ".join(sorted(other.name for other in FAMILIES.values() if other.paths.free_width))
         raise CompressionError(
             f"the head width of a stock {type(model).__name__} is its hidden size divided by the number of heads, so "
             f"heads cannot be narrower ({names} have a width of their own); {advice}"

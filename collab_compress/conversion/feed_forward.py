@@ -72,7 +72,7 @@ def find_blocks(model: PreTrainedModel, linears: Sequence[ResidualLinear], layer
     Raises:
         UnsupportedModelError: the model has no such block.
     """
-    projections = {linear.site.path(linear.site.family.output) for linear in linears}
+    projections = {linear.site.path(linear.site.paths.output) for linear in linears}
     blocks = []
     for linear in linears:
         if linear.name in projections or linear.name.removesuffix(".proj") in projections:  # mixed heads

@@ -92,7 +92,7 @@ class Inventory:
         others = len(rotary) < len(self.attention)
         names = [site.name for site in rotary]
         sites = find_dense_attention(self.model, self.modules, names) if others else []
-        reasons = [site.family.keeps_scores or ROTARY for site in rotary]
+        reasons = [site.family.limits.no_dk or ROTARY for site in rotary]
         return sites, ROTARY if ROTARY in reasons else (reasons or [""])[0]
 
     @cached_property
@@ -135,7 +135,7 @@ class Inventory:
             _check_scores(Task(scored, widths[scored.name]))
         for valued in values:
             _check_width(valued, "dv", widths[valued.name].dv, (valued.value,))
-            _check_layers(valued, ((valued.family.value, valued.value), (valued.family.output, valued.output)))
+            _check_layers(valued, ((valued.paths.value, valued.value), (valued.paths.output, valued.output)))
         sites: list[DenseSite | ValueSite] = [*scores, *values]
         return [Task(site, widths[site.name]) for site in sites]
 
@@ -197,7 +197,7 @@ def _check_scores(task: Task) -> None:
     form = task.form()
     if isinstance(form, ScoreForm):
         form.check_room()
-    _check_layers(site, ((site.family.query, site.query), (site.family.key, site.key)))
+    _check_layers(site, ((site.paths.query, site.query), (site.paths.key, site.key)))
 
 
 def _check_width(site: AttentionSite, name: str, width: int | None, projections: Sequence[Any]) -> None:
@@ -216,5 +216,5 @@ def _check_layers(site: AttentionSite, projections: Sequence[tuple[str, Any]]) -
     """Refuse projections with hooks, or with weights that are offloaded or not finite."""
     for path, projection in projections:
         layer: nn.Module = getattr(projection, "layer", projection)  # of a fused layer
-        refuse_hooks(site.path(path), layer, stays=path == site.family.output)
+        refuse_hooks(site.path(path), layer, stays=path == site.paths.output)
         check_weights((f"{site.path(path)}.{name}", weight) for name, weight in projection.named_parameters())

@@ -364,7 +364,7 @@ class HeadWeights(HeadHooks):
 
 def _gram(site: AttentionSite, width: int) -> Tensor | None:
     """Return O·Oᵀ of each head, (H, s, s); None if the output projection is no plain layer."""
-    output = site.part(site.family.output)
+    output = site.part(site.paths.output)
     if type(output) not in (nn.Linear, Conv1D):
         return None
     weight: Tensor = output.weight if isinstance(output, Conv1D) else output.weight.mT

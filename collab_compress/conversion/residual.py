@@ -78,7 +78,7 @@ def _candidates(
     Returns:
         Path, and the attention module called before; the layer's first, or the model's, if none is.
     """
-    outputs = [site.path(site.family.output) for site in sites]
+    outputs = [site.path(site.paths.output) for site in sites]
     projections: list[Any] = [model.get_submodule(path) for path in outputs]
     widths = {width_out(getattr(projection, "proj", projection)) for projection in projections} - {0}  # mixed heads
     inside_attention = tuple(f"{site.name}." for site in sites)

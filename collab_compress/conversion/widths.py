@@ -87,7 +87,7 @@ class HeadShares:
 
     def __init__(self, site: ValueSite, has_dk: bool, length: int) -> None:
         self.site, self.has_dk, self.length, self.name = site, has_dk, length, site.name
-        self.has_bias = site.part(site.family.query).bias is not None
+        self.has_bias = site.part(site.paths.query).bias is not None
 
     def dk(self, share: float | None) -> int | None:
         """Return the width of queries and keys; None if they stay dense."""
@@ -297,7 +297,7 @@ def loss_curves(
             variances = {name: stream_variance(models, data, linear) or math.inf for name, linear in here.items()}
             for task, moments in zip(of_layer, data.moments, strict=True):
                 site, name = task.site, task.site.name
-                output = site.path(site.family.output)
+                output = site.path(site.paths.output)
                 linear = here.get(output) or here.get(f"{output}.proj") or next(iter(here.values()))
                 assert moments is not None
                 with _named(name):

@@ -133,8 +133,8 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
     heads_by_path: dict[str, int] = {}
     weights: set[int] = set()
     for site in sites:
-        output: Any = site.part(site.family.output)
-        plain_weight(site.path(site.family.output), output, HeadError)
+        output: Any = site.part(site.paths.output)
+        plain_weight(site.path(site.paths.output), output, HeadError)
         weights.add(id(output.weight))
         heads_by_path[path_in_base(model, output)] = site.heads
     if len(weights) < len(sites):
@@ -176,7 +176,7 @@ def mixed_projections(
     model = transformers_model(model)
     edits_of(model)  # refuses a model whose modules are not this package's
     sites = [site for site in find_attention(model) if site.kind in kinds]
-    projections = [(site, site.part(site.family.output)) for site in sites]
+    projections = [(site, site.part(site.paths.output)) for site in sites]
     return [(site, projection) for site, projection in projections if isinstance(projection, MixedProjection)]
 
 
@@ -204,7 +204,7 @@ def merge_alphas_(model: PreTrainedModel) -> None:
     """
     model = transformers_model(model)
     refuse_unwritable(model, "merge_alphas_")
-    mixed = {site.path(site.family.output): projection for site, projection in mixed_projections(model)}
+    mixed = {site.path(site.paths.output): projection for site, projection in mixed_projections(model)}
     if not mixed:
         raise HeadError(f"{type(model).__name__} has no alphas to merge; mix_heads_(model) adds them")
     folded = []

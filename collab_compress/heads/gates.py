@@ -59,7 +59,7 @@ class HeadGates(HeadHooks):
         _check(model, sites)
         self.log_alphas = {
             site.name: nn.Parameter(
-                torch.full((site.heads,), start, device=site.part(site.family.output).weight.device)
+                torch.full((site.heads,), start, device=site.part(site.paths.output).weight.device)
             )
             for site in sites
         }
@@ -126,11 +126,11 @@ def _check(model: PreTrainedModel, sites: Iterable[AttentionSite]) -> list[tuple
     refuse_unwritable(model, "head gates")
     columns: list[tuple[str, Tensor, int]] = []
     for site in sites:
-        projection = site.part(site.family.output)
+        projection = site.part(site.paths.output)
         if isinstance(projection, MixedProjection):
             columns.append((site.name, projection.alphas, 1))
         else:
-            weight = output_weight(site.path(site.family.output), projection)
+            weight = output_weight(site.path(site.paths.output), projection)
             columns.append((site.name, weight, weight.shape[1] // site.heads))
     if len({weight.data_ptr() for _, weight, _ in columns}) < len(columns):
         raise HeadError(

@@ -234,9 +234,9 @@ def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
         raise HeadError(f"{site.name}: removing heads {list(removed)} leaves none; keep at least one head")
     if head_hooks(site.module):
         raise HeadError(f"{site.name}: something acts on its heads (a mask, a tap, dropout); remove that first")
-    if family.keeps_heads:
+    if family.limits.no_pruning:
         raise HeadError(
-            f"{site.name}: heads cannot be removed from {family.name}, because {family.keeps_heads}; mask them "
+            f"{site.name}: heads cannot be removed from {family.name}, because {family.limits.no_pruning}; mask them "
             "instead (HeadMask)"
         )
     if site.key_value_heads != site.heads:
@@ -244,14 +244,14 @@ def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
             f"{site.name}: {site.heads} heads share {site.key_value_heads} heads of keys and values, so none can be "
             "removed alone; mask them instead (HeadMask)"
         )
-    if family.fused and is_converted(site.module):
+    if family.paths.fused and is_converted(site.module):
         raise HeadError(
             f"{site.name} is converted, and {family.name} has one layer for queries, keys and values; remove heads "
             "first, then convert, or mask them instead (HeadMask)"
         )
-    if hasattr(site.part(family.output), "alphas"):
+    if hasattr(site.part(family.paths.output), "alphas"):
         raise HeadError(
-            f"{site.path(family.output)} mixes the heads, so none can be removed alone; call merge_alphas_ "
+            f"{site.path(family.paths.output)} mixes the heads, so none can be removed alone; call merge_alphas_ "
             "first, then remove heads"
         )
     scores, form = forms_of(site.module)
@@ -266,10 +266,10 @@ def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
                 f"{site.name} cannot work with {len(kept)} heads: {error}; or remove fewer heads"
             ) from error
     else:
-        _linear(site, family.query, shared)
-        _linear(site, family.key, shared)
-    value = _linear(site, family.value if form is None else f"{family.value}.proj", shared)
-    output = _linear(site, family.output, shared)
+        _linear(site, family.paths.query, shared)
+        _linear(site, family.paths.key, shared)
+    value = _linear(site, family.paths.value if form is None else f"{family.paths.value}.proj", shared)
+    output = _linear(site, family.paths.output, shared)
     if width_in(output) != value.out_features:
         raise HeadError(
             f"{site.name}: values are {value.out_features} wide and the output projection reads "
@@ -280,11 +280,11 @@ def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
         before=site.heads,
         head_width=site.head_width,
         value_width=value.out_features // site.heads if form is None else site.head_width,
-        heads=family.heads,
-        query=family.query,
-        key=family.key,
-        value=family.value,
-        output=family.output,
+        heads=family.paths.heads,
+        query=family.paths.query,
+        key=family.paths.key,
+        value=family.paths.value,
+        output=family.paths.output,
     )
 
 

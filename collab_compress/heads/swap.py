@@ -58,7 +58,9 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
         )
     family = site.family
     blocks = []
-    for form, dense_paths in zip(forms_of(site.module), ((family.query, family.key), (family.value,)), strict=True):
+    for form, dense_paths in zip(
+        forms_of(site.module), ((family.paths.query, family.paths.key), (family.paths.value,)), strict=True
+    ):
         if form is not None:
             for path, count in form.head_rows().items():
                 blocks.append(HeadBlock(site.part(path), 0, head * count, (head + 1) * count))
@@ -68,7 +70,7 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
             if isinstance(projection, FusedSlice):
                 layer, dim, channels = projection.layer, projection.dim, projection.rows(head)
             else:
-                width = projection.out_features // site.heads if path == family.value else site.head_width
+                width = projection.out_features // site.heads if path == family.paths.value else site.head_width
                 layer, dim, channels = projection, 0, range(head * width, (head + 1) * width)
             blocks.append(HeadBlock(layer.weight, dim, channels.start, channels.stop))
             if layer.bias is not None:

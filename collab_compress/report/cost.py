@@ -78,7 +78,7 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
     converted = any(is_converted(site.module) for site in sites)
     chosen: dict[str, Any] = {} if converted else {"dk": options.dk, "dv": options.dv}  # widths of dense attention
     if not converted and options.dk is None and options.dv is None:
-        part = "dv" if any(site.family.keeps_scores for site in sites) else "dk"
+        part = "dv" if any(site.family.limits.no_dk for site in sites) else "dk"
         chosen[part] = max(1, min(site.key_value_width for site in sites) // 3)
     dff = options.dff
     costs = analysis.part_costs(model, LENGTH, **chosen)

@@ -51,7 +51,7 @@ def real_responses() -> Callable[..., dict[str, list[Tensor]]]:
         outputs: dict[str, list[list[Tensor]]] = {}
         sites = find_attention(model)
         for batch in batches:
-            calls = recorded_inputs(model, batch, {site.name: site.part(site.family.output) for site in sites})
+            calls = recorded_inputs(model, batch, {site.name: site.part(site.paths.output) for site in sites})
             for site in sites:
                 mask = batch["attention_mask"]
                 if site.kind != "encoder":

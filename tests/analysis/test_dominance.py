@@ -22,7 +22,7 @@ def silenced(model, name, head):
     """Return a copy whose output projection ignores a head."""
     model = copy.deepcopy(model)
     site = next(site for site in find_attention(model) if site.name == name)
-    weight = site.part(site.family.output).weight
+    weight = site.part(site.paths.output).weight
     width = weight.shape[1] // site.heads
     weight.data[:, head * width : (head + 1) * width] = 0
     return model
@@ -97,7 +97,7 @@ def replaced(model, heads, batches):
             split[:, :, head] = means[site.name][head]
         return (split.flatten(-2),)
 
-    handles = [site.part(site.family.output).register_forward_pre_hook(partial(replace, site=site)) for site in sites]
+    handles = [site.part(site.paths.output).register_forward_pre_hook(partial(replace, site=site)) for site in sites]
     yield
     for handle in handles:
         handle.remove()
@@ -113,7 +113,7 @@ def mean_input(model, site, batches):
     inputs = []
     for batch in batches:
         mask = batch[mask_name(site, batch)].bool()
-        handle = site.part(site.family.output).register_forward_pre_hook(
+        handle = site.part(site.paths.output).register_forward_pre_hook(
             lambda _, args, mask=mask: inputs.append(args[0][mask])
         )
         with torch.no_grad():

@@ -46,7 +46,7 @@ def test_output_projections_are_timed_too(family, dv, make_tiny):
     compress(converted, Compression(dv=dv), calibration=None)
     widths = []
     for site in find_attention(converted):
-        site.part(site.family.output).register_forward_hook(lambda _, args, out: widths.append(args[0].shape[-1]))
+        site.part(site.paths.output).register_forward_hook(lambda _, args, out: widths.append(args[0].shape[-1]))
     timings = module_latency(dense, converted, (6,), rounds=2)
     assert widths == [dv] * 3 * len(timings)
 

@@ -43,7 +43,7 @@ def test_strengths_are_lengths_of_components(either):
                 matrix.abs().float(), head_factors.mixing.detach().abs() * lengths, rtol=1e-5, atol=1e-6
             )
         else:
-            query, key = (site.part(getattr(site.family, side)).weight.norm(dim=1) for side in ("query", "key"))
+            query, key = (site.part(getattr(site.paths, side)).weight.norm(dim=1) for side in ("query", "key"))
             torch.testing.assert_close(matrix.sum(0).float(), (query * key).detach(), rtol=1e-5, atol=1e-6)
             assert int((matrix != 0).sum(0).max()) == 1
 

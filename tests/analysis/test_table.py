@@ -58,7 +58,7 @@ def test_a_head_that_hardly_writes_hardly_changes_outputs(make_tiny, calibration
     model = make_tiny("bert")
     site = find_attention(model)[-1]
     with torch.no_grad():
-        site.part(site.family.output).weight[:, :8] *= 1e-3
+        site.part(site.paths.output).weight[:, :8] *= 1e-3
     values = head_importance(model, calibration[:1], change_of_outputs)[site.name]
     assert values[0] < 0.01 * values[1:].min()
 

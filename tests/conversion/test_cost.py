@@ -16,7 +16,7 @@ def live(model):
     counts = []
     for site in find_attention(model):
         query, key, value, output = (
-            site.part(getattr(site.family, part)) for part in ("query", "key", "value", "output")
+            site.part(getattr(site.paths, part)) for part in ("query", "key", "value", "output")
         )
         scores = sum(parameter.numel() for part in (query, key) for _, parameter in part.named_parameters())
         scores += site.module.mixing.numel() if hasattr(site.module, "mixing") else 0
@@ -52,7 +52,7 @@ def test_costs_and_caches_are_those_of_the_live_model(family, dk, dv, make_tiny,
     widths = {}
     for site in sites:
         for part in ("key", "value"):
-            site.part(getattr(site.family, part)).register_forward_hook(
+            site.part(getattr(site.paths, part)).register_forward_hook(
                 lambda _, args, out, at=(site.name, part): widths.update({at: out.shape[-1]})
             )
     with torch.no_grad():

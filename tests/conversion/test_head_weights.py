@@ -25,7 +25,7 @@ def slow_weights(model, batch):
     with Tap(model, ("probs", "values")) as tap, torch.no_grad():
         model(**batch)
         for reading in tap.take():
-            output = reading.site.part(reading.site.family.output)
+            output = reading.site.part(reading.site.paths.output)
             rows = (output.weight if isinstance(output, Conv1D) else output.weight.T).double()
             heads = rows.unflatten(0, (reading.site.heads, -1))
             probs, values = reading.probs.double(), reading.values.double()
@@ -79,7 +79,7 @@ def test_heads_whose_values_do_not_differ_count_least(make_tiny, batch):
     model = make_tiny("bert").eval()
     site = find_attention(model)[0]
     with torch.no_grad():
-        site.part(site.family.value).weight[: site.head_width] = 0.0
+        site.part(site.paths.value).weight[: site.head_width] = 0.0
     weights = head_weights(model, [site], [batch])[site.name]
     assert weights[0] == pytest.approx(LEAST_WEIGHT**0.5, rel=1e-3)
     assert weights.square().mean() == pytest.approx(1 + LEAST_WEIGHT)
@@ -96,7 +96,7 @@ def test_without_values_all_heads_count_alike(make_tiny, batch):
     model = make_tiny("bert").eval()
     site = find_attention(model)[0]
     with torch.no_grad():
-        site.part(site.family.value).weight.zero_()
+        site.part(site.paths.value).weight.zero_()
     assert head_weights(model, [site], [batch]) == {site.name: None}
     assert head_weights(model, [site], []) == {}
 

@@ -35,14 +35,19 @@ def test_kinds(kin):
     for site in sites:
         assert (site.heads, site.head_width) == (3, 8)
         assert site.scaling == pytest.approx(1.0 if kin == "esm" or "d_kv" in TINIES[kin].settings else 8**-0.5)
-        for path in (site.family.query, site.family.key, site.family.value, site.family.output):
+        for path in (
+            site.paths.query,
+            site.paths.key,
+            site.paths.value,
+            site.paths.output,
+        ):
             assert site.part(path).weight.numel() >= 24 * 24
 
 
 def test_a_description_that_does_not_fit_says_where(kin):
     model = build(kin)
     site = find_attention(model)[0]
-    path = site.family.fused or site.family.key
+    path = site.paths.fused or site.paths.key
     delattr(site.module, path)
     with pytest.raises(
         UnsupportedModelError, match=rf"{site.name} \({type(site.module).__name__}\) has no attribute"
@@ -207,7 +212,7 @@ def test_saves_loads_trains_and_expands(kin, tmp_path, load_cleanly, set_dropout
             module.layerdrop = 0.0
     model(**batch)[0].square().sum().backward()
     sites = find_attention(model)
-    trained = [sites[0].part(sites[0].family.value).proj, sites[0].part(sites[0].family.output)]
+    trained = [sites[0].part(sites[0].paths.value).proj, sites[0].part(sites[0].paths.output)]
     for site in sites:
         form = site.module.score_form
         trained += [site.module.get_submodule(form.query).proj, site.module.get_submodule(form.key).proj]
@@ -255,7 +260,7 @@ def test_every_output_projection_is_refitted(kin, tmp_path):
     dense, model, batch = build(kin), build_low(kin), inputs(kin)
     results = refit(model, dense, [batch, batch], [batch])
     names = [result.report.name for result in results]
-    outputs = {site.path(site.family.output) for site in find_attention(model)}
+    outputs = {site.path(site.paths.output) for site in find_attention(model)}
     assert outputs < set(names)  # feed-forward blocks too
     assert all(refitted.report.error_after <= refitted.report.error_before * 1.001 for refitted in results)
     before = drift_of(model, dense, [batch])

@@ -34,7 +34,7 @@ def test_values_become_narrower_and_queries_and_keys_are_refused(name, tmp_path)
         torch.testing.assert_close(outputs(converted), outputs(dense), atol=2e-5, rtol=1e-4)
     with pytest.raises(UnsupportedModelError) as error:
         compress(model, Compression(dk=16), calibration=None)
-    assert FAMILIES[name].keeps_scores in str(error.value)
+    assert FAMILIES[name].limits.no_dk in str(error.value)
     assert "leave out dk" in str(error.value)
     assert "\n" not in str(error.value)
     dff = None if name in WITH_EXPERTS else 16

@@ -250,7 +250,7 @@ def test_a_converted_model_needs_angles_and_has_no_stock_form(model):
 def test_every_rotary_family_is_exact_at_full_width(name):
     dense = make_rotary(name)
     site = find_dense_attention(dense)[0]
-    assert site.key_value_heads == (2 if site.family.key_value_heads else 4)
+    assert site.key_value_heads == (2 if site.paths.key_value_heads else 4)
     full = copy.deepcopy(dense)
     compress(full, Compression(dk=site.key_value_width, dv=site.key_value_width), calibration=None)
     expected = run(dense, batch())

@@ -30,9 +30,9 @@ def test_the_table_names_every_config_with_a_free_width(kin):
             site = find_attention(getattr(transformers, tiny.model)(config))[0]
         except (AttributeError, NotImplementedError):
             continue  # the config computes it
-        if site.head_width == 5 and site.part(site.family.query).weight.shape == (15, 24):
+        if site.head_width == 5 and site.part(site.paths.query).weight.shape == (15, 24):
             widths.append(config.attribute_map.get(name, name))
-    assert set(widths) == ({FAMILIES[config.model_type].free_width} - {""})
+    assert set(widths) == ({FAMILIES[config.model_type].paths.free_width} - {""})
 
 
 @pytest.mark.parametrize(("name", "widths"), [("t5", (9, 12, 3)), ("t5", (17, 8, 5)), ("vit", (10, 8, 3))])
@@ -44,7 +44,7 @@ def test_equals_the_converted_model_and_loads_without_this_package(name, widths,
     stock = to_stock(model)
     torch.testing.assert_close(run(stock, batch), before, atol=2e-5, rtol=1e-4)
     assert torch.equal(run(model, batch), before)
-    assert getattr(stock.config, FAMILIES[model.config.model_type].free_width) == max(head_dim, -(-dv // 3))
+    assert getattr(stock.config, FAMILIES[model.config.model_type].paths.free_width) == max(head_dim, -(-dv // 3))
     assert stock.num_parameters() <= model.num_parameters() + 3 * model.num_parameters() // 10
     stock.save_pretrained(tmp_path / "stock")
     torch.save(batch, tmp_path / "stock" / "batch.pt")

@@ -37,21 +37,21 @@ def rows(models):
 
 def limits(family, eager):
     """Return what cannot be done with a family."""
-    if family.keeps_attention:
+    if family.limits.feed_forward_only:
         yield "dff alone"
         return
-    if family.keeps_scores:
+    if family.limits.no_dk:
         yield "dv and dff alone"
         return
-    if family.fixed_heads:
-        yield "dk up to *H·d − H*" if family.query != "q" else "no smaller key cache"
+    if family.layout.fixed_head_count:
+        yield "dk up to *H·d − H*" if family.paths.query != "q" else "no smaller key cache"
     if family.rotary:
         yield "rotary"
-    if family.keeps_heads and not family.rotary:  # the page says it of rotary ones
+    if family.limits.no_pruning and not family.rotary:  # the page says it of rotary ones
         yield "heads stay"
-    elif family.fused and not family.rotary:
+    elif family.paths.fused and not family.rotary:
         yield "converted heads stay"
-    for kind in family.undescribed:
+    for kind in family.limits.undescribed:
         yield f"no {kind} attention"
     if eager:
         yield "eager only"

@@ -22,13 +22,13 @@ def dense_twin(dense, converted):
     with torch.no_grad():
         for site, small in zip(find_dense_values(twin), narrow, strict=True):
             form = small.module.value_form
-            value = small.part(small.family.value).proj.weight.double()  # (dv, D)
+            value = small.part(small.paths.value).proj.weight.double()  # (dv, D)
             value_weight = site.value.weight.detach().double()  # (H·d, D)
             maps = torch.zeros(site.key_value_width, form.dv, dtype=torch.float64)
             for head in range(form.value_heads):  # V_i = Wv_i P_i, so P_i by least squares
                 rows, columns = slice(head * 8, head * 8 + 8), slice(head * form.size, (head + 1) * form.size)
                 maps[rows, columns] = torch.linalg.lstsq(value_weight[rows].T, value[columns].T).solution
-            output = small.part(small.family.output)
+            output = small.part(small.paths.output)
             small_weight = output.weight.double() if isinstance(output, Conv1D) else output.weight.double().T
             full_weight = (maps @ small_weight).float()  # (H·d, D)
             site.output.weight.copy_(full_weight if isinstance(output, Conv1D) else full_weight.T)
@@ -58,7 +58,7 @@ def test_masked_and_pruned_heads_are_gone(kin):
     with HeadMask(model, {site.name: torch.tensor([1.0, 0.0, 1.0])}):
         masked = run(model, batch)
     assert (masked - run(model, batch)).abs().max() > 1e-3
-    if site.family.keeps_heads or site.family.fused:
+    if site.family.limits.no_pruning or site.paths.fused:
         return
     prune_heads_(model, {site.name: [1]})
     torch.testing.assert_close(run(model, batch), masked, atol=2e-5, rtol=1e-4)

@@ -47,7 +47,7 @@ def test_heads_start_as_they_were_combine_and_merge(family, form, implementation
     for site in sites:
         assert torch.equal(alphas_of(model)[site.name], torch.eye(site.heads))
     randomise_(model)
-    projections = {site.name: site.part(site.family.output) for site in sites}
+    projections = {site.name: site.part(site.paths.output) for site in sites}
     returned = []
     for projection in projections.values():
         projection.register_forward_hook(lambda _, __, output: returned.append(output))

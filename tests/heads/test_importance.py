@@ -40,7 +40,7 @@ def attentions_of(model, batch):
 def outputs_of(model, batch):
     """Map module paths to the inputs (B, T, H, dv) of the output projection in each call."""
     sites = find_attention(model)
-    inputs = recorded_inputs(model, batch, {site.name: site.part(site.family.output) for site in sites})
+    inputs = recorded_inputs(model, batch, {site.name: site.part(site.paths.output) for site in sites})
     return {site.name: [call.unflatten(-1, (site.heads, -1)) for call in inputs[site.name]] for site in sites}
 
 

@@ -43,7 +43,7 @@ def scaled_by_hand(model, masks):
                     part *= mask[head]
             return (x,)
 
-        handles.append(site.part(site.family.output).register_forward_pre_hook(scale))
+        handles.append(site.part(site.paths.output).register_forward_pre_hook(scale))
     return handles
 
 

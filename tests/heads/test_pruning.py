@@ -57,7 +57,7 @@ def test_equals_masking(family, form, implementation, make_tiny, batch):
     for site in find_attention(model):
         head_count = 3 - len(heads[site.name])
         assert (site.heads, site.head_width) == (head_count, 8)
-        value, output = site.part(site.family.value), site.part(site.family.output)
+        value, output = site.part(site.paths.value), site.part(site.paths.output)
         width = head_count * SIZES.get(form, 8)
         value = getattr(value, "proj", value)
         assert (value.out_features, output.in_features, output.out_features) == (width, width, 24)

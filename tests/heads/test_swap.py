@@ -53,7 +53,7 @@ def same(one, other):
 
 def permute_output_(site, i, j, state=None):
     """Exchange by hand the output projection's columns of heads i and j."""
-    weight = site.part(site.family.output).weight
+    weight = site.part(site.paths.output).weight
     columns = list(torch.arange(weight.shape[1]).split(value_size(site)))
     columns[i], columns[j] = columns[j], columns[i]
     columns = torch.cat(columns).tolist()
@@ -141,14 +141,14 @@ def test_swapping_again_restores_every_bit(family, form, kind, make_tiny, batch)
     swap_heads_(model, pairs, optimizer)
     after = everything(model, optimizer)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
-    value = f"{sites[0].path(sites[0].family.value)}.weight"
+    value = f"{sites[0].path(sites[0].paths.value)}.weight"
     moment = "momentum_buffer" if kind == "momentum" else "exp_avg_sq"
     assert {value, f"{value} grad", f"{value} {moment}"} <= moved
-    output = sites[0].path(sites[0].family.output)
+    output = sites[0].path(sites[0].paths.output)
     assert not any(name.startswith(output) for name in moved)
     assert torch.equal(
         after[f"{value} {moment}"][:WIDTH],
-        before[f"{other.path(other.family.value)}.weight {moment}"][WIDTH : 2 * WIDTH],
+        before[f"{other.path(other.paths.value)}.weight {moment}"][WIDTH : 2 * WIDTH],
     )
     swap_heads_(model, pairs, optimizer)
     assert same(everything(model, optimizer), before)
@@ -170,9 +170,7 @@ def test_blocks_of_all_heads_cover_what_heads_own_once(family, make_tiny):
                 count = covered.setdefault(block.parameter, torch.zeros(block.parameter.shape))
                 block.of(count).add_(1)
         owned = {
-            p
-            for path in (site.family.query, site.family.key, site.family.value)
-            for p in site.part(path).parameters()
+            p for path in (site.paths.query, site.paths.key, site.paths.value) for p in site.part(path).parameters()
         }
         assert set(covered) == owned
         assert all((count == 1).all() for count in covered.values())

@@ -95,7 +95,7 @@ def projected_heads(model, batch):
         def keep(_, args, site=site):
             heads.append(heads_of(site, args[0]))
 
-        handles.append(site.part(site.family.output).register_forward_pre_hook(keep))
+        handles.append(site.part(site.paths.output).register_forward_pre_hook(keep))
     output = model(**batch)[0]
     for handle in handles:
         handle.remove()

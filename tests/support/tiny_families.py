@@ -460,8 +460,8 @@ LAYER_KINDS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_a
 WITH_EXPERTS = ("ernie4_5_moe", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral", "phimoe", "solar_open")
 WITH_EXPERTS += ("qwen2_moe", "qwen3_moe")
 WITH_LAYER_KINDS = ("cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "olmo3")
-ROTARY = sorted(name for name, family in FAMILIES.items() if family.rotary and not family.keeps_scores)
-KEEPING = sorted(name for name, family in FAMILIES.items() if family.keeps_scores)
+ROTARY = sorted(name for name, family in FAMILIES.items() if family.rotary and not family.limits.no_dk)
+KEEPING = sorted(name for name, family in FAMILIES.items() if family.limits.no_dk)
 
 
 def make_rotary(name: str) -> PreTrainedModel:
@@ -471,7 +471,7 @@ def make_rotary(name: str) -> PreTrainedModel:
     """
     skip_older(name)
     torch.manual_seed(0)
-    groups = {"num_key_value_heads": 2} if FAMILIES[name].key_value_heads else {}
+    groups = {"num_key_value_heads": 2} if FAMILIES[name].paths.key_value_heads else {}
     width = {} if name in ("esm", "gpt_neox", "modernbert") else {"head_dim": 8}
     others = (EXPERTS if name in WITH_EXPERTS else {}) | (LAYER_KINDS if name in WITH_LAYER_KINDS else {})
     if name == "esm":
