@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from collab_compress.architectures import find_attention
-from collab_compress.calibration import Batch, run_batch
+from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
 from collab_compress.errors import CalibrationError, UnsupportedModelError, one_line
 
@@ -85,6 +85,24 @@ def numbered_layers(model: PreTrainedModel) -> list[str]:
         for path in dict.fromkeys(name for name, _ in model.named_modules() if name in lists)
         for name, _ in model.get_submodule(path).named_children()
     ]
+
+
+@contextmanager
+def undivided(model: nn.Module) -> Iterator[None]:
+    """Run a model as in `evaluation_mode`, and each feed-forward block on all positions at once.
+
+    With `chunk_size_feed_forward` a block is called for some positions at a time, which gives the same outputs.
+    """
+    name = "chunk_size_feed_forward"
+    sizes = {module: vars(module)[name] for module in model.modules() if name in vars(module)}
+    with evaluation_mode(model):
+        for module in sizes:
+            setattr(module, name, 0)
+        try:
+            yield
+        finally:
+            for module, size in sizes.items():
+                setattr(module, name, size)
 
 
 def capture(

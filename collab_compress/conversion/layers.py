@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import AttentionSite, DenseSite
 from collab_compress.attention import NarrowValues, install_
-from collab_compress.calibration import Batch, evaluation_mode, gather_moments
+from collab_compress.calibration import Batch, gather_moments
 from collab_compress.calibration.batches import evenly_spaced, in_parts, sequence_count
 from collab_compress.calibration.gather import InputMoments, batch_masks, masks_of, unpadded
 from collab_compress.conversion.chain import (
@@ -29,6 +29,7 @@ from collab_compress.conversion.chain import (
     layer_of,
     numbered_layers,
     plain_stack,
+    undivided,
 )
 from collab_compress.conversion.feed_forward import FeedForward
 from collab_compress.conversion.fit import Fit, Refitted, as_read, install_refits, solve
@@ -45,7 +46,7 @@ from collab_compress.conversion.maps import (
 )
 from collab_compress.conversion.writers import Writer, stream_of
 from collab_compress.devices import float64_device
-from collab_compress.errors import CalibrationError
+from collab_compress.errors import CalibrationError, UnsupportedModelError
 from collab_compress.factorization.least_squares import ResidualMoments
 from collab_compress.factorization.narrowing import CONSTANT
 
@@ -131,7 +132,7 @@ def convert_layers_(
     exact = [task for task in parts.tasks if task.is_exact]
     replace_maps(exact, Gathered([None] * len(exact)))
     tasks = [task for task in parts.tasks if not task.is_exact]
-    with evaluation_mode(dense), evaluation_mode(converted), Room() as room:
+    with undivided(dense), undivided(converted), Room() as room:
         states = States(dense, converted, room, parts.removed)
         if parts.in_layers and (tasks or parts.writers):
             states.capture(used, held_back if parts.writers else [])
@@ -364,13 +365,18 @@ class _Written(Exception):
 def written_by(
     model: PreTrainedModel, writers: Sequence[Writer], stop: bool = False
 ) -> Iterator[dict[str, WriterCall]]:
-    """Record the first call of each writer by its path; stop the layer after the last of them, if asked for."""
+    """Record the call of each writer by its path; stop the layer after the last of them, if asked for.
+
+    Raises:
+        UnsupportedModelError: a writer is called again before its call has been taken.
+    """
     calls: dict[str, WriterCall] = {}
     pending: dict[str, tuple[Tensor, Tensor]] = {}  # inputs and outputs of writers whose outputs are not added yet
 
     def on_call(name: str, _: nn.Module, args: Any, output: Tensor) -> None:
-        if name not in calls:
-            pending[name] = args[0], output
+        if name in calls or name in pending:
+            raise UnsupportedModelError(f"{name} is called several times in its layer, so it cannot be refitted")
+        pending[name] = args[0], output
 
     def on_stream(at: tuple[str, str], values: object) -> None:
         for writer in writers:

@@ -27,9 +27,9 @@ from collab_compress.architectures import (
     find_dense_values,
 )
 from collab_compress.attention import NarrowValues, SharedScores
-from collab_compress.calibration import Batch, evaluation_mode
+from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import in_parts
-from collab_compress.conversion.chain import Room
+from collab_compress.conversion.chain import Room, undivided
 from collab_compress.conversion.feed_forward import FeedForward, Structure, block_report, narrower_config
 from collab_compress.conversion.fit import DAMPINGS
 from collab_compress.conversion.layers import States
@@ -303,7 +303,7 @@ def loss_curves(
     losses: dict[Part, dict[str, Tensor]] = {"dk": {}, "dv": {}, "dff": {}}
     tasks = [Task(site, Compression(dk=1)) for site in scores] + [Task(site, Compression(dv=1)) for site in values]
     by_down = {block.down: block for block in blocks}
-    with torch.no_grad(), evaluation_mode(model), Room() as room:
+    with torch.no_grad(), undivided(model), Room() as room:
         try:
             writers = structure.writers
         except UnsupportedModelError as error:
