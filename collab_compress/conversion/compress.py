@@ -351,8 +351,8 @@ def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, C
             job.progress("", len(tasks), len(tasks))
             return _Converted(planned, [], None)
         converted = sharing_copy(model)
-        if depth is not None:
-            depth.drop_(converted)
+        if depth is not None and (note := depth.drop_(converted)):
+            notes = (*notes, note)
         planned, refits = convert_layers_(
             converted, model, parts, data.used, data.held_back, length=data.length, progress=job.progress
         )

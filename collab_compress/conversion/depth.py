@@ -16,6 +16,7 @@ the same layers as the model; if it has not (where every second layer is of anot
 """
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,12 +29,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from collab_compress.architectures import find_attention
-from collab_compress.calibration import evaluation_mode
 from collab_compress.calibration.batches import in_parts, sample_sequences
 from collab_compress.calibration.gather import masks_of, unpadded
 from collab_compress.checkpoint import edits_of
 from collab_compress.checkpoint.edits import configs_inside, copy_configs_
-from collab_compress.conversion.chain import SAME, Room, layer_of, numbered_layers
+from collab_compress.conversion.chain import SAME, Room, layer_of, numbered_layers, undivided
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.data import Data
 from collab_compress.conversion.feed_forward import Structure
@@ -43,10 +43,15 @@ from collab_compress.conversion.maps import Progress
 from collab_compress.conversion.widths import MEASURED
 from collab_compress.conversion.writers import Writer
 from collab_compress.errors import CompressionError, UnsupportedModelError, one_line
+from collab_compress.heads.pruning import renumber_alignment_heads_
 
 OF_TWO = ("encoder_layers", "decoder_layers")
 COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", *OF_TWO, *(f"num_{name}" for name in OF_TWO))
 """Attributes of configs that may be the number of layers of a stack."""
+LAYER_NUMBERS = re.compile(
+    r"(feature_layers?|layer_ids|(layer|block|visual|attn)s?_(idxs?|index|indexes|indices)|dola_layers)$"
+)
+"""Names of settings that name layers by number."""
 READERS = ("Backbone", "DPT", "Segmentation", "DepthEstimation")
 """Parts of the names of classes that read the hidden states of some layers by number."""
 Numbers: TypeAlias = Sequence[int | None]
@@ -92,9 +97,18 @@ class Depth:
     moved: Mapping[str, str]
     attributes: Mapping[tuple[str, str], Any]
 
-    def drop_(self, model: PreTrainedModel) -> None:
-        """Remove the layers in place. The others keep the names that they have in the dense model."""
+    def drop_(self, model: PreTrainedModel) -> str:
+        """Remove the layers in place, and return a note for the report or "".
+
+        The others keep the names that they have in the dense model.
+        """
         copy_configs_(model)
+
+        def renumbered(_: int, name: str, head: int) -> tuple[int, int] | None:
+            layer = layer_of(name)
+            return None if layer in self.removed else (int(self.renamed(layer).rpartition(".")[2]), head)
+
+        note = renumber_alignment_heads_(model, renumbered)
         held = [value for module in model.modules() for value in vars(module).values()]
         _shorten_([value for value in held if isinstance(value, PretrainedConfig)], model, self.stacks)
         for name, source in self.moved.items():
@@ -106,6 +120,7 @@ class Depth:
             layers = model.get_submodule(path)
             layers.__class__ = _Gapped
             del layers._modules[number]
+        return note
 
     def renumber_(self, model: PreTrainedModel) -> None:
         """Number the remaining layers from 0, in place."""
@@ -146,14 +161,32 @@ def deep_stacks(model: PreTrainedModel, layers: int) -> dict[str, list[str]]:
             f"layers is {layers}, and the deepest stack of {class_name} has {most}; pass fewer than that"
         )
     stacks = {path: names for path, names in stacks.items() if len(names) > layers}
+    numbered = _numbered_layers_settings(model)
     for path in stacks:
         around = [type(module).__name__ for module in _around(model, path)]
         reasons = [f"{name} reads some of them by number" for name in around if any(one in name for one in READERS)]
         if values.get("scale_attn_by_inverse_layer_idx"):
             reasons.append("attention is scaled by their numbers")
+        reasons += [
+            f"{name} of the configs names layers by number"
+            for name in numbered
+            if not name.startswith("vision") or "vision" in path
+        ]
         if reasons:
             raise UnsupportedModelError(f"layers of {path} cannot be removed: {reasons[0]}; leave out layers")
     return stacks
+
+
+def _numbered_layers_settings(model: PreTrainedModel) -> list[str]:
+    """Return the names of the settings that name layers by number, other than the last one."""
+    holders: list[Any] = [*configs_inside(model.config), getattr(model, "generation_config", None)]
+    settings = [setting for holder in holders if holder is not None for setting in vars(holder).items()]
+    lists = (int, list, tuple)
+    return [
+        name
+        for name, value in settings
+        if LAYER_NUMBERS.search(name) and isinstance(value, lists) and value not in (-1, [-1], (-1,), [], ())
+    ]
 
 
 def _around(model: PreTrainedModel, path: str) -> list[nn.Module]:
@@ -179,7 +212,7 @@ def find_depth(structure: Structure, layers: int, data: Data, refits: bool, prog
     """
     model = structure.model
     stacks, last = deep_stacks(model, layers), {writer.layer: writer for writer in structure.writers if refits}
-    with evaluation_mode(model):
+    with undivided(model):
         ends = {layer: _end(model, writer, structure.layers[layer]) for layer, writer in last.items()}
     return _without(model, stacks, choose_layers(model, stacks, layers, ends, data, progress), ends)
 
@@ -311,7 +344,7 @@ def choose_layers(
 ) -> list[str]:
     """Return the layers to remove: those without which the last hidden states of their stack move least."""
     trial, removed = sharing_copy(model), set()
-    with evaluation_mode(trial), Room() as room:
+    with undivided(trial), Room() as room:
         states = States(model, trial, room)
         states.capture(in_parts(sample_sequences(data.used, MEASURED)), in_parts(data.held_back))
         for path, names in stacks.items():
