@@ -335,7 +335,8 @@ def finish(
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     text = to_json({**record, "versions": {"collab-compress": version("collab-compress"), **versions}})
     with ExitStack() as both:
-        report_file = None if saving.json is None else both.enter_context(atomic_file(saving.json))
+        if saving.json is not None:  # written before the model, so that an error names this file
+            both.enter_context(atomic_file(saving.json)).write_text(text, encoding="utf-8")
         partial = both.enter_context(atomic_directory(output))
         copy_companions(source.directory, partial, tokens=not new_tokens)
         if new_tokens:
@@ -348,8 +349,6 @@ def finish(
         card = model_card(model, output.name, source.name, notes=notes, sentence_transformers=modules, **conversion)
         (partial / CARD).write_text(str(card), encoding="utf-8")
         (partial / RECORD).write_text(text, encoding="utf-8")
-        if report_file is not None:
-            report_file.write_text(text, encoding="utf-8")
     saving.say(*lines, f"\nSaved to {output}.")
     if left_out := not_copied(source.directory):
         more = f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""

@@ -149,8 +149,8 @@ def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | Non
     values = converted_values
     if values is None and dv is not None:
         values = NarrowValues.of(site, dv, value_bias)
-    cached_keys = site.width if scores is None else scores.key_width
-    cached_values = site.width if values is None else values.value_width
+    cached_keys = site.key_value_width if scores is None else scores.key_width
+    cached_values = site.key_value_width if values is None else values.value_width
     if family.pieces and scores is not None and values is not None:  # laid out alike
         widest = max(scores.rank + scores.content_channels, values.dv)
         cached_keys = cached_values = widest + -widest % site.head_width

@@ -20,6 +20,7 @@ from collab_compress.architectures import (
 from collab_compress.attention import NarrowValues, ScoreForm, SharedScores
 from collab_compress.calibration import Batch, Calibration
 from collab_compress.calibration.batches import refuse_noise, sample_sequences
+from collab_compress.conversion.compress import refuse_unconvertible
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.data import read
 from collab_compress.conversion.feed_forward import FeedForward, Structure, block_report
@@ -172,6 +173,7 @@ def plan(
 
     Raises:
         UnsupportedModelError: the model's family is not known, or its layers cannot be called alone.
+        CompressionError: the model can be neither changed nor measured, as for `compress`.
         CalibrationError: calibration data is missing or unusable.
 
     Example:
@@ -180,7 +182,9 @@ def plan(
         [('dk', 12), ('dv', 12), ('dff', 16)]
     """
     tokenizer = tokenizer or getattr(model, "tokenizer", None)
-    model = sharing_copy(transformers_model(model))  # so that other threads may run the model meanwhile
+    model = transformers_model(model)
+    refuse_unconvertible(model, "plan")
+    model = sharing_copy(model)  # so that other threads may run the model meanwhile
     find_attention(model)  # refuses unknown families before any data are read
     refuse_noise(model, calibration)
     data = read(model, calibration, tokenizer, calibration_options, seed=0)

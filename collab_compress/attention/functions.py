@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import dropout, pad
 from transformers import AttentionInterface
 
-from collab_compress.attention.decoding import HALVES, can_decode, probabilities_, weighted_values
+from collab_compress.attention.decoding import HALVES, can_decode, probabilities, weighted_values
 from collab_compress.attention.form import scaling_of
 from collab_compress.attention.install import HeadCall, for_each_head, forms_of, head_hooks, wrong_implementation
 from collab_compress.errors import UnsupportedModelError
@@ -193,7 +193,7 @@ def _attend_to_cache(
         probs = ((grouped * scaling) @ key.mT).flatten(1, 2)  # (B, H, S)
     else:
         probs = scores.cached_scores(module, query, key, scaling)
-    probs = probabilities_(probs, mask)
+    probs = probabilities(probs, mask)
     heads, size = (value.shape[1], value.shape[-1]) if values is None else (values.value_heads, values.size)
     return weighted_values(probs, value, heads, size).view(len(query), 1, 1, -1)
 

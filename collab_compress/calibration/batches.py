@@ -279,7 +279,7 @@ def _batch(place: int, item: Any) -> Batch:
             f"calibration item {place} is a {type(item).__name__} among batches; pass batches only"
         )
     batch = dict(item)
-    ids = batch.get("input_ids", torch.zeros(1))
+    ids = batch.get("input_ids", torch.zeros(1, device="cpu"))
     if not isinstance(ids, Tensor) or not ids.numel():
         got = "empty" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
         raise CalibrationError(f"calibration batch {place}: input_ids is {got}; expected a tensor of token ids")

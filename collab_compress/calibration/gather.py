@@ -101,7 +101,7 @@ def _source_mask(model: PreTrainedModel, inputs: Mapping[str, Any], mask: Tensor
     ids = inputs.get("input_ids")
     sounds = next((part for part in (model, getattr(model, "encoder", None)) if hasattr(part, SOUND_MASK)), None)
     if mask is not None and sounds is not None:  # positions are fewer than samples
-        length = int(sounds._get_feat_extract_output_lengths(torch.tensor(mask.shape[1])))
+        length = int(sounds._get_feat_extract_output_lengths(torch.tensor(mask.shape[1], device="cpu")))
         resized: Tensor = getattr(sounds, SOUND_MASK)(length, mask.long()).bool()
         return resized
     if "input_features" in inputs:

@@ -57,7 +57,8 @@ def text_batches(
             else:
                 encoded = encode(tokenizer, part, **options)
                 columns = {
-                    name: [torch.tensor(row, dtype=torch.long) for row in rows] for name, rows in encoded.items()
+                    name: [torch.tensor(row, dtype=torch.long, device="cpu") for row in rows]
+                    for name, rows in encoded.items()
                 }
                 (batch,) = pad(columns, "attention_mask", tokenizer)
             widths = [batch[name].shape[1] for name in ("input_ids", "decoder_input_ids") if name in batch]
@@ -221,7 +222,7 @@ def start_token(config: PretrainedConfig, suffix: Sequence[int]) -> int:
 
 def sampled(items: Sequence[_Item], count: int | None, seed: int) -> list[_Item]:
     """Draw at most `count` items, or all for None, in random order."""
-    order = torch.randperm(len(items), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(items), generator=torch.Generator().manual_seed(seed), device="cpu")
     return [items[place] for place in order[:count].tolist()]
 
 

@@ -60,6 +60,9 @@ OTHER = "quantization"  # attribute of an `EditConfig`: the config of such a met
 # Saving.
 
 
+DESCRIBES = "collab_describes_edits"  # attribute of a `save_pretrained` that stores edits
+
+
 def describe_edits_when_saving() -> None:
     """Make `save_pretrained` store edits in configs, together with the guard.
 
@@ -68,6 +71,8 @@ def describe_edits_when_saving() -> None:
     that it saves.
     """
     save, describe = PreTrainedModel.save_pretrained, PretrainedConfig.to_diff_dict
+    if getattr(save, DESCRIBES, False):  # the package is imported again
+        return
 
     @functools.wraps(save)
     def save_pretrained(self: PreTrainedModel, *args: Any, **options: Any) -> Any:
@@ -78,6 +83,7 @@ def describe_edits_when_saving() -> None:
     def to_diff_dict(self: PretrainedConfig) -> dict[str, Any]:
         return _guarded(describe(self))
 
+    setattr(save_pretrained, DESCRIBES, True)
     PreTrainedModel.save_pretrained = save_pretrained
     PretrainedConfig.to_diff_dict = to_diff_dict
 

@@ -221,7 +221,7 @@ def single_layers(model: PreTrainedModel, batch: Batch) -> SingleLayers:
         calls = capture(model, names, batch)
     by_layer(calls)
     layers: dict[str, Callable[[], Tensor]] = {}
-    hidden = torch.empty(0)
+    hidden = torch.empty(0, device="cpu")
     for call, output in zip(calls, outputs, strict=True):
         hidden = hidden if call.hidden is None else call.hidden
         layers.setdefault(call.name, partial(call.run, model, hidden))

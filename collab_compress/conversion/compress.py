@@ -185,16 +185,7 @@ def find_tasks(
     Args:
         by_module: path of a module → its own compression, where widths differ.
     """
-    if is_quantized(model):
-        raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
-    refuse_unwritable(model, "compress", CompressionError)
-    _check_config(model)
-    implementation = model.config._attn_implementation
-    if implementation not in ("eager", "sdpa"):
-        raise CompressionError(
-            f"attention is converted as 'eager' or 'sdpa', the model is set to {implementation!r}; "
-            "call model.set_attn_implementation('sdpa') first"
-        )
+    refuse_unconvertible(model, "compress")
     where = (model, compression.modules)
     attention = find_attention(*where)
     own = {site.name: (by_module or {}).get(site.name, compression) for site in attention}
@@ -224,11 +215,37 @@ def _refuse_early(model: PreTrainedModel, compression: Compression, calibration:
     """Refuse what cannot be converted, before any data are read."""
     if compression.keep is None:
         find_tasks(model, compression)
+    else:  # may choose any width of each module
+        refuse_unconvertible(model, "compress")
+        narrowest = {
+            site.name: Compression(dk=None if site.family.rotary else site.heads, dv=site.key_value_heads)
+            for site in find_attention(model, compression.modules)
+        }
+        find_tasks(model, Compression(dk=1, dv=1, modules=compression.modules), narrowest)
     if compression.layers is not None:
         deep_stacks(model, compression.layers)
     chooses = compression.keep is not None or compression.dff is not None or compression.layers is not None
     if chooses:
         refuse_noise(model, calibration)
+
+
+def refuse_unconvertible(model: PreTrainedModel, caller: str) -> None:
+    """Refuse a model whose layers can be neither changed nor measured, whatever the widths.
+
+    Raises:
+        CompressionError: it is quantized or sharded, was made in inference mode, has a config that cannot be copied,
+            or attends by another implementation than "eager" or "sdpa".
+    """
+    if is_quantized(model):
+        raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
+    refuse_unwritable(model, caller, CompressionError)
+    _check_config(model)
+    implementation = model.config._attn_implementation
+    if implementation not in ("eager", "sdpa"):
+        raise CompressionError(
+            f"attention is converted as 'eager' or 'sdpa', the model is set to {implementation!r}; "
+            "call model.set_attn_implementation('sdpa') first"
+        )
 
 
 def _check_config(model: PreTrainedModel) -> None:

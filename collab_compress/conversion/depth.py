@@ -152,9 +152,10 @@ def deep_stacks(model: PreTrainedModel, layers: int) -> dict[str, list[str]]:
     stacks = {path: list(names) for path, names in by_path}
     most = max(map(len, stacks.values()), default=0)
     calls = max((values[name] for name in COUNTS if isinstance(values.get(name), int)), default=0)
-    if most == 1 < calls:
+    if 0 < most < calls:
+        called = "one layer" if most == 1 else f"{most} layers in turn,"
         raise UnsupportedModelError(
-            f"{class_name} calls one layer {calls} times, so that none can be removed; leave out layers"
+            f"{class_name} calls {called} {calls} times, so that none can be removed; leave out layers"
         )
     if most <= layers:
         raise CompressionError(
@@ -319,7 +320,9 @@ def _changed_attributes(model: PreTrainedModel, depth: Depth) -> dict[tuple[str,
         name = depth.renamed(path)
         other = others.pop(name, None)
         if other is None or _kind(other, recurse=False) != _kind(module, recurse=False):
-            raise refusal(f"its {name} is another than {path}")
+            raise refusal(
+                f"its {name} is another than {path}" if path else f"{class_name} has weights for each layer"
+            )
         shift = 0 if name == path else int(layer.rpartition(".")[2]) - int(layer_of(name).rpartition(".")[2])
         for attribute, value in vars(module).items():
             new = vars(other).get(attribute, None if layer else value)
@@ -327,7 +330,8 @@ def _changed_attributes(model: PreTrainedModel, depth: Depth) -> dict[tuple[str,
                 continue
             is_number = type(value) is type(new) is int and value - new in (shift, 0 if layer else value - layers)
             if not is_number and "drop" not in attribute:
-                raise refusal(f"{attribute} of its {name} is {new!r}, that of {path} {value!r}")
+                at = f"{attribute} of its {name}" if path else f"its {attribute}"
+                raise refusal(f"{at} is {new!r}, that of {path or 'the dense model'} {value!r}")
             changed[path, attribute] = new
     if others:
         raise refusal(f"it has {next(iter(others))}")
@@ -385,11 +389,23 @@ class _Search:
             with written_by(self.model, [end.writer] if end else []) as written:
                 for batch, calls in enumerate(self.calls):
                     hidden, read = self.before[number][batch], calls[number].hidden
-                    if read is not None and bool((read.to(hidden) - hidden).norm() > SAME * hidden.norm()):
+                    is_same = read is None or read.shape == hidden.shape
+                    if (
+                        not is_same
+                        or read is not None
+                        and bool((read.to(hidden) - hidden).norm() > SAME * hidden.norm())
+                    ):
                         raise UnsupportedModelError(
                             f"{names[number]} does not read what the layer before it returned; leave out layers"
                         )
-                    self.before[number + 1].append(states.keep(calls[number].run(self.model, hidden)))
+                    output = calls[number].run(self.model, hidden)
+                    if output.shape != hidden.shape:
+                        raise UnsupportedModelError(
+                            f"{names[number]} reads hidden states of shape {tuple(hidden.shape)} and returns "
+                            f"{tuple(output.shape)}; expected the same, so that a layer can be removed; leave out "
+                            "layers"
+                        )
+                    self.before[number + 1].append(states.keep(output))
                     self.streams[number] += [states.keep(call.stream) for call in written.values()]
                     written.clear()
         outputs = self.before.pop(len(names))

@@ -304,7 +304,7 @@ class States:
 
     def variance(self, writer: Writer) -> float:
         """Return the variance of the dense residual stream after a writer, E‖x − mean‖²; 0 where it is rounding."""
-        total, squares, count = torch.zeros(()), 0.0, 0
+        total, squares, count = torch.zeros((), device="cpu"), 0.0, 0
         for number, masks in enumerate(self.masks):
             for streams in self.targets[number]:
                 stream = unpadded(streams[writer.name], masks_of(writer.site, masks).query)

@@ -92,8 +92,8 @@ def refit(
     counts = [len(numbered_layers(one)) for one in (refitted, dense)]
     if counts[0] != counts[1]:
         raise HeadError(
-            f"{type(model).__name__} has {counts[0]} layers, and {counts[1]} in the dense model; they were refitted "
-            "when the others were removed, so leave refitting out"
+            f"{type(model).__name__} has {counts[0]} layers, and {counts[1]} in the dense model; pass the dense "
+            "model that was converted, or leave refitting out where layers were removed, which refitted the others"
         )
     dense_modules = dict(dense.named_modules())
     for writer in writers:

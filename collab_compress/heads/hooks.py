@@ -370,6 +370,6 @@ def masks_without(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) 
     """
     masks = {}
     for site, removed in check_heads(find_attention(model), heads):
-        masks[site.name] = torch.ones(site.heads)
+        masks[site.name] = torch.ones(site.heads, device="cpu")
         masks[site.name][removed] = 0.0
     return masks

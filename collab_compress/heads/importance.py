@@ -140,14 +140,17 @@ def _mean_over_queries(
         with Tap(model, [part], kinds) as tap, evaluation_mode(model):
             for batch in batches:
                 if not sums:
-                    sums = {site.name: torch.zeros(site.heads + 1, dtype=torch.float64) for site in tap.sites}
+                    sums = {
+                        site.name: torch.zeros(site.heads + 1, dtype=torch.float64, device="cpu")
+                        for site in tap.sites
+                    }
                 run_batch(model, as_batch(batch))
                 token_ids = _token_ids(model, batch) if excluded else {}
                 for reading in tap.take():
                     query_ids, key_ids = token_ids.get(reading.site.kind, (None, None))
                     values = measure(reading, key_ids, excluded)  # (B, T, H)
                     shape, mask = values.shape[:2], reading.masks.query
-                    counts = torch.ones(shape, dtype=torch.bool) if mask is None else mask
+                    counts = torch.ones(shape, dtype=torch.bool, device="cpu") if mask is None else mask
                     hidden = _is_excluded(reading, query_ids, tuple(shape), excluded)
                     counts = counts if hidden is None else counts & ~hidden.to(counts.device)
                     values = values[counts.to(values.device)]  # (N, H)
@@ -257,7 +260,7 @@ def head_importance(
     """
     model = transformers_model(model)
     with HeadMask(model) as mask, evaluation_mode(model), torch.enable_grad():
-        sums = {name: torch.zeros(heads, dtype=torch.float64) for name, heads in mask.heads.items()}
+        sums = {name: torch.zeros(heads, dtype=torch.float64, device="cpu") for name, heads in mask.heads.items()}
         samples = 0
         for batch in map(as_batch, batches):
             inputs = {

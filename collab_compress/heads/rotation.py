@@ -270,7 +270,7 @@ class Rotator:
             for site in sites:
                 for head in range(site.heads - 1):  # all heads of a module must be alike
                     match_heads(site, head, site, head + 1)
-            zeros = {site.name: torch.zeros(site.heads) for site in sites}
+            zeros = {site.name: torch.zeros(site.heads, device="cpu") for site in sites}
             STRATEGIES[rotation.strategy](rotation, sites, zeros, 0)
             for site in sites[1:]:
                 match_heads(sites[0], 0, site, 0)

@@ -200,7 +200,7 @@ class HeadSession:
         The loss without penalties is "task_loss". Means are over all processes, each of which must call it.
         """
         names = [TASK] + [name + suffix for name in (*self._penalties, GROWTH) for suffix in ("", "/share")]
-        sums = [self._sums.get(name, (torch.zeros(()), 0)) for name in names]
+        sums = [self._sums.get(name, (torch.zeros((), device="cpu"), 0)) for name in names]
         totals = torch.stack([total.float().to(self._device) for total, _ in sums])
         table = torch.stack([totals, torch.tensor([float(count) for _, count in sums], device=self._device)], 1)
         if distributed.is_initialized():

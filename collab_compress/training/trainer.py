@@ -134,7 +134,8 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
         losses = []
         with evaluation_mode(model), torch.random.fork_rng():
             for factor in (1, 2):
-                batch, count = dict(self._prepare_inputs(inputs)), factor * torch.as_tensor(items)
+                batch = dict(self._prepare_inputs(inputs))
+                count = factor * torch.as_tensor(items, device=self.args.device)
                 losses.append(super().compute_loss(model, batch, num_items_in_batch=count))
         informative = bool(losses[0].isfinite() & (losses[0] != 0))
         return torch.equal(*losses) if all(gather_object([informative])) else None  # alike in all processes

@@ -388,7 +388,7 @@ def _remaining(path: str, tensor: Tensor, rows: Sequence[int], size: int, is_emb
 def _states(model: PreTrainedModel, numbers: Sequence[int]) -> Tensor:
     """Return the outputs of the base model for a few tokens, (1, T, …)."""
     base: Any = model.base_model
-    ids = torch.tensor([list(numbers)])
+    ids = torch.tensor([list(numbers)], device="cpu")
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids}
     known = forward_arguments(base)
     with evaluation_mode(base):

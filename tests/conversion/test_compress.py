@@ -48,6 +48,7 @@ from collab_compress import (
     prune_heads_,
     read_factors,
 )
+from collab_compress.analysis import plan
 from collab_compress.architectures import find_dense_attention
 from collab_compress.attention import is_converted
 from collab_compress.calibration import gather
@@ -819,3 +820,69 @@ def test_weights_that_layers_shared_are_said_to_be_separate(make_tiny, calibrati
     again.encoder.layer[1] = again.encoder.layer[0]
     with pytest.raises(UnsupportedModelError, match=r"else \(its encoder\.layer\.1\..* is missing, or shared"):
         compress(again, Compression(dff=8), calibration)
+
+
+class NeverCopied:
+    def __deepcopy__(self, _):
+        raise RuntimeError("no copy")
+
+
+def made_in_inference_mode(make):
+    with torch.inference_mode():
+        return make("bert")
+
+
+def with_uncopyable_config(make):
+    model = make("bert")
+    model.config.extra = NeverCopied()
+    return model
+
+
+def with_flex_attention(make):
+    model = make("bert")
+    model.config._attn_implementation = "flex_attention"
+    return model
+
+
+def already_converted(make):
+    model = make("bert")
+    compress(model, Compression(dk=8), calibration=None)
+    return model
+
+
+def with_hook(make):
+    model = make("bert")
+    model.encoder.layer[1].attention.self.query.register_forward_hook(lambda *_: None)
+    return model
+
+
+def quantized(make):
+    model = make("bert")
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    return model
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message", "by_plan"),
+    [
+        (made_in_inference_mode, r"was made inside torch\.inference_mode", True),
+        (with_uncopyable_config, r"the config of BertModel cannot be copied \(no copy\)", True),
+        (with_flex_attention, r"call model\.set_attn_implementation\('sdpa'\) first", True),
+        (already_converted, r"layer\.0\.attention\.self: its queries and keys are already converted", False),
+        (with_hook, r"layer\.1\.attention\.self\.query \(Linear\) has a forward hook", False),
+        (quantized, "BertModel is quantized; convert the unquantized checkpoint", True),
+    ],
+)
+def test_a_model_is_checked_before_data_are_read_whatever_is_chosen(spoil, message, by_plan, make_tiny):
+    model = spoil(make_tiny)
+
+    def unread():
+        pytest.fail("data were read")
+        yield
+
+    for options in ({"dk": 8, "dff": 16}, {"keep": 0.5}):
+        with pytest.raises((CompressionError, UnsupportedModelError), match=message):
+            compress(model, Compression(**options), unread())
+    if by_plan:
+        with pytest.raises(CompressionError, match=message):
+            plan(model, unread())

@@ -279,3 +279,36 @@ def test_settings_that_name_layers_by_number_are_refused(holder):
         if refused:
             with pytest.raises(UnsupportedModelError, match=f"{name} of the configs names layers by number"):
                 compress(model, Compression(layers=3), [inputs("whisper")])
+
+
+def test_layers_that_return_another_shape_are_refused_by_name():
+    model = make("bert")
+
+    class Pooling(type(model.encoder.layer[1])):
+        def forward(self, hidden_states, *args, **kwargs):
+            return super().forward(hidden_states, *args, **kwargs)[:, :4]
+
+    model.encoder.layer[3].__class__ = Pooling
+    data = [{"input_ids": batch["input_ids"]} for batch in batches(4)]
+    shapes = r"encoder\.layer\.3 reads hidden states of shape \(\d, \d+, 24\) and returns \(\d, 4, 24\)"
+    with pytest.raises(UnsupportedModelError, match=shapes):
+        compress(model, Compression(layers=2), data)
+
+
+def test_weights_for_each_layer_are_named_where_they_keep_layers_from_going():
+    model = build("wav2vec2", "Wav2Vec2ForSequenceClassification")
+    config = type(model.config)(**model.config.to_dict() | {"use_weighted_layer_sum": True, "num_hidden_layers": 3})
+    model = type(model)(config).eval()
+    with pytest.raises(UnsupportedModelError, match="Wav2Vec2ForSequenceClassification has weights for each layer"):
+        compress(model, Compression(layers=2), [inputs("wav2vec2", seed) for seed in range(3)])
+
+
+def test_groups_of_layers_are_not_called_a_stack():
+    model = build("albert")
+    sizes = {"num_hidden_layers": 6, "num_hidden_groups": 3}
+    model = type(model)(type(model.config)(**model.config.to_dict() | sizes)).eval()
+    for layers in (2, 3, 4):
+        with pytest.raises(
+            UnsupportedModelError, match="calls 3 layers in turn, 6 times, so that none can be removed"
+        ):
+            compress(model, Compression(layers=layers), [inputs("albert")])
