@@ -390,10 +390,8 @@ class _Search:
                 for batch, calls in enumerate(self.calls):
                     hidden, read = self.before[number][batch], calls[number].hidden
                     is_same = read is None or read.shape == hidden.shape
-                    if (
-                        not is_same
-                        or read is not None
-                        and bool((read.to(hidden) - hidden).norm() > SAME * hidden.norm())
+                    if not is_same or (
+                        read is not None and bool((read.to(hidden) - hidden).norm() > SAME * hidden.norm())
                     ):
                         raise UnsupportedModelError(
                             f"{names[number]} does not read what the layer before it returned; leave out layers"
