@@ -22,9 +22,11 @@ from transformers import Cache, PreTrainedModel
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
+from collab_compress.devices import free_memory
 from collab_compress.errors import CalibrationError, UnsupportedModelError, one_line
 
 ROOM = 2 * 2**30  # bytes of memory for hidden states
+SHARE_OF_FREE = 0.25  # of a GPU's free memory, the most that one tensor may take; layers need the rest
 PROBED = 2  # sequences that show how a model is built
 SAME = 1e-4  # relative error of a layer that is called alone, which is rounding
 
@@ -282,10 +284,10 @@ class Room:
         Raises:
             CalibrationError: it cannot be written.
         """
-        if self.taken + tensor.nbytes <= self.size:
+        if self.taken + tensor.nbytes <= self.size and tensor.nbytes <= free_memory(tensor.device) * SHARE_OF_FREE:
             kept = tensor.clone()
             self.taken += tensor.nbytes
-            finalize(kept, self._give_back, tensor.nbytes)
+            finalize(kept.untyped_storage(), self._give_back, tensor.nbytes)  # which views of it hold too
             return kept
         try:
             return self._in_file(tensor)

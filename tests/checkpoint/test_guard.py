@@ -11,6 +11,8 @@ from transformers import (
     AutoModel,
     BertConfig,
     BertModel,
+    PretrainedConfig,
+    PreTrainedModel,
 )
 
 from collab_compress import (
@@ -22,6 +24,7 @@ from collab_compress import (
     prune_heads_,
 )
 from collab_compress.checkpoint import edits_of
+from collab_compress.checkpoint.quantizer import describe_edits_when_saving
 
 FIRST = "encoder.layer.0.attention.self"
 
@@ -214,3 +217,9 @@ def test_undoing_leaves_a_stock_model(make_tiny, tmp_path):
         undone.save_pretrained(tmp_path / "undone")
         texts = [(tmp_path / name / "config.json").read_bytes() for name in ("undone", "stock")]
         assert texts[0] == texts[1]
+
+
+def test_saving_is_wrapped_once():
+    before = PreTrainedModel.save_pretrained, PretrainedConfig.to_diff_dict
+    describe_edits_when_saving()
+    assert (PreTrainedModel.save_pretrained, PretrainedConfig.to_diff_dict) == before

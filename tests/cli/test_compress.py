@@ -379,3 +379,21 @@ def test_a_stock_model_with_narrower_heads(run, model_dir, tmp_path):
     assert code == 0, error
     assert AutoModel.from_pretrained(tmp_path / "out").config.d_kv == 4
     assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("full", ["output", "json"])
+def test_a_full_disk_is_reported_for_the_file_on_it(full, run, model_dir, tmp_path, monkeypatch):
+    write = Path.write_text
+
+    def write_text(path, *args, **options):
+        if tmp_path / full in path.parents:
+            raise OSError(28, "No space left on device", str(path))
+        return write(path, *args, **options)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    places = {"output": tmp_path / "output" / "model", "json": tmp_path / "json" / "report.json"}
+    options = [word for name, place in places.items() for word in (f"--{name}", place)]
+    code, _, error = run(model_dir, "--dk", 8, "--calibration", "none", *options)
+    assert code == 2
+    assert f"cannot write {places[full]}: No space left on device" in error
+    assert not list(tmp_path.iterdir())

@@ -19,6 +19,7 @@ from collab_compress import (
     mix_heads_,
     prune_heads_,
 )
+from collab_compress.conversion import chain
 from collab_compress.conversion import fit as module
 from collab_compress.conversion.chain import Room, single_layers
 from collab_compress.conversion.data import split_held_back
@@ -318,6 +319,22 @@ def test_room_is_given_back():
         third = room.keep(torch.ones(20))
         assert room.taken == 80
         assert torch.equal(second, third)
+        view = third[5:]
+        del third
+        assert room.taken == 80
+        del view
+        assert room.taken == 0
+
+
+def test_room_leaves_memory_of_the_device_to_layers(monkeypatch):
+    free = {"bytes": 1000}
+    monkeypatch.setattr(chain, "free_memory", lambda device: free["bytes"])
+    with Room(1000) as room:
+        first = room.keep(torch.ones(20))
+        free["bytes"] = 100
+        second = room.keep(torch.ones(20))  # in a file
+        assert room.taken == first.nbytes
+        assert torch.equal(first, second)
 
 
 def test_a_full_disk_is_told(make_tiny, monkeypatch):

@@ -172,9 +172,8 @@ def test_a_key_bias_needs_no_damping_where_all_frequencies_are_rotated():
     query, key = heads(2, 5, 3), heads(2, 5, 3, seed=1)
     inputs = torch.randn(40, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     moments = Moments(inputs.mean(0), inputs.T @ inputs / 40, 40)
-    found = factorize_rotary(query, key, 4, query_moments=moments, key_moments=moments, solver=Solver(damping=0))
+    options = {"query_moments": moments, "key_moments": moments, "solver": Solver(damping=0)}
+    found = factorize_rotary(query, key, 4, **options)
     assert 0 < found.data_error < 1
     with pytest.raises(ValueError, match="the covariance of the key inputs is singular"):
-        factorize_rotary(
-            query, key, 4, query_moments=moments, key_moments=moments, rotated=2, solver=Solver(damping=0)
-        )
+        factorize_rotary(query, key, 4, **options, rotated=2)
