@@ -112,7 +112,7 @@ def test_a_file_of_pairs(tmp_path, minilm, minilm_tokenizer):
     for name in ("input_ids", "token_type_ids", "attention_mask"):
         assert torch.equal(batch[name][order[0]], both[name][order[1]])
     file.write_text("1\ta dog\ta cat\n", encoding="utf-8")
-    with pytest.raises(CalibrationError, match=r"a line of 3 columns, '1\\ta dog\\ta cat'; expected one text"):
+    with pytest.raises(CalibrationError, match=r"line 1: 3 columns, '1\\ta dog\\ta cat'; expected one text"):
         calibration_batches(file, minilm, minilm_tokenizer)
 
 
@@ -248,7 +248,7 @@ def test_ready_batches_pass_through_and_need_no_tokenizer(minilm, batch):
     ("calibration", "tokenized", "message"),
     [
         ("synthetic", False, r"needs the model's tokenizer, and there is none: pass tokenizer="),
-        ("missing.txt", True, r"cannot read calibration texts from missing\.txt"),
+        ("missing.txt", True, r"cannot read missing\.txt"),
         ([], True, "calibration data is empty"),
         (7, True, "calibration is a int; expected"),
         (["text", 3], True, "calibration: item 1 is or holds a int; expected a text, or a pair"),
@@ -267,8 +267,9 @@ def test_bad_calibration_says_what_to_do(minilm, minilm_tokenizer, calibration, 
     ("content", "message"),
     [
         (b"\n \n", r"texts\.txt"),
-        (b"\xff\xfe\x00", r"texts\.txt"),
-        ("a dog runs\n".encode("utf-16-le"), "holds NUL characters, as UTF-16 does; expected texts in UTF-8"),
+        (b"a dog\n\xff\xfe\x00", r"texts\.txt, line 2: NUL"),
+        (b"a dog\n\xe9t\xe9\n", r"texts\.txt, line 2: not UTF-8 \(.*, byte 1\)"),
+        ("a dog runs\n".encode("utf-16-le"), r"texts\.txt, line 1: NUL characters, as in UTF-16; expected UTF-8"),
     ],
 )
 def test_a_file_without_text(tmp_path, content, message):

@@ -142,7 +142,7 @@ def test_same_as_the_python_api(run, model_dir, tmp_path):
     [
         (["--dk", "8", "--length", "0"], "length is 0; expected at least 1"),
         (["--dk", "25"], "pass dk between 1 and 24"),
-        (["--dk", "8", "--calibration", "nowhere.txt"], "cannot read calibration texts from nowhere.txt"),
+        (["--dk", "8", "--calibration", "nowhere.txt"], "cannot read nowhere.txt"),
         (["--dk", "8", "--modules", "nothing"], "matches 'nothing'"),
         (["--dk", "8", "--device", "abacus"], "device 'abacus' cannot be used"),
         (["--dff", "8", "--calibration", "none"], "dff takes calibration data"),
