@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 
 from collab_compress.calibration import calibration_batches
-from collab_compress.calibration.batches import text_file
+from collab_compress.calibration.batches import text_files
 from collab_compress.calibration.files import read_table, read_texts, split_columns, texts_of
 from collab_compress.errors import CalibrationError
 
@@ -56,9 +56,9 @@ def test_a_column_is_calibration_data(tmp_path, minilm, minilm_tokenizer, monkey
     (batch,) = calibration_batches(f"{file}:text", minilm, minilm_tokenizer)
     (same,) = calibration_batches(["a dog runs", "a cat"], minilm, minilm_tokenizer)
     assert batch["input_ids"].tolist() == same["input_ids"].tolist()
-    assert text_file(f"{file}:text") == file
+    assert text_files(f"{file}:text") == [file]
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert text_file("~/rows.csv:text") == file
+    assert text_files(("builtin", "~/rows.csv:text")) == [file]
     (from_pandas,) = calibration_batches(pd.read_csv(file)["text"], minilm, minilm_tokenizer)
     assert from_pandas["input_ids"].tolist() == same["input_ids"].tolist()
 
