@@ -19,7 +19,7 @@ from collab_compress.options import (
 )
 
 AUTO = "auto"
-CALIBRATIONS = "auto|builtin|synthetic|generated|none|FILE[:COLUMN]"
+CALIBRATIONS = "auto|builtin|synthetic|generated|none|FILE[:COLUMN] ..."
 MODEL = "minilm (embedded), a model directory, or a name on the hub (bert-base, org/name)."
 DEVICE = "Where to run models, as torch names it (cpu, cuda:0); auto: the accelerator, if there is one."
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help=MODEL)]
@@ -168,7 +168,7 @@ class CompressArguments(EditArguments):
     Examples:
       collab-compress minilm
       collab-compress minilm --dk 128
-      collab-compress minilm --dff 768 --calibration texts.txt
+      collab-compress minilm --dff 768 --calibration builtin texts.txt
       collab-compress minilm --layers 5 --dff 768 --calibration texts.txt
       collab-compress minilm --dk 192 --dv 252
       collab-compress minilm --keep 0.5 --calibration texts.txt
@@ -193,14 +193,15 @@ class CompressArguments(EditArguments):
     tokens of a file, one a line, as tokenizer.json writes them; special tokens and single characters or bytes always
     stay. The tokenizer is saved with the model, which is a plain one. Alone, or before conversion."""
 
-    calibration: Annotated[str, tyro.conf.arg(metavar=CALIBRATIONS)] = AUTO
+    calibration: Annotated[tuple[str, ...], tyro.conf.arg(metavar=CALIBRATIONS)] = (AUTO,)
     """Data to calibrate on. builtin: English texts that come with the package; a model with a head also reads pairs
     of them, and random tokens. synthetic: random tokens alone (noise for images and sounds). auto: builtin if the
     model reads English, else synthetic, but for --dff, --layers and --keep of a model of images or sounds, which want
     examples. generated: texts that a model with a language-model head writes itself. none: the bare weights. Or a
     file with one text a line (or two, with a tab between: text pairs, or source and target of an encoder–decoder);
     FILE:COLUMN or FILE:FIRST,SECOND of a .csv, .tsv or .jsonl file; NAME:COLUMN or NAME:CONFIGURATION:COLUMN of the
-    training rows of a data set on the hub."""
+    training rows of a data set on the hub. Several are used together, as `MODEL --calibration builtin docs.txt`:
+    texts of one narrow kind alone harm all others."""
 
     calibration_options: tyro.conf.OmitArgPrefixes[CalibrationOptions] = field(default_factory=CalibrationOptions)
 
@@ -219,6 +220,11 @@ class CompressArguments(EditArguments):
             return
         if self.mix or self.vocabulary is not None:
             self._check_alone()
+        elif self.compression.head_dim is not None:
+            raise CollabCompressError(
+                f"--head-dim {self.compression.head_dim} is a width of queries and keys, which without widths are "
+                "chosen; pass --dk N too, or leave it out"
+            )
         else:
             object.__setattr__(self, "compression", replace(self.compression, keep=KEEP))
 
@@ -249,7 +255,7 @@ class CompressArguments(EditArguments):
             *_changed(self.compression.solver),
             *_changed(self.compression),
             *_changed(self.calibration_options),
-            *(["calibration"] if self.calibration != AUTO and self.vocabulary is None else []),
+            *(["calibration"] if self.calibration != (AUTO,) and self.vocabulary is None else []),
         ]
         if unused:
             raise CollabCompressError(

@@ -17,7 +17,7 @@ from collab_compress import (
 )
 from collab_compress.analysis import Latency, model_latency, plan
 from collab_compress.architectures import find_attention
-from collab_compress.calibration.batches import resolved, text_file
+from collab_compress.calibration.batches import resolved, text_files
 from collab_compress.calibration.builtin import reads_single_texts
 from collab_compress.checkpoint.directory import to_json, write_new
 from collab_compress.checkpoint.pretrained import find_directory
@@ -52,17 +52,16 @@ def run(arguments: Arguments) -> Report | None:
     if arguments.plan:
         _plan(arguments)
         return None
-    data = text_file(arguments.calibration)
     tokens = None if arguments.vocabulary is None else _tokens(arguments)
-    source, output = begin(arguments, arguments.suffix, edited=False, inputs=[] if data is None else [data])
+    source, output = begin(arguments, arguments.suffix, edited=False, inputs=text_files(arguments.calibration))
     if arguments.stock and arguments.compression.dk is not None:
         refuse_stock(source.model)
         arguments = _with_stock_heads(arguments, source)
-    calibration = resolved(arguments.calibration, source.model, source.tokenizer)
+    calibration = [resolved(name, source.model, source.tokenizer) for name in arguments.calibration]
     lines: list[str] = []
     trimming, report = None, None
     if tokens is not None:
-        texts = "builtin" if data is None else arguments.calibration
+        texts = _texts(arguments) or ("builtin",)
         trimming = trim_vocabulary_(source.model, source.tokenizer, texts, tokens=tokens)
         lines += [*str(trimming).splitlines(), ""]
     if arguments.compression.converts:
@@ -97,6 +96,12 @@ def run(arguments: Arguments) -> Report | None:
 main = main_of("collab-compress", Arguments, run)
 
 
+def _texts(arguments: Arguments) -> tuple[str, ...]:
+    """Return the sources of calibration data that are texts, by whose tokens a vocabulary is chosen."""
+    names = ["builtin" if name == "auto" else name for name in arguments.calibration]
+    return tuple(name for name in names if name == "builtin" or text_files((name,)))
+
+
 def _tokens(arguments: Arguments) -> int | list[str]:
     """Return how many tokens stay, or which.
 
@@ -105,17 +110,17 @@ def _tokens(arguments: Arguments) -> int | list[str]:
     """
     words = arguments.vocabulary or ""
     if words.isdecimal():
-        if text_file(arguments.calibration) is None and arguments.calibration not in ("auto", "builtin"):
+        if not _texts(arguments):
             raise CollabCompressError(
-                f"--vocabulary {words} counts tokens in texts, and --calibration {arguments.calibration} has none; "
-                "pass a file of texts, or name the tokens in a file: --vocabulary FILE"
+                f"--vocabulary {words} counts tokens in texts, and --calibration {' '.join(arguments.calibration)} "
+                "has none; pass a file of texts, or name the tokens in a file: --vocabulary FILE"
             )
         return int(words)
     path = Path(words).expanduser()
     try:
         if path.exists() and not path.is_file():  # a pipe may never end
             raise ValueError("not a file")
-        tokens = [line for line in path.read_text(encoding="utf-8").split("\n") if line]
+        tokens = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line]
         if not tokens:
             raise ValueError("the file holds no token")
     except (OSError, ValueError) as error:
@@ -128,8 +133,8 @@ def _tokens(arguments: Arguments) -> int | list[str]:
 def _plan(arguments: Arguments) -> None:
     """Print what several widths of each part cost and lose; convert nothing."""
     saving = arguments.saving
-    data = text_file(arguments.calibration)
-    check_outputs({"--json": saving.json}, find_directory(arguments.model, saving.revision), data)
+    directory = find_directory(arguments.model, saving.revision)
+    check_outputs({"--json": saving.json}, directory, *text_files(arguments.calibration))
     source = load_source(arguments.model, revision=saving.revision)
     put_on(source.model, arguments.device)
     with progress_bar("layer", saving.quiet) as progress:
@@ -184,13 +189,15 @@ def _conversion_record(arguments: Arguments, report: Report | None) -> dict[str,
     }
 
 
-def _calibration_words(source: Source, calibration: str) -> str | None:
+def _calibration_words(source: Source, calibration: Sequence[str]) -> str | None:
     """Return the calibration data in the words of a card; None without any."""
     random = "random tokens" if source.model.main_input_name == "input_ids" else "noise"
     builtin = "the texts that come with collab_compress"
     builtin += "" if reads_single_texts(source.model) else " and random tokens"
-    words = {"builtin": builtin, "synthetic": random, "generated": "texts of its own", "none": None}
-    return words.get(calibration, "texts")
+    words = {"builtin": builtin, "synthetic": random, "generated": "texts of its own"}
+    files = {name: file.name for name in calibration for file in text_files((name,)) if file.is_file()}
+    names = [words.get(name, f"texts ({files.get(name, name)})") for name in calibration if name != "none"]
+    return " and ".join(dict.fromkeys(names)) or None
 
 
 def _with_stock_heads(arguments: Arguments, source: Source) -> Arguments:
@@ -202,7 +209,7 @@ def _with_stock_heads(arguments: Arguments, source: Source) -> Arguments:
     return replace(arguments, compression=replace(compression, head_dim=widest))
 
 
-def _report_lines(report: Report, calibration: str, latency: Latency | None) -> list[str]:
+def _report_lines(report: Report, calibration: Sequence[str], latency: Latency | None) -> list[str]:
     """Return the lines to print about a conversion: the whole model, then attention, then a table of modules."""
     lines = [*_whole_model(report, calibration, latency), ""]
     lines += [report.choice] if report.choice else []
@@ -226,7 +233,7 @@ def _row(module: ModuleReport | ValueReport) -> list[str]:
     ]
 
 
-def _whole_model(report: Report, calibration: str, latency: Latency | None) -> list[str]:
+def _whole_model(report: Report, calibration: Sequence[str], latency: Latency | None) -> list[str]:
     """Return size, time and drift of the whole model, compared with the dense one."""
     lines = [
         f"Whole model: {report.parameters_before:,} → {report.parameters_after:,} parameters "
@@ -243,11 +250,11 @@ def _whole_model(report: Report, calibration: str, latency: Latency | None) -> l
         drift = report.drift
         lines.append(
             f"Drift: its {drift.output} move by {drift.relative_error:.1%} of their size on {drift.sequences} "
-            f"held-back sequences ({calibration}). {MEANING}"
+            f"held-back sequences ({' and '.join(calibration)}). {MEANING}"
         )
     if report.refits:
         lines.append(refit_line(report.refits))
-    if calibration == "synthetic" and not report.refits:
+    if set(calibration) == {"synthetic"} and not report.refits:
         lines.append(NOT_REFITTED)
     return lines
 

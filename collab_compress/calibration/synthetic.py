@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from collab_compress.calibration.gather import Batch, evaluation_mode
 from collab_compress.calibration.tokenization import (
     BATCH_SIZE,
+    batch_size,
     check_size,
     ordinary_tokens,
     pad,
@@ -35,7 +36,7 @@ IMAGES = 128  # images, clips or sounds
 POSITIONS = 64  # of a sound, and tokens beside noise
 SPECTROGRAM_STD = 0.5  # of what feature extractors return
 GENERATED = 256  # generated texts
-GENERATED_BATCH = 64
+GENERATED_BATCH = 64  # texts of 128 tokens that are written together
 FILLING_STEPS = 16  # forward passes in which a masked language model fills a text
 
 
@@ -303,7 +304,9 @@ def generated_batches(
     with torch.random.fork_rng(devices), evaluation_mode(model):
         torch.manual_seed(seed)
         tokens = write(model, tokenizer, count, longest, torch.Generator().manual_seed(seed))
-    return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in tokens.split(BATCH_SIZE)]
+    return [
+        {"input_ids": part, "attention_mask": torch.ones_like(part)} for part in tokens.split(batch_size(longest))
+    ]
 
 
 def _continue_prompts(
@@ -318,7 +321,8 @@ def _continue_prompts(
     ).long()
     prompts = prompts[:, :length]
     written = []
-    for part in prompts.to(model.device).split(GENERATED_BATCH) if prompts.shape[1] < length else ():
+    size = max(1, min(GENERATED_BATCH, GENERATED_BATCH * LONGEST // length))
+    for part in prompts.to(model.device).split(size) if prompts.shape[1] < length else ():
         texts = model.generate(
             part,
             attention_mask=torch.ones_like(part),
@@ -346,7 +350,7 @@ def _fill_masks(
     inner = length - len(prefix) - len(suffix)
     frame = torch.tensor([*prefix, *[tokenizer.mask_token_id] * inner, *suffix], device="cpu")
     texts, ordinary = frame.repeat(count, 1), torch.tensor(ids, device="cpu")
-    for part in texts.split(BATCH_SIZE):  # views of the texts
+    for part in texts.split(batch_size(length)):  # views of the texts
         order = len(prefix) + torch.rand(len(part), inner, generator=generator, device="cpu").argsort(1)
         for places in order.tensor_split(min(FILLING_STEPS, inner), 1):
             logits = model(part.to(model.device), attention_mask=torch.ones_like(part, device=model.device)).logits

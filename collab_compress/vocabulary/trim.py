@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from collab_compress.architectures import transformers_model
 from collab_compress.calibration import evaluation_mode, run_batch
-from collab_compress.calibration.batches import evenly_spaced
+from collab_compress.calibration.batches import evenly_spaced, sources_of
 from collab_compress.calibration.builtin import builtin_texts, why_not_english
 from collab_compress.calibration.files import Text, read_texts, texts_of
 from collab_compress.calibration.gather import forward_arguments
@@ -32,6 +32,8 @@ from collab_compress.heads.sharding import refuse_unwritable
 from collab_compress.vocabulary.tokens import Vocabulary, reloaded
 
 _logger = logging.getLogger(__name__)
+
+Texts: TypeAlias = str | Path | Sequence[Text]
 
 HELD_BACK = 8  # one text in so many is not counted
 PROBED = 16  # tokens that the model reads before and after
@@ -82,7 +84,7 @@ class VocabularyReport:
 def trim_vocabulary_(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    texts: str | Path | Sequence[Text] = "builtin",
+    texts: Texts | tuple[Texts, ...] = "builtin",
     *,
     tokens: int | Iterable[str],
 ) -> VocabularyReport:
@@ -99,7 +101,7 @@ def trim_vocabulary_(
         model: reads texts; a Transformers model, or a SentenceTransformer that holds one.
         tokenizer: of the model, a fast one; not needed for a SentenceTransformer.
         texts: what is counted, but for an eighth: "builtin" (English texts that come with the package), a file or a
-            data set (`read_texts`), or texts and text pairs.
+            data set (`read_texts`), or a list of texts and text pairs; a tuple is several of these together.
         tokens: how many stay, or which, as the tokenizer writes them ("##ing", "Ġthe").
 
     Returns:
@@ -176,21 +178,31 @@ def _restored_on_errors(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 
 
 def _divided(
-    texts: str | Path | Sequence[Text], tokenizer: PreTrainedTokenizerBase
+    texts: Texts | tuple[Texts, ...], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Sequence[str], Sequence[str]]:
     """Return the texts to count, and those held back."""
-    if isinstance(texts, str) and texts == "builtin":
-        if (reason := why_not_english(tokenizer)) is not None:
-            raise CalibrationError(f"the built-in texts are English, and {reason}; pass texts")
-        rows = builtin_texts(pairs=False)
-    else:
-        rows, notes = read_texts(texts) if isinstance(texts, str | Path) else texts_of(texts, "texts")
-        for note in notes:
-            _logger.warning(note)
+    rows = [row for source in sources_of(texts, "texts") for row in _read(source, tokenizer)]
     singles = list(chain.from_iterable((row,) if isinstance(row, str) else row for row in rows))
     held_back = singles[HELD_BACK - 1 :: HELD_BACK]
     counted = [text for place, text in enumerate(singles) if (place + 1) % HELD_BACK]
     return counted, held_back or counted
+
+
+def _read(texts: Any, tokenizer: PreTrainedTokenizerBase) -> list[Text]:
+    """Return the texts of one source."""
+    if isinstance(texts, str) and texts == "builtin":
+        if (reason := why_not_english(tokenizer)) is not None:
+            raise CalibrationError(f"the built-in texts are English, and {reason}; pass texts")
+        return builtin_texts(pairs=False)
+    if isinstance(texts, str | Path):
+        rows, notes = read_texts(texts)
+    elif isinstance(texts, bytes | Mapping) or not isinstance(texts, Iterable):
+        raise CalibrationError(f"texts is {texts!r:.80}; expected 'builtin', a file of texts, or a list of texts")
+    else:
+        rows, notes = texts_of(texts, "texts")
+    for note in notes:
+        _logger.warning(note)
+    return rows
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

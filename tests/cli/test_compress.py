@@ -124,6 +124,19 @@ def test_the_amount_of_calibration_data_is_an_option_and_reported(run, model_dir
     assert [module["vectors"] for module in stored["report"]["modules"]] == [[126, 126]]
 
 
+def test_several_sources_of_calibration_data(run, model_dir, tmp_path):
+    (tmp_path / "docs.txt").write_text("".join(f"text number {n}\n" for n in range(30)), encoding="utf-8")
+    options = ("--dk", 8, "--calibration", tmp_path / "docs.txt", "synthetic", "--sequences", 16)
+    code, printed, error = run(model_dir, *options, "--output", tmp_path / "out")
+    assert code == 0, error
+    assert "Calibrated on 28 sequences" in printed
+    assert f"held-back sequences ({tmp_path / 'docs.txt'} and synthetic)" in printed
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert "calibrated on texts (docs.txt) and random tokens" in card
+    stored = json.loads((tmp_path / "out" / "collab_compress.json").read_text(encoding="utf-8"))
+    assert stored["calibration"] == [str(tmp_path / "docs.txt"), "synthetic"]
+
+
 def test_same_as_the_python_api(run, model_dir, tmp_path):
     BertForSequenceClassification.from_pretrained(model_dir).bfloat16().save_pretrained(model_dir)
     options = ("--dk", 13, "--head-dim", 5, "--calibration", "none")
@@ -142,7 +155,7 @@ def test_same_as_the_python_api(run, model_dir, tmp_path):
     [
         (["--dk", "8", "--length", "0"], "length is 0; expected at least 1"),
         (["--dk", "25"], "pass dk between 1 and 24"),
-        (["--dk", "8", "--calibration", "nowhere.txt"], "cannot read calibration texts from nowhere.txt"),
+        (["--dk", "8", "--calibration", "nowhere.txt"], "cannot read nowhere.txt"),
         (["--dk", "8", "--modules", "nothing"], "matches 'nothing'"),
         (["--dk", "8", "--device", "abacus"], "device 'abacus' cannot be used"),
         (["--dff", "8", "--calibration", "none"], "dff takes calibration data"),
