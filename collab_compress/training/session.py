@@ -133,6 +133,8 @@ class HeadSession:
         self._check_open()
         check_number("progress of the training", progress, 0, 1)
         self.penalty_called = False
+        if self._losses is not None:
+            self._losses.take()  # of passes without a penalty
         for drophead, options in zip(self._dropheads, self.training.drophead, strict=True):
             drophead.p = options.p * SCHEDULES[options.schedule](progress, self.warmup)
         for name, penalty in self._penalties.items():
@@ -156,7 +158,9 @@ class HeadSession:
             self._rotator.epoch(epoch, self.optimizer, batches)
 
     def penalty(self, loss: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """Return the weighted sum of all penalties of the last forward pass, to add to the training loss.
+        """Return the weighted sum of all penalties, to add to the training loss.
+
+        They are means over the forward passes since the last call, of which a contrastive loss has several.
 
         Args:
             loss: the training loss, to log it, and to warn if a penalty is too small to act.

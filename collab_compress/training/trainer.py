@@ -168,7 +168,7 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
         """Log the penalties beside the loss."""
         session = self._callback.session
         if session is not None and "loss" in logs:
-            logs |= session.logs()
+            logs = {**logs, **session.logs()}
         super().log(logs, *args, **kwargs)
 
 
@@ -225,6 +225,7 @@ class _HeadCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Open the session, and restore its state from a checkpoint."""
+        self.close()  # of a batch that was too large, where the trainer then tries a smaller one
         trainer, steps = self.trainer, max(state.max_steps, 1)
         warmup = args.get_warmup_steps(steps) / steps
         self.session = HeadSession(
