@@ -41,6 +41,10 @@ class MixedProjection(Replacement):
         self.proj = proj
         self.alphas = nn.Parameter(torch.eye(heads, device=proj.weight.device, dtype=proj.weight.dtype))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle with α that trains."""
+        return {name: value for name, value in super().__getstate__().items() if name != "frozen"}
+
     @property
     def weight(self) -> Tensor:
         """Weight of `proj`, which stock models read when they initialise."""

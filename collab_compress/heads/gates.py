@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
+from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.attention.install import HeadCall
 from collab_compress.checkpoint import all_or_nothing
 from collab_compress.errors import HeadError, check_number
@@ -55,9 +55,9 @@ class HeadGates(HeadHooks):
 
     def __init__(self, model: PreTrainedModel, kinds: Collection[Kind] = KINDS, start: float = 2.0) -> None:
         check_number("start of head gates", start)
-        self._model = model
+        self._model = transformers_model(model)
         sites = find_attention(model, kinds=kinds)
-        _check(model, sites)
+        _check(self._model, sites)
         self.log_alphas = {
             site.name: nn.Parameter(
                 torch.full((site.heads,), start, device=site.part(site.family.output).weight.device)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, distributed, nn
@@ -11,7 +12,8 @@ from torch.nn.functional import pad
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.architectures import KINDS
+from collab_compress.architectures import KINDS, transformers_model
+from collab_compress.checkpoint import models_in
 from collab_compress.errors import HeadError, check_number
 from collab_compress.heads import DropHead, Rotator
 from collab_compress.heads.alphas import MixedProjection, mixed_projections
@@ -29,6 +31,7 @@ from collab_compress.training.head_training import (
 from collab_compress.transformers_parts import UNLABELLED
 
 logger = logging.getLogger(__name__)
+_in_training: WeakSet[PreTrainedModel] = WeakSet()  # models, and those inside them, on which a session is open
 TASK = "task_loss"
 GROWTH = "nuclear-growth"
 FAINT = 1e-4  # a penalty below this share of the loss hardly acts
@@ -51,7 +54,7 @@ class HeadSession:
 
     Raises:
         HeadError: the model or the optimizer lacks the alphas; an optimizer is needed; the warmup is 1 or more, and
-            a schedule needs it; `Rotator` or `Tap` refuse; or DeepSpeed is used, which is not supported.
+            a schedule needs it; another session is open on the model; `Rotator` or `Tap` refuse; or DeepSpeed is used, which is not supported.
         UnsupportedModelError: the model's family is not known.
 
     Example:
@@ -101,6 +104,13 @@ class HeadSession:
                 "DeepSpeed is not supported: ZeRO steps copies of the weights, or splits them across head "
                 "boundaries; shard the model with FSDP2 instead (fully_shard), or leave it whole"
             )
+        self._parts = models_in(transformers_model(model)) if training.acts else []
+        if any(part in _in_training for part in self._parts):
+            raise HeadError(
+                f"another session acts on the heads of this {type(model).__name__}; close() that one first, or wait "
+                "until its train() has returned"
+            )
+        _in_training.update(self._parts)
         reshard_(model)  # an optimizer knows the sharded parameters of FSDP2, not the gathered ones
         try:
             if training.rotation is not None:
@@ -234,6 +244,8 @@ class HeadSession:
             if part is not None:
                 part.remove()
         self._dropheads, self._losses, self._alphas, self._closed = [], None, None, True
+        _in_training.difference_update(self._parts)
+        self._parts = []
 
     def __enter__(self) -> "HeadSession":
         return self
