@@ -43,7 +43,8 @@ class MixedProjection(Replacement):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle with α that trains."""
-        return {name: value for name, value in super().__getstate__().items() if name != "frozen"}
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {name: value for name, value in state.items() if name != "frozen"}
 
     @property
     def weight(self) -> Tensor:
@@ -211,7 +212,7 @@ def merge_alphas_(model: PreTrainedModel) -> None:
     mixed = {site.path(site.family.output): projection for site, projection in mixed_projections(model)}
     if not mixed:
         raise HeadError(f"{type(model).__name__} has no alphas to merge; mix_heads_(model) adds them")
-    merged: list[tuple[Tensor, Tensor]] = []  # weights, and what replaces their data
+    merged: list[tuple[nn.Parameter, Tensor]] = []  # weights, and what replaces their data
     for path, module in mixed.items():
         weight, inputs = output_weight(f"{path}.proj", module.proj)
         heads = weight.detach().cpu().double().movedim(inputs, 0).unflatten(0, (module.heads, -1))  # (H, d, D)

@@ -185,13 +185,13 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
 
 
 def _refuse_other_edits(checkpoint: str, model: PreTrainedModel) -> None:
-    """Refuse to resume from a checkpoint of a model with other edits, whose weights would be lost without an error."""
+    """Refuse to resume from a checkpoint of a model with other edits, whose weights would be lost in silence."""
     path = Path(checkpoint) / CONFIG_NAME
     if not path.is_file():  # sharded, or of an adapter alone
         return
     stored = json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
     saved = EditConfig(**stored).edits if is_edits(stored) else []
-    sides = [{}, {}]  # (kind, path) → what was done to that module
+    sides: list[dict[tuple[str, str], list[Any]]] = [{}, {}]  # (kind, path) → what was done to that module
     for side, edits in zip(sides, (saved, edits_of(model)), strict=True):
         for edit in edits:
             for name, change in edit.modules.items():

@@ -157,7 +157,7 @@ def test_compiles_without_graph_breaks_and_follows_new_masks(family, form, make_
                 torch.testing.assert_close(hidden(compiled, batch), expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["dense", "both"])
+@pytest.mark.parametrize("form", [pytest.param("dense", marks=pytest.mark.slow), "both"])
 def test_a_model_that_ran_compiled_follows_hooks_that_come_and_go(form, make_tiny, batch):
     model = converted(make_tiny, "bert", form)
     compiled = torch.compile(model, backend="eager")

@@ -619,6 +619,35 @@ def test_a_stock_checkpoint_has_no_state_of_heads(make_tiny, tmp_path, caplog):
     assert trainer.state.global_step == 12
 
 
+def test_penalties_act_in_a_trainer_of_sentence_transformers(make_tiny, tmp_path):
+    """Its models call `forward` of the Transformers model, once for each text of a pair."""
+    library, datasets = pytest.importorskip("sentence_transformers"), pytest.importorskip("datasets")
+    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcd"]
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, "[UNK]"))
+    make_tiny("bert").save_pretrained(tmp_path / "model")
+    BertTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
+    model = library.SentenceTransformer(str(tmp_path / "model"), device="cpu")
+
+    class PairTrainer(HeadTrainerMixin, library.SentenceTransformerTrainer):
+        pass
+
+    trainer = PairTrainer(
+        model,
+        library.SentenceTransformerTrainingArguments(
+            str(tmp_path), max_steps=1, **{name: SETTINGS[name] for name in ("use_cpu", "report_to", "logging_steps")}
+        ),
+        train_dataset=datasets.Dataset.from_dict({"anchor": ["a", "b"], "positive": ["c", "d"]}),
+        loss=losses.MultipleNegativesRankingLoss(model),
+        head_training=HeadTraining(penalties=(PenaltyOptions("agreement", 10.0),)),
+    )
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert logs["agreement"] > 0
+    assert logs["loss"] == pytest.approx(logs["task_loss"] + 10 * logs["agreement"], rel=1e-4)
+    assert "forward" not in vars(model[0].auto_model)
+
+
 class Stream(torch.utils.data.IterableDataset):
     """A data set without a length."""
 
