@@ -198,6 +198,8 @@ PARTS = [
     Part("how Trainer scales its loss", "training/trainer.py", "current_gradient_accumulation_steps",
          mentions(Trainer, "self.model_accepts_loss_kwargs", "self.compute_loss_func",
                   "self.current_gradient_accumulation_steps", "self.label_smoother")),
+    Part("Trainer._load_from_checkpoint", "training/trainer.py", "_load_from_checkpoint",
+         takes(Trainer._load_from_checkpoint, "resume_from_checkpoint", "model")),
     Part("TrainerState.stateful_callbacks", "training/trainer.py", "stateful_callbacks",
          lambda: "stateful_callbacks" in vars(transformers.TrainerState())),
     Part("Trainer._get_train_sampler", "glue_runs/experiments/batches.py", "_get_train_sampler",

@@ -107,10 +107,22 @@ def restore_(module: Any) -> None:
         module.config = module.config.stock
 
 
+class PresentHooks:
+    """The hooks on the heads of one module; a copy of it, as in a copy or a pickle of the module, holds none."""
+
+    def __init__(self, hooks: tuple[HeadHook, ...] = ()) -> None:
+        self.hooks = hooks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle without the hooks."""
+        return PresentHooks, ()
+
+
 def head_hooks(module: Any) -> tuple[HeadHook, ...]:
     """Return the hooks on the heads of `module`, in order."""
-    hooks: tuple[HeadHook, ...] = module.__dict__.get("head_hooks", ())
-    return hooks
+    # By getattr: a compiled model notices attributes that come and go, not entries of the module's `__dict__`.
+    present: PresentHooks | None = getattr(module, "head_hooks", None)
+    return () if present is None else present.hooks
 
 
 def add_head_hook_(module: Any, hook: HeadHook, *, first: bool = False) -> None:
@@ -119,7 +131,7 @@ def add_head_hook_(module: Any, hook: HeadHook, *, first: bool = False) -> None:
     Raises:
         UnsupportedModelError: hooks do not work with the model's attention implementation.
     """
-    module.head_hooks = (hook, *head_hooks(module)) if first else (*head_hooks(module), hook)
+    module.head_hooks = PresentHooks((hook, *head_hooks(module)) if first else (*head_hooks(module), hook))
     redirect_(module)
     if has_own_forward(module):  # any attention implementation
         return
@@ -133,7 +145,7 @@ def remove_head_hook_(module: Any, hook: HeadHook) -> None:
     """Undo `add_head_hook_`, in place; a module without any edit is a stock one again."""
     remaining_hooks = tuple(other for other in head_hooks(module) if other is not hook)
     if remaining_hooks:
-        module.head_hooks = remaining_hooks
+        module.head_hooks = PresentHooks(remaining_hooks)
     else:
         module.__dict__.pop("head_hooks", None)
     restore_(module)

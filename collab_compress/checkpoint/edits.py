@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -246,10 +246,13 @@ def keep_on_one_device_(model: PreTrainedModel, edit: ModelEdit) -> None:
 
 
 @contextmanager
-def all_or_nothing(model: PreTrainedModel) -> Iterator[None]:
+def all_or_nothing(model: PreTrainedModel, weights: Iterable[Tensor] = ()) -> Iterator[None]:
     """Restore the modules of `model` and their configs, in place, if the block fails or is interrupted.
 
     Parameters that were replaced are restored. Values that were written into tensors are not.
+
+    Args:
+        weights: parameters that stay, and get new `data`.
 
     Example:
         >>> try:
@@ -268,6 +271,7 @@ def all_or_nothing(model: PreTrainedModel) -> Iterator[None]:
         elif isinstance(value, PretrainedConfig):
             attributes += map(vars, configs_inside(value))
     before = [(holder, list(holder.items())) for holder in attributes]  # copies would be taken for holders
+    data = [(weight, weight.data) for weight in weights]
     try:
         yield
     except BaseException:
@@ -276,6 +280,8 @@ def all_or_nothing(model: PreTrainedModel) -> Iterator[None]:
         for holder, values in before:
             holder.clear()
             holder.update(values)
+        for weight, values_before in data:
+            weight.data = values_before
         raise
 
 

@@ -325,7 +325,8 @@ def least_important(
 
     Args:
         importance: module path → (H,), as `head_importance` returns.
-        share: share of all heads to pick, 0 to 1; rounded to whole heads. Of equal heads the first are picked.
+        share: share of all heads to pick, 0 to 1; rounded to whole heads, halves up. Of equal heads the first are
+            picked.
         keep_one: spare the most important head of each module, as removal must; may pick fewer heads.
 
     Returns:
@@ -350,6 +351,7 @@ def least_important(
         candidates += [(value, name, head) for head, value in enumerate(values.tolist()) if head != spared]
     candidates.sort(key=lambda candidate: candidate[0])
     picked: dict[str, list[int]] = {name: [] for name in importance}
-    for _, name, head in candidates[: round(share * sum(map(len, importance.values())))]:
+    count = int(share * sum(map(len, importance.values())) + 0.5)
+    for _, name, head in candidates[:count]:
         picked[name].append(head)
     return {name: sorted(heads) for name, heads in picked.items() if heads}

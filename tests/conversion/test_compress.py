@@ -136,6 +136,19 @@ def test_a_compiled_forward_pass_does_not_hide_the_drift(make_tiny, calibration)
     assert compress(model, Compression(dk=8, dff=16), calibration).drift == expected
 
 
+def test_what_torch_compile_returned_is_the_model_inside(make_tiny, calibration):
+    model, same = make_tiny("bert"), make_tiny("bert")
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(**calibration[0])
+        report, expected = (compress(each, Compression(dk=8, dff=16), calibration) for each in (compiled, same))
+        assert report.drift == expected.drift
+        assert [module.name for module in report.modules] == [module.name for module in expected.modules]
+        assert torch.equal(compiled(**calibration[0])[0], same(**calibration[0])[0])
+        prune_heads_(compiled, {"encoder.layer.0.attention.self": [1]})
+        assert torch.equal(compiled(**calibration[0])[0], model(**calibration[0])[0])
+
+
 class Logger:
     """A forward hook and an attribute that cannot be copied."""
 
