@@ -121,6 +121,7 @@ def _conversion(
         yield f"Values{'' if report and report.refits else ' and outputs'} are the source's own."
     if report and report.removed_layers:
         yield f"Layers of the source that were removed: {', '.join(report.removed_layers)} ({how})."
+        yield "Adapters (LoRA) of the source do not fit, though they load: the layers are numbered anew."
     if report and report.feed_forward:
         yield (
             f"{len(report.feed_forward)} feed-forward blocks keep {report.feed_forward[0].dff} neurons each, chosen "

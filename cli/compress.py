@@ -281,6 +281,7 @@ def _parts(report: Report) -> list[str]:
             lines.append(f"{name} parameters {before:,} → {after:,} ({after / before - 1:+.0%}).")
     if report.removed_layers:
         lines.append(f"Without {', '.join(report.removed_layers)}; other paths are those of the new model.")
+        lines.append("Adapters (LoRA) of the dense model no longer fit, though they load: layers are numbered anew.")
     if report.feed_forward:
         lines.append(
             f"{len(report.feed_forward)} feed-forward blocks have {report.feed_forward[0].dff} neurons each."

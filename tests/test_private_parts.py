@@ -23,6 +23,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from collab_compress.attention import forwards
 from collab_compress.attention.forwards import FORWARDS
+from collab_compress.transformers_parts import CACHE_NAME
 
 ROOT = Path(__file__).parents[1]
 CLASSES, OWN = (
@@ -75,7 +76,7 @@ def test_an_attention_class_looks_functions_up_and_views_heads_as_ours_expect(fa
 @pytest.mark.parametrize(("family", "folder", "name"), OWN)
 def test_a_forward_pass_of_ours_knows_the_arguments_of_the_stock_one(family, folder, name):
     read = set(re.findall(r'call(?:\.get\(|\[)"(\w+)"', inspect.getsource(forwards)))
-    ignored = {"encoder_attention_mask", "use_cache"}
+    ignored = {"encoder_attention_mask", "use_cache", CACHE_NAME}
     parameters = list(inspect.signature(getattr(modelling(folder, name), name).forward).parameters.values())[1:]
     names = {parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD}
     if parameters[0].name != "hidden_states" or not names <= read | ignored:

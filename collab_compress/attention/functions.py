@@ -14,7 +14,14 @@ from transformers import AttentionInterface
 
 from collab_compress.attention.decoding import HALVES, can_decode, probabilities, weighted_values
 from collab_compress.attention.form import scaling_of
-from collab_compress.attention.install import HeadCall, for_each_head, forms_of, head_hooks, wrong_implementation
+from collab_compress.attention.install import (
+    HeadCall,
+    for_each_head,
+    forms_of,
+    head_hooks,
+    refuse_paged_cache,
+    wrong_implementation,
+)
 from collab_compress.errors import UnsupportedModelError
 from collab_compress.transformers_parts import ALL_ATTENTION_FUNCTIONS, sdpa_attention_forward
 
@@ -221,11 +228,7 @@ def _eager(
 
 def _refuse_unsupported(module: Any, options: dict[str, Any], names: frozenset[str]) -> None:
     """Raise UnsupportedModelError for a paged cache, and for arguments of these names."""
-    if options.get("cache") is not None:
-        raise UnsupportedModelError(
-            f"edited {type(module).__name__} cannot read a paged cache (generate_batch, continuous batching); "
-            "use generate"
-        )
+    refuse_paged_cache(module, options)
     passed = sorted(name for name in names if options.get(name) is not None)
     if passed:
         raise UnsupportedModelError(

@@ -140,13 +140,19 @@ def deep_stacks(model: PreTrainedModel, layers: int) -> dict[str, list[str]]:
     """Return the lists of numbered layers that have more than `layers`: path → paths of the layers.
 
     Raises:
-        CompressionError: none has more, or the model is edited.
+        CompressionError: none has more, or the model is edited or carries adapters.
         UnsupportedModelError: the layers of a stack cannot be removed.
     """
     class_name, values = type(model).__name__, model.config.to_dict()
     if edits_of(model):
         raise CompressionError(
             f"{class_name} is edited already; pass layers with the first widths, or start from the dense checkpoint"
+        )
+    adapted = [name for name, module in model.named_modules() if hasattr(module, "adapter_layer_names")]  # of PEFT
+    if adapted:
+        raise CompressionError(
+            f"{adapted[0]} carries an adapter, whose layers would be numbered anew; merge it (merge_and_unload), or "
+            "remove layers first and train an adapter on the result"
         )
     by_path = groupby(numbered_layers(model), lambda name: name.rpartition(".")[0])
     stacks = {path: list(names) for path, names in by_path}

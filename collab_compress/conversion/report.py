@@ -223,7 +223,8 @@ class Report:
             moved = f"outputs ({drift.output}) move by {drift.relative_error:.1%}"
             lines.append(f"{moved} on {drift.sequences} held-back sequences")
         if self.removed_layers:
-            lines.append(f"without {', '.join(self.removed_layers)}")
+            removed = ", ".join(self.removed_layers)
+            lines.append(f"without {removed}; adapters of the dense model no longer fit, though they load")
         for part, entries in self._parts().items():
             if entries:
                 widths = width_range(getattr(entry, part) for entry in entries)

@@ -102,7 +102,9 @@ def test_fewer_layers_make_a_model_that_needs_no_package(run, model_dir, tmp_pat
     removed = json.loads((output / "collab_compress.json").read_text(encoding="utf-8"))["report"]["removed_layers"]
     assert len(removed) == 1
     assert f"Without {removed[0]}; " in printed
-    assert f"Layers of the source that were removed: {removed[0]} (" in (output / "README.md").read_text("utf-8")
+    card = (output / "README.md").read_text("utf-8")
+    assert f"Layers of the source that were removed: {removed[0]} (" in card
+    assert all("Adapters (LoRA) of the " in text for text in (printed, card))
     code = "from transformers import AutoModel; assert len(AutoModel.from_pretrained(sys.argv[1]).encoder.layer) == 1"
     done = stock_python(code, output)
     assert done.returncode == 0, done.stderr

@@ -26,6 +26,7 @@ from collab_compress.architectures import find_dense_attention
 from collab_compress.attention.install import add_head_hook_
 from collab_compress.conversion import to_stock
 from collab_compress.errors import CompressionError, UnsupportedModelError
+from collab_compress.transformers_parts import CACHE_NAME
 
 DISTINCT = ["cohere", "ernie4_5", "esm", "glm4", "gpt_neox", "granite", "helium", "jina_embeddings_v3", "llama"]
 DISTINCT += ["mixtral", "modernbert", "nemotron", "nomic_bert", "phi", "phimoe", "qwen2", "smollm3"]
@@ -205,7 +206,7 @@ def test_key_caches_hold_the_shared_heads(name, model):
     converted = model(name)
     compress(converted, Compression(dk=8, solver=Solver(sweeps=3)), calibration=None)
     with torch.no_grad():
-        layers = converted(batch()["input_ids"], use_cache=True).past_key_values.layers
+        layers = getattr(converted(batch()["input_ids"], use_cache=True), CACHE_NAME).layers
     assert {layer.keys.shape[1] for layer in layers} == {1}
     assert [cost.scores.converted.cache_bytes for cost in module_costs(converted)] == [8 * 4] * 2
 
