@@ -286,8 +286,9 @@ def _calibration(report: Report) -> list[str]:
     counts = [min(module.vectors) for module in report.modules] + [min(module.vectors) for module in report.values]
     counts += [refit.vectors for refit in report.refits]
     vectors = min(filter(None, counts), default=0)  # none where a map keeps its full width
+    threads = f"{report.threads} thread{'s' if report.threads > 1 else ''}"
     lines = [f"Calibrated on {report.sequences:,} sequences; each module saw at least {vectors:,} vectors."]
-    return [*(lines if vectors else []), f"Converted in {report.seconds:.1f} s."]
+    return [*(lines if vectors else []), f"Converted in {report.seconds:.1f} s on {threads}."]
 
 
 def _mixing_lines(heads: dict[str, int]) -> list[str]:

@@ -150,6 +150,7 @@ def compress(
         length=job.data.length,
         drift=converted.drift,
         seconds=perf_counter() - started,
+        threads=torch.get_num_threads(),
         sequences=sum(map(sequence_count, job.data.used)),
         warnings=warnings,
         values=tuple(report for report in reports if isinstance(report, ValueReport)),
