@@ -10,7 +10,8 @@ from collab_compress.report import ReportResult, make_report, to_json, write_rep
 from .arguments import AnalyzeArguments as Arguments
 from .command import main_of
 from .data import load_data
-from .model import check_outputs, load_source, progress_bar, put_on
+from .model import check_outputs, load_source, put_on
+from .progress import progress
 
 
 def run(arguments: Arguments) -> ReportResult:
@@ -31,22 +32,23 @@ def run(arguments: Arguments) -> ReportResult:
             name, baseline_name = arguments.model, against
     if arguments.sentence is not None and arguments.data.task is None and source.model.config.is_encoder_decoder:
         raise DataError("--sentence is one text, and an encoder–decoder reads two; it shows a pair of --data FILE")
+    progress("reading the data")
     loaded = load_data(arguments.data, source.model, source.tokenizer, arguments.report.seed)
-    with progress_bar("it", common.quiet) as progress:
-        result = make_report(
-            source.model,
-            loaded.batches,
-            arguments.sections,
-            name=name,
-            data=loaded.words,
-            baseline=baseline,
-            baseline_name=baseline_name,
-            tokenizer=source.tokenizer,
-            sentence=loaded.sentence and (arguments.sentence or loaded.sentence),
-            score=loaded.score,
-            options=arguments.report,
-            on_progress=progress,
-        )
+    result = make_report(
+        source.model,
+        loaded.batches,
+        arguments.sections,
+        name=name,
+        data=loaded.words,
+        baseline=baseline,
+        baseline_name=baseline_name,
+        tokenizer=source.tokenizer,
+        sentence=loaded.sentence and (arguments.sentence or loaded.sentence),
+        score=loaded.score,
+        options=arguments.report,
+        on_progress=lambda work, done, total: progress(f"measuring {work}", done, total),
+    )
+    progress(f"writing {arguments.output}")
     with ExitStack() as both:
         if common.json is not None:
             numbers = both.enter_context(atomic_file(common.json))

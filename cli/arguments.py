@@ -18,6 +18,8 @@ from collab_compress.options import (
     check_counts,
 )
 
+from .progress import progress
+
 AUTO = "auto"
 CALIBRATIONS = "auto|builtin|synthetic|generated|none|FILE[:COLUMN] ..."
 MODEL = "minilm (embedded), a model directory, or a name on the hub (bert-base, org/name)."
@@ -44,6 +46,7 @@ class Common:
 
     def say(self, *lines: str) -> None:
         """Print lines, unless quiet."""
+        progress.clear()
         for line in () if self.quiet else lines:
             print(line)
 

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from .progress import progress
+
 Arguments = TypeVar("Arguments")
 Handler = Callable[..., None]
 
@@ -42,8 +44,8 @@ SURROGATE = re.compile("[\ud800-\udfff]")  # stands for a byte that is not UTF-8
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 ALLOCATION = re.compile(r"can't allocate memory|not enough memory|failed to allocate|mmap.*Cannot allocate", re.I)
 CODES = (
-    "Exit codes: 0; 2 for an error (one line on standard error); 70 for an unexpected one, which may be a fault of "
-    "this package; 130 when interrupted. COLLAB_COMPRESS_TRACEBACK=1 shows the traceback, --version the version."
+    "Exit codes: 0; 2 for an error (the last line on standard error); 70 for an unexpected one, which may be a fault "
+    "of this package; 130 when interrupted. COLLAB_COMPRESS_TRACEBACK=1 shows the traceback, --version the version."
 )
 LONGEST_LINE = 1000  # characters of a message
 LONGEST_NUMBER = 30  # digits: more than any option takes, few enough for any library
@@ -125,6 +127,7 @@ def errors_in_one_line(name: str, handler: Handler | None = None, hold_warnings:
         _print_error(name, expected or _unexpected_error(error))
         sys.exit(ERROR if expected else UNEXPECTED)
     finally:
+        progress.clear()
         logger.removeHandler(warnings)
         if (distributed := sys.modules.get("collab_compress_cli.distributed")) is not None:
             distributed.end_processes()
@@ -282,6 +285,7 @@ def _print_error(name: str, message: str) -> None:
     if len(line) > LONGEST_LINE:  # with a path of thousands of characters
         line = f"{line[: LONGEST_LINE // 2]} … {line[-LONGEST_LINE // 2 :]}"
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    progress.clear()
     with suppress(OSError):
         print(f"{name}: {shown}", file=sys.stderr, flush=True)
 

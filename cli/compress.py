@@ -34,9 +34,9 @@ from .model import (
     check_outputs,
     finish,
     load_source,
-    progress_bar,
     put_on,
 )
+from .progress import progress
 
 NOT_REFITTED = (
     "Converted on random inputs alone. With data like yours (--calibration FILE of texts, one a line, or generated, "
@@ -62,6 +62,7 @@ def run(arguments: Arguments) -> Report | None:
     trimming, report = None, None
     if tokens is not None:
         texts = _texts(arguments) or ("builtin",)
+        progress("counting tokens")
         trimming = trim_vocabulary_(source.model, source.tokenizer, texts, tokens=tokens)
         lines += [*str(trimming).splitlines(), ""]
     if arguments.compression.converts:
@@ -137,14 +138,13 @@ def _plan(arguments: Arguments) -> None:
     check_outputs({"--json": saving.json}, directory, *text_files(arguments.calibration))
     source = load_source(arguments.model, revision=saving.revision)
     put_on(source.model, arguments.device)
-    with progress_bar("layer", saving.quiet) as progress:
-        table = plan(
-            source.model,
-            arguments.calibration,
-            source.tokenizer,
-            lambda name, done, total: progress(f"measuring {name}" if name else "done", done, total),
-            calibration_options=arguments.calibration_options,
-        )
+    table = plan(
+        source.model,
+        arguments.calibration,
+        source.tokenizer,
+        progress,
+        calibration_options=arguments.calibration_options,
+    )
     saving.say(str(table), "\nThe loss is of a part by itself, before refitting. --keep SHARE chooses all widths.")
     if saving.json is not None:
         write_new(saving.json, to_json(asdict(table)))
@@ -154,18 +154,17 @@ def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | No
     """Convert the model, and time it beside the dense one if it reads tokens."""
     compression = Compression(**vars(arguments.compression))
     dense = None if arguments.saving.quiet else sharing_copy(source.model)  # holds no weight twice
-    with progress_bar("module", arguments.saving.quiet) as progress:
-        progress("running the model on calibration data", 0, None)
-        report = compress(
-            source.model,
-            compression,
-            arguments.calibration,
-            tokenizer=source.tokenizer,
-            progress=lambda name, done, total: progress(f"fitting {name}" if name else "done", done, total),
-            calibration_options=arguments.calibration_options,
-        )
+    report = compress(
+        source.model,
+        compression,
+        arguments.calibration,
+        tokenizer=source.tokenizer,
+        progress=progress,
+        calibration_options=arguments.calibration_options,
+    )
     if dense is None:
         return report, None
+    progress("timing both models")
     try:
         return report, model_latency(dense, source.model, report.length, batch_size=TIMED_BATCH)
     except CollabCompressError:  # the model reads no tokens, or fewer than that
@@ -240,12 +239,7 @@ def _whole_model(report: Report, calibration: Sequence[str], latency: Latency | 
         f"({report.parameters_after / report.parameters_before - 1:+.1%})."
     ]
     if latency is not None:
-        rounds = f"half of {latency.rounds} rounds between {latency.low:.2f} and {latency.high:.2f} of dense"
-        if latency.is_steady:
-            measured = f"{latency.ratio:.2f} of dense (measured here, {rounds})"
-        else:
-            measured = f"not measurable while this machine does other work ({rounds})"
-        lines.append(f"Time at {latency.length} tokens, batch of {TIMED_BATCH}: {measured}.")
+        lines.append(f"Time at {latency.length} tokens, batch of {TIMED_BATCH}: {latency}.")
     if report.drift is not None:
         drift = report.drift
         lines.append(
@@ -294,8 +288,9 @@ def _calibration(report: Report) -> list[str]:
     counts = [min(module.vectors) for module in report.modules] + [min(module.vectors) for module in report.values]
     counts += [refit.vectors for refit in report.refits]
     vectors = min(filter(None, counts), default=0)  # none where a map keeps its full width
+    threads = f"{report.threads} thread{'s' if report.threads > 1 else ''}"
     lines = [f"Calibrated on {report.sequences:,} sequences; each module saw at least {vectors:,} vectors."]
-    return [*(lines if vectors else []), f"Converted in {report.seconds:.1f} s."]
+    return [*(lines if vectors else []), f"Converted in {report.seconds:.1f} s on {threads}."]
 
 
 def _mixing_lines(heads: dict[str, int]) -> list[str]:

@@ -4,8 +4,8 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import permutations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import transformers
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from collab_compress import CheckpointError, CollabCompressError
@@ -38,6 +37,7 @@ from collab_compress.errors import CompressionError, one_line
 from .arguments import AUTO, EditArguments, Saving
 from .card import CARD, edited_words, loading_lines, model_card
 from .distributed import process_state
+from .progress import progress
 
 _logger = logging.getLogger("collab_compress.cli")  # held with the warnings of the library
 RECORD = "collab_compress.json"
@@ -132,6 +132,7 @@ def load_source(name: str, edited: bool = False, revision: str | None = None) ->
     Raises:
         CheckpointError: it cannot be found or read, or is incomplete.
     """
+    progress(f"loading {name}")
     directory = find_directory(name, revision)
     model = load_model(directory, edited)
     return Source(title_of(name), directory, model, load_tokenizer(directory))
@@ -283,22 +284,6 @@ def put_on(model: PreTrainedModel, device: str) -> None:
         raise CompressionError(f"device {device!r} cannot be used: {one_line(error)}{hint}") from error
 
 
-@contextmanager
-def progress_bar(unit: str, quiet: bool = False) -> Iterator[Callable[[str, int, int | None], None]]:
-    """Show a progress bar on the main process; it takes the name of the work, what is done, and the total."""
-    disable = True if quiet or not process_state().is_main_process else None  # None: unless there is a terminal
-    with tqdm(unit=unit, disable=disable, leave=False) as bar:
-
-        def progress(name: str, done: int, total: int | None) -> None:
-            if done < bar.n:  # other work begins
-                bar.reset()
-            bar.total = total
-            bar.set_description_str(name, refresh=done == 0)
-            bar.update(done - bar.n)
-
-        yield progress
-
-
 def finish(
     source: Source,
     output: Path,
@@ -331,6 +316,7 @@ def finish(
     state.wait_for_everyone()
     if not state.is_main_process:
         return
+    progress(f"saving to {output}")
     model, is_edited = source.model, bool(edited_words(source.model))
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     text = to_json({**record, "versions": {"collab-compress": version("collab-compress"), **versions}})
@@ -358,6 +344,7 @@ def finish(
     loading = loading_lines(model, output, sentence_transformers=(output / MODULES).is_file())
     saving.say("To use it:\n", *(f"    {line}" for line in loading))
     if saving.push_to_hub is not None:
+        progress(f"uploading to {saving.push_to_hub}")
         try:
             address = push_to_hub(output, saving.push_to_hub)
         except CheckpointError as error:

@@ -24,7 +24,7 @@ from collab_compress.conversion.compress import refuse_unconvertible
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.data import read
 from collab_compress.conversion.feed_forward import FeedForward, Structure, block_report
-from collab_compress.conversion.maps import Progress, silent
+from collab_compress.conversion.maps import READING, Progress, silent
 from collab_compress.conversion.report import PartReport, score_costs, to_frame, value_costs
 from collab_compress.conversion.widths import MEASURED, LossCurves, Part, loss_curves, narrowable_blocks
 from collab_compress.errors import CalibrationError, UnsupportedModelError
@@ -167,7 +167,7 @@ def plan(
         model: dense; it does not change.
         calibration: as for `compress`.
         tokenizer: as for `compress`.
-        progress: called with a layer's name, how many are done, and how many there are.
+        progress: called with what is being done, how many layers are done, and how many there are, or None.
         calibration_options: as for `compress`.
         shares: of the dense widths; widths are rounded up, and dense ones left out.
 
@@ -187,13 +187,15 @@ def plan(
     model = sharing_copy(model)  # so that other threads may run the model meanwhile
     find_attention(model)  # refuses unknown families before any data are read
     refuse_noise(model, calibration)
+    progress = progress or silent
+    progress(READING, 0, None)
     data = read(model, calibration, tokenizer, calibration_options, seed=0)
     for note in data.notes:
         _logger.warning(note)
     if not data.held_back:
         raise CalibrationError("a plan takes calibration data of at least two sequences; pass more")
     batches, length = sample_sequences(data.used, MEASURED), data.length
-    parts = part_losses(model, batches, progress or silent)
+    parts = part_losses(model, batches, progress)
     rows = []
     for part, curves in parts.losses.items():
         for share in sorted(shares, reverse=True):

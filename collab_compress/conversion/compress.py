@@ -46,6 +46,7 @@ from collab_compress.conversion.feed_forward import (
 from collab_compress.conversion.fit import Refitted, check_weights, install_refits
 from collab_compress.conversion.layers import Parts, convert_layers_, install_maps_
 from collab_compress.conversion.maps import (
+    READING,
     Planned,
     Progress,
     Site,
@@ -99,7 +100,7 @@ def compress(
             back to measure drift: "auto" (for a model that reads English, texts that come with the package; else
             random tokens or noise), a file of texts, texts or text pairs, batches, or None.
         tokenizer: of the model; not needed for batches, None, and a SentenceTransformer.
-        progress: called with a layer's name, how many are done, and how many there are.
+        progress: called with what is being done, how many layers are done, and how many there are, or None.
         calibration_options: number and length of the calibration sequences.
 
     Returns:
@@ -122,8 +123,10 @@ def compress(
         device = working_device(compression.solver.device)
         _refuse_early(model, compression, calibration)
         dense = sharing_copy(model)  # so that other threads may run the model meanwhile
+        progress = progress or silent
+        progress(READING, 0, None)
         data = read(dense, calibration, tokenizer, calibration_options, compression.solver.seed)
-        job = _Job(dense, data, progress or silent)
+        job = _Job(dense, data, progress)
         placed = compression.with_solver(device=device)
         chosen, choice, by_module = placed, "", {}
         if compression.keep is not None:
@@ -150,6 +153,7 @@ def compress(
         length=job.data.length,
         drift=converted.drift,
         seconds=perf_counter() - started,
+        threads=torch.get_num_threads(),
         sequences=sum(map(sequence_count, job.data.used)),
         warnings=warnings,
         values=tuple(report for report in reports if isinstance(report, ValueReport)),
@@ -363,9 +367,9 @@ def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, C
         if not data.used:
             planned = []
             for number, task in enumerate(tasks):
-                job.progress(task.site.name, number, len(tasks))
+                job.progress(f"fitting {task.site.name}", number, len(tasks))
                 planned.append(replacement(task, None, None, data.length))
-            job.progress("", len(tasks), len(tasks))
+            job.progress("fitted all layers", len(tasks), len(tasks))
             return _Converted(planned, [], None)
         converted = sharing_copy(model)
         if depth is not None and (note := depth.drop_(converted)):
@@ -373,6 +377,7 @@ def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, C
         planned, refits = convert_layers_(
             converted, model, parts, data.used, data.held_back, length=data.length, progress=job.progress
         )
+        job.progress("measuring drift", 0, None)
         drift = drift_of(converted, model, data.held_back)
     return _Converted(planned, list(parts.blocks), config, refits, drift, notes, depth)
 

@@ -39,7 +39,7 @@ from collab_compress.conversion.data import Data
 from collab_compress.conversion.feed_forward import Structure
 from collab_compress.conversion.fit import Fit, as_read, install_refits, solve
 from collab_compress.conversion.layers import States, written_by
-from collab_compress.conversion.maps import Progress
+from collab_compress.conversion.maps import RUNNING, Progress
 from collab_compress.conversion.widths import MEASURED
 from collab_compress.conversion.writers import Writer
 from collab_compress.errors import CompressionError, UnsupportedModelError, one_line
@@ -210,7 +210,7 @@ def find_depth(structure: Structure, layers: int, data: Data, refits: bool, prog
         layers: number of layers that each stack keeps.
         data: to refit to, up to 256 sequences, and to measure on.
         refits: whether the layers before gaps are refitted.
-        progress: called with a stack's name, how many of its layers are removed, and how many are to be.
+        progress: called with what is being done, how many layers of a stack are removed, and how many are to be.
 
     Raises:
         UnsupportedModelError: a layer does not read what the one before it returned, too many must stay, or no stock
@@ -356,6 +356,7 @@ def choose_layers(
     trial, removed = sharing_copy(model), set()
     with undivided(trial), Room() as room:
         states = States(model, trial, room)
+        progress(RUNNING, 0, None)
         states.capture(in_parts(sample_sequences(data.used, MEASURED)), in_parts(data.held_back))
         for path, names in stacks.items():
             search, count = _Search(states, names, ends), len(names) - layers
@@ -365,7 +366,7 @@ def choose_layers(
                     "pass more layers, or leave out layers"
                 )
             for done in range(count):
-                progress(path, done, count)
+                progress(f"removing layers of {path}", done, count)
                 removed.add(search.remove_one())
     return [name for names in stacks.values() for name in names if name in removed]
 

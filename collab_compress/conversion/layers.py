@@ -35,6 +35,7 @@ from collab_compress.conversion.feed_forward import FeedForward
 from collab_compress.conversion.fit import Fit, Refitted, as_read, install_refits, solve
 from collab_compress.conversion.maps import (
     ENOUGH,
+    RUNNING,
     HeadWeights,
     Planned,
     Progress,
@@ -113,7 +114,7 @@ def convert_layers_(
         held_back: batches to choose dampings and to measure errors on.
         same_inputs: whether what lies before the first layer is the same in both models.
         length: tokens for which reports count multiply-accumulates.
-        progress: called with a layer's name, how many are done, and how many there are.
+        progress: called with what is being done, how many layers are done, and how many there are, or None.
 
     Raises:
         CalibrationError: batches take different ways through the model, or a module saw no token.
@@ -135,14 +136,16 @@ def convert_layers_(
     with undivided(dense), undivided(converted), Room() as room:
         states = States(dense, converted, room, parts.removed)
         if parts.in_layers and (tasks or parts.writers):
+            progress(RUNNING, 0, None)
             states.capture(used, held_back if parts.writers else [])
         layers = states.layers
         elsewhere = [task for task in tasks if layer_of(task.site.name) not in layers]
         if elsewhere:
+            progress(f"fitting {', '.join(task.site.name for task in elsewhere)}", 0, None)
             moments = gather_moments(dense, [task.site for task in elsewhere], used)
             replace_maps(elsewhere, Gathered(moments, head_weights(dense, _weighed(elsewhere), used)))
         for done, layer in enumerate(layers):
-            progress(layer, done, len(layers))
+            progress(f"fitting {layer}", done, len(layers))
             stays = layer not in parts.removed
             if not stays and states.reached > states.layers[layer].start:  # the gap is crossed already
                 continue
@@ -159,7 +162,7 @@ def convert_layers_(
                 install_refits(converted, refits[-1:], parts.blocks)
             if parts.writers and stays:
                 states.run_converted()
-        progress("", len(layers), len(layers))
+        progress("fitted all layers", len(layers), len(layers))
     return [planned[task.site.name, type(task.site)] for task in parts.tasks], refits
 
 

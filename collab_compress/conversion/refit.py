@@ -42,7 +42,7 @@ def refit_(
         sequences: number of sequences; all texts by default.
         length: where texts are cut, or tokens of a random sequence.
         seed: of random tokens and samples.
-        progress: called with a layer's name, how many are done, and how many there are.
+        progress: called with what is being done, how many layers are done, and how many there are, or None.
 
     Returns:
         Errors of the residual stream after each layer, in the order of the forward pass.

@@ -168,6 +168,7 @@ class Report:
         length: tokens T for which multiply-accumulates are counted.
         drift: relative error of the outputs, or None without calibration data.
         seconds: time of the conversion, calibration included.
+        threads: CPU threads of PyTorch's operations in it.
         sequences: number of calibration sequences, without those held back.
         warnings: texts that were cut or left out, modules that saw few vectors, solvers that broke down, and others.
         values: values of each converted module.
@@ -185,6 +186,7 @@ class Report:
     length: int
     drift: Drift | None
     seconds: float
+    threads: int
     sequences: int = 0
     warnings: tuple[str, ...] = ()
     values: tuple[ValueReport, ...] = ()

@@ -33,7 +33,7 @@ from collab_compress.conversion.chain import Room, undivided
 from collab_compress.conversion.feed_forward import FeedForward, Structure, block_report, narrower_config
 from collab_compress.conversion.fit import DAMPINGS
 from collab_compress.conversion.layers import States
-from collab_compress.conversion.maps import Progress, Task, silent
+from collab_compress.conversion.maps import RUNNING, Progress, Task, silent
 from collab_compress.conversion.report import dense_macs, width_range
 from collab_compress.conversion.writers import Writer
 from collab_compress.devices import float64_device
@@ -239,7 +239,7 @@ def choose_widths(
         compression: with the share, `keep`.
         batches: to measure losses on.
         length: tokens for which operations count.
-        progress: called with a layer's name, how many are done, and how many there are.
+        progress: called with what is being done, how many layers are done, and how many there are, or None.
 
     Raises:
         CompressionError: no widths keep so little.
@@ -297,7 +297,7 @@ def loss_curves(
         values: attention modules whose values count.
         blocks: feed-forward blocks that count.
         batches: keyword arguments for the model.
-        progress: called with a layer's name, how many are done, and how many there are.
+        progress: called with what is being done, how many layers are done, and how many there are, or None.
 
     Raises:
         UnsupportedModelError: the model's layers cannot be called alone, or one writes to no residual stream.
@@ -314,9 +314,10 @@ def loss_curves(
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}, so that its losses cannot be measured; pass dk or dv") from error
         states = States(model, model, room)
+        progress(RUNNING, 0, None)
         states.capture(in_parts(batches), [])
         for done, layer in enumerate(states.layers):
-            progress(layer, done, len(states.layers))
+            progress(f"measuring {layer}", done, len(states.layers))
             states.enter(layer, same_inputs=True)
             of_layer = [task for task in tasks if task.site.name.startswith(f"{layer}.")]
             here = {writer.name: writer for writer in writers if writer.layer == layer}
@@ -345,7 +346,7 @@ def loss_curves(
                 with _named(name):
                     lost = _neuron_losses(model.get_submodule(name), here[name], of_block)
                     losses["dff"][name] = lost / variances[name]
-        progress("", len(states.layers), len(states.layers))
+        progress("measured all layers", len(states.layers), len(states.layers))
     return losses
 
 

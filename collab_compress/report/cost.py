@@ -117,15 +117,22 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
         rows = [{"layer": label(latency.name), **asdict(latency)} for latency in latencies]
         tables["latency"] = Table("Latency of attention modules, batch of one", rows)
         longest = max(latency.length for latency in latencies)
-        ratio = median(latency.ratio for latency in latencies if latency.length == longest)
-        highlights.append(f"Converted attention takes {ratio:.2f} of dense time at T = {longest}, measured here.")
+        timed = [latency for latency in latencies if latency.length == longest]
+        steady = [latency.ratio for latency in timed if latency.is_steady]
+        if 2 * len(steady) > len(timed):
+            time = f"takes {median(steady):.2f} of dense time at T = {longest}, measured here"
+        else:
+            time = (
+                f"was timed beside other work on this machine: its rounds at T = {longest} differ too much to compare"
+            )
+        highlights.append(f"Converted attention {time}.")
     widths_of = {**chosen, "dff": dff}.items()
     subject = ", ".join(f"{part} = {width}" for part, width in widths_of if width is not None)
     return Section(
         "What a layer costs",
         f"Dense layers, and layers {f'with {subject}' if subject else 'as they are converted'}; other parts cost the "
         "same in both forms. Latencies are of whole attention modules on this machine, dense and converted in turns, "
-        f"medians of {options.rounds} rounds (Collaborate, section 3.4 and Table 1).{notes}",
+        f"medians of {options.rounds} rounds of one thread (Collaborate, section 3.4 and Table 1).{notes}",
         tables,
         highlights=highlights,
     )

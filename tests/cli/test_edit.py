@@ -192,7 +192,8 @@ def test_random_tokens_alone_are_warned_of(run):
     assert error.count("neurons were chosen on random tokens alone") == 1
     assert "random" not in printed
     assert re.search(
-        r"Calibrated on 28 sequences; each module saw at least \d+ vectors\.\nConverted in \S+ s\.\n", printed
+        r"Calibrated on 28 sequences; each module saw at least \d+ vectors\.\nConverted in \S+ s on \d+ threads?\.\n",
+        printed,
     )
     _, printed, error = run("compress", "dense", "--dk", 5, *options, "--output", "scores")
     assert "Converted on random inputs alone" in printed

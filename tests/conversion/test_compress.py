@@ -242,7 +242,24 @@ def test_same_seed_same_bits(make_tiny, calibration, monkeypatch):
 def test_progress_names_every_module(make_tiny):
     steps = []
     compress(make_tiny("bert"), Compression(dk=8), calibration=None, progress=lambda *step: steps.append(step))
-    assert steps == [("encoder.layer.0.attention.self", 0, 2), ("encoder.layer.1.attention.self", 1, 2), ("", 2, 2)]
+    reading, *fitting = steps
+    assert reading == ("reading calibration data", 0, None)
+    modules = [f"fitting encoder.layer.{number}.attention.self" for number in range(2)]
+    assert fitting == [(modules[0], 0, 2), (modules[1], 1, 2), ("fitted all layers", 2, 2)]
+
+
+def test_progress_names_every_step(make_tiny, calibration):
+    steps = []
+    compress(make_tiny("bert"), Compression(keep=0.5), calibration, progress=lambda *step: steps.append(step))
+    running, counts = ("running the model on calibration data", 0, None), [(0, 2), (1, 2)]
+    measuring = [(f"measuring encoder.layer.{done}", done, total) for done, total in counts]
+    fitting = [(f"fitting encoder.layer.{done}", done, total) for done, total in counts]
+    assert steps == [
+        ("reading calibration data", 0, None),
+        *(running, *measuring, ("measured all layers", 2, 2)),
+        *(running, *fitting, ("fitted all layers", 2, 2)),
+        ("measuring drift", 0, None),
+    ]
 
 
 def test_dtype_mode_and_what_is_frozen_are_kept(make_tiny):
