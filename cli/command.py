@@ -235,13 +235,15 @@ def silence_libraries() -> None:
 
 def _expected_error(error: BaseException) -> str | None:
     """Return the message of an error in one line; None if it may be a fault of this package."""
+    from collab_compress.errors import CollabCompressError, install
+
     if isinstance(error, ModuleNotFoundError):
         cause: BaseException = error
         while isinstance(cause.__cause__, ModuleNotFoundError):  # libraries that load lazily raise an error of theirs
             cause = cause.__cause__
         package = (getattr(cause, "name", None) or "").partition(".")[0]
         extra = EXTRAS.get(package)
-        return None if extra is None else f"{package} is not installed; pip install 'collab-compress[{extra}]'"
+        return None if extra is None else f"{package} is not installed; {install(extra)}"
     if isinstance(error, ImportError) and error.name is None:  # a library's advice on what to install
         return str(error)
     if isinstance(error, OSError):
@@ -256,8 +258,6 @@ def _expected_error(error: BaseException) -> str | None:
         return f"a number is too large: {error}"
     if type(error).__name__ == "PanicException":  # of the tokenizers library, once a tokenizer is loaded
         return f"the tokenizer cannot encode the texts ({error}); its tokenizer.json is damaged"
-    from collab_compress.errors import CollabCompressError
-
     return str(error) if isinstance(error, CollabCompressError) else None
 
 

@@ -33,7 +33,7 @@ from collab_compress.checkpoint.directory import (
 )
 from collab_compress.checkpoint.edits import METHOD
 from collab_compress.checkpoint.pretrained import find_directory, title_of
-from collab_compress.errors import CompressionError, one_line
+from collab_compress.errors import CompressionError, install, one_line
 
 from .arguments import AUTO, EditArguments, Saving
 from .card import CARD, edited_words, loading_lines, model_card
@@ -355,7 +355,7 @@ def finish(
         more = f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
         saving.say(f"Not copied from {source.directory}: {', '.join(left_out[:SHOWN])}{more}.")
     if is_edited:
-        saving.say("Wherever it is loaded: pip install collab-compress.")
+        saving.say(f"Wherever it is loaded: {install()}.")
     loading = loading_lines(model, output, sentence_transformers=(output / MODULES).is_file())
     saving.say("To use it:\n", *(f"    {line}" for line in loading))
     if saving.push_to_hub is not None:

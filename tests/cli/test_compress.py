@@ -45,7 +45,7 @@ def test_converts_a_classifier_and_says_how_to_load_it(run, loaded, model_dir, t
     assert lines[0].startswith("Whole model: ")
     assert lines[1].startswith("Time at ")
     assert "of dense" in lines[1]
-    assert "Wherever it is loaded: pip install collab-compress." in lines
+    assert "Wherever it is loaded: pip install . in a checkout of collab-compress." in lines
     model = loaded(printed)
     assert type(model) is BertForSequenceClassification
     assert len(read_factors(model)) == 2
