@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -201,8 +202,8 @@ def _check_word(name: str, word: str) -> None:
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> list[str]:
     """Return the lines of a table whose first columns hold text, and whose other columns hold numbers.
 
-    On a terminal it is drawn as wide as the terminal. Elsewhere it is plain text for programs: no colours, one line
-    a row, nothing cut.
+    On a terminal it is drawn as wide as the terminal, with headings no wider than their columns. Elsewhere it is
+    plain text for programs: no colours, one line a row, nothing cut.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -210,7 +211,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], text_columns: in
 
     terminal = sys.stdout.isatty()
     drawn = Table(box=SIMPLE_HEAD if terminal else None, pad_edge=False, show_edge=False)
+    rows = list(rows)
     for column, name in enumerate(header):
+        if terminal and column >= text_columns:
+            widest = max((len(row[column]) for row in rows), default=1)
+            name = textwrap.fill(name, max(widest, 1), break_long_words=False)
         justify = "left" if column < text_columns else "right"
         drawn.add_column(name, justify=justify, overflow="fold", no_wrap=not terminal)  # type: ignore[arg-type]
     for row in rows:
