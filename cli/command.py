@@ -37,7 +37,7 @@ EXTRAS = {  # optional package → the extra that installs it
 }
 CLEARER = (  # the parser's message → ours
     (r"no type matching (?:\{None\}\|)?(.+) could be instantiated from \[([^\[]*)\]\.?$", r"expected \1, got \2"),
-    (r"^Missing from [\w-]+: (.+)\(required\)$", r"missing \1"),
+    (r"^Missing from [\w-]+: (\S+) (.+) \(required\)$", r"missing \1: \2"),
 )
 SURROGATE = re.compile("[\ud800-\udfff]")  # stands for a byte that is not UTF-8
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")

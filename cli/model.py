@@ -351,7 +351,8 @@ def finish(
         if report_file is not None:
             report_file.write_text(text, encoding="utf-8")
     saving.say(*lines, f"\nSaved to {output}.")
-    if left_out := not_copied(source.directory):
+    is_embedded = pretrained.repository_of(record["model"]) == pretrained.EMBEDDED_REPOSITORY
+    if left_out := [] if is_embedded else not_copied(source.directory):
         more = f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
         saving.say(f"Not copied from {source.directory}: {', '.join(left_out[:SHOWN])}{more}.")
     if is_edited:

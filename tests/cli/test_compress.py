@@ -282,6 +282,7 @@ def test_sentence_transformers_files_travel_along(run, tmp_path, minilm_path):
     code, shown, _ = run("minilm", "--mix", "--output", tmp_path / "out")
     assert code == 0
     assert "from sentence_transformers import SentenceTransformer" in shown
+    assert "Not copied" not in shown  # data_config.json of the embedded model
     assert f'model = SentenceTransformer("{tmp_path / "out"}")' in shown
     assert 'model = SentenceTransformer("out")' in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "tokenizer.json"):
@@ -351,7 +352,7 @@ def test_nothing_is_replaced_or_written_into_the_model(options, message, fails, 
 def test_arguments_that_cannot_be_read_are_one_line(fails, model_dir):
     assert "--dk: expected INT, got 'abc'" in fails(model_dir, "--dk", "abc")
     assert "Unrecognized options: --colour" in fails(model_dir, "--dk", 8, "--colour", 3)
-    assert "missing MODEL" in fails("--dk", 8)
+    assert "missing MODEL: minilm (embedded), " in fails("--dk", 8)
 
 
 def test_the_model_is_on_the_requested_device(run, monkeypatch, model_dir, tmp_path):
