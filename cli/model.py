@@ -31,7 +31,7 @@ from collab_compress.checkpoint.directory import (
     refuse_place,
     to_json,
 )
-from collab_compress.checkpoint.edits import METHOD
+from collab_compress.checkpoint.edits import is_edits
 from collab_compress.checkpoint.pretrained import find_directory, title_of
 from collab_compress.errors import CompressionError, install, one_line
 
@@ -200,13 +200,13 @@ def _refuse_quantized(directory: Path, config: Any, edited: bool) -> None:
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-    if method == METHOD and edited:
+    if is_edits(quantization) and edited:
         return
-    if method == METHOD:
+    if is_edits(quantization):
         raise CheckpointError(
             f"{directory} is already converted, or its heads mixed or pruned; start from the dense checkpoint"
         )
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
     raise CheckpointError(f"{directory} is quantized ({method}); use the unquantized checkpoint instead")
 
 

@@ -103,7 +103,9 @@ def load_texts(data: DataArguments, model_labels: list[str]) -> tuple[DatasetDic
         named = table.get(data.label_column, pd.Series(index=table.index, dtype=object))
         labels = named if scores else named.map(lambda name: numbers.get(str(name)))
         if split != "test" and labels.isna().any():
-            raise DataError(f"{split} has the class {named[labels.isna()].iloc[0]!r}; expected {', '.join(classes)}")
+            raise DataError(
+                f"{split} has the class {str(named[labels.isna()].iloc[0])!r}; expected {', '.join(classes)}"
+            )
         columns = dict(
             zip(("text", "text_pair"), (table[name].astype(str) for name in data.text_columns), strict=False)
         )
