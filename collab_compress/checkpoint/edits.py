@@ -20,10 +20,11 @@ from collab_compress.errors import CheckpointError, UnsupportedModelError
 from collab_compress.transformers_parts import PrefixChange, WeightConverter, weight_conversions_of
 
 METHOD = "collab_compress"
-STORED_METHOD = (  # `quant_method` in a config: Transformers without this package prints it first, then its own advice
-    f"{METHOD} (no quantization: install the package collab-compress and `import {METHOD}` before loading this model, "
+STORED_METHOD = (
+    f"{METHOD} (no quantization: install the package collab-compress and `import {METHOD}` before loading it, "
     "and leave quantization_config as it is)"
 )
+"""`quant_method` of stored configs; Transformers without this package shows it before advice to delete the edits."""
 MARK = "collab_edits"  # attribute of live models: their edits
 VERSION = 2
 
