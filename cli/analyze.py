@@ -1,9 +1,10 @@
 """`collab-analyze`: measure the heads of a model, and write numbers and a page of pictures."""
 
 from contextlib import ExitStack
+from pathlib import Path
 
 from collab_compress.checkpoint.directory import atomic_file
-from collab_compress.checkpoint.pretrained import find_directory
+from collab_compress.checkpoint.pretrained import find_directory, title_of
 from collab_compress.errors import DataError
 from collab_compress.report import ReportResult, make_report, to_json, write_report
 
@@ -17,10 +18,11 @@ from .progress import progress
 def run(arguments: Arguments) -> ReportResult:
     """Load, measure, write, and print the most important numbers."""
     common, against = arguments.common, arguments.against
+    output = arguments.output or Path(f"{title_of(arguments.model)}-heads")
     read = [find_directory(arguments.model, common.revision)]
     if against is not None:
         read.append(find_directory(against))
-    check_outputs({"--output": arguments.output, "--json": common.json}, *read, *arguments.data.files)
+    check_outputs({"--output": output, "--json": common.json}, *read, *arguments.data.files)
     source = load_source(arguments.model, edited=True, revision=common.revision)
     put_on(source.model, arguments.device)
     name, baseline, baseline_name = source.name, None, "baseline"
@@ -53,10 +55,10 @@ def run(arguments: Arguments) -> ReportResult:
         if common.json is not None:
             numbers = both.enter_context(atomic_file(common.json))
             numbers.write_text(to_json(result), encoding="utf-8")
-        write_report(result, arguments.output)
+        write_report(result, output)
     common.say(*result.highlights)
     common.say(*(f"Not shown: {section}: {reason}." for section, reason in result.omitted.items()))
-    common.say(f"\nPage: {arguments.output / 'index.html'}")
+    common.say(f"\nPage: {output / 'index.html'}")
     return result
 
 

@@ -113,7 +113,7 @@ class AnalyzeArguments:
     """Measure the heads of a model: what they share, how important each is, what they cost.
 
     Examples:
-      collab-analyze minilm --data sentences.txt --output minilm-heads
+      collab-analyze minilm --data sentences.txt
       collab-analyze minilm-dk128 --against minilm --output before-and-after
       collab-analyze ./my-classifier --task mrpc --data-dir glue/MRPC --output heads
       collab-analyze bert-base --sections widths cost --output bert-cost
@@ -121,12 +121,12 @@ class AnalyzeArguments:
 
     model: Model
 
-    output: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Where to write index.html and numbers.json. Must not exist."""
-
     data: tyro.conf.OmitArgPrefixes[Inputs]
 
     report: tyro.conf.OmitArgPrefixes[ReportOptions]
+
+    output: Directory = None
+    """Where to write index.html and numbers.json, a new folder; by default MODEL-heads in the current directory."""
 
     sentence: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """Text whose attention maps are drawn; by default one of the data."""

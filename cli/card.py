@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from collab_compress.attention import FORM_KINDS, RotaryScores, SharedScores
 from collab_compress.checkpoint import edits_of
 from collab_compress.conversion.report import ModuleReport, PartReport, Report, ValueReport, width_range
+from collab_compress.errors import install
 from collab_compress.options import Compression
 
 CARD = "README.md"
@@ -21,7 +22,7 @@ EDITED = {
     "pruned": "fewer heads",
 }
 NEEDS = (
-    "The environment that loads this model needs the package: `pip install collab-compress`, and `import "
+    f"The environment that loads this model needs the package collab-compress ({install()}), and `import "
     "collab_compress` before loading."
 )
 

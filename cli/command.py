@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,7 +39,7 @@ EXTRAS = {  # optional package → the extra that installs it
 }
 CLEARER = (  # the parser's message → ours
     (r"no type matching (?:\{None\}\|)?(.+) could be instantiated from \[([^\[]*)\]\.?$", r"expected \1, got \2"),
-    (r"^Missing from [\w-]+: (.+)\(required\)$", r"missing \1"),
+    (r"^Missing from [\w-]+: (\S+) (.+) \(required\)$", r"missing \1: \2"),
 )
 SURROGATE = re.compile("[\ud800-\udfff]")  # stands for a byte that is not UTF-8
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -204,8 +205,8 @@ def _check_word(name: str, word: str) -> None:
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> list[str]:
     """Return the lines of a table whose first columns hold text, and whose other columns hold numbers.
 
-    On a terminal it is drawn as wide as the terminal. Elsewhere it is plain text for programs: no colours, one line
-    a row, nothing cut.
+    On a terminal it is drawn as wide as the terminal, with headings no wider than their columns. Elsewhere it is
+    plain text for programs: no colours, one line a row, nothing cut.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -213,7 +214,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], text_columns: in
 
     terminal = sys.stdout.isatty()
     drawn = Table(box=SIMPLE_HEAD if terminal else None, pad_edge=False, show_edge=False)
+    rows = list(rows)
     for column, name in enumerate(header):
+        if terminal and column >= text_columns:
+            widest = max((len(row[column]) for row in rows), default=1)
+            name = textwrap.fill(name, max(widest, 1), break_long_words=False)
         justify = "left" if column < text_columns else "right"
         drawn.add_column(name, justify=justify, overflow="fold", no_wrap=not terminal)  # type: ignore[arg-type]
     for row in rows:
@@ -238,13 +243,15 @@ def silence_libraries() -> None:
 
 def _expected_error(error: BaseException) -> str | None:
     """Return the message of an error in one line; None if it may be a fault of this package."""
+    from collab_compress.errors import CollabCompressError, install
+
     if isinstance(error, ModuleNotFoundError):
         cause: BaseException = error
         while isinstance(cause.__cause__, ModuleNotFoundError):  # libraries that load lazily raise an error of theirs
             cause = cause.__cause__
         package = (getattr(cause, "name", None) or "").partition(".")[0]
         extra = EXTRAS.get(package)
-        return None if extra is None else f"{package} is not installed; pip install 'collab-compress[{extra}]'"
+        return None if extra is None else f"{package} is not installed; {install(extra)}"
     if isinstance(error, ImportError) and error.name is None:  # a library's advice on what to install
         return str(error)
     if isinstance(error, OSError):
@@ -259,8 +266,6 @@ def _expected_error(error: BaseException) -> str | None:
         return f"a number is too large: {error}"
     if type(error).__name__ == "PanicException":  # of the tokenizers library, once a tokenizer is loaded
         return f"the tokenizer cannot encode the texts ({error}); its tokenizer.json is damaged"
-    from collab_compress.errors import CollabCompressError
-
     return str(error) if isinstance(error, CollabCompressError) else None
 
 

@@ -1,9 +1,12 @@
 """`collab-compress`: make layers of a pretrained model smaller, or let its heads mix."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedModel
 
 from collab_compress import (
     CollabCompressError,
@@ -43,7 +46,9 @@ NOT_REFITTED = (
     "for a model with a language-model head; in Python, batches) the layers that write to the hidden states are "
     "refitted too, which repairs part of the loss."
 )
-MEANING = "Less is better on the same data, but it does not say what a task loses: score yours. Embed documents anew."
+MEANING = "Less is better on the same data, but it does not say what a task loses: score yours."
+ANEW = "Embeddings have changed: embed documents anew."
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer, in the path of a module
 TIMED_BATCH = 8  # sequences in the batch that is timed
 
 
@@ -67,7 +72,7 @@ def run(arguments: Arguments) -> Report | None:
         lines += [*str(trimming).splitlines(), ""]
     if arguments.compression.converts:
         report, latency = _convert(source, arguments)
-        lines += _report_lines(report, calibration, latency)
+        lines += _report_lines(report, calibration, latency, _embeds(source.model))
     if arguments.mix:
         mix_heads_(source.model)
     if arguments.stock and report is not None and report.modules:
@@ -208,22 +213,31 @@ def _with_stock_heads(arguments: Arguments, source: Source) -> Arguments:
     return replace(arguments, compression=replace(compression, head_dim=widest))
 
 
-def _report_lines(report: Report, calibration: Sequence[str], latency: Latency | None) -> list[str]:
-    """Return the lines to print about a conversion: the whole model, then attention, then a table of modules."""
-    lines = [*_whole_model(report, calibration, latency), ""]
+def _embeds(model: PreTrainedModel) -> bool:
+    """Return whether a model may embed texts: it reads them and has no head, nor both an encoder and a decoder."""
+    reads_texts = model.main_input_name == "input_ids" and not model.config.is_encoder_decoder
+    return reads_texts and model.base_model is model
+
+
+def _report_lines(report: Report, calibration: Sequence[str], latency: Latency | None, embeds: bool) -> list[str]:
+    """Return the lines to print about a conversion: the whole model, then attention, then tables of modules."""
+    lines = [*_whole_model(report, calibration, latency, embeds), ""]
     lines += [report.choice] if report.choice else []
     lines += [*_parts(report), "", *_calibration(report), ""]
     for part, error, modules in (("dk", "score error", report.modules), ("dv", "output error", report.values)):
-        header = ["module", part, error, "weight error", "parameters", f"MMACs at T={report.length}"]
-        if modules:
-            lines += [*table(header, map(_row, modules)), ""]
+        header = ["layer", part, error, "weight error", "parameters", f"MMACs at T={report.length}"]
+        kinds: dict[str, list[ModuleReport | ValueReport]] = {}
+        for module in modules:
+            kinds.setdefault(NUMBER.sub("*", module.name), []).append(module)
+        for path, of_path in kinds.items():
+            lines += [f"{path}:", *table(header, map(_row, of_path)), ""]
     return lines[:-1]
 
 
 def _row(module: ModuleReport | ValueReport) -> list[str]:
     """Return the row of a module in the table of scores or of values."""
     return [
-        module.name,
+        ".".join(NUMBER.findall(module.name)),
         str(module.dk if isinstance(module, ModuleReport) else module.dv),
         "–" if module.data_error is None else f"{module.data_error:.4f}",
         f"{module.weight_error:.4f}",
@@ -232,7 +246,7 @@ def _row(module: ModuleReport | ValueReport) -> list[str]:
     ]
 
 
-def _whole_model(report: Report, calibration: Sequence[str], latency: Latency | None) -> list[str]:
+def _whole_model(report: Report, calibration: Sequence[str], latency: Latency | None, embeds: bool) -> list[str]:
     """Return size, time and drift of the whole model, compared with the dense one."""
     lines = [
         f"Whole model: {report.parameters_before:,} → {report.parameters_after:,} parameters "
@@ -244,7 +258,7 @@ def _whole_model(report: Report, calibration: Sequence[str], latency: Latency | 
         drift = report.drift
         lines.append(
             f"Drift: its {drift.output} move by {drift.relative_error:.1%} of their size on {drift.sequences} "
-            f"held-back sequences ({' and '.join(calibration)}). {MEANING}"
+            f"held-back sequences ({' and '.join(calibration)}). {MEANING}{f' {ANEW}' * embeds}"
         )
     if report.refits:
         lines.append(refit_line(report.refits))

@@ -30,9 +30,9 @@ from collab_compress.checkpoint.directory import (
     refuse_place,
     to_json,
 )
-from collab_compress.checkpoint.edits import METHOD
+from collab_compress.checkpoint.edits import is_edits
 from collab_compress.checkpoint.pretrained import find_directory, title_of
-from collab_compress.errors import CompressionError, one_line
+from collab_compress.errors import CompressionError, install, one_line
 
 from .arguments import AUTO, EditArguments, Saving
 from .card import CARD, edited_words, loading_lines, model_card
@@ -201,13 +201,13 @@ def _refuse_quantized(directory: Path, config: Any, edited: bool) -> None:
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-    if method == METHOD and edited:
+    if is_edits(quantization) and edited:
         return
-    if method == METHOD:
+    if is_edits(quantization):
         raise CheckpointError(
             f"{directory} is already converted, or its heads mixed or pruned; start from the dense checkpoint"
         )
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
     raise CheckpointError(f"{directory} is quantized ({method}); use the unquantized checkpoint instead")
 
 
@@ -336,11 +336,12 @@ def finish(
         (partial / CARD).write_text(str(card), encoding="utf-8")
         (partial / RECORD).write_text(text, encoding="utf-8")
     saving.say(*lines, f"\nSaved to {output}.")
-    if left_out := not_copied(source.directory):
+    is_embedded = pretrained.repository_of(record["model"]) == pretrained.EMBEDDED_REPOSITORY
+    if left_out := [] if is_embedded else not_copied(source.directory):
         more = f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
         saving.say(f"Not copied from {source.directory}: {', '.join(left_out[:SHOWN])}{more}.")
     if is_edited:
-        saving.say("Wherever it is loaded: pip install collab-compress.")
+        saving.say(f"Wherever it is loaded: {install()}.")
     loading = loading_lines(model, output, sentence_transformers=(output / MODULES).is_file())
     saving.say("To use it:\n", *(f"    {line}" for line in loading))
     if saving.push_to_hub is not None:

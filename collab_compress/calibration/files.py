@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from collab_compress.errors import CalibrationError, DataError, one_line
+from collab_compress.errors import CalibrationError, DataError, install, one_line
 
 Text: TypeAlias = str | tuple[str, str]
 """A text or a text pair."""
@@ -241,7 +241,7 @@ def _load_data_set(name: str, columns: Sequence[str]) -> Any:
         from datasets import load_dataset  # of the extra `data`
     except ImportError as error:
         raise CalibrationError(
-            f"{name} is no file, and data sets need the package datasets: pip install 'collab-compress[data]'"
+            f"{name} is no file, and data sets need the package datasets: {install('data')}"
         ) from error
     repository, _, configuration = name.partition(":")
     try:

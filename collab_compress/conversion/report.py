@@ -10,7 +10,7 @@ from typing import Any
 
 from collab_compress.architectures import DenseSite, ValueSite
 from collab_compress.attention import NarrowValues, ScoreForm
-from collab_compress.errors import CollabCompressError
+from collab_compress.errors import CollabCompressError, install
 from collab_compress.factorization import Factorization, Narrowing, RotaryFactorization
 from collab_compress.options import Compression
 
@@ -40,7 +40,7 @@ def to_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
     try:
         import pandas as pd
     except ImportError as error:
-        raise CollabCompressError("tables need pandas: pip install 'collab-compress[data]'") from error
+        raise CollabCompressError(f"tables need pandas: {install('data')}") from error
     return pd.DataFrame(rows)
 
 

@@ -66,7 +66,7 @@ for way in ways:
         way()
         print("LOADED")
     except OSError as error:
-        print("pip-install-collab-compress-0.1.0-and-import-collab_compress" in str(error))
+        print("install-collab-compress-0.1.0-and-import-collab_compress" in str(error))
 """
 
 
@@ -77,6 +77,8 @@ def test_no_flag_loads_it_without_the_package(edit, make_tiny, tmp_path, stock_p
         model.save_pretrained(tmp_path / name, **options)
         done = stock_python(NO_FLAG_HELPS, tmp_path / name)
         assert done.stdout.split() == ["True"] * 7, done.stderr
+        first = next(line for line in done.stderr.splitlines() if "quantization" in line)
+        assert "`import collab_compress` before loading" in first.partition("To remove the warning")[0]
     AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "again")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -130,12 +130,17 @@ def test_a_data_set_of_the_hub(run_glue, model, monkeypatch):
             "--train_file train.csv --validation_file odd.csv --text_columns sentence --label_column kind",
             "has the class 'dog'",
         ),
+        (
+            "--train_file train.csv --validation_file numbers.csv --text_columns sentence --label_column kind",
+            "has the class '0.5'",  # without the name of numpy's type
+        ),
     ],
 )
 def test_what_does_not_fit(options, message, run_glue, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "train.csv", 8)
     (tmp_path / "odd.csv").write_text("sentence,kind\na dog,dog\n")
+    (tmp_path / "numbers.csv").write_text("sentence,kind\na dog,0.5\n")
     with pytest.raises(DataError, match=message):
         run_glue(model, options)
 
