@@ -125,7 +125,7 @@ def chosen_by(kind: str, seed: int = 0) -> Iterator[None]:
             return largest(torch.rand(len(weight), generator=generator), count)
         return largest(contributions(second, weight), count)
 
-    with patch.multiple("collab_compress.conversion.fit", choice_moments=moments, choose_neurons=choose):
+    with patch.multiple("collab_compress.conversion.sequential", choice_moments=moments, choose_neurons=choose):
         yield
 
 

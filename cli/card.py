@@ -11,6 +11,7 @@ from collab_compress.attention import FORM_KINDS, RotaryScores, SharedScores
 from collab_compress.checkpoint import edits_of
 from collab_compress.conversion.cost import Part
 from collab_compress.conversion.report import PartReport, Report, width_range
+from collab_compress.errors import install
 from collab_compress.options import Compression
 
 CARD = "README.md"
@@ -22,7 +23,7 @@ EDITED = {
     "pruned": "fewer heads",
 }
 NEEDS = (
-    "The environment that loads this model needs the package: `pip install collab-compress`, and `import "
+    f"The environment that loads this model needs the package collab-compress ({install()}), and `import "
     "collab_compress` before loading."
 )
 
@@ -122,6 +123,7 @@ def _conversion(
         yield f"Values{'' if report and report.refits else ' and outputs'} are the source's own."
     if report and report.removed_layers:
         yield f"Layers of the source that were removed: {', '.join(report.removed_layers)} ({how})."
+        yield "Adapters (LoRA) of the source do not fit, though they load: the layers are numbered anew."
     if blocks:
         yield (
             f"{len(blocks)} feed-forward blocks keep {blocks[0].width} neurons each, chosen "

@@ -26,7 +26,16 @@ from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.feed_forward import FeedForward, adopt_, narrower_config
 from collab_compress.conversion.inventory import Inventory, refuse_unconvertible
 from collab_compress.conversion.layers import layer_of
-from collab_compress.conversion.maps import Planned, Progress, Task, empty_plan, replacement, silent, warnings_of
+from collab_compress.conversion.maps import (
+    READING,
+    Planned,
+    Progress,
+    Task,
+    empty_plan,
+    replacement,
+    silent,
+    warnings_of,
+)
 from collab_compress.conversion.report import Drift, PartReport, Report
 from collab_compress.conversion.sequential import (
     Parts,
@@ -78,7 +87,7 @@ def compress(
             back to measure drift: "auto" (for a model that reads English, texts that come with the package; else
             random tokens or noise), a file of texts, texts or text pairs, batches, or None.
         tokenizer: of the model; not needed for batches, None, and a SentenceTransformer.
-        progress: called with a layer's name, how many are done, and how many there are.
+        progress: called with what is being done, how many layers are done, and how many there are, or None.
         calibration_options: number and length of the calibration sequences.
 
     Returns:
@@ -101,11 +110,13 @@ def compress(
         device = working_device(compression.solver.device)
         _refuse_early(model, compression, calibration)
         dense = sharing_copy(model)  # so that other threads may run the model meanwhile
+        progress = progress or silent
+        progress(READING, 0, None)
         data = read(dense, calibration, tokenizer, calibration_options, compression.solver.seed)
         inventory = Inventory(dense, data.used[0] if data.used else None, compression.modules)
         with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
-            choice = _chosen(inventory, data, compression.with_solver(device=device), progress or silent)
-            conversion = _converted(inventory, data, choice, progress or silent)
+            choice = _chosen(inventory, data, compression.with_solver(device=device), progress)
+            conversion = _converted(inventory, data, choice, progress)
         before, ties = model.num_parameters(), tied_weights(model)
         with all_or_nothing(model):
             conversion.install_(model)
@@ -120,6 +131,7 @@ def compress(
         length=data.length,
         drift=conversion.drift,
         seconds=perf_counter() - started,
+        threads=torch.get_num_threads(),
         sequences=sum(map(sequence_count, data.used)),
         warnings=warnings,
         compression=choice.whole(compression).with_solver(device=compression.solver.device),
@@ -131,10 +143,12 @@ def compress(
 
 def _refuse_early(model: PreTrainedModel, compression: Compression, calibration: Calibration) -> None:
     """Refuse what cannot be converted, before any data are read."""
-    refuse_unconvertible(model)
+    refuse_unconvertible(model, "compress")
     inventory = Inventory(model, modules=compression.modules)
     if compression.keep is None:
         inventory.tasks(compression)
+    else:  # may choose any width of each module
+        inventory.refuse_all()
     if compression.layers is not None:
         deep_stacks(model, compression.layers)
     if compression.keep is not None or compression.dff is not None or compression.layers is not None:
@@ -212,18 +226,19 @@ def _converted(inventory: Inventory, data: Data, choice: Choice, progress: Progr
     if not data.used:
         maps = []
         for number, task in enumerate(tasks):
-            progress(task.site.name, number, len(tasks))
+            progress(f"fitting {task.site.name}", number, len(tasks))
             maps.append(replacement(task, None, None, data.length))
-        progress("", len(tasks), len(tasks))
+        progress("fitted all layers", len(tasks), len(tasks))
         return Conversion(maps, [item.report for item in maps])
     converted = sharing_copy(model)
-    if depth is not None:
-        depth.drop_(converted)
+    if depth is not None and (note := depth.drop_(converted)):
+        notes = (*notes, note)
     maps, refits = convert_layers_(
         converted, model, parts, data.used, data.held_back, length=data.length, progress=progress
     )
     blocks = [PartReport(**vars(block_cost(model, block, parts.dff, data.length))) for block in parts.blocks]
     reports = [*(item.report for item in maps), *blocks]
+    progress("measuring drift", 0, None)
     drift = drift_of(converted, model, data.held_back)
     return Conversion(maps, reports, parts.blocks, config, refits, depth, drift, notes)
 

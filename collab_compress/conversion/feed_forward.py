@@ -104,25 +104,33 @@ def _find_ups(model: PreTrainedModel, linear: ResidualLinear, run: Callable[[], 
             after = _neurons(down, run, (up, changed[neurons]))
             moved = (after - before).abs().amax(0) > 0
             if bool(moved.any()) and not bool(moved[~changed].any()):
+                _refuse_repeated(name, up, run)
                 ups[name] = neurons
                 break
     return ups
 
 
+def _refuse_repeated(name: str, layer: nn.Module, run: Callable[[], Tensor]) -> None:
+    """Refuse a layer that is called several times: other blocks may read it too."""
+    calls: list[Any] = []
+    with layer.register_forward_hook(lambda *_: calls.append(name)):
+        run()
+    if len(calls) > 1:
+        raise UnsupportedModelError(
+            f"{name} is called {len(calls)} times in its layer, so that its neurons are not those of one block; "
+            "leave out dff"
+        )
+
+
 def _neurons(down: nn.Module, run: Callable[[], Tensor], change: tuple[nn.Module, Tensor] | None = None) -> Tensor:
-    """Return the inputs (n, N) of a layer's first call, with some outputs of another layer's first call changed."""
+    """Return the inputs (n, N) of a layer that is called once, with some outputs of another one changed."""
     inputs: list[Tensor] = []
-    changed: list[Tensor] = []
 
     def record(_: nn.Module, args: Any) -> None:
-        if not inputs:
-            inputs.append(args[0].reshape(-1, args[0].shape[-1]).clone())
+        inputs.append(args[0].reshape(-1, args[0].shape[-1]).clone())
 
     def alter(_: nn.Module, __: Any, output: Tensor) -> Tensor | None:
-        if change is None or changed:
-            return None
-        changed.append(torch.where(change[1].to(output.device), output * -1.5 + 1, output))
-        return changed[0]
+        return None if change is None else torch.where(change[1].to(output.device), output * -1.5 + 1, output)
 
     up = down if change is None else change[0]
     with down.register_forward_pre_hook(record), up.register_forward_hook(alter):

@@ -18,10 +18,10 @@ from collab_compress.architectures import (
 )
 from collab_compress.attention import NarrowValues, ScoreForm
 from collab_compress.attention.projections import width_in
-from collab_compress.calibration import Batch, evaluation_mode
+from collab_compress.calibration import Batch
 from collab_compress.checkpoint import is_quantized
 from collab_compress.conversion.feed_forward import FeedForward, find_blocks, narrower_config
-from collab_compress.conversion.layers import SingleLayers, single_layers
+from collab_compress.conversion.layers import SingleLayers, single_layers, undivided
 from collab_compress.conversion.maps import Task
 from collab_compress.conversion.residual import ResidualLinear, find_residual_linears
 from collab_compress.conversion.sequential import check_weights
@@ -64,21 +64,21 @@ class Inventory:
     def layers(self) -> SingleLayers:
         """The numbered layers, which can be called alone in evaluation mode; raises as `single_layers`."""
         assert self.batch is not None
-        with evaluation_mode(self.model):
+        with undivided(self.model):
             return single_layers(self.model, self.batch)
 
     @cached_property
     def residual_linears(self) -> list[ResidualLinear]:
         """The residual linear layers, in the order of calls; raises as `find_residual_linears`."""
         layers = self.layers
-        with evaluation_mode(self.model):
+        with undivided(self.model):
             return find_residual_linears(self.model, layers)
 
     @cached_property
     def blocks(self) -> list[FeedForward]:
         """The feed-forward blocks, in the order of calls; raises as `find_blocks`."""
         linears = self.residual_linears
-        with evaluation_mode(self.model):
+        with undivided(self.model):
             return find_blocks(self.model, linears, self.layers)
 
     # Parts whose loss at every width can be measured, and why others cannot.
@@ -112,6 +112,14 @@ class Inventory:
         return self.blocks, ""
 
     # Maps to convert to given widths.
+
+    def refuse_all(self) -> None:
+        """Refuse modules of which no width can be converted; raises as `tasks`."""
+        narrowest = {
+            site.name: Compression(dk=None if site.family.rotary else site.heads, dv=site.key_value_heads)
+            for site in self.attention
+        }
+        self.tasks(Compression(dk=1, dv=1), narrowest)
 
     def tasks(self, compression: Compression, by_module: Mapping[str, Compression] | None = None) -> list[Task]:
         """Return the maps to convert, queries and keys first, after checking that all of them can be converted.
@@ -155,16 +163,17 @@ def find_feed_forward(model: PreTrainedModel, batch: Batch) -> list[FeedForward]
     return Inventory(model, batch).blocks
 
 
-def refuse_unconvertible(model: PreTrainedModel) -> None:
-    """Refuse a model that no conversion can change.
+def refuse_unconvertible(model: PreTrainedModel, caller: str) -> None:
+    """Refuse a model whose layers can be neither changed nor measured, whatever the widths.
 
     Raises:
-        CompressionError: it is quantized or sharded, or its attention implementation is neither eager nor sdpa.
+        CompressionError: it is quantized or sharded, was made in inference mode, or attends by another implementation
+            than "eager" or "sdpa".
         UnsupportedModelError: the weight of a layer is computed from others.
     """
     if is_quantized(model):
         raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
-    refuse_unwritable(model, "compress", CompressionError)
+    refuse_unwritable(model, caller, CompressionError)
     implementation = model.config._attn_implementation
     if implementation not in ("eager", "sdpa"):
         raise CompressionError(

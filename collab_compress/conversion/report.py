@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from collab_compress.conversion.cost import Part, PartCost
-from collab_compress.errors import CollabCompressError
+from collab_compress.errors import CollabCompressError, install
 from collab_compress.options import Compression
 
 
@@ -24,7 +24,7 @@ def to_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
     try:
         import pandas as pd
     except ImportError as error:
-        raise CollabCompressError("tables need pandas: pip install 'collab-compress[data]'") from error
+        raise CollabCompressError(f"tables need pandas: {install('data')}") from error
     return pd.DataFrame(rows)
 
 
@@ -102,6 +102,7 @@ class Report:
         length: tokens T for which multiply-accumulates are counted.
         drift: relative error of the outputs, or None without calibration data.
         seconds: time of the conversion, calibration included.
+        threads: CPU threads of PyTorch's operations in it.
         sequences: number of calibration sequences, without those held back.
         warnings: texts that were cut or left out, modules that saw few vectors, solvers that broke down, and others.
         compression: as passed, or with the widths that `keep` chose.
@@ -117,6 +118,7 @@ class Report:
     length: int
     drift: Drift | None
     seconds: float
+    threads: int
     sequences: int = 0
     warnings: tuple[str, ...] = ()
     compression: Compression | None = None

@@ -30,13 +30,21 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress.architectures import AttentionSite, DenseSite
 from collab_compress.attention import NarrowValues, install_
 from collab_compress.attention.values import fill_
-from collab_compress.calibration import Batch, evaluation_mode, gather_moments
+from collab_compress.calibration import Batch, gather_moments
 from collab_compress.calibration.batches import in_parts
 from collab_compress.calibration.gather import InputMoments, masks_of, unpadded
 from collab_compress.conversion.feed_forward import FeedForward, cut_
-from collab_compress.conversion.layers import HiddenStateStore, LayerCall, LayerCalls, capture_calls, layer_of
+from collab_compress.conversion.layers import (
+    HiddenStateStore,
+    LayerCall,
+    LayerCalls,
+    capture_calls,
+    layer_of,
+    undivided,
+)
 from collab_compress.conversion.maps import (
     HEAD_WEIGHT_SEQUENCES,
+    RUNNING,
     HeadWeights,
     Planned,
     Progress,
@@ -49,7 +57,7 @@ from collab_compress.conversion.maps import (
 from collab_compress.conversion.report import RefitReport
 from collab_compress.conversion.residual import ResidualLinear, stream_of
 from collab_compress.devices import float64_device
-from collab_compress.errors import CalibrationError, CollabCompressError, CompressionError
+from collab_compress.errors import CalibrationError, CollabCompressError, CompressionError, UnsupportedModelError
 from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, choose_neurons, fit
 from collab_compress.factorization.narrowing import CONSTANT
 
@@ -109,7 +117,7 @@ def convert_layers_(
         held_back: batches to choose dampings and to measure errors on.
         same_inputs: whether everything before the first layer is the same in both models.
         length: tokens for which reports count multiply-accumulates.
-        progress: called with a layer's name, how many are done, and how many there are.
+        progress: called with what is being done, how many layers are done, and how many there are, or None.
 
     Raises:
         CalibrationError: batches take different ways through the model, or a module saw no token.
@@ -128,20 +136,22 @@ def convert_layers_(
     exact = [task for task in parts.tasks if task.is_exact]
     convert_attention_(exact, [None] * len(exact), {})
     tasks = [task for task in parts.tasks if not task.is_exact]
-    with evaluation_mode(dense), evaluation_mode(converted), HiddenStateStore() as store:
+    with undivided(dense), undivided(converted), HiddenStateStore() as store:
         calls = None
         if parts.in_layers and (tasks or parts.linears):
+            progress(RUNNING, 0, None)
             calls = capture_calls(dense, used, held_back if parts.linears else [], store)
         layers = {} if calls is None else calls.layers
         elsewhere = [task for task in tasks if layer_of(task.site.name) not in layers]
         if elsewhere:
+            progress(f"fitting {', '.join(task.site.name for task in elsewhere)}", 0, None)
             moments = gather_moments(dense, [task.site for task in elsewhere], used)
             convert_attention_(elsewhere, moments, head_weights(dense, _weighted_sites(elsewhere), used))
         if calls is not None:
             models = Pair(dense, converted, calls, store, parts.removed)
             hidden, reached = HiddenStates([], [], []), 0
             for done, layer in enumerate(layers):
-                progress(layer, done, len(layers))
+                progress(f"fitting {layer}", done, len(layers))
                 numbers = layers[layer]
                 if reached > numbers.start:  # removed, and passed with the gap before it
                     continue
@@ -164,7 +174,7 @@ def convert_layers_(
                 reached, hidden = gap.reached, hidden._replace(dense=gap.hidden)
                 if parts.linears and layer not in parts.removed and not calls.begins_stack(reached):
                     hidden = hidden._replace(converted=models.advance(numbers, hidden))
-        progress("", len(layers), len(layers))
+        progress("fitted all layers", len(layers), len(layers))
     return [planned[task.site.name, type(task.site)] for task in parts.tasks], refits
 
 
@@ -360,7 +370,7 @@ def cross_gap(models: Pair, numbers: range, hidden: Sequence[Tensor], targets: M
 
 def stream_variance(models: Pair, data: LayerData, linear: ResidualLinear) -> float:
     """Return the variance of the dense residual stream after a layer, E‖x − mean‖²; 0 where it is rounding."""
-    total, squares, count = torch.zeros(()), 0.0, 0
+    total, squares, count = torch.zeros((), device="cpu"), 0.0, 0
     for masks, calls in zip(models.calls.masks, data.streams, strict=True):
         for streams in calls:
             stream = unpadded(streams[linear.name], masks_of(linear.site, masks).query)
@@ -553,13 +563,18 @@ class _Stop(Exception):
 def record_streams(
     model: PreTrainedModel, linears: Sequence[ResidualLinear], stop: bool = False
 ) -> Iterator[dict[str, StreamCall]]:
-    """Record the first call of each residual linear layer by its path; if `stop`, end the layer after the last."""
+    """Record the call of each residual linear layer by its path; if `stop`, end the layer after the last.
+
+    Raises:
+        UnsupportedModelError: one is called again before its call has been taken.
+    """
     calls: dict[str, StreamCall] = {}
     pending: dict[str, tuple[Tensor, Tensor]] = {}  # inputs, and outputs that are not yet added to the stream
 
     def on_call(name: str, _: nn.Module, args: Any, output: Tensor) -> None:
-        if name not in calls:
-            pending[name] = args[0], output
+        if name in calls or name in pending:
+            raise UnsupportedModelError(f"{name} is called several times in its layer, so it cannot be refitted")
+        pending[name] = args[0], output
 
     def on_stream(at: tuple[str, str], values: object) -> None:
         for linear in linears:
