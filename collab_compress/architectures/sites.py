@@ -150,7 +150,7 @@ class AttentionSite:
     @property
     def paths(self) -> Paths:
         """Where the parts of the module are."""
-        return self.paths
+        return self.family.paths
 
     @property
     def width(self) -> int:
