@@ -182,7 +182,7 @@ def _numbered_layers_settings(model: PreTrainedModel) -> list[str]:
     """Return the names of the settings that name layers by number, other than the last one."""
     holders: list[Any] = [*configs_inside(model.config), getattr(model, "generation_config", None)]
     settings = [setting for holder in holders if holder is not None for setting in vars(holder).items()]
-    last = (-1, [-1], (-1,), [], ())
+    last: tuple[Any, ...] = (-1, [-1], (-1,), [], ())
     return [
         name
         for name, value in settings
