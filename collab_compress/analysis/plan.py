@@ -15,6 +15,7 @@ from collab_compress.architectures import (
     find_attention,
     find_dense_attention,
     find_dense_values,
+    tokenizer_of,
     transformers_model,
 )
 from collab_compress.attention import NarrowValues, ScoreForm, SharedScores
@@ -179,7 +180,7 @@ def plan(
         >>> [(row.part, row.width) for row in result.rows]
         [('dk', 12), ('dv', 12), ('dff', 16)]
     """
-    tokenizer = tokenizer or getattr(model, "tokenizer", None)
+    tokenizer = tokenizer_of(model) if tokenizer is None else tokenizer
     model = sharing_copy(transformers_model(model))  # so that other threads may run the model meanwhile
     find_attention(model)  # refuses unknown families before any data are read
     refuse_noise(model, calibration)
