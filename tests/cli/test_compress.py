@@ -189,6 +189,10 @@ def test_same_as_the_python_api(run, model_dir, tmp_path):
     ("arguments", "message"),
     [
         (["--dk", "8", "--length", "0"], "length is 0; expected at least 1"),
+        (
+            ["--head-dim", "4"],
+            "--head-dim 4 is a width of queries and keys, which without widths are chosen",
+        ),
         (["--dk", "25"], "pass dk between 1 and 24"),
         (["--dk", "8", "--calibration", "nowhere.txt"], "cannot read nowhere.txt"),
         (["--dk", "8", "--modules", "nothing"], "matches 'nothing'"),
