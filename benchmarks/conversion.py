@@ -237,7 +237,7 @@ def whole(args: argparse.Namespace) -> None:
                     append_record(args.records, {"shape": shape, **rounds[-1]})
         middle = pd.DataFrame(rounds).median()
         times = f"{middle.seconds:7.1f} s  {middle.processor:7.1f} processor seconds"
-        times += f" on {args.threads} threads"
+        times += f", threads {args.threads}"
         print(f"{shape:7} {times}  {middle.MiB:6,.0f} MiB  mean score error {middle.error:.5f}", flush=True)
 
 
