@@ -83,7 +83,10 @@ def test_a_terminal_of_80_columns_shows_each_module_in_one_line(monkeypatch):
     monkeypatch.setattr(Console, "_environ", os.environ)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     lines = command._report_lines(report, "builtin", None, embeds=True)
-    rows = [COLOURS.sub("", line).split() for line in lines[lines.index("encoder.layer.*.attention.self:") + 1 :]]
+    rows = [
+        COLOURS.sub("", line).split()
+        for line in lines[lines.index("Queries and keys of encoder.layer.*.attention.self:") + 1 :]
+    ]
     assert len(rows) == 3 + 24  # below a header of two lines and a rule
     assert [row[0] for row in rows[3:]] == [str(number) for number in range(24)]
 
