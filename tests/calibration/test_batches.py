@@ -461,7 +461,7 @@ def test_a_batch_holds_a_bounded_number_of_tokens():
     joined = {name: torch.ones(16, 1000, dtype=torch.long) for name in ("input_ids", "attention_mask")}
     assert [sequence_count(part) for part in in_parts([joined])] == [4, 4, 4, 4]
     drawn = calibration_batches("synthetic", model, tokenizer, sequences=5, length=2000)
-    assert [batch["input_ids"].shape for batch in drawn] == [(2, 2000), (2, 2000), (1, 2000)]
+    assert sorted(batch["input_ids"].shape for batch in drawn) == [(1, 2000), (2, 2000), (2, 2000)]
 
 
 def test_a_long_pair_is_a_batch_by_itself(make_tiny):
