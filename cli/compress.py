@@ -224,14 +224,17 @@ def _report_lines(report: Report, calibration: Sequence[str], latency: Latency |
     lines = [*_whole_model(report, calibration, latency, embeds), ""]
     lines += [report.choice] if report.choice else []
     lines += [*_parts(report), "", *_calibration(report), ""]
-    errors: dict[Part, str] = {"dk": "score error", "dv": "output error"}
-    for part, error in errors.items():
+    tables: dict[Part, tuple[str, str]] = {
+        "dk": ("Queries and keys", "score error"),
+        "dv": ("Values and outputs", "output error"),
+    }
+    for part, (what, error) in tables.items():
         header = ["layer", part, error, "weight error", "parameters", f"MMACs at T={report.length}"]
         by_path: dict[str, list[PartReport]] = {}
         for module in report.of(part):
             by_path.setdefault(NUMBER.sub("*", module.name), []).append(module)
         for path, modules in by_path.items():
-            lines += [f"{path}:", *table(header, map(_row, modules)), ""]
+            lines += [f"{what} of {path}:", *table(header, map(_row, modules)), ""]
     return lines[:-1]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.architectures import DenseSite, ValueSite, find_attention, transformers_model
+from collab_compress.architectures import DenseSite, ValueSite, find_attention, tokenizer_of, transformers_model
 from collab_compress.calibration import Batch, Calibration
 from collab_compress.calibration.batches import refuse_noise, sample_sequences
 from collab_compress.conversion.copies import sharing_copy
@@ -169,7 +169,7 @@ def plan(
         >>> [(row.part, row.width) for row in result.rows]
         [('dk', 12), ('dv', 12), ('dff', 16)]
     """
-    tokenizer = tokenizer or getattr(model, "tokenizer", None)
+    tokenizer = tokenizer_of(model) if tokenizer is None else tokenizer
     model = transformers_model(model)
     refuse_unconvertible(model, "plan")
     model = sharing_copy(model)  # so that other threads may run the model meanwhile

@@ -13,7 +13,7 @@ from time import perf_counter
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.architectures import transformers_model
+from collab_compress.architectures import tokenizer_of, transformers_model
 from collab_compress.attention import FormEdit, MapForm
 from collab_compress.calibration import Calibration
 from collab_compress.calibration.batches import refuse_noise, sample_sequences, sequence_count
@@ -102,7 +102,7 @@ def compress(
     """
     check_type("compression", compression, Compression, CompressionError)
     if tokenizer is None:
-        tokenizer = getattr(model, "tokenizer", None)  # of a SentenceTransformer
+        tokenizer = tokenizer_of(model)
     model = transformers_model(model)
     started = perf_counter()
     devices = [model.device] if model.device.type == "cuda" else []
@@ -121,7 +121,7 @@ def compress(
         with all_or_nothing(model):
             conversion.install_(model)
     untied = _untied({group for group in map(conversion.remaining, ties) if len(group) > 1} - tied_weights(model))
-    warnings = (*data.notes, *conversion.notes, *untied, *_warnings(dense, data, choice, conversion))
+    warnings = (*data.notes, *conversion.notes, *untied, *_warnings(dense, data, compression, conversion))
     for warning in warnings:
         _logger.warning(warning)
     return Report(
@@ -300,11 +300,11 @@ def narrower_blocks(inventory: Inventory, dff: int | None) -> tuple[list[FeedFor
     return inventory.blocks, narrower_config(inventory.model, inventory.blocks, dff)
 
 
-def _warnings(model: PreTrainedModel, data: Data, choice: Choice, conversion: Conversion) -> list[str]:
+def _warnings(model: PreTrainedModel, data: Data, compression: Compression, conversion: Conversion) -> list[str]:
     """Return warnings of few or random data, and those of `warnings_of`."""
     vectors = {fit.report.name: fit.report.vectors for fit in conversion.refits}
     blocks = [(block.down, vectors[block.down], block.width) for block in conversion.blocks]
-    warnings = warnings_of(conversion.maps, choice.compression, blocks)
+    warnings = warnings_of(conversion.maps, compression, blocks)
     chosen = [what for what, some in (("neurons", blocks), ("layers", conversion.depth)) if some]
     if chosen and not data.refit:
         random, texts = "noise alone, after which a model may be useless", "images or sounds like yours"

@@ -261,13 +261,16 @@ def warnings_of(
     """Return warnings of rounded widths, few vectors, and solvers that broke down.
 
     Args:
+        planned: replacements of attention maps.
+        compression: as passed: widths that `keep` chose are rounded already, and differ by module.
         others: modules that are not planned, but saw vectors too, as for `few_vectors`.
     """
     seen = list(others)
     for item in planned:
         for vectors, (projection, _) in zip(item.report.vectors, item.site.inputs, strict=True):
             seen.append((item.site.name, vectors, width_in(projection)))
-    warnings = rounding([item.form for item in planned], compression.dk, compression.dv)
+    forms = [item.form for item in planned]
+    warnings = [] if compression.keep is not None else rounding(forms, compression.dk, compression.dv)
     warnings += few_vectors(seen)
     for item in planned:
         if item.report.breakdowns:

@@ -140,8 +140,8 @@ class Budget:
         self.macs = dense_attention + sum(cost.macs_before for cost in costs)
         self.length = length
         reasons = {
-            "queries and keys stay dense": why_no_scores,
-            "feed-forward blocks stay as they are": why_no_blocks,
+            "queries and keys": why_no_scores,
+            "feed-forward blocks": why_no_blocks,
         }
         words = [f"{what} stay as they are: {why}" for what, why in reasons.items() if why]
         self.why = f" ({'; '.join(words)})" if words else ""
