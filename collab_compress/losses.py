@@ -23,7 +23,7 @@ __all__ = [
     "orthogonality",
 ]
 
-# The error of the spectral norm where eigenvalues nearly tie is this many machine epsilons over 4 e: 1.4e-6 in float32.
+# The error of the spectral norm where eigenvalues nearly tie, in machine epsilons, times 4 e: 1.4e-6 in float32.
 TIED_EPSILONS = 128
 SHORTEST_VECTOR = 1e-4  # of the root mean square length: shorter vectors count as zero; trained models have some
 # Keeps the root's slope finite at 0. Adds at most 2 √(ROOT_EPSILON · S) to a coefficient: 1e-5 at 2500 keys.

@@ -13,7 +13,6 @@ from collab_compress.analysis.cost import (
 from collab_compress.analysis.covariance import (
     JointCovariance,
     head_covariances,
-    head_samples,
     layer_covariance,
     mean_over_pairs,
     model_covariances,
@@ -31,13 +30,11 @@ from collab_compress.analysis.plan import Plan, Row, plan
 from collab_compress.analysis.sharing import (
     Energy,
     alpha_matrices,
-    effective_rank,
     head_energy,
     mixing_matrices,
 )
-from collab_compress.analysis.similarity import SVCCA, Discrepancy, bhattacharyya, cka, discrepancy, sample_cka, svcca
+from collab_compress.analysis.similarity import SVCCA, Discrepancy, bhattacharyya, cka, discrepancy, svcca
 from collab_compress.analysis.stream import with_progress
-from collab_compress.analysis.table import head_table
 from collab_compress.heads import average_distance, confidence
 
 __all__ = [
@@ -62,13 +59,10 @@ __all__ = [
     "confidence",
     "discrepancy",
     "dominant_heads",
-    "effective_rank",
     "feed_forward_costs",
     "head_covariances",
     "head_energy",
     "head_patterns",
-    "head_samples",
-    "head_table",
     "induction",
     "layer_covariance",
     "mean_over_pairs",
@@ -80,7 +74,6 @@ __all__ = [
     "plan",
     "pruning_curve",
     "random_importance",
-    "sample_cka",
     "split_sequences",
     "svcca",
     "with_progress",

@@ -16,14 +16,10 @@ from collab_compress.heads import alphas_of
 
 
 def score_factors(model: PreTrainedModel) -> dict[str, tuple[HeadTensor, Tensor | None]]:
-    """Return the factors of the scores of every attention module, in float64 on the CPU, without the scale.
+    """Return module path → heads T_i of the scores without the scale, in float64 on the CPU, and the mixing matrix M.
 
-    Returns:
-        Module path → heads T_i, as query (H, D, d) and key (H, D, d), in a collaborative module W̃q·diag(m_i) and W̃k;
-        and the mixing matrix M (H, R), None for a dense module.
-
-    Raises:
-        UnsupportedModelError: the model's family is not known, or it has a rotary embedding.
+    T_i is the query (H, D, d) and key (H, D, d); in a collaborative module W̃q·diag(m_i) and W̃k. M is (H, R), None for
+    a dense module.
     """
     shared = read_factors(model)
     factors: dict[str, tuple[HeadTensor, Tensor | None]] = {}
@@ -174,27 +170,3 @@ def alpha_matrices(model: PreTrainedModel) -> dict[str, Tensor]:
     if not alphas:
         raise HeadError(f"{type(model).__name__} has no alphas; mix_heads_(model) adds them")
     return {name: matrix.detach().cpu().double() for name, matrix in alphas.items()}
-
-
-def effective_rank(matrix: Tensor) -> float:
-    r"""Return the effective rank of a matrix: the exponential of the entropy of the singular values' shares.
-
-    $$\exp\Big(-\sum_k p_k \log p_k\Big), \quad p_k = \sigma_k / \sum_l \sigma_l$$
-
-    Roy and Vetterli, "The effective rank: a measure of effective dimensionality", 2007.
-
-    Returns:
-        Between 1 and the smaller side, which equal singular values reach; 0 for a zero matrix.
-
-    Raises:
-        HeadError: not a matrix.
-
-    Example:
-        >>> round(effective_rank(torch.eye(4)), 6), round(effective_rank(torch.ones(4, 4)), 6)
-        (4.0, 1.0)
-    """
-    if matrix.ndim != 2:
-        raise HeadError(f"got {tuple(matrix.shape)}, expected a matrix")
-    values = torch.linalg.svdvals(matrix.detach().cpu().double())
-    total = values.sum()
-    return float(torch.special.entr(values / total).sum().exp()) if total > 0 else 0.0

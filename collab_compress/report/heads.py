@@ -139,9 +139,9 @@ def attention_maps(
 
 def patterns(model: PreTrainedModel, batches: Sequence[Batch], label: Label, progress: Progress) -> Section:
     """Return how spread the attention of each head is, how far it reaches, and which tokens it goes to."""
-    measured = analysis.head_patterns(model, batches, progress=progress("patterns"))
+    measured = analysis.head_patterns(model, analysis.with_progress(batches, progress("patterns")))
     with suppress(HeadError, CalibrationError):  # the model reads no tokens, or not as many
-        measured["induction"] = analysis.induction(model, progress=progress("induction"))
+        measured["induction"] = analysis.induction(model)
     rows: dict[str, dict[str, Any]] = {name: {"layer": label(name)} for name in measured["entropy"]}
     pictures, highlights = [], []
     for pattern, heads in measured.items():
