@@ -265,11 +265,6 @@ def add_measures(workload: Workload, directory: str | Path, folder: Path) -> Non
 
     Its `measures` are the results. Its `measured` names the measures that were taken, also those without result, with
     the split, the number of its rows, and on how many of them the model was scored.
-
-    Args:
-        workload: the task, and the recipe, which names the measures.
-        directory: of the stage's model.
-        folder: of the stage.
     """
     path = folder / "result.json"
     names = missing_measures(read_record(path), workload.recipe.measures)

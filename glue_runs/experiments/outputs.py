@@ -62,13 +62,6 @@ def reserve_output(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
 
     A stage belongs to a recipe if the recipe in its folder is the same in all that decides the stage's results.
     Nothing is written where all stages are finished.
-
-    Args:
-        recipe: the experiment.
-        stages: names of its stages.
-
-    Raises:
-        RecipeError: a folder is foreign or holds another experiment, or another process works there.
     """
     output = recipe.output
 
@@ -190,12 +183,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def hub_commits(model: Path, data: Mapping[str, Dataset]) -> dict[str, str | None]:
-    """Return the commits that a model and a data set have on the hub; None where one is not from there.
-
-    Args:
-        model: directory, as of a snapshot in the hub's cache.
-        data: split → rows, whose files `datasets` keeps in a folder named after the commit.
-    """
+    """Return the commits that a model and a data set have on the hub; None where one is not from there."""
     snapshot = SNAPSHOT.search(model.as_posix())
     files = [Path(file["filename"]).as_posix() for rows in data.values() for file in rows.cache_files]
     commits = {match[1] for match in map(PREPARED.search, files) if match}
@@ -208,20 +196,12 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read a JSON file.
-
-    Raises:
-        RecipeError: it is missing or not JSON.
-    """
+    """Read a JSON file."""
     return _parsed(_text(path), str(path))
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Read the record of a stage.
-
-    Raises:
-        RecipeError: it is missing or damaged.
-    """
+    """Read the record of a stage."""
     path = folder / "result.json"
     record = read_record(path)
     mappings = (record.get("metrics"), record.get("recipe"), record.get("measured", {}))
@@ -232,17 +212,7 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 
 def read_records(path: Path) -> dict[str, dict[str, Any]]:
-    """Read many records: every `result.json` below a folder, or the lines of a file of records.
-
-    Args:
-        path: a folder with the outputs of experiments, or a file of `record_lines`.
-
-    Returns:
-        The path, or the file and line, of each record → the record, unchecked, in this order.
-
-    Raises:
-        RecipeError: there are none, or one cannot be read.
-    """
+    """Return path, or file and line → record, of every `result.json` below a folder, or of a file of records."""
     if path.is_dir():
         records = {str(file): read_record(file) for file in sorted(path.rglob("result.json"))}
         if not records:

@@ -119,17 +119,7 @@ class Result:
 
 
 def read_results(*paths: Path) -> list[Result]:
-    """Read the results of experiments.
-
-    Args:
-        paths: folders of one run or of many, and files of records.
-
-    Returns:
-        The results, in the order of their paths or lines.
-
-    Raises:
-        RecipeError: there are none, one is no record of an experiment, or two have the same variant, task and seed.
-    """
+    """Return the results in folders of one run or of many, and in files of records, in the order of their paths."""
     records: dict[str, Record] = {}
     for path in paths:
         contents = read_records(path)

@@ -7,10 +7,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from collab_compress_cli.distributed import can_continue_together
+from collab_compress_cli.distributed import process_state
 
-from collab_compress.errors import CollabCompressError, RecipeError
+from collab_compress.errors import RecipeError
 
+from .processes import message_of
 from .protocol import check_environment, run, summary
 from .recipe import Recipe, parse, read_settings, set_field
 
@@ -133,8 +134,7 @@ def _at_scale(settings: Settings, where: str) -> Settings:
 def run_sweep(sweep: Sweep) -> list[str]:
     """Run what is not finished yet. It can be stopped at any point, and started again.
 
-    If a run fails, the others go on. An interrupt stops the sweep, and so does an error of one of several processes
-    in the middle of a training step, where the others cannot be notified.
+    If a run fails, the others go on; where several processes run together, the sweep stops at the first failure.
 
     Args:
         sweep: the sweep.
@@ -143,8 +143,7 @@ def run_sweep(sweep: Sweep) -> list[str]:
         The errors, each with its folder.
 
     Raises:
-        RecipeError: a recipe asks for unknown measures or trackers, or one of several processes failed where the
-            others cannot be notified.
+        RecipeError: a recipe asks for unknown measures or trackers, or a run of several processes failed.
     """
     recipes = list(sweep.recipes())
     for recipe in recipes:
@@ -155,14 +154,13 @@ def run_sweep(sweep: Sweep) -> list[str]:
             for record in run(recipe):
                 logger.info("%s %s: %s", recipe.output, record["stage"], summary(record))
         except Exception as error:
-            known = isinstance(error, CollabCompressError)
-            words = str(error) if known else f"{type(error).__name__}: {error}"
-            if not can_continue_together():
+            failure = f"{recipe.output}: {message_of(error)}"
+            if process_state().num_processes > 1:
                 raise RecipeError(
-                    f"{recipe.output}: {words}; the sweep stops because other processes are waiting; start it again"
+                    f"{failure}; a sweep of several processes stops at the first failure: start it again"
                 ) from error
-            logger.error("%s: %s", recipe.output, words)
-            errors.append(f"{recipe.output}: {words}")
+            logger.error("%s", failure)
+            errors.append(failure)
     return errors
 
 

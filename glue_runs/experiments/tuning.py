@@ -9,7 +9,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from collab_compress_cli.distributed import on_main_process
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations import (
     TensorBoardCallback,
@@ -22,8 +21,9 @@ from collab_compress.checkpoint.pretrained import load_model
 from collab_compress.errors import CollabCompressError, RecipeError, one_line
 from collab_compress.training import HeadSession, HeadTraining
 
-from .batches import grouping
+from .by_length import grouping
 from .outputs import write_record
+from .processes import on_main_process
 from .recipe import Recipe, Tuning
 from .workload import Workload
 
@@ -46,15 +46,6 @@ def fine_tune(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder
     """Fine-tune a model in place and save it into `folder/model`, from the last checkpoint if there is one.
 
     The Trainer's log is written to `folder/log.json`, with the seconds of training, null if it was interrupted.
-
-    Args:
-        workload: the task, and the recipe with the methods that act on heads.
-        model: is trained.
-        tuning: length and options.
-        folder: of the stage; holds checkpoints until the model is saved.
-
-    Raises:
-        RecipeError: the training arguments are invalid.
     """
     checkpoints, recipe = folder / CHECKPOINTS, workload.recipe
     trainer = _trainer(workload, model, tuning, checkpoints, recipe.heads)
@@ -62,10 +53,10 @@ def fine_tune(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder
         logger.warning("this CPU only emulates bfloat16, and float32 is faster; pass tuning.arguments.bf16=false")
     keep_logs(trainer, recipe, folder)
     seconds = None
-    whole = on_main_process(lambda: whole_checkpoints(checkpoints))
+    whole = on_main_process(whole_checkpoints)(checkpoints)
     latest = whole[-1] if whole else None
     best = trainer.args.load_best_model_at_end
-    final = None if latest is None else on_main_process(lambda: _final_checkpoint(latest, best))
+    final = None if latest is None else on_main_process(_final_checkpoint)(latest, best)
     if latest is not None and final is not None:  # the run was killed between its last step and saving the model
         trained, _ = load_model(type(model), final, dtype=model.dtype)
         history = _state(latest)["log_history"]
@@ -74,6 +65,7 @@ def fine_tune(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder
         seconds, history = None if latest else done.metrics["train_runtime"], trainer.state.log_history
         trained = trainer.accelerator.unwrap_model(trainer.model)
 
+    @on_main_process
     def save() -> None:
         write_record(folder / LOG, {"seconds": seconds, "history": history})
         with atomic_directory(folder / "model") as directory:
@@ -81,7 +73,7 @@ def fine_tune(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder
             workload.tokenizer.save_pretrained(directory)
         shutil.rmtree(checkpoints, ignore_errors=True)
 
-    on_main_process(save)
+    save()
 
 
 def _is_emulated(device: torch.device) -> bool:
@@ -92,12 +84,7 @@ def _is_emulated(device: torch.device) -> bool:
 
 
 def rehearse(workload: Workload, model: PreTrainedModel, tuning: Tuning) -> None:
-    """Set up a fine-tuning as `fine_tune` does, without a training step; only alphas stay in the model.
-
-    Raises:
-        RecipeError: the trainer, optimizer, schedule or data loader cannot be made with these settings.
-        HeadError: a method that acts on heads does not fit the model.
-    """
+    """Set up a fine-tuning as `fine_tune` does, without a training step; only alphas stay in the model."""
     heads = workload.recipe.heads
     dropouts = {
         name: rate for name, rate in model.config.to_dict().items() if "drop" in name and "att" in name and rate
@@ -144,7 +131,7 @@ def evaluate(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder:
     results = {split: workload.score(trainer, split, workload.data[split], folder) for split in workload.scored()}
     log_scores(trainer, workload.recipe, folder, results)
     # they are still there if the process was killed after it saved the model
-    on_main_process(lambda: shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True))
+    on_main_process(shutil.rmtree)(folder / CHECKPOINTS, ignore_errors=True)
     return results
 
 
@@ -155,12 +142,7 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 
 def _final_checkpoint(latest: Path, best: bool) -> Path | None:
-    """Return the checkpoint whose weights are the result if training is complete, else None.
-
-    Args:
-        latest: the last checkpoint.
-        best: whether the best checkpoint is the result, not the last one.
-    """
+    """Return the checkpoint with the result, the `best` or the latest, if training is complete; else None."""
     state = _state(latest)
     if not state["global_step"] >= state["max_steps"] > 0:
         return None
@@ -203,11 +185,7 @@ def _trainer(
 
 
 def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> TrainingArguments:
-    """Return a trainer's arguments, checked as far as possible before training.
-
-    Raises:
-        RecipeError: one is unknown, or its value is invalid.
-    """
+    """Return a trainer's arguments, checked as far as possible before training."""
     recipe, has_accelerator = workload.recipe, torch.accelerator.is_available()
     defaults: dict[str, Any] = {
         "num_train_epochs": tuning.epochs,
@@ -240,11 +218,7 @@ def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> Trai
 
 
 def check_trackers(names: tuple[str, ...]) -> None:
-    """Refuse trackers that the Trainer does not know, or whose package is not installed.
-
-    Raises:
-        RecipeError: naming those that are available.
-    """
+    """Refuse trackers that the Trainer does not know, or whose package is not installed."""
     available = get_available_reporting_integrations()
     for name in names:
         if name not in available:
@@ -255,11 +229,7 @@ def check_trackers(names: tuple[str, ...]) -> None:
 
 
 def keep_logs(trainer: Trainer, recipe: Recipe, folder: Path) -> list[TrainerCallback]:
-    """Name a trainer's run after the recipe and the stage, and let TensorBoard write into `folder/logs`.
-
-    Returns:
-        The callbacks of the recipe's trackers.
-    """
+    """Name a trainer's run, let TensorBoard write into `folder/logs`, and return the trackers' callbacks."""
     trainer.args.run_name = f"{recipe.task}-{recipe.method_name}-seed{recipe.seed}-{folder.name}"
     classes = tuple(get_reporting_integration_callbacks(trainer.args.report_to))
     reporting = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, classes)]
@@ -270,14 +240,7 @@ def keep_logs(trainer: Trainer, recipe: Recipe, folder: Path) -> list[TrainerCal
 
 
 def log_scores(trainer: Trainer, recipe: Recipe, folder: Path, metrics: Mapping[str, Mapping[str, float]]) -> None:
-    """Log the metrics of a finished stage as the Trainer does, as eval/f1 and test/bleu, and end its run.
-
-    Args:
-        trainer: has evaluated the stage.
-        recipe: names the trackers.
-        folder: of the stage.
-        metrics: split → name → value.
-    """
+    """Log the metrics of a finished stage as the Trainer does, as eval/f1 and test/bleu, and end its run."""
     logs: dict[str, float] = {}
     for split, values in metrics.items():
         prefix = split.replace("validation", "eval", 1)

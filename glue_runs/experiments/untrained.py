@@ -87,20 +87,7 @@ class Fresh:
 
 
 def make_fresh(fresh: Fresh, task: Task, auto_class: Any, train: Dataset, seed: int, folder: Path) -> None:
-    """Save a tokenizer trained on a task's texts and an untrained model into `folder`.
-
-    Args:
-        fresh: settings of the model.
-        task: decides the architecture, and the number of labels.
-        auto_class: of Transformers, for the task, such as AutoModelForCausalLM.
-        train: texts, in the task's columns.
-        seed: of the weights.
-        folder: where both are saved.
-
-    Raises:
-        DataError: the tokenizer cannot be trained.
-        RecipeError: the config does not fit the task.
-    """
+    """Save a tokenizer trained on a task's texts and an untrained model into `folder`."""
     tokenizer = train_tokenizer(
         _texts(train, task.text_columns),
         fresh.vocab_size,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from collab_compress_glue_runs.experiments import read_recipe, run
 from collab_compress_glue_runs.experiments import tuning as tuning_module
-from collab_compress_glue_runs.experiments.batches import grouping
+from collab_compress_glue_runs.experiments.by_length import grouping
 from collab_compress_glue_runs.experiments.tuning import whole_checkpoints
 from datasets import Dataset
 from safetensors.torch import load_file
