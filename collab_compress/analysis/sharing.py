@@ -31,12 +31,12 @@ def score_factors(model: PreTrainedModel) -> dict[str, tuple[HeadTensor, Tensor 
             )
         if site.name in shared:
             found = shared[site.name]
-            mixing = _exact(found.mixing)
-            key = _exact(found.key).expand(len(mixing), -1, -1)
-            factors[site.name] = HeadTensor(_exact(found.query) * mixing[:, None], key), mixing  # (H, D, R) each
+            mixing = _to_float64(found.mixing)
+            key = _to_float64(found.key).expand(len(mixing), -1, -1)
+            factors[site.name] = HeadTensor(_to_float64(found.query) * mixing[:, None], key), mixing  # (H, D, R) each
         else:
             dense = DenseSite(**vars(site), query=site.part(site.family.query), key=site.part(site.family.key))
-            factors[site.name] = HeadTensor(_exact(dense.query_heads()), _exact(dense.key_heads())), None
+            factors[site.name] = HeadTensor(_to_float64(dense.query_heads()), _to_float64(dense.key_heads())), None
     return factors
 
 
@@ -85,28 +85,28 @@ def head_energy(model: PreTrainedModel) -> dict[str, Energy]:
     energies = {}
     for name, (tensor, _) in score_factors(model).items():
         energies[name] = Energy(
-            heads=_cumulative(_core(tensor.query, tensor.key)),
-            query=_cumulative(tensor.flat_query),
-            key=_cumulative(tensor.flat_key),
-            product=_cumulative(_core(tensor.flat_query, tensor.flat_key)),
+            heads=_cumulate_energy(_reduce_product(tensor.query, tensor.key)),
+            query=_cumulate_energy(tensor.flat_query),
+            key=_cumulate_energy(tensor.flat_key),
+            product=_cumulate_energy(_reduce_product(tensor.flat_query, tensor.flat_key)),
         )
     return energies
 
 
-def _core(left: Tensor, right: Tensor) -> Tensor:
+def _reduce_product(left: Tensor, right: Tensor) -> Tensor:
     """Return a small matrix with the singular values of L·Rᵀ, from (…, m, k) and (…, n, k)."""
     core: Tensor = torch.linalg.qr(left).R @ torch.linalg.qr(right).R.mT
     return core
 
 
-def _cumulative(matrix: Tensor) -> Tensor:
+def _cumulate_energy(matrix: Tensor) -> Tensor:
     """Return the shares of energy that the first 0, 1, … components hold; 1 throughout for a zero matrix."""
     sums = nn.functional.pad(torch.linalg.svdvals(matrix).square().cumsum(-1), (1, 0))
     total = sums[..., -1:]
     return torch.where(total > 0, sums / torch.where(total > 0, total, 1.0), 1.0)
 
 
-def _exact(tensor: Tensor) -> Tensor:
+def _to_float64(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().double()
 
 

@@ -59,7 +59,7 @@ def from_config(
     model = model_class(copy.deepcopy(config))  # the edit is recorded in the config, which may be used again
     forms: dict[str, dict[str, ScoreForm]] = {}
     for site in find_dense_attention(model):
-        form, parts = (_rotary if site.family.rotary else _shared)(site, attention)
+        form, parts = (_build_rotary if site.family.rotary else _build_shared)(site, attention)
         install_(site.module, form, parts)
         forms.setdefault(form.kind, {})[path_in_base(model, site.module)] = form
     for kind, modules in forms.items():
@@ -69,38 +69,38 @@ def from_config(
     return model
 
 
-def _shared(site: DenseSite, attention: FromScratch) -> tuple[ScoreForm, Any]:
+def _build_shared(site: DenseSite, attention: FromScratch) -> tuple[ScoreForm, Any]:
     """Return the form of untrained shared attention, and its parameters."""
     scale = None if attention.train_mixing else sqrt(site.heads / attention.dk)  # None is the model's
     form = SharedScores.of(site, attention.dk, attention.dk, content_bias=site.query.bias is not None)
     form = replace(form, scale=scale, train_mixing=attention.train_mixing)
-    parts = _initialised(site, form)
+    parts = _build(site, form)
     with torch.no_grad():
         if parts.key.content_bias is not None:
             parts.key.content_bias.zero_()
-        parts.mixing.copy_(_concatenation(site.heads, attention.dk))
+        parts.mixing.copy_(concatenate_heads(site.heads, attention.dk))
     return form, parts
 
 
-def _rotary(site: DenseSite, attention: FromScratch) -> tuple[ScoreForm, Any]:
+def _build_rotary(site: DenseSite, attention: FromScratch) -> tuple[ScoreForm, Any]:
     """Return the form of rotary heads with untrained shared keys, and its parameters."""
     if attention.dk > site.key_value_width:
         raise CompressionError(
             f"{site.name}: dk of rotary heads is at most {site.key_value_width} there; got dk {attention.dk}"
         )
     form = replace(RotaryScores.of(site, attention.dk), train_mixing=attention.train_mixing)
-    parts = _initialised(site, form)
+    parts = _build(site, form)
     with torch.no_grad():
         for projection in (parts.query.proj, parts.key.proj):
             if projection.bias is not None:
                 projection.bias.zero_()
-        start = _concatenation(site.key_value_heads, form.rank // site.head_width)  # (G, P)
+        start = concatenate_heads(site.key_value_heads, form.rank // site.head_width)  # (G, P)
         real = start.repeat_interleave(site.head_width // 2, 1)
         parts.mixing.copy_(torch.cat([real, torch.zeros_like(real)], 1))
     return form, parts
 
 
-def _initialised(site: DenseSite, form: ScoreForm) -> Any:
+def _build(site: DenseSite, form: ScoreForm) -> Any:
     parts = form.build(site.module, site.parent)
     with torch.no_grad():
         for projection, dense in ((parts.query.proj, site.query), (parts.key.proj, site.key)):
@@ -108,7 +108,7 @@ def _initialised(site: DenseSite, form: ScoreForm) -> Any:
     return parts
 
 
-def _concatenation(heads: int, dk: int) -> Tensor:
+def concatenate_heads(heads: int, dk: int) -> Tensor:
     """Return blocks of ones, (H, R): each channel belongs to one head, and widths differ by at most one."""
     owner = torch.arange(dk) * heads // dk if dk >= heads else torch.arange(dk)
     return torch.nn.functional.one_hot(owner, heads).T.float()

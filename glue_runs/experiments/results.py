@@ -14,7 +14,7 @@ from collab_compress.errors import RecipeError
 
 from ..metrics import METRICS
 from ..tasks import TASKS
-from .outputs import BASE, CONVERTED, read_records, without_neutral
+from .outputs import CONVERTED_FIELDS, TUNED_FIELDS, read_records, without_neutral
 from .recipe import problems_of
 from .untrained import Fresh
 
@@ -123,7 +123,7 @@ def read_results(*paths: Path) -> list[Result]:
     records: dict[str, Record] = {}
     for path in paths:
         contents = read_records(path)
-        records |= {place: _checked(place, content) for place, content in contents.items()}
+        records |= {place: _check(place, content) for place, content in contents.items()}
     names = _model_names(record.recipe.model for record in records.values() if record.recipe.model)
     fresh = _fresh_names(records)
     results: dict[tuple[Variant, Column, int], Result] = {}
@@ -140,7 +140,7 @@ def read_results(*paths: Path) -> list[Result]:
     return list(results.values())
 
 
-def _checked(place: str, content: dict[str, Any]) -> Record:
+def _check(place: str, content: dict[str, Any]) -> Record:
     """Return a record with all fields of the right types."""
     try:
         record = Record.model_validate(content)
@@ -153,7 +153,7 @@ def _checked(place: str, content: dict[str, Any]) -> Record:
 
 def _result(place: str, record: Record, model: str) -> Result:
     recipe, revision = record.recipe.model_dump(exclude_unset=True), record.environment.revision
-    deciding = {*(CONVERTED if record.conversion else BASE), *(["again"] if record.again else [])}
+    deciding = {*(CONVERTED_FIELDS if record.conversion else TUNED_FIELDS), *(["again"] if record.again else [])}
     deciding -= {"seed", "data_dir"}  # what seeds share, wherever the data are
     return Result(
         variant=Variant(model, record.method, record.stage, record.conversion, record.again),
@@ -163,14 +163,14 @@ def _result(place: str, record: Record, model: str) -> Result:
         parameters=record.parameters,
         recipe={name: without_neutral(name, value) for name, value in recipe.items() if name in deciding},
         place=place,
-        metrics=_numbers(place, "metrics", record.metrics),
-        history=_numbers(place, "history", record.history or []),
-        measures=_numbers(place, "measures", record.measures or {}),
+        metrics=_check_numbers(place, "metrics", record.metrics),
+        history=_check_numbers(place, "history", record.history or []),
+        measures=_check_numbers(place, "measures", record.measures or {}),
         revision=None if revision == "unknown" else revision,
     )
 
 
-def _numbers(place: str, field: str, values: Any) -> Any:
+def _check_numbers(place: str, field: str, values: Any) -> Any:
     """Return the numbers of a record's field, nested; NaN for null, which stands for numbers that are not finite."""
 
     def number(value: Any) -> Any:

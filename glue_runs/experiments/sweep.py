@@ -62,7 +62,7 @@ class Sweep:
         if self.recipe is not None:
             fields = read_settings(self.recipe, [])
             shared = {name: value for name, value in fields.items() if name not in MADE_FIELDS}
-            object.__setattr__(self, "base", _merged(shared, self.base))
+            object.__setattr__(self, "base", _merge(shared, self.base))
         for axis, names in self.only.items():
             if axis not in AXES:
                 raise RecipeError(f"only holds {axis!r}; expected some of {', '.join(AXES)}")
@@ -87,11 +87,11 @@ class Sweep:
             for conversion in self._chosen("conversions") or [None]:
                 merged: Settings = {"progress": False}
                 for part in (self.base, self.tasks[task], self.methods[method]):
-                    merged = _merged(merged, part or {})
+                    merged = _merge(merged, part or {})
                 merged |= {"task": task, "method": method, "seed": seed, "conversion": conversion}
                 merged["output"] = self.output / task / method / f"seed{seed}"
                 if conversion is not None:
-                    merged = _merged(merged, self.conversions[conversion] or {})
+                    merged = _merge(merged, self.conversions[conversion] or {})
                 yield parse(Recipe, merged, f"{task}, {method}, {conversion or 'not converted'}")
 
     def _chosen(self, axis: str) -> list[Any]:
@@ -128,7 +128,7 @@ def _at_scale(settings: Settings, where: str) -> Settings:
     if not isinstance(fields, Mapping):
         known = f"expected one of {', '.join(map(str, scales))}, each with fields" if scales else "the sweep has none"
         raise RecipeError(f"{where}: scale is {chosen!r}; {known}")
-    return _merged({**settings, "scale": chosen}, fields)
+    return _merge({**settings, "scale": chosen}, fields)
 
 
 def run_sweep(sweep: Sweep) -> list[str]:
@@ -164,11 +164,11 @@ def run_sweep(sweep: Sweep) -> list[str]:
     return errors
 
 
-def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> Settings:
+def _merge(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> Settings:
     """Return nested settings with some of them changed."""
     merged = dict(settings)
     for name, value in changes.items():
         inner = merged.get(name)
         both = isinstance(value, Mapping) and isinstance(inner, Mapping)
-        merged[name] = _merged(inner, value) if both else value  # type: ignore[arg-type]
+        merged[name] = _merge(inner, value) if both else value  # type: ignore[arg-type]
     return merged

@@ -9,7 +9,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.integrations import (
     TensorBoardCallback,
     get_available_reporting_integrations,
@@ -18,10 +25,10 @@ from transformers.integrations import (
 
 from collab_compress.checkpoint.directory import atomic_directory
 from collab_compress.checkpoint.pretrained import load_model
-from collab_compress.errors import CollabCompressError, RecipeError, one_line
+from collab_compress.errors import RecipeError, one_line
 from collab_compress.training import HeadSession, HeadTraining
 
-from .by_length import grouping
+from .by_length import group_by_length
 from .outputs import write_record
 from .processes import on_main_process
 from .recipe import Recipe, Tuning
@@ -31,7 +38,7 @@ logger = logging.getLogger("collab_compress.glue_runs")  # held with the warning
 STATE = "trainer_state.json"  # written last
 LOG = "log.json"
 CHECKPOINTS = "checkpoints"
-EVALUATION = {
+EVALUATION_ARGUMENTS = {
     "per_device_eval_batch_size",
     "eval_accumulation_steps",
     "dataloader_num_workers",
@@ -86,31 +93,20 @@ def _is_emulated(device: torch.device) -> bool:
 def rehearse(workload: Workload, model: PreTrainedModel, tuning: Tuning) -> None:
     """Set up a fine-tuning as `fine_tune` does, without a training step; only alphas stay in the model."""
     heads = workload.recipe.heads
-    dropouts = {
-        name: rate for name, rate in model.config.to_dict().items() if "drop" in name and "att" in name and rate
-    }
-    if dropouts and model.config._attn_implementation == "flex_attention":
-        name, rate = next(iter(dropouts.items()))
-        raise RecipeError(
-            f"attn_implementation is 'flex_attention', which has no dropout in training, and {name} of the model is "
-            f"{rate}; expected 0; pass sdpa, or set {name} to 0 in its config"
-        )
-    try:
-        with TemporaryDirectory() as folder:
-            trainer = _trainer(workload, model, tuning, Path(folder), heads)
-            trainer.create_optimizer_and_scheduler(num_training_steps=1000)
-            next(iter(trainer.get_train_dataloader()))
-            if trainer.eval_dataset is not None:
-                trainer.get_eval_dataloader()
-            if trainer.args.eval_strategy != "no":
-                _check_best(trainer, workload)
-            HeadSession(trainer.model, heads, trainer.optimizer, tuning.warmup).close()
-    except CollabCompressError:
-        raise
-    except Exception as error:  # whatever Transformers, Accelerate and PyTorch raise
-        raise RecipeError(
-            f"the fine-tuning cannot be set up with these settings: {type(error).__name__}: {one_line(error)}"
-        ) from error
+    with TemporaryDirectory() as folder:
+        trainer = _trainer(workload, model, tuning, Path(folder), heads)
+        trainer.create_optimizer_and_scheduler(num_training_steps=1000)
+        HeadSession(trainer.model, heads, trainer.optimizer, tuning.warmup).close()
+
+
+def _check_dropout(config: PretrainedConfig) -> None:
+    """Refuse to train with flex attention, which has no dropout, a model that has one."""
+    for name, rate in config.to_dict().items():
+        if rate and "drop" in name and "att" in name and config._attn_implementation == "flex_attention":
+            raise RecipeError(
+                f"attn_implementation is 'flex_attention', which has no dropout in training, and {name} of the model "
+                f"is {rate}; expected 0; pass sdpa, or set {name} to 0 in its config"
+            )
 
 
 def _check_best(trainer: Trainer, workload: Workload) -> None:
@@ -126,7 +122,7 @@ def _check_best(trainer: Trainer, workload: Workload) -> None:
 
 def evaluate(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder: Path) -> dict[str, dict[str, float]]:
     """Return the task's metrics on each labelled split except the training data, in full precision."""
-    arguments = {name: value for name, value in tuning.arguments.items() if name in EVALUATION}
+    arguments = {name: value for name, value in tuning.arguments.items() if name in EVALUATION_ARGUMENTS}
     trainer = _trainer(workload, model, Tuning(arguments=arguments), folder)
     results = {split: workload.score(trainer, split, workload.data[split], folder) for split in workload.scored()}
     log_scores(trainer, workload.recipe, folder, results)
@@ -167,7 +163,7 @@ def _trainer(
     if heads is None:
         arguments.mixed_precision = "no"  # even under `accelerate launch --mixed_precision`
     tokenizer, data = workload.new_tokenizer(), workload.data
-    trainer: Trainer = grouping(workload.trainer_class)(
+    trainer: Trainer = group_by_length(workload.trainer_class)(
         model,
         arguments,
         train_dataset=data.get("train"),
@@ -179,6 +175,10 @@ def _trainer(
     )
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise RecipeError("recipes keep the whole model in each process; leave FSDP and DeepSpeed out")
+    if heads is not None:
+        _check_dropout(model.config)
+        if arguments.eval_strategy != "no":
+            _check_best(trainer, workload)
     if not workload.recipe.progress:
         trainer.remove_callback(PrinterCallback)  # it prints the logs where there is no progress bar
     return trainer
