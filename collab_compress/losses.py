@@ -128,7 +128,7 @@ def agreement(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
     $$\sum_{a < b} \cos(x_a, x_b) = \tfrac12 \Big( \big\| \sum_h \hat x_h \big\|^2 - \sum_h \|\hat x_h\|^2 \Big)$$
 
-    where $\hat x_h = x_h / \|x_h\|$. A zero vector, as of a dropped head, has cosine 0 with every other, and
+    where $\hat x_h = x_h / \|x_h\|$. A zero vector, such as a dropped head's, has cosine 0 with every other, and
     no gradient. The same holds for vectors shorter than 10⁻⁴ of the root mean square length, whose gradients would
     dominate.
 
@@ -176,7 +176,7 @@ def bhattacharyya(probs: Tensor, mask: Tensor | None = None) -> Tensor:
     $$BC(a, b) = \sum_j \sqrt{p_j^a \, p_j^b}$$
 
     equation 3 of "Diversified Attention on Transformers", from 0 for heads that attend to different tokens
-    to 1 for heads that attend alike. Without a loop over pairs,
+    to 1 for heads with the same attention. Without a loop over pairs,
 
     $$\sum_{a < b} BC(a, b) = \tfrac12 \Big( \big\| \sum_h r_h \big\|^2 - \sum_h \|r_h\|^2 \Big)$$
 
@@ -197,7 +197,7 @@ def bhattacharyya(probs: Tensor, mask: Tensor | None = None) -> Tensor:
         A scalar in float32, or float64 if the probs are; 0 for one head or without unpadded queries.
 
     Example:
-        >>> round(float(bhattacharyya(torch.full((1, 3, 2, 4), 0.25))), 4)  # heads that attend alike
+        >>> round(float(bhattacharyya(torch.full((1, 3, 2, 4), 0.25))), 4)  # heads with the same attention
         1.0
     """
     _check("probs", probs, "(B, H, T, S)", mask, (0, 2))

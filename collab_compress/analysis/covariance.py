@@ -50,8 +50,8 @@ class JointCovariance:
         mean: (C,), with C the sum of the widths, in float64.
         matrix: covariance (C, C), divided by the number of tokens less one, in float64.
         count: number of tokens N.
-        leading: number of blocks at the beginning, as those of the first of two models, that are compared with the
-            other blocks only; 0 to compare all with all.
+        leading: number of blocks at the beginning, such as those of the first of two models, that are compared only
+            with the other blocks; 0 to compare all with all.
 
     Example:
         >>> joint = JointCovariance.of([torch.randn(50, 2), torch.randn(50, 3)])

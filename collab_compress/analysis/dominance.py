@@ -110,7 +110,7 @@ def dominant_heads(
         model: stock or edited; its heads may be masked already.
         score: function from a model to its score, as BLEU or accuracy; called once for all heads, and once without
             each.
-        batches: in place of a score: keyword arguments for the model, read once. The score is then the drift of the
+        batches: instead of a score: keyword arguments for the model, read once. The score is then the drift of the
             outputs, ‖without − with‖ / ‖with‖ over tokens that are no padding; less is better.
         greater_is_better: whether a greater `score` is better; False for perplexity.
         kinds: attention types.

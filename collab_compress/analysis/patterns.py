@@ -122,7 +122,7 @@ def induction(model: PreTrainedModel, *, length: int = 24, sequences: int = 16, 
 
     Raises:
         HeadError: the model reads no tokens or is an encoder–decoder, or length or sequences are too small.
-        CalibrationError: the model does not take sequences of 2T tokens, or needs images beside them.
+        CalibrationError: the model does not take sequences of 2T tokens, or needs images too.
         UnsupportedModelError: the model's family is not known.
 
     Example:

@@ -206,7 +206,7 @@ class Discrepancy:
 
     Args:
         cosine: cosine + 1, as "Multi-Head Rotation" section 5.3 words it: 2 for heads that point the same way, 0 for
-            opposite ones. It grows as heads get more alike.
+            opposite ones. It grows as heads become more similar.
         l2: Euclidean distance.
 
     Example:

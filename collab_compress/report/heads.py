@@ -96,7 +96,7 @@ def mixing(model: PreTrainedModel, label: Label) -> Section:
 
 
 def _users(matrix: Tensor) -> float:
-    """Return how many heads use a component, mean over used components: 1 for one head, H for all alike."""
+    """Return how many heads use a component, mean over used ones: 1 for one head, H for all of them equally."""
     squares = matrix.square()
     used = squares[:, squares.sum(0) > 0]
     return float((used.sum(0).square() / used.square().sum(0)).mean()) if used.numel() else 0.0
@@ -122,7 +122,7 @@ def attention_maps(
         for head, weights in enumerate(maps[name].weights)
     }
     reading = (
-        "Layer · head. A diagonal looks at the token itself, a line beside it at a neighbour, a column at one token."
+        "Layer · head. A diagonal looks at the token itself, a line next to it at a neighbour, a column at one token."
     )
     picture = Heatmaps(
         "Every head's attention", reading, of_heads, row_label="query token", column_label="token attended to"

@@ -146,16 +146,16 @@ def draw_curves(picture: Curves) -> str:
 
 def colours(count: int) -> list[str]:
     """Return colours for so many curves, from blue to orange."""
-    return [f"hsl({(215 + 170 * place / max(1, count - 1)) % 360:.0f} 65% 42%)" for place in range(count)]
+    return [f"hsl({(215 + 170 * index / max(1, count - 1)) % 360:.0f} 65% 42%)" for index in range(count)]
 
 
 def _axis(values: Sequence[float], start: float, stop: float) -> tuple[Callable[[float], float], list[float]]:
-    """Return a function of a number to its place in pixels along an axis that holds all values, and its ticks."""
+    """Return a function from numbers to pixels along an axis that shows all values, and the axis's ticks."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if low == high:
         low, high = min(low, 0.0), max(high, 0.0) or 1.0
     least = (high - low) / 4
     power = 10.0 ** floor(log10(least))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= least)
-    ticks = [place * step for place in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
+    ticks = [number * step for number in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
     return lambda value: start + (value - low) / (high - low) * (stop - start), ticks

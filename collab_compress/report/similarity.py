@@ -22,7 +22,7 @@ def similarity(
     label: Label,
     progress: Progress,
 ) -> Section:
-    """Return how similar the heads of a model are, and its layers to those of another."""
+    """Return how similar the heads of a model are, and how similar its layers are to another model's."""
     heads = analysis.head_covariances(model, analysis.with_progress(batches, progress("heads")))
     pairs = {name: joint for name, joint in heads.items() if len(joint.widths) > 1}
     if not pairs and len(heads) < 2 and baseline is None:

@@ -1,6 +1,6 @@
 """Predictions for each example.
 
-A stage leaves `SPLIT.examples.npz` beside its record, with arrays of one row for each example:
+A stage leaves `SPLIT.examples.npz` next to its record, with arrays of one row for each example:
 
 | task | arrays |
 |---|---|

@@ -221,10 +221,10 @@ def read_records(path: Path) -> dict[str, dict[str, Any]]:
     if not path.is_file():
         raise RecipeError(f"{path} is no folder; expected one with the outputs of experiments, or a file of records")
     lines = enumerate(_read_text(path).split("\n"), 1)
-    places = {f"{path}, line {number}": line for number, line in lines if line.strip()}
-    if not places:
+    lines_by_source = {f"{path}, line {number}": line for number, line in lines if line.strip()}
+    if not lines_by_source:
         raise RecipeError(f"{path} holds no records; expected one a line")
-    return {place: _parse(line, place) for place, line in places.items()}
+    return {source: _parse(line, source) for source, line in lines_by_source.items()}
 
 
 def record_lines(records: Iterable[dict[str, Any]]) -> str:
@@ -251,14 +251,14 @@ def _read_text(path: Path) -> str:
         raise RecipeError(f"cannot read the record {path}: {error}") from error
 
 
-def _parse(text: str, place: str) -> dict[str, Any]:
+def _parse(text: str, source: str) -> dict[str, Any]:
     try:
         record: Any = json.loads(text)
         json.dumps(record, ensure_ascii=False).encode()  # raises where an escape is half a character
     except (ValueError, RecursionError) as error:
-        raise RecipeError(f"cannot read the record {place}: {error}") from error
+        raise RecipeError(f"cannot read the record {source}: {error}") from error
     if not isinstance(record, dict):
-        raise RecipeError(f"{place} holds a {type(record).__name__}; expected the record of an experiment")
+        raise RecipeError(f"{source} holds a {type(record).__name__}; expected the record of an experiment")
     return record
 
 

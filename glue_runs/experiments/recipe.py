@@ -61,7 +61,7 @@ class Tuning:
     """Share of the steps in which the learning rate rises."""
 
     max_steps: int = -1
-    """Steps of training in place of epochs, if positive."""
+    """Steps of training instead of epochs, if positive."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further TrainingArguments of Transformers."""
@@ -198,9 +198,9 @@ class Recipe:
     """Whether the main process shows progress bars and the log of training."""
 
     def __post_init__(self) -> None:
-        for place in ("output", "data_dir"):
-            if (path := getattr(self, place)) is not None:
-                object.__setattr__(self, place, Path(path).expanduser())
+        for name in ("output", "data_dir"):
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, Path(path).expanduser())
         _check_range(self, "seed", 0, 2**32 - 1)
         if self.held_out is not None and not 0 < self.held_out < 1:
             raise RecipeError(f"held_out is {self.held_out}; expected a share of the training data, between 0 and 1")
@@ -368,6 +368,5 @@ class _Loader(yaml.SafeLoader):
     """Reads 1e-4 as a number; PyYAML, which reads YAML 1.1, asks for 1.0e-4."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+_SCIENTIFIC = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))

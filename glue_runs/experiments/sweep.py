@@ -70,13 +70,13 @@ class Sweep:
             for name in names:
                 if name not in known:
                     raise RecipeError(f"only.{axis} names {name!r}; expected some of {', '.join(map(str, known))}")
-        places: Settings = {"base": self.base}
+        all_fields: Settings = {"base": self.base}
         for axis in ("tasks", "methods", "conversions"):
-            places |= {f"{axis}.{name}": fields for name, fields in getattr(self, axis).items()}
-        for place, fields in places.items():
+            all_fields |= {f"{axis}.{name}": fields for name, fields in getattr(self, axis).items()}
+        for path, fields in all_fields.items():
             for name in MADE_FIELDS.keys() & (fields or {}).keys():
                 raise RecipeError(
-                    f"{place} has {name}, which each run gets from the sweep; give its {MADE_FIELDS[name]}"
+                    f"{path} has {name}, which each run gets from the sweep; give its {MADE_FIELDS[name]}"
                 )
         if not list(self.recipes()):
             raise RecipeError("there is nothing to run; give tasks, methods and seeds")

@@ -305,7 +305,7 @@ class LanguageModel(TokenModel):
 
 
 class MaskedLanguageModel(TokenModel):
-    """Scored over 15 % of a split's tokens, the same in every run; training data are masked anew in each epoch."""
+    """Scored over 15 % of a split's tokens, the same in every run; training data get new masks in each epoch."""
 
     shift = False
     model_class = AutoModelForMaskedLM
@@ -400,7 +400,7 @@ class Translation(Workload):
         return written
 
     def score(self, trainer: Trainer, split: str, rows: Dataset, folder: Path) -> dict[str, float]:
-        """Translate and score a split; write `folder/SPLIT.txt`, references and outcomes of sentences beside it.
+        """Translate and score a split; write `folder/SPLIT.txt`, its references, and the outcomes of sentences.
 
         The perplexity is over the tokens of the references, ends of sentences included. German also has BLEU with
         compounds split.

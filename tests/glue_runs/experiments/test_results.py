@@ -283,8 +283,8 @@ def test_a_file_of_records_is_read_as_the_folder_it_is_of(write, tmp_path):
     file = tmp_path / "records.jsonl"
     file.write_text(record_lines(read_records(tmp_path / "runs").values()), encoding="utf-8")
     ours, theirs = read_results(file), read_results(tmp_path / "runs")
-    assert [repr(replace(one, place="")) for one in ours] == [repr(replace(one, place="")) for one in theirs]
-    assert [one.place for one in ours] == [f"{file}, line {n}" for n in range(1, 7)]
+    assert [repr(replace(one, source="")) for one in ours] == [repr(replace(one, source="")) for one in theirs]
+    assert [one.source for one in ours] == [f"{file}, line {n}" for n in range(1, 7)]
     assert record_lines(read_records(file).values()).encode() == file.read_bytes()
 
 
