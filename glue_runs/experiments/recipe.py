@@ -198,9 +198,9 @@ class Recipe:
     """Whether the main process shows progress bars and the log of training."""
 
     def __post_init__(self) -> None:
-        for name in ("output", "data_dir"):
-            if (path := getattr(self, name)) is not None:
-                object.__setattr__(self, name, Path(path).expanduser())
+        for folder in ("output", "data_dir"):
+            if (path := getattr(self, folder)) is not None:
+                object.__setattr__(self, folder, Path(path).expanduser())
         _check_range(self, "seed", 0, 2**32 - 1)
         if self.held_out is not None and not 0 < self.held_out < 1:
             raise RecipeError(f"held_out is {self.held_out}; expected a share of the training data, between 0 and 1")
