@@ -330,7 +330,7 @@ def _dataclasses_in(annotation: Any) -> Iterator[Any]:
 def problems_of(error: ValidationError) -> str:
     """Return pydantic's messages in one line, each with the path of its field and the value there."""
     return "; ".join(
-        f"{'.'.join(map(str, one['loc']))} is {repr(one['input'])[:60]}: {one['msg']}" for one in error.errors()
+        f"{'.'.join(map(str, one['loc']))}: {one['msg']}, got {repr(one['input'])[:60]}" for one in error.errors()
     )
 
 

@@ -25,7 +25,7 @@ from transformers.integrations import (
 
 from collab_compress.checkpoint.directory import atomic_directory
 from collab_compress.checkpoint.pretrained import load_model
-from collab_compress.errors import RecipeError, one_line
+from collab_compress.errors import CollabCompressError, RecipeError, one_line
 from collab_compress.training import HeadSession, HeadTraining
 
 from .by_length import group_by_length
@@ -93,10 +93,20 @@ def _is_emulated(device: torch.device) -> bool:
 def rehearse(workload: Workload, model: PreTrainedModel, tuning: Tuning) -> None:
     """Set up a fine-tuning as `fine_tune` does, without a training step; only alphas stay in the model."""
     heads = workload.recipe.heads
-    with TemporaryDirectory() as folder:
-        trainer = _trainer(workload, model, tuning, Path(folder), heads)
-        trainer.create_optimizer_and_scheduler(num_training_steps=1000)
-        HeadSession(trainer.model, heads, trainer.optimizer, tuning.warmup).close()
+    try:
+        with TemporaryDirectory() as folder:
+            trainer = _trainer(workload, model, tuning, Path(folder), heads)
+            trainer.create_optimizer_and_scheduler(num_training_steps=1000)
+            next(iter(trainer.get_train_dataloader()))
+            if trainer.eval_dataset is not None:
+                trainer.get_eval_dataloader()
+            HeadSession(trainer.model, heads, trainer.optimizer, tuning.warmup).close()
+    except CollabCompressError:
+        raise
+    except Exception as error:  # whatever Transformers, Accelerate and PyTorch raise
+        raise RecipeError(
+            f"the fine-tuning cannot be set up with these settings: {type(error).__name__}: {one_line(error)}"
+        ) from error
 
 
 def _check_dropout(config: PretrainedConfig) -> None:

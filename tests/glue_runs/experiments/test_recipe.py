@@ -48,10 +48,13 @@ def test_calibration_is_a_choice(path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("tuning.learningrate=1", r"recipe\.yaml: tuning\.learningrate is 1: Unexpected keyword argument$"),
-        ("heads.penalties=[{name: hsic, wt: 1}]", r"heads\.penalties\.0\.wt is 1: Unexpected keyword argument$"),
+        ("tuning.learningrate=1", r"recipe\.yaml: tuning\.learningrate: Unexpected keyword argument, got 1$"),
+        ("heads.penalties=[{name: hsic, wt: 1}]", r"heads\.penalties\.0\.wt: Unexpected keyword argument, got 1$"),
         ("task=foo", "unknown task 'foo'; expected one of cola"),
-        ("compression.solver.sweeps=1e30", r"compression\.solver\.sweeps is 1e\+30: Input should be a valid integer"),
+        (
+            "compression.solver.sweeps=1e30",
+            r"compression\.solver\.sweeps: Input should be a valid int.*, got 1e\+30",
+        ),
         ("held_out=1", r"held_out is 1\.0; expected a share of the training data"),
         ("tuning.epochs=0", "epochs is 0; expected more than 0, or max_steps"),
         ("fresh={width: 10, heads: 3}", "width 10 cannot be shared out evenly among 3 heads"),
@@ -64,16 +67,16 @@ def test_calibration_is_a_choice(path):
         ("model", "'model' sets nothing; expected field=value"),
         ("task.name=x", "task is 'mrpc', which has no fields"),
         ("seed=[", "cannot read the value"),
-        ("tuning.learning_rate=.nan", "learning_rate is nan: Input should be a finite number"),
-        ("files={validation: 3}", r"recipe.yaml: files\.validation\.str is 3: Input should be a valid string; "),
+        ("tuning.learning_rate=.nan", "learning_rate: Input should be a finite number, got nan"),
+        ("files={validation: 3}", r"recipe.yaml: files\.validation\.str: Input should be a valid string, got 3; "),
         (
             "fresh={config: 3, layers: a}",
-            r"fresh\.config\.str is 3: .*; fresh\.layers is 'a': Input should be a valid",
+            r"fresh\.config\.str: .*, got 3; .*; fresh\.layers: .*, got 'a' a valid",
         ),
         ("output=~nobody-here/x", "home directory"),
-        ("heads.penalties=[{name: hsic, weight: .inf}]", r"heads\.penalties\.0\.weight is inf: .* a finite"),
+        ("heads.penalties=[{name: hsic, weight: .inf}]", r"heads\.penalties\.0\.weight: .* a finite number, got inf"),
         ("files={validation: a}", "files names no training data"),
-        ("trackers=wandb", r"trackers is 'wandb': Input should be a valid .*"),
+        ("trackers=wandb", r"trackers: Input should be a valid .*, got 'wandb'"),
         (
             "method=plain",
             "method is plain, the name of the baseline, but the recipe has drophead0.2-scheduled-hsic1-",
