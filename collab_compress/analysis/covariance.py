@@ -36,7 +36,7 @@ def mean_over_pairs(matrix: Tensor) -> float:
         raise HeadError(f"got {tuple(matrix.shape)}, expected a matrix (H, H) of heads against heads")
     if len(matrix) < 2:
         raise HeadError("a single head has no pairs to average over; compare heads where there are several")
-    rows, columns = torch.triu_indices(len(matrix), len(matrix), 1)
+    rows, columns = torch.triu_indices(len(matrix), len(matrix), 1, device="cpu")
     return float(matrix[rows, columns].mean())
 
 

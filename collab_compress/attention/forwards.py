@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
-from collab_compress.transformers_parts import ALL_ATTENTION_FUNCTIONS
+from collab_compress.transformers_parts import ALL_ATTENTION_FUNCTIONS, find_cache
 
 
 class Forward(NamedTuple):
@@ -67,7 +67,8 @@ def _projected(module: Any, row: Forward, call: dict[str, Any]) -> tuple[Tensor,
     """Return queries, keys and values with those that the cache holds, as key groups (B, n, S, d)."""
     to_query, to_key, to_value = (getattr(module, name) for name in row.layers)
     hidden_states, encoder_states = call["hidden_states"], call.get("encoder_hidden_states")
-    cache, index = call.get("past_key_values"), getattr(module, "layer_idx", None)
+    cache: Any = find_cache(call.values())
+    index = getattr(module, "layer_idx", None)
 
     def key_groups(projected: Tensor) -> Tensor:
         groups: Tensor = projected.unflatten(-1, (-1, module.attention_head_size))

@@ -12,9 +12,16 @@ from torch import Tensor
 from torch.nn.functional import dropout, pad
 from transformers import AttentionInterface
 
-from collab_compress.attention.decoding import HALVES, can_decode, probabilities_, weighted_values
+from collab_compress.attention.decoding import HALVES, can_decode, probabilities, weighted_values
 from collab_compress.attention.form import scaling_of
-from collab_compress.attention.install import HeadCall, for_each_head, forms_of, head_hooks, wrong_implementation
+from collab_compress.attention.install import (
+    HeadCall,
+    for_each_head,
+    forms_of,
+    head_hooks,
+    refuse_paged_cache,
+    wrong_implementation,
+)
 from collab_compress.errors import UnsupportedModelError
 from collab_compress.transformers_parts import ALL_ATTENTION_FUNCTIONS, sdpa_attention_forward
 
@@ -193,7 +200,7 @@ def _attend_to_cache(
         probs = ((grouped * scaling) @ key.mT).flatten(1, 2)  # (B, H, S)
     else:
         probs = scores.cached_scores(module, query, key, scaling)
-    probs = probabilities_(probs, mask)
+    probs = probabilities(probs, mask)
     heads, size = (value.shape[1], value.shape[-1]) if values is None else (values.value_heads, values.size)
     return weighted_values(probs, value, heads, size).view(len(query), 1, 1, -1)
 
@@ -221,11 +228,7 @@ def _eager(
 
 def _refuse_unsupported(module: Any, options: dict[str, Any], names: frozenset[str]) -> None:
     """Raise UnsupportedModelError for a paged cache, and for arguments of these names."""
-    if options.get("cache") is not None:
-        raise UnsupportedModelError(
-            f"edited {type(module).__name__} cannot read a paged cache (generate_batch, continuous batching); "
-            "use generate"
-        )
+    refuse_paged_cache(module, options)
     passed = sorted(name for name in names if options.get(name) is not None)
     if passed:
         raise UnsupportedModelError(

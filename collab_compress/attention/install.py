@@ -17,6 +17,7 @@ from collab_compress.attention.forwards import hand_back_, has_own_forward, take
 from collab_compress.attention.projections import add_pre_hook_, remove_pre_hook_
 from collab_compress.attention.values import NarrowValues
 from collab_compress.errors import UnsupportedModelError
+from collab_compress.transformers_parts import find_cache
 
 IMPLEMENTATIONS = ("eager", "sdpa")
 STOCK_HEADS = "stock_heads"  # attribute: H, where the module's own attribute holds the number of key groups
@@ -54,6 +55,15 @@ def wrong_implementation(reason: str, implementation: Any) -> UnsupportedModelEr
         f"{reason}, so it runs with attn_implementation 'eager' or 'sdpa', got {implementation!r}; call "
         "model.set_attn_implementation('sdpa')"
     )
+
+
+def refuse_paged_cache(module: Any, options: dict[str, Any]) -> None:
+    """Raise UnsupportedModelError if these keyword arguments of attention come from continuous batching."""
+    if "read_index" in options:
+        raise UnsupportedModelError(
+            f"edited {type(module).__name__} cannot read a paged cache (generate_batch, continuous batching); "
+            "use generate"
+        )
 
 
 def for_each_head(part: Tensor, heads: int) -> Tensor:
@@ -107,10 +117,22 @@ def restore_(module: Any) -> None:
         module.config = module.config.stock
 
 
+class PresentHooks:
+    """The hooks on the heads of one module; a copy of it, as in a copy or a pickle of the module, holds none."""
+
+    def __init__(self, hooks: tuple[HeadHook, ...] = ()) -> None:
+        self.hooks = hooks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle without the hooks."""
+        return PresentHooks, ()
+
+
 def head_hooks(module: Any) -> tuple[HeadHook, ...]:
     """Return the hooks on the heads of `module`, in order."""
-    hooks: tuple[HeadHook, ...] = module.__dict__.get("head_hooks", ())
-    return hooks
+    # By getattr: a compiled model notices attributes that come and go, not entries of the module's `__dict__`.
+    present: PresentHooks | None = getattr(module, "head_hooks", None)
+    return () if present is None else present.hooks
 
 
 def add_head_hook_(module: Any, hook: HeadHook, *, first: bool = False) -> None:
@@ -119,7 +141,7 @@ def add_head_hook_(module: Any, hook: HeadHook, *, first: bool = False) -> None:
     Raises:
         UnsupportedModelError: hooks do not work with the model's attention implementation.
     """
-    module.head_hooks = (hook, *head_hooks(module)) if first else (*head_hooks(module), hook)
+    module.head_hooks = PresentHooks((hook, *head_hooks(module)) if first else (*head_hooks(module), hook))
     redirect_(module)
     if has_own_forward(module):  # any attention implementation
         return
@@ -133,7 +155,7 @@ def remove_head_hook_(module: Any, hook: HeadHook) -> None:
     """Undo `add_head_hook_`, in place; a module without any edit is a stock one again."""
     remaining_hooks = tuple(other for other in head_hooks(module) if other is not hook)
     if remaining_hooks:
-        module.head_hooks = remaining_hooks
+        module.head_hooks = PresentHooks(remaining_hooks)
     else:
         module.__dict__.pop("head_hooks", None)
     restore_(module)
@@ -231,13 +253,14 @@ def lay_out_(module: Any, pieces: str) -> None:
         projection.padding = getattr(module, pieces) * width - projection.channels
 
 
-def _prepare_cache(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _prepare_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Make a static cache allocate values in their own shape; stock caches give them as many heads as keys.
 
     Raises:
-        UnsupportedModelError: the cache is already allocated, and its values do not fit.
+        UnsupportedModelError: the cache is paged, or is already allocated and its values do not fit.
     """
-    cache = kwargs.get("past_key_values")
+    refuse_paged_cache(module, kwargs)
+    cache = find_cache((*kwargs.values(), *args))
     if cache is None or hasattr(cache, LAZY_VALUES) or not getattr(cache, "is_compileable", False):
         return
     inner = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]

@@ -76,19 +76,26 @@ class RotatingProjection(PaddedProjection):
         frequencies: of each pair, pseudo-head by pseudo-head, P·d/2; a slot's own frequency is its index in the head.
         bias: whether the projection has a bias.
         like: device and dtype.
+
+    Attributes:
+        rotates: whether any channel's frequency differs from that of its slot.
     """
+
+    slots: Tensor  # the frequencies
 
     def __init__(
         self, in_features: int, width: int, pairing: Pairing, frequencies: Sequence[int], bias: bool, **like: Any
     ) -> None:
         super().__init__(in_features, width, pairing.width, bias, **like)
         self.pairing, self.frequencies = pairing, list(frequencies)
+        slots = pairing.width // 2
+        self.rotates = any(frequency != slot % slots for slot, frequency in enumerate(frequencies))
+        self.fill_slots_(like.get("device"))
 
-    @property
-    def rotates(self) -> bool:
-        """Whether any channel's frequency differs from that of its slot."""
-        slots = self.pairing.width // 2
-        return any(frequency != slot % slots for slot, frequency in enumerate(self.frequencies))
+    def fill_slots_(self, device: Any) -> None:
+        """Keep the frequencies on a device, in a buffer that no checkpoint holds."""
+        slots = torch.tensor(self.frequencies, device=device)
+        self.register_buffer("slots", slots, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Project x (B, T, D) to (B, T, P·d), rotated by the difference of frequencies.
@@ -108,7 +115,7 @@ class RotatingProjection(PaddedProjection):
                 "models pass to their attention modules; call the model rather than the module"
             )
         real, imaginary = self.pairing.split(projected.unflatten(-1, (-1, self.pairing.width)))  # (B, T, P, d/2)
-        wanted = torch.tensor(self.frequencies, device=x.device)
+        wanted = self.slots
         cos, sin = self._by_pair(tables[0], 1.0), self._by_pair(tables[1], 0.0)  # (B, T, d/2)
         shape = (-1, cos.shape[-1])
         to_cos, to_sin = cos[..., wanted].unflatten(-1, shape), sin[..., wanted].unflatten(-1, shape)
@@ -302,6 +309,12 @@ class RotaryScores(ScoreForm):
         remove_pre_hook_(module, _attach_tables)
         super().take_out_(module, dense)
 
+    def finish_(self, module: Any) -> None:
+        """Fill the buffer of frequencies too, which a checkpoint does not hold."""
+        super().finish_(module)
+        projection = module.get_submodule(self.key)
+        projection.fill_slots_("cpu" if projection.slots.is_meta else projection.slots.device)
+
     def read_keys(self, name: str, module: Any) -> Tensor:
         """Return the complex keys of each head or group, (G, Dk, d/2), of the module called `name`.
 
@@ -335,14 +348,14 @@ class RotaryScores(ScoreForm):
         pairs = self.pairing.split(key)
         real, imaginary = (part.transpose(1, 2).flatten(2).unsqueeze(1) for part in pairs)  # (B, 1, S, R/2)
         mixed = real * by_real + imaginary * by_imaginary, imaginary * by_real - real * by_imaginary
-        slots = torch.tensor(self.frequencies, device=key.device)
+        slots = module.get_submodule(self.key).slots
         sums = (part.new_zeros(*part.shape[:3], self.head_width // 2).index_add(-1, slots, part) for part in mixed)
         return query[:, : self.heads], self.pairing.join(*sums)
 
     def head_queries(self, module: Any, query: Tensor) -> Tensor:
         """Return the rotated queries (B, H, T, d), mixed for the R channels of the keys, (B, T, H, R)."""
         mixing = module.mixing.repeat_interleave(self.heads // self.key_heads, 0)
-        slots = torch.tensor(self.frequencies, device=query.device)
+        slots = module.get_submodule(self.key).slots
         real, imaginary = (part[..., slots] for part in self.pairing.split(query[:, : self.heads]))  # (B, H, T, R/2)
         by_real, by_imaginary = mixing.unsqueeze(1).chunk(2, -1)  # (H, 1, R/2)
         mixed = real * by_real - imaginary * by_imaginary, real * by_imaginary + imaginary * by_real

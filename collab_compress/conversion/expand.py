@@ -279,7 +279,9 @@ def _dense_projections(
     like = module.get_submodule(form.query).proj.weight
     dense_query = _linear(torch.cat(query_weights, 1), torch.cat(query_biases) if content is not None else None, like)
     has_key_bias = content is not None and site.family.key_bias
-    dense_key = _linear(torch.cat(key_weights, 1), torch.zeros(form.heads * width) if has_key_bias else None, like)
+    dense_key = _linear(
+        torch.cat(key_weights, 1), torch.zeros(form.heads * width, device="cpu") if has_key_bias else None, like
+    )
     return dense_query, dense_key, (lost / total) ** 0.5 if total else 0.0
 
 

@@ -68,7 +68,8 @@ class Subject:
     @staticmethod
     def _draw(rows: Dataset) -> Dataset:
         """Return up to `MEASURED_ROWS` random rows, the same for all models."""
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:MEASURED_ROWS]
+        generator = torch.Generator().manual_seed(0)
+        order = torch.randperm(len(rows), generator=generator, device="cpu")[:MEASURED_ROWS]
         return rows.select(order.tolist())
 
     def indices(self, first: int = 0, end: int = MEASURED_ROWS) -> list[int]:
