@@ -27,12 +27,7 @@ from collab_compress.analysis.dominance import (
 )
 from collab_compress.analysis.patterns import AttentionMap, attention_maps, head_patterns, induction
 from collab_compress.analysis.plan import Plan, Row, plan
-from collab_compress.analysis.sharing import (
-    Energy,
-    alpha_matrices,
-    head_energy,
-    mixing_matrices,
-)
+from collab_compress.analysis.sharing import Energy, alpha_matrices, head_energy, mixing_matrices
 from collab_compress.analysis.similarity import SVCCA, Discrepancy, bhattacharyya, cka, discrepancy, svcca
 from collab_compress.analysis.stream import with_progress
 from collab_compress.heads import average_distance, confidence

@@ -16,11 +16,7 @@ from collab_compress.errors import RecipeError
 
 from ..tasks import TASKS
 from .outputs import without_nulls
-from .results import (
-    Column,
-    Result,
-    Variant,
-)
+from .results import Column, Result, Variant
 
 Line: TypeAlias = dict[str, Any]
 Recipes: TypeAlias = Mapping[Variant, Mapping[Column, Sequence[Mapping[str, Any]]]]
