@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, nan
+from statistics import fmean
 from typing import TypeAlias
 
 import torch
@@ -79,6 +80,7 @@ class PruningPoint:
         heads: module path → silenced heads.
         removed: number of silenced heads.
         score: the score without them.
+        random_score: the score without as many random heads, mean over `random_orders`; NaN if not measured.
 
     Example:
         >>> (point,) = pruning_curve(model, random_importance(model), batches=[batch], shares=(1,))
@@ -90,6 +92,7 @@ class PruningPoint:
     heads: dict[str, list[int]]
     removed: int
     score: float
+    random_score: float = nan
 
 
 def dominant_heads(
@@ -147,6 +150,7 @@ def pruning_curve(
     *,
     batches: Batches | None = None,
     shares: Sequence[float] = PRUNED_SHARES,
+    random_orders: int = 0,
     progress: Progress | None = None,
 ) -> list[PruningPoint]:
     """Return the score without more and more heads, the least important first.
@@ -159,6 +163,7 @@ def pruning_curve(
         importance: module path → (H,) from `head_importance`, measured on other data than the score; modules without
             importance keep their heads.
         shares: shares of the heads, 0 to 1, each rounded to a number of heads.
+        random_orders: number of random orders of heads (`random_importance`) to score too.
 
     Raises:
         HeadError: a share, a module or an importance is wrong.
@@ -169,14 +174,18 @@ def pruning_curve(
         >>> [(point.share, point.removed) for point in points], points[0].score
         ([(0, 0), (0.5, 3)], 0.0)
     """
-    silenced = [least_important(importance, share) for share in shares]
+    orders = [importance, *(random_importance(model, seed=seed) for seed in range(random_orders))]
+    silenced = [least_important(order, share) for share in shares for order in orders]
     masks = [masks_without(model, heads) for heads in silenced]
     with HeadMask(model) as mask:
         scores = _scores(model, mask, masks, score, batches, progress)
-    return [
-        PruningPoint(share, heads, sum(map(len, heads.values())), value)
-        for share, heads, value in zip(shares, silenced, scores, strict=True)
-    ]
+    points = []
+    for index, share in enumerate(shares):
+        start = index * len(orders)
+        heads, (value, *random_scores) = silenced[start], scores[start : start + len(orders)]
+        random_score = fmean(random_scores) if random_scores else nan
+        points.append(PruningPoint(share, heads, sum(map(len, heads.values())), value, random_score))
+    return points
 
 
 def random_importance(model: PreTrainedModel, *, kinds: Collection[Kind] = KINDS, seed: int = 0) -> dict[str, Tensor]:

@@ -195,18 +195,17 @@ def dominance(
     report = progress("heads one by one")
     chosen, scored = (analysis.dominant_heads(model, **how, progress=report) for how in (choose, score))
     importance = chosen.changes if task is None else head_importance(model, task.batches)
-    orders = [importance, *(analysis.random_importance(model, seed=seed) for seed in range(RANDOM_ORDERS))]
-    points, *draws = (
-        analysis.pruning_curve(model, order, **score, progress=progress("pruning curve")) for order in orders
+    points = analysis.pruning_curve(
+        model, importance, **score, random_orders=RANDOM_ORDERS, progress=progress("pruning curve")
     )
     rows = [
         {
             "heads silenced [%]": round(100 * point.share),
             "heads silenced": point.removed,
             metric: point.score,
-            "random heads": fmean(other.score for other in others),
+            "random heads": point.random_score,
         }
-        for point, *others in zip(points, *draws, strict=True)
+        for point in points
     ]
     sign = -1 if scored.greater_is_better else 1  # losses are positive where the model gets worse
     losses = [(sign * changes).tolist() for changes in scored.changes.values()]
@@ -215,7 +214,7 @@ def dominance(
     half = next(point for point in points if point.share >= 0.5)
     curves = [
         ("least important", [(100 * point.share, point.score) for point in points]),
-        ("random", [(100 * point.share, row["random heads"]) for point, row in zip(points, rows, strict=True)]),
+        ("random", [(100 * point.share, point.random_score) for point in points]),
     ]
     strong = "The strongest cell of a row is its layer's dominant head; faint heads can go (DropHead, Table 4)."
     high, both_signs, layers = float(joined.abs().max()), bool((joined < 0).any()), list(map(label, scored.changes))

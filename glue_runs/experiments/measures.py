@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +22,6 @@ from collab_compress.analysis import (
     mean_over_pairs,
     mixing_matrices,
     pruning_curve,
-    random_importance,
     svcca,
 )
 from collab_compress.analysis.similarity import Measure as DiscrepancyMeasure
@@ -208,10 +206,12 @@ def measure_pruning(subject: Subject) -> Any:
     """
     importance = head_importance(subject.model, subject.batches(subject.choosing))
     scorer = subject.scorer(subject.scoring)
-    orders = [importance, *(random_importance(subject.model, seed=seed) for seed in range(RANDOM_ORDERS))]
-    curves = [pruning_curve(subject.model, order, scorer, shares=PRUNED_SHARES) for order in orders]
-    scores, *random = [[point.score for point in curve] for curve in curves]
-    return {"shares": list(PRUNED_SHARES), "scores": scores, "random": list(map(fmean, zip(*random, strict=True)))}
+    points = pruning_curve(subject.model, importance, scorer, shares=PRUNED_SHARES, random_orders=RANDOM_ORDERS)
+    return {
+        "shares": list(PRUNED_SHARES),
+        "scores": [point.score for point in points],
+        "random": [point.random_score for point in points],
+    }
 
 
 def measure_mixing(subject: Subject) -> Any:

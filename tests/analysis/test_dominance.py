@@ -1,6 +1,8 @@
 """Dominant heads and pruning curves, against models whose weights are cut by hand."""
 
 import copy
+from math import isnan
+from statistics import fmean
 
 import pytest
 import torch
@@ -143,6 +145,7 @@ def test_the_curve_prunes_the_least_important_first(classifier, calibration):
     curve = pruning_curve(classifier, importance, lambda model: sums_of_logits(model, batches))
     assert [point.share for point in curve] == [step / 10 for step in range(11)]
     assert [point.removed for point in curve] == [round(6 * step / 10) for step in range(11)]
+    assert all(isnan(point.random_score) for point in curve)
     ranked = sorted((float(v), name, h) for name, values in importance.items() for h, v in enumerate(values))
     for point in curve:
         chosen = {(name, head) for name, heads in point.heads.items() for head in heads}
@@ -197,6 +200,16 @@ def test_what_cannot_be_scored_is_refused(bert, batch):
     with pytest.raises(HeadError, match="no attention module 'nowhere'"):
         pruning_curve(bert, {"nowhere": torch.ones(3)}, batches=[batch])
     assert not any(head_hooks(site.module) for site in find_attention(bert))
+
+
+def test_random_heads_are_scored_too(make_tiny, batch):
+    model, shares = make_tiny("bert"), (0, 0.5, 1)
+    importance, *random = (random_importance(model, seed=seed) for seed in (7, 0, 1))
+    curve = pruning_curve(model, importance, batches=[batch], shares=shares, random_orders=2)
+    alone, *drawn = (pruning_curve(model, order, batches=[batch], shares=shares) for order in (importance, *random))
+    assert [(point.heads, point.score) for point in curve] == [(point.heads, point.score) for point in alone]
+    for point, *of_random in zip(curve, *drawn, strict=True):
+        assert point.random_score == pytest.approx(fmean(other.score for other in of_random))
 
 
 def test_random_importance_is_of_every_head_and_seeded(make_tiny):
