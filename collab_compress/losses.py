@@ -18,20 +18,17 @@ __all__ = [
     "agreement_probs",
     "bhattacharyya",
     "hsic",
-    "kl_divergence",
     "nuclear_growth",
     "nuclear_norm",
     "orthogonality",
 ]
 
-# Error of the spectral norm where eigenvalues nearly tie, in units of machine epsilon, times 4 e: 12 units, or 1.4e-6
-# in float32.
-SLACK = 128
-FAINT = 1e-4  # of the root mean square length: shorter vectors count as zero; trained models have some
+# The error of the spectral norm where eigenvalues nearly tie, in machine epsilons, times 4 e: 1.4e-6 in float32.
+TIED_EPSILONS = 128
+SHORTEST_VECTOR = 1e-4  # of the root mean square length: shorter vectors count as zero; trained models have some
 # Keeps the root's slope finite at 0. Adds at most 2 √(ROOT_EPSILON · S) to a coefficient: 1e-5 at 2500 keys.
 ROOT_EPSILON = 1e-14
 HALF_ROOT_EPSILON = 6e-8  # float16's smallest number: the slope, scaled as in mixed precision, must fit float16 too
-LOG_EPSILON = 1e-9  # keeps the logarithm finite where a probability is 0
 
 
 def hsic(x: Tensor, mask: Tensor | None = None, unscaled: bool = False) -> Tensor:
@@ -131,7 +128,7 @@ def agreement(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
     $$\sum_{a < b} \cos(x_a, x_b) = \tfrac12 \Big( \big\| \sum_h \hat x_h \big\|^2 - \sum_h \|\hat x_h\|^2 \Big)$$
 
-    where $\hat x_h = x_h / \|x_h\|$. A zero vector, as of a dropped head, has cosine 0 with every other, and
+    where $\hat x_h = x_h / \|x_h\|$. A zero vector, such as a dropped head's, has cosine 0 with every other, and
     no gradient. The same holds for vectors shorter than 10⁻⁴ of the root mean square length, whose gradients would
     dominate.
 
@@ -179,7 +176,7 @@ def bhattacharyya(probs: Tensor, mask: Tensor | None = None) -> Tensor:
     $$BC(a, b) = \sum_j \sqrt{p_j^a \, p_j^b}$$
 
     equation 3 of "Diversified Attention on Transformers", from 0 for heads that attend to different tokens
-    to 1 for heads that attend alike. Without a loop over pairs,
+    to 1 for heads with the same attention. Without a loop over pairs,
 
     $$\sum_{a < b} BC(a, b) = \tfrac12 \Big( \big\| \sum_h r_h \big\|^2 - \sum_h \|r_h\|^2 \Big)$$
 
@@ -200,7 +197,7 @@ def bhattacharyya(probs: Tensor, mask: Tensor | None = None) -> Tensor:
         A scalar in float32, or float64 if the probs are; 0 for one head or without unpadded queries.
 
     Example:
-        >>> round(float(bhattacharyya(torch.full((1, 3, 2, 4), 0.25))), 4)  # heads that attend alike
+        >>> round(float(bhattacharyya(torch.full((1, 3, 2, 4), 0.25))), 4)  # heads with the same attention
         1.0
     """
     _check("probs", probs, "(B, H, T, S)", mask, (0, 2))
@@ -261,36 +258,6 @@ def nuclear_growth(alphas: Tensor, growth: float) -> Tensor:
     return norm.detach() + growth - norm
 
 
-def kl_divergence(probs: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
-    r"""Return the mean Kullback–Leibler divergence of attention probabilities, over queries and heads, in nats.
-
-    $$KL(p \,\|\, q) = \sum_j p_j \log \frac{p_j}{q_j}$$
-
-    where $p$ is the target and $q$ are the probabilities of the same query and head; 0 where they agree.
-
-    Args:
-        probs: attention probabilities before dropout, (B, H, T, S), finite, 0 at padded keys.
-        target: those of another model, of the same shape; taken as constants.
-        mask: True at queries, False at padding, (B, T) bool, or None.
-
-    Returns:
-        A scalar in float32, or float64 if the probs are; 0 without unpadded queries.
-
-    Example:
-        >>> probs = torch.tensor([0.5, 0.5]).view(1, 1, 1, 2)
-        >>> target = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
-        >>> round(float(kl_divergence(probs, target)), 4)  # log 2
-        0.6931
-    """
-    _check("probs", probs, "(B, H, T, S)", mask, (0, 2))
-    if target.shape != probs.shape:
-        raise ValueError(f"target does not fit probs: got {tuple(target.shape)}, expected {tuple(probs.shape)}")
-    with _no_autocast(probs):
-        q, p = _full_precision(probs), _full_precision(target.detach())
-        terms = p * ((p + LOG_EPSILON).log() - (q + LOG_EPSILON).log())
-        return _masked_mean(terms.sum(-1).mean(1), mask)
-
-
 def _ordered_traces(centred: Tensor) -> Tensor:
     """Sum of tr(K_i C K_j C) over ordered pairs of distinct heads; centred vectors (N, H, d)."""
     every = centred.flatten(1)  # (N, H·d)
@@ -312,7 +279,7 @@ def _dominant_vectors(matrices: Tensor) -> Tensor:
     power = matrices
     # Whatever the gap, the power 2^k leaves a shortfall of about n / (2 e 2^k) at most. Even powers are
     # positive semi-definite: their trace bounds their norm.
-    squarings = math.log2(2 * size / (SLACK * torch.finfo(matrices.dtype).eps))
+    squarings = math.log2(2 * size / (TIED_EPSILONS * torch.finfo(matrices.dtype).eps))
     for _ in range(math.ceil(squarings / 3)):
         power = torch.linalg.matrix_power(power, 8)
         power = power / _diagonal(power).sum(1)[:, None, None].clamp(min=tiny)
@@ -330,7 +297,7 @@ def _mean_cosine(vectors: Tensor, head_axis: int, mask: Tensor | None) -> Tensor
     with _no_autocast(vectors):
         vectors = _full_precision(vectors)
         squares = vectors.square().sum(-1, keepdim=True)
-        nonzero = squares > (FAINT**2 * squares.detach().mean()).clamp(min=torch.finfo(vectors.dtype).tiny)
+        nonzero = squares > (SHORTEST_VECTOR**2 * squares.detach().mean()).clamp(min=torch.finfo(vectors.dtype).tiny)
         # The inner `where` keeps inf out of the gradient of the outer one.
         units = vectors * torch.where(nonzero, torch.where(nonzero, squares, 1.0).rsqrt(), 0.0)
         # ‖x̂_h‖² is 1, with gradient 0.

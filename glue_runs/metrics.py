@@ -102,14 +102,7 @@ def correlation(predictions: Any, references: Any) -> dict[str, float]:
 def bleu(
     predictions: Sequence[str], references: Sequence[str], tokenize: str = "13a", lowercase: bool = False
 ) -> dict[str, float]:
-    """Return corpus BLEU, from 0 to 100, of detokenized text.
-
-    Args:
-        predictions: a text a row.
-        references: a text a row.
-        tokenize: sacreBLEU's tokenizer: 13a, intl, zh, char, none, …
-        lowercase: whether case is ignored.
-    """
+    """Return corpus BLEU, from 0 to 100, of detokenized text."""
     if tokenize not in list(BLEU.TOKENIZERS):
         raise DataError(f"unknown tokenizer {tokenize!r}; expected one of {', '.join(sorted(BLEU.TOKENIZERS))}")
     try:
@@ -138,10 +131,6 @@ def perplexity(predictions: Any, references: Any) -> dict[str, float]:
     """Return exp(Σ nll / Σ tokens), and the mean negative log-likelihood of a token ("nll", in nats).
 
     Where tokens are subwords, count words to compare with the perplexities of papers.
-
-    Args:
-        predictions: negative log-likelihoods, summed over a row or a batch, by `token_losses`.
-        references: the numbers of tokens.
     """
     losses, counts = np.asarray(predictions, np.float64), np.asarray(references, np.int64)
     tokens = int(counts.sum())

@@ -77,22 +77,24 @@ def test_what_packages_export_has_an_example(package: str) -> None:
             assert ">>>" in value.__doc__, name
 
 
-SNIPPET_PAGES = [
-    ROOT / "docs" / "guides" / f"{name}.md"
-    for name in (
-        "acting_on_heads",
-        "classifier",
-        "decoders",
-        "embedding_model",
-        "looking_at_heads",
-        "speech",
-        "vocabulary",
-    )
-]
+GUIDES = ["classifier", "decoders", "embedding_model", "speech", "vocabulary"]
+SNIPPET_PAGES = [ROOT / "docs/heads.md", ROOT / "docs/analysis.md"]
+SNIPPET_PAGES += [ROOT / "docs" / "guides" / f"{name}.md" for name in GUIDES]
+
+
+def snippets(page: Path) -> list[str]:
+    """Return the examples of a page; those of acting on heads that stand before its first heading are one."""
+    examples = blocks(page, "python")
+    if page.stem != "heads":
+        return examples
+    first = page.read_text(encoding="utf-8").partition("\n## ")[0].count("```python\n")
+    return ["".join(examples[:first]), *examples[first:]]
+
+
 SNIPPETS = [
-    pytest.param(page.stem, block, id=f"{page.stem}-{number}")
+    pytest.param(page.stem, snippet, id=f"{page.stem}-{number}")
     for page in SNIPPET_PAGES
-    for number, block in enumerate(blocks(page, "python"))
+    for number, snippet in enumerate(snippets(page))
 ]
 
 
@@ -193,6 +195,9 @@ def test_snippets_run(
         "sounds": list(torch.randn(16, 8_000).numpy()),
         "texts": [f"dog {number} runs" for number in range(16)],
         "evaluate": lambda model: float(model(**batch)[0].detach().sum()),
+        "evaluate_train": lambda model: float(model(**batch)[0].detach().sum()),
+        "labelled": [labelled],
+        "single_headed": model,
     }
     exec(compile(snippet, page, "exec"), names)
     if page == "vocabulary":

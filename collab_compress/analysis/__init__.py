@@ -3,7 +3,6 @@
 from collab_compress.analysis.covariance import (
     JointCovariance,
     head_covariances,
-    head_samples,
     layer_covariance,
     mean_over_pairs,
     model_covariances,
@@ -19,16 +18,9 @@ from collab_compress.analysis.dominance import (
 from collab_compress.analysis.latency import Latency, model_latency, module_latency
 from collab_compress.analysis.patterns import AttentionMap, attention_maps, head_patterns, induction
 from collab_compress.analysis.plan import Plan, Row, plan
-from collab_compress.analysis.sharing import (
-    Energy,
-    alpha_matrices,
-    effective_rank,
-    head_energy,
-    mixing_matrices,
-)
-from collab_compress.analysis.similarity import SVCCA, Discrepancy, bhattacharyya, cka, discrepancy, sample_cka, svcca
+from collab_compress.analysis.sharing import Energy, alpha_matrices, head_energy, mixing_matrices
+from collab_compress.analysis.similarity import SVCCA, Discrepancy, bhattacharyya, cka, discrepancy, svcca
 from collab_compress.analysis.stream import with_progress
-from collab_compress.analysis.table import head_table
 from collab_compress.conversion.cost import PartCost, part_costs
 from collab_compress.heads import average_distance, confidence
 
@@ -52,12 +44,9 @@ __all__ = [
     "confidence",
     "discrepancy",
     "dominant_heads",
-    "effective_rank",
     "head_covariances",
     "head_energy",
     "head_patterns",
-    "head_samples",
-    "head_table",
     "induction",
     "layer_covariance",
     "mean_over_pairs",
@@ -69,7 +58,6 @@ __all__ = [
     "plan",
     "pruning_curve",
     "random_importance",
-    "sample_cka",
     "split_sequences",
     "svcca",
     "with_progress",

@@ -1,4 +1,4 @@
-"""Covariances of what heads, layers or two models compute at the same tokens, and samples of tokens."""
+"""Covariances of what heads, layers or two models compute at the same tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.stream import Batches, Progress, Readings, observe, read_heads, unpadded_vectors
+from collab_compress.analysis.stream import Batches, read_heads, unpadded_vectors
 from collab_compress.architectures import KINDS, Kind, find_attention
 from collab_compress.errors import HeadError
-from collab_compress.heads import Part
+from collab_compress.factorization.least_squares import ResidualMoments
 
 Unit = Literal["head", "layer"]
-PANEL = 192  # columns in one product: of a symmetric matrix little more than half is computed
+ROUNDING_VARIANCE = 4e-12  # of the mean square of a representation: variance below it is float32's rounding
 
 
 def mean_over_pairs(matrix: Tensor) -> float:
@@ -50,9 +50,8 @@ class JointCovariance:
         mean: (C,), with C the sum of the widths, in float64.
         matrix: covariance (C, C), divided by the number of tokens less one, in float64.
         count: number of tokens N.
-        precision: machine epsilon of the vectors.
-        leading: number of blocks at the beginning, as those of the first of two models, that are compared with the
-            other blocks only; 0 to compare all with all.
+        leading: number of blocks at the beginning, such as those of the first of two models, that are compared only
+            with the other blocks; 0 to compare all with all.
 
     Example:
         >>> joint = JointCovariance.of([torch.randn(50, 2), torch.randn(50, 3)])
@@ -65,7 +64,6 @@ class JointCovariance:
     mean: Tensor
     matrix: Tensor
     count: int
-    precision: float
     leading: int = 0
 
     @classmethod
@@ -75,9 +73,14 @@ class JointCovariance:
         Raises:
             HeadError: they are not matrices of equal length, have fewer than two tokens, or are not finite.
         """
-        check_representations(representations)
+        count = len(representations[0]) if representations and representations[0].ndim else 0
+        if not representations or any(x.ndim != 2 or len(x) != count or not x.shape[1] for x in representations):
+            shapes = ", ".join(str(tuple(x.shape)) for x in representations)
+            raise HeadError(
+                f"representations do not fit together: got {shapes}; expected (N, d), d above 0, all of the same N"
+            )
         running = RunningCovariance("layer")
-        running.add([(str(place), x[:, None]) for place, x in enumerate(representations)])
+        running.add([(str(index), x[:, None]) for index, x in enumerate(representations)])
         return replace(running.result("representations"), leading=leading)
 
     @property
@@ -95,46 +98,31 @@ class JointCovariance:
         """Where each block lies in `mean` and `matrix`."""
         return [slice(stop - width, stop) for stop, width in zip(accumulate(self.widths), self.widths, strict=True)]
 
+    @property
+    def variances(self) -> Tensor:
+        """Total variance of each block, (n,)."""
+        return self.sum_blocks(self.matrix.diagonal())
+
+    @property
+    def floors(self) -> Tensor:
+        """Variance of each block that counts as rounding, (n,)."""
+        return ROUNDING_VARIANCE * (self.variances + self.sum_blocks(self.mean.square()))
+
     def sum_blocks(self, values: Tensor) -> Tensor:
         """Sum (…, C) over the columns of each block, (…, n)."""
         return torch.stack([block.sum(-1) for block in values.split(self.widths, -1)], -1)
 
-    def rounding(self) -> Tensor:
-        """Return the variance that rounding alone may give to a direction of each block, (n,)."""
-        power = self.sum_blocks(self.matrix.diagonal() + self.mean.square())
-        return rounding_variance(power, torch.tensor(self.widths, device="cpu"), self.precision)
-
-    def varies(self) -> Tensor:
-        """Return which blocks vary by more than rounding, (n,)."""
-        return self.sum_blocks(self.matrix.diagonal()) > self.rounding() * torch.tensor(self.widths, device="cpu")
-
-
-def check_representations(representations: Sequence[Tensor]) -> None:
-    """Raise a HeadError if representations are not matrices (N, d_i) of the same N."""
-    first = representations[0] if representations else None
-    if first is None or any(x.ndim != 2 or len(x) != len(first) or not x.shape[1] for x in representations):
-        shapes = ", ".join(str(tuple(x.shape)) for x in representations)
-        raise HeadError(
-            f"representations do not fit together: got {shapes}; expected (N, d), d above 0, all of the same N"
-        )
-
-
-def rounding_variance(power: Tensor, width: Tensor | int, precision: float) -> Tensor:
-    """Bound the variance of a direction by rounding alone, of vectors of a width, mean square and machine epsilon."""
-    single = torch.finfo(torch.float32).eps
-    return power * ((4 * precision) ** 2 / width + (16 * min(precision, single)) ** 2)
-
 
 class RunningCovariance:
-    """Mean and covariance of vectors that come in batches, summed in float64 about the mean of the first batch."""
+    """Covariance of the vectors of one or several modules, summed up batch by batch; a block a head or a module."""
 
-    def __init__(self, unit: Unit = "head") -> None:
+    def __init__(self, unit: Unit) -> None:
         if unit not in get_args(Unit):
             raise HeadError(f"unknown unit {unit!r}; expected one of {', '.join(get_args(Unit))}")
         self.unit = unit
-        self.labels: list[str] = []
+        self.moments = ResidualMoments()
+        self.labels: list[str] = []  # of the blocks; two models may have equal ones
         self.widths: list[int] = []
-        self.count, self.precision = 0, 0.0
 
     def add(self, modules: Sequence[tuple[str, Tensor]]) -> None:
         """Add one batch: the name of each module and its vectors (N, H, d), of the same tokens."""
@@ -144,80 +132,35 @@ class RunningCovariance:
                 f"modules see different numbers of tokens ({lengths}); choose modules that read the same "
                 "ones, as by kinds=('encoder',), and models with one tokenizer"
             )
-        if not self.labels:
-            for name, vectors in modules:
-                heads, width = vectors.shape[1:]
-                self.widths += [width] * heads if self.unit == "head" else [heads * width]
-                self.labels += [f"{name}:{head}" for head in range(heads)] if self.unit == "head" else [name]
+        for name, vectors in () if self.labels else modules:
+            heads, width = vectors.shape[1:]
+            self.labels += [f"{name}:{head}" for head in range(heads)] if self.unit == "head" else [name]
+            self.widths += [width] * heads if self.unit == "head" else [heads * width]
         device = modules[0][1].device  # layers of one model may lie on several
-        joined = torch.cat([vectors.detach().flatten(1).to(device) for _, vectors in modules], 1)
-        self.precision = max(self.precision, torch.finfo(joined.dtype).eps)
-        if not len(joined):
-            return
-        joined = joined.double()
-        if not self.count:
-            self._shift = joined.mean(0)
-            self._sum = torch.zeros_like(self._shift)
-            self._scatter = torch.diag(self._sum)
-        joined = joined - self._shift
-        for start in range(0, joined.shape[1], PANEL):  # the lower half of a symmetric matrix
-            part = slice(start, start + PANEL)
-            self._scatter[start:, part].addmm_(joined[:, start:].mT, joined[:, part])
-        self._sum += joined.sum(0)
-        self.count += len(joined)
+        self.moments.add(torch.cat([vectors.flatten(1).to(device) for _, vectors in modules], 1).double())
 
     def result(self, name: str) -> JointCovariance:
-        """Return mean and covariance of all vectors, on the CPU; error messages call them `name`."""
-        if self.count < 2:
-            raise HeadError(f"{name}: got {self.count} unpadded tokens; similarity needs at least 2")
-        if not bool(self._scatter.isfinite().all() and self._shift.isfinite().all()):
+        """Return the covariance of all vectors, on the CPU; error messages call them `name`."""
+        count = self.moments.count
+        if count < 2:
+            raise HeadError(f"{name}: got {count} unpadded tokens; similarity needs at least 2")
+        mean, _ = self.moments.means()
+        covariance, _ = self.moments.moments(centred=True)
+        if not bool(covariance.isfinite().all() and mean.isfinite().all()):
             raise HeadError(f"{name} is not finite; look for NaN or infinity in the weights")
-        mean = self._sum / self.count
-        lower = self._scatter.tril()
-        matrix = (lower + lower.tril(-1).mT - self.count * torch.outer(mean, mean)) / (self.count - 1)
-        return JointCovariance(
-            labels=tuple(self.labels),
-            widths=tuple(self.widths),
-            mean=(mean + self._shift).cpu(),
-            matrix=matrix.cpu(),
-            count=self.count,
-            precision=self.precision,
-        )
+        matrix = covariance.cpu() * (count / (count - 1))
+        return JointCovariance(tuple(self.labels), tuple(self.widths), mean.cpu(), matrix, count)
 
 
-class Covariances:
-    """The `Observer` behind `head_covariances` and, with all modules together, `layer_covariance`."""
-
-    part: Part = "outputs"
-
-    def __init__(self, *, unit: Unit = "head", together: bool = False) -> None:
-        self.unit, self.together = unit, together
-        self.running: dict[str, RunningCovariance] = {}
-
-    def add(self, readings: Readings) -> None:
-        """Add the readings of one batch."""
-        vectors = [(name, unpadded_vectors(reading, "outputs")) for name, reading in readings]
-        groups = {"the layers": vectors} if self.together else {name: [(name, heads)] for name, heads in vectors}
-        for name, group in groups.items():
-            self.running.setdefault(name, RunningCovariance(self.unit)).add(group)
-
-    def result(self) -> dict[str, JointCovariance]:
-        """Return the covariance of each module, or of all together; heads are labelled `module:head`."""
-        return {name: running.result(name) for name, running in self.running.items()}
-
-
-def head_covariances(
-    model: PreTrainedModel, batches: Batches, *, modules: str = "*", progress: Progress = False
-) -> dict[str, JointCovariance]:
+def head_covariances(model: PreTrainedModel, batches: Batches, *, modules: str = "*") -> dict[str, JointCovariance]:
     """Return the covariance of all heads of each layer, for `svcca` and `cka` between the heads of one layer.
 
     Padding does not count. Memory is (H·d)² numbers a layer for any number of tokens.
 
     Args:
         model: stock or edited; its mode does not change.
-        batches: keyword arguments for the model; read once.
+        batches: keyword arguments for the model; read once. Wrap them in `tqdm` for a progress bar.
         modules: glob on module paths.
-        progress: True for a bar, or a function of the number of finished batches and the total (None if unknown).
 
     Returns:
         Module path → covariance, a block a head, labelled `0`, `1`, …. A module that serves several layers (ALBERT)
@@ -233,48 +176,13 @@ def head_covariances(
         >>> covariances["encoder.layer.0.attention.self"].matrix.shape
         torch.Size([24, 24])
     """
-    covariances = Covariances()
-    observe(model, batches, [covariances], modules=modules, progress=progress)
-    joints = covariances.result()
+    sums: dict[str, RunningCovariance] = {}
+    for (readings,) in read_heads([model], batches, "outputs", modules=modules):
+        for name, reading in readings:
+            running = sums.setdefault(name, RunningCovariance("head"))
+            running.add([(name, unpadded_vectors(reading, "outputs"))])
+    joints = {name: running.result(name) for name, running in sums.items()}
     return {name: replace(joint, labels=tuple(map(str, range(len(joint.labels))))) for name, joint in joints.items()}
-
-
-def head_samples(
-    model: PreTrainedModel,
-    batches: Batches,
-    tokens: int = 1000,
-    *,
-    seed: int = 0,
-    modules: str = "*",
-    progress: Progress = False,
-) -> dict[str, Tensor]:
-    """Return the outputs of heads at random tokens, drawn without replacement.
-
-    Other arguments and errors are those of `head_covariances`.
-
-    Args:
-        tokens: number of tokens, at least 1; all if there are fewer.
-        seed: layers that see the same tokens draw the same ones.
-
-    Returns:
-        Module path → (N, H, d), in the model's dtype, on the CPU; keys as for `head_covariances`.
-
-    Example:
-        >>> head_samples(model, [batch], tokens=5)["encoder.layer.0.attention.self"].shape
-        torch.Size([5, 3, 8])
-    """
-    if tokens < 1:
-        raise HeadError(f"got {tokens} tokens to draw; expected at least 1")
-    draws: dict[str, tuple[torch.Generator, Tensor, Tensor]] = {}  # generator, lots, vectors
-    for (readings,) in read_heads([model], batches, "outputs", modules=modules, progress=progress):
-        for name, reading in readings:  # every token gets a random lot, and the lowest are kept
-            vectors = unpadded_vectors(reading, "outputs").cpu()
-            new = torch.Generator().manual_seed(seed), torch.empty(0, device="cpu"), vectors[:0]
-            generator, lots, kept = draws.get(name, new)
-            lots = torch.cat([lots, torch.rand(len(vectors), generator=generator, device="cpu")])
-            lowest = lots.argsort()[:tokens]
-            draws[name] = generator, lots[lowest], torch.cat([kept, vectors])[lowest]
-    return {name: kept for name, (_, _, kept) in draws.items()}
 
 
 def layer_covariance(
@@ -284,7 +192,6 @@ def layer_covariance(
     unit: Unit = "layer",
     kinds: Collection[Kind] = KINDS,
     modules: str = "*",
-    progress: Progress = False,
 ) -> JointCovariance:
     """Return the covariance of several layers together, for `svcca` and `cka` between layers.
 
@@ -307,19 +214,14 @@ def layer_covariance(
         >>> layer_covariance(model, [batch]).labels
         ('encoder.layer.0.attention.self', 'encoder.layer.1.attention.self')
     """
-    together = Covariances(unit=unit, together=True)
-    observe(model, batches, [together], kinds, modules, progress)
-    (joint,) = together.result().values()
-    return joint
+    running = RunningCovariance(unit)
+    for (readings,) in read_heads([model], batches, "outputs", kinds=kinds, modules=modules):
+        running.add([(name, unpadded_vectors(reading, "outputs")) for name, reading in readings])
+    return running.result("the layers")
 
 
 def model_covariances(
-    model: PreTrainedModel,
-    other: PreTrainedModel,
-    batches: Batches,
-    *,
-    unit: Unit = "head",
-    progress: Progress = False,
+    model: PreTrainedModel, other: PreTrainedModel, batches: Batches, *, unit: Unit = "head"
 ) -> dict[str, JointCovariance]:
     """Return the covariance of each layer of one model with one of another, for `svcca` and `cka` between models.
 
@@ -349,17 +251,17 @@ def model_covariances(
             f"the models have {len(paths[0])} and {len(paths[1])} attention modules, which do not pair by kind and "
             "place; compare models of the same depth"
         )
-    counterparts = {path: paths[1][place] for place, path in paths[0].items()}
+    counterparts = {path: paths[1][position] for position, path in paths[0].items()}
     sums: dict[str, RunningCovariance] = {}
     leading: dict[str, int] = {}
-    for first, second in read_heads([model, other], batches, "outputs", progress=progress):
-        if len(first) != len(second):  # as of one module (ALBERT) that serves several layers
+    for readings, readings_of_other in read_heads([model, other], batches, "outputs"):
+        if len(readings) != len(readings_of_other):  # one module serves several layers (ALBERT)
             raise HeadError(
-                f"{len(first)} attention modules ran in one model and {len(second)} in the other; compare models of "
-                "the same depth"
+                f"{len(readings)} attention modules ran in one model and {len(readings_of_other)} in the other; "
+                "compare models of the same depth"
             )
-        others = dict(second)
-        for name, reading in first:
+        others = dict(readings_of_other)
+        for name, reading in readings:
             path = reading.site.name
             match = counterparts[path] + name.removeprefix(path)
             if match not in others:

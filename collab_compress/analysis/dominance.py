@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, nan
+from statistics import fmean
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.stream import Batches, Means, Progress, read_heads, unpadded_vectors, with_progress
-from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
-from collab_compress.attention.install import HeadCall
+from collab_compress.analysis.stream import Batches, Progress, with_progress
+from collab_compress.architectures import KINDS, Kind, find_attention
 from collab_compress.calibration import Batch, as_batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
 from collab_compress.conversion.drift import main_output, token_mask
 from collab_compress.errors import HeadError
-from collab_compress.heads import HeadMask, Reading, least_important, masks_without
+from collab_compress.heads import HeadMask, least_important, masks_without
 
 Score: TypeAlias = Callable[[PreTrainedModel], float]
 Masks: TypeAlias = dict[str, Tensor]
-SHARES = tuple(step / 10 for step in range(11))
+PRUNED_SHARES = tuple(step / 10 for step in range(11))
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class PruningPoint:
         heads: module path → silenced heads.
         removed: number of silenced heads.
         score: the score without them.
+        random_score: the score without as many random heads, mean over `random_orders`; NaN if not measured.
 
     Example:
         >>> (point,) = pruning_curve(model, random_importance(model), batches=[batch], shares=(1,))
@@ -91,6 +92,7 @@ class PruningPoint:
     heads: dict[str, list[int]]
     removed: int
     score: float
+    random_score: float = nan
 
 
 def dominant_heads(
@@ -101,14 +103,9 @@ def dominant_heads(
     greater_is_better: bool = True,
     kinds: Collection[Kind] = KINDS,
     heads: Mapping[str, int] | None = None,
-    reference: Batches | None = None,
-    progress: Progress = False,
+    progress: Progress | None = None,
 ) -> Dominance:
     """Return how the score changes when one head at a time is silenced ("Scheduled DropHead", Table 4).
-
-    Zeros, as in the paper, put the next layer's input out of its usual range. With `reference`, a silenced head gives
-    its mean output ("Interpretability in the Wild", Wang et al., 2022), which keeps that input in its range and
-    removes only what the head reads from its own.
 
     Other arguments and errors are those of `head_covariances`.
 
@@ -116,15 +113,14 @@ def dominant_heads(
         model: stock or edited; its heads may be masked already.
         score: function from a model to its score, as BLEU or accuracy; called once for all heads, and once without
             each.
-        batches: in place of a score: keyword arguments for the model, read once. The score is then the drift of the
+        batches: instead of a score: keyword arguments for the model, read once. The score is then the drift of the
             outputs, ‖without − with‖ / ‖with‖ over tokens that are no padding; less is better.
         greater_is_better: whether a greater `score` is better; False for perplexity.
         kinds: attention types.
         heads: module path → the one head to silence there, as a dominant head on other data; every head of every
             module if not given.
-        reference: keyword arguments for the model; a silenced head gives its mean output over the tokens of these
-            batches, or zeros if not given.
-        progress: as for `with_progress`, over scores, or over batches for the drift.
+        progress: called with the number of finished scores, or of batches for the drift, and their total (None if
+            unknown).
 
     Raises:
         HeadError: neither or both of score and batches, or a score that is no finite number.
@@ -138,7 +134,7 @@ def dominant_heads(
     every = [(site.name, head) for site in sites for head in range(site.heads)]
     single = every if heads is None else list(heads.items())
     masks: list[Masks] = [{}, *(masks_without(model, {name: [head]}) for name, head in single)]
-    with _ablation(model, reference) as mask:
+    with HeadMask(model) as mask:
         baseline, *scores = _scores(model, mask, masks, score, batches, progress)
     changes = {site.name: torch.full((site.heads,), nan, dtype=torch.float64, device="cpu") for site in sites}
     for (name, head), value in zip(single, scores, strict=True):
@@ -153,20 +149,21 @@ def pruning_curve(
     score: Score | None = None,
     *,
     batches: Batches | None = None,
-    shares: Sequence[float] = SHARES,
-    reference: Batches | None = None,
-    progress: Progress = False,
+    shares: Sequence[float] = PRUNED_SHARES,
+    random_orders: int = 0,
+    progress: Progress | None = None,
 ) -> list[PruningPoint]:
     """Return the score without more and more heads, the least important first.
 
-    Figure 3 of "Scheduled DropHead", with the importance of Michel et al., 2019. Masks silence the heads: with zeros
-    the outputs are those after `prune_heads_`, and the model does not change. Other arguments and errors are those
+    Figure 3 of "Scheduled DropHead", with the importance of Michel et al., 2019. Masks silence the heads: the
+    outputs are those after `prune_heads_`, and the model does not change. Other arguments and errors are those
     of `dominant_heads`.
 
     Args:
         importance: module path → (H,) from `head_importance`, measured on other data than the score; modules without
             importance keep their heads.
         shares: shares of the heads, 0 to 1, each rounded to a number of heads.
+        random_orders: number of random orders of heads (`random_importance`) to score too.
 
     Raises:
         HeadError: a share, a module or an importance is wrong.
@@ -177,14 +174,18 @@ def pruning_curve(
         >>> [(point.share, point.removed) for point in points], points[0].score
         ([(0, 0), (0.5, 3)], 0.0)
     """
-    silenced = [least_important(importance, share) for share in shares]
+    orders = [importance, *(random_importance(model, seed=seed) for seed in range(random_orders))]
+    silenced = [least_important(order, share) for share in shares for order in orders]
     masks = [masks_without(model, heads) for heads in silenced]
-    with _ablation(model, reference) as mask:
+    with HeadMask(model) as mask:
         scores = _scores(model, mask, masks, score, batches, progress)
-    return [
-        PruningPoint(share, heads, sum(map(len, heads.values())), value)
-        for share, heads, value in zip(shares, silenced, scores, strict=True)
-    ]
+    points = []
+    for index, share in enumerate(shares):
+        start = index * len(orders)
+        heads, (value, *random_scores) = silenced[start], scores[start : start + len(orders)]
+        random_score = fmean(random_scores) if random_scores else nan
+        points.append(PruningPoint(share, heads, sum(map(len, heads.values())), value, random_score))
+    return points
 
 
 def random_importance(model: PreTrainedModel, *, kinds: Collection[Kind] = KINDS, seed: int = 0) -> dict[str, Tensor]:
@@ -226,52 +227,13 @@ def split_sequences(batches: Batches) -> tuple[list[Batch], list[Batch]]:
     return choosing, scoring
 
 
-class AblatedHeads(HeadMask):
-    """A `HeadMask` whose silenced heads give other outputs in place of zeros: ξ_h · Z_h + (1 − ξ_h) · Z'_h.
-
-    Args:
-        model: stock or edited.
-        means: module path → Z' (H, s).
-    """
-
-    def __init__(self, model: PreTrainedModel, means: Mapping[str, Tensor]) -> None:
-        self._means = means
-        super().__init__(model)
-
-    def act(self, site: AttentionSite, outputs: Tensor, call: HeadCall) -> Tensor:
-        """Replace the silenced heads of outputs (B, T, H, s)."""
-        name = site.name
-        mask = self._masks.get(name)
-        if mask is None:
-            return outputs
-        if name not in self._means:
-            raise HeadError(f"{name} does not run on the reference batches; pass some on which it does")
-        others = self._means[name].to(outputs)
-        masked: Tensor = super().act(site, outputs, call)
-        return masked + others * (1 - mask.to(outputs))[:, None]
-
-
-def _ablation(model: PreTrainedModel, reference: Batches | None) -> HeadMask:
-    if reference is None:
-        return HeadMask(model)
-    means = Means("outputs", _summed_outputs)
-    for (readings,) in read_heads([model], reference, "outputs"):
-        means.add([(reading.site.name, reading) for _, reading in readings])  # one mean for all uses of a module
-    return AblatedHeads(model, means.result())
-
-
-def _summed_outputs(reading: Reading) -> tuple[Tensor, int]:
-    vectors = unpadded_vectors(reading, "outputs").double()  # (N, H, s)
-    return vectors.sum(0), len(vectors)
-
-
 def _scores(
     model: PreTrainedModel,
     mask: HeadMask,
     masks: Sequence[Masks],
     score: Score | None,
     batches: Batches | None,
-    progress: Progress,
+    progress: Progress | None,
 ) -> list[float]:
     """Return the score of the model under each of several masks."""
     if (score is None) == (batches is None):
@@ -279,7 +241,7 @@ def _scores(
     if score is None:
         return _drifts(model, mask, masks, batches or (), progress)
     scores = []
-    for silenced in with_progress(masks, progress, "scores"):
+    for silenced in with_progress(masks, progress):
         mask.set(silenced)
         value = float(score(model))
         if not isfinite(value):
@@ -289,18 +251,18 @@ def _scores(
 
 
 def _drifts(
-    model: PreTrainedModel, mask: HeadMask, masks: Sequence[Masks], batches: Batches, progress: Progress
+    model: PreTrainedModel, mask: HeadMask, masks: Sequence[Masks], batches: Batches, progress: Progress | None
 ) -> list[float]:
     """Return the drift of the outputs under each mask; every batch is read once."""
     differences, norm = [0.0] * len(masks), 0.0
-    for batch in map(as_batch, with_progress(batches, progress, "batches")):
+    for batch in map(as_batch, with_progress(batches, progress)):
         mask.set({})
         dense = _unpadded_output(model, batch)
         norm += float(dense.square().sum())
-        for place, silenced in enumerate(masks):
+        for index, silenced in enumerate(masks):
             if silenced:
                 mask.set(silenced)
-                differences[place] += float((_unpadded_output(model, batch) - dense).square().sum())
+                differences[index] += float((_unpadded_output(model, batch) - dense).square().sum())
     if not norm:
         raise HeadError("no drift can be measured: there are no batches, or the outputs are all zero")
     return [(difference / norm) ** 0.5 for difference in differences]

@@ -82,7 +82,7 @@ def module_latency(
     batch_size: int = 1,
     rounds: int = 20,
     seed: int = 0,
-    progress: Progress = False,
+    progress: Progress | None = None,
 ) -> list[Latency]:
     """Return the latency of every attention module, dense and converted, at several input lengths.
 
@@ -97,7 +97,7 @@ def module_latency(
         batch_size: sequences in a batch of random tokens.
         rounds: number of timed runs, after one for warming up; at least 2.
         seed: of the order and the tokens.
-        progress: as for `with_progress`, over lengths.
+        progress: called with the number of finished lengths and their total.
 
     Returns:
         One entry for each length and each module that both models have. Of a module that serves several layers the
@@ -120,7 +120,7 @@ def module_latency(
         raise HeadError("the two models have no attention module of the same path; pass a model and its conversion")
     draw, latencies = random.Random(seed), []
     with evaluation_mode(dense), evaluation_mode(converted), _one_thread():
-        for length in with_progress(lengths, progress, "lengths"):
+        for length in with_progress(lengths, progress):
             batch = random_tokens(dense, batch_size, length, seed) if inputs is None else dict(inputs(length))
             for site, args, kwargs in _first_calls(dense, sites, batch):
                 calls = [partial(_call, either, args, kwargs) for either in (site, counterparts[site.name])]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.analysis.stream import Batches, Means, Progress, observe, random_tokens, read_heads
+from collab_compress.analysis.stream import Batches, position_means, random_tokens, read_heads
 from collab_compress.architectures import Kind
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.calibration.tokenization import encode_pairs
@@ -71,9 +71,7 @@ PATTERNS: dict[str, Pattern] = {
 """Name → function; all but the entropy are of self-attention with as many keys as queries."""
 
 
-def head_patterns(
-    model: PreTrainedModel, batches: Batches, *, progress: Progress = False
-) -> dict[str, dict[str, Tensor]]:
+def head_patterns(model: PreTrainedModel, batches: Batches) -> dict[str, dict[str, Tensor]]:
     """Return the patterns of each head, means over the queries of all sequences without padding.
 
     Arguments and errors are those of `head_covariances`.
@@ -87,12 +85,11 @@ def head_patterns(
         >>> list(patterns), patterns["entropy"]["encoder.layer.0.attention.self"].shape
         (['entropy', 'distance', 'previous token', 'first token'], torch.Size([3]))
     """
-    means = {name: Means("probs", partial(_summed, pattern)) for name, pattern in PATTERNS.items()}
-    observe(model, batches, means.values(), progress=progress)
-    return {name: observer.result() for name, observer in means.items()}
+    measures = {name: partial(_sum_over_queries, pattern) for name, pattern in PATTERNS.items()}
+    return position_means(model, batches, "probs", measures)
 
 
-def _summed(pattern: Pattern, reading: Reading) -> tuple[Tensor, int] | None:
+def _sum_over_queries(pattern: Pattern, reading: Reading) -> tuple[Tensor, int] | None:
     """Return the sum of a pattern over the queries that count, (H,), and their number."""
     assert reading.probs is not None
     batch, _, queries, keys = reading.probs.shape
@@ -107,14 +104,7 @@ def _summed(pattern: Pattern, reading: Reading) -> tuple[Tensor, int] | None:
     return values.transpose(1, 2)[counted].sum(0), int(counted.sum())
 
 
-def induction(
-    model: PreTrainedModel,
-    *,
-    length: int = 24,
-    sequences: int = 16,
-    seed: int = 0,
-    progress: Progress = False,
-) -> dict[str, Tensor]:
+def induction(model: PreTrainedModel, *, length: int = 24, sequences: int = 16, seed: int = 0) -> dict[str, Tensor]:
     """Return how much each head attends to the token that followed an earlier copy of the query's token.
 
     A sequence of random tokens is repeated once; the score is the mean probability that the second copy of token i
@@ -126,14 +116,13 @@ def induction(
         length: tokens T before they are repeated; the model must take 2T.
         sequences: number of random sequences.
         seed: of the tokens.
-        progress: as for `with_progress`.
 
     Returns:
         Module path → (H,) in float64, from 0 to 1.
 
     Raises:
         HeadError: the model reads no tokens or is an encoder–decoder, or length or sequences are too small.
-        CalibrationError: the model does not take sequences of 2T tokens, or needs images beside them.
+        CalibrationError: the model does not take sequences of 2T tokens, or needs images too.
         UnsupportedModelError: the model's family is not known.
 
     Example:
@@ -156,9 +145,7 @@ def induction(
         counted[:, length:] = True
         return values, counted
 
-    means = Means("probs", partial(_summed, repeats))
-    observe(model, batches, [means], progress=progress)
-    return means.result()
+    return position_means(model, batches, "probs", {"induction": partial(_sum_over_queries, repeats)})["induction"]
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,10 @@ from collab_compress.heads import alphas_of
 
 
 def score_factors(model: PreTrainedModel) -> dict[str, tuple[HeadTensor, Tensor | None]]:
-    """Return the factors of the scores of every attention module, in float64 on the CPU, without the scale.
+    """Return module path → heads T_i of the scores without the scale, in float64 on the CPU, and the mixing matrix M.
 
-    Returns:
-        Module path → heads T_i, as query (H, D, d) and key (H, D, d), in a collaborative module W̃q·diag(m_i) and W̃k;
-        and the mixing matrix M (H, R), None for a dense module.
-
-    Raises:
-        UnsupportedModelError: the model's family is not known, or it has a rotary embedding.
+    T_i is the query (H, D, d) and key (H, D, d); in a collaborative module W̃q·diag(m_i) and W̃k. M is (H, R), None for
+    a dense module.
     """
     shared = read_factors(model)
     factors: dict[str, tuple[HeadTensor, Tensor | None]] = {}
@@ -35,12 +31,12 @@ def score_factors(model: PreTrainedModel) -> dict[str, tuple[HeadTensor, Tensor 
             )
         if site.name in shared:
             found = shared[site.name]
-            mixing = _exact(found.mixing)
-            key = _exact(found.key).expand(len(mixing), -1, -1)
-            factors[site.name] = HeadTensor(_exact(found.query) * mixing[:, None], key), mixing  # (H, D, R) each
+            mixing = _to_float64(found.mixing)
+            key = _to_float64(found.key).expand(len(mixing), -1, -1)
+            factors[site.name] = HeadTensor(_to_float64(found.query) * mixing[:, None], key), mixing  # (H, D, R) each
         else:
             dense = DenseSite(**vars(site), query=site.part(site.paths.query), key=site.part(site.paths.key))
-            factors[site.name] = HeadTensor(_exact(dense.query_heads()), _exact(dense.key_heads())), None
+            factors[site.name] = HeadTensor(_to_float64(dense.query_heads()), _to_float64(dense.key_heads())), None
     return factors
 
 
@@ -89,28 +85,28 @@ def head_energy(model: PreTrainedModel) -> dict[str, Energy]:
     energies = {}
     for name, (tensor, _) in score_factors(model).items():
         energies[name] = Energy(
-            heads=_cumulative(_core(tensor.query, tensor.key)),
-            query=_cumulative(tensor.flat_query),
-            key=_cumulative(tensor.flat_key),
-            product=_cumulative(_core(tensor.flat_query, tensor.flat_key)),
+            heads=_cumulate_energy(_reduce_product(tensor.query, tensor.key)),
+            query=_cumulate_energy(tensor.flat_query),
+            key=_cumulate_energy(tensor.flat_key),
+            product=_cumulate_energy(_reduce_product(tensor.flat_query, tensor.flat_key)),
         )
     return energies
 
 
-def _core(left: Tensor, right: Tensor) -> Tensor:
+def _reduce_product(left: Tensor, right: Tensor) -> Tensor:
     """Return a small matrix with the singular values of L·Rᵀ, from (…, m, k) and (…, n, k)."""
     core: Tensor = torch.linalg.qr(left).R @ torch.linalg.qr(right).R.mT
     return core
 
 
-def _cumulative(matrix: Tensor) -> Tensor:
+def _cumulate_energy(matrix: Tensor) -> Tensor:
     """Return the shares of energy that the first 0, 1, … components hold; 1 throughout for a zero matrix."""
     sums = nn.functional.pad(torch.linalg.svdvals(matrix).square().cumsum(-1), (1, 0))
     total = sums[..., -1:]
     return torch.where(total > 0, sums / torch.where(total > 0, total, 1.0), 1.0)
 
 
-def _exact(tensor: Tensor) -> Tensor:
+def _to_float64(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().double()
 
 
@@ -174,27 +170,3 @@ def alpha_matrices(model: PreTrainedModel) -> dict[str, Tensor]:
     if not alphas:
         raise HeadError(f"{type(model).__name__} has no alphas; mix_heads_(model) adds them")
     return {name: matrix.detach().cpu().double() for name, matrix in alphas.items()}
-
-
-def effective_rank(matrix: Tensor) -> float:
-    r"""Return the effective rank of a matrix: the exponential of the entropy of the singular values' shares.
-
-    $$\exp\Big(-\sum_k p_k \log p_k\Big), \quad p_k = \sigma_k / \sum_l \sigma_l$$
-
-    Roy and Vetterli, "The effective rank: a measure of effective dimensionality", 2007.
-
-    Returns:
-        Between 1 and the smaller side, which equal singular values reach; 0 for a zero matrix.
-
-    Raises:
-        HeadError: not a matrix.
-
-    Example:
-        >>> round(effective_rank(torch.eye(4)), 6), round(effective_rank(torch.ones(4, 4)), 6)
-        (4.0, 1.0)
-    """
-    if matrix.ndim != 2:
-        raise HeadError(f"got {tuple(matrix.shape)}, expected a matrix")
-    values = torch.linalg.svdvals(matrix.detach().cpu().double())
-    total = values.sum()
-    return float(torch.special.entr(values / total).sum().exp()) if total > 0 else 0.0

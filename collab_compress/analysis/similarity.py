@@ -6,7 +6,6 @@ compare the heads of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -14,17 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.analysis.covariance import (
-    JointCovariance,
-    check_representations,
-    mean_over_pairs,
-    rounding_variance,
-)
-from collab_compress.analysis.stream import Batches, Means, Progress, observe, unpadded_vectors
+from collab_compress.analysis.covariance import JointCovariance, mean_over_pairs
+from collab_compress.analysis.stream import Batches, position_means, unpadded_vectors
 from collab_compress.errors import HeadError
 from collab_compress.heads import Reading
-
-ROWS = 256  # rows of the kernels that are in memory at a time
 
 Measure = Literal["cosine", "difference", "l2"]
 
@@ -145,11 +137,10 @@ def svcca(
 def _whitening(responses: JointCovariance, variance: float) -> list[Tensor]:
     """Return a whitening matrix (d, k) of each block, of its k kept directions."""
     matrices = []
-    for block, rounding, varies in zip(responses.slices, responses.rounding(), responses.varies(), strict=True):
-        values, vectors = torch.linalg.eigh(responses.matrix[block, block] * varies)  # ascending
+    for block, floor in zip(responses.slices, responses.floors, strict=True):
+        values, vectors = torch.linalg.eigh(responses.matrix[block, block])  # ascending
         values, vectors = values.flip(0).clamp(min=0), vectors.flip(1)
         before = values.cumsum(0) - values  # variance of the directions ahead of each one
-        floor = torch.maximum(rounding, values[0] * torch.finfo(values.dtype).eps * len(values))
         kept = (before < variance * values.sum() * (1 - 1e-12)) & (values > floor)
         matrices.append(vectors[:, kept] * values[kept].rsqrt())
     return matrices
@@ -163,7 +154,7 @@ def cka(responses: JointCovariance | Tensor, other: Tensor | None = None) -> Ten
     equals equation 5 of "Analyzing and Controlling Inter-Head Diversity in Multi-Head Attention" (Kornblith et al.,
     2019) with $K_i = X_i X_i^\top$. It is invariant under rotations, isotropic scalings and shifts. For independent
     representations it is not 0 but about $\sqrt{d_i d_j} / N$ (d directions of equal variance), so use many more
-    tokens than directions, or `sample_cka`.
+    tokens than directions.
 
     Args:
         responses: covariance from `head_covariances` or `JointCovariance.of`; or the first of two matrices of
@@ -186,7 +177,7 @@ def cka(responses: JointCovariance | Tensor, other: Tensor | None = None) -> Ten
     """
     responses = _joint(responses, other)
     squares = responses.sum_blocks(responses.sum_blocks(responses.matrix.square()).mT)  # (n, n)
-    norms = squares.diagonal().sqrt() * responses.varies()
+    norms = squares.diagonal().sqrt() * (responses.variances > responses.floors)
     rows, columns = responses.rows, responses.columns
     return _ratio(squares[: rows.stop, columns.start :], norms[: rows.stop], norms[columns.start :])
 
@@ -203,57 +194,6 @@ def _joint(responses: JointCovariance | Tensor, other: Tensor | None) -> JointCo
     return responses
 
 
-def sample_cka(tokens: Tensor | Sequence[Tensor]) -> Tensor:
-    """Return unbiased linear CKA of all pairs of heads on a sample of tokens.
-
-    The dependence of heads is estimated by HSIC₁ (Song et al., "Feature Selection via Dependence Maximization",
-    2012). The ordinary estimate (`cka`) is of order 1/N too high: independent heads do not come out at 0. The cost is
-    O(H d N²) operations and O(H N) memory, so N should be at most a few thousand tokens.
-
-    Args:
-        tokens: (N, H, d) from `head_samples`, or several representations (N, d_i) of the same tokens, as of layers
-            or models; N is at least 4.
-
-    Returns:
-        (H, H) in float64, which may lie a little outside of 0 and 1; 0 for a head that never varies.
-
-    Raises:
-        HeadError: too few tokens or not the same number.
-
-    Example:
-        >>> tokens = torch.randn(200, 2, 8)
-        >>> tokens[:, 1] = -tokens[:, 0]
-        >>> sample_cka(tokens).round(decimals=6)
-        tensor([[1., 1.],
-                [1., 1.]], dtype=torch.float64)
-    """
-    if not isinstance(tokens, Tensor):
-        check_representations(tokens)
-        widest = max(x.shape[1] for x in tokens)
-        # zeros at the end change no kernel
-        tokens = torch.stack([torch.nn.functional.pad(x, (0, widest - x.shape[1])) for x in tokens], 1)
-    if tokens.ndim != 3 or len(tokens) < 4:
-        raise HeadError(f"got tokens {tuple(tokens.shape)}; expected (N, H, d) with N at least 4")
-    vectors = tokens.detach().cpu().double().transpose(0, 1)  # (H, N, d)
-    heads, count, width = vectors.shape
-    if not bool(vectors.isfinite().all()):
-        raise HeadError("what heads compute is not finite; look for NaN or infinity in the weights")
-    centred = vectors - vectors.mean(1, keepdim=True)
-    noise = width * rounding_variance(vectors.square().sum(2).mean(1), width, torch.finfo(tokens.dtype).eps)
-    centred = centred * (centred.square().sum(2).mean(1) > noise)[:, None, None]
-    products, rows = vectors.new_zeros(heads, heads), vectors.new_zeros(heads, count)
-    for start in range(0, count, ROWS):
-        kernels = centred[:, start : start + ROWS] @ centred.mT  # (H, rows, N)
-        kernels.diagonal(start, 1, 2).zero_()
-        rows[:, start : start + ROWS] = kernels.sum(2)
-        products += torch.einsum("hrn,grn->hg", kernels, kernels)
-    totals = rows.sum(1)
-    middle = torch.outer(totals, totals) / ((count - 1) * (count - 2))
-    dependence = (products + middle - 2 / (count - 2) * rows @ rows.mT) / (count * (count - 3))
-    norms = dependence.diagonal().clamp(min=0).sqrt()
-    return _ratio(dependence, norms, norms)
-
-
 def _ratio(squares: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Divide (n, m) by (n,) and (m,), 0 where one of these is 0."""
     norms = rows[:, None] * columns
@@ -266,7 +206,7 @@ class Discrepancy:
 
     Args:
         cosine: cosine + 1, as "Multi-Head Rotation" section 5.3 words it: 2 for heads that point the same way, 0 for
-            opposite ones. It grows as heads get more alike.
+            opposite ones. It grows as heads become more similar.
         l2: Euclidean distance.
 
     Example:
@@ -279,11 +219,6 @@ class Discrepancy:
 
     cosine: Tensor
     l2: Tensor
-
-    @classmethod
-    def of(cls, means: Tensor) -> Discrepancy:
-        """Return the distances by mean cosines and distances, (2, H, H)."""
-        return cls(means[0] + 1, means[1])
 
     @property
     def difference(self) -> Tensor:
@@ -302,7 +237,7 @@ class Discrepancy:
         return float(matrix.abs().sum())
 
 
-def discrepancy(model: PreTrainedModel, batches: Batches, *, progress: Progress = False) -> dict[str, Discrepancy]:
+def discrepancy(model: PreTrainedModel, batches: Batches) -> dict[str, Discrepancy]:
     """Return the distances between the outputs of the heads of each layer ("Multi-Head Rotation", section 5.3).
 
     Arguments, keys and errors are those of `head_covariances`.
@@ -315,12 +250,11 @@ def discrepancy(model: PreTrainedModel, batches: Batches, *, progress: Progress 
         >>> apart.l2.shape, apart.l2.diagonal()
         (torch.Size([3, 3]), tensor([0., 0., 0.], dtype=torch.float64))
     """
-    distances = Means("outputs", summed_distances)
-    observe(model, batches, [distances], progress=progress)
-    return {name: Discrepancy.of(means) for name, means in distances.result().items()}
+    means = position_means(model, batches, "outputs", {"distances": _sum_distances})["distances"]
+    return {name: Discrepancy(cosine + 1, l2) for name, (cosine, l2) in means.items()}
 
 
-def summed_distances(reading: Reading) -> tuple[Tensor, int]:
+def _sum_distances(reading: Reading) -> tuple[Tensor, int]:
     """Return the sums over positions of cosines and of distances between heads, (2, H, H), and the positions."""
     vectors = unpadded_vectors(reading, "outputs").double()  # (N, H, s)
     norms = vectors.norm(dim=2, keepdim=True)
@@ -330,7 +264,7 @@ def summed_distances(reading: Reading) -> tuple[Tensor, int]:
     return torch.stack([torch.einsum("nhw,ngw->hg", units, units), distances.sum(0)]), len(vectors)
 
 
-def bhattacharyya(model: PreTrainedModel, batches: Batches, *, progress: Progress = False) -> dict[str, Tensor]:
+def bhattacharyya(model: PreTrainedModel, batches: Batches) -> dict[str, Tensor]:
     r"""Return the Bhattacharyya coefficients of heads: how much the attention of any two of a layer overlaps.
 
     $$BC(a, b) = \sum_j \sqrt{p_j^a \, p_j^b}$$
@@ -347,12 +281,10 @@ def bhattacharyya(model: PreTrainedModel, batches: Batches, *, progress: Progres
         >>> overlap.shape, overlap.diagonal().round(decimals=5)
         (torch.Size([3, 3]), tensor([1., 1., 1.], dtype=torch.float64))
     """
-    coefficients = Means("probs", summed_coefficients)
-    observe(model, batches, [coefficients], progress=progress)
-    return coefficients.result()
+    return position_means(model, batches, "probs", {"overlap": _sum_coefficients})["overlap"]
 
 
-def summed_coefficients(reading: Reading) -> tuple[Tensor, int]:
+def _sum_coefficients(reading: Reading) -> tuple[Tensor, int]:
     """Return the sums over queries of the coefficients of heads, (H, H), and the number of queries."""
     roots = unpadded_vectors(reading, "probs").double().sqrt()  # (N, H, S)
     return torch.einsum("nhs,ngs->hg", roots, roots), len(roots)

@@ -1,14 +1,13 @@
 """Run a model over batches and hand on what its attention heads computed, one batch at a time."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from fnmatch import fnmatch
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, Kind
@@ -19,41 +18,39 @@ from collab_compress.devices import float64_device
 from collab_compress.errors import HeadError
 from collab_compress.heads import Part, Reading, Tap
 
-Progress: TypeAlias = bool | Callable[[int, int | None], None]
 Batches: TypeAlias = Iterable[Mapping[str, Tensor]]
-
-_Item = TypeVar("_Item")
-
+Progress: TypeAlias = Callable[[int, int | None], None]
+"""Function of the number of finished items and their total (None if unknown)."""
 
 Readings: TypeAlias = list[tuple[str, Reading]]
 """What attention modules computed in one forward pass, in the order in which they ran, by module path.
 
-A module that ran several times, as one that serves several layers (ALBERT), has the names `path[0]`, `path[1]`, ….
+A module that ran several times, because it serves several layers (ALBERT), has the names `path[0]`, `path[1]`, ….
 """
 
+Measure: TypeAlias = Callable[[Reading], tuple[Tensor, int] | None]
+"""Function of a reading to the sum of a measure over positions, and their number; None if it does not apply."""
 
-def with_progress(items: Iterable[_Item], progress: Progress, label: str) -> Iterator[_Item]:
-    """Yield `items` and report each finished one.
+_Item = TypeVar("_Item")
+
+
+def with_progress(items: Iterable[_Item], progress: Progress | None) -> Iterator[_Item]:
+    """Yield `items`, and report each finished one.
 
     Args:
         items: batches, or other work.
-        progress: True for a bar, False for nothing, or a function of the number of finished items and the total
-            (None if unknown).
-        label: text of the bar.
+        progress: called with the number of finished items and the total (None if unknown); None for no report.
 
     Example:
-        >>> list(with_progress("ab", lambda done, total: print(done, "of", total), "letters"))
+        >>> list(with_progress("ab", lambda done, total: print(done, "of", total)))
         1 of 2
         2 of 2
         ['a', 'b']
     """
     total = len(items) if isinstance(items, Sized) else None
-    if progress is True:
-        yield from tqdm(items, desc=label, total=total)
-        return
     for done, item in enumerate(items, 1):
         yield item
-        if callable(progress):
+        if progress is not None:
             progress(done, total)
 
 
@@ -64,12 +61,8 @@ def read_heads(
     *,
     kinds: Collection[Kind] = KINDS,
     modules: str = "*",
-    progress: Progress = False,
 ) -> Iterator[list[Readings]]:
-    """Run every model on each batch, without gradients or dropout, and yield each model's readings of the batch.
-
-    Arguments and errors are those of `layer_covariance`.
-    """
+    """Run every model on each batch, without gradients or dropout, and yield each model's readings of the batch."""
     ran = False
     with ExitStack() as stack:
         taps = [stack.enter_context(Tap(model, part, kinds)) for model in models]
@@ -78,21 +71,52 @@ def read_heads(
                 paths = ", ".join(site.name for site in tap.sites[:3])
                 raise HeadError(f"no attention module matches {modules!r}; there are {paths}, …")
             stack.enter_context(evaluation_mode(model))
-        for batch in with_progress(batches, progress, "batches"):
+        for batch in batches:
             ran = True
             for model in models:
                 run_batch(model, as_batch(batch))
-            yield [_named(tap.take(), modules) for tap in taps]
+            yield [_by_name(tap.take(), modules) for tap in taps]
     if not ran:
         raise HeadError("no batches to run the model on; pass some, and a list where they are read more than once")
 
 
-def random_tokens(model: PreTrainedModel, count: int, length: int, seed: int) -> dict[str, Any]:
-    """Return `count` sequences of random tokens without padding, and as many targets for an encoder–decoder.
+def position_means(
+    model: PreTrainedModel, batches: Batches, part: Part, measures: Mapping[str, Measure]
+) -> dict[str, dict[str, Tensor]]:
+    """Return name of a measure → module path → its mean over positions, in float64."""
+    sums: dict[str, dict[str, Tensor]] = {name: {} for name in measures}
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for (readings,) in read_heads([model], batches, part):
+        for path, reading in readings:
+            for name, measure in measures.items():
+                if (measured := measure(reading)) is not None:
+                    total, count = measured
+                    sums[name][path] = sums[name].get(path, 0) + total.cpu()
+                    counts[name][path] += count
+    for name, by_path in sums.items():
+        for path, total in by_path.items():
+            if not counts[name][path]:
+                raise HeadError(
+                    f"{path} saw only padding, or single tokens; pass batches of sequences of two or more tokens"
+                )
+            if not bool(total.isfinite().all()):
+                raise HeadError(f"{path}: what its heads compute is not finite; look for NaN or infinity in weights")
+    return {
+        name: {path: total / counts[name][path] for path, total in by_path.items()} for name, by_path in sums.items()
+    }
 
-    Raises:
-        HeadError: the model does not read tokens.
-    """
+
+def unpadded_vectors(reading: Reading, part: Part) -> Tensor:
+    """Return each head's vectors without padding, (N, H, w), on a device with float64; of `probs`, w is the keys."""
+    vectors: Tensor = getattr(reading, part)
+    if part == "probs":
+        vectors = vectors.transpose(1, 2)  # (B, T, H, S)
+    vectors, mask = vectors.to(float64_device(vectors.device)), reading.mask_of(part)
+    return vectors.flatten(0, 1) if mask is None else vectors[mask.to(vectors.device)]
+
+
+def random_tokens(model: PreTrainedModel, count: int, length: int, seed: int) -> dict[str, Any]:
+    """Return `count` sequences of random tokens without padding, and as many targets for an encoder–decoder."""
     size = vocabulary_size(model)
     if size is None or "input_ids" not in forward_arguments(model):
         raise HeadError(f"{type(model).__name__} reads no tokens; pass inputs=, or leave this measure out")
@@ -105,85 +129,14 @@ def random_tokens(model: PreTrainedModel, count: int, length: int, seed: int) ->
     return batch
 
 
-class Observer(Protocol):
-    """Sums up readings of heads."""
-
-    part: Part
-
-    def add(self, readings: Readings) -> None:
-        """Add the readings of one batch."""
-
-
-class Means:
-    """An `Observer` that averages over the positions of each module.
-
-    Args:
-        part: the part of readings that is measured.
-        sums: function of a reading to the sum over positions that count, and their number; None where there is
-            nothing to measure.
-    """
-
-    def __init__(self, part: Part, sums: Callable[[Reading], tuple[Tensor, int] | None]) -> None:
-        self.part, self._measure = part, sums
-        self._sums: dict[str, Tensor] = {}
-        self._counts: Counter[str] = Counter()
-
-    def add(self, readings: Readings) -> None:
-        """Add the readings of one batch."""
-        for name, reading in readings:
-            if (measured := self._measure(reading)) is not None:
-                total, count = measured
-                self._sums[name] = self._sums.get(name, 0) + total.cpu()
-                self._counts[name] += count
-
-    def result(self) -> dict[str, Tensor]:
-        """Return the means of each module, or raise a HeadError where none is defined."""
-        for name, total in self._sums.items():
-            if not self._counts[name]:
-                raise HeadError(
-                    f"{name} saw only padding, or single tokens; pass batches of sequences of two or more tokens"
-                )
-            if not bool(total.isfinite().all()):
-                raise HeadError(f"{name}: what its heads compute is not finite; look for NaN or infinity in weights")
-        return {name: total / self._counts[name] for name, total in self._sums.items()}
-
-
-def observe(
-    model: PreTrainedModel,
-    batches: Batches,
-    observers: Iterable[Observer],
-    kinds: Collection[Kind] = KINDS,
-    modules: str = "*",
-    progress: Progress = False,
-) -> None:
-    """Run a model on all batches for observers of one part of readings; as `read_heads`."""
-    observers = list(observers)
-    part = observers[0].part
-    for (readings,) in read_heads([model], batches, part, kinds=kinds, modules=modules, progress=progress):
-        for observer in observers:
-            observer.add(readings)
-
-
-def unpadded_vectors(reading: Reading, part: Part) -> Tensor:
-    """Return the vectors of each head without padding, (N, H, w); of `probs`, w is the number of keys.
-
-    They lie on a device that has float64.
-    """
-    vectors: Tensor = getattr(reading, part)
-    if part == "probs":
-        vectors = vectors.transpose(1, 2)  # (B, T, H, S)
-    vectors, mask = vectors.to(float64_device(vectors.device)), reading.mask_of(part)
-    return vectors.flatten(0, 1) if mask is None else vectors[mask.to(vectors.device)]
-
-
-def _named(readings: Sequence[Reading], modules: str = "*") -> Readings:
-    """Return the readings of matching modules, by name."""
+def _by_name(readings: Sequence[Reading], modules: str) -> Readings:
+    """Return the readings of modules that match the glob, by name."""
     counts = Counter(reading.site.name for reading in readings)
-    numbers: dict[str, int] = {}
+    uses: Counter[str] = Counter()
     named = []
     for reading in readings:
         path = reading.site.name
-        number = numbers[path] = numbers.get(path, -1) + 1
         if fnmatch(path, modules):
-            named.append((path if counts[path] == 1 else f"{path}[{number}]", reading))
+            named.append((path if counts[path] == 1 else f"{path}[{uses[path]}]", reading))
+        uses[path] += 1
     return named

@@ -2,10 +2,9 @@
 
 import copy
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import sqrt
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from collab_compress.errors import CompressionError
 from collab_compress.options import check_counts
 
 _logger = logging.getLogger(__name__)
-MixingStart = Literal["concatenation", "ones", "uniform"]
 
 
 @dataclass(frozen=True)
@@ -29,27 +27,13 @@ class FromScratch:
     dk: int
     """Shared width R, at least 1; it may exceed H·d. Every head reads all R channels."""
 
-    mixing: MixingStart = "concatenation"
-    """How the mixing matrix starts: "concatenation" gives each head its own R/H channels (remaining channels go to
-    the first heads), "ones" gives all heads all channels, "uniform" draws from [0, 1)."""
-
     train_mixing: bool = True
-    """Whether it is trained. Frozen concatenation is the paper's narrow-head baseline."""
-
-    scale: Literal["model", "narrow"] = "model"
-    """The scale of the scores: "model" keeps the model's, 1/√d; "narrow" is √(H/R), right only for frozen
-    concatenation, whose heads are R/H wide."""
+    """Whether the mixing matrix, which starts by giving each head R/H channels of its own (remaining ones go to the
+    first heads), is trained. If not, heads stay R/H wide, which is the paper's narrow-head baseline, and scores are
+    scaled by √(H/R) in place of the model's 1/√d; with a rotary embedding heads keep their width and scale."""
 
     def __post_init__(self) -> None:
         check_counts(self, CompressionError, "dk")
-        for name, choices in (("mixing", [*MIXING_STARTS]), ("scale", ["model", "narrow"])):
-            if getattr(self, name) not in choices:
-                raise CompressionError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
-        if self.scale == "narrow" and (self.mixing != "concatenation" or self.train_mixing):
-            raise CompressionError(
-                "the narrow scale √(H/R) is for mixing='concatenation' with train_mixing=False; "
-                "elsewhere it sharpens every attention: use scale='model'"
-            )
 
 
 def from_config(
@@ -75,7 +59,7 @@ def from_config(
     model = model_class(copy.deepcopy(config))  # the edit is recorded in the config, which may be used again
     forms: dict[str, dict[str, ScoreForm]] = {}
     for site in find_dense_attention(model):
-        form, parts = (_rotary if site.family.rotary else _shared)(site, attention)
+        form, parts = (_build_rotary if site.family.rotary else _build_shared)(site, attention)
         install_(site.module, form, parts)
         forms.setdefault(form.kind, {})[path_in_base(model, site.module)] = form
     for kind, modules in forms.items():
@@ -85,39 +69,38 @@ def from_config(
     return model
 
 
-def _shared(site: DenseSite, attention: FromScratch) -> tuple[ScoreForm, Any]:
+def _build_shared(site: DenseSite, attention: FromScratch) -> tuple[ScoreForm, Any]:
     """Return the form of untrained shared attention, and its parameters."""
-    scale = sqrt(site.heads / attention.dk) if attention.scale == "narrow" else None
+    scale = None if attention.train_mixing else sqrt(site.heads / attention.dk)  # None is the model's
     form = SharedScores.of(site, attention.dk, attention.dk, content_bias=site.query.bias is not None)
     form = replace(form, scale=scale, train_mixing=attention.train_mixing)
-    parts = _initialised(site, form)
+    parts = _build(site, form)
     with torch.no_grad():
         if parts.key.content_bias is not None:
             parts.key.content_bias.zero_()
-        parts.mixing.copy_(MIXING_STARTS[attention.mixing](site.heads, attention.dk))
+        parts.mixing.copy_(concatenate_heads(site.heads, attention.dk))
     return form, parts
 
 
-def _rotary(site: DenseSite, attention: FromScratch) -> tuple[ScoreForm, Any]:
+def _build_rotary(site: DenseSite, attention: FromScratch) -> tuple[ScoreForm, Any]:
     """Return the form of rotary heads with untrained shared keys, and its parameters."""
-    if attention.scale != "model" or attention.dk > site.key_value_width:
+    if attention.dk > site.key_value_width:
         raise CompressionError(
-            f"{site.name}: rotary heads keep the model's scale, and dk is at most {site.key_value_width} there; got "
-            f"scale {attention.scale!r} and dk {attention.dk}"
+            f"{site.name}: dk of rotary heads is at most {site.key_value_width} there; got dk {attention.dk}"
         )
     form = replace(RotaryScores.of(site, attention.dk), train_mixing=attention.train_mixing)
-    parts = _initialised(site, form)
+    parts = _build(site, form)
     with torch.no_grad():
         for projection in (parts.query.proj, parts.key.proj):
             if projection.bias is not None:
                 projection.bias.zero_()
-        start = MIXING_STARTS[attention.mixing](site.key_value_heads, form.rank // site.head_width)  # (G, P)
+        start = concatenate_heads(site.key_value_heads, form.rank // site.head_width)  # (G, P)
         real = start.repeat_interleave(site.head_width // 2, 1)
         parts.mixing.copy_(torch.cat([real, torch.zeros_like(real)], 1))
     return form, parts
 
 
-def _initialised(site: DenseSite, form: ScoreForm) -> Any:
+def _build(site: DenseSite, form: ScoreForm) -> Any:
     parts = form.build(site.module, site.parent)
     with torch.no_grad():
         for projection, dense in ((parts.query.proj, site.query), (parts.key.proj, site.key)):
@@ -125,14 +108,7 @@ def _initialised(site: DenseSite, form: ScoreForm) -> Any:
     return parts
 
 
-def _concatenation(heads: int, dk: int) -> Tensor:
+def concatenate_heads(heads: int, dk: int) -> Tensor:
     """Return blocks of ones, (H, R): each channel belongs to one head, and widths differ by at most one."""
     owner = torch.arange(dk, device="cpu") * heads // dk if dk >= heads else torch.arange(dk, device="cpu")
     return torch.nn.functional.one_hot(owner, heads).T.float()
-
-
-MIXING_STARTS: dict[str, Callable[[int, int], Tensor]] = {
-    "concatenation": _concatenation,
-    "ones": torch.ones,
-    "uniform": torch.rand,
-}

@@ -20,10 +20,10 @@ from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import alphas_of, head_importance
 from collab_compress.report.section import Curves, Heatmaps, Label, Progress, Section, Table, short
 
-QUANTILE = 0.98  # of mixing entries at which the colour scale ends; a few entries are far larger
-TOKENS = 40  # a longer attention map is cut
-LAYERS = 12  # of attention maps, at most
-PATTERNS = {
+COLOUR_QUANTILE = 0.98  # of mixing entries at which the colour scale ends; a few entries are far larger
+MAX_MAP_TOKENS = 40  # a longer attention map is cut
+MAX_MAP_MODULES = 12  # of attention maps, at most
+PATTERN_PICTURES = {
     "entropy": ("Entropy of attention", "Faint cells are heads that attend to few tokens (Clark et al., 2019)."),
     "distance": ("Distance of attention", "Faint cells are heads that attend near by (Vig and Belinkov, 2019)."),
     "previous token": ("Attention to the previous token", "Strong cells look one token back (Clark et al., 2019)."),
@@ -32,9 +32,9 @@ PATTERNS = {
 }
 """Pattern → title and reading of its picture."""
 
-UNBOUNDED = ("entropy", "distance")  # the other patterns are probabilities
-MOSTLY = 0.5  # from this probability on a head attends mostly there
-DRAWS = 3  # orders of random heads in the pruning curve
+NOT_PROBABILITIES = ("entropy", "distance")  # the other patterns are probabilities
+STRONG_PROBABILITY = 0.5  # from this probability on a head attends mostly there
+RANDOM_ORDERS = 3  # orders of random heads in the pruning curve
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def mixing(model: PreTrainedModel, label: Label) -> Section:
     pictures, highlights = [], []
     if shared:
         sizes = torch.cat([matrix.abs().flatten() for matrix in shared.values()])
-        high = float(sizes[sizes > 0].quantile(QUANTILE)) if bool(sizes.any()) else 1.0
+        high = float(sizes[sizes > 0].quantile(COLOUR_QUANTILE)) if bool(sizes.any()) else 1.0
         maps = {f"layer {layer}": matrix.tolist() for layer, matrix in shared.items()}
         reading = (
             "A column of one strong cell belongs to one head; the largest 2 % are cut off (Collaborate, Fig. 2)."
@@ -96,7 +96,7 @@ def mixing(model: PreTrainedModel, label: Label) -> Section:
 
 
 def _users(matrix: Tensor) -> float:
-    """Return how many heads use a component, mean over used components: 1 for one head, H for all alike."""
+    """Return how many heads use a component, mean over used ones: 1 for one head, H for all of them equally."""
     squares = matrix.square()
     used = squares[:, squares.sum(0) > 0]
     return float((used.sum(0).square() / used.square().sum(0)).mean()) if used.numel() else 0.0
@@ -115,20 +115,20 @@ def attention_maps(
     if isinstance(sentence, tuple) and model.config.is_encoder_decoder:
         text, target = sentence
     maps = analysis.attention_maps(model, tokenizer, text, target=target)
-    chosen = list(maps)[:: -(-len(maps) // LAYERS)]
+    chosen = list(maps)[:: -(-len(maps) // MAX_MAP_MODULES)]
     of_heads = {
-        f"{label(name)} · {head}": weights[:TOKENS, :TOKENS].tolist()
+        f"{label(name)} · {head}": weights[:MAX_MAP_TOKENS, :MAX_MAP_TOKENS].tolist()
         for name in chosen
         for head, weights in enumerate(maps[name].weights)
     }
     reading = (
-        "Layer · head. A diagonal looks at the token itself, a line beside it at a neighbour, a column at one token."
+        "Layer · head. A diagonal looks at the token itself, a line next to it at a neighbour, a column at one token."
     )
     picture = Heatmaps(
         "Every head's attention", reading, of_heads, row_label="query token", column_label="token attended to"
     )
     words = sentence if isinstance(sentence, str) else "” and “".join(sentence)
-    queries = " ".join(maps[chosen[0]].queries[:TOKENS])
+    queries = " ".join(maps[chosen[0]].queries[:MAX_MAP_TOKENS])
     return Section(
         "What heads attend to",
         f"Attention probabilities of every head for “{words}”, read as {queries}, in {len(chosen)} of {len(maps)} "
@@ -139,9 +139,9 @@ def attention_maps(
 
 def patterns(model: PreTrainedModel, batches: Sequence[Batch], label: Label, progress: Progress) -> Section:
     """Return how spread the attention of each head is, how far it reaches, and which tokens it goes to."""
-    measured = analysis.head_patterns(model, batches, progress=progress("patterns"))
+    measured = analysis.head_patterns(model, analysis.with_progress(batches, progress("patterns")))
     with suppress(HeadError, CalibrationError):  # the model reads no tokens, or not as many
-        measured["induction"] = analysis.induction(model, progress=progress("induction"))
+        measured["induction"] = analysis.induction(model)
     rows: dict[str, dict[str, Any]] = {name: {"layer": label(name)} for name in measured["entropy"]}
     pictures, highlights = [], []
     for pattern, heads in measured.items():
@@ -151,12 +151,12 @@ def patterns(model: PreTrainedModel, batches: Sequence[Batch], label: Label, pro
             continue
         values = torch.cat(list(heads.values()))
         maps = {"": [vector.tolist() for vector in heads.values()]}
-        high = float(values.max()) if pattern in UNBOUNDED else 1.0
+        high = float(values.max()) if pattern in NOT_PROBABILITIES else 1.0
         layers = list(map(label, heads))
-        pictures.append(Heatmaps(*PATTERNS[pattern], maps, high, row_label="layer", row_names=layers))
-        if pattern not in UNBOUNDED:
+        pictures.append(Heatmaps(*PATTERN_PICTURES[pattern], maps, high, row_label="layer", row_names=layers))
+        if pattern not in NOT_PROBABILITIES:
             aim = "token after an earlier copy" if pattern == "induction" else pattern
-            strong = int((values > MOSTLY).sum())
+            strong = int((values > STRONG_PROBABILITY).sum())
             highlights.append(f"{strong} of {len(values)} heads attend mostly to the {aim}.")
     return Section(
         "Patterns of attention",
@@ -195,18 +195,17 @@ def dominance(
     report = progress("heads one by one")
     chosen, scored = (analysis.dominant_heads(model, **how, progress=report) for how in (choose, score))
     importance = chosen.changes if task is None else head_importance(model, task.batches)
-    orders = [importance, *(analysis.random_importance(model, seed=seed) for seed in range(DRAWS))]
-    points, *draws = (
-        analysis.pruning_curve(model, order, **score, progress=progress("pruning curve")) for order in orders
+    points = analysis.pruning_curve(
+        model, importance, **score, random_orders=RANDOM_ORDERS, progress=progress("pruning curve")
     )
     rows = [
         {
             "heads silenced [%]": round(100 * point.share),
             "heads silenced": point.removed,
             metric: point.score,
-            "random heads": fmean(other.score for other in others),
+            "random heads": point.random_score,
         }
-        for point, *others in zip(points, *draws, strict=True)
+        for point in points
     ]
     sign = -1 if scored.greater_is_better else 1  # losses are positive where the model gets worse
     losses = [(sign * changes).tolist() for changes in scored.changes.values()]
@@ -215,7 +214,7 @@ def dominance(
     half = next(point for point in points if point.share >= 0.5)
     curves = [
         ("least important", [(100 * point.share, point.score) for point in points]),
-        ("random", [(100 * point.share, row["random heads"]) for point, row in zip(points, rows, strict=True)]),
+        ("random", [(100 * point.share, point.random_score) for point in points]),
     ]
     strong = "The strongest cell of a row is its layer's dominant head; faint heads can go (DropHead, Table 4)."
     high, both_signs, layers = float(joined.abs().max()), bool((joined < 0).any()), list(map(label, scored.changes))

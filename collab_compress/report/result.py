@@ -84,7 +84,7 @@ def make_report(
         baseline_name: of the baseline.
         tokenizer: of the model; required for attention maps.
         sentence: text, or pair of texts, for attention maps; (text, target) for an encoder–decoder.
-        score: a task to score heads on, in place of the drift of the outputs.
+        score: a task to score heads on, instead of the drift of the outputs.
         options: how much to measure.
         on_progress: called with the section or measure, the number of finished items and their total (or None).
 
@@ -122,14 +122,16 @@ def make_report(
         return partial(on_progress, work)
 
     measures: dict[str, Callable[[], Section]] = {
-        "widths": lambda: widths(model, first(batches, options.input_sequences), label, progress),
+        "widths": lambda: widths(model, take_sequences(batches, options.input_sequences), label, progress),
         "mixing": lambda: mixing(model, label),
         "cost": lambda: cost(model, batches[0], options, label, progress),
         "similarity": lambda: similarity(model, baseline, batches, label, progress),
         "diversity": lambda: diversity(compared, batches, tokenizer, progress),
         "patterns": lambda: patterns(model, batches, label, progress),
         "attention_maps": lambda: attention_maps(model, tokenizer, sentence, label),
-        "dominance": lambda: dominance(model, first(batches, options.head_sequences), score, label, progress),
+        "dominance": lambda: dominance(
+            model, take_sequences(batches, options.head_sequences), score, label, progress
+        ),
     }
     results, omitted = {}, {}
     for section, measure in measures.items():
@@ -157,7 +159,7 @@ def make_report(
     return ReportResult(f"Heads of {' against '.join(compared)}", facts, results, omitted)
 
 
-def first(batches: Sequence[Batch], count: int) -> list[Batch]:
+def take_sequences(batches: Sequence[Batch], count: int) -> list[Batch]:
     """Return the first batches, with at most this many sequences in all."""
     taken: list[Batch] = []
     for batch in batches:

@@ -9,9 +9,9 @@ from html import escape
 from math import ceil, floor, isfinite, log10
 from typing import Any, TypeAlias
 
-LEVELS = 24  # shades of a hue
-MANY = 32  # maps beyond which they are drawn small and without numbers
-LEGIBLE = 26  # rows or columns with names or numbers, at most
+SHADES = 24  # shades of a hue
+MAX_LARGE_MAPS = 32  # maps beyond which they are drawn small and without numbers
+MAX_NAMED_ROWS = 26  # rows or columns with names or numbers, at most
 WIDTH, HEIGHT = 330, 220  # of a coordinate system
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 38  # its margins
 
@@ -84,9 +84,15 @@ def draw_heatmap(picture: Heatmaps, title: str) -> str:
     """Return the matrix of this title as SVG."""
     matrix = picture.maps[title]
     rows, columns = len(matrix), max(map(len, matrix))
-    cell = 20 if len(picture.maps) <= 2 else 13 if len(picture.maps) <= MANY else min(13, 78 / max(rows, columns))
+    cell = (
+        20
+        if len(picture.maps) <= 2
+        else 13
+        if len(picture.maps) <= MAX_LARGE_MAPS
+        else min(13, 78 / max(rows, columns))
+    )
     across = min(cell, max(1.5, 500 / columns))
-    legible = LEGIBLE if len(picture.maps) <= MANY else 0
+    legible = MAX_NAMED_ROWS if len(picture.maps) <= MAX_LARGE_MAPS else 0
     row_names = picture.row_names or [str(row) for row in range(rows)] if rows <= legible else []
     left = 6 + 6.2 * max(map(len, row_names)) if row_names else 1
     width, height = left + columns * across + 4, rows * cell + 17
@@ -94,11 +100,11 @@ def draw_heatmap(picture: Heatmaps, title: str) -> str:
     for row, values in enumerate(matrix):
         for column, value in enumerate(values):
             if isfinite(value) and value and (value > 0 or picture.diverging):
-                level = round(LEVELS * min(1.0, abs(value) / picture.high))
+                level = round(SHADES * min(1.0, abs(value) / picture.high))
                 shades["plus" if value > 0 else "minus", level] += f"M{column} {row}h1v1h-1z"
     parts = [f'<g shape-rendering="crispEdges" transform="translate({left:.1f} 0.5) scale({across:.4g} {cell:.4g})">']
     for (hue, level), cells in sorted(shades.items()):
-        parts.append(f'<path class="{hue}" fill-opacity="{level / LEVELS:.3g}" d="{cells}"/>')
+        parts.append(f'<path class="{hue}" fill-opacity="{level / SHADES:.3g}" d="{cells}"/>')
     parts.append(f'<rect class="frame" width="{columns}" height="{rows}"/></g>')
     for row, name in enumerate(row_names):
         y = (row + 0.5) * cell + 3.5
@@ -140,16 +146,16 @@ def draw_curves(picture: Curves) -> str:
 
 def colours(count: int) -> list[str]:
     """Return colours for so many curves, from blue to orange."""
-    return [f"hsl({(215 + 170 * place / max(1, count - 1)) % 360:.0f} 65% 42%)" for place in range(count)]
+    return [f"hsl({(215 + 170 * index / max(1, count - 1)) % 360:.0f} 65% 42%)" for index in range(count)]
 
 
 def _axis(values: Sequence[float], start: float, stop: float) -> tuple[Callable[[float], float], list[float]]:
-    """Return a function of a number to its place in pixels along an axis that holds all values, and its ticks."""
+    """Return a function from numbers to pixels along an axis that shows all values, and the axis's ticks."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if low == high:
         low, high = min(low, 0.0), max(high, 0.0) or 1.0
     least = (high - low) / 4
     power = 10.0 ** floor(log10(least))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= least)
-    ticks = [place * step for place in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
+    ticks = [number * step for number in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
     return lambda value: start + (value - low) / (high - low) * (stop - start), ticks

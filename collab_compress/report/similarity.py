@@ -22,8 +22,8 @@ def similarity(
     label: Label,
     progress: Progress,
 ) -> Section:
-    """Return how similar the heads of a model are, and its layers to those of another."""
-    heads = analysis.head_covariances(model, batches, progress=progress("heads"))
+    """Return how similar the heads of a model are, and how similar its layers are to another model's."""
+    heads = analysis.head_covariances(model, analysis.with_progress(batches, progress("heads")))
     pairs = {name: joint for name, joint in heads.items() if len(joint.widths) > 1}
     if not pairs and len(heads) < 2 and baseline is None:
         raise HeadError("a single head in a single layer has no other to be compared with")
@@ -55,10 +55,10 @@ def similarity(
             "CKA) on average."
         )
     if baseline is not None:
-        report = progress("similarity of models")
+        with_bar = [analysis.with_progress(batches, progress("similarity of models")) for _ in range(2)]
         try:
-            by_head = analysis.model_covariances(model, baseline, batches, unit="head", progress=report)
-            by_layer = analysis.model_covariances(model, baseline, batches, unit="layer", progress=report)
+            by_head = analysis.model_covariances(model, baseline, with_bar[0], unit="head")
+            by_layer = analysis.model_covariances(model, baseline, with_bar[1], unit="layer")
         except HeadError as error:  # as for models of different depths
             notes += f" The two models were not compared: {error}."
         else:
@@ -109,10 +109,12 @@ def diversity(
     rows: list[dict[str, Any]] = []
     pictures, highlights = [], []
     for model_name, (model, label) in models.items():
-        watched = analysis.with_progress(batches, progress("confidence"), "confidence")
-        confidences = analysis.confidence(model, watched, exclude=end_tokens(model, tokenizer))
-        apart = analysis.discrepancy(model, batches, progress=progress("distances"))
-        overlaps = analysis.bhattacharyya(model, batches, progress=progress("overlap"))
+        with_bar = [
+            analysis.with_progress(batches, progress(name)) for name in ("confidence", "distances", "overlap")
+        ]
+        confidences = analysis.confidence(model, with_bar[0], exclude=end_tokens(model, tokenizer))
+        apart = analysis.discrepancy(model, with_bar[1])
+        overlaps = analysis.bhattacharyya(model, with_bar[2])
         distances = {name: heads.l2.sum(1) / (len(heads.l2) - 1) for name, heads in apart.items()}
         for name, heads in apart.items():
             confidence, overlap = confidences[name.partition("[")[0]], overlaps[name]

@@ -51,7 +51,7 @@ SWEEP = """usage: collab-sweep SWEEP.yaml [FIELD=VALUE ...] [--revision REV] [--
 
 Run every task with every conversion, method and seed that a file describes, skipping finished runs. A sweep can be
 stopped at any point and started again; collab-results OUTPUT shows the results so far. If a run fails, the others
-continue, and the exit code is 1.
+continue, and the exit code is 1; where several processes run together, the sweep stops.
 
 Examples:
   collab-sweep glue.yaml output=outputs/glue base.data_dir=glue
@@ -71,12 +71,7 @@ arguments:
 
 
 def help_text(name: str, arguments: ModuleType) -> str:
-    """Return the help of a command, as wide as the terminal, at most 100 columns.
-
-    Args:
-        name: of the command.
-        arguments: module with the dataclasses of the arguments of the others.
-    """
+    """Return the help of a command, as wide as the terminal, at most 100 columns."""
     if name == "collab-run":
         return "\n".join([RUN, "fields of a recipe:", *_fields("Recipe")])
     if name == "collab-sweep":

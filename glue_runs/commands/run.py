@@ -22,11 +22,7 @@ from .help import RUN, SWEEP
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `collab-run`: the stages of a recipe, with a line for each; errors are one line and exit code 2.
-
-    Args:
-        argv: a recipe file, and settings as `field=value` or `--field value`; by default those of the process.
-    """
+    """Run `collab-run`: the stages of a recipe, with a line for each; errors are one line and exit code 2."""
     with errors_in_one_line("collab-run", hold_warnings=False), _bars_closed():
         path, settings, json, quiet = _arguments(RUN, argv, "recipes")
         recipe = read_recipe(path, settings)

@@ -16,11 +16,7 @@ from collab_compress.errors import RecipeError
 
 from ..tasks import TASKS
 from .outputs import without_nulls
-from .results import (
-    Column,
-    Result,
-    Variant,
-)
+from .results import Column, Result, Variant
 
 Line: TypeAlias = dict[str, Any]
 Recipes: TypeAlias = Mapping[Variant, Mapping[Column, Sequence[Mapping[str, Any]]]]
@@ -70,7 +66,7 @@ class Comparison:
 
 
 def compare(results: Sequence[Result], against: str | None = None) -> Comparison:
-    """Return a line for each variant and task.
+    """Return a line for each variant and task, compared with `against` (method/stage), or else with the dense model.
 
     The average is over tasks first, for each seed that has all of them, and then over seeds; there is one if there
     are several tasks and all are scored in one unit.
@@ -78,14 +74,6 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
     A line has `mean`, sample deviation `sd` and number `n` of the scores; `difference`, the mean over the `pairs` of
     seeds that the `reference` has too of score − the reference's score; and `low` and `high`, the ends of its 95 %
     t-interval. With one seed `sd` is None, and there is no interval; a score without a pair has no difference.
-
-    Args:
-        results: no two of the same variant, task and seed.
-        against: method/stage of the baseline; if not given, plain/tuned or else plain/given, and the dense model
-            tuned again for converted models that were.
-
-    Raises:
-        RecipeError: no result is of `against`.
     """
     grouped: dict[Variant, list[Result]] = defaultdict(list)
     for result in results:

@@ -1,6 +1,6 @@
 """Predictions for each example.
 
-A stage leaves `SPLIT.examples.npz` beside its record, with arrays of one row for each example:
+A stage leaves `SPLIT.examples.npz` next to its record, with arrays of one row for each example:
 
 | task | arrays |
 |---|---|
@@ -22,7 +22,7 @@ Arrays: TypeAlias = dict[str, np.ndarray]
 ENDING = ".examples.npz"
 
 
-def packed(arrays: Mapping[str, np.ndarray]) -> bytes:
+def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return the content of a compressed `.npz` file."""
     file = BytesIO()
     np.savez_compressed(file, **arrays)  # type: ignore[arg-type]

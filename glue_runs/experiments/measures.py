@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +22,6 @@ from collab_compress.analysis import (
     mean_over_pairs,
     mixing_matrices,
     pruning_curve,
-    random_importance,
     svcca,
 )
 from collab_compress.analysis.similarity import Measure as DiscrepancyMeasure
@@ -39,33 +37,18 @@ from .outputs import missing_measures, read_record, write_record
 from .recipe import Tuning
 from .workload import TokenModel, Workload
 
-ROWS = 256
-"""Measured rows, drawn with a fixed seed."""
-
-SCORED = 128
-"""Those of them on which a model is scored without some of its heads; the others choose the heads."""
-
-SHARES = tuple(step / 8 for step in range(9))
-"""Shares of heads in the pruning curve."""
-
-ORDERS = 3
-"""Orders of random heads in the pruning curve."""
-
-DIGITS = {"mixing": 4, "alphas": 4}
-"""Significant digits of large matrices; other numbers have six."""
-
-BATCH = 64
+MEASURED_ROWS = 256  # drawn with a fixed seed
+SCORED_ROWS = 128  # those of them that score a model without some heads; the others choose the heads
+PRUNED_SHARES = tuple(step / 8 for step in range(9))
+RANDOM_ORDERS = 3  # of heads, in the pruning curve
+ROWS_PER_BATCH = 64
+DIGITS = {"mixing": 4, "alphas": 4}  # significant ones of large matrices; other numbers have six
 
 Value = TypeVar("Value")
 
 
 class Subject:
-    """The model of a stage, and the rows that it is measured on: of the validation data, or else of the test data.
-
-    Args:
-        workload: the task, and the recipe.
-        model: is measured.
-    """
+    """The model of a stage, and the rows that it is measured on: of the validation data, or else of the test data."""
 
     def __init__(self, workload: Workload, model: PreTrainedModel) -> None:
         self.workload, self.model, self.tokenizer = workload, model, workload.new_tokenizer()
@@ -73,28 +56,29 @@ class Subject:
         self.split = next((name for name in scored if name.startswith("validation")), scored[0])
         self.texts: Dataset = workload.texts[self.split]
         if not isinstance(workload, TokenModel):  # whose rows are blocks of all texts
-            self.texts = self._drawn(self.texts)
+            self.texts = self._draw(self.texts)
         rows: Dataset = workload.encode(DatasetDict({self.split: self.texts}))[self.split]
-        rows = self._drawn(rows) if isinstance(workload, TokenModel) else rows
+        rows = self._draw(rows) if isinstance(workload, TokenModel) else rows
         arguments = {*forward_arguments(model), "labels"}
         self._rows = rows.select_columns([name for name in rows.column_names if name in arguments])
         self._collate = workload.collator(model, self.tokenizer)
 
     @staticmethod
-    def _drawn(rows: Dataset) -> Dataset:
-        """Return up to `ROWS` random rows, the same for all models."""
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0), device="cpu")[:ROWS]
+    def _draw(rows: Dataset) -> Dataset:
+        """Return up to `MEASURED_ROWS` random rows, the same for all models."""
+        generator = torch.Generator().manual_seed(0)
+        order = torch.randperm(len(rows), generator=generator, device="cpu")[:MEASURED_ROWS]
         return rows.select(order.tolist())
 
-    def places(self, first: int = 0, end: int = ROWS) -> list[int]:
+    def indices(self, first: int = 0, end: int = MEASURED_ROWS) -> list[int]:
         """Return the indices of measured rows; long rows come first."""
-        return sorted(range(len(self._rows))[first:end], key=lambda place: -len(self._rows[place]["input_ids"]))
+        return sorted(range(len(self._rows))[first:end], key=lambda index: -len(self._rows[index]["input_ids"]))
 
-    def batches(self, places: list[int]) -> list[Batch]:
+    def batches(self, indices: list[int]) -> list[Batch]:
         """Return batches of rows, with labels."""
         batches = []
-        for start in range(0, len(places), BATCH):
-            batch = dict(self._collate([self._rows[place] for place in places[start : start + BATCH]]))
+        for start in range(0, len(indices), ROWS_PER_BATCH):
+            batch = dict(self._collate([self._rows[index] for index in indices[start : start + ROWS_PER_BATCH]]))
             if "decoder_input_ids" in batch:  # padding predicts nothing, and neither does the token before it
                 batch["decoder_attention_mask"] = (batch["labels"] != UNLABELLED).long()
             batches.append(batch)
@@ -103,30 +87,23 @@ class Subject:
     @cached_property
     def all_batches(self) -> list[Batch]:
         """Batches of all measured rows."""
-        return self.batches(self.places())
+        return self.batches(self.indices())
 
     @cached_property
     def scoring(self) -> list[int]:
         """Rows on which the model is scored without some heads: up to half of the measured ones."""
-        return self.places(0, min(SCORED, len(self._rows) // 2))
+        return self.indices(0, min(SCORED_ROWS, len(self._rows) // 2))
 
     @cached_property
     def choosing(self) -> list[int]:
         """The other rows, which choose these heads."""
-        return self.places(len(self.scoring))
+        return self.indices(len(self.scoring))
 
     @cached_property
     def covariances(self) -> dict[str, JointCovariance]:
         """Covariances of head outputs by layer, for layers with several heads."""
         covariances = head_covariances(self.model, self.all_batches)
         return {name: covariance for name, covariance in covariances.items() if len(covariance.widths) > 1}
-
-    def mean_similarities(self, measure: Callable[[JointCovariance], float]) -> dict[str, dict[str, Any]]:
-        """Return a mean over pairs of heads for each layer."""
-        if not self.covariances:
-            return {}
-        means = {name: measure(covariance) for name, covariance in self.covariances.items()}
-        return {"layers": self.by_kind(means)}
 
     def by_kind(self, values: Mapping[str, Value]) -> dict[str, list[Value]]:
         """Group the values of modules by kind of attention, in the order of layers."""
@@ -138,12 +115,12 @@ class Subject:
                 grouped.setdefault(site.kind, []).extend(of_site)
         return grouped
 
-    def scorer(self, places: list[int]) -> Callable[[PreTrainedModel], float]:
+    def scorer(self, indices: list[int]) -> Callable[[PreTrainedModel], float]:
         """Return a function that scores a model by the task's metric on some rows; translation is greedy."""
-        batches = self.batches(places)
+        batches = self.batches(indices)
         if self.workload.task.kind != "translation":
             return lambda model: self._score_logits(model, batches)
-        references = [self.texts[place]["target"] for place in places]
+        references = [self.texts[index]["target"] for index in indices]
         return lambda model: self._score_translations(model, batches, references)
 
     def _score_translations(self, model: Any, batches: list[Batch], references: list[str]) -> float:
@@ -179,14 +156,17 @@ def measure_svcca(subject: Subject) -> Any:
 
     "Inter-Head Diversity", Tables 3 and 5 and Figures 3 and 4.
     """
-    means = subject.mean_similarities(lambda covariance: svcca(covariance).mean)
-    last = {kind: layers[-1] for kind, layers in subject.by_kind(subject.covariances).items()}
-    return means and means | {"curve": {kind: svcca(covariance).curve for kind, covariance in last.items()}}
+    results = subject.by_kind({name: svcca(covariance) for name, covariance in subject.covariances.items()})
+    return results and {
+        "layers": {kind: [result.mean for result in layers] for kind, layers in results.items()},
+        "curve": {kind: layers[-1].curve for kind, layers in results.items()},
+    }
 
 
 def measure_cka(subject: Subject) -> Any:
     """Similarity of heads by CKA, mean over pairs, of each layer: "Inter-Head Diversity", Tables 3 and 5."""
-    return subject.mean_similarities(lambda covariance: mean_over_pairs(cka(covariance)))
+    means = {name: mean_over_pairs(cka(covariance)) for name, covariance in subject.covariances.items()}
+    return means and {"layers": subject.by_kind(means)}
 
 
 def measure_confidence(subject: Subject) -> Any:
@@ -226,10 +206,12 @@ def measure_pruning(subject: Subject) -> Any:
     """
     importance = head_importance(subject.model, subject.batches(subject.choosing))
     scorer = subject.scorer(subject.scoring)
-    orders = [importance, *(random_importance(subject.model, seed=seed) for seed in range(ORDERS))]
-    curves = [pruning_curve(subject.model, order, scorer, shares=SHARES) for order in orders]
-    scores, *random = [[point.score for point in curve] for curve in curves]
-    return {"shares": list(SHARES), "scores": scores, "random": list(map(fmean, zip(*random, strict=True)))}
+    points = pruning_curve(subject.model, importance, scorer, shares=PRUNED_SHARES, random_orders=RANDOM_ORDERS)
+    return {
+        "shares": list(PRUNED_SHARES),
+        "scores": [point.score for point in points],
+        "random": [point.random_score for point in points],
+    }
 
 
 def measure_mixing(subject: Subject) -> Any:
@@ -265,11 +247,6 @@ def add_measures(workload: Workload, directory: str | Path, folder: Path) -> Non
 
     Its `measures` are the results. Its `measured` names the measures that were taken, also those without result, with
     the split, the number of its rows, and on how many of them the model was scored.
-
-    Args:
-        workload: the task, and the recipe, which names the measures.
-        directory: of the stage's model.
-        folder: of the stage.
     """
     path = folder / "result.json"
     names = missing_measures(read_record(path), workload.recipe.measures)
@@ -277,19 +254,19 @@ def add_measures(workload: Workload, directory: str | Path, folder: Path) -> Non
         return
     model: Any = workload.load_model(directory).to(process_state().device)
     subject = Subject(workload, model)
-    how = {"split": subject.split, "rows": len(subject.places()), "scored": len(subject.scoring)}
+    how = {"split": subject.split, "rows": len(subject.indices()), "scored": len(subject.scoring)}
     for name in names:
         result = MEASURES[name](subject)
         record = read_record(path)
         record["measured"] = {**record.get("measured", {}), name: how}
         if result:
-            numbers = mapped(partial(_rounded, digits=DIGITS.get(name, 6)), result)
+            numbers = mapped(partial(_round, digits=DIGITS.get(name, 6)), result)
             record["measures"] = {**record.get("measures", {}), name: numbers}
         write_record(path, record)
 
 
-def _rounded(value: Any, digits: int) -> Any:
+def _round(value: Any, digits: int) -> Any:
     """Return a number, or a tensor as lists of numbers, with so many significant digits."""
     if isinstance(value, Tensor):
-        return mapped(partial(_rounded, digits=digits), value.tolist())
+        return mapped(partial(_round, digits=digits), value.tolist())
     return float(f"{value:.{digits}g}")

@@ -31,11 +31,11 @@ LOCK = ".collab-experiment.lock"
 RECIPE = "recipe.json"
 """File with the recipe that made a folder."""
 
-DATA = ("task", "data_dir", "files", "held_out", "max_length", "translation")
-BASE = (*DATA, "model", "revision", "fresh", "seed", "tuning", "heads")
+DATA_FIELDS = ("task", "data_dir", "files", "held_out", "max_length", "translation")
+TUNED_FIELDS = (*DATA_FIELDS, "model", "revision", "fresh", "seed", "tuning", "heads")
 """Fields of a recipe that decide the fine-tuned model and its score."""
 
-CONVERTED = (*BASE, "compression", "calibration", "calibration_options")
+CONVERTED_FIELDS = (*TUNED_FIELDS, "compression", "calibration", "calibration_options")
 """Fields of a recipe that decide the converted model and its score."""
 
 LOGGING = {"logging_steps", "logging_strategy", "disable_tqdm"}
@@ -62,13 +62,6 @@ def reserve_output(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
 
     A stage belongs to a recipe if the recipe in its folder is the same in all that decides the stage's results.
     Nothing is written where all stages are finished.
-
-    Args:
-        recipe: the experiment.
-        stages: names of its stages.
-
-    Raises:
-        RecipeError: a folder is foreign or holds another experiment, or another process works there.
     """
     output = recipe.output
 
@@ -83,7 +76,7 @@ def reserve_output(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
     with ExitStack() as held:
         try:
             if not finished():
-                held.enter_context(_locked(output))
+                held.enter_context(_lock(output))
                 if not any(has_results(folder) for folder in output.glob("*/")):
                     remove_output(output / "start")
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -107,11 +100,11 @@ def has_results(folder: Path) -> bool:
 
 def remove_output(folder: Path) -> None:
     """Remove a folder that a recipe made; others are left unchanged."""
-    if _saved(folder) is not None and not folder.is_symlink():
+    if _read_recipe(folder) is not None and not folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _saved(folder: Path) -> dict[str, Any] | None:
+def _read_recipe(folder: Path) -> dict[str, Any] | None:
     """Return the recipe that made a folder; None if no recipe did."""
     try:
         saved = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
@@ -124,13 +117,13 @@ def _refuse_other(recipe: Recipe, stage: str) -> None:
     """Refuse the folder of a stage that no recipe made, or that has results of another recipe."""
     for folder in (recipe.output / "start", recipe.output / stage):
         is_empty = not os.path.lexists(folder) or (folder.is_dir() and not any(folder.iterdir()))
-        if not is_empty and _saved(folder) is None:
+        if not is_empty and _read_recipe(folder) is None:
             raise RecipeError(f"{folder} exists and no experiment made it; choose another output")
-    saved = _saved(folder)
+    saved = _read_recipe(folder)
     if saved is None or not has_results(folder):
         return
     wanted = json.loads(to_json(asdict(recipe)))
-    fields = BASE if stage in ("given", "tuned") else CONVERTED
+    fields = TUNED_FIELDS if stage in ("given", "tuned") else CONVERTED_FIELDS
     if stage == recipe.again_name:
         fields = (*fields, "again")
     differing = [
@@ -144,7 +137,7 @@ def _refuse_other(recipe: Recipe, stage: str) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     """Lock a folder against other processes; it is created if needed, and removed again if it stays empty.
 
     The lock is the operating system's: it ends with the process that holds it, even if that is killed.
@@ -190,12 +183,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def hub_commits(model: Path, data: Mapping[str, Dataset]) -> dict[str, str | None]:
-    """Return the commits that a model and a data set have on the hub; None where one is not from there.
-
-    Args:
-        model: directory, as of a snapshot in the hub's cache.
-        data: split → rows, whose files `datasets` keeps in a folder named after the commit.
-    """
+    """Return the commits that a model and a data set have on the hub; None where one is not from there."""
     snapshot = SNAPSHOT.search(model.as_posix())
     files = [Path(file["filename"]).as_posix() for rows in data.values() for file in rows.cache_files]
     commits = {match[1] for match in map(PREPARED.search, files) if match}
@@ -208,20 +196,12 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read a JSON file.
-
-    Raises:
-        RecipeError: it is missing or not JSON.
-    """
-    return _parsed(_text(path), str(path))
+    """Read a JSON file."""
+    return _parse(_read_text(path), str(path))
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Read the record of a stage.
-
-    Raises:
-        RecipeError: it is missing or damaged.
-    """
+    """Read the record of a stage."""
     path = folder / "result.json"
     record = read_record(path)
     mappings = (record.get("metrics"), record.get("recipe"), record.get("measured", {}))
@@ -232,17 +212,7 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 
 def read_records(path: Path) -> dict[str, dict[str, Any]]:
-    """Read many records: every `result.json` below a folder, or the lines of a file of records.
-
-    Args:
-        path: a folder with the outputs of experiments, or a file of `record_lines`.
-
-    Returns:
-        The path, or the file and line, of each record → the record, unchecked, in this order.
-
-    Raises:
-        RecipeError: there are none, or one cannot be read.
-    """
+    """Return path, or file and line → record, of every `result.json` below a folder, or of a file of records."""
     if path.is_dir():
         records = {str(file): read_record(file) for file in sorted(path.rglob("result.json"))}
         if not records:
@@ -250,11 +220,11 @@ def read_records(path: Path) -> dict[str, dict[str, Any]]:
         return records
     if not path.is_file():
         raise RecipeError(f"{path} is no folder; expected one with the outputs of experiments, or a file of records")
-    lines = enumerate(_text(path).split("\n"), 1)
-    places = {f"{path}, line {number}": line for number, line in lines if line.strip()}
-    if not places:
+    lines = enumerate(_read_text(path).split("\n"), 1)
+    lines_by_source = {f"{path}, line {number}": line for number, line in lines if line.strip()}
+    if not lines_by_source:
         raise RecipeError(f"{path} holds no records; expected one a line")
-    return {place: _parsed(line, place) for place, line in places.items()}
+    return {source: _parse(line, source) for source, line in lines_by_source.items()}
 
 
 def record_lines(records: Iterable[dict[str, Any]]) -> str:
@@ -272,7 +242,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     if not path.is_file():  # reading a pipe would wait for ever
         raise RecipeError(f"cannot read the record {path}: expected a regular file")
     try:
@@ -281,14 +251,14 @@ def _text(path: Path) -> str:
         raise RecipeError(f"cannot read the record {path}: {error}") from error
 
 
-def _parsed(text: str, place: str) -> dict[str, Any]:
+def _parse(text: str, source: str) -> dict[str, Any]:
     try:
         record: Any = json.loads(text)
         json.dumps(record, ensure_ascii=False).encode()  # raises where an escape is half a character
     except (ValueError, RecursionError) as error:
-        raise RecipeError(f"cannot read the record {place}: {error}") from error
+        raise RecipeError(f"cannot read the record {source}: {error}") from error
     if not isinstance(record, dict):
-        raise RecipeError(f"{place} holds a {type(record).__name__}; expected the record of an experiment")
+        raise RecipeError(f"{source} holds a {type(record).__name__}; expected the record of an experiment")
     return record
 
 
@@ -304,13 +274,13 @@ def environment() -> dict[str, Any]:
         "processes": state.num_processes,
         "device": str(state.device),
         "threads": torch.get_num_threads(),
-        "hardware": _hardware(),
+        "hardware": _name_hardware(),
         "mixed_precision": os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
-        "revision": _revision(),
+        "revision": _find_revision(),
     }
 
 
-def _hardware() -> str:
+def _name_hardware() -> str:
     """Return the name of the accelerator, or else of the CPU."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
@@ -322,14 +292,14 @@ def _hardware() -> str:
 
 
 @cache
-def _revision() -> str:
+def _find_revision() -> str:
     """Return the commit of the code, or a digest of the library and of this package where no commit is known."""
     folders = (Path(collab_compress.__file__).parent, Path(__file__).parents[1])
     code = b"".join(path.read_bytes() for folder in folders for path in sorted(folder.rglob("*.py")))
-    return _checked_out() or f"sha256-{hashlib.sha256(code).hexdigest()[:12]}"
+    return _describe_checkout() or f"sha256-{hashlib.sha256(code).hexdigest()[:12]}"
 
 
-def _checked_out() -> str | None:
+def _describe_checkout() -> str | None:
     """Return the commit of the checkout that holds this package, with -dirty where files have changed."""
     if not (CHECKOUT / ".git").exists():
         return None

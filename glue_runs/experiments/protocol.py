@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from collab_compress_cli.distributed import failing_together, on_every_process, on_main_process, process_state
+from collab_compress_cli.distributed import process_state
+from transformers import PreTrainedModel
 
 from collab_compress.checkpoint.directory import atomic_directory, write_json
 from collab_compress.checkpoint.pretrained import find_directory
@@ -18,15 +19,9 @@ from ..tasks import TASKS
 from .examples import scored_splits
 from .measures import MEASURES, add_measures
 from .outputs import claim, environment, hub_commits, read_record, read_result, reserve_output, write_record
+from .processes import on_every_process, on_main_process
 from .recipe import Recipe, Tuning
-from .tuning import (
-    LOG,
-    check_trackers,
-    evaluate,
-    fine_tune,
-    rehearse,
-    training_arguments,
-)
+from .tuning import LOG, check_trackers, evaluate, fine_tune, rehearse, training_arguments
 from .untrained import make_fresh
 from .workload import WORKLOADS, Workload, load_tokenizer
 
@@ -57,21 +52,19 @@ def run(recipe: Recipe) -> list[dict[str, Any]]:
     check_environment(recipe)
     first = "given" if recipe.tuning is None else "tuned"
     stages = [first, *filter(None, [recipe.conversion_name, recipe.again_name])]
-    with failing_together(), ExitStack() as held:
-        if not on_main_process(lambda: held.enter_context(reserve_output(recipe, stages))):
+    with ExitStack() as held:
+        if not on_main_process(held.enter_context)(reserve_output(recipe, stages)):
             _run(recipe, stages)
-        results: list[dict[str, Any]] = on_main_process(
-            lambda: [read_result(recipe.output / stage) for stage in stages]
-        )
-        return results
+        return _read_results(recipe, stages)
+
+
+@on_main_process
+def _read_results(recipe: Recipe, stages: Sequence[str]) -> list[dict[str, Any]]:
+    return [read_result(recipe.output / stage) for stage in stages]
 
 
 def check_environment(recipe: Recipe) -> None:
-    """Refuse unknown measures, and trackers that are not installed.
-
-    Raises:
-        RecipeError: naming those that are available.
-    """
+    """Refuse unknown measures, and trackers that are not installed."""
     check_trackers(recipe.trackers)
     for name in recipe.measures:
         if name not in MEASURES:
@@ -86,52 +79,31 @@ def summary(record: Mapping[str, Any]) -> str:
 
 def _run(recipe: Recipe, stages: Sequence[str]) -> None:
     """Run the stages that are not finished."""
-    workload = on_every_process(lambda: _load_workload(recipe))
-    if recipe.model is None:
-        source = on_main_process(lambda: _fresh_model(workload))
-    else:
-        source = on_every_process(lambda: find_directory(str(recipe.model), recipe.revision))
-    workload.tokenizer = on_every_process(lambda: load_tokenizer(source))
-    commits = on_every_process(lambda: hub_commits(source, workload.texts))
-
-    def is_missing(file: str, names: Sequence[str]) -> bool:
-        return bool(on_main_process(lambda: not all((recipe.output / name / file).exists() for name in names)))
-
-    is_unmade = is_missing("model", stages if recipe.tuning is not None else stages[1:])
-    if is_unmade or is_missing("result.json", stages):
+    workload = _load_workload(recipe)
+    source = _find_start(workload)
+    workload.tokenizer = on_every_process(load_tokenizer)(source)
+    commits = on_every_process(hub_commits)(source, workload.texts)
+    is_unmade = _is_missing("model", recipe, stages if recipe.tuning is not None else stages[1:])
+    if is_unmade or _is_missing("result.json", recipe, stages):
         workload.encode_splits()
     if is_unmade:
-        on_every_process(lambda: _rehearse(workload, source))
+        _rehearse(workload, source)
 
-    def run_stage(name: str, start: Path, tuning: Tuning | None = None) -> Path:
-        """Fine-tune and evaluate what is not done yet; return where the model is."""
-        folder = recipe.output / name
-        if tuning is not None:
-            if is_missing("model", [name]):
-                model = on_every_process(lambda: workload.load_model(start, trained=False))
-                on_main_process(lambda: claim(recipe, folder))
-                fine_tune(workload, model, tuning, folder)
-            start = folder / "model"
-        if is_missing("result.json", [name]):
-            model = on_every_process(lambda: workload.load_model(start))
-            on_main_process(lambda: claim(recipe, folder))
-            parameters = model.num_parameters()
-            metrics = evaluate(workload, model, tuning or recipe.tuning or recipe.again or Tuning(), folder)
-            on_main_process(
-                lambda: write_record(folder / "result.json", _record(workload, folder, metrics, parameters, commits))
-            )
-        on_main_process(lambda: add_measures(workload, start, folder))
-        return start
-
-    start = run_stage(stages[0], source, recipe.tuning)
+    folder, usual_tuning = recipe.output / stages[0], recipe.tuning or recipe.again or Tuning()
+    if recipe.tuning is not None:
+        source = _fine_tune(workload, source, recipe.tuning, folder)
+    _evaluate(workload, source, usual_tuning, folder, commits)
     if recipe.conversion_name is not None:
-        converted = recipe.output / recipe.conversion_name
-        _convert(workload, start, converted)
-        start = run_stage(recipe.conversion_name, converted / "model")
-    if recipe.again_name is not None:
-        run_stage(recipe.again_name, start, recipe.again)
+        folder = recipe.output / recipe.conversion_name
+        source = _convert(workload, source, folder)
+        _evaluate(workload, source, usual_tuning, folder, commits)
+    if recipe.again is not None and recipe.again_name is not None:
+        folder = recipe.output / recipe.again_name
+        source = _fine_tune(workload, source, recipe.again, folder)
+        _evaluate(workload, source, recipe.again, folder, commits)
 
 
+@on_every_process
 def _load_workload(recipe: Recipe) -> Workload:
     """Load the data, and check what would otherwise fail hours later."""
     workload = WORKLOADS[TASKS[recipe.task].kind](recipe)
@@ -142,7 +114,16 @@ def _load_workload(recipe: Recipe) -> Workload:
     return workload
 
 
-def _fresh_model(workload: Workload) -> Path:
+def _find_start(workload: Workload) -> Path:
+    """Return the folder of the model to start from; an untrained one is made if it is missing."""
+    recipe = workload.recipe
+    if recipe.model is None:
+        return _make_fresh(workload)
+    return on_every_process(find_directory)(recipe.model, recipe.revision)
+
+
+@on_main_process
+def _make_fresh(workload: Workload) -> Path:
     """Make the untrained model if it is missing, and return its folder."""
     fresh, folder = workload.recipe.fresh, workload.recipe.output / "start"
     if fresh is None or folder.is_dir():
@@ -159,6 +140,13 @@ def _fresh_model(workload: Workload) -> Path:
     return folder
 
 
+@on_main_process
+def _is_missing(file: str, recipe: Recipe, stages: Sequence[str]) -> bool:
+    """Return whether a stage lacks its model or record."""
+    return not all((recipe.output / stage / file).exists() for stage in stages)
+
+
+@on_every_process
 def _rehearse(workload: Workload, source: Path) -> None:
     """Go through the stages on one model without training or decomposition, to find errors before hours of work."""
     recipe = workload.recipe
@@ -173,41 +161,65 @@ def _rehearse(workload: Workload, source: Path) -> None:
         rehearse(workload, model, recipe.again)
 
 
-def _convert(workload: Workload, source: Path, folder: Path) -> None:
-    """Convert a model into `folder/model` if that is missing; each process converts the whole model."""
-    recipe, processes = workload.recipe, process_state()
-    if recipe.compression is None or on_main_process(lambda: (folder / "model").is_dir()):
-        return
-    on_main_process(lambda: claim(recipe, folder))
-    model = on_every_process(lambda: workload.load_model(source)).to(processes.device)
-    tokenizer = workload.new_tokenizer()
-    compression = recipe.compression.with_solver(seed=recipe.seed)
-    report = on_every_process(
-        lambda: compress(
-            model, compression, recipe.calibration, tokenizer, calibration_options=recipe.calibration_options
+def _fine_tune(workload: Workload, source: Path, tuning: Tuning, folder: Path) -> Path:
+    """Fine-tune a model into `folder/model` if that is missing, and return its path."""
+    if _is_missing("model", workload.recipe, [folder.name]):
+        model = on_every_process(workload.load_model)(source, trained=False)
+        on_main_process(claim)(workload.recipe, folder)
+        fine_tune(workload, model, tuning, folder)
+    return folder / "model"
+
+
+def _convert(workload: Workload, source: Path, folder: Path) -> Path:
+    """Convert a model into `folder/model` if that is missing, and return its path; each process converts it whole."""
+    recipe = workload.recipe
+    if recipe.compression is not None and _is_missing("model", recipe, [folder.name]):
+        on_main_process(claim)(recipe, folder)
+        model = on_every_process(workload.load_model)(source).to(process_state().device)
+        report = on_every_process(compress)(
+            model,
+            recipe.compression.with_solver(seed=recipe.seed),
+            recipe.calibration,
+            workload.new_tokenizer(),
+            calibration_options=recipe.calibration_options,
         )
-    )
-    description = report.to_dict()
-
-    def save() -> None:
-        write_json(folder / "report.json", description)
-        with atomic_directory(folder / "model") as directory:
-            model.save_pretrained(directory)
-            workload.tokenizer.save_pretrained(directory)
-
-    on_main_process(save)
+        _save_conversion(workload, model, report.to_dict(), folder)
+    return folder / "model"
 
 
-def _record(
+@on_main_process
+def _save_conversion(workload: Workload, model: PreTrainedModel, report: Mapping[str, Any], folder: Path) -> None:
+    write_json(folder / "report.json", report)
+    with atomic_directory(folder / "model") as directory:
+        model.save_pretrained(directory)
+        workload.tokenizer.save_pretrained(directory)
+
+
+def _evaluate(
+    workload: Workload, source: Path, tuning: Tuning, folder: Path, commits: Mapping[str, str | None]
+) -> None:
+    """Write the record of a stage if it is missing, and add the measures that it lacks."""
+    recipe = workload.recipe
+    if _is_missing("result.json", recipe, [folder.name]):
+        model = on_every_process(workload.load_model)(source)
+        on_main_process(claim)(recipe, folder)
+        parameters = model.num_parameters()
+        metrics = evaluate(workload, model, tuning, folder)
+        _write_result(workload, folder, metrics, parameters, commits)
+    on_main_process(add_measures)(workload, source, folder)
+
+
+@on_main_process
+def _write_result(
     workload: Workload,
     folder: Path,
     metrics: dict[str, dict[str, float]],
     parameters: int,
-    hub: dict[str, str | None],
-) -> dict[str, Any]:
+    commits: Mapping[str, str | None],
+) -> None:
     recipe, stage = workload.recipe, folder.name
     scores = [workload.metric.benchmark_score(metrics[split]) for split in scored_splits(metrics)]
-    return {
+    record = {
         "task": recipe.task,
         "method": recipe.method_name,
         "stage": stage,
@@ -219,13 +231,14 @@ def _record(
         "parameters": parameters,
         "recipe": asdict(recipe),
         "environment": environment(),
-        "hub": hub,
+        "hub": commits,
         **_log(folder),
     }
+    write_record(folder / "result.json", record)
 
 
 def _log(folder: Path) -> dict[str, Any]:
-    """Return the log of a fine-tuning, or the time and error of a conversion; empty for a given model."""
+    """Return the log of a fine-tuning, or the time and error of a conversion; nothing for a given model."""
     if (folder / LOG).is_file():
         return read_record(folder / LOG)
     if not (folder / "report.json").is_file():

@@ -2,14 +2,12 @@
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from difflib import get_close_matches
 from functools import cache
 from math import inf
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -24,9 +22,6 @@ from .untrained import Fresh
 MOST_STEPS = 10**9
 PLAIN = "plain"
 """Method of the models that others are compared with."""
-
-MOST_PROBLEMS = 10
-"""Most problems of a recipe that an error names."""
 
 OWN_ARGUMENTS = {
     "output_dir": "output",
@@ -66,7 +61,7 @@ class Tuning:
     """Share of the steps in which the learning rate rises."""
 
     max_steps: int = -1
-    """Steps of training in place of epochs, if positive."""
+    """Steps of training instead of epochs, if positive."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further TrainingArguments of Transformers."""
@@ -203,9 +198,9 @@ class Recipe:
     """Whether the main process shows progress bars and the log of training."""
 
     def __post_init__(self) -> None:
-        for place in ("output", "data_dir"):
-            if (path := getattr(self, place)) is not None:
-                object.__setattr__(self, place, Path(path).expanduser())
+        for folder in ("output", "data_dir"):
+            if (path := getattr(self, folder)) is not None:
+                object.__setattr__(self, folder, Path(path).expanduser())
         _check_range(self, "seed", 0, 2**32 - 1)
         if self.held_out is not None and not 0 < self.held_out < 1:
             raise RecipeError(f"held_out is {self.held_out}; expected a share of the training data, between 0 and 1")
@@ -296,11 +291,7 @@ def read_recipe(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 
 def read_settings(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """Read nested fields from a YAML file, and set some of them as `read_recipe` does.
-
-    Raises:
-        RecipeError: the file or a setting cannot be read.
-    """
+    """Read nested fields from a YAML file, and set some of them as `read_recipe` does."""
     data = _load(Path(path)) if path is not None else {}
     for override in overrides:
         set_field(data, override)
@@ -308,75 +299,39 @@ def read_settings(path: str | Path | None, overrides: Sequence[str]) -> dict[str
 
 
 def parse(options_class: type[Options], data: Mapping[str, Any], where: str) -> Options:
-    """Build a dataclass from nested fields with the types of JSON: a number is no text, and no truth value.
-
-    Raises:
-        RecipeError: a field is unknown or missing, or a value is invalid; `where` names the file.
-    """
+    """Build a dataclass from nested fields with the types of JSON: a number is no text, and no truth value."""
     try:
         adapter = _adapter(cast(Any, options_class))
         options: Options = adapter.validate_json(json.dumps(data, default=str), strict=True)
         return options
     except ValidationError as error:
-        raise RecipeError(f"{where}: {problems_of(error, options_class)}") from error
+        raise RecipeError(f"{where}: {problems_of(error)}") from error
     except (CollabCompressError, TypeError, ValueError, RuntimeError) as error:
         raise RecipeError(f"{where}: {one_line(error)}") from error
 
 
 @cache
 def _adapter(options_class: Any) -> TypeAdapter[Any]:
-    for _, inner in _dataclasses_in(options_class):
+    for inner in _dataclasses_in(options_class):
         inner.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
     return TypeAdapter(options_class)
 
 
-def _dataclasses_in(annotation: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield a dataclass and those in the types of its fields, each with the path of the field."""
+def _dataclasses_in(annotation: Any) -> Iterator[Any]:
+    """Yield a dataclass and those in the types of its fields."""
     if is_dataclass(annotation):
-        yield path, annotation
-        for name, inner in get_type_hints(annotation).items():
-            yield from _dataclasses_in(inner, (*path, name))
+        yield annotation
+        for inner in get_type_hints(annotation).values():
+            yield from _dataclasses_in(inner)
     for inner in get_args(annotation):
-        yield from _dataclasses_in(inner, path)
+        yield from _dataclasses_in(inner)
 
 
-def problems_of(error: ValidationError, options_class: Any = None) -> str:
-    """Return which fields are wrong, and what is expected there.
-
-    Args:
-        error: by pydantic.
-        options_class: the dataclass whose fields are suggested for unknown ones.
-    """
-    problems, errors = [], error.errors()
-    # A field of several types, of which the first is str, has an error for each type.
-    unions = {
-        one["loc"][:-1]: one["input"] for one in errors if one["type"] == "string_type" and one["loc"][-1] == "str"
-    }
-    for union, value in unions.items():
-        of_union = [one for one in errors if one["loc"][: len(union)] == union]
-        types = dict.fromkeys(str(one["loc"][len(union)]) for one in of_union)
-        problems.append(f"{'.'.join(map(str, union))} is {repr(value)[:60]}; expected {' or '.join(types)}")
-        errors = [one for one in errors if one["loc"][: len(union)] != union]
-    for details in errors[:MOST_PROBLEMS]:
-        *_, name = path = list(map(str, details["loc"]))
-        field_name, value = ".".join(path), repr(details["input"])[:60]
-        if details["type"] == "unexpected_keyword_argument":
-            # name → path, of all fields in the same outermost field, or of the outermost ones
-            others: dict[str, str] = {}
-            for outer, inner in _dataclasses_in(options_class):
-                if outer[:1] == tuple(path[:-1])[:1]:
-                    others |= {other: ".".join((*outer, other)) for other in get_type_hints(inner)}
-            matches = get_close_matches(name, others, n=1, cutoff=0.7)
-            near = "".join(f"; did you mean {others[match]}?" for match in matches)
-            problems.append(f"there is no field {field_name}{near}")
-        elif details["type"] in ("missing_argument", "missing"):
-            problems.append(f"{field_name} is missing")
-        elif details["type"] in ("list_type", "tuple_type"):
-            problems.append(f"{field_name} is {value}; expected a list, as in [{details['input']}]")
-        else:
-            problems.append(f"{field_name} is {value}; {details['msg'].replace('Input should be', 'expected')}")
-    more = len(errors) - MOST_PROBLEMS
-    return "; ".join(problems) + f"; and {more} more" * (more > 0)
+def problems_of(error: ValidationError) -> str:
+    """Return pydantic's messages in one line, each with the path of its field and the value there."""
+    return "; ".join(
+        f"{'.'.join(map(str, one['loc']))}: {one['msg']}, got {repr(one['input'])[:60]}" for one in error.errors()
+    )
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -390,11 +345,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def set_field(data: dict[str, Any], override: str) -> Any:
-    """Set one field of nested mappings, in place, by a setting such as `compression.dk=128`; return its value.
-
-    Raises:
-        RecipeError: it is no `field=value`, or the field is in a value that has none.
-    """
+    """Set one field of nested mappings, in place, by a setting such as `compression.dk=128`; return its value."""
     name, equals, text = override.partition("=")
     *outer, last = name.split(".")
     if not equals or not all((*outer, last)):
@@ -414,33 +365,8 @@ def set_field(data: dict[str, Any], override: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain scalars as YAML 1.2 does; refuses repeated keys.
-
-    PyYAML reads YAML 1.1, where 010 is 8, 1:30 is 90, no is false, 1e-4 is a text and 2026-01-01 is a date.
-    """
-
-    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}  # type: ignore[misc]
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Read a mapping; PyYAML would keep the last of repeated keys."""
-        node: yaml.MappingNode = super().compose_mapping_node(anchor)
-        counts = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        if repeated := [key for key, count in counts.items() if count > 1]:
-            raise yaml.composer.ComposerError(None, None, f"{repeated[0]} appears twice", node.start_mark)
-        return node
+    """Reads 1e-4 as a number; PyYAML, which reads YAML 1.1, asks for 1.0e-4."""
 
 
-def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
-    text = loader.construct_scalar(node)
-    return int(text, 0 if text[:2] in ("0o", "0x") else 10)
-
-
-for tag, scalars in {  # the core schema of YAML 1.2, and `<<` of 1.1
-    "null": r"(~|null|Null|NULL|)$",
-    "bool": r"(true|True|TRUE|false|False|FALSE)$",
-    "int": r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$",
-    "float": r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$",
-    "merge": r"<<$",
-}.items():
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(scalars), None)
-_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+_SCIENTIFIC = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))

@@ -14,7 +14,7 @@ from collab_compress.errors import RecipeError
 
 from ..metrics import METRICS
 from ..tasks import TASKS
-from .outputs import BASE, CONVERTED, read_records, without_neutral
+from .outputs import CONVERTED_FIELDS, TUNED_FIELDS, read_records, without_neutral
 from .recipe import problems_of
 from .untrained import Fresh
 
@@ -111,7 +111,7 @@ class Result:
     score: float  # in the benchmark's scale: percent, BLEU or perplexity; NaN if it was not finite
     parameters: int | None  # of the model, head included
     recipe: Mapping[str, Any] = field(repr=False)  # the settings that decide the score at this stage
-    place: str  # path of the record, or file and line
+    source: str  # path of the record, or file and line
     metrics: Mapping[str, Any] = field(default_factory=dict, repr=False)  # split → metric → number
     history: Sequence[Mapping[str, Any]] = field(default=(), repr=False)  # the Trainer's log
     measures: Mapping[str, Any] = field(default_factory=dict, repr=False)  # name → numbers, by kind and layer
@@ -119,51 +119,41 @@ class Result:
 
 
 def read_results(*paths: Path) -> list[Result]:
-    """Read the results of experiments.
-
-    Args:
-        paths: folders of one run or of many, and files of records.
-
-    Returns:
-        The results, in the order of their paths or lines.
-
-    Raises:
-        RecipeError: there are none, one is no record of an experiment, or two have the same variant, task and seed.
-    """
+    """Return the results in folders of one run or of many, and in files of records, in the order of their paths."""
     records: dict[str, Record] = {}
     for path in paths:
         contents = read_records(path)
-        records |= {place: _checked(place, content) for place, content in contents.items()}
+        records |= {source: _check(source, content) for source, content in contents.items()}
     names = _model_names(record.recipe.model for record in records.values() if record.recipe.model)
     fresh = _fresh_names(records)
     results: dict[tuple[Variant, Column, int], Result] = {}
-    for place, record in records.items():
-        model = fresh.get(place) or names[str(record.recipe.model)]
-        result = _result(place, record, model)
+    for source, record in records.items():
+        model = fresh.get(source) or names[str(record.recipe.model)]
+        result = _result(source, record, model)
         variant, column, seed = result.variant, result.column, result.seed
         earlier = results.setdefault((variant, column, seed), result)
         if earlier is not result:
             raise RecipeError(
-                f"{earlier.place} and {place} are both {variant.label} of {variant.model} on {column.name} with "
+                f"{earlier.source} and {source} are both {variant.label} of {variant.model} on {column.name} with "
                 f"seed {seed}; remove one, or give their recipes different methods"
             )
     return list(results.values())
 
 
-def _checked(place: str, content: dict[str, Any]) -> Record:
+def _check(source: str, content: dict[str, Any]) -> Record:
     """Return a record with all fields of the right types."""
     try:
         record = Record.model_validate(content)
     except ValidationError as error:
-        raise RecipeError(f"{place} is no record of an experiment: {problems_of(error)}") from error
+        raise RecipeError(f"{source} is no record of an experiment: {problems_of(error)}") from error
     if record.task not in TASKS:
-        raise RecipeError(f"{place}: unknown task {record.task!r}; expected one of {', '.join(sorted(TASKS))}")
+        raise RecipeError(f"{source}: unknown task {record.task!r}; expected one of {', '.join(sorted(TASKS))}")
     return record
 
 
-def _result(place: str, record: Record, model: str) -> Result:
+def _result(source: str, record: Record, model: str) -> Result:
     recipe, revision = record.recipe.model_dump(exclude_unset=True), record.environment.revision
-    deciding = {*(CONVERTED if record.conversion else BASE), *(["again"] if record.again else [])}
+    deciding = {*(CONVERTED_FIELDS if record.conversion else TUNED_FIELDS), *(["again"] if record.again else [])}
     deciding -= {"seed", "data_dir"}  # what seeds share, wherever the data are
     return Result(
         variant=Variant(model, record.method, record.stage, record.conversion, record.again),
@@ -172,21 +162,21 @@ def _result(place: str, record: Record, model: str) -> Result:
         score=math.nan if record.score is None else record.score,
         parameters=record.parameters,
         recipe={name: without_neutral(name, value) for name, value in recipe.items() if name in deciding},
-        place=place,
-        metrics=_numbers(place, "metrics", record.metrics),
-        history=_numbers(place, "history", record.history or []),
-        measures=_numbers(place, "measures", record.measures or {}),
+        source=source,
+        metrics=_check_numbers(source, "metrics", record.metrics),
+        history=_check_numbers(source, "history", record.history or []),
+        measures=_check_numbers(source, "measures", record.measures or {}),
         revision=None if revision == "unknown" else revision,
     )
 
 
-def _numbers(place: str, field: str, values: Any) -> Any:
+def _check_numbers(source: str, field: str, values: Any) -> Any:
     """Return the numbers of a record's field, nested; NaN for null, which stands for numbers that are not finite."""
 
     def number(value: Any) -> Any:
         if not isinstance(value, int | float | None):
             raise RecipeError(
-                f"{place} is no record of an experiment: {field} has {repr(value)[:60]}; expected a number"
+                f"{source} is no record of an experiment: {field} has {repr(value)[:60]}; expected a number"
             )
         return math.nan if value is None else value
 
@@ -215,22 +205,22 @@ def _model_names(models: Iterable[str]) -> dict[str, str]:
 
 
 def _fresh_names(records: Mapping[str, Record]) -> dict[str, str]:
-    """Return the names of untrained models: place → "fresh", with what models on a task differ in, shape or device.
+    """Return the names of untrained models: source → "fresh", with what models on a task differ in, shape or device.
 
     The same seed draws other numbers on another kind of device, so such models are not compared.
     """
     columns: dict[Column, dict[str, dict[str, Any]]] = defaultdict(dict)
-    for place, record in records.items():
+    for source, record in records.items():
         if not record.recipe.model:
             fresh = {**asdict(Fresh()), **(record.recipe.fresh or {})}
             shape = {name: value for name, value in fresh.items() if name not in NOT_SHAPE}
             device = record.environment.device.partition(":")[0]
-            columns[_column(record)][place] = {**shape, "device": device}
+            columns[_column(record)][source] = {**shape, "device": device}
     names = {}
     for shapes in columns.values():
         first = next(iter(shapes.values()))
         fields = [name for name in first if len({str(shape.get(name)) for shape in shapes.values()}) > 1]
-        for place, shape in shapes.items():
+        for source, shape in shapes.items():
             differing = ", ".join(f"{name} {shape.get(name)}" for name in fields)
-            names[place] = f"{FRESH} ({differing})" if differing else FRESH
+            names[source] = f"{FRESH} ({differing})" if differing else FRESH
     return names

@@ -7,10 +7,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from collab_compress_cli.distributed import can_continue_together
+from collab_compress_cli.distributed import process_state
 
-from collab_compress.errors import CollabCompressError, RecipeError
+from collab_compress.errors import RecipeError
 
+from .processes import message_of
 from .protocol import check_environment, run, summary
 from .recipe import Recipe, parse, read_settings, set_field
 
@@ -61,7 +62,7 @@ class Sweep:
         if self.recipe is not None:
             fields = read_settings(self.recipe, [])
             shared = {name: value for name, value in fields.items() if name not in MADE_FIELDS}
-            object.__setattr__(self, "base", _merged(shared, self.base))
+            object.__setattr__(self, "base", _merge(shared, self.base))
         for axis, names in self.only.items():
             if axis not in AXES:
                 raise RecipeError(f"only holds {axis!r}; expected some of {', '.join(AXES)}")
@@ -69,13 +70,13 @@ class Sweep:
             for name in names:
                 if name not in known:
                     raise RecipeError(f"only.{axis} names {name!r}; expected some of {', '.join(map(str, known))}")
-        places: Settings = {"base": self.base}
+        all_fields: Settings = {"base": self.base}
         for axis in ("tasks", "methods", "conversions"):
-            places |= {f"{axis}.{name}": fields for name, fields in getattr(self, axis).items()}
-        for place, fields in places.items():
+            all_fields |= {f"{axis}.{name}": fields for name, fields in getattr(self, axis).items()}
+        for path, fields in all_fields.items():
             for name in MADE_FIELDS.keys() & (fields or {}).keys():
                 raise RecipeError(
-                    f"{place} has {name}, which each run gets from the sweep; give its {MADE_FIELDS[name]}"
+                    f"{path} has {name}, which each run gets from the sweep; give its {MADE_FIELDS[name]}"
                 )
         if not list(self.recipes()):
             raise RecipeError("there is nothing to run; give tasks, methods and seeds")
@@ -86,11 +87,11 @@ class Sweep:
             for conversion in self._chosen("conversions") or [None]:
                 merged: Settings = {"progress": False}
                 for part in (self.base, self.tasks[task], self.methods[method]):
-                    merged = _merged(merged, part or {})
+                    merged = _merge(merged, part or {})
                 merged |= {"task": task, "method": method, "seed": seed, "conversion": conversion}
                 merged["output"] = self.output / task / method / f"seed{seed}"
                 if conversion is not None:
-                    merged = _merged(merged, self.conversions[conversion] or {})
+                    merged = _merge(merged, self.conversions[conversion] or {})
                 yield parse(Recipe, merged, f"{task}, {method}, {conversion or 'not converted'}")
 
     def _chosen(self, axis: str) -> list[Any]:
@@ -127,14 +128,13 @@ def _at_scale(settings: Settings, where: str) -> Settings:
     if not isinstance(fields, Mapping):
         known = f"expected one of {', '.join(map(str, scales))}, each with fields" if scales else "the sweep has none"
         raise RecipeError(f"{where}: scale is {chosen!r}; {known}")
-    return _merged({**settings, "scale": chosen}, fields)
+    return _merge({**settings, "scale": chosen}, fields)
 
 
 def run_sweep(sweep: Sweep) -> list[str]:
     """Run what is not finished yet. It can be stopped at any point, and started again.
 
-    If a run fails, the others go on. An interrupt stops the sweep, and so does an error of one of several processes
-    in the middle of a training step, where the others cannot be notified.
+    If a run fails, the others go on; where several processes run together, the sweep stops at the first failure.
 
     Args:
         sweep: the sweep.
@@ -143,8 +143,7 @@ def run_sweep(sweep: Sweep) -> list[str]:
         The errors, each with its folder.
 
     Raises:
-        RecipeError: a recipe asks for unknown measures or trackers, or one of several processes failed where the
-            others cannot be notified.
+        RecipeError: a recipe asks for unknown measures or trackers, or a run of several processes failed.
     """
     recipes = list(sweep.recipes())
     for recipe in recipes:
@@ -155,22 +154,21 @@ def run_sweep(sweep: Sweep) -> list[str]:
             for record in run(recipe):
                 logger.info("%s %s: %s", recipe.output, record["stage"], summary(record))
         except Exception as error:
-            known = isinstance(error, CollabCompressError)
-            words = str(error) if known else f"{type(error).__name__}: {error}"
-            if not can_continue_together():
+            failure = f"{recipe.output}: {message_of(error)}"
+            if process_state().num_processes > 1:
                 raise RecipeError(
-                    f"{recipe.output}: {words}; the sweep stops because other processes are waiting; start it again"
+                    f"{failure}; a sweep of several processes stops at the first failure: start it again"
                 ) from error
-            logger.error("%s: %s", recipe.output, words)
-            errors.append(f"{recipe.output}: {words}")
+            logger.error("%s", failure)
+            errors.append(failure)
     return errors
 
 
-def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> Settings:
+def _merge(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> Settings:
     """Return nested settings with some of them changed."""
     merged = dict(settings)
     for name, value in changes.items():
         inner = merged.get(name)
         both = isinstance(value, Mapping) and isinstance(inner, Mapping)
-        merged[name] = _merged(inner, value) if both else value  # type: ignore[arg-type]
+        merged[name] = _merge(inner, value) if both else value  # type: ignore[arg-type]
     return merged

@@ -9,8 +9,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from collab_compress_cli.distributed import on_main_process
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PretrainedConfig,
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.integrations import (
     TensorBoardCallback,
     get_available_reporting_integrations,
@@ -22,8 +28,9 @@ from collab_compress.checkpoint.pretrained import load_model
 from collab_compress.errors import CollabCompressError, RecipeError, one_line
 from collab_compress.training import HeadSession, HeadTraining
 
-from .batches import grouping
+from .by_length import group_by_length
 from .outputs import write_record
+from .processes import on_main_process
 from .recipe import Recipe, Tuning
 from .workload import Workload
 
@@ -31,7 +38,7 @@ logger = logging.getLogger("collab_compress.glue_runs")  # held with the warning
 STATE = "trainer_state.json"  # written last
 LOG = "log.json"
 CHECKPOINTS = "checkpoints"
-EVALUATION = {
+EVALUATION_ARGUMENTS = {
     "per_device_eval_batch_size",
     "eval_accumulation_steps",
     "dataloader_num_workers",
@@ -46,15 +53,6 @@ def fine_tune(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder
     """Fine-tune a model in place and save it into `folder/model`, from the last checkpoint if there is one.
 
     The Trainer's log is written to `folder/log.json`, with the seconds of training, null if it was interrupted.
-
-    Args:
-        workload: the task, and the recipe with the methods that act on heads.
-        model: is trained.
-        tuning: length and options.
-        folder: of the stage; holds checkpoints until the model is saved.
-
-    Raises:
-        RecipeError: the training arguments are invalid.
     """
     checkpoints, recipe = folder / CHECKPOINTS, workload.recipe
     trainer = _trainer(workload, model, tuning, checkpoints, recipe.heads)
@@ -62,10 +60,10 @@ def fine_tune(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder
         logger.warning("this CPU only emulates bfloat16, and float32 is faster; pass tuning.arguments.bf16=false")
     keep_logs(trainer, recipe, folder)
     seconds = None
-    whole = on_main_process(lambda: whole_checkpoints(checkpoints))
+    whole = on_main_process(whole_checkpoints)(checkpoints)
     latest = whole[-1] if whole else None
     best = trainer.args.load_best_model_at_end
-    final = None if latest is None else on_main_process(lambda: _final_checkpoint(latest, best))
+    final = None if latest is None else on_main_process(_final_checkpoint)(latest, best)
     if latest is not None and final is not None:  # the run was killed between its last step and saving the model
         trained, _ = load_model(type(model), final, dtype=model.dtype)
         history = _state(latest)["log_history"]
@@ -74,6 +72,7 @@ def fine_tune(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder
         seconds, history = None if latest else done.metrics["train_runtime"], trainer.state.log_history
         trained = trainer.accelerator.unwrap_model(trainer.model)
 
+    @on_main_process
     def save() -> None:
         write_record(folder / LOG, {"seconds": seconds, "history": history})
         with atomic_directory(folder / "model") as directory:
@@ -81,7 +80,7 @@ def fine_tune(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder
             workload.tokenizer.save_pretrained(directory)
         shutil.rmtree(checkpoints, ignore_errors=True)
 
-    on_main_process(save)
+    save()
 
 
 def _is_emulated(device: torch.device) -> bool:
@@ -92,22 +91,8 @@ def _is_emulated(device: torch.device) -> bool:
 
 
 def rehearse(workload: Workload, model: PreTrainedModel, tuning: Tuning) -> None:
-    """Set up a fine-tuning as `fine_tune` does, without a training step; only alphas stay in the model.
-
-    Raises:
-        RecipeError: the trainer, optimizer, schedule or data loader cannot be made with these settings.
-        HeadError: a method that acts on heads does not fit the model.
-    """
+    """Set up a fine-tuning as `fine_tune` does, without a training step; only alphas stay in the model."""
     heads = workload.recipe.heads
-    dropouts = {
-        name: rate for name, rate in model.config.to_dict().items() if "drop" in name and "att" in name and rate
-    }
-    if dropouts and model.config._attn_implementation == "flex_attention":
-        name, rate = next(iter(dropouts.items()))
-        raise RecipeError(
-            f"attn_implementation is 'flex_attention', which has no dropout in training, and {name} of the model is "
-            f"{rate}; expected 0; pass sdpa, or set {name} to 0 in its config"
-        )
     try:
         with TemporaryDirectory() as folder:
             trainer = _trainer(workload, model, tuning, Path(folder), heads)
@@ -115,8 +100,6 @@ def rehearse(workload: Workload, model: PreTrainedModel, tuning: Tuning) -> None
             next(iter(trainer.get_train_dataloader()))
             if trainer.eval_dataset is not None:
                 trainer.get_eval_dataloader()
-            if trainer.args.eval_strategy != "no":
-                _check_best(trainer, workload)
             HeadSession(trainer.model, heads, trainer.optimizer, tuning.warmup).close()
     except CollabCompressError:
         raise
@@ -124,6 +107,16 @@ def rehearse(workload: Workload, model: PreTrainedModel, tuning: Tuning) -> None
         raise RecipeError(
             f"the fine-tuning cannot be set up with these settings: {type(error).__name__}: {one_line(error)}"
         ) from error
+
+
+def _check_dropout(config: PretrainedConfig) -> None:
+    """Refuse to train with flex attention, which has no dropout, a model that has one."""
+    for name, rate in config.to_dict().items():
+        if rate and "drop" in name and "att" in name and config._attn_implementation == "flex_attention":
+            raise RecipeError(
+                f"attn_implementation is 'flex_attention', which has no dropout in training, and {name} of the model "
+                f"is {rate}; expected 0; pass sdpa, or set {name} to 0 in its config"
+            )
 
 
 def _check_best(trainer: Trainer, workload: Workload) -> None:
@@ -139,12 +132,12 @@ def _check_best(trainer: Trainer, workload: Workload) -> None:
 
 def evaluate(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder: Path) -> dict[str, dict[str, float]]:
     """Return the task's metrics on each labelled split except the training data, in full precision."""
-    arguments = {name: value for name, value in tuning.arguments.items() if name in EVALUATION}
+    arguments = {name: value for name, value in tuning.arguments.items() if name in EVALUATION_ARGUMENTS}
     trainer = _trainer(workload, model, Tuning(arguments=arguments), folder)
     results = {split: workload.score(trainer, split, workload.data[split], folder) for split in workload.scored()}
     log_scores(trainer, workload.recipe, folder, results)
     # they are still there if the process was killed after it saved the model
-    on_main_process(lambda: shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True))
+    on_main_process(shutil.rmtree)(folder / CHECKPOINTS, ignore_errors=True)
     return results
 
 
@@ -155,12 +148,7 @@ def whole_checkpoints(folder: Path) -> list[Path]:
 
 
 def _final_checkpoint(latest: Path, best: bool) -> Path | None:
-    """Return the checkpoint whose weights are the result if training is complete, else None.
-
-    Args:
-        latest: the last checkpoint.
-        best: whether the best checkpoint is the result, not the last one.
-    """
+    """Return the checkpoint with the result, the `best` or the latest, if training is complete; else None."""
     state = _state(latest)
     if not state["global_step"] >= state["max_steps"] > 0:
         return None
@@ -185,7 +173,7 @@ def _trainer(
     if heads is None:
         arguments.mixed_precision = "no"  # even under `accelerate launch --mixed_precision`
     tokenizer, data = workload.new_tokenizer(), workload.data
-    trainer: Trainer = grouping(workload.trainer_class)(
+    trainer: Trainer = group_by_length(workload.trainer_class)(
         model,
         arguments,
         train_dataset=data.get("train"),
@@ -197,17 +185,17 @@ def _trainer(
     )
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise RecipeError("recipes keep the whole model in each process; leave FSDP and DeepSpeed out")
+    if heads is not None:
+        _check_dropout(model.config)
+        if arguments.eval_strategy != "no":
+            _check_best(trainer, workload)
     if not workload.recipe.progress:
         trainer.remove_callback(PrinterCallback)  # it prints the logs where there is no progress bar
     return trainer
 
 
 def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> TrainingArguments:
-    """Return a trainer's arguments, checked as far as possible before training.
-
-    Raises:
-        RecipeError: one is unknown, or its value is invalid.
-    """
+    """Return a trainer's arguments, checked as far as possible before training."""
     recipe, has_accelerator = workload.recipe, torch.accelerator.is_available()
     defaults: dict[str, Any] = {
         "num_train_epochs": tuning.epochs,
@@ -240,11 +228,7 @@ def training_arguments(workload: Workload, tuning: Tuning, folder: Path) -> Trai
 
 
 def check_trackers(names: tuple[str, ...]) -> None:
-    """Refuse trackers that the Trainer does not know, or whose package is not installed.
-
-    Raises:
-        RecipeError: naming those that are available.
-    """
+    """Refuse trackers that the Trainer does not know, or whose package is not installed."""
     available = get_available_reporting_integrations()
     for name in names:
         if name not in available:
@@ -255,11 +239,7 @@ def check_trackers(names: tuple[str, ...]) -> None:
 
 
 def keep_logs(trainer: Trainer, recipe: Recipe, folder: Path) -> list[TrainerCallback]:
-    """Name a trainer's run after the recipe and the stage, and let TensorBoard write into `folder/logs`.
-
-    Returns:
-        The callbacks of the recipe's trackers.
-    """
+    """Name a trainer's run, let TensorBoard write into `folder/logs`, and return the trackers' callbacks."""
     trainer.args.run_name = f"{recipe.task}-{recipe.method_name}-seed{recipe.seed}-{folder.name}"
     classes = tuple(get_reporting_integration_callbacks(trainer.args.report_to))
     reporting = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, classes)]
@@ -270,14 +250,7 @@ def keep_logs(trainer: Trainer, recipe: Recipe, folder: Path) -> list[TrainerCal
 
 
 def log_scores(trainer: Trainer, recipe: Recipe, folder: Path, metrics: Mapping[str, Mapping[str, float]]) -> None:
-    """Log the metrics of a finished stage as the Trainer does, as eval/f1 and test/bleu, and end its run.
-
-    Args:
-        trainer: has evaluated the stage.
-        recipe: names the trackers.
-        folder: of the stage.
-        metrics: split → name → value.
-    """
+    """Log the metrics of a finished stage as the Trainer does, as eval/f1 and test/bleu, and end its run."""
     logs: dict[str, float] = {}
     for split, values in metrics.items():
         prefix = split.replace("validation", "eval", 1)

@@ -25,8 +25,8 @@ from collab_compress.options import check_counts
 
 from ..tasks import Task, train_tokenizer
 
-BATCH = 1000
-SIZES = ("layers", "width", "heads", "feed_forward", "dropout", "attention_dropout")
+TEXTS_PER_BATCH = 1000
+REPLACED_FIELDS = ("layers", "width", "heads", "feed_forward", "dropout", "attention_dropout")
 """Fields that a config replaces."""
 
 
@@ -79,7 +79,7 @@ class Fresh:
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise RecipeError(f"{name} is {getattr(self, name)}; expected a probability from 0 to below 1")
-        replaced = [f.name for f in fields(self) if f.name in SIZES and getattr(self, f.name) != f.default]
+        replaced = [f.name for f in fields(self) if f.name in REPLACED_FIELDS and getattr(self, f.name) != f.default]
         if self.config is not None and replaced:
             raise RecipeError(f"{replaced[0]} is what the config says; leave it or config out")
         if self.width % self.heads:
@@ -87,20 +87,7 @@ class Fresh:
 
 
 def make_fresh(fresh: Fresh, task: Task, auto_class: Any, train: Dataset, seed: int, folder: Path) -> None:
-    """Save a tokenizer trained on a task's texts and an untrained model into `folder`.
-
-    Args:
-        fresh: settings of the model.
-        task: decides the architecture, and the number of labels.
-        auto_class: of Transformers, for the task, such as AutoModelForCausalLM.
-        train: texts, in the task's columns.
-        seed: of the weights.
-        folder: where both are saved.
-
-    Raises:
-        DataError: the tokenizer cannot be trained.
-        RecipeError: the config does not fit the task.
-    """
+    """Save a tokenizer trained on a task's texts and an untrained model into `folder`."""
     tokenizer = train_tokenizer(
         _texts(train, task.text_columns),
         fresh.vocab_size,
@@ -139,7 +126,7 @@ def _check(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None
 def _texts(rows: Dataset, columns: Iterable[str]) -> Iterator[str]:
     """Yield the texts of one column after another, with a batch of them in memory at a time."""
     for name in columns:
-        for batch in rows.select_columns([name]).iter(BATCH):
+        for batch in rows.select_columns([name]).iter(TEXTS_PER_BATCH):
             yield from batch[name]
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from collab_compress_cli.distributed import on_every_process, process_state
+from collab_compress_cli.distributed import process_state
 from datasets import Dataset, DatasetDict
 from torch import Tensor
 from transformers import (
@@ -46,7 +46,8 @@ from ..tasks import (
     encode_translation,
     load_task,
 )
-from .examples import ENDING, Arrays, packed
+from .examples import ENDING, Arrays, pack
+from .processes import on_every_process
 from .recipe import Recipe, Tuning
 
 logger = logging.getLogger("collab_compress.glue_runs")  # held with the warnings of the library
@@ -100,7 +101,7 @@ class Workload(ABC):
 
     def encode_splits(self) -> None:
         """Encode all splits into `data`; all processes call it together."""
-        self.data = on_every_process(lambda: self.encode(self.texts))
+        self.data = on_every_process(self.encode)(self.texts)
 
     def new_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return a copy of the tokenizer: padding and truncation change it, and that would be saved."""
@@ -111,14 +112,8 @@ class Workload(ABC):
     ) -> PreTrainedModel:
         """Load a model with a head for the task.
 
-        Args:
-            directory: of the model.
-            trained: whether the checkpoint must have the head's weights; otherwise they are drawn with the seed.
-            new_head: whether the head is drawn with the seed also where the checkpoint has one, of another task.
-            head: fields of the config.
-
-        Raises:
-            RecipeError: weights are missing, or the model does not fit the task or the recipe.
+        The head is drawn with the seed if the checkpoint lacks its weights, which is refused of a `trained` model, or
+        if `new_head` says that the one there is of another task. `head` holds fields of the config.
         """
         set_seed(self.recipe.seed)
         chosen = self.recipe.attn_implementation
@@ -163,17 +158,10 @@ class Workload(ABC):
         raise NotImplementedError
 
     def score(self, trainer: Trainer, split: str, rows: Dataset, folder: Path) -> dict[str, float]:
-        """Return the scores of a trainer's model on a split, and write the outcomes of its examples.
-
-        Args:
-            trainer: holds the model.
-            split: name of the split.
-            rows: the encoded split.
-            folder: where outcomes and translations are written.
-        """
+        """Return the scores of a trainer's model on a split, and write the outcomes of its examples."""
         prediction = trainer.predict(rows, metric_key_prefix="")
         if trainer.is_world_process_zero():
-            write_atomically(folder / f"{split}{ENDING}", packed(self.outcomes(prediction)))
+            write_atomically(folder / f"{split}{ENDING}", pack(self.outcomes(prediction)))
         return {name: prediction.metrics[f"_{name}"] for name in self.metric.scores}
 
     def outcomes(self, prediction: EvalPrediction) -> Arrays:
@@ -194,12 +182,7 @@ def _hold_out(texts: DatasetDict, share: float) -> DatasetDict:
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer.
-
-    Raises:
-        RecipeError: there is none; Transformers would make one without vocabulary.
-        CheckpointError: it cannot be loaded.
-    """
+    """Load a model's tokenizer; without its files Transformers would make one without vocabulary."""
     if not has_tokenizer(Path(source)):
         raise RecipeError(f"{source} has no tokenizer; save it there too, by tokenizer.save_pretrained")
     return pretrained.load_tokenizer(source)
@@ -220,10 +203,6 @@ class Classification(Workload):
         """Load a model with an output for each class of the task, or one for a score.
 
         A model of another task gets a new head if it is not `trained`.
-
-        Raises:
-            RecipeError: as `Workload.load_model`.
-            DataError: a trained model has other classes, or the task's in another order.
         """
         labels = [label for _, label in sorted(load_config(directory).id2label.items())]
         if trained:
@@ -302,11 +281,7 @@ class LanguageModel(TokenModel):
     model_class = AutoModelForCausalLM
 
     def load_model(self, directory: str | Path, trained: bool = True, **head: Any) -> PreTrainedModel:
-        """Load a causal model.
-
-        Raises:
-            RecipeError: also if a logit depends on a later token, as in an encoder.
-        """
+        """Load a causal model; an encoder is refused, whose logits depend on later tokens."""
         model = super().load_model(directory, trained)
         tokens = torch.tensor([[0, 1, 2, 0], [0, 1, 2, 1]], device=model.device)
         with torch.no_grad():
@@ -330,7 +305,7 @@ class LanguageModel(TokenModel):
 
 
 class MaskedLanguageModel(TokenModel):
-    """Scored over 15 % of a split's tokens, the same in every run; training data are masked anew in each epoch."""
+    """Scored over 15 % of a split's tokens, the same in every run; training data get new masks in each epoch."""
 
     shift = False
     model_class = AutoModelForMaskedLM
@@ -425,7 +400,7 @@ class Translation(Workload):
         return written
 
     def score(self, trainer: Trainer, split: str, rows: Dataset, folder: Path) -> dict[str, float]:
-        """Translate and score a split; write `folder/SPLIT.txt`, references and outcomes of sentences beside it.
+        """Translate and score a split; write `folder/SPLIT.txt`, its references, and the outcomes of sentences.
 
         The perplexity is over the tokens of the references, ends of sentences included. German also has BLEU with
         compounds split.
@@ -445,7 +420,7 @@ class Translation(Workload):
         trainer.preprocess_logits_for_metrics = partial(_losses, shift=False)
         losses = trainer.predict(rows).predictions[: len(rows)]
         if trainer.is_world_process_zero():
-            write_atomically(folder / f"{split}{ENDING}", packed(_token_outcomes(losses)))
+            write_atomically(folder / f"{split}{ENDING}", pack(_token_outcomes(losses)))
         return {**scores, "perplexity": _perplexity(load_metric("perplexity"), losses)["perplexity"]}
 
 

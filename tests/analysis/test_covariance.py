@@ -1,4 +1,4 @@
-"""Covariances and samples of heads, layers and models, against numpy on all tokens at once."""
+"""Covariances of heads, layers and models, against numpy on all tokens at once."""
 
 import numpy as np
 import pytest
@@ -10,10 +10,10 @@ from collab_compress.analysis import (
     cka,
     discrepancy,
     head_covariances,
-    head_samples,
     layer_covariance,
     model_covariances,
     svcca,
+    with_progress,
 )
 from collab_compress.analysis.covariance import RunningCovariance
 from collab_compress.architectures import find_attention
@@ -38,9 +38,9 @@ def test_it_is_the_covariance_of_all_tokens(draw, widths, size):
     assert joint.count == 200
 
 
-def test_more_columns_than_a_panel():
-    x = torch.randn(5000, 210, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    torch.testing.assert_close(of_parts([x], (100, 110)).matrix, torch.tensor(np.cov(x.numpy(), rowvar=False)))
+def test_more_columns_than_a_strip():
+    x = torch.randn(1500, 530, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(of_parts([x], (100, 430)).matrix, torch.tensor(np.cov(x.numpy(), rowvar=False)))
 
 
 def test_float32_keeps_directions_of_little_variance():
@@ -74,13 +74,14 @@ def test_blocks_lie_side_by_side():
     assert list(JointCovariance.of([x, x, x], leading=1).columns) == [1, 2]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_vectors_that_are_constant_except_for_rounding_do_not_vary(dtype):
     generator = torch.Generator().manual_seed(0)
     noise = 1 + (torch.rand(300, 1, generator=generator, dtype=torch.float64) - 0.5) * torch.finfo(dtype).eps
     x = torch.cat([torch.randn(1, 6, generator=generator, dtype=torch.float64).expand(300, 6) * noise], 1).to(dtype)
     y = torch.randn(300, 6, generator=generator).to(dtype)
-    assert JointCovariance.of([x, y]).varies().tolist() == [False, True]
+    joint = JointCovariance.of([x, y])
+    assert (joint.variances > joint.floors).tolist() == [False, True]
 
 
 @pytest.mark.parametrize(("bad", "where"), [(torch.nan, 0), (torch.inf, 1)])
@@ -207,41 +208,14 @@ def test_a_model_of_one_head_is_compared_with_each_of_many(bert, make_tiny, batc
         assert float(svcca(joint).similarity[0, head]) == pytest.approx(float(alone.similarity[0, 1]), abs=1e-5)
 
 
-def test_samples_are_real_tokens_drawn_once(either, real_responses):
-    model, batches = either
-    tokens = named(real_responses(model, batches))
-    everything, some = head_samples(model, batches), head_samples(model, batches, 10)
-    for name, right in tokens.items():
-        assert everything[name].shape == right.shape
-        order = [tokens_.flatten(1)[:, 0].argsort() for tokens_ in (everything[name], right)]
-        torch.testing.assert_close(everything[name][order[0]], right[order[1]])
-        assert some[name].shape == (10, *right.shape[1:])
-        nearest = torch.cdist(some[name].flatten(1).double(), right.flatten(1).double()).min(1)
-        assert float(nearest.values.max()) < 1e-4
-        assert len(set(nearest.indices.tolist())) == 10
-
-
-def test_samples_are_uniform_and_seeded(bert, calibration, real_responses):
-    tokens = real_responses(bert, calibration[:4])[NAME][0].flatten(1).double()
-    late = 0
-    for seed in range(60):
-        drawn = head_samples(bert, calibration[:4], 5, seed=seed, modules=NAME)[NAME]
-        places = torch.cdist(drawn.flatten(1).double(), tokens).argmin(1)
-        late += int((places >= len(tokens) / 2).sum())
-    assert 120 < late < 180  # of 300, half expected; 3.5 standard deviations
-    torch.testing.assert_close(head_samples(bert, calibration[:4], 5, seed=59, modules=NAME)[NAME], drawn)
-
-
 def test_progress_is_reported(bert, calibration, capsys):
-    head_covariances(bert, calibration[:1], progress=True)
-    assert "batches: 100%" in capsys.readouterr().err
     head_covariances(bert, calibration[:1])
     assert not capsys.readouterr().err
     steps = []
-    head_covariances(bert, calibration[:3], progress=lambda done, total: steps.append((done, total)))
+    head_covariances(bert, with_progress(calibration[:3], lambda *step: steps.append(step)))
     assert steps == [(1, 3), (2, 3), (3, 3)]
     steps.clear()
-    head_samples(bert, iter(calibration[:2]), progress=lambda *step: steps.append(step))
+    head_covariances(bert, with_progress(iter(calibration[:2]), lambda *step: steps.append(step)))
     assert steps == [(1, None), (2, None)]
 
 
@@ -252,8 +226,6 @@ def test_what_cannot_be_gathered_is_refused(bert, make_tiny, batch, make_batch):
         head_covariances(bert, [batch], modules="x*")
     with pytest.raises(HeadError, match="got 1 unpadded tokens; similarity needs at least 2"):
         head_covariances(bert, [{"input_ids": torch.tensor([[5]])}])
-    with pytest.raises(HeadError, match="at least 1"):
-        head_samples(bert, [batch], 0)
     with pytest.raises(HeadError, match="unknown unit 'model'"):
         layer_covariance(bert, [batch], unit="model")
     with pytest.raises(HeadError, match="see different numbers of tokens"):

@@ -1,8 +1,8 @@
 """Dominant heads and pruning curves, against models whose weights are cut by hand."""
 
 import copy
-from contextlib import contextmanager
-from functools import partial
+from math import isnan
+from statistics import fmean
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from transformers import BertForQuestionAnswering, BertForSequenceClassification
 
 from collab_compress import HeadMask, head_importance, prune_heads_
 from collab_compress.analysis import Dominance, dominant_heads, pruning_curve, random_importance, split_sequences
-from collab_compress.analysis.dominance import AblatedHeads
 from collab_compress.architectures import find_attention
 from collab_compress.attention.install import head_hooks
 from collab_compress.errors import HeadError
@@ -62,64 +61,6 @@ def test_padding_does_not_count_in_answers(make_tiny, batch):
     longer = {name: torch.nn.functional.pad(value, (0, 4)) for name, value in batch.items()}
     changes, expected = (dominant_heads(model, batches=[data]).changes[f"bert.{NAME}"] for data in (longer, batch))
     torch.testing.assert_close(changes, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_silenced_heads_can_give_their_mean_outputs(either):
-    """One by one, and the least important of a curve together."""
-    model, batches = either
-
-    def score(model):
-        return sums_of(model, batches)
-
-    dominance = dominant_heads(model, score, reference=batches)
-    for site in find_attention(model):
-        for head in range(site.heads):
-            with replaced(model, {site.name: [head]}, batches):
-                change = score(model) - dominance.baseline
-            assert float(dominance.changes[site.name][head]) == pytest.approx(change, rel=1e-4, abs=1e-4)
-    importance = random_importance(model)
-    zeros = pruning_curve(model, importance, score, shares=(0.5,))
-    for point in pruning_curve(model, importance, score, shares=(0, 0.5, 1), reference=batches):
-        with replaced(model, point.heads, batches):
-            assert point.score == pytest.approx(score(model), rel=1e-4, abs=1e-4)
-        assert point.share != 0.5 or abs(point.score - zeros[0].score) > 1e-2
-
-
-@contextmanager
-def replaced(model, heads, batches):
-    """Let hooks on output projections replace the parts of their inputs that come from heads."""
-    sites = [site for site in find_attention(model) if site.name in heads]
-    means = {site.name: mean_input(model, site, batches).unflatten(-1, (site.heads, -1)) for site in sites}
-
-    def replace(_, args, site):
-        split = args[0].unflatten(-1, (site.heads, -1)).clone()
-        for head in heads[site.name]:
-            split[:, :, head] = means[site.name][head]
-        return (split.flatten(-2),)
-
-    handles = [site.part(site.paths.output).register_forward_pre_hook(partial(replace, site=site)) for site in sites]
-    yield
-    for handle in handles:
-        handle.remove()
-
-
-def mask_name(site, batch):
-    decodes = site.kind != "encoder" and "decoder_attention_mask" in batch
-    return "decoder_attention_mask" if decodes else "attention_mask"
-
-
-def mean_input(model, site, batches):
-    """Return the mean input of a module's output projection over unpadded tokens."""
-    inputs = []
-    for batch in batches:
-        mask = batch[mask_name(site, batch)].bool()
-        handle = site.part(site.paths.output).register_forward_pre_hook(
-            lambda _, args, mask=mask: inputs.append(args[0][mask])
-        )
-        with torch.no_grad():
-            model(**batch)
-        handle.remove()
-    return torch.cat(inputs).mean(0)
 
 
 def test_a_score_is_taken_without_each_head(either, family):
@@ -204,6 +145,7 @@ def test_the_curve_prunes_the_least_important_first(classifier, calibration):
     curve = pruning_curve(classifier, importance, lambda model: sums_of_logits(model, batches))
     assert [point.share for point in curve] == [step / 10 for step in range(11)]
     assert [point.removed for point in curve] == [round(6 * step / 10) for step in range(11)]
+    assert all(isnan(point.random_score) for point in curve)
     ranked = sorted((float(v), name, h) for name, values in importance.items() for h, v in enumerate(values))
     for point in curve:
         chosen = {(name, head) for name, heads in point.heads.items() for head in heads}
@@ -260,12 +202,14 @@ def test_what_cannot_be_scored_is_refused(bert, batch):
     assert not any(head_hooks(site.module) for site in find_attention(bert))
 
 
-def test_a_module_without_a_mean_is_named(make_tiny):
-    with AblatedHeads(make_tiny("bert"), {}) as mask:
-        mask.set({NAME: torch.zeros(3)})
-        site = next(hook.site for hook in mask._hooks if hook.site.name == NAME)
-        with pytest.raises(HeadError, match="does not run on the reference"):
-            mask.act(site, torch.zeros(2, 4, 3, 8), None)
+def test_random_heads_are_scored_too(make_tiny, batch):
+    model, shares = make_tiny("bert"), (0, 0.5, 1)
+    importance, *random = (random_importance(model, seed=seed) for seed in (7, 0, 1))
+    curve = pruning_curve(model, importance, batches=[batch], shares=shares, random_orders=2)
+    alone, *drawn = (pruning_curve(model, order, batches=[batch], shares=shares) for order in (importance, *random))
+    assert [(point.heads, point.score) for point in curve] == [(point.heads, point.score) for point in alone]
+    for point, *of_random in zip(curve, *drawn, strict=True):
+        assert point.random_score == pytest.approx(fmean(other.score for other in of_random))
 
 
 def test_random_importance_is_of_every_head_and_seeded(make_tiny):

@@ -84,7 +84,7 @@ def test_widths_of_a_whole_layer(run):
     assert names == [f"bert.encoder.layer.{layer}.output.dense" for layer in (0, 1)]
     assert "dff = 20; " in numbers["sections"]["cost"]["reading"]
     assert "\nLayers with dk = 8, dff = 20 have " in printed
-    assert "\nAttention with dk = 8 takes " in printed
+    assert "\nAttention with dk = 8 " in printed  # takes so long, or was timed beside other work
 
 
 def test_the_page_has_a_default_place(folder, tmp_path, monkeypatch, capsys):

@@ -86,7 +86,7 @@ def test_heads_wider_than_dense_ones_are_refused_by_what_they_would_lose(make_ti
 
 def test_a_scale_of_its_own_goes_into_the_weights(make_tiny, batch):
     torch.manual_seed(0)
-    start = FromScratch(dk=12, train_mixing=False, scale="narrow")
+    start = FromScratch(dk=12, train_mixing=False)
     model = from_config(
         make_tiny("bert").config, start, AutoModel._model_mapping[type(make_tiny("bert").config)]
     ).eval()

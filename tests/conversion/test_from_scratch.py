@@ -20,12 +20,6 @@ def test_concatenation_gives_every_channel_to_one_head(make_tiny, dk):
     assert (mixing.argmax(0).diff() >= 0).all()  # blocks
 
 
-def test_ones_and_uniform(make_tiny):
-    assert (next(iter(read_factors(fresh(make_tiny, dk=5, mixing="ones")).values())).mixing == 1).all()
-    mixing = next(iter(read_factors(fresh(make_tiny, dk=5, mixing="uniform")).values())).mixing
-    assert 0 <= mixing.min() < mixing.max() < 1
-
-
 def test_projections_start_like_the_models_own(make_tiny):
     factors = list(read_factors(fresh(make_tiny, dk=24)).values())
     std = torch.cat([torch.cat([f.query, f.key]) for f in factors]).std()
@@ -45,7 +39,7 @@ def test_t5_starts_as_narrowly_as_unscaled_scores_need():
 
 def test_the_narrow_baseline_is_narrow_concatenated_attention(make_tiny, tmp_path):
     """Frozen blocks at R = 12 of 3 heads: plain attention with heads 4 wide, scaled by 1/√4, saved and loaded too."""
-    model = fresh(make_tiny, dk=12, train_mixing=False, scale="narrow").eval()
+    model = fresh(make_tiny, dk=12, train_mixing=False).eval()
     model.save_pretrained(tmp_path)
     x = torch.randn(2, 5, 24)
     for body in (model.bert, AutoModel.from_pretrained(tmp_path)):
@@ -66,9 +60,6 @@ def test_the_narrow_baseline_is_narrow_concatenated_attention(make_tiny, tmp_pat
         ({"dk": None}, "dk is None; expected a whole number"),
         ({"dk": "8"}, "dk is '8'; expected a whole number"),
         ({"dk": 8.5}, "dk is 8.5; expected a whole number"),
-        ({"dk": 4, "scale": "Narrow"}, "scale is 'Narrow'; expected one of model, narrow"),
-        ({"dk": 4, "mixing": "zeros"}, "expected one of concatenation, ones, uniform"),
-        ({"dk": 4, "scale": "narrow"}, "narrow scale .* train_mixing=False"),
     ],
 )
 def test_bad_options_say_what_to_do(options, message):

@@ -292,11 +292,14 @@ def test_fewer_channels_are_saved_trained_and_generated_with(name, tmp_path, loa
     assert slow.checked == 2
 
 
-@pytest.mark.parametrize("mixing", ["concatenation", "uniform"])
-def test_untrained_models_start_with_shared_heads(mixing, tmp_path, load_cleanly, caplog):
+@pytest.mark.parametrize("mixed", [False, True])
+def test_untrained_models_start_with_shared_heads(mixed, tmp_path, load_cleanly, caplog):
     config = MODELS["llama-grouped"]().config
-    made = from_config(config, FromScratch(dk=8, mixing=mixing), LlamaForCausalLM).eval()
-    assert {module.score_form.kind for module in made.modules() if hasattr(module, "score_form")} == {"rotary"}
+    made = from_config(config, FromScratch(dk=8), LlamaForCausalLM).eval()
+    shared = [module for module in made.modules() if hasattr(module, "score_form")]
+    assert {module.score_form.kind for module in shared} == {"rotary"}
+    for module in shared if mixed else ():
+        torch.nn.init.uniform_(module.mixing)
     made.save_pretrained(tmp_path)
     assert torch.equal(run(load_cleanly(LlamaForCausalLM, tmp_path), batch()), run(made, batch()))
     slow = Slow(made.double(), 3e-5)
@@ -305,7 +308,7 @@ def test_untrained_models_start_with_shared_heads(mixing, tmp_path, load_cleanly
     assert slow.checked == 2
     from_config(config, FromScratch(dk=9), LlamaForCausalLM)
     assert "dk 9 was rounded up to 16" in caplog.text
-    with pytest.raises(CompressionError, match="dk is at most 16 there; got scale 'model' and dk 17"):
+    with pytest.raises(CompressionError, match="dk of rotary heads is at most 16 there; got dk 17"):
         from_config(config, FromScratch(dk=17), LlamaForCausalLM)
 
 

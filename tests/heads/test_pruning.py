@@ -138,7 +138,7 @@ def unbiased(model):
 
 
 def narrow_from_scratch(model):
-    return from_config(model.config, FromScratch(dk=6, train_mixing=False, scale="narrow"), type(model)).eval()
+    return from_config(model.config, FromScratch(dk=6, train_mixing=False), type(model)).eval()
 
 
 @pytest.mark.parametrize("make", [unbiased, narrow_from_scratch])

@@ -13,7 +13,7 @@ from collab_compress.calibration import calibration_batches
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.options import SECTION_NAMES
 from collab_compress.report import ReportOptions, make_report, render_page, to_json
-from collab_compress.report.result import first
+from collab_compress.report.result import take_sequences
 
 QUICK = ReportOptions(lengths=(4,), rounds=2, head_sequences=3, input_sequences=3)
 
@@ -120,9 +120,12 @@ def test_progress_is_reported(model, batches):
 
 
 def test_first_returns_so_many_sequences(batches):
-    assert [sum(len(batch["input_ids"]) for batch in first(batches, count)) for count in (18, 99)] == [18, 20]
+    assert [sum(len(batch["input_ids"]) for batch in take_sequences(batches, count)) for count in (18, 99)] == [
+        18,
+        20,
+    ]
     whole = {**batches[0], "extra": torch.ones(1)}  # of another length, so it cannot be divided
-    assert first([whole, *batches], 2) == [whole]
+    assert take_sequences([whole, *batches], 2) == [whole]
 
 
 @pytest.fixture

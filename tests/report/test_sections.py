@@ -34,7 +34,7 @@ from collab_compress.conversion.inventory import Inventory, find_feed_forward
 from collab_compress.heads import head_importance
 from collab_compress.options import SECTION_NAMES, ReportOptions
 from collab_compress.report import TaskScore, make_report
-from collab_compress.report.result import first
+from collab_compress.report.result import take_sequences
 from collab_compress.report.section import short
 
 END = [3]  # the tokenizer's, which the config does not name
@@ -70,7 +70,7 @@ def test_every_section_was_tried(result):
 
 
 def test_widths(model, batches, result):
-    widths, parts = result.sections["widths"], part_losses(Inventory(model, batches[0]), first(batches, 8))
+    widths, parts = result.sections["widths"], part_losses(Inventory(model, batches[0]), take_sequences(batches, 8))
     assert [*widths.tables] == ["dk", "dv", "dff"]
     for place, (part, curves) in enumerate(parts.losses.items()):
         drawn = picture(widths, f"What {part} loses").curves
@@ -141,7 +141,7 @@ def test_attention_maps(model, result):
 
 def test_dominance_by_drift(model, batches, result):
     dominance = result.sections["dominance"]
-    choosing, scoring = split_sequences(first(batches, 6))
+    choosing, scoring = split_sequences(take_sequences(batches, 6))
     chosen, scored = (dominant_heads(model, batches=half) for half in (choosing, scoring))
     matrices(picture(dominance, "What is lost without each head"), stacked(scored.changes))
     change = short(scored.mean_change(chosen.dominant)["encoder"])
@@ -167,7 +167,7 @@ def test_dominance_by_score(model, batches):
 
     lossy = Lossy(model.config).eval()
     lossy.load_state_dict(model.state_dict())
-    labelled = [{**batch, "labels": torch.zeros(len(batch["input_ids"]))} for batch in first(batches, 4)]
+    labelled = [{**batch, "labels": torch.zeros(len(batch["input_ids"]))} for batch in take_sequences(batches, 4)]
     report = make_report(lossy, batches, ["dominance"], score=TaskScore("size", score, score, labelled))
     lost = -torch.stack([*dominant_heads(lossy, score).changes.values()])
     drawing = picture(report.sections["dominance"], "What is lost without each head")

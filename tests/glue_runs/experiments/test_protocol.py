@@ -6,7 +6,7 @@ import pytest
 import torch
 from collab_compress_glue_runs.experiments import read_recipe, run
 from collab_compress_glue_runs.experiments import tuning as tuning_module
-from collab_compress_glue_runs.experiments.batches import grouping
+from collab_compress_glue_runs.experiments.by_length import group_by_length
 from collab_compress_glue_runs.experiments.tuning import whole_checkpoints
 from datasets import Dataset
 from safetensors.torch import load_file
@@ -149,7 +149,7 @@ def test_what_is_evaluated_keeps_its_order(tmp_path):
     options = {"per_device_eval_batch_size": 1, "train_sampling_strategy": "group_by_length"}
     arguments = TrainingArguments(tmp_path, use_cpu=True, remove_unused_columns=False, **options)
     rows = Dataset.from_dict({"input_ids": [[row] * (1 + row % 3) for row in range(12)]})
-    trainer = grouping(Trainer)(
+    trainer = group_by_length(Trainer)(
         torch.nn.Linear(1, 1),
         arguments,
         data_collator=lambda batch: {"row": torch.tensor([batch[0]["input_ids"][0]])},

@@ -1,10 +1,8 @@
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from collab_compress_glue_runs.experiments import read_recipe
-from collab_compress_glue_runs.experiments import recipe as recipe_module
 from collab_compress_glue_runs.experiments.recipe import read_settings
 
 from collab_compress.errors import RecipeError
@@ -50,14 +48,13 @@ def test_calibration_is_a_choice(path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("tuning.learningrate=1", r"no field tuning\.learningrate; did you mean tuning\.learning_rate\?$"),
-        (
-            "compression={dk: 8, sweeps: 3}",
-            r"no field compression\.sweeps; did you mean compression\.solver\.sweeps\?$",
-        ),
-        ("heads.penalties=[{name: hsic, wt: 1}]", r"there is no field heads\.penalties\.0\.wt$"),
+        ("tuning.learningrate=1", r"recipe\.yaml: tuning\.learningrate: Unexpected keyword argument, got 1$"),
+        ("heads.penalties=[{name: hsic, wt: 1}]", r"heads\.penalties\.0\.wt: Unexpected keyword argument, got 1$"),
         ("task=foo", "unknown task 'foo'; expected one of cola"),
-        ("compression.solver.sweeps=1e30", r"compression\.solver\.sweeps is 1e\+30; expected a valid integer"),
+        (
+            "compression.solver.sweeps=1e30",
+            r"compression\.solver\.sweeps: Input should be a valid int.*, got 1e\+30",
+        ),
         ("held_out=1", r"held_out is 1\.0; expected a share of the training data"),
         ("tuning.epochs=0", "epochs is 0; expected more than 0, or max_steps"),
         ("fresh={width: 10, heads: 3}", "width 10 cannot be shared out evenly among 3 heads"),
@@ -70,16 +67,16 @@ def test_calibration_is_a_choice(path):
         ("model", "'model' sets nothing; expected field=value"),
         ("task.name=x", "task is 'mrpc', which has no fields"),
         ("seed=[", "cannot read the value"),
-        ("tuning.learning_rate=.nan", "learning_rate is nan; expected a finite number"),
-        ("files={validation: 3}", r"recipe.yaml: files\.validation is 3; expected str or list\[str\]$"),
+        ("tuning.learning_rate=.nan", "learning_rate: Input should be a finite number, got nan"),
+        ("files={validation: 3}", r"recipe.yaml: files\.validation\.str: Input should be a valid string, got 3; "),
         (
             "fresh={config: 3, layers: a}",
-            r": fresh\.config is 3; expected str or dict\[str,any\]; fresh\.layers is 'a'",
+            r"fresh\.config\.str: .*, got 3; .*; fresh\.layers: .*, got 'a'",
         ),
         ("output=~nobody-here/x", "home directory"),
-        ("heads.penalties=[{name: hsic, weight: .inf}]", r"heads\.penalties\.0\.weight is inf; expected a finite"),
+        ("heads.penalties=[{name: hsic, weight: .inf}]", r"heads\.penalties\.0\.weight: .* a finite number, got inf"),
         ("files={validation: a}", "files names no training data"),
-        ("trackers=wandb", r"trackers is 'wandb'; expected a list, as in \[wandb\]"),
+        ("trackers=wandb", r"trackers: Input should be a valid .*, got 'wandb'"),
         (
             "method=plain",
             "method is plain, the name of the baseline, but the recipe has drophead0.2-scheduled-hsic1-",
@@ -105,27 +102,6 @@ def test_numbers_lists_and_places_as_people_write_them(path, monkeypatch):
     assert (recipe.trackers, recipe.conversion) == (("wandb",), "e4")
     assert (recipe.output, recipe.data_dir) == (Path("/home/me/x"), Path("/home/me/y"))
     assert read_recipe(path, ["trackers=[wandb, aim]"]).trackers == ("wandb", "aim")
-
-
-def test_scalars_are_those_of_yaml_1_2(tmp_path):
-    text = (
-        "a: [010, 0o17, 0x1F, 1e-4, 5., -.5e+1, +3, .inf, true, ~, null]\nb: [1:30, no, on, 1_000, 2026-01-01, 0b1]"
-    )
-    (tmp_path / "scalars.yaml").write_text(text)
-    settings = read_settings(tmp_path / "scalars.yaml", ["c="])
-    assert settings["a"] == [10, 15, 31, 1e-4, 5.0, -5.0, 3, math.inf, True, None, None]
-    assert settings["b"] == ["1:30", "no", "on", "1_000", "2026-01-01", "0b1"]
-    assert settings["c"] is None
-
-
-def test_few_of_many_unknown_fields_are_named(path, monkeypatch):
-    calls = []
-    monkeypatch.setattr(recipe_module, "get_close_matches", lambda *_, **__: calls.append(1) or ["model"])
-    with path.open("a") as file:
-        file.writelines(f"modle{number}: 1\n" for number in range(40))
-    with pytest.raises(RecipeError, match=r"no field modle9; did you mean model\?; and 30 more$"):
-        read_recipe(path)
-    assert len(calls) == 10
 
 
 @pytest.mark.parametrize(
@@ -166,9 +142,6 @@ def test_a_file_that_is_no_recipe(tmp_path):
     with pytest.raises(RecipeError, match="cannot read the recipe") as caught:
         read_recipe(tmp_path / "broken.yaml")
     assert "\n" not in str(caught.value)
-    (tmp_path / "twice.yaml").write_text("task: mrpc\nmodel: a\noutput: b\nseed: 1\nseed: 2\n")
-    with pytest.raises(RecipeError, match=r"twice\.yaml: seed appears twice .*line 1"):
-        read_recipe(tmp_path / "twice.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(RecipeError, match="holds a list; expected fields"):
         read_recipe(tmp_path / "list.yaml")

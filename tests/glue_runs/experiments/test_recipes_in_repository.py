@@ -14,7 +14,7 @@ import pytest
 import yaml
 from collab_compress_glue_runs.commands import run as command
 from collab_compress_glue_runs.experiments import read_recipe, read_sweep
-from collab_compress_glue_runs.experiments.outputs import BASE, CONVERTED
+from collab_compress_glue_runs.experiments.outputs import CONVERTED_FIELDS, TUNED_FIELDS
 from collab_compress_glue_runs.experiments.workload import WORKLOADS
 from collab_compress_glue_runs.tasks import TASKS
 from transformers import MarianConfig, MarianMTModel
@@ -111,7 +111,7 @@ def test_sweeps_that_share_an_output_agree():
     settings_of = {}
     for path in SWEEPS:
         for recipe in recipes(path):
-            for folder, fields in ((None, BASE), (recipe.conversion_name, CONVERTED)):
+            for folder, fields in ((None, TUNED_FIELDS), (recipe.conversion_name, CONVERTED_FIELDS)):
                 settings = {name: getattr(recipe, name) for name in fields}
                 assert settings_of.setdefault((recipe.output, folder, fields), settings) == settings, path
 

@@ -245,10 +245,10 @@ def test_what_only_watches_training_is_no_difference(write, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"score": "84"}, "score is '84'; expected a valid number"),
+        ({"score": "84"}, "score: Input should be a valid number, got '84'"),
         ({"task": "swag"}, "unknown task 'swag'; expected one of cola"),
-        ({"recipe": {"translation": "de"}}, r"recipe\.translation is 'de'; expected a valid dictionary"),
-        ({"metrics": {"test": 5}}, r"metrics\.test is 5; expected a valid dictionary"),
+        ({"recipe": {"translation": "de"}}, r"recipe\.translation: Input should be a valid dictionary, got 'de'"),
+        ({"metrics": {"test": 5}}, r"metrics\.test: Input should be a valid dictionary, got 5"),
         ({"measures": {"svcca": {"layers": {"encoder": "abc"}}}}, r"measures has 'abc'; expected a number"),
         ({"method": "\ud800"}, "cannot read the record .*surrogates not allowed"),
     ],
@@ -283,8 +283,8 @@ def test_a_file_of_records_is_read_as_the_folder_it_is_of(write, tmp_path):
     file = tmp_path / "records.jsonl"
     file.write_text(record_lines(read_records(tmp_path / "runs").values()), encoding="utf-8")
     ours, theirs = read_results(file), read_results(tmp_path / "runs")
-    assert [repr(replace(one, place="")) for one in ours] == [repr(replace(one, place="")) for one in theirs]
-    assert [one.place for one in ours] == [f"{file}, line {n}" for n in range(1, 7)]
+    assert [repr(replace(one, source="")) for one in ours] == [repr(replace(one, source="")) for one in theirs]
+    assert [one.source for one in ours] == [f"{file}, line {n}" for n in range(1, 7)]
     assert record_lines(read_records(file).values()).encode() == file.read_bytes()
 
 
@@ -294,7 +294,7 @@ def test_a_file_of_records_is_read_as_the_folder_it_is_of(write, tmp_path):
         ("", "holds no records; expected one a line"),
         ("[1]\n", "line 1 holds a list; expected the record of an experiment"),
         ("\udcff", "cannot read the record"),
-        ("\n{}\n", "line 2 is no record of an experiment: task is missing"),
+        ("\n{}\n", "line 2 is no record of an experiment: task: Field required"),
         ("{\n", "cannot read the record .*line 1: Expecting"),
     ],
 )

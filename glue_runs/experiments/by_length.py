@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 from transformers import Trainer
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-CHUNK = 10_000
+ROWS_PER_CHUNK = 10_000
 
 
 class ByLength(Sampler[int]):
@@ -47,7 +47,7 @@ class ByLength(Sampler[int]):
 def row_lengths(rows: Dataset, *columns: str) -> np.ndarray:
     """Return the number of tokens of each row, in the longest of the columns that hold lists; (rows,)."""
     lists = [name for name in columns if isinstance(rows.features.get(name), List)]
-    tables = rows.select_columns(lists).with_format("arrow").iter(CHUNK)
+    tables = rows.select_columns(lists).with_format("arrow").iter(ROWS_PER_CHUNK)
     counts = [
         np.max([pc.list_value_length(table[name]).to_numpy() for name in lists], axis=0).astype(np.int32)
         for table in tables
@@ -55,7 +55,7 @@ def row_lengths(rows: Dataset, *columns: str) -> np.ndarray:
     return np.concatenate(counts) if counts else np.zeros(0, np.int32)
 
 
-def grouping(trainer_class: type[Trainer]) -> type[Trainer]:
+def group_by_length(trainer_class: type[Trainer]) -> type[Trainer]:
     """Return a trainer class that batches rows of similar lengths where the training arguments say so."""
 
     class Grouping(trainer_class):  # type: ignore[misc]

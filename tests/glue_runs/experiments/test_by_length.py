@@ -1,6 +1,6 @@
 """Batches of rows of similar lengths."""
 
-from collab_compress_glue_runs.experiments.batches import row_lengths
+from collab_compress_glue_runs.experiments.by_length import row_lengths
 from datasets import Dataset
 
 
