@@ -157,8 +157,11 @@ def _figures(report: Report) -> Iterator[tuple[str, str]]:
         yield "relative error of what heads add, mean over modules", _error(report.of("dv"))
     if report.refits:
         yield "error of the last layer's hidden states, refitted", f"{report.refits[-1].error_after:.2%}"
-    if report.drift is not None:
-        yield f"drift of {report.drift.output} on held-back sequences", f"{report.drift.relative_error:.2%}"
+    if report.output_error is not None:
+        yield (
+            f"output error of {report.output_error.output} on held-back sequences",
+            f"{report.output_error.relative_error:.2%}",
+        )
 
 
 def _error(parts: Sequence[PartReport]) -> str:

@@ -251,17 +251,17 @@ def _row(module: PartReport) -> list[str]:
 
 
 def _whole_model(report: Report, calibration: Sequence[str], latency: Latency | None, embeds: bool) -> list[str]:
-    """Return size, time and drift of the whole model, compared with the dense one."""
+    """Return size, time and output error of the whole model, compared with the dense one."""
     lines = [
         f"Whole model: {report.parameters_before:,} → {report.parameters_after:,} parameters "
         f"({report.parameters_after / report.parameters_before - 1:+.1%})."
     ]
     if latency is not None:
         lines.append(f"Time at {latency.length} tokens, batch of {TIMED_BATCH}: {latency}.")
-    if report.drift is not None:
-        drift = report.drift
+    if report.output_error is not None:
+        error = report.output_error
         lines.append(
-            f"Drift: its {drift.output} move by {drift.relative_error:.1%} of their size on {drift.sequences} "
+            f"Output error: its {error.output} move by {error.relative_error:.1%} of their size on {error.sequences} "
             f"held-back sequences ({' and '.join(calibration)}). {MEANING}{f' {ANEW}' * embeds}"
         )
     if report.refits:

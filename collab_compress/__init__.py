@@ -12,7 +12,7 @@ if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
     from collab_compress.conversion.compress import compress
     from collab_compress.conversion.expand import describe, expand, is_converted, read_factors
     from collab_compress.conversion.from_scratch import FromScratch, from_config
-    from collab_compress.conversion.report import Drift, PartReport, Report
+    from collab_compress.conversion.report import OutputError, PartReport, Report
     from collab_compress.errors import (
         CalibrationError,
         CheckpointError,
@@ -42,10 +42,11 @@ __all__ = [
     "CollabCompressError",
     "Compression",
     "CompressionError",
-    "Drift",
     "Factors",
     "FromScratch",
     "HeadMask",
+    "OutputError",
+    "Output error",
     "PartReport",
     "Report",
     "Solver",

@@ -230,7 +230,7 @@ class ReportOptions:
     """Width of feed-forward blocks at which their cost is counted; half of theirs if not given."""
 
     head_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 16
-    """Sequences on which heads are silenced one by one; the drift of the outputs is measured on these."""
+    """Sequences on which heads are silenced one by one; the output error is measured on these."""
 
     input_sequences: Annotated[int, tyro.conf.arg(metavar="N")] = 256
     """Sequences on which the losses of widths are measured."""

@@ -16,7 +16,7 @@ from collab_compress.analysis.stream import Batches, Progress, with_progress
 from collab_compress.architectures import KINDS, Kind, find_attention
 from collab_compress.calibration import Batch, as_batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
-from collab_compress.conversion.drift import main_output, token_mask
+from collab_compress.conversion.output_error import main_output, token_mask
 from collab_compress.errors import HeadError
 from collab_compress.heads import HeadMask, least_important, masks_without
 
@@ -113,14 +113,14 @@ def dominant_heads(
         model: stock or edited; its heads may be masked already.
         score: function from a model to its score, as BLEU or accuracy; called once for all heads, and once without
             each.
-        batches: instead of a score: keyword arguments for the model, read once. The score is then the drift of the
-            outputs, ‖without − with‖ / ‖with‖ over tokens that are no padding; less is better.
+        batches: instead of a score: keyword arguments for the model, read once. The score is then the output error,
+            ‖without − with‖ / ‖with‖ over tokens that are no padding; less is better.
         greater_is_better: whether a greater `score` is better; False for perplexity.
         kinds: attention types.
         heads: module path → the one head to silence there, as a dominant head on other data; every head of every
             module if not given.
-        progress: called with the number of finished scores, or of batches for the drift, and their total (None if
-            unknown).
+        progress: called with the number of finished scores, or of batches for the output error, and their total (None
+            if unknown).
 
     Raises:
         HeadError: neither or both of score and batches, or a score that is no finite number.
@@ -237,9 +237,11 @@ def _scores(
 ) -> list[float]:
     """Return the score of the model under each of several masks."""
     if (score is None) == (batches is None):
-        raise HeadError("pass either score=, a function of the model, or batches=, on which its outputs drift")
+        raise HeadError(
+            "pass either score=, a function of the model, or batches=, on which changes of its outputs are measured"
+        )
     if score is None:
-        return _drifts(model, mask, masks, batches or (), progress)
+        return _output_errors(model, mask, masks, batches or (), progress)
     scores = []
     for silenced in with_progress(masks, progress):
         mask.set(silenced)
@@ -250,10 +252,10 @@ def _scores(
     return scores
 
 
-def _drifts(
+def _output_errors(
     model: PreTrainedModel, mask: HeadMask, masks: Sequence[Masks], batches: Batches, progress: Progress | None
 ) -> list[float]:
-    """Return the drift of the outputs under each mask; every batch is read once."""
+    """Return the output error under each mask; every batch is read once."""
     differences, norm = [0.0] * len(masks), 0.0
     for batch in map(as_batch, with_progress(batches, progress)):
         mask.set({})
@@ -264,7 +266,7 @@ def _drifts(
                 mask.set(silenced)
                 differences[index] += float((_unpadded_output(model, batch) - dense).square().sum())
     if not norm:
-        raise HeadError("no drift can be measured: there are no batches, or the outputs are all zero")
+        raise HeadError("no output error can be measured: there are no batches, or the outputs are all zero")
     return [(difference / norm) ** 0.5 for difference in differences]
 
 

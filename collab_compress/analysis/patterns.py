@@ -17,7 +17,7 @@ from collab_compress.calibration.gather import forward_arguments
 from collab_compress.calibration.tokenization import encode_pairs
 from collab_compress.devices import float64_device
 from collab_compress.errors import HeadError
-from collab_compress.heads import Reading
+from collab_compress.heads import HeadRecord
 
 Pattern: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function of attention probabilities (B, H, T, S) in float64, padding masks of queries (B, T) and of keys (B, S).
@@ -89,7 +89,7 @@ def head_patterns(model: PreTrainedModel, batches: Batches) -> dict[str, dict[st
     return position_means(model, batches, "probs", measures)
 
 
-def _sum_over_queries(pattern: Pattern, reading: Reading) -> tuple[Tensor, int] | None:
+def _sum_over_queries(pattern: Pattern, reading: HeadRecord) -> tuple[Tensor, int] | None:
     """Return the sum of a pattern over the queries that count, (H,), and their number."""
     assert reading.probs is not None
     batch, _, queries, keys = reading.probs.shape

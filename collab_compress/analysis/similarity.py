@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from collab_compress.analysis.covariance import JointCovariance, mean_over_pairs
 from collab_compress.analysis.stream import Batches, position_means, unpadded_vectors
 from collab_compress.errors import HeadError
-from collab_compress.heads import Reading
+from collab_compress.heads import HeadRecord
 
 Measure = Literal["cosine", "difference", "l2"]
 
@@ -254,7 +254,7 @@ def discrepancy(model: PreTrainedModel, batches: Batches) -> dict[str, Discrepan
     return {name: Discrepancy(cosine + 1, l2) for name, (cosine, l2) in means.items()}
 
 
-def _sum_distances(reading: Reading) -> tuple[Tensor, int]:
+def _sum_distances(reading: HeadRecord) -> tuple[Tensor, int]:
     """Return the sums over positions of cosines and of distances between heads, (2, H, H), and the positions."""
     vectors = unpadded_vectors(reading, "outputs").double()  # (N, H, s)
     norms = vectors.norm(dim=2, keepdim=True)
@@ -284,7 +284,7 @@ def bhattacharyya(model: PreTrainedModel, batches: Batches) -> dict[str, Tensor]
     return position_means(model, batches, "probs", {"overlap": _sum_coefficients})["overlap"]
 
 
-def _sum_coefficients(reading: Reading) -> tuple[Tensor, int]:
+def _sum_coefficients(reading: HeadRecord) -> tuple[Tensor, int]:
     """Return the sums over queries of the coefficients of heads, (H, H), and the number of queries."""
     roots = unpadded_vectors(reading, "probs").double().sqrt()  # (N, H, S)
     return torch.einsum("nhs,ngs->hg", roots, roots), len(roots)

@@ -16,19 +16,19 @@ from collab_compress.calibration.gather import forward_arguments
 from collab_compress.calibration.tokenization import vocabulary_size
 from collab_compress.devices import float64_device
 from collab_compress.errors import HeadError
-from collab_compress.heads import Part, Reading, Tap
+from collab_compress.heads import HeadRecord, Part, Recorder
 
 Batches: TypeAlias = Iterable[Mapping[str, Tensor]]
 Progress: TypeAlias = Callable[[int, int | None], None]
 """Function of the number of finished items and their total (None if unknown)."""
 
-Readings: TypeAlias = list[tuple[str, Reading]]
+HeadRecords: TypeAlias = list[tuple[str, HeadRecord]]
 """What attention modules computed in one forward pass, in the order in which they ran, by module path.
 
 A module that ran several times, because it serves several layers (ALBERT), has the names `path[0]`, `path[1]`, ….
 """
 
-Measure: TypeAlias = Callable[[Reading], tuple[Tensor, int] | None]
+Measure: TypeAlias = Callable[[HeadRecord], tuple[Tensor, int] | None]
 """Function of a reading to the sum of a measure over positions, and their number; None if it does not apply."""
 
 _Item = TypeVar("_Item")
@@ -61,21 +61,21 @@ def read_heads(
     *,
     kinds: Collection[Kind] = KINDS,
     modules: str = "*",
-) -> Iterator[list[Readings]]:
+) -> Iterator[list[HeadRecords]]:
     """Run every model on each batch, without gradients or dropout, and yield each model's readings of the batch."""
     ran = False
     with ExitStack() as stack:
-        taps = [stack.enter_context(Tap(model, part, kinds)) for model in models]
-        for model, tap in zip(models, taps, strict=True):
-            if not any(fnmatch(site.name, modules) for site in tap.sites):
-                paths = ", ".join(site.name for site in tap.sites[:3])
+        recorders = [stack.enter_context(Recorder(model, part, kinds)) for model in models]
+        for model, recorder in zip(models, recorders, strict=True):
+            if not any(fnmatch(site.name, modules) for site in recorder.sites):
+                paths = ", ".join(site.name for site in recorder.sites[:3])
                 raise HeadError(f"no attention module matches {modules!r}; there are {paths}, …")
             stack.enter_context(evaluation_mode(model))
         for batch in batches:
             ran = True
             for model in models:
                 run_batch(model, as_batch(batch))
-            yield [_by_name(tap.take(), modules) for tap in taps]
+            yield [_by_name(recorder.take(), modules) for recorder in recorders]
     if not ran:
         raise HeadError("no batches to run the model on; pass some, and a list where they are read more than once")
 
@@ -106,7 +106,7 @@ def position_means(
     }
 
 
-def unpadded_vectors(reading: Reading, part: Part) -> Tensor:
+def unpadded_vectors(reading: HeadRecord, part: Part) -> Tensor:
     """Return each head's vectors without padding, (N, H, w), on a device with float64; of `probs`, w is the keys."""
     vectors: Tensor = getattr(reading, part)
     if part == "probs":
@@ -129,7 +129,7 @@ def random_tokens(model: PreTrainedModel, count: int, length: int, seed: int) ->
     return batch
 
 
-def _by_name(readings: Sequence[Reading], modules: str) -> Readings:
+def _by_name(readings: Sequence[HeadRecord], modules: str) -> HeadRecords:
     """Return the readings of modules that match the glob, by name."""
     counts = Counter(reading.site.name for reading in readings)
     uses: Counter[str] = Counter()

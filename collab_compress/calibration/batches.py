@@ -400,7 +400,7 @@ def _alike(batches: Sequence[Batch], tokenizer: PreTrainedTokenizerBase | None) 
     if 2 * distinct < len(sequences):
         notes.append(
             f"only {distinct:,} of {len(sequences):,} calibration sequences are distinct and longer than a token, so "
-            "drift and errors on them say little about other inputs; pass more varied data"
+            "output error and errors on them say little about other inputs; pass more varied data"
         )
     special = set(getattr(tokenizer, "all_special_ids", ()))
     unknown = getattr(tokenizer, "unk_token_id", None)

@@ -22,7 +22,6 @@ from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import block_cost
 from collab_compress.conversion.data import Data, read
 from collab_compress.conversion.depth import Depth, deep_stacks, find_depth
-from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.feed_forward import FeedForward, adopt_, narrower_config
 from collab_compress.conversion.inventory import Inventory, refuse_unconvertible
 from collab_compress.conversion.layers import layer_of
@@ -36,7 +35,8 @@ from collab_compress.conversion.maps import (
     silent,
     warnings_of,
 )
-from collab_compress.conversion.report import Drift, PartReport, Report
+from collab_compress.conversion.output_error import measure_output_error
+from collab_compress.conversion.report import OutputError, PartReport, Report
 from collab_compress.conversion.sequential import (
     Parts,
     Refit,
@@ -84,14 +84,14 @@ def compress(
         model: a Transformers model, or a SentenceTransformer that holds one; dtype and device are kept.
         compression: widths or the share to keep, and how it is computed; half of the layers' operations by default.
         calibration: data that says which input directions matter (`calibration_batches`), of which an eighth is held
-            back to measure drift: "auto" (for a model that reads English, texts that come with the package; else
-            random tokens or noise), a file of texts, texts or text pairs, batches, or None.
+            back to measure the output error: "auto" (for a model that reads English, texts that come with the
+            package; else random tokens or noise), a file of texts, texts or text pairs, batches, or None.
         tokenizer: of the model; not needed for batches, None, and a SentenceTransformer.
         progress: called with what is being done, how many layers are done, and how many there are, or None.
         calibration_options: number and length of the calibration sequences.
 
     Returns:
-        Errors, costs and drift.
+        Errors, costs and output error.
 
     Raises:
         UnsupportedModelError: the model, or a module of it, cannot be converted.
@@ -129,7 +129,7 @@ def compress(
         parameters_before=before,
         parameters_after=model.num_parameters(),
         length=data.length,
-        drift=conversion.drift,
+        output_error=conversion.output_error,
         seconds=perf_counter() - started,
         threads=torch.get_num_threads(),
         sequences=sum(map(sequence_count, data.used)),
@@ -179,7 +179,7 @@ class Conversion:
         config: of the model with narrower blocks; None where they stay.
         refits: new weights of residual linear layers.
         depth: which layers go; None where all stay.
-        drift: error of the outputs; None without data.
+        output_error: error of the outputs; None without data.
         notes: sentences for the report.
     """
 
@@ -189,7 +189,7 @@ class Conversion:
     config: PretrainedConfig | None = None
     refits: Sequence[Refit] = ()
     depth: Depth | None = None
-    drift: Drift | None = None
+    output_error: OutputError | None = None
     notes: Sequence[str] = ()
 
     def renamed(self, name: str) -> str:
@@ -238,9 +238,9 @@ def _converted(inventory: Inventory, data: Data, choice: Choice, progress: Progr
     )
     blocks = [PartReport(**vars(block_cost(model, block, parts.dff, data.length))) for block in parts.blocks]
     reports = [*(item.report for item in maps), *blocks]
-    progress("measuring drift", 0, None)
-    drift = drift_of(converted, model, data.held_back)
-    return Conversion(maps, reports, parts.blocks, config, refits, depth, drift, notes)
+    progress("measuring output error", 0, None)
+    output_error = measure_output_error(converted, model, data.held_back)
+    return Conversion(maps, reports, parts.blocks, config, refits, depth, output_error, notes)
 
 
 def _parts(

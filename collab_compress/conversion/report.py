@@ -76,7 +76,7 @@ class RefitReport:
 
 
 @dataclass(frozen=True)
-class Drift:
+class OutputError:
     """Relative error of the converted model's outputs on held-back calibration batches.
 
     Args:
@@ -100,7 +100,7 @@ class Report:
         parameters_before: of the whole model, before this conversion.
         parameters_after: of the whole model, converted.
         length: tokens T for which multiply-accumulates are counted.
-        drift: relative error of the outputs, or None without calibration data.
+        output_error: relative error of the outputs, or None without calibration data.
         seconds: time of the conversion, calibration included.
         threads: CPU threads of PyTorch's operations in it.
         sequences: number of calibration sequences, without those held back.
@@ -116,7 +116,7 @@ class Report:
     parameters_before: int
     parameters_after: int
     length: int
-    drift: Drift | None
+    output_error: OutputError | None
     seconds: float
     threads: int
     sequences: int = 0
@@ -149,10 +149,10 @@ class Report:
     def __str__(self) -> str:
         before, after = self.parameters_before, self.parameters_after
         lines = [f"{before:,} → {after:,} parameters ({after / before - 1:+.1%})"]
-        if self.drift is not None:
-            drift = self.drift
-            moved = f"outputs ({drift.output}) move by {drift.relative_error:.1%}"
-            lines.append(f"{moved} on {drift.sequences} held-back sequences")
+        if self.output_error is not None:
+            output_error = self.output_error
+            moved = f"outputs ({output_error.output}) move by {output_error.relative_error:.1%}"
+            lines.append(f"{moved} on {output_error.sequences} held-back sequences")
         if self.removed_layers:
             lines.append(f"without {', '.join(self.removed_layers)}")
         for part in get_args(Part):

@@ -3,7 +3,7 @@
 from collab_compress.heads.alphas import alphas_of, merge_alphas_, mix_heads_
 from collab_compress.heads.drophead import DropHead
 from collab_compress.heads.gates import HeadGates
-from collab_compress.heads.hooks import PARTS, HeadMask, Part, Reading, Tap, masks_without
+from collab_compress.heads.hooks import PARTS, HeadMask, HeadRecord, Part, Recorder, masks_without
 from collab_compress.heads.importance import average_distance, confidence, head_importance, least_important
 from collab_compress.heads.pruning import prune_heads_
 from collab_compress.heads.rotation import RotationEvent, RotationOptions, Rotator
@@ -14,12 +14,12 @@ __all__ = [
     "DropHead",
     "HeadGates",
     "HeadMask",
+    "HeadRecord",
     "Part",
-    "Reading",
+    "Recorder",
     "RotationEvent",
     "RotationOptions",
     "Rotator",
-    "Tap",
     "alphas_of",
     "average_distance",
     "confidence",

@@ -1,4 +1,4 @@
-"""Hooks on attention heads while a model runs: read them (`Tap`), mask them (`HeadMask`)."""
+"""Hooks on attention heads while a model runs: read them (`Recorder`), mask them (`HeadMask`)."""
 
 import copyreg
 from collections.abc import Collection, Mapping, Sequence
@@ -109,7 +109,7 @@ class SiteHook:
 
 
 @dataclass(frozen=True)
-class Reading:
+class HeadRecord:
     """Tensors recorded in one call of an attention module; parts that were not requested are None.
 
     Args:
@@ -122,9 +122,9 @@ class Reading:
         masks: padding masks of queries and keys.
 
     Example:
-        >>> with Tap(model, ("queries", "values")) as tap:
+        >>> with Recorder(model, ("queries", "values")) as recorder:
         ...     outputs = model(**batch)
-        ...     reading = tap.take()[0]
+        ...     reading = recorder.take()[0]
         >>> reading.queries.shape, reading.site.layer, reading.probs
         (torch.Size([2, 6, 3, 8]), 0, None)
         >>> reading.mask_of("queries").sum(1)
@@ -144,13 +144,13 @@ class Reading:
         return self.masks.key if part in ("values", "keys") else self.masks.query
 
 
-class Tap(HeadHooks):
+class Recorder(HeadHooks):
     """Record the heads of a model during its forward passes, with their gradients.
 
     `take` returns the readings of the last forward pass of `model` and forgets them, whether the model is called or
     its `forward`, as Sentence Transformers and PEFT do. Calls of a part of the model are not recorded, nor the
-    repeated forward passes of gradient checkpointing. Run a tapped model in one thread. Works under `torch.compile`,
-    under `DistributedDataParallel` and in a `Trainer`.
+    repeated forward passes of gradient checkpointing. Run a recorded model in one thread. Works under
+    `torch.compile`, under `DistributedDataParallel` and in a `Trainer`.
 
     Args:
         model: stock or edited; attention runs as `eager` or `sdpa`.
@@ -163,9 +163,9 @@ class Tap(HeadHooks):
         HeadError: "keys" of a converted module, whose heads share keys or differ in width.
 
     Example:
-        >>> with Tap(model, "probs") as tap:
+        >>> with Recorder(model, "probs") as recorder:
         ...     outputs = model(**batch)
-        ...     readings = tap.take()
+        ...     readings = recorder.take()
         >>> [reading.site.name for reading in readings]
         ['encoder.layer.0.attention.self', 'encoder.layer.1.attention.self']
         >>> readings[0].probs.shape  # (B, H, T, S)
@@ -173,7 +173,7 @@ class Tap(HeadHooks):
     """
 
     keeps_passes = False  # whether readings of earlier passes are kept until `take`
-    _forward: "TappedForward | None" = None
+    _forward: "RecordedForward | None" = None
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class Tap(HeadHooks):
     ) -> None:
         self.parts = {parts} if isinstance(parts, str) else set(parts)
         if unknown := self.parts - set(PARTS):
-            raise HeadError(f"a tap cannot read {', '.join(sorted(unknown))}; it reads {', '.join(PARTS)}")
+            raise HeadError(f"a recorder cannot read {', '.join(sorted(unknown))}; it reads {', '.join(PARTS)}")
         self.training = training
         self.needs_probs = "probs" in self.parts
         model = transformers_model(model)
@@ -192,15 +192,15 @@ class Tap(HeadHooks):
         for site in self.sites:
             if "keys" in self.parts and forms_of(site.module)[0]:
                 raise HeadError(f"{site.name} is converted: its heads have no keys of equal width to read")
-        self._readings: list[Reading] = []
+        self._readings: list[HeadRecord] = []
         self._passes = 0  # since the last `take`
         self._masks: dict[MaskKind, AttentionMasks] | None = None  # None between forward passes
         self._differentiable = False
         self._argument_names = forward_arguments(model)
         self._add(self.sites, first=True)
-        self._forward = TappedForward(self, model)
+        self._forward = RecordedForward(self, model)
 
-    def take(self) -> list[Reading]:
+    def take(self) -> list[HeadRecord]:
         """Return the readings of the last forward pass, in the order of the modules' calls, and forget them."""
         readings, self._readings, self._passes = self._readings, [], 0
         return readings
@@ -242,7 +242,7 @@ class Tap(HeadHooks):
             if scores := forms_of(call.module)[0]:
                 queries = scores.head_queries(call.module, call.query)
         self._readings.append(
-            Reading(
+            HeadRecord(
                 site=site,
                 outputs=outputs if "outputs" in self.parts else None,
                 values=for_each_head(call.value, site.heads).transpose(1, 2) if "values" in self.parts else None,
@@ -255,14 +255,14 @@ class Tap(HeadHooks):
         return outputs
 
 
-class TappedForward:
-    """The forward pass of a model with a tap around it, in place of the model's `forward`.
+class RecordedForward:
+    """The forward pass of a model with a recorder around it, in place of the model's `forward`.
 
     Hooks of `nn.Module` would miss callers of `forward`. A copy or a pickle of the model has its own forward pass.
     """
 
-    def __init__(self, tap: Tap, model: PreTrainedModel) -> None:
-        self.tap: Tap | None = tap
+    def __init__(self, recorder: Recorder, model: PreTrainedModel) -> None:
+        self.recorder: Recorder | None = recorder
         self.model = model
         self.__wrapped__ = model.forward  # by this name `inspect.signature` finds the arguments
         self.was_set = "forward" in vars(model)  # on the instance, as by Accelerate
@@ -270,26 +270,26 @@ class TappedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass."""
-        if self.tap is None:
+        if self.recorder is None:
             return self.__wrapped__(*args, **kwargs)
-        self.tap.begin(self.model, args, kwargs)
+        self.recorder.begin(self.model, args, kwargs)
         try:
             return self.__wrapped__(*args, **kwargs)
         finally:
-            if self.tap is not None:
-                self.tap.end()
+            if self.recorder is not None:
+                self.recorder.end()
 
     def remove(self) -> None:
         """Restore the forward pass of the model, once no other stands around this one."""
-        self.tap = None
-        while isinstance(present := vars(self.model).get("forward"), TappedForward) and present.tap is None:
+        self.recorder = None
+        while isinstance(present := vars(self.model).get("forward"), RecordedForward) and present.recorder is None:
             if present.was_set:
                 vars(self.model)["forward"] = present.__wrapped__
             else:
                 del self.model.forward
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as the forward pass without the tap."""
+        """Copy and pickle as the forward pass without the recorder."""
         return _itself, (self.__wrapped__,)
 
 
@@ -309,7 +309,7 @@ def _call_masks(site: AttentionSite, call: HeadCall, masks: Mapping[MaskKind, At
         if mask is not None and mask.shape[1] != count:
             raise HeadError(
                 f"{site.name} attends from {query_count} to {key_count} tokens, but its mask covers "
-                f"{mask.shape[1]}; while a tap reads the model, call the model with use_cache=False"
+                f"{mask.shape[1]}; while a recorder reads the model, call the model with use_cache=False"
             )
     return AttentionMasks(query, key)
 
@@ -321,7 +321,7 @@ class HeadMask(HeadHooks):
 
     0 silences a head, 1 leaves it unchanged; any number is allowed, and the result is differentiable in the mask. A
     module that serves several layers (ALBERT) has one mask for all of them. Masks apply before heads are mixed or
-    projected, and after a `Tap`. Works in training and evaluation, on edited modules, and under `torch.compile`.
+    projected, and after a `Recorder`. Works in training and evaluation, on edited modules, and under `torch.compile`.
     While it is on, `head_mask=` in a call of the model is an error: Transformers 5 would ignore it.
 
     Args:

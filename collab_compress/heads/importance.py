@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from collab_compress.architectures import KINDS, Kind, transformers_model
 from collab_compress.calibration import as_batch, evaluation_mode, run_batch
 from collab_compress.errors import HeadError, check_number
-from collab_compress.heads.hooks import HeadMask, Part, Reading, Tap
+from collab_compress.heads.hooks import HeadMask, HeadRecord, Part, Recorder
 
 
 def confidence(
@@ -96,11 +96,11 @@ def average_distance(
     )
 
 
-Measure: TypeAlias = Callable[[Reading, Tensor | None, list[int]], Tensor]
+Measure: TypeAlias = Callable[[HeadRecord, Tensor | None, list[int]], Tensor]
 """Function of a reading, its keys' token ids (B, S) and excluded ids, to one number a query and head, (B, T, H)."""
 
 
-def _largest(reading: Reading, key_ids: Tensor | None, excluded: list[int]) -> Tensor:
+def _largest(reading: HeadRecord, key_ids: Tensor | None, excluded: list[int]) -> Tensor:
     probs = reading.probs
     assert probs is not None
     hidden = _is_excluded(reading, key_ids, (len(probs), probs.shape[3]), excluded)
@@ -109,7 +109,7 @@ def _largest(reading: Reading, key_ids: Tensor | None, excluded: list[int]) -> T
     return probs.amax(-1).transpose(1, 2)
 
 
-def _distances(reading: Reading, *_: object) -> Tensor:
+def _distances(reading: HeadRecord, *_: object) -> Tensor:
     heads = reading.site.heads
     if heads < 2:
         raise HeadError(f"{reading.site.name} has a single head, which has no distance to others; leave its kind out")
@@ -137,16 +137,16 @@ def _mean_over_queries(
     results: list[Any] = [None] * distributed.get_world_size() if across_processes else [None]
     sums: dict[str, Tensor] = {}  # of each head, and the number of queries, (H + 1,)
     try:
-        with Tap(model, [part], kinds) as tap, evaluation_mode(model):
+        with Recorder(model, [part], kinds) as recorder, evaluation_mode(model):
             for batch in batches:
                 if not sums:
                     sums = {
                         site.name: torch.zeros(site.heads + 1, dtype=torch.float64, device="cpu")
-                        for site in tap.sites
+                        for site in recorder.sites
                     }
                 run_batch(model, as_batch(batch))
                 token_ids = _token_ids(model, batch) if excluded else {}
-                for reading in tap.take():
+                for reading in recorder.take():
                     query_ids, key_ids = token_ids.get(reading.site.kind, (None, None))
                     values = measure(reading, key_ids, excluded)  # (B, T, H)
                     shape, mask = values.shape[:2], reading.masks.query
@@ -211,7 +211,9 @@ def _token_ids(
     return {"encoder": (source, source), "decoder": (target, target), "cross": (target, source)}
 
 
-def _is_excluded(reading: Reading, ids: Tensor | None, shape: tuple[int, ...], excluded: list[int]) -> Tensor | None:
+def _is_excluded(
+    reading: HeadRecord, ids: Tensor | None, shape: tuple[int, ...], excluded: list[int]
+) -> Tensor | None:
     """Return which queries (B, T) or keys (B, S) are excluded tokens; None where token ids are not known."""
     if ids is None:
         return None

@@ -276,7 +276,7 @@ def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
     if not kept:
         raise HeadError(f"{site.name}: removing heads {list(removed)} leaves none; keep at least one head")
     if head_hooks(site.module):
-        raise HeadError(f"{site.name}: something acts on its heads (a mask, a tap, dropout); remove that first")
+        raise HeadError(f"{site.name}: something acts on its heads (a mask, a recorder, dropout); remove that first")
     if family.limits.no_pruning:
         raise HeadError(
             f"{site.name}: heads cannot be removed from {family.name}, because {family.limits.no_pruning}; mask them "

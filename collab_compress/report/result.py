@@ -84,7 +84,7 @@ def make_report(
         baseline_name: of the baseline.
         tokenizer: of the model; required for attention maps.
         sentence: text, or pair of texts, for attention maps; (text, target) for an encoder–decoder.
-        score: a task to score heads on, instead of the drift of the outputs.
+        score: a task to score heads on, instead of the output error.
         options: how much to measure.
         on_progress: called with the section or measure, the number of finished items and their total (or None).
 

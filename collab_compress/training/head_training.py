@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, Kind, find_attention
 from collab_compress.errors import HeadError, check_number
-from collab_compress.heads import Part, RotationOptions, Tap
+from collab_compress.heads import Part, Recorder, RotationOptions
 from collab_compress.losses import agreement, agreement_probs, bhattacharyya, hsic, orthogonality
 
 Schedule = Callable[[float, float], float]
@@ -244,7 +244,7 @@ def _known_kinds(what: str, kinds: tuple[Kind, ...]) -> None:
         _known(f"kind of attention for {what}", kind, KINDS)
 
 
-class HeadLosses(Tap):
+class HeadLosses(Recorder):
     """Evaluate losses on the heads of forward passes, or only of those in training mode.
 
     `losses` maps any name to a loss in `LOSSES` and its kinds of attention.
@@ -256,11 +256,11 @@ class HeadLosses(Tap):
         self, model: PreTrainedModel, losses: Mapping[str, tuple[str, Collection[Kind]]], training: bool = True
     ) -> None:
         self.losses = {name: (LOSSES[loss], kinds) for name, (loss, kinds) in losses.items()}
-        tapped: set[Kind] = set()
+        recorded: set[Kind] = set()
         for _, kinds in self.losses.values():
             find_attention(model, kinds=kinds)  # raises where there is none
-            tapped |= {*kinds}
-        super().__init__(model, {loss.part for loss, _ in self.losses.values()}, tapped, training)
+            recorded |= {*kinds}
+        super().__init__(model, {loss.part for loss, _ in self.losses.values()}, recorded, training)
 
     def values(self, measured: Collection[str] = ()) -> dict[str, Tensor]:
         """Return the unweighted losses, means over the forward passes since the last call.

@@ -54,8 +54,8 @@ class HeadSession:
 
     Raises:
         HeadError: the model or the optimizer lacks the alphas; an optimizer is needed; the warmup is 1 or more, and
-            a schedule needs it; another session acts on the model; `Rotator` or `Tap` refuse; or DeepSpeed is used,
-            which is not supported.
+            a schedule needs it; another session acts on the model; `Rotator` or `Recorder` refuse; or DeepSpeed is
+            used, which is not supported.
         UnsupportedModelError: the model's family is not known.
 
     Example:

@@ -38,7 +38,7 @@ def sums_of(model, batches):
     return sum(float(real_outputs(model, batch)[:, 0].sum()) for batch in batches)
 
 
-def test_drift_is_that_of_models_with_a_head_cut_out(either):
+def test_output_error_is_that_of_models_with_a_head_cut_out(either):
     model, batches = either
     dominance = dominant_heads(model, batches=(batch for batch in batches))
     assert dominance.baseline == 0
@@ -163,7 +163,7 @@ def sums_of_logits(model, batches):
         return sum(float(model(**batch).logits.double().square().sum()) for batch in batches)
 
 
-def test_without_labels_the_curve_is_of_drift(classifier, calibration):
+def test_without_labels_the_curve_is_of_output_error(classifier, calibration):
     importance = head_importance(classifier, labelled(calibration[:2]))
     plain = calibration[:2]
     curve = pruning_curve(classifier, importance, batches=plain, shares=(0, 0.5, 1))
@@ -193,7 +193,7 @@ def test_what_cannot_be_scored_is_refused(bert, batch):
         dominant_heads(bert, lambda model: 1.0, batches=[batch])
     with pytest.raises(HeadError, match="the score is nan"):
         dominant_heads(bert, lambda model: float("nan"))
-    with pytest.raises(HeadError, match="no drift can be measured"):
+    with pytest.raises(HeadError, match="no output error can be measured"):
         dominant_heads(bert, batches=[])
     with pytest.raises(HeadError, match=r"share of heads is 1\.5"):
         pruning_curve(bert, {NAME: torch.ones(3)}, batches=[batch], shares=[1.5])

@@ -16,7 +16,7 @@ from collab_compress.analysis import (
 )
 from collab_compress.analysis.similarity import Discrepancy
 from collab_compress.errors import HeadError
-from collab_compress.heads import Tap
+from collab_compress.heads import Recorder
 from collab_compress.losses import bhattacharyya as loss
 
 
@@ -239,10 +239,10 @@ def rows_of(model, batches):
     """Return the attention probabilities of unpadded queries, (N, H, S) for each use and batch."""
     probs = {}
     for batch in batches:
-        with Tap(model, ["probs"]) as tap, torch.no_grad():
+        with Recorder(model, ["probs"]) as recorder, torch.no_grad():
             model(**batch)
             counts = {}
-            for reading in tap.take():
+            for reading in recorder.take():
                 name = reading.site.name
                 use = counts[name] = counts.get(name, -1) + 1
                 probs.setdefault((name, use), []).append(reading.probs.transpose(1, 2)[reading.masks.query])
@@ -303,9 +303,9 @@ def test_bhattacharyya_coefficients(either):
 
 
 def test_overlap_agrees_with_the_loss(bert, batch):
-    with Tap(bert, ["probs"]) as tap, torch.no_grad():
+    with Recorder(bert, ["probs"]) as recorder, torch.no_grad():
         bert(**batch)
-        losses = {r.site.name: float(loss(r.probs, r.masks.query)) for r in tap.take()}
+        losses = {r.site.name: float(loss(r.probs, r.masks.query)) for r in recorder.take()}
     for name, matrix in bhattacharyya(bert, [batch]).items():
         assert mean_over_pairs(matrix) == pytest.approx(losses[name], abs=1e-5)
 

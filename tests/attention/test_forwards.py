@@ -13,7 +13,7 @@ from transformers import RemBertConfig, RemBertModel
 from collab_compress import Compression, HeadMask, Solver, compress, expand
 from collab_compress.architectures import find_attention
 from collab_compress.attention.forwards import FORWARDS, edited_class
-from collab_compress.heads import Tap, masks_without
+from collab_compress.heads import Recorder, masks_without
 from collab_compress.transformers_parts import CACHE_NAME
 
 NAMES = ("mpnet", "rembert")
@@ -45,7 +45,7 @@ def test_every_row_belongs_to_a_family():
 def test_undoing_the_last_edit_restores_the_stock_class(model, ids):
     before, other = run(model, ids), build(model.config.model_type)
     stock, attributes = type(attention(model)[0]), [set(vars(module)) for module in attention(model)]
-    with Tap(model), HeadMask(model, masks_without(model, {})):
+    with Recorder(model), HeadMask(model, masks_without(model, {})):
         assert all(type(module) is edited_class(stock) for module in attention(model))
         assert all(isinstance(module, stock) for module in attention(model))
         torch.testing.assert_close(run(model, ids), before, atol=2e-5, rtol=1e-4)
@@ -77,11 +77,11 @@ def test_rows_and_outputs_are_those_of_the_stock_module(model, ids, converted):
         expected = model(input_ids=ids, output_attentions=True)
     if converted:
         compress(model, Compression(dk=24), calibration=None)
-    with torch.no_grad(), Tap(model, ["probs"]) as tap:
-        outputs, read = model(input_ids=ids, output_attentions=True), tap.take()
-    for tapped, rows, stock in zip(read, outputs.attentions, expected.attentions, strict=True):
+    with torch.no_grad(), Recorder(model, ["probs"]) as recorder:
+        outputs, read = model(input_ids=ids, output_attentions=True), recorder.take()
+    for recorded, rows, stock in zip(read, outputs.attentions, expected.attentions, strict=True):
         torch.testing.assert_close(rows, stock, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(tapped.probs, stock, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(recorded.probs, stock, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(outputs[0], expected[0], atol=2e-5, rtol=1e-4)
 
 

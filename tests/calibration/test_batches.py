@@ -317,7 +317,7 @@ def test_sequences_limits_ready_batches(make_tiny, make_batch):
         loader(),
         calibration_options=CalibrationOptions(sequences=9),
     )
-    assert report.drift.sequences == 1
+    assert report.output_error.sequences == 1
 
 
 def test_batches_longer_than_length_are_warned_of(make_tiny, calibration):

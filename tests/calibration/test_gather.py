@@ -21,7 +21,7 @@ from collab_compress.architectures import find_dense_attention
 from collab_compress.calibration import gather_moments, run_batch
 from collab_compress.calibration.gather import batch_masks, unpadded
 from collab_compress.errors import CalibrationError
-from collab_compress.heads import Tap
+from collab_compress.heads import Recorder
 from collab_compress.transformers_parts import CACHE_NAME
 
 
@@ -119,12 +119,12 @@ class Tensors(BertModel):
 
 @pytest.mark.parametrize(("model_class", "output"), [(Plain, "last_hidden_state"), (Tensors, "output 0")])
 def test_a_forward_pass_need_not_take_return_dict(model_class, output, make_tiny, calibration):
-    drifts = []
+    errors = []
     for kind in (BertModel, model_class):
         report = compress(make_tiny("bert", kind), Compression(dk=8, dv=12, dff=16), calibration)
-        drifts.append(report.drift)
-    assert drifts[1].output == output
-    assert drifts[1].relative_error == drifts[0].relative_error
+        errors.append(report.output_error)
+    assert errors[1].output == output
+    assert errors[1].relative_error == errors[0].relative_error
 
 
 def ids(rows, length, **others):
@@ -184,7 +184,7 @@ def test_the_pad_token_of_an_encoder_decoder_may_be_its_decoders(kind, make_tiny
         batch = {"pixel_values": torch.randn(4, 3, 8, 8)}
     batch["decoder_input_ids"] = ids
     assert batch_masks(model, batch)["decoder"].query.sum() == 4 * 5
-    with Tap(model, ("outputs",)), torch.no_grad():
+    with Recorder(model, ("outputs",)), torch.no_grad():
         model(**batch)
     assert plan(model, [batch] * 4).rows
     assert compress(model, Compression(dff=16), [batch] * 8).refits

@@ -74,9 +74,9 @@ def test_a_conversion_is_that_on_batches_with_labels(tokenizer):
         model = translator("T5ForConditionalGeneration")
         report = compress(model, options, calibration, tokenizer)
         assert report.refits
-        converted.append((model.state_dict(), report.drift.relative_error))
-    (first, drift), (second, expected) = converted
-    assert drift == pytest.approx(expected, rel=1e-4)
+        converted.append((model.state_dict(), report.output_error.relative_error))
+    (first, output_error), (second, expected) = converted
+    assert output_error == pytest.approx(expected, rel=1e-4)
     for key, tensor in first.items():
         torch.testing.assert_close(tensor, second[key], rtol=1e-3, atol=1e-4)
 

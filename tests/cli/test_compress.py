@@ -81,7 +81,7 @@ def test_a_terminal_of_80_columns_shows_each_module_in_one_line(monkeypatch):
         parameters_before=335_141_888,
         parameters_after=313_109_504,
         length=128,
-        drift=None,
+        output_error=None,
         seconds=1,
         threads=1,
     )

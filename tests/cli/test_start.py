@@ -320,7 +320,7 @@ def test_commands_say_what_they_do(run, tmp_path):
             RUNNING,
             *(f"fitting {layer}" for layer in layers),
             "fitted all layers (2 of 2 done)",
-            "measuring drift",
+            "measuring output error",
             "timing both models",
             "saving to shared",
         ],

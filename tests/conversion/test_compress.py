@@ -61,10 +61,10 @@ from collab_compress.checkpoint import edits_of
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion.compress import working_device
 from collab_compress.conversion.data import split_held_back
-from collab_compress.conversion.drift import drift_of
+from collab_compress.conversion.output_error import measure_output_error
 from collab_compress.conversion.refit import refit_
 from collab_compress.factorization import factorize
-from collab_compress.heads import DropHead, HeadGates, Tap
+from collab_compress.heads import DropHead, HeadGates, Recorder
 
 
 def state(model):
@@ -104,8 +104,8 @@ def test_report(family, make_tiny, calibration):
         assert 0 < module.data_error < 1
         assert module.weight_error > 0
         assert module.macs_after != module.macs_before
-    assert report.drift.output == "last_hidden_state"
-    assert (report.sequences, report.drift.sequences) == (28, 4)
+    assert report.output_error.output == "last_hidden_state"
+    assert (report.sequences, report.output_error.sequences) == (28, 4)
     used, _ = split_held_back(calibration)
     real, target = (
         sum(int(batch.get(name, batch["attention_mask"]).sum()) for batch in used)
@@ -120,10 +120,10 @@ def test_report(family, make_tiny, calibration):
     assert json.loads(json.dumps(report.to_dict()))["parts"][0]["head_dim"] == 8  # 7 channels and the content bias
     without = compress(make_tiny(family), Compression(dk=8), calibration=None)
     assert (without.of("dk")[0].vectors, without.sequences) == ((0, 0), 0)
-    assert without.drift is without.of("dk")[0].data_error is None
+    assert without.output_error is without.of("dk")[0].data_error is None
 
 
-def test_drift_is_measured_on_held_back_data(make_tiny, calibration):
+def test_output_error_is_measured_on_held_back_data(make_tiny, calibration):
     dense = make_tiny("bert")
     model = copy.deepcopy(dense)
     report = compress(model, Compression(dk=8), calibration)
@@ -131,15 +131,15 @@ def test_drift_is_measured_on_held_back_data(make_tiny, calibration):
     mask = joined["attention_mask"].bool()
     with torch.no_grad():
         one, other = (net(**joined).last_hidden_state[mask] for net in (dense, model))
-    assert report.drift.relative_error == pytest.approx(float((other - one).norm() / one.norm()), rel=1e-4)
+    assert report.output_error.relative_error == pytest.approx(float((other - one).norm() / one.norm()), rel=1e-4)
 
 
-def test_a_compiled_forward_pass_does_not_hide_the_drift(make_tiny, calibration):
+def test_a_compiled_forward_pass_does_not_hide_the_output_error(make_tiny, calibration):
     """`torch.compile(model.forward)` is a function that runs the model itself, not its copy."""
     model = make_tiny("bert")
-    expected = compress(copy.deepcopy(model), Compression(dk=8, dff=16), calibration).drift
+    expected = compress(copy.deepcopy(model), Compression(dk=8, dff=16), calibration).output_error
     model.forward = torch.compile(model.forward, backend="eager")
-    assert compress(model, Compression(dk=8, dff=16), calibration).drift == expected
+    assert compress(model, Compression(dk=8, dff=16), calibration).output_error == expected
 
 
 def test_what_torch_compile_returned_is_the_model_inside(make_tiny, calibration):
@@ -148,7 +148,7 @@ def test_what_torch_compile_returned_is_the_model_inside(make_tiny, calibration)
     with torch.no_grad():
         compiled(**calibration[0])
         report, expected = (compress(each, Compression(dk=8, dff=16), calibration) for each in (compiled, same))
-        assert report.drift == expected.drift
+        assert report.output_error == expected.output_error
         assert [module.name for module in report.parts] == [module.name for module in expected.parts]
         assert torch.equal(compiled(**calibration[0])[0], same(**calibration[0])[0])
         prune_heads_(compiled, {"encoder.layer.0.attention.self": [1]})
@@ -208,7 +208,7 @@ def test_a_model_may_run_while_it_is_converted(make_tiny, calibration, make_batc
     for place in ("calibration.gather", "conversion.layers"):
         monkeypatch.setattr(f"collab_compress.{place}.run_batch", also_run)
     again = compress(model, Compression(keep=0.6, solver=Solver(sweeps=2)), calibration)
-    assert again.drift == report.drift
+    assert again.output_error == report.output_error
     assert equal(state(model), state(expected))
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
@@ -249,7 +249,7 @@ def test_progress_names_every_step(make_tiny, calibration):
         ("reading calibration data", 0, None),
         *(running, *measuring, ("measured all layers", 2, 2)),
         *(running, *fitting, ("fitted all layers", 2, 2)),
-        ("measuring drift", 0, None),
+        ("measuring output error", 0, None),
     ]
 
 
@@ -392,11 +392,11 @@ def test_dense_modules_can_be_converted_later(make_tiny, make_batch, tmp_path, l
     assert again.state_dict().keys() == dense.state_dict().keys()
 
 
-def test_drift_of_a_second_conversion_is_that_of_the_second_alone(make_tiny, calibration):
+def test_output_error_of_a_second_conversion_is_that_of_the_second_alone(make_tiny, calibration):
     model = make_tiny("bert")
     compress(model, Compression(dk=8, modules="*layer.0*"), calibration)
     report = compress(model, Compression(dk=24, modules="*layer.1*"), calibration)
-    assert report.drift.relative_error < 1e-5
+    assert report.output_error.relative_error < 1e-5
 
 
 def test_a_sentence_transformer_is_converted_by_its_transformers_model(minilm_path, tmp_path):
@@ -409,7 +409,7 @@ def test_a_sentence_transformer_is_converted_by_its_transformers_model(minilm_pa
         Compression(dk=96, solver=Solver(sweeps=1, refit=False)),
         calibration_options=CalibrationOptions(sequences=16, length=16),
     )
-    assert report.drift.sequences == 2
+    assert report.output_error.sequences == 2
     converted = model.encode(texts)
     assert len(read_factors(model)) == 6
     assert not np.allclose(converted, dense, atol=1e-3)
@@ -458,7 +458,7 @@ def test_values_that_are_all_zero(make_tiny, calibration):
         for name, parameter in model.named_parameters():
             parameter.mul_(0 if ".self.value." in name else 1)
     report = compress(model, Compression(dv=12), calibration)
-    assert report.drift.relative_error < 1e-6
+    assert report.output_error.relative_error < 1e-6
     assert [part.data_error for part in report.of("dv")] == [0, 0]
 
 
@@ -507,7 +507,7 @@ def test_other_objects_than_transformers_models_are_refused(model, message):
         lambda: prune_heads_(model, {}),
         lambda: head_importance(model, []),
         lambda: HeadMask(model),
-        lambda: Tap(model),
+        lambda: Recorder(model),
         lambda: DropHead(model, 0.1),
     ):
         with pytest.raises(UnsupportedModelError, match=message):
@@ -547,7 +547,7 @@ def test_breakdowns_of_the_solver_are_warned_of(make_tiny, monkeypatch, caplog, 
     assert all(torch.isfinite(value).all() for value in state(model).values())
 
 
-def test_drift_holds_the_outputs_of_one_batch(make_tiny, calibration):
+def test_output_error_holds_the_outputs_of_one_batch(make_tiny, calibration):
     model, alive, most = make_tiny("bert", BertForMaskedLM), [], []
 
     def watch(_, __, output):
@@ -556,7 +556,9 @@ def test_drift_holds_the_outputs_of_one_batch(make_tiny, calibration):
         most.append(sum(reference() is not None for reference in alive))
 
     model.register_forward_hook(watch)
-    assert drift_of(model, model, calibration).sequences == len(calibration) * len(calibration[0]["input_ids"])
+    assert measure_output_error(model, model, calibration).sequences == len(calibration) * len(
+        calibration[0]["input_ids"]
+    )
     assert len(most) == 2 * len(calibration)
     assert max(most) == 2
 
@@ -574,26 +576,26 @@ class Offset(nn.Module):
     ("model_class", "head"),
     [(BertForMaskedLM, "cls.predictions.decoder"), (BertForTokenClassification, "classifier")],
 )
-def test_drift_of_logits_is_that_of_log_probabilities(model_class, head, make_tiny, calibration):
+def test_output_error_of_logits_is_that_of_log_probabilities(model_class, head, make_tiny, calibration):
     dense = make_tiny("bert", model_class)
     dense.get_submodule(head).weight.data *= 20
     shifted, other = copy.deepcopy(dense), copy.deepcopy(dense)
     for model in (shifted, other):
         model.set_submodule(head, Offset(copy.deepcopy(model.get_submodule(head)), 100.0))
-    assert drift_of(shifted, dense, calibration).relative_error < 1e-5
+    assert measure_output_error(shifted, dense, calibration).relative_error < 1e-5
     torch.manual_seed(1)
     weight = other.get_submodule(head).head.weight
     weight.data = torch.randn_like(weight) * weight.std()
-    drift = drift_of(other, shifted, calibration)
-    assert drift.output == "log probabilities"
-    assert drift.relative_error > 0.5
+    output_error = measure_output_error(other, shifted, calibration)
+    assert output_error.output == "log probabilities"
+    assert output_error.relative_error > 0.5
     squares = torch.zeros(2)
     for batch in calibration:
         mask = batch["attention_mask"].bool()
         with torch.no_grad():
             old, new = (model(**batch).logits[mask].log_softmax(-1) for model in (shifted, other))
         squares += torch.stack([(new - old).square().sum(), (old - old.mean(-1, True)).square().sum()])
-    assert drift.relative_error == pytest.approx(float(squares[0] / squares[1]) ** 0.5, rel=1e-4)
+    assert output_error.relative_error == pytest.approx(float(squares[0] / squares[1]) ** 0.5, rel=1e-4)
 
 
 @pytest.mark.parametrize(("labels", "problem"), [(1, None), (3, "regression")])
@@ -604,9 +606,9 @@ def test_logits_without_classes_are_compared_as_they_are(labels, problem, calibr
     dense = BertForSequenceClassification(config).eval()
     other = copy.deepcopy(dense)
     other.classifier = Offset(other.classifier, 1.0)
-    drift = drift_of(other, dense, calibration)
-    assert drift.output == "logits"
-    assert drift.relative_error > 1
+    output_error = measure_output_error(other, dense, calibration)
+    assert output_error.output == "logits"
+    assert output_error.relative_error > 1
 
 
 @pytest.mark.parametrize(
@@ -765,15 +767,15 @@ def test_an_eighth_is_held_back_whatever_the_batches():
     ]
 
 
-def test_one_batch_is_split_to_measure_drift(make_tiny, calibration):
-    assert compress(make_tiny("bert"), Compression(dk=8), calibration[:1]).drift.sequences == 1
+def test_one_batch_is_split_to_measure_output_error(make_tiny, calibration):
+    assert compress(make_tiny("bert"), Compression(dk=8), calibration[:1]).output_error.sequences == 1
     single = [{name: value[:1] for name, value in calibration[0].items()}]
     model = make_tiny("bert")
     model.config.return_dict = False  # outputs are tuples
     padding = [{**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])} for batch in calibration]
-    assert drift_of(model, model, calibration).output == "last_hidden_state"
-    assert drift_of(model, model, padding) is None
-    assert compress(model, Compression(dk=8), single).drift is None
+    assert measure_output_error(model, model, calibration).output == "last_hidden_state"
+    assert measure_output_error(model, model, padding) is None
+    assert compress(model, Compression(dk=8), single).output_error is None
 
 
 def test_parafac_without_tensorly_names_the_package_to_install(make_tiny, monkeypatch):

@@ -9,7 +9,7 @@ from collab_compress import Compression, compress, read_factors
 from collab_compress.architectures import find_attention
 from collab_compress.conversion import maps as module
 from collab_compress.conversion.maps import HEAD_WEIGHT_SEQUENCES, LEAST_WEIGHT, _squares, head_weights
-from collab_compress.heads import Tap
+from collab_compress.heads import Recorder
 
 PADDED = {
     "bert": {"attention_mask": torch.tensor([[1] * 9, [1] * 6 + [0] * 3])},
@@ -20,11 +20,11 @@ PADDED = {
 
 
 def slow_weights(model, batch):
-    """Return the weight of each head, pair by pair, from the probabilities and values that a tap reads."""
+    """Return the weight of each head, pair by pair, from the probabilities and values that a recorder reads."""
     squares = {}
-    with Tap(model, ("probs", "values")) as tap, torch.no_grad():
+    with Recorder(model, ("probs", "values")) as recorder, torch.no_grad():
         model(**batch)
-        for reading in tap.take():
+        for reading in recorder.take():
             output = reading.site.part(reading.site.paths.output)
             rows = (output.weight if isinstance(output, Conv1D) else output.weight.T).double()
             heads = rows.unflatten(0, (reading.site.heads, -1))

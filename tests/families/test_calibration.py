@@ -25,8 +25,8 @@ def test_synthetic_data_suffices(kin, tokenizer):
         return
     compression, options = Compression(dk=7, solver=Solver(sweeps=3, refit=False)), CalibrationOptions(sequences=16)
     report = compress(model, compression, "synthetic", tokenizer, calibration_options=options)
-    assert report.drift.sequences == 2
-    assert 0 < report.drift.relative_error < 2
+    assert report.output_error.sequences == 2
+    assert 0 < report.output_error.relative_error < 2
     assert all(0 < module.data_error < 1 for module in report.of("dk"))
 
 

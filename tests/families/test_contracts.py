@@ -21,7 +21,7 @@ from collab_compress.analysis import part_costs
 from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention
 from collab_compress.attention.form import scaling_of
 from collab_compress.attention.install import add_head_hook_
-from collab_compress.conversion.drift import drift_of
+from collab_compress.conversion.output_error import measure_output_error
 from collab_compress.conversion.refit import refit
 from collab_compress.conversion.sequential import install_refits
 from collab_compress.errors import CalibrationError, CompressionError, UnsupportedModelError
@@ -263,9 +263,9 @@ def test_every_output_projection_is_refitted(kin, tmp_path):
     outputs = {site.path(site.paths.output) for site in find_attention(model)}
     assert outputs < set(names)  # feed-forward blocks too
     assert all(refitted.report.error_after <= refitted.report.error_before * 1.001 for refitted in results)
-    before = drift_of(model, dense, [batch])
+    before = measure_output_error(model, dense, [batch])
     install_refits(model, results)
-    after = drift_of(model, dense, [batch])
+    after = measure_output_error(model, dense, [batch])
     assert after.relative_error < before.relative_error
     model.save_pretrained(tmp_path)
     torch.testing.assert_close(run(type(model).from_pretrained(tmp_path), batch), run(model, batch))

@@ -10,7 +10,7 @@ from tiny_families import TINIES, build, inputs, run
 from collab_compress import Compression, HeadMask, Solver, compress, expand, head_importance, read_factors
 from collab_compress.attention.functions import collab_sdpa
 from collab_compress.calibration import calibration_batches
-from collab_compress.heads import DropHead, Tap
+from collab_compress.heads import DropHead, Recorder
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: what runs on CUDA was not tried")
 NAMES = ["albert", "bert", "distilbert", "gpt2", "marian", "opt", "t5", "vit"]
@@ -44,7 +44,7 @@ def test_a_conversion_on_the_gpu_is_that_of_the_cpu(name, head_dim, some):
     for one, other in zip(actual.of("dk"), expected.of("dk"), strict=True):
         assert one.data_error == pytest.approx(other.data_error, rel=0.05)
         assert (one.vectors, one.breakdowns) == (other.vectors, 0)
-    assert actual.drift.relative_error == pytest.approx(expected.drift.relative_error, rel=0.25)
+    assert actual.output_error.relative_error == pytest.approx(expected.output_error.relative_error, rel=0.25)
     for factors in read_factors(ours).values():
         assert factors.query.device.type == "cuda"
 
@@ -102,9 +102,9 @@ def test_heads_are_read_masked_dropped_and_scored(name):
     ours = copy.deepcopy(model).cuda()
     read = []
     for network, arguments in ((model, batch), (ours, on_gpu(batch))):
-        with torch.no_grad(), Tap(network, ["outputs", "probs"]) as tap:
+        with torch.no_grad(), Recorder(network, ["outputs", "probs"]) as recorder:
             network(**arguments)
-            read.append(tap.take())
+            read.append(recorder.take())
     for one, other in zip(*read, strict=True):
         torch.testing.assert_close(other.outputs.cpu(), one.outputs, atol=1e-3, rtol=1e-3)
         torch.testing.assert_close(other.probs.cpu(), one.probs, atol=1e-3, rtol=1e-3)
@@ -162,6 +162,6 @@ def test_the_real_model(minilm, minilm_tokenizer):
         copy.deepcopy(minilm).to("cuda", torch.bfloat16), Compression(dk=128, solver=Solver(sweeps=20)), batches
     )
     for report in (full, half):
-        assert report.drift.relative_error == pytest.approx(expected.drift.relative_error, rel=0.1)
+        assert report.output_error.relative_error == pytest.approx(expected.output_error.relative_error, rel=0.1)
         for one, other in zip(report.of("dk"), expected.of("dk"), strict=True):
             assert one.data_error == pytest.approx(other.data_error, rel=0.02)

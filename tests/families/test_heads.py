@@ -21,7 +21,7 @@ from collab_compress import (
 )
 from collab_compress.architectures import find_attention
 from collab_compress.errors import HeadError
-from collab_compress.heads import Tap, masks_without, swap_heads_
+from collab_compress.heads import Recorder, masks_without, swap_heads_
 
 KEEP_HEADS = {
     "beit": "BEiT, because its position bias has a column",
@@ -39,9 +39,9 @@ def model(request, kin):
 
 
 def outputs_of(model, batch, site):
-    with Tap(model, kinds=[site.kind]) as tap:
+    with Recorder(model, kinds=[site.kind]) as recorder:
         run(model, batch)
-        return next(reading.outputs for reading in tap.take() if reading.site.name == site.name)
+        return next(reading.outputs for reading in recorder.take() if reading.site.name == site.name)
 
 
 @pytest.mark.structures

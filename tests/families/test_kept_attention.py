@@ -6,7 +6,7 @@ from tiny_families import BLOCKS_ALONE, build, inputs, run
 
 from collab_compress import Compression, UnsupportedModelError, compress
 from collab_compress.architectures import find_attention
-from collab_compress.heads import HeadMask, Tap, prune_heads_
+from collab_compress.heads import HeadMask, Recorder, prune_heads_
 
 
 @pytest.mark.parametrize("name", BLOCKS_ALONE)
@@ -19,7 +19,7 @@ def test_feed_forward_blocks_are_converted_and_all_else_is_refused(name, tmp_pat
         lambda: compress(model, Compression(dv=8), calibration=None),
         lambda: compress(model, calibration=[batch, batch]),
         lambda: HeadMask(model),
-        lambda: Tap(model),
+        lambda: Recorder(model),
         lambda: prune_heads_(model, {find_attention(model)[0].name: [0]}),
     )
     for call in refused:

@@ -1,4 +1,4 @@
-"""Padding counts nowhere: a padded sequence gives the moments and drift of the sequence without it."""
+"""Padding counts nowhere: a padded sequence gives the moments and output error of the sequence without it."""
 
 import copy
 
@@ -10,8 +10,8 @@ from transformers import MusicgenMelodyModel
 from collab_compress import Compression, Solver, compress
 from collab_compress.architectures import find_dense_attention, find_dense_values
 from collab_compress.calibration import gather_moments
-from collab_compress.conversion.drift import drift_of
-from collab_compress.heads import Tap
+from collab_compress.conversion.output_error import measure_output_error
+from collab_compress.heads import Recorder
 
 MASK_OF = {
     "input_ids": "attention_mask",
@@ -60,7 +60,7 @@ def test_padding_does_not_count_anywhere(kin):
     model = copy.deepcopy(dense)
     compress(model, Compression(dk=TINIES[kin].full // 2, dv=9, solver=Solver(sweeps=1)), calibration=None)
     if kin not in ("siglip", "siglip2"):  # they pool the last token, even if it is padding
-        far, near = (drift_of(model, dense, [batch]).relative_error for batch in (padded, bare))
+        far, near = (measure_output_error(model, dense, [batch]).relative_error for batch in (padded, bare))
         assert far == pytest.approx(near, rel=1e-3)
 
 
@@ -82,9 +82,9 @@ def test_masked_pixels_are_not_counted():
     sites = find_dense_attention(model)
     counts = [tuple(part.count for part in moments) for moments in gather_moments(model, sites, [batch])]
     assert counts == [(memory, memory), (queries, queries), (queries, memory)]
-    with Tap(model) as tap, torch.no_grad():
+    with Recorder(model) as recorder, torch.no_grad():
         model(**batch)
-        masks = [reading.masks for reading in tap.take()]
+        masks = [reading.masks for reading in recorder.take()]
     assert [None if mask.key is None else int(mask.key.sum()) for mask in masks] == [memory, None, memory]
 
 

@@ -27,7 +27,7 @@ from collab_compress import Compression, Solver, compress, expand, read_factors
 from collab_compress.architectures import find_attention, find_dense_attention
 from collab_compress.calibration import calibration_batches
 from collab_compress.errors import UnsupportedModelError
-from collab_compress.heads import Tap
+from collab_compress.heads import Recorder
 
 ENCODERS = {
     "EncoderDecoder": ("bert", BertConfig),
@@ -64,9 +64,9 @@ def test_one_part_or_both_are_converted(joined, tokenizer, tmp_path, load_cleanl
     part = copy.deepcopy(dense)
     compress(part, Compression(dk=9, modules="encoder.*", solver=Solver(sweeps=3)), calibration=[batch, batch])
     assert len(read_factors(part)) == 2
-    with Tap(part) as tap:
+    with Recorder(part) as recorder:
         run(part, batch)
-        assert len(tap.take()) == len(KINDS)
+        assert len(recorder.take()) == len(KINDS)
     model = copy.deepcopy(dense)
     compress(model, Compression(dk=24, dv=24), calibration=None)
     torch.testing.assert_close(run(model, batch), run(dense, batch), atol=5e-5, rtol=1e-4)
@@ -160,9 +160,9 @@ def test_each_tower_has_masks_of_its_own():
     model, batch = build("clip"), inputs("clip")
     batch = {name: part[:, :5] if part.dim() == 2 else part for name, part in batch.items()}
     batch["attention_mask"][0, 3:] = 0
-    with Tap(model) as tap:
+    with Recorder(model) as recorder:
         run(model, batch)
-        real = {reading.site.kind: reading.masks.query for reading in tap.take()}
+        real = {reading.site.kind: reading.masks.query for reading in recorder.take()}
     assert real["encoder"] is None
     assert real["decoder"].sum() < 15
 

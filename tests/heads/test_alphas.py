@@ -21,7 +21,7 @@ from collab_compress import (
 from collab_compress.architectures import find_attention
 from collab_compress.checkpoint import edits_of
 from collab_compress.errors import HeadError
-from collab_compress.heads import Tap
+from collab_compress.heads import Recorder
 from collab_compress.heads.alphas import MixedProjection
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
@@ -51,9 +51,9 @@ def test_heads_start_as_they_were_combine_and_merge(family, form, implementation
     returned = []
     for projection in projections.values():
         projection.register_forward_hook(lambda _, __, output: returned.append(output))
-    with Tap(model) as tap:
+    with Recorder(model) as recorder:
         mixed_outputs = outputs(model, batch)
-        readings = tap.take()
+        readings = recorder.take()
     assert (mixed_outputs - before).abs().max() > 0.1
     assert len(readings) == len(returned)
     for reading, output in zip(readings, returned, strict=True):

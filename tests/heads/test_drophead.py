@@ -4,7 +4,7 @@ from forms import checkpoint_, converted, in_pairs, in_turns, projected_heads
 from two_processes import run_both
 
 from collab_compress.errors import HeadError
-from collab_compress.heads import DropHead, Tap
+from collab_compress.heads import DropHead, Recorder
 from collab_compress.heads.drophead import head_scales
 
 
@@ -48,33 +48,33 @@ def model(family, form, make_tiny, set_dropout_):
 @in_turns
 def test_heads_are_dropped_just_before_the_output_projection(model, batch, implementation):
     model.set_attn_implementation(implementation)
-    drophead, tap = DropHead(model.train(), 0.5), Tap(model)
+    drophead, recorder = DropHead(model.train(), 0.5), Recorder(model)
     _, dropped = projected_heads(model, batch)
     scales = set()
-    for actual, reading in zip(dropped, tap.take(), strict=True):
+    for actual, reading in zip(dropped, recorder.take(), strict=True):
         ratio = (actual * reading.outputs).sum((1, 3)) / reading.outputs.square().sum((1, 3))  # (B, H)
         torch.testing.assert_close(actual, ratio[:, None, :, None] * reading.outputs, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(ratio.sum(1), torch.full((3,), 3.0))
         scales |= {tuple(round(value, 2) for value in row) for row in ratio.tolist()}
     assert len(scales) > 1  # each sample and layer draws separately
     drophead.remove()
-    tap.remove()
+    recorder.remove()
 
 
 @in_pairs
 def test_naive_drophead_sets_heads_to_zero_and_nothing_else(model, batch):
-    drophead, tap = DropHead(model.train(), 0.8, rescale=False), Tap(model)
+    drophead, recorder = DropHead(model.train(), 0.8, rescale=False), Recorder(model)
     counts = set()
     for _ in range(4):
         _, dropped = projected_heads(model, batch)
-        for actual, reading in zip(dropped, tap.take(), strict=True):
+        for actual, reading in zip(dropped, recorder.take(), strict=True):
             zero = (actual == 0).all(3).all(1)  # (B, H)
             torch.testing.assert_close(actual, reading.outputs * ~zero[:, None, :, None])
             counts |= set(zero.sum(1).tolist())
     assert model.config.num_attention_heads in counts  # all heads may drop
     assert len(counts) > 1
     drophead.remove()
-    tap.remove()
+    recorder.remove()
 
 
 @in_pairs
@@ -96,9 +96,9 @@ def test_training_drops_by_the_seed_and_evaluation_is_not_touched(model, batch):
 def test_kinds(make_tiny, make_batch):
     model = make_tiny("marian").train()
     DropHead(model, 0.5, kinds=("cross",))
-    with Tap(model) as tap:
+    with Recorder(model) as recorder:
         _, projected = projected_heads(model, make_batch("marian"))
-        readings = tap.take()
+        readings = recorder.take()
     for actual, reading in zip(projected, readings, strict=True):
         assert torch.equal(actual, reading.outputs) == (reading.site.kind != "cross")
 

@@ -172,7 +172,7 @@ def test_the_model_is_left_as_it_was(make_tiny, calibration):
 
 def test_heads_that_nearly_agree_are_near():
     """Computed from products instead of differences, float32 would give about 0.05."""
-    from collab_compress.heads.hooks import Reading
+    from collab_compress.heads.hooks import HeadRecord
     from collab_compress.heads.importance import _distances
 
     class Site:
@@ -180,7 +180,7 @@ def test_heads_that_nearly_agree_are_near():
 
     outputs = torch.full((1, 1, 32, 64), 100.0)
     outputs[0, 0, 1, 0] += 1e-3
-    actual = _distances(Reading(Site(), outputs, values=None, probs=None, queries=None, keys=None, masks=None))
+    actual = _distances(HeadRecord(Site(), outputs, values=None, probs=None, queries=None, keys=None, masks=None))
     torch.testing.assert_close(actual[0, 0, 1], torch.tensor(1e-3), rtol=0.05, atol=0)
     torch.testing.assert_close(actual[0, 0, 0], torch.tensor(1e-3 / 31), rtol=0.05, atol=0)
 

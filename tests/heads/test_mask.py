@@ -11,7 +11,7 @@ from collab_compress import HeadMask, UnsupportedModelError, prune_heads_
 from collab_compress.architectures import find_attention
 from collab_compress.attention.install import head_hooks
 from collab_compress.errors import HeadError
-from collab_compress.heads import DropHead, HeadGates, Tap, masks_without
+from collab_compress.heads import DropHead, HeadGates, Recorder, masks_without
 
 
 def hidden(model, batch):
@@ -166,15 +166,15 @@ def test_a_model_that_ran_compiled_follows_hooks_that_come_and_go(form, make_tin
         with HeadMask(compiled, random_masks(model)):  # by what torch.compile returned, or by the model
             torch.testing.assert_close(hidden(compiled, batch), hidden(model, batch))
             assert not torch.allclose(hidden(compiled, batch), before, atol=1e-2)
-        with Tap(model) as tap:
+        with Recorder(model) as recorder:
             assert torch.equal(hidden(compiled, batch), before)
-            assert [reading.site.name for reading in tap.take()] == list(random_masks(compiled))
+            assert [reading.site.name for reading in recorder.take()] == list(random_masks(compiled))
         assert torch.equal(hidden(compiled, batch), before)
 
 
 HOOKS = {
     "mask": lambda model: HeadMask(model, random_masks(model)),
-    "tap": lambda model: Tap(model, ("outputs", "probs")),
+    "recorder": lambda model: Recorder(model, ("outputs", "probs")),
     "drophead": lambda model: DropHead(model, 0.9),
     "gates": lambda model: HeadGates(model, start=-9.0),
 }
@@ -187,11 +187,11 @@ def test_copies_have_no_hooks(hooks, copied, make_tiny, batch, set_dropout_):
     with torch.no_grad():
         expected = hidden(model, batch)
     with HOOKS[hooks](model) as present:
-        hidden(model, batch)  # which a tap records, with gradients
+        hidden(model, batch)  # which a recorder records, with gradients
         twin = copied(model)
         assert not any(head_hooks(site.module) for site in find_attention(twin))
         assert torch.equal(hidden(twin, batch), expected)
-        if hooks == "tap":
+        if hooks == "recorder":
             assert len(present.take()) == 2  # none of the copy
     twin(**batch, head_mask=torch.ones(2, 3))  # ignored, as in a stock model
     prune_heads_(twin, {"encoder.layer.0.attention.self": [0]})
@@ -251,7 +251,10 @@ def test_head_mask_in_a_call_is_refused_while_heads_are_masked(family, make_tiny
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda model: Tap(model, kinds=None), r"kinds is None; expected a tuple of some of encoder, decoder, cross"),
+        (
+            lambda model: Recorder(model, kinds=None),
+            r"kinds is None; expected a tuple of some of encoder, decoder, cross",
+        ),
         (lambda model: HeadMask(model, kinds="encoder"), r"kinds is 'encoder'; .* as \('encoder',\)"),
     ],
 )

@@ -24,7 +24,7 @@ from collab_compress import (
 from collab_compress.architectures import find_attention, find_dense_attention
 from collab_compress.checkpoint import edits_of
 from collab_compress.errors import CheckpointError, HeadError, UnsupportedModelError
-from collab_compress.heads import Tap, masks_without
+from collab_compress.heads import Recorder, masks_without
 
 SIZES = {"narrow": 4, "both": 3}
 FIRST, SECOND = "encoder.layer.0.attention.self", "encoder.layer.1.attention.self"
@@ -224,7 +224,7 @@ def integers(model):
         (offloaded, {FIRST: [0]}, r"self\.value is offloaded; load the model into memory"),
         (mix_heads_, {FIRST: [0]}, r"attention\.output\.dense mixes the heads.*call merge_alphas_ first"),
         (HeadMask, {FIRST: [0]}, "something acts on its heads .* remove that first"),
-        (Tap, {FIRST: [0]}, "something acts on its heads .* remove that first"),
+        (Recorder, {FIRST: [0]}, "something acts on its heads .* remove that first"),
     ],
 )
 def test_refusals_change_nothing(spoil, heads, message, make_tiny):

@@ -139,13 +139,13 @@ def test_attention_maps(model, result):
     assert "“the red cat runs”, read as <s> <unk> red cat runs </s>, in 2 of 2 modules" in section.reading
 
 
-def test_dominance_by_drift(model, batches, result):
+def test_dominance_by_output_error(model, batches, result):
     dominance = result.sections["dominance"]
     choosing, scoring = split_sequences(take_sequences(batches, 6))
     chosen, scored = (dominant_heads(model, batches=half) for half in (choosing, scoring))
     matrices(picture(dominance, "What is lost without each head"), stacked(scored.changes))
     change = short(scored.mean_change(chosen.dominant)["encoder"])
-    assert f"changes the drift by {change} (encoder)" in dominance.highlights[0]
+    assert f"changes the output error by {change} (encoder)" in dominance.highlights[0]
     draws = [pruning_curve(model, random_importance(model, seed=seed), batches=scoring) for seed in range(3)]
     points = pruning_curve(model, chosen.changes, batches=scoring)
     pruning = rows(result, "dominance", "pruning")

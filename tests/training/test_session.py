@@ -9,7 +9,7 @@ from transformers import BertForSequenceClassification, MarianMTModel
 
 from collab_compress import Compression, compress
 from collab_compress.errors import HeadError, UnsupportedModelError
-from collab_compress.heads import RotationOptions, Tap, alphas_of, mix_heads_
+from collab_compress.heads import Recorder, RotationOptions, alphas_of, mix_heads_
 from collab_compress.training import LOSSES, AlphasOptions, DropHeadOptions, HeadSession, HeadTraining, PenaltyOptions
 
 OTHERS = ["albert", "distilbert", "marian"]
@@ -34,14 +34,14 @@ def test_a_penalty_is_its_loss_over_modules(loss, family, make_undropped, batch)
     for compression in (None, Compression(dk=13, dv=9)):
         if compression is not None:
             compress(model, compression, calibration=None)
-        with Tap(model, (chosen.part,)) as tap:
+        with Recorder(model, (chosen.part,)) as recorder:
             model(**batch)
             values = [
                 chosen.function(
                     getattr(reading, chosen.part),
                     reading.masks.key if chosen.part in ("values", "keys") else reading.masks.query,
                 )
-                for reading in tap.take()
+                for reading in recorder.take()
                 if reading.site.kind in chosen.kinds
             ]
         expected = (torch.stack(values).mean() if chosen.reduction == "mean" else sum(values)).detach()
@@ -80,10 +80,10 @@ def test_penalties_combine_and_are_logged_one_by_one(make_undropped, batch):
 def test_a_penalty_weighs_by_kind(make_undropped, make_batch):
     model, batch = make_undropped("marian"), make_batch("marian")
     weights = {"encoder": 1.0, "cross": 3.0}
-    with Tap(model, ("probs",)) as tap:
+    with Recorder(model, ("probs",)) as recorder:
         model(**batch)
         sums = dict.fromkeys(weights, 0.0)
-        for reading in tap.take():
+        for reading in recorder.take():
             if reading.site.kind in weights:
                 sums[reading.site.kind] += LOSSES["bhattacharyya"].function(reading.probs, reading.masks.query)
     penalties = tuple(PenaltyOptions("bhattacharyya", weight, kinds=(kind,)) for kind, weight in weights.items())

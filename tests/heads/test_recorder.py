@@ -10,7 +10,7 @@ from transformers import MarianMTModel
 from collab_compress import Compression, compress
 from collab_compress.attention.install import AttentionConfig
 from collab_compress.errors import HeadError, UnsupportedModelError
-from collab_compress.heads import Tap
+from collab_compress.heads import Recorder
 
 
 @pytest.fixture
@@ -22,12 +22,12 @@ def model(family, form, make_tiny):
 def test_probabilities_and_values_make_the_outputs_that_are_projected(model, batch, implementation, set_dropout_):
     model.set_attn_implementation(implementation)
     eager = implementation == "eager"
-    with Tap(model, ("outputs",)) as tap:
+    with Recorder(model, ("outputs",)) as recorder:
         _, expected = projected_heads(model, batch)
-        alone = tap.take()
-    with Tap(model, ("outputs", "probs", "values")) as tap:
+        alone = recorder.take()
+    with Recorder(model, ("outputs", "probs", "values")) as recorder:
         output = model(**batch, output_attentions=eager)
-        readings = tap.take()
+        readings = recorder.take()
     assert len(readings) == len(alone) == len(expected)
     for reading, other, inputs in zip(readings, alone, expected, strict=True):
         real = reading.masks.query
@@ -43,9 +43,9 @@ def test_probabilities_and_values_make_the_outputs_that_are_projected(model, bat
             assert torch.equal(one, other)  # those that the model returns
 
     set_dropout_(model, 0.5)
-    with Tap(model, ("probs", "outputs", "values")) as tap:
+    with Recorder(model, ("probs", "outputs", "values")) as recorder:
         model.train()(**batch)
-        readings = tap.take()
+        readings = recorder.take()
     for reading in readings:  # from before dropout
         torch.testing.assert_close(reading.probs.sum(-1), torch.ones_like(reading.probs[..., 0]))
     products = torch.einsum("bhts,bshd->bthd", readings[0].probs, readings[0].values)
@@ -64,9 +64,9 @@ def test_queries_and_keys_make_the_probabilities_between_the_masks_of_the_kind(f
     source = batch["attention_mask"].bool()
     target = batch.get("decoder_attention_mask", source).bool()
     masks = {"encoder": (source, source), "decoder": (target, target), "cross": (target, source)}
-    with Tap(model, ("queries", "keys", "probs")) as tap:
+    with Recorder(model, ("queries", "keys", "probs")) as recorder:
         model(**batch)
-        readings = tap.take()
+        readings = recorder.take()
     for reading in readings:
         scores = torch.einsum("bthd,bshd->bhts", reading.queries, reading.keys) * reading.site.scaling
         allowed = reading.probs > 0
@@ -80,9 +80,9 @@ def test_queries_of_collaborative_heads_are_mixed(make_tiny, batch):
     model = make_tiny("bert")
     compress(model, Compression(dk=13), calibration=None)
     module = model.encoder.layer[0].attention.self
-    with Tap(model, ("queries",)) as tap:
+    with Recorder(model, ("queries",)) as recorder:
         model(**batch)
-        queries = tap.take()[0].queries
+        queries = recorder.take()[0].queries
     shared = module.query.proj(model.embeddings(batch["input_ids"]))  # (B, T, R)
     for head in range(3):
         row = torch.zeros(13).scatter(0, module.mixing_channels[head], module.mixing[head])
@@ -91,11 +91,11 @@ def test_queries_of_collaborative_heads_are_mixed(make_tiny, batch):
 
 def test_a_mask_is_found_by_position_may_be_absent_and_may_not_hide_padding(make_tiny, batch):
     mask = batch["attention_mask"][:, None, None, :].expand(-1, 1, 9, -1)
-    with Tap(model := make_tiny("bert")) as tap:
+    with Recorder(model := make_tiny("bert")) as recorder:
         model(batch["input_ids"], batch["attention_mask"])
-        assert torch.equal(tap.take()[0].masks.query, batch["attention_mask"].bool())
+        assert torch.equal(recorder.take()[0].masks.query, batch["attention_mask"].bool())
         model(batch["input_ids"])
-        assert tap.take()[0].masks == (None, None)
+        assert recorder.take()[0].masks == (None, None)
         with pytest.raises(HeadError, match=r"attention_mask has shape \(3, 1, 9, 9\)"):
             model(batch["input_ids"], attention_mask=mask)
 
@@ -104,36 +104,36 @@ def test_labels_tell_a_decoders_padding(make_tiny, batch):
     model = make_tiny("marian", MarianMTModel)
     labels = torch.tensor([[7, 8, 9, 1], [7, 1, -100, -100], [8, 9, 1, -100]])
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    with Tap(model, kinds=("decoder",)) as tap:
+    with Recorder(model, kinds=("decoder",)) as recorder:
         expected = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]]).bool()  # what the decoder reads
         model(**inputs, labels=labels)
-        assert torch.equal(tap.take()[0].masks.query, expected)
+        assert torch.equal(recorder.take()[0].masks.query, expected)
         shifted = model.prepare_decoder_input_ids_from_labels(labels)
         model(**inputs, decoder_input_ids=shifted)
-        assert torch.equal(tap.take()[0].masks.query, expected)
+        assert torch.equal(recorder.take()[0].masks.query, expected)
         model(**inputs, decoder_input_ids=shifted, labels=labels)
-        assert torch.equal(tap.take()[0].masks.query, expected)
+        assert torch.equal(recorder.take()[0].masks.query, expected)
 
 
-def test_readings_are_taken_once_by_each_tap(make_tiny, batch):
+def test_readings_are_taken_once_by_each_recorder(make_tiny, batch):
     model = make_tiny("bert")
-    with Tap(model) as tap, Tap(model, training=True) as trained:
-        with Tap(model, ("probs",)) as other:
+    with Recorder(model) as recorder, Recorder(model, training=True) as trained:
+        with Recorder(model, ("probs",)) as other:
             model(**batch)
-            assert len(tap.take()) == len(other.take()) == 2
-            assert tap.take() == trained.take() == []
+            assert len(recorder.take()) == len(other.take()) == 2
+            assert recorder.take() == trained.take() == []
         model.train()(**batch)
         model(**batch)
-        assert len(tap.take()) == len(trained.take()) == 2
+        assert len(recorder.take()) == len(trained.take()) == 2
         assert other.take() == []
-    assert tap.take() == []
+    assert recorder.take() == []
 
 
 def test_the_model_is_left_as_it_was(family, make_tiny, batch):
     model = make_tiny(family)
     stock = copy.deepcopy(model)
     before = model(**batch)[0]
-    with Tap(model, ("probs",)):
+    with Recorder(model, ("probs",)):
         pass
     for module, other in zip(model.modules(), stock.modules(), strict=True):
         assert not isinstance(getattr(module, "config", None), AttentionConfig)
@@ -146,21 +146,21 @@ def test_the_model_is_left_as_it_was(family, make_tiny, batch):
 def test_a_pass_that_fails_ends_the_reading(make_tiny, batch):
     model = make_tiny("bert")
     handle = model.encoder.layer[1].register_forward_pre_hook(lambda *_: 1 / 0)
-    with Tap(model) as tap:
+    with Recorder(model) as recorder:
         with pytest.raises(ZeroDivisionError):
             model(**batch)
         handle.remove()
-        tap.take()
+        recorder.take()
         model.encoder.layer[0](torch.randn(1, 4, 24))
-        assert tap.take() == []
+        assert recorder.take() == []
 
 
 def penalised_gradients(model, batch, parts=("outputs", "probs")):
-    with Tap(model, parts) as tap:
+    with Recorder(model, parts) as recorder:
         loss = model(**batch)[0].square().mean()
-        penalty = sum(reading.outputs.square().mean() + reading.probs.square().sum() for reading in tap.take())
+        penalty = sum(reading.outputs.square().mean() + reading.probs.square().sum() for reading in recorder.take())
         (loss + penalty).backward()
-        assert tap.take() == []  # a repeated forward pass in backward is not read
+        assert recorder.take() == []  # a repeated forward pass in backward is not read
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad()
     return gradients
@@ -184,12 +184,12 @@ def test_compiles_without_graph_breaks(family, form, make_tiny, batch, set_dropo
     model = converted(make_tiny, family, form)
     set_dropout_(model.train(), 0.0)
     expected = penalised_gradients(model, batch)
-    with Tap(model, ("outputs", "probs")) as tap:
+    with Recorder(model, ("outputs", "probs")) as recorder:
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         for _ in range(2):  # nothing is left over from the first
             model.zero_grad()
             loss = compiled(**batch)[0].square().mean()
-            readings = tap.take()
+            readings = recorder.take()
             penalty = sum(reading.outputs.square().mean() + reading.probs.square().sum() for reading in readings)
             (loss + penalty).backward()
     for name, parameter in model.named_parameters():
@@ -201,11 +201,11 @@ def test_calls_of_forward_are_read_and_the_model_gets_its_own_back(make_tiny, ba
     """Sentence Transformers and PEFT call `forward` of the model inside."""
     model = make_tiny("bert")
     expected = model(**batch)[0]
-    first = Tap(model)
-    with Tap(model, "probs") as second:
+    first = Recorder(model)
+    with Recorder(model, "probs") as second:
         assert "attention_mask" in inspect.signature(model.forward).parameters
         for call in (model, model.forward):
-            for _ in range(2):  # a tap holds the last pass alone
+            for _ in range(2):  # a recorder holds the last pass alone
                 output = call(batch["input_ids"], batch["attention_mask"])[0]
                 torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-4)
             readings = first.take()
@@ -216,31 +216,31 @@ def test_calls_of_forward_are_read_and_the_model_gets_its_own_back(make_tiny, ba
         assert not first.take()
     assert "forward" not in vars(model)
     model.forward = functools.partial(model.forward, return_dict=True)
-    with Tap(model) as tap:
+    with Recorder(model) as recorder:
         model(**batch)
-        assert len(tap.take()) == 2
+        assert len(recorder.take()) == 2
     assert isinstance(vars(model)["forward"], functools.partial)
 
 
 def test_refusals(make_tiny, batch):
     marian = make_tiny("marian", MarianMTModel)
-    with Tap(marian), pytest.raises(HeadError, match="call the model with use_cache=False"):
+    with Recorder(marian), pytest.raises(HeadError, match="call the model with use_cache=False"):
         marian.generate(batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=5)
     model = make_tiny("bert").train()
     checkpoint_(model, use_reentrant=True)
-    with Tap(model), pytest.raises(HeadError, match=r"'use_reentrant': False"):
+    with Recorder(model), pytest.raises(HeadError, match=r"'use_reentrant': False"):
         model(**batch)
     model = make_tiny("bert")
     model.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(UnsupportedModelError, match="runs with attn_implementation 'eager' or 'sdpa'"):
-        Tap(model)
+        Recorder(model)
     assert not any("head_hooks" in vars(module) for module in model.modules())
     model = make_tiny("bert")
     for parts in ("scores", ("scores",)):
         with pytest.raises(HeadError, match="cannot read scores; it reads outputs, values, probs"):
-            Tap(model, parts)
+            Recorder(model, parts)
     with pytest.raises(UnsupportedModelError, match=r"with kind cross; the attention modules are .* \(encoder\)"):
-        Tap(model, kinds=("cross",))
+        Recorder(model, kinds=("cross",))
     compress(model, Compression(dk=5), calibration=None)
     with pytest.raises(HeadError, match="is converted: its heads have no keys of equal width"):
-        Tap(model, ("keys",))
+        Recorder(model, ("keys",))

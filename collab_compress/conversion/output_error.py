@@ -8,12 +8,14 @@ from transformers import PreTrainedModel
 
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.gather import batch_masks
-from collab_compress.conversion.report import Drift
+from collab_compress.conversion.report import OutputError
 from collab_compress.devices import has_float64
 from collab_compress.errors import CalibrationError
 
 
-def drift_of(model: PreTrainedModel, dense: PreTrainedModel, batches: Sequence[Batch]) -> Drift | None:
+def measure_output_error(
+    model: PreTrainedModel, dense: PreTrainedModel, batches: Sequence[Batch]
+) -> OutputError | None:
     """Return the relative error of the main output of a converted model: logits, or the first output but a loss.
 
     Logits that a softmax reads are compared as log probabilities, which a constant added to all of them does not
@@ -25,8 +27,8 @@ def drift_of(model: PreTrainedModel, dense: PreTrainedModel, batches: Sequence[B
         batches: keyword arguments for both models.
 
     Returns:
-        The drift; None without batches, or if the dense output is 0 everywhere but at padding, or its classes are
-        all equally probable.
+        The output error; None without batches, or if the dense output is 0 everywhere but at padding, or its classes
+        are all equally probable.
 
     Raises:
         CalibrationError: an output is not finite, or the two have different shapes.
@@ -35,7 +37,7 @@ def drift_of(model: PreTrainedModel, dense: PreTrainedModel, batches: Sequence[B
     if not any(norm for *_, norm in measured):
         return None
     names, sequences, differences, norms = zip(*measured, strict=True)
-    return Drift(names[0], (sum(differences) / sum(norms)) ** 0.5, sum(sequences))
+    return OutputError(names[0], (sum(differences) / sum(norms)) ** 0.5, sum(sequences))
 
 
 def _squared_errors(model: PreTrainedModel, dense: PreTrainedModel, batch: Batch) -> tuple[str, int, float, float]:
