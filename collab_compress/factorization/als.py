@@ -5,9 +5,9 @@ method (Polak-Ribière, restarted when it turns negative), and the length of eac
 squared error on the line.
 
 Plain least squares drifts into swamps: components that nearly cancel, which waste rank and take thousands of sweeps
-to part; and they hardly ever let two components change places, so that the first sweeps decide which channels of which
-heads are shared. A ridge makes cancelling expensive, and kills some of the spare components that are added at first;
-faded out, it leaves the solver in a better basin.
+to part; and they hardly ever let two components change places, so that the first sweeps decide which channels of
+which heads are shared. A ridge makes cancelling expensive, and kills some of the spare components that are added at
+first; faded out, it leaves the solver in a better basin.
 """
 
 from collections.abc import Callable, Sequence

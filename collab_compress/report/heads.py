@@ -180,11 +180,11 @@ def dominance(
         choosing, scoring = analysis.split_sequences(batches)
         if not scoring:
             raise HeadError("heads are chosen on some sequences and scored on others; pass two sequences at least")
-        metric, choose, score = "output_error", {"batches": choosing}, {"batches": scoring}
+        metric, choose, score = "output error", {"batches": choosing}, {"batches": scoring}
         reading = (
             f"The score is the output error on half of {sum(map(sequence_count, batches))} sequences; the others "
-            "choose heads. It is the relative change of the model's outputs, ‖without − with‖ / ‖with‖ over tokens that "
-            "are no padding, 0 with all heads. Heads are important whose removal moves the outputs most."
+            "choose heads. It is the relative change of the model's outputs, ‖without − with‖ / ‖with‖ over tokens "
+            "that are no padding, 0 with all heads. Heads are important whose removal moves the outputs most."
         )
     else:
         metric, choose, score = task.name, {"score": task.choose}, {"score": task.score}
