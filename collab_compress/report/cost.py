@@ -34,8 +34,6 @@ DENSE, CONVERTED = f"dense at T = {LENGTH} [MMAC]", f"converted at T = {LENGTH} 
 
 def widths(model: PreTrainedModel, batches: Sequence[Batch], label: Label, progress: Progress) -> Section:
     """Return what queries and keys, values, and feed-forward blocks lose at every width."""
-    if sum(map(sequence_count, batches)) < 2:
-        raise HeadError("what widths lose is measured on sequences that differ; pass two sequences at least")
     parts = part_losses(model, batches, lambda _, done, total: progress("widths")(done, total))
     left_out = [f"{part} stays as it is: {reason}" for part, reason in parts.left_out.items()]
     tables: dict[str, Table] = {}
