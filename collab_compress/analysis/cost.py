@@ -17,8 +17,7 @@ from transformers import Cache, PreTrainedModel
 
 from collab_compress.analysis.stream import Progress, random_tokens, with_progress
 from collab_compress.architectures import KINDS, AttentionSite, DenseSite, Kind, ValueSite, find_attention
-from collab_compress.attention import NarrowValues, RotaryScores, ScoreForm, SharedScores
-from collab_compress.attention.install import forms_of
+from collab_compress.attention import MapConfig, NarrowConfig, QKConfig, RotaryConfig, SharedConfig, maps_of
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.conversion.feed_forward import FeedForward, block_report
 from collab_compress.conversion.report import dense_macs, dense_parameters
@@ -138,48 +137,56 @@ def _module_cost(site: AttentionSite, length: int, dk: int | None, dv: int | Non
     parts = [site.part(path) for path in paths]
     query, key, value, output = (getattr(part, "proj", part) for part in parts)  # without padding to whole heads
     widths = DenseSite(**vars(site), query=query, key=key).widths
-    biases, value_bias = (query.bias is not None, key.bias is not None), value.bias is not None
-    scores: ScoreForm | None = None
-    if dk is not None:
-        scores = RotaryScores.of(site, dk) if family.rotary else SharedScores.of(site, dk, None, biases[0])
-    converted_scores, converted_values = forms_of(module)
-    if converted_scores is not None:
-        scores = converted_scores
+    value_widths = ValueSite(**vars(site), value=value, output=output).widths
+    qk, ov = maps_of(module)
+    value_bias = value.bias is not None
+    biases = query.bias is not None, key.bias is not None
+    scores: QKConfig | None = None
+    if qk is not None:
+        scores = qk.config
         biases = value_bias, value_bias and family.key_bias  # dense queries have a bias where values have one
-    values = converted_values
-    if values is None and dv is not None:
-        values = NarrowValues.of(site, dv, value_bias)
-    cached_keys = site.width if scores is None else scores.key_width
-    cached_values = site.width if values is None else values.value_width
-    if family.pieces and scores is not None and values is not None:  # laid out alike
-        widest = max(scores.rank + scores.content_channels, values.dv)
-        cached_keys = cached_values = widest + -widest % site.head_width
-    elif family.even:
-        cached_keys = cached_values = max(cached_keys, cached_values)
+    elif dk is not None:
+        scores = RotaryConfig.of(site, dk) if family.rotary else SharedConfig.of(site, dk, None, biases[0])
+    values: NarrowConfig | None = None
+    if ov is not None:
+        values = ov.config
+    elif dv is not None:
+        values = NarrowConfig.of(site, dv, value_bias)
     caches = site.kind != "encoder" and not (family.causal and not hasattr(module, "layer_idx"))
     number_bytes = query.weight.element_size() if caches else 0
+    dense_width = site.key_value_width
+    cached = _cached(site, scores.key_channels if scores else dense_width, values.dv if values else dense_width)
 
-    value_widths = ValueSite(**vars(site), value=value, output=output).widths
+    def cost_of(config: MapConfig, cached: int) -> FormCost:
+        read = widths if isinstance(config, QKConfig) else value_widths
+        return FormCost(config.parameters(read), config.macs(read, length), cached * number_bytes)
 
-    def cost_of(form: ScoreForm | NarrowValues, cached: int) -> FormCost:
-        read = widths if isinstance(form, ScoreForm) else value_widths
-        return FormCost(form.parameters(read), form.macs(read, length), cached * number_bytes)
-
-    channels = site.width, site.key_value_width
+    channels = site.width, dense_width
     dense = FormCost(
-        dense_parameters(widths, channels, biases),
-        dense_macs(widths, channels, length),
-        site.key_value_width * number_bytes,
+        dense_parameters(widths, channels, biases), dense_macs(widths, channels, length), dense_width * number_bytes
     )
-    all_values = NarrowValues.of(site, site.key_value_width, value_bias)
-    dense_values = cost_of(all_values, all_values.value_width)
+    dense_values = cost_of(NarrowConfig.of(site, dense_width, value_bias), dense_width)
     score_cost = MapCost(None, dense, dense)
     if scores is not None:
-        score_cost = MapCost(scores.rank, dense, cost_of(scores, cached_keys))
+        score_cost = MapCost(scores.rank, dense, cost_of(scores, cached[0]))
     value_cost = MapCost(None, dense_values, dense_values)
     if values is not None:
-        value_cost = MapCost(values.dv, dense_values, cost_of(values, cached_values))
+        value_cost = MapCost(values.dv, dense_values, cost_of(values, cached[1]))
     return ModuleCost(site.name, site.kind, length, scores=score_cost, values=value_cost)
+
+
+def _cached(site: AttentionSite, key: int, value: int) -> tuple[int, int]:
+    """Return the channels of keys and values that a cache holds, as the module lays them out."""
+    family = site.family
+    dense = site.key_value_width
+    if family.forward != "stock":
+        return key, value
+    if family.pieces and key != dense and value != dense:  # laid out alike
+        key = value = max(key, value)
+    elif family.fixed_heads:
+        return dense, dense
+    key, value = (width + -width % site.head_width for width in (key, value))
+    return (max(key, value),) * 2 if family.even else (key, value)
 
 
 def feed_forward_costs(

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.analysis.stream import Batches, Means, Progress, read_heads, unpadded_vectors, with_progress
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
-from collab_compress.attention.install import HeadCall
+from collab_compress.attention.run import HeadCall
 from collab_compress.calibration import Batch, as_batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
 from collab_compress.conversion.drift import main_output, token_mask

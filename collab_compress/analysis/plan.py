@@ -17,7 +17,7 @@ from collab_compress.architectures import (
     find_dense_values,
     transformers_model,
 )
-from collab_compress.attention import NarrowValues, ScoreForm, SharedScores
+from collab_compress.attention import NarrowConfig, SharedConfig, maps_of
 from collab_compress.calibration import Batch, Calibration
 from collab_compress.calibration.batches import refuse_noise, sample_sequences
 from collab_compress.conversion.copies import sharing_copy
@@ -133,9 +133,9 @@ def part_losses(model: PreTrainedModel, batches: Sequence[Batch], progress: Prog
         values = find_dense_values(model)
     except UnsupportedModelError as error:
         left_out["dv"] = str(error)
-    if any(hasattr(site.module, ScoreForm.at) for site in sites):
+    if any(maps_of(site.module)[0] for site in sites):
         scores, left_out["dk"] = [], "it is already converted"
-    if any(hasattr(site.module, NarrowValues.at) for site in sites):
+    if any(maps_of(site.module)[1] for site in sites):
         values, left_out["dv"] = [], "it is already converted"
     if any(site.family.rotary for site in scores):
         scores, left_out["dk"] = [], "what queries and keys with a rotary embedding lose is not known beforehand"
@@ -199,11 +199,11 @@ def plan(
             costs: list[PartReport] = []
             if part == "dk":
                 for scored in parts.scores:
-                    form = SharedScores.of(scored, widths[scored.name], None, scored.query.bias is not None)
+                    form = SharedConfig.of(scored, widths[scored.name], None, scored.query.bias is not None)
                     costs.append(score_costs(scored, form, length))
             elif part == "dv":
                 for valued in parts.values:
-                    narrow = NarrowValues.of(valued, widths[valued.name], valued.value.bias is not None)
+                    narrow = NarrowConfig.of(valued, widths[valued.name], valued.value.bias is not None)
                     costs.append(value_costs(valued, narrow, length))
             else:
                 costs += [block_report(model, block, widths[block.down], length) for block in parts.blocks]

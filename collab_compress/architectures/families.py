@@ -19,7 +19,7 @@ class AttentionFamily:
         name: its usual name, for messages.
         model_types: `config.model_type` values it covers.
         attention_classes: class names of the modules that project queries and keys and call Transformers' attention
-            interface, or have a forward pass in `attention.forwards`.
+            interface, or run the forward pass of `attention.forward`.
         query: the `nn.Linear` projecting queries, D → H·d.
         key: the `nn.Linear` projecting keys, D → H·d, or Hkv·d where queries are grouped.
         value: the `nn.Linear` projecting values, as wide as the keys.
@@ -44,9 +44,13 @@ class AttentionFamily:
         key_bias: whether keys have a bias where queries have one.
         free_width: attribute of the config for the width of a head, independent of the model's width; empty where
             there is none.
+        forward: which forward pass a converted module runs. "plain": ours, with one product for queries, keys and
+            values, because the stock one does no more than project, attend and project the outputs. "scores": ours,
+            also while heads are only hooked, because the stock one computes its scores itself. "stock": its own,
+            because it does more in between, such as scaling or rotating queries.
         keeps_heads: why heads cannot be removed; empty where they can.
-        keeps_attention: whether the module computes its scores itself, where no forward pass of `attention.forwards`
-            can take over: only feed-forward blocks can be converted, and heads be neither read, masked nor removed.
+        keeps_attention: whether the module computes its scores itself, where that of `attention.forward` cannot
+            take over: only feed-forward blocks can be converted, and heads be neither read, masked nor removed.
         keeps_scores: why queries and keys cannot be converted, though values can; empty where they can.
         rotary: how a rotary embedding pairs the channels of a head: "halves" (channel j with j + d/2), "neighbours"
             (2j with 2j + 1), or "neighbours, tables too" where cosines and sines come in that order as well; empty
@@ -83,6 +87,7 @@ class AttentionFamily:
     pieces: str = ""
     key_bias: bool = True
     free_width: str = ""
+    forward: Literal["stock", "plain", "scores"] = "stock"
     keeps_heads: str = ""
     keeps_attention: bool = False
     keeps_scores: str = ""
@@ -116,23 +121,39 @@ def _paths(projections: str, heads: str, head_width: str, **others: Any) -> dict
     return {**paths, "heads": heads, "head_width": head_width, **others}
 
 
-_BERT = _paths("query key value ..output.dense", "num_attention_heads", "attention_head_size", cross="crossattention")
-_OWN_BERT = {**_BERT, "scaling": ""}  # computes scores itself
+_BERT = {
+    **_paths("query key value ..output.dense", "num_attention_heads", "attention_head_size", cross="crossattention"),
+    "forward": "plain",
+}
+_OWN_BERT = {**_BERT, "scaling": "", "forward": "scores"}
 _BERT_ALONE = {**_OWN_BERT, "keeps_attention": True}
-_ALBERT = {**_BERT, "output": "dense", "cross": ""}  # one module serves every layer of its group
-_DISTILBERT = _paths("q_lin k_lin v_lin out_lin", "n_heads", "attention_head_size")
-_BART = _paths("q_proj k_proj v_proj out_proj", "num_heads", "head_dim", cross="encoder_attn")
+_ALBERT = {  # one module serves every layer of its group; a normalisation follows in it
+    **_BERT,
+    "output": "dense",
+    "cross": "",
+    "forward": "stock",
+}
+_DISTILBERT = _paths("q_lin k_lin v_lin out_lin", "n_heads", "attention_head_size", forward="plain")
+_BART = _paths("q_proj k_proj v_proj out_proj", "num_heads", "head_dim", cross="encoder_attn", forward="plain")
 _BART_ALONE = {**_BART, "keeps_attention": True}
 _NLLB_MOE = {**_BART, "cross": "cross_attention"}
-_OPT = {**_BART, "cross": "", "fixed_heads": True, "pieces": "num_heads"}  # scales queries itself
+_OPT = {  # scales queries itself
+    **_BART,
+    "cross": "",
+    "fixed_heads": True,
+    "pieces": "num_heads",
+    "forward": "stock",
+}
 _WHISPER = {**_OPT, "cross": "encoder_attn", "key_bias": False}
 _LISTENER = {**_WHISPER, "cross": "", "pieces": ""}  # no cache to make smaller
 _WAV2VEC2 = {**_BART, "cross": ""}
 _CLIP = {**_BART, "cross": "", "scaling": "scale"}
-_VIT = _paths("q_proj k_proj v_proj o_proj", "num_attention_heads", "head_dim", free_width="head_dim")
+_VIT = _paths(
+    "q_proj k_proj v_proj o_proj", "num_attention_heads", "head_dim", free_width="head_dim", forward="plain"
+)
 _BEIT = {**_VIT, "key_bias": False, "keeps_heads": _OWN_BIAS}
 _VIDEOMAE = {**_BERT, "cross": "", "key_bias": False}
-_DPT = {**_VIDEOMAE, "key_bias": True, "fixed_heads": True}
+_DPT = {**_VIDEOMAE, "key_bias": True}
 _T5 = {  # scores are not scaled, and a position bias is added to them
     **_paths("q k v o", "n_heads", "key_value_proj_dim", cross="EncDecAttention", free_width="d_kv"),
     "keeps_heads": _ONE_BIAS,
@@ -149,8 +170,8 @@ _DETR = {  # positions are added to the inputs of queries and keys, not to those
     "keeps_heads": "its modules do not count them",
 }
 _BLIP_VISION = _paths("qkv projection", "num_heads", "head_dim", scaling="scale", keeps_attention=True)
-_MPNET = {  # computes scores itself
-    **_paths("q k v o", "num_attention_heads", "attention_head_size", scaling=""),
+_MPNET = {
+    **_paths("q k v o", "num_attention_heads", "attention_head_size", scaling="", forward="scores"),
     "keeps_heads": _ONE_BIAS,
 }
 _LLAMA = {
@@ -178,7 +199,12 @@ _STABLELM = {
     "fixed_heads": True,
     "keeps_scores": "it views queries and keys as exactly as many heads as its config says",
 }
-_ESM = {**_BERT, "cross": "", "rotary": "halves"}  # scales queries itself, before they are rotated
+_ESM = {  # scales queries itself, before they are rotated
+    **_BERT,
+    "cross": "",
+    "rotary": "halves",
+    "forward": "stock",
+}
 _GPT_NEOX = {
     **_paths("query_key_value dense", "config.num_attention_heads", "head_size", rotary="halves"),
     "rotary_width": "rotary_ndims",
@@ -210,7 +236,7 @@ _ROWS = (
     _row("ERNIE", "ernie", "ErnieSelfAttention ErnieCrossAttention", _BERT),
     _row("LayoutLM", "layoutlm", "LayoutLMSelfAttention", _BERT),
     _row("MarkupLM", "markuplm", "MarkupLMSelfAttention", _BERT),
-    _row("MobileBERT", "mobilebert", "MobileBertSelfAttention", _BERT),
+    _row("MobileBERT", "mobilebert", "MobileBertSelfAttention", _BERT, forward="stock"),  # three inputs
     _row("RoBERTa", "roberta", "RobertaSelfAttention RobertaCrossAttention", _BERT),
     _row(
         "RoBERTa-PreLayerNorm",
@@ -250,7 +276,7 @@ _ROWS = (
     _row("I-JEPA", "ijepa", "IJepaAttention", _VIT, since="5.10"),
     _row("Pixio", "pixio", "PixioAttention", _VIT, since="5.10"),
     _row("VideoMAE", "videomae", "VideoMAESelfAttention", _VIDEOMAE, since="5.20"),
-    _row("SegFormer", "segformer", "SegformerAttention", _VIT, free_width="", since="5.10"),
+    _row("SegFormer", "segformer", "SegformerAttention", _VIT, free_width="", forward="stock", since="5.10"),
     _row("ViT", "vit", "ViTAttention", _VIT, since="5.10"),
     _row("ViTMAE", "vit_mae", "ViTMAEAttention", _VIT, since="5.10"),
     _row("ViTMSN", "vit_msn", "ViTMSNAttention", _VIT, since="5.10"),
@@ -306,7 +332,7 @@ _ROWS = (
     _row("SigLIP 2 vision", "siglip2_vision_model", "Siglip2Attention", _CLIP, since="5.10"),
     _row("SmolVLM vision", "smolvlm_vision", "SmolVLMVisionAttention", _CLIP, since="5.10"),
     _row("X-CLIP text", "xclip_text_model", "XCLIPAttention", _CLIP, causal=True, since="5.10"),
-    # Modules that compute scores themselves: once edited, with the forward passes of `attention.forwards`.
+    # Modules that compute scores themselves: once edited, with the forward pass of `attention.forward`.
     _row("Megatron-BERT", "megatron-bert", "MegatronBertSelfAttention", _OWN_BERT),
     _row("MPNet", "mpnet", "MPNetSelfAttention", _MPNET, since="5.10"),
     _row("RemBERT", "rembert", "RemBertSelfAttention", _OWN_BERT),

@@ -51,13 +51,13 @@ def cached_scores(query: Tensor, key: Tensor) -> Tensor:
     return scores
 
 
-def probabilities_(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Turn the scores (B, H, S) of one token into probabilities in place; the mask is (·, ·, 1, S)."""
+def probabilities(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Turn the scores (B, H, S) of one token, which are overwritten, into probabilities; the mask is (·, ·, 1, S)."""
     if mask is not None and mask.dtype == torch.bool:
         scores.unsqueeze(2).masked_fill_(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:
         scores.unsqueeze(2).add_(mask)
-    return torch.softmax(scores, -1, out=scores)
+    return scores.softmax(-1)
 
 
 def weighted_values(probs: Tensor, value: Tensor, heads: int, size: int) -> Tensor:

@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import (
@@ -26,7 +27,8 @@ from collab_compress.architectures import (
     refuse_hooks,
     transformers_model,
 )
-from collab_compress.attention import FormEdit, MapForm, NarrowValues, ScoreForm
+from collab_compress.architectures.sites import read as read_projection
+from collab_compress.attention import MapConfig, MapEdit, QKConfig, maps_of
 from collab_compress.attention.projections import width_in
 from collab_compress.calibration import Calibration
 from collab_compress.calibration.batches import refuse_noise, sample_sequences, sequence_count
@@ -210,14 +212,26 @@ def find_tasks(
         if isinstance(site, DenseSite):
             _check_width(site, "dk", task.compression.dk, () if site.family.rotary else (site.query, site.key))
             _check_solver(site, task.compression)
-            form = task.form()
-            if isinstance(form, ScoreForm):
-                form.check_room()
+            config = task.config()
+            if isinstance(config, QKConfig):
+                config.check_room(site.family)
             _check_weights(site, ((site.family.query, site.query), (site.family.key, site.key)))
         else:
             _check_width(site, "dv", task.compression.dv, (site.value,))
             _check_weights(site, ((site.family.value, site.value), (site.family.output, site.output)))
+        _refuse_joined(site)
     return tasks
+
+
+def _refuse_joined(site: AttentionSite) -> None:
+    """Refuse projections that become part of a converted module's one layer, if that would lose anything."""
+    family = site.family
+    if family.forward == "stock":
+        return
+    for path in (family.query, family.key, family.value):
+        if site.kind != "cross" or path != family.query:
+            projection = read_projection(site.name, site.module, family, path, nn.Linear)
+            refuse_hooks(site.path(path), getattr(projection, "layer", projection))
 
 
 def _refuse_early(model: PreTrainedModel, compression: Compression, calibration: Calibration) -> None:
@@ -243,11 +257,9 @@ def _check_config(model: PreTrainedModel) -> None:
 
 
 def _refuse_converted(site: AttentionSite, compression: Compression) -> None:
-    for at, width, what in (
-        (ScoreForm.at, compression.dk, "queries and keys"),
-        (NarrowValues.at, compression.dv, "values"),
-    ):
-        if width is not None and hasattr(site.module, at):
+    widths = (compression.dk, "queries and keys"), (compression.dv, "values")
+    for converted, (width, what) in zip(maps_of(site.module), widths, strict=True):
+        if width is not None and converted is not None:
             raise CompressionError(
                 f"{site.name}: its {what} are already converted; leave it out by modules, expand the model "
                 "first, or start from the dense checkpoint"
@@ -471,11 +483,11 @@ def _install_conversion(model: PreTrainedModel, converted: _Converted) -> None:
     if converted.depth is not None:
         converted.depth.drop_(model)
         converted.depth.renumber_(model)
-    forms: dict[str, dict[str, MapForm]] = {}
+    configs: dict[str, dict[str, MapConfig]] = {}
     for module, item in zip(modules, converted.planned, strict=True):
-        forms.setdefault(item.form.kind, {})[path_in_base(model, module)] = item.form
-    for kind, of_kind in forms.items():
-        record_edit_(model, FormEdit(kind, of_kind))
+        configs.setdefault(item.map.config.kind, {})[path_in_base(model, module)] = item.map.config
+    for kind, of_kind in configs.items():
+        record_edit_(model, MapEdit(kind, of_kind))
 
 
 def install_unset_(
@@ -501,4 +513,4 @@ def install_unset_(
     tasks = find_tasks(model, compression, by_module)
     working_device(compression.solver.device)
     for task in tasks:
-        install_maps_(model, [empty_plan(task.site, task.form())])
+        install_maps_(model, [empty_plan(task.site, task.config())])

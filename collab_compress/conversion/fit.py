@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.attention.values import fill_
+from collab_compress.attention.projections import fill_
 from collab_compress.calibration.gather import unpadded
 from collab_compress.conversion.feed_forward import FeedForward, cut_
 from collab_compress.conversion.report import RefitReport

@@ -8,7 +8,7 @@ states of both models then move on to the next layer.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import AttentionSite, DenseSite
-from collab_compress.attention import NarrowValues, install_
+from collab_compress.attention import install_
 from collab_compress.calibration import Batch, evaluation_mode, gather_moments
 from collab_compress.calibration.batches import evenly_spaced, in_parts, sequence_count
 from collab_compress.calibration.gather import InputMoments, batch_masks, masks_of, unpadded
@@ -165,11 +165,8 @@ def convert_layers_(
 def install_maps_(model: PreTrainedModel, planned: Sequence[Planned]) -> None:
     """Install replacements of attention maps in a model or in its copy, in place."""
     for item in planned:
-        module, parts = model.get_submodule(item.site.name), item.parts
-        if isinstance(item.form, NarrowValues):
-            parent = model.get_submodule(item.site.name.rpartition(".")[0])
-            parts = replace(parts, output=item.form.output_of(module, parent))
-        install_(module, item.form, parts)
+        name = item.site.name
+        install_(model.get_submodule(name), item.map, item.layers, model.get_submodule(name.rpartition(".")[0]))
 
 
 def _weighed(tasks: Sequence[Task]) -> list[AttentionSite]:

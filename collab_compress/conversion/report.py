@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from collab_compress.architectures import DenseSite, ValueSite
-from collab_compress.attention import NarrowValues, ScoreForm
+from collab_compress.attention import MapConfig, NarrowConfig, QKConfig
 from collab_compress.errors import CollabCompressError
 from collab_compress.factorization import Factorization, Narrowing, RotaryFactorization
 from collab_compress.options import Compression
@@ -231,34 +231,44 @@ class Report:
         return "\n".join([*lines, *self.warnings])
 
 
-def score_costs(site: DenseSite, form: ScoreForm, length: int) -> PartReport:
+def score_costs(site: DenseSite, config: QKConfig, length: int) -> PartReport:
     """Return the costs of one module's queries and keys, for inputs of `length` tokens."""
     widths, channels = site.widths, (site.width, site.key_value_width)
     biases = site.query.bias is not None, site.key.bias is not None
     return PartReport(
         name=site.name,
         parameters_before=dense_parameters(widths, channels, biases),
-        parameters_after=form.parameters(widths),
+        parameters_after=config.parameters(widths),
         macs_before=dense_macs(widths, channels, length),
-        macs_after=form.macs(widths, length),
+        macs_after=config.macs(widths, length),
     )
 
 
-def value_costs(site: ValueSite, form: NarrowValues, length: int) -> PartReport:
+def value_costs(site: ValueSite, config: NarrowConfig, length: int) -> PartReport:
     """Return the costs of one module's values and output projection, for inputs of `length` tokens."""
-    dense = replace(form, size=site.head_width)
+    dense = replace(config, size=site.head_width)
     return PartReport(
         name=site.name,
         parameters_before=dense.parameters(site.widths),
-        parameters_after=form.parameters(site.widths),
+        parameters_after=config.parameters(site.widths),
         macs_before=dense.macs(site.widths, length),
-        macs_after=form.macs(site.widths, length),
+        macs_after=config.macs(site.widths, length),
     )
+
+
+def map_report(
+    site: Any, config: MapConfig, result: Any, length: int, seconds: float, vectors: tuple[int, ...]
+) -> ModuleReport | ValueReport:
+    """Return the report of one converted map; `vectors` counts the inputs of its projections in the moments."""
+    if isinstance(config, NarrowConfig):
+        return value_report(site, config, result, length, seconds, vectors)
+    assert isinstance(config, QKConfig)
+    return module_report(site, config, result, length, seconds, vectors)
 
 
 def module_report(
     site: DenseSite,
-    form: ScoreForm,
+    config: QKConfig,
     result: Factorization | RotaryFactorization,
     length: int,
     seconds: float,
@@ -269,9 +279,9 @@ def module_report(
     if isinstance(result, Factorization):
         sweeps, converged, breakdowns = result.sweeps, result.converged, result.breakdowns
     return ModuleReport(
-        **vars(score_costs(site, form, length)),
-        dk=form.rank,
-        head_dim=form.width,
+        **vars(score_costs(site, config, length)),
+        dk=config.rank,
+        head_dim=config.width,
         weight_error=result.weight_error,
         data_error=result.data_error,
         sweeps=sweeps,
@@ -283,12 +293,12 @@ def module_report(
 
 
 def value_report(
-    site: ValueSite, form: NarrowValues, result: Narrowing, length: int, seconds: float, vectors: tuple[int, ...]
+    site: ValueSite, config: NarrowConfig, result: Narrowing, length: int, seconds: float, vectors: tuple[int, ...]
 ) -> ValueReport:
     """Return the report of one module's values; `vectors` counts the output projection's inputs in the moments."""
     return ValueReport(
-        **vars(value_costs(site, form, length)),
-        dv=form.dv,
+        **vars(value_costs(site, config, length)),
+        dv=config.dv,
         weight_error=result.weight_error,
         data_error=result.data_error,
         seconds=seconds,

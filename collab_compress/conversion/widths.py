@@ -26,7 +26,7 @@ from collab_compress.architectures import (
     find_dense_attention,
     find_dense_values,
 )
-from collab_compress.attention import NarrowValues, SharedScores
+from collab_compress.attention import NarrowConfig, SharedConfig
 from collab_compress.calibration import Batch, evaluation_mode
 from collab_compress.calibration.batches import in_parts
 from collab_compress.conversion.chain import Room
@@ -113,13 +113,13 @@ class Attention:
         site, dk = self.scores, self.dk(share)
         if dk is None:
             return dense_macs(site.widths, (site.width, site.key_value_width), self.length)
-        form = SharedScores.of(site, dk, self.head_dim(share), site.query.bias is not None)
+        form = SharedConfig.of(site, dk, self.head_dim(share), site.query.bias is not None)
         return form.macs(site.widths, self.length)
 
     def value_macs(self, share: float | None) -> int:
         """Return the multiply-accumulates of values and outputs."""
         site = self.values
-        form = NarrowValues.of(site, self.dv(share) or site.key_value_width, site.value.bias is not None)
+        form = NarrowConfig.of(site, self.dv(share) or site.key_value_width, site.value.bias is not None)
         return form.macs(site.widths, self.length)
 
 

@@ -8,7 +8,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration, MarianModel
 from collab_compress import CalibrationOptions, Compression, Solver, compress
 from collab_compress.analysis import MapCost, model_latency, module_costs, module_latency
 from collab_compress.architectures import find_attention
-from collab_compress.attention import SharedScores
+from collab_compress.attention import SharedConfig
 from collab_compress.conversion.report import dense_macs, dense_parameters
 from collab_compress.errors import CalibrationError, HeadError
 
@@ -88,7 +88,7 @@ def test_half_precision_halves_the_cache(make_tiny):
 def test_a_layer_costs_what_table_1_of_the_paper_says(width, heads, dk, printed):
     """Millions of parameters and hundreds of millions of products, dense and converted, without content biases."""
     length, widths = 128, (width, width)
-    form = SharedScores(heads, width // heads, "", "", dk, content_bias=False, reads=dk)
+    form = SharedConfig(heads, width // heads, dk, content_bias=False, reads=dk)
     parameters = dense_parameters(widths, widths, (False, False)), form.parameters(widths)
     macs = dense_macs(widths, widths, length), form.macs(widths, length)
     assert macs[1] == 2 * length * width * dk + heads * length * dk + heads * length * length * dk

@@ -19,8 +19,8 @@ from collab_compress import (
 )
 from collab_compress.analysis import module_costs
 from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention
-from collab_compress.attention.form import scaling_of
-from collab_compress.attention.install import add_head_hook_
+from collab_compress.attention.run import add_head_hook_
+from collab_compress.attention.shared import scaling_of
 from collab_compress.conversion.drift import drift_of
 from collab_compress.conversion.fit import install_refits
 from collab_compress.conversion.refit import refit
@@ -84,7 +84,7 @@ class Reconstruction:
         self.names = {module: name for name, module in model.named_modules() if name in self.factors}
         for module in self.names:
             add_head_hook_(module, self)
-            for path in (module.score_form.query, module.score_form.key):
+            for path in (module.qk.config.query, module.qk.config.key):
                 module.get_submodule(path).register_forward_pre_hook(self.noted(module, path))
 
     def noted(self, module, path):
@@ -92,7 +92,7 @@ class Reconstruction:
 
     def __call__(self, outputs, call):
         module, f = call.module, self.factors[self.names[call.module]]
-        query, key = (self.read[module, path] for path in (module.score_form.query, module.score_form.key))
+        query, key = (self.read[module, path] for path in (module.qk.config.query, module.qk.config.key))
         for head in range(len(f.mixing)):
             scores = scaling_of(module) * (query @ ((f.query * f.mixing[head]) @ f.key.T) @ key.mT)  # (B, T, S)
             if f.content_bias is not None:
@@ -212,9 +212,9 @@ def test_saves_loads_trains_and_expands(kin, tmp_path, load_cleanly, set_dropout
     sites = find_attention(model)
     trained = [sites[0].part(sites[0].family.value).proj, sites[0].part(sites[0].family.output)]
     for site in sites:
-        form = site.module.score_form
+        form = site.module.qk.config
         trained += [site.module.get_submodule(form.query).proj, site.module.get_submodule(form.key).proj]
-    for parameter in (*(site.module.mixing for site in sites), *(layer.weight for layer in trained)):
+    for parameter in (*(site.module.qk.mixing for site in sites), *(layer.weight for layer in trained)):
         assert parameter.grad.abs().sum() > 0
 
 

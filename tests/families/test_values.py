@@ -21,7 +21,7 @@ def dense_twin(dense, converted):
     narrow = find_attention(converted)
     with torch.no_grad():
         for site, small in zip(find_dense_values(twin), narrow, strict=True):
-            form = small.module.value_form
+            form = small.module.ov.config
             value = small.part(small.family.value).proj.weight.double()  # (dv, D)
             value_weight = site.value.weight.detach().double()  # (H·d, D)
             maps = torch.zeros(site.key_value_width, form.dv, dtype=torch.float64)
@@ -62,7 +62,7 @@ def test_masked_and_pruned_heads_are_gone(kin):
         return
     prune_heads_(model, {site.name: [1]})
     torch.testing.assert_close(run(model, batch), masked, atol=2e-5, rtol=1e-4)
-    assert site.module.value_form.size == 3
+    assert site.module.ov.config.size == 3
 
 
 @pytest.mark.parametrize(("name", "values"), [("gpt2", 16), ("marian", 16), ("opt", 24)])

@@ -63,7 +63,7 @@ def test_equals_masking(family, form, implementation, make_tiny, batch):
         assert (value.out_features, output.in_features, output.out_features) == (width, width, 24)
         assert getattr(site.module, "all_head_size", width) == width
         if form in SIZES:
-            assert site.module.value_form.size == SIZES[form]
+            assert site.module.ov.config.size == SIZES[form]
         if form not in ("dense", "narrow"):
             assert read_factors(model)[site.name].mixing.shape == (head_count, FORMS[form].dk)
 
