@@ -1,5 +1,9 @@
 """The names that examples in docstrings find: `model`, a tiny BERT; `batch`, two padded rows of tokens; `torch`."""
 
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is loaded: threads that wait leave cores to others
+
 import pytest
 import torch
 from transformers import BertConfig, BertModel

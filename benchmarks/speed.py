@@ -53,6 +53,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from collab_compress import Compression, Solver, compress
 from collab_compress.heads import mix_heads_
 from collab_compress.training import AlphasOptions, DropHeadOptions, HeadSession, HeadTraining, PenaltyOptions
+from collab_compress.transformers_parts import CACHE_NAME
 
 DENSE, AGAIN = "dense", "dense again"
 
@@ -157,11 +158,11 @@ def token_step(model: Any, length: int) -> Callable[[], None]:
     cache = DynamicCache(config=model.config)
     tokens = torch.randint(0, 1000, (1, length), generator=torch.Generator().manual_seed(0))
     for chunk in tokens.split(512, dim=1):
-        model(chunk, past_key_values=cache)
+        model(chunk, **{CACHE_NAME: cache})
     last = torch.tensor([[7]])
 
     def step() -> None:
-        model(last, past_key_values=cache)
+        model(last, **{CACHE_NAME: cache})
         cache.crop(-1)
 
     return step

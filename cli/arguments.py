@@ -18,8 +18,10 @@ from collab_compress.options import (
     check_counts,
 )
 
+from .progress import progress
+
 AUTO = "auto"
-CALIBRATIONS = "auto|builtin|synthetic|generated|none|FILE[:COLUMN]"
+CALIBRATIONS = "auto|builtin|synthetic|generated|none|FILE[:COLUMN] ..."
 MODEL = "minilm (embedded), a model directory, or a name on the hub (bert-base, org/name)."
 DEVICE = "Where to run models, as torch names it (cpu, cuda:0); auto: the accelerator, if there is one."
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help=MODEL)]
@@ -44,6 +46,7 @@ class Common:
 
     def say(self, *lines: str) -> None:
         """Print lines, unless quiet."""
+        progress.clear()
         for line in () if self.quiet else lines:
             print(line)
 
@@ -110,7 +113,7 @@ class AnalyzeArguments:
     """Measure the heads of a model: what they share, how important each is, what they cost.
 
     Examples:
-      collab-analyze minilm --data sentences.txt --output minilm-heads
+      collab-analyze minilm --data sentences.txt
       collab-analyze minilm-dk128 --against minilm --output before-and-after
       collab-analyze ./my-classifier --task mrpc --data-dir glue/MRPC --output heads
       collab-analyze bert-base --sections widths cost --output bert-cost
@@ -118,12 +121,12 @@ class AnalyzeArguments:
 
     model: Model
 
-    output: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Where to write index.html and numbers.json. Must not exist."""
-
     data: tyro.conf.OmitArgPrefixes[Inputs]
 
     report: tyro.conf.OmitArgPrefixes[ReportOptions]
+
+    output: Directory = None
+    """Where to write index.html and numbers.json, a new folder; by default MODEL-heads in the current directory."""
 
     sentence: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """Text whose attention maps are drawn; by default one of the data."""
@@ -168,7 +171,7 @@ class CompressArguments(EditArguments):
     Examples:
       collab-compress minilm
       collab-compress minilm --dk 128
-      collab-compress minilm --dff 768 --calibration texts.txt
+      collab-compress minilm --dff 768 --calibration builtin texts.txt
       collab-compress minilm --layers 5 --dff 768 --calibration texts.txt
       collab-compress minilm --dk 192 --dv 252
       collab-compress minilm --keep 0.5 --calibration texts.txt
@@ -193,14 +196,15 @@ class CompressArguments(EditArguments):
     tokens of a file, one a line, as tokenizer.json writes them; special tokens and single characters or bytes always
     stay. The tokenizer is saved with the model, which is a plain one. Alone, or before conversion."""
 
-    calibration: Annotated[str, tyro.conf.arg(metavar=CALIBRATIONS)] = AUTO
+    calibration: Annotated[tuple[str, ...], tyro.conf.arg(metavar=CALIBRATIONS)] = (AUTO,)
     """Data to calibrate on. builtin: English texts that come with the package; a model with a head also reads pairs
     of them, and random tokens. synthetic: random tokens alone (noise for images and sounds). auto: builtin if the
     model reads English, else synthetic, but for --dff, --layers and --keep of a model of images or sounds, which want
     examples. generated: texts that a model with a language-model head writes itself. none: the bare weights. Or a
     file with one text a line (or two, with a tab between: text pairs, or source and target of an encoder–decoder);
     FILE:COLUMN or FILE:FIRST,SECOND of a .csv, .tsv or .jsonl file; NAME:COLUMN or NAME:CONFIGURATION:COLUMN of the
-    training rows of a data set on the hub."""
+    training rows of a data set on the hub. Several are used together, as `MODEL --calibration builtin docs.txt`:
+    texts of one narrow kind alone harm all others."""
 
     calibration_options: tyro.conf.OmitArgPrefixes[CalibrationOptions] = field(default_factory=CalibrationOptions)
 
@@ -219,6 +223,11 @@ class CompressArguments(EditArguments):
             return
         if self.mix or self.vocabulary is not None:
             self._check_alone()
+        elif self.compression.head_dim is not None:
+            raise CollabCompressError(
+                f"--head-dim {self.compression.head_dim} is a width of queries and keys, which without widths are "
+                "chosen; pass --dk N too, or leave it out"
+            )
         else:
             object.__setattr__(self, "compression", replace(self.compression, keep=KEEP))
 
@@ -249,7 +258,7 @@ class CompressArguments(EditArguments):
             *_changed(self.compression.solver),
             *_changed(self.compression),
             *_changed(self.calibration_options),
-            *(["calibration"] if self.calibration != AUTO and self.vocabulary is None else []),
+            *(["calibration"] if self.calibration != (AUTO,) and self.vocabulary is None else []),
         ]
         if unused:
             raise CollabCompressError(

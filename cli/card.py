@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from collab_compress.attention import MAP_KINDS, RotaryConfig, SharedConfig
 from collab_compress.checkpoint import edits_of
 from collab_compress.conversion.report import ModuleReport, PartReport, Report, ValueReport, width_range
+from collab_compress.errors import install
 from collab_compress.options import Compression
 
 CARD = "README.md"
@@ -21,7 +22,7 @@ EDITED = {
     "pruned": "fewer heads",
 }
 NEEDS = (
-    "The environment that loads this model needs the package: `pip install collab-compress`, and `import "
+    f"The environment that loads this model needs the package collab-compress ({install()}), and `import "
     "collab_compress` before loading."
 )
 
@@ -121,6 +122,7 @@ def _conversion(
         yield f"Values{'' if report and report.refits else ' and outputs'} are the source's own."
     if report and report.removed_layers:
         yield f"Layers of the source that were removed: {', '.join(report.removed_layers)} ({how})."
+        yield "Adapters (LoRA) of the source do not fit, though they load: the layers are numbered anew."
     if report and report.feed_forward:
         yield (
             f"{len(report.feed_forward)} feed-forward blocks keep {report.feed_forward[0].dff} neurons each, chosen "

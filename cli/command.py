@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,8 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
+
+from .progress import progress
 
 Arguments = TypeVar("Arguments")
 Handler = Callable[..., None]
@@ -36,14 +39,14 @@ EXTRAS = {  # optional package → the extra that installs it
 }
 CLEARER = (  # the parser's message → ours
     (r"no type matching (?:\{None\}\|)?(.+) could be instantiated from \[([^\[]*)\]\.?$", r"expected \1, got \2"),
-    (r"^Missing from [\w-]+: (.+)\(required\)$", r"missing \1"),
+    (r"^Missing from [\w-]+: (\S+) (.+) \(required\)$", r"missing \1: \2"),
 )
 SURROGATE = re.compile("[\ud800-\udfff]")  # stands for a byte that is not UTF-8
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 ALLOCATION = re.compile(r"can't allocate memory|not enough memory|failed to allocate|mmap.*Cannot allocate", re.I)
 CODES = (
-    "Exit codes: 0; 2 for an error (one line on standard error); 70 for an unexpected one, which may be a fault of "
-    "this package; 130 when interrupted. COLLAB_COMPRESS_TRACEBACK=1 shows the traceback, --version the version."
+    "Exit codes: 0; 2 for an error (the last line on standard error); 70 for an unexpected one, which may be a fault "
+    "of this package; 130 when interrupted. COLLAB_COMPRESS_TRACEBACK=1 shows the traceback, --version the version."
 )
 LONGEST_LINE = 1000  # characters of a message
 LONGEST_NUMBER = 30  # digits: more than any option takes, few enough for any library
@@ -125,6 +128,7 @@ def errors_in_one_line(name: str, handler: Handler | None = None, hold_warnings:
         _print_error(name, expected or _unexpected_error(error))
         sys.exit(ERROR if expected else UNEXPECTED)
     finally:
+        progress.clear()
         logger.removeHandler(warnings)
         if (distributed := sys.modules.get("collab_compress_cli.distributed")) is not None:
             distributed.end_processes()
@@ -201,8 +205,8 @@ def _check_word(name: str, word: str) -> None:
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> list[str]:
     """Return the lines of a table whose first columns hold text, and whose other columns hold numbers.
 
-    On a terminal it is drawn as wide as the terminal. Elsewhere it is plain text for programs: no colours, one line
-    a row, nothing cut.
+    On a terminal it is drawn as wide as the terminal, with headings no wider than their columns. Elsewhere it is
+    plain text for programs: no colours, one line a row, nothing cut.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -210,7 +214,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], text_columns: in
 
     terminal = sys.stdout.isatty()
     drawn = Table(box=SIMPLE_HEAD if terminal else None, pad_edge=False, show_edge=False)
+    rows = list(rows)
     for column, name in enumerate(header):
+        if terminal and column >= text_columns:
+            widest = max((len(row[column]) for row in rows), default=1)
+            name = textwrap.fill(name, max(widest, 1), break_long_words=False)
         justify = "left" if column < text_columns else "right"
         drawn.add_column(name, justify=justify, overflow="fold", no_wrap=not terminal)  # type: ignore[arg-type]
     for row in rows:
@@ -235,13 +243,15 @@ def silence_libraries() -> None:
 
 def _expected_error(error: BaseException) -> str | None:
     """Return the message of an error in one line; None if it may be a fault of this package."""
+    from collab_compress.errors import CollabCompressError, install
+
     if isinstance(error, ModuleNotFoundError):
         cause: BaseException = error
         while isinstance(cause.__cause__, ModuleNotFoundError):  # libraries that load lazily raise an error of theirs
             cause = cause.__cause__
         package = (getattr(cause, "name", None) or "").partition(".")[0]
         extra = EXTRAS.get(package)
-        return None if extra is None else f"{package} is not installed; pip install 'collab-compress[{extra}]'"
+        return None if extra is None else f"{package} is not installed; {install(extra)}"
     if isinstance(error, ImportError) and error.name is None:  # a library's advice on what to install
         return str(error)
     if isinstance(error, OSError):
@@ -256,8 +266,6 @@ def _expected_error(error: BaseException) -> str | None:
         return f"a number is too large: {error}"
     if type(error).__name__ == "PanicException":  # of the tokenizers library, once a tokenizer is loaded
         return f"the tokenizer cannot encode the texts ({error}); its tokenizer.json is damaged"
-    from collab_compress.errors import CollabCompressError
-
     return str(error) if isinstance(error, CollabCompressError) else None
 
 
@@ -282,6 +290,7 @@ def _print_error(name: str, message: str) -> None:
     if len(line) > LONGEST_LINE:  # with a path of thousands of characters
         line = f"{line[: LONGEST_LINE // 2]} … {line[-LONGEST_LINE // 2 :]}"
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    progress.clear()
     with suppress(OSError):
         print(f"{name}: {shown}", file=sys.stderr, flush=True)
 

@@ -1,9 +1,12 @@
 """`collab-compress`: make layers of a pretrained model smaller, or let its heads mix."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedModel
 
 from collab_compress import (
     CollabCompressError,
@@ -17,7 +20,7 @@ from collab_compress import (
 )
 from collab_compress.analysis import Latency, model_latency, plan
 from collab_compress.architectures import find_attention
-from collab_compress.calibration.batches import resolved, text_file
+from collab_compress.calibration.batches import resolved, text_files
 from collab_compress.calibration.builtin import reads_single_texts
 from collab_compress.checkpoint.directory import to_json, write_new
 from collab_compress.checkpoint.pretrained import find_directory
@@ -34,16 +37,18 @@ from .model import (
     check_outputs,
     finish,
     load_source,
-    progress_bar,
     put_on,
 )
+from .progress import progress
 
 NOT_REFITTED = (
     "Converted on random inputs alone. With data like yours (--calibration FILE of texts, one a line, or generated, "
     "for a model with a language-model head; in Python, batches) the layers that write to the hidden states are "
     "refitted too, which repairs part of the loss."
 )
-MEANING = "Less is better on the same data, but it does not say what a task loses: score yours. Embed documents anew."
+MEANING = "Less is better on the same data, but it does not say what a task loses: score yours."
+ANEW = "Embeddings have changed: embed documents anew."
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer, in the path of a module
 TIMED_BATCH = 8  # sequences in the batch that is timed
 
 
@@ -52,22 +57,22 @@ def run(arguments: Arguments) -> Report | None:
     if arguments.plan:
         _plan(arguments)
         return None
-    data = text_file(arguments.calibration)
     tokens = None if arguments.vocabulary is None else _tokens(arguments)
-    source, output = begin(arguments, arguments.suffix, edited=False, inputs=[] if data is None else [data])
+    source, output = begin(arguments, arguments.suffix, edited=False, inputs=text_files(arguments.calibration))
     if arguments.stock and arguments.compression.dk is not None:
         refuse_stock(source.model)
         arguments = _with_stock_heads(arguments, source)
-    calibration = resolved(arguments.calibration, source.model, source.tokenizer)
+    calibration = [resolved(name, source.model, source.tokenizer) for name in arguments.calibration]
     lines: list[str] = []
     trimming, report = None, None
     if tokens is not None:
-        texts = "builtin" if data is None else arguments.calibration
+        texts = _texts(arguments) or ("builtin",)
+        progress("counting tokens")
         trimming = trim_vocabulary_(source.model, source.tokenizer, texts, tokens=tokens)
         lines += [*str(trimming).splitlines(), ""]
     if arguments.compression.converts:
         report, latency = _convert(source, arguments)
-        lines += _report_lines(report, calibration, latency)
+        lines += _report_lines(report, calibration, latency, _embeds(source.model))
     if arguments.mix:
         mix_heads_(source.model)
     if arguments.stock and report is not None and report.modules:
@@ -97,6 +102,12 @@ def run(arguments: Arguments) -> Report | None:
 main = main_of("collab-compress", Arguments, run)
 
 
+def _texts(arguments: Arguments) -> tuple[str, ...]:
+    """Return the sources of calibration data that are texts, by whose tokens a vocabulary is chosen."""
+    names = ["builtin" if name == "auto" else name for name in arguments.calibration]
+    return tuple(name for name in names if name == "builtin" or text_files((name,)))
+
+
 def _tokens(arguments: Arguments) -> int | list[str]:
     """Return how many tokens stay, or which.
 
@@ -105,17 +116,17 @@ def _tokens(arguments: Arguments) -> int | list[str]:
     """
     words = arguments.vocabulary or ""
     if words.isdecimal():
-        if text_file(arguments.calibration) is None and arguments.calibration not in ("auto", "builtin"):
+        if not _texts(arguments):
             raise CollabCompressError(
-                f"--vocabulary {words} counts tokens in texts, and --calibration {arguments.calibration} has none; "
-                "pass a file of texts, or name the tokens in a file: --vocabulary FILE"
+                f"--vocabulary {words} counts tokens in texts, and --calibration {' '.join(arguments.calibration)} "
+                "has none; pass a file of texts, or name the tokens in a file: --vocabulary FILE"
             )
         return int(words)
     path = Path(words).expanduser()
     try:
         if path.exists() and not path.is_file():  # a pipe may never end
             raise ValueError("not a file")
-        tokens = [line for line in path.read_text(encoding="utf-8").split("\n") if line]
+        tokens = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line]
         if not tokens:
             raise ValueError("the file holds no token")
     except (OSError, ValueError) as error:
@@ -128,18 +139,17 @@ def _tokens(arguments: Arguments) -> int | list[str]:
 def _plan(arguments: Arguments) -> None:
     """Print what several widths of each part cost and lose; convert nothing."""
     saving = arguments.saving
-    data = text_file(arguments.calibration)
-    check_outputs({"--json": saving.json}, find_directory(arguments.model, saving.revision), data)
+    directory = find_directory(arguments.model, saving.revision)
+    check_outputs({"--json": saving.json}, directory, *text_files(arguments.calibration))
     source = load_source(arguments.model, revision=saving.revision)
     put_on(source.model, arguments.device)
-    with progress_bar("layer", saving.quiet) as progress:
-        table = plan(
-            source.model,
-            arguments.calibration,
-            source.tokenizer,
-            lambda name, done, total: progress(f"measuring {name}" if name else "done", done, total),
-            calibration_options=arguments.calibration_options,
-        )
+    table = plan(
+        source.model,
+        arguments.calibration,
+        source.tokenizer,
+        progress,
+        calibration_options=arguments.calibration_options,
+    )
     saving.say(str(table), "\nThe loss is of a part by itself, before refitting. --keep SHARE chooses all widths.")
     if saving.json is not None:
         write_new(saving.json, to_json(asdict(table)))
@@ -149,18 +159,17 @@ def _convert(source: Source, arguments: Arguments) -> tuple[Report, Latency | No
     """Convert the model, and time it beside the dense one if it reads tokens."""
     compression = Compression(**vars(arguments.compression))
     dense = None if arguments.saving.quiet else sharing_copy(source.model)  # holds no weight twice
-    with progress_bar("module", arguments.saving.quiet) as progress:
-        progress("running the model on calibration data", 0, None)
-        report = compress(
-            source.model,
-            compression,
-            arguments.calibration,
-            tokenizer=source.tokenizer,
-            progress=lambda name, done, total: progress(f"fitting {name}" if name else "done", done, total),
-            calibration_options=arguments.calibration_options,
-        )
+    report = compress(
+        source.model,
+        compression,
+        arguments.calibration,
+        tokenizer=source.tokenizer,
+        progress=progress,
+        calibration_options=arguments.calibration_options,
+    )
     if dense is None:
         return report, None
+    progress("timing both models")
     try:
         return report, model_latency(dense, source.model, report.length, batch_size=TIMED_BATCH)
     except CollabCompressError:  # the model reads no tokens, or fewer than that
@@ -184,13 +193,15 @@ def _conversion_record(arguments: Arguments, report: Report | None) -> dict[str,
     }
 
 
-def _calibration_words(source: Source, calibration: str) -> str | None:
+def _calibration_words(source: Source, calibration: Sequence[str]) -> str | None:
     """Return the calibration data in the words of a card; None without any."""
     random = "random tokens" if source.model.main_input_name == "input_ids" else "noise"
     builtin = "the texts that come with collab_compress"
     builtin += "" if reads_single_texts(source.model) else " and random tokens"
-    words = {"builtin": builtin, "synthetic": random, "generated": "texts of its own", "none": None}
-    return words.get(calibration, "texts")
+    words = {"builtin": builtin, "synthetic": random, "generated": "texts of its own"}
+    files = {name: file.name for name in calibration for file in text_files((name,)) if file.is_file()}
+    names = [words.get(name, f"texts ({files.get(name, name)})") for name in calibration if name != "none"]
+    return " and ".join(dict.fromkeys(names)) or None
 
 
 def _with_stock_heads(arguments: Arguments, source: Source) -> Arguments:
@@ -202,22 +213,31 @@ def _with_stock_heads(arguments: Arguments, source: Source) -> Arguments:
     return replace(arguments, compression=replace(compression, head_dim=widest))
 
 
-def _report_lines(report: Report, calibration: str, latency: Latency | None) -> list[str]:
-    """Return the lines to print about a conversion: the whole model, then attention, then a table of modules."""
-    lines = [*_whole_model(report, calibration, latency), ""]
+def _embeds(model: PreTrainedModel) -> bool:
+    """Return whether a model may embed texts: it reads them and has no head, nor both an encoder and a decoder."""
+    reads_texts = model.main_input_name == "input_ids" and not model.config.is_encoder_decoder
+    return reads_texts and model.base_model is model
+
+
+def _report_lines(report: Report, calibration: Sequence[str], latency: Latency | None, embeds: bool) -> list[str]:
+    """Return the lines to print about a conversion: the whole model, then attention, then tables of modules."""
+    lines = [*_whole_model(report, calibration, latency, embeds), ""]
     lines += [report.choice] if report.choice else []
     lines += [*_parts(report), "", *_calibration(report), ""]
     for part, error, modules in (("dk", "score error", report.modules), ("dv", "output error", report.values)):
-        header = ["module", part, error, "weight error", "parameters", f"MMACs at T={report.length}"]
-        if modules:
-            lines += [*table(header, map(_row, modules)), ""]
+        header = ["layer", part, error, "weight error", "parameters", f"MMACs at T={report.length}"]
+        kinds: dict[str, list[ModuleReport | ValueReport]] = {}
+        for module in modules:
+            kinds.setdefault(NUMBER.sub("*", module.name), []).append(module)
+        for path, of_path in kinds.items():
+            lines += [f"{path}:", *table(header, map(_row, of_path)), ""]
     return lines[:-1]
 
 
 def _row(module: ModuleReport | ValueReport) -> list[str]:
     """Return the row of a module in the table of scores or of values."""
     return [
-        module.name,
+        ".".join(NUMBER.findall(module.name)),
         str(module.dk if isinstance(module, ModuleReport) else module.dv),
         "–" if module.data_error is None else f"{module.data_error:.4f}",
         f"{module.weight_error:.4f}",
@@ -226,28 +246,23 @@ def _row(module: ModuleReport | ValueReport) -> list[str]:
     ]
 
 
-def _whole_model(report: Report, calibration: str, latency: Latency | None) -> list[str]:
+def _whole_model(report: Report, calibration: Sequence[str], latency: Latency | None, embeds: bool) -> list[str]:
     """Return size, time and drift of the whole model, compared with the dense one."""
     lines = [
         f"Whole model: {report.parameters_before:,} → {report.parameters_after:,} parameters "
         f"({report.parameters_after / report.parameters_before - 1:+.1%})."
     ]
     if latency is not None:
-        rounds = f"half of {latency.rounds} rounds between {latency.low:.2f} and {latency.high:.2f} of dense"
-        if latency.is_steady:
-            measured = f"{latency.ratio:.2f} of dense (measured here, {rounds})"
-        else:
-            measured = f"not measurable while this machine does other work ({rounds})"
-        lines.append(f"Time at {latency.length} tokens, batch of {TIMED_BATCH}: {measured}.")
+        lines.append(f"Time at {latency.length} tokens, batch of {TIMED_BATCH}: {latency}.")
     if report.drift is not None:
         drift = report.drift
         lines.append(
             f"Drift: its {drift.output} move by {drift.relative_error:.1%} of their size on {drift.sequences} "
-            f"held-back sequences ({calibration}). {MEANING}"
+            f"held-back sequences ({' and '.join(calibration)}). {MEANING}{f' {ANEW}' * embeds}"
         )
     if report.refits:
         lines.append(refit_line(report.refits))
-    if calibration == "synthetic" and not report.refits:
+    if set(calibration) == {"synthetic"} and not report.refits:
         lines.append(NOT_REFITTED)
     return lines
 
@@ -274,6 +289,7 @@ def _parts(report: Report) -> list[str]:
             lines.append(f"{name} parameters {before:,} → {after:,} ({after / before - 1:+.0%}).")
     if report.removed_layers:
         lines.append(f"Without {', '.join(report.removed_layers)}; other paths are those of the new model.")
+        lines.append("Adapters (LoRA) of the dense model no longer fit, though they load: layers are numbered anew.")
     if report.feed_forward:
         lines.append(
             f"{len(report.feed_forward)} feed-forward blocks have {report.feed_forward[0].dff} neurons each."
@@ -286,8 +302,9 @@ def _calibration(report: Report) -> list[str]:
     counts = [min(module.vectors) for module in report.modules] + [min(module.vectors) for module in report.values]
     counts += [refit.vectors for refit in report.refits]
     vectors = min(filter(None, counts), default=0)  # none where a map keeps its full width
+    threads = f"{report.threads} thread{'s' if report.threads > 1 else ''}"
     lines = [f"Calibrated on {report.sequences:,} sequences; each module saw at least {vectors:,} vectors."]
-    return [*(lines if vectors else []), f"Converted in {report.seconds:.1f} s."]
+    return [*(lines if vectors else []), f"Converted in {report.seconds:.1f} s on {threads}."]
 
 
 def _mixing_lines(heads: dict[str, int]) -> list[str]:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.calibration import Batch, calibration_batches, evaluation_mode, run_batch
+from collab_compress.calibration.batches import sequence_count
 from collab_compress.calibration.files import Text, read_texts
 from collab_compress.calibration.gather import forward_arguments
-from collab_compress.calibration.tokenization import BATCH_SIZE, usable_length
+from collab_compress.calibration.tokenization import batch_slices, usable_length
 from collab_compress.errors import DataError
 from collab_compress.report import TaskScore
 
@@ -106,7 +108,7 @@ def _labelled(name: str, data: Inputs, model: PreTrainedModel, tokenizer: Any, s
         name=f"{' and '.join(metric.scores)} on {len(encoded) - half:,} rows of {name}",
         score=_scorer(metric, scoring),
         choose=_scorer(metric, choosing or scoring),
-        batches=(choosing or scoring)[: -(-LABELLED // BATCH_SIZE)],
+        batches=_first_rows(choosing or scoring, LABELLED),
     )
     words, sentence = f"rows of {name}, {split}", _short(chosen["text"][:])
     return Loaded(_without_labels(choosing + scoring), words, sentence, task_score)
@@ -114,6 +116,12 @@ def _labelled(name: str, data: Inputs, model: PreTrainedModel, tokenizer: Any, s
 
 def _without_labels(batches: Sequence[Batch]) -> list[Batch]:
     return [{key: value for key, value in batch.items() if key != "labels"} for batch in batches]
+
+
+def _first_rows(batches: Sequence[Batch], count: int) -> list[Batch]:
+    """Return the first batches, until they hold `count` rows."""
+    before = accumulate(map(sequence_count, batches), initial=0)
+    return [batch for batch, rows in zip(batches, before, strict=False) if rows < count]
 
 
 def _scorer(metric: Any, batches: Sequence[Batch]) -> Callable[[PreTrainedModel], float]:
@@ -157,7 +165,7 @@ def _predicted(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _padded(rows: Any, tokenizer: Any, known: Collection[str]) -> Iterator[Batch]:
-    for start in range(0, len(rows), BATCH_SIZE):
-        batch = [rows[row] for row in range(start, min(start + BATCH_SIZE, len(rows)))]
+    for group in batch_slices([len(ids) for ids in rows["input_ids"]]):
+        batch = [rows[row] for row in range(group.start, group.stop)]
         padded = tokenizer.pad(batch, return_tensors="pt")
         yield {key: value for key, value in padded.items() if key in known}

@@ -40,6 +40,7 @@ def neighbours(vectors: Tensor) -> Tensor:
 def main() -> None:
     """Print the time of both models, and which texts are nearest to which."""
     disable_progress_bar()
+    torch.set_num_threads(1)  # several wait for each other where the machine has other work
     path = Path(sys.argv[1])
     dense, converted = (load_model(AutoModel, where)[0].eval() for where in (find_directory(EMBEDDED), path))
     tokenizer = load_tokenizer(path)
@@ -52,12 +53,8 @@ def main() -> None:
             print(f"        {name:>9}: {texts[nearest[text]]:.{WIDTH}}")
     same = float((before == after).double().mean())
     print(f"\nThe nearest sentence is the same for {same:.0%} of them.")
-    torch.set_num_threads(1)  # several wait for each other where the machine has other work
     latency = model_latency(dense, converted, TOKENS, batch_size=SEQUENCES)
-    print(
-        f"{SEQUENCES} sequences of {TOKENS} tokens take {latency.ratio:.2f} of the dense model's time on one thread "
-        f"(half of {latency.rounds} rounds between {latency.low:.2f} and {latency.high:.2f})."
-    )
+    print(f"Time at {TOKENS} tokens, batch of {SEQUENCES}: {latency}.")
 
 
 if __name__ == "__main__":

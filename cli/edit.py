@@ -19,6 +19,7 @@ from .arguments import ExpandArguments, MergeArguments, PruneArguments
 from .command import main_of
 from .data import load_data
 from .model import Source, begin, finish, read_record
+from .progress import progress
 
 LASTING = (
     "Refitted layers, and feed-forward blocks with fewer neurons, stay as they are; removed layers do not come back."
@@ -28,6 +29,7 @@ LASTING = (
 def run_expand(arguments: ExpandArguments) -> None:
     """Load, expand, save and print."""
     source, output = begin(arguments, "-dense")
+    progress("expanding attention")
     expand(source.model)
     lines = ["The dense model computes the same, up to rounding."]
     note = "Converted attention was expanded to dense projections of each head; it computes the same."
@@ -89,6 +91,7 @@ prune_main = main_of("collab-prune", PruneArguments, run_prune)
 
 def _importance(source: Source, arguments: PruneArguments) -> tuple[dict[str, torch.Tensor], str]:
     """Return the importance of each head, and its measure in words."""
+    progress("measuring how important heads are")
     loaded = load_data(arguments.inputs, source.model, source.tokenizer, arguments.seed)
     if loaded.score is None:
         ends = end_tokens(source.model, source.tokenizer)

@@ -4,8 +4,8 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import permutations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import transformers
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from collab_compress import CheckpointError, CollabCompressError
@@ -31,13 +30,14 @@ from collab_compress.checkpoint.directory import (
     refuse_place,
     to_json,
 )
-from collab_compress.checkpoint.edits import METHOD
+from collab_compress.checkpoint.edits import is_edits
 from collab_compress.checkpoint.pretrained import find_directory, title_of
-from collab_compress.errors import CompressionError, one_line
+from collab_compress.errors import CompressionError, install, one_line
 
 from .arguments import AUTO, EditArguments, Saving
 from .card import CARD, edited_words, loading_lines, model_card
 from .distributed import process_state
+from .progress import progress
 
 _logger = logging.getLogger("collab_compress.cli")  # held with the warnings of the library
 RECORD = "collab_compress.json"
@@ -132,6 +132,7 @@ def load_source(name: str, edited: bool = False, revision: str | None = None) ->
     Raises:
         CheckpointError: it cannot be found or read, or is incomplete.
     """
+    progress(f"loading {name}")
     directory = find_directory(name, revision)
     model = load_model(directory, edited)
     return Source(title_of(name), directory, model, load_tokenizer(directory))
@@ -200,13 +201,13 @@ def _refuse_quantized(directory: Path, config: Any, edited: bool) -> None:
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-    if method == METHOD and edited:
+    if is_edits(quantization) and edited:
         return
-    if method == METHOD:
+    if is_edits(quantization):
         raise CheckpointError(
             f"{directory} is already converted, or its heads mixed or pruned; start from the dense checkpoint"
         )
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
     raise CheckpointError(f"{directory} is quantized ({method}); use the unquantized checkpoint instead")
 
 
@@ -283,22 +284,6 @@ def put_on(model: PreTrainedModel, device: str) -> None:
         raise CompressionError(f"device {device!r} cannot be used: {one_line(error)}{hint}") from error
 
 
-@contextmanager
-def progress_bar(unit: str, quiet: bool = False) -> Iterator[Callable[[str, int, int | None], None]]:
-    """Show a progress bar on the main process; it takes the name of the work, what is done, and the total."""
-    disable = True if quiet or not process_state().is_main_process else None  # None: unless there is a terminal
-    with tqdm(unit=unit, disable=disable, leave=False) as bar:
-
-        def progress(name: str, done: int, total: int | None) -> None:
-            if done < bar.n:  # other work begins
-                bar.reset()
-            bar.total = total
-            bar.set_description_str(name, refresh=done == 0)
-            bar.update(done - bar.n)
-
-        yield progress
-
-
 def finish(
     source: Source,
     output: Path,
@@ -331,11 +316,13 @@ def finish(
     state.wait_for_everyone()
     if not state.is_main_process:
         return
+    progress(f"saving to {output}")
     model, is_edited = source.model, bool(edited_words(source.model))
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     text = to_json({**record, "versions": {"collab-compress": version("collab-compress"), **versions}})
     with ExitStack() as both:
-        report_file = None if saving.json is None else both.enter_context(atomic_file(saving.json))
+        if saving.json is not None:  # written before the model, so that an error names this file
+            both.enter_context(atomic_file(saving.json)).write_text(text, encoding="utf-8")
         partial = both.enter_context(atomic_directory(output))
         copy_companions(source.directory, partial, tokens=not new_tokens)
         if new_tokens:
@@ -348,17 +335,17 @@ def finish(
         card = model_card(model, output.name, source.name, notes=notes, sentence_transformers=modules, **conversion)
         (partial / CARD).write_text(str(card), encoding="utf-8")
         (partial / RECORD).write_text(text, encoding="utf-8")
-        if report_file is not None:
-            report_file.write_text(text, encoding="utf-8")
     saving.say(*lines, f"\nSaved to {output}.")
-    if left_out := not_copied(source.directory):
+    is_embedded = pretrained.repository_of(record["model"]) == pretrained.EMBEDDED_REPOSITORY
+    if left_out := [] if is_embedded else not_copied(source.directory):
         more = f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
         saving.say(f"Not copied from {source.directory}: {', '.join(left_out[:SHOWN])}{more}.")
     if is_edited:
-        saving.say("Wherever it is loaded: pip install collab-compress.")
+        saving.say(f"Wherever it is loaded: {install()}.")
     loading = loading_lines(model, output, sentence_transformers=(output / MODULES).is_file())
     saving.say("To use it:\n", *(f"    {line}" for line in loading))
     if saving.push_to_hub is not None:
+        progress(f"uploading to {saving.push_to_hub}")
         try:
             address = push_to_hub(output, saving.push_to_hub)
         except CheckpointError as error:

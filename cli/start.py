@@ -1,5 +1,7 @@
 """Entry points of the commands: signals stop them, and help is printed, before large libraries are loaded.
 
+Waiting threads of PyTorch spin for a moment only, because other programs may use the cores too.
+
 What takes time to import is imported in functions, so that signals are handled from the first moment.
 """
 
@@ -20,6 +22,8 @@ COMMANDS = {
     "collab-prune": "edit.prune_main",
 }
 """Command → the function that runs it, in this package."""
+SPINNING = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}  # of GNU's OpenMP in turns, of LLVM's and Intel's in ms
+WAITING = (*SPINNING, "OMP_WAIT_POLICY")  # a user who sets one of these variables decides
 
 
 def start(name: str, package: str = __package__) -> None:
@@ -29,9 +33,11 @@ def start(name: str, package: str = __package__) -> None:
         name: of the command.
         package: with its entry in `start.COMMANDS`, its arguments in `arguments`, and its help in `help`.
     """
+    from .progress import progress
 
     def stop(*_: object) -> None:
         """Exit at once: nothing is written before libraries are loaded."""
+        progress.clear()
         os.write(2, f"{name}: interrupted; nothing half-written is left\n".encode())
         os._exit(130)
 
@@ -52,8 +58,16 @@ def start(name: str, package: str = __package__) -> None:
         arguments = parsed(name, package)
         if not sys.warnoptions:  # PYTHONWARNINGS=default shows them
             warnings.simplefilter("ignore")
+        if package == __package__ and "--quiet" not in sys.argv:  # experiments have progress bars of their own
+            progress.begin(name)
+            progress("loading PyTorch and Transformers")
+        if not any(variable in os.environ for variable in WAITING):
+            os.environ |= SPINNING  # read when torch is loaded
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         os.environ["RUST_BACKTRACE"] = "0"  # of tokenizers, which print it themselves
+        library = import_module("collab_compress")
+        if not hasattr(library, "compress"):  # only its options are loaded
+            reload(library)
         module, function = import_module(".start", package).COMMANDS[name].split(".")
         main = getattr(import_module(f".{module}", package), function)
     main() if arguments is None else main(arguments)
@@ -62,8 +76,6 @@ def start(name: str, package: str = __package__) -> None:
 def parsed(name: str, package: str = __package__) -> Any:
     """Return the arguments of a command, read without importing torch and Transformers; None for recipes."""
     os.environ[OPTIONS_ONLY] = "1"
-    import collab_compress
-
     from .arguments import check_places
     from .command import arguments_of, parse
 
@@ -73,8 +85,6 @@ def parsed(name: str, package: str = __package__) -> Any:
         result = parse(arguments_class, name, sys.argv[1:])
         check_places(result)
     del os.environ[OPTIONS_ONLY]
-    if not hasattr(collab_compress, "compress"):
-        reload(collab_compress)
     return result
 
 

@@ -1,5 +1,7 @@
 """Which devices have float64, and which work is done on."""
 
+from math import inf
+
 import torch
 
 WITHOUT_FLOAT64 = ("mps",)
@@ -33,6 +35,19 @@ def work_device(device: torch.device | str | None, weights: torch.Tensor) -> tor
     if "meta" in (place.type, weights.device.type):
         raise ValueError("tensors on the meta device have no values; load the weights first")
     return place
+
+
+def free_memory(device: torch.device) -> float:
+    """Return the bytes that are free on a GPU, those that PyTorch has reserved and does not use included; else ∞.
+
+    Example:
+        >>> free_memory(torch.device("cpu"))
+        inf
+    """
+    if device.type != "cuda":
+        return inf
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return float(torch.cuda.mem_get_info(device)[0] + unused)
 
 
 def has_float64(device: torch.device) -> bool:

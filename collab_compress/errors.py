@@ -7,6 +7,17 @@ from typing import Any
 LONGEST = 400  # characters of a message
 
 
+def install(extra: str = "") -> str:
+    """Return how to install this package, with one of its extras, until a release puts it on an index.
+
+    Example:
+        >>> install("data")
+        "pip install '.[data]' in a checkout of collab-compress"
+    """
+    source = f"'.[{extra}]'" if extra else "."
+    return f"pip install {source} in a checkout of collab-compress"
+
+
 class CollabCompressError(Exception):
     """Base of all errors of this package."""
 

@@ -4,13 +4,15 @@ A part that moved between versions is looked up here alone. A part that older ve
 other missing part is an error that names it.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
 import transformers
+from transformers import Cache
 
-VERSIONS = ">=5.0,<5.24"  # tested by `make test-versions`
+VERSIONS = ">=5.0,<5.25"  # tested by `make test-versions`
 UNLABELLED = -100  # label of what a loss leaves out
 
 
@@ -45,5 +47,14 @@ rename_source_key: Callable[..., tuple[str, str | None]] = _part("core_model_loa
 weight_conversions_of: Callable[..., list[Any]] = _part("conversion_mapping", "get_model_conversion_mapping")
 sdpa_attention_forward: Any = _part("integrations.sdpa_attention", "sdpa_attention_forward")
 
+_create_causal_mask: Callable[..., Any] = _part("masking_utils", "create_causal_mask")
+CACHE_NAME = "cache" if "cache" in inspect.signature(_create_causal_mask).parameters else "past_key_values"
+"""Argument and output of models that holds the key-value cache, renamed in 5.24."""
+
 UPDATES_CONVERSIONS = hasattr(HfQuantizer, "update_weight_conversions")
 """Whether a quantizer can change how the weights of a checkpoint are converted."""
+
+
+def find_cache(arguments: Iterable[Any]) -> Cache | None:
+    """Return the key-value cache among an attention module's arguments; families and versions name it differently."""
+    return next((argument for argument in arguments if isinstance(argument, Cache)), None)

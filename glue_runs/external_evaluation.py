@@ -1,6 +1,6 @@
 """Evaluate models on MTEB and on the LM evaluation harness.
 
-Tasks and metrics are those packages' own code (`pip install 'collab-compress[eval]'`), imported where it is used. Any
+Tasks and metrics are those packages' own code (the extra `eval`), imported where it is used. Any
 model of Transformers is scored, converted or not.
 """
 

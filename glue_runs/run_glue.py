@@ -10,14 +10,17 @@ evaluated again; predictions are the converted model's. All TrainingArguments of
 of the checkpoint with as many classes is where training starts.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import isfinite, isnan
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from collab_compress_glue_runs.metrics import load_metric
 from collab_compress_glue_runs.tasks import TASKS, encode_classification, load_task
-from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_dataset
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -30,6 +33,7 @@ from transformers import (
 )
 
 from collab_compress import Compression, compress
+from collab_compress.calibration.files import read_table
 from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.errors import DataError
 from collab_compress.training import AlphasOptions, DropHeadOptions, HeadTrainer, HeadTraining, PenaltyOptions
@@ -40,7 +44,7 @@ class DataArguments:
     model: str = field(metadata={"help": "minilm, a model directory, or a name on the hub"})
     task: str | None = field(default=None, metadata={"help": "task of GLUE, or trec; or give files or a data set"})
     data_dir: str | None = field(default=None, metadata={"help": "folder of the task's TSV files (default: the hub)"})
-    train_file: str | None = field(default=None, metadata={"help": ".csv, .tsv, .json (a list) or .jsonl"})
+    train_file: str | None = field(default=None, metadata={"help": ".csv, .tsv or .jsonl"})
     validation_file: str | None = field(default=None, metadata={"help": "file to evaluate on"})
     test_file: str | None = field(default=None, metadata={"help": "file to predict; labels may be missing"})
     dataset: str | None = field(default=None, metadata={"help": "data set on the hub, in place of files"})
@@ -77,6 +81,10 @@ class HeadArguments:
         return Compression(**widths) if any(widths.values()) else None
 
 
+Rows = list[tuple[str, Mapping[str, Any]]]
+"""Where each row is, for messages, and its columns."""
+
+
 def load_texts(data: DataArguments, model_labels: list[str]) -> tuple[DatasetDict, list[str]]:
     """Return splits with the columns text, text_pair (of pairs) and label, and the classes; none for scores."""
     files = {"train": data.train_file, "validation": data.validation_file, "test": data.test_file}
@@ -85,44 +93,107 @@ def load_texts(data: DataArguments, model_labels: list[str]) -> tuple[DatasetDic
     if data.task is not None:
         return load_task(data.task, data.data_dir), list(TASKS[data.task].labels)
     if data.dataset is not None:
-        tables = {split: read_rows(rows, data.label_column) for split, rows in load_dataset(data.dataset).items()}
+        tables = {split: list(read_data_set(rows, split)) for split, rows in load_dataset(data.dataset).items()}
     else:
-        tables = {split: read_file(path) for split, path in files.items() if path}
-    for split, table in tables.items():
-        needed = [*data.text_columns, *([] if split == "test" else [data.label_column])]
-        if missing := [name for name in needed if name not in table]:
-            raise DataError(f"{split} has no column {missing[0]!r}; it has {', '.join(table)}; see --text_columns")
-    labels = next(iter(tables.values())).get(data.label_column, pd.Series(dtype=object))
-    scores = len(model_labels) == 1 if labels.empty else pd.api.types.is_float_dtype(labels)
-    classes = [] if scores else sorted(set(labels.dropna().astype(str)))
+        tables = {split: list(read_file(path)) for split, path in files.items() if path}
+    for split, rows in tables.items():
+        check_rows(rows, split, data)
+    labelled = [
+        (place, row[data.label_column])
+        for place, row in next(iter(tables.values()))
+        if not is_missing(row.get(data.label_column))
+    ]
+    scores = are_scores(labelled) if labelled else len(model_labels) == 1
+    classes = [] if scores else sorted({str(label) for _, label in labelled})
     if not scores and ("train" not in tables or set(classes) == set(model_labels)):
         classes = model_labels  # in the order of the model's outputs
     numbers = {name: number for number, name in enumerate(classes)}
+    names = ("text", "text_pair")[: len(data.text_columns)]
+    features = Features({**dict.fromkeys(names, Value("string")), "label": Value("float64" if scores else "int64")})
     splits = DatasetDict()
-    for split, table in tables.items():
-        named = table.get(data.label_column, pd.Series(index=table.index, dtype=object))
-        labels = named if scores else named.map(lambda name: numbers.get(str(name)))
-        if split != "test" and labels.isna().any():
-            raise DataError(f"{split} has the class {named[labels.isna()].iloc[0]!r}; expected {', '.join(classes)}")
-        columns = dict(
-            zip(("text", "text_pair"), (table[name].astype(str) for name in data.text_columns), strict=False)
-        )
-        columns["label"] = labels.fillna(-1).astype(float if scores else int)
-        splits[split] = Dataset.from_pandas(pd.DataFrame(columns), preserve_index=False)
+    for split, rows in tables.items():
+        columns = {
+            name: [row[column] for _, row in rows] for name, column in zip(names, data.text_columns, strict=True)
+        }
+        columns["label"] = [
+            -1 if is_missing(row.get(data.label_column)) else as_number(place, row[data.label_column], numbers)
+            for place, row in rows
+        ]
+        splits[split] = Dataset.from_dict(columns, features)
     return splits, classes
 
 
-def read_file(path: str) -> pd.DataFrame:
-    if path.endswith((".json", ".jsonl")):
-        return pd.read_json(path, lines=path.endswith(".jsonl"), dtype=False)
-    return pd.read_csv(path, sep="\t" if path.endswith(".tsv") else ",", keep_default_na=False)
+def read_file(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for line, row in read_table(path):
+        yield f"{path}, line {line}", row
 
 
-def read_rows(rows: Dataset, label: str) -> pd.DataFrame:
-    table, feature = rows.to_pandas(), rows.features.get(label)
-    if isinstance(feature, ClassLabel):
-        table[label] = table[label].map(dict(enumerate(feature.names)))
-    return table
+def read_data_set(rows: Dataset, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    classes = {name: feature.names for name, feature in rows.features.items() if isinstance(feature, ClassLabel)}
+    for number, row in enumerate(rows):
+        labels = {
+            name: names[row[name]] if row[name] is not None and row[name] >= 0 else None
+            for name, names in classes.items()
+        }
+        yield f"row {number} of {split}", {**row, **labels}
+
+
+def check_rows(rows: Rows, split: str, data: DataArguments) -> None:
+    """Refuse a split without the columns, a row without a text, and without a label unless it is to be predicted."""
+    if not rows:
+        raise DataError(f"{split} has no rows")
+    needed = [*data.text_columns, *([] if split == "test" else [data.label_column])]
+    present = dict.fromkeys(name for _, row in rows for name in row)
+    if missing := [name for name in needed if name not in present]:
+        raise DataError(f"{split} has no column {missing[0]!r}; it has {', '.join(present)}; see --text_columns")
+    if not 1 <= len(data.text_columns) <= 2:
+        raise DataError(
+            f"--text_columns names {len(data.text_columns)} columns; expected one of texts, or two of pairs"
+        )
+    for place, row in rows:
+        for name in data.text_columns:
+            if not isinstance(row.get(name), str):
+                got = "nothing" if row.get(name) is None else f"a {type(row[name]).__name__}"
+                raise DataError(f"{place}: {name} is {got}; expected a text")
+        if split != "test" and is_missing(row.get(data.label_column)):
+            raise DataError(f"{place}: {data.label_column} is missing; give it a label, or leave the row out")
+
+
+def is_missing(label: Any) -> bool:
+    return label is None or label == "" or (isinstance(label, float) and isnan(label))
+
+
+def are_scores(labelled: list[tuple[str, Any]]) -> bool:
+    """Return whether labels are scores: all are numbers, and one of them has a decimal point."""
+    if not any(is_decimal(label) for _, label in labelled):
+        return False
+    for place, label in labelled:
+        as_number(place, label, {})
+    return True
+
+
+def is_decimal(label: Any) -> bool:
+    return isinstance(label, float) or (
+        isinstance(label, str) and not label.strip("+-").isdecimal() and is_number(label)
+    )
+
+
+def is_number(label: Any) -> bool:
+    try:
+        return not isinstance(label, bool) and isfinite(float(label))
+    except (TypeError, ValueError):
+        return False
+
+
+def as_number(place: str, label: Any, numbers: Mapping[str, int]) -> float | int:
+    """Return the number of a class, or a score where there are no classes."""
+    if numbers and str(label) not in numbers:
+        raise DataError(f"{place} has the class {str(label)!r}; expected {', '.join(numbers)}")
+    if not numbers and not is_number(label):
+        raise DataError(
+            f"{place} has the label {label!r} among decimal numbers; expected scores alone, or classes alone"
+        )
+    return numbers[str(label)] if numbers else float(label)
 
 
 def main() -> None:

@@ -139,6 +139,14 @@ def decomposed_anew() -> None:
     """Decompose anew in this test, without reusing earlier results."""
 
 
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """Set the number of threads of PyTorch's operations for this test, whatever OMP_NUM_THREADS is."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 def tiny(family: str, model_class: type[PreTrainedModel] | None = None, seed: int = 0) -> PreTrainedModel:
     """Return a random model of a family in evaluation mode, with query biases that are not zero."""
     torch.manual_seed(seed)

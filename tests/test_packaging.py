@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from lowest import lowest_versions
+from packaging.specifiers import SpecifierSet
 
 from collab_compress import Compression, Solver, compress
+from collab_compress.transformers_parts import VERSIONS
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -27,6 +30,12 @@ MODULES = {  # requirement → module, where they are not named alike
     "sentence-transformers": "sentence_transformers",
 }
 OURS = {"collab_compress", "collab_compress_cli", "collab_compress_glue_runs"}
+PINNED = {
+    re.sub("[-_.]+", "-", name).lower(): version
+    for name, version in re.findall(
+        r"^([\w.-]+)==(.+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
+}
 CORE = {MODULES.get(name, name) for line in PROJECT["dependencies"] for name in [re.split("[<>=]", line)[0]]}
 TREES = [  # files, and the extras they may import from beside the core
     (["collab_compress", "cli"], []),
@@ -184,6 +193,26 @@ def test_every_requirement_has_a_lower_bound():
 
 
 def test_what_is_installed_is_pinned():
-    pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
-    known = {re.sub("[-_.]+", "-", name).lower() for name in pinned}
-    assert {re.sub("[-_.]+", "-", name).lower() for name in lowest_versions()} <= known
+    assert {re.sub("[-_.]+", "-", name).lower() for name in lowest_versions()} <= PINNED.keys()
+
+
+def test_the_newest_transformers_that_is_allowed_is_tried():
+    run, pinned = runpy.run_path(str(ROOT / "tests/versions/run.py")), PINNED["transformers"]
+    listing = (
+        f"transformers (6.1.0)\nAvailable versions: 6.1.0, 6.0.0, 5.99.0, 5.100.1, {pinned}, 4.57.6\n  INSTALLED: "
+    )
+    assert run["newer_version"](listing) == "5.100.1"
+    assert run["newer_version"](f"Available versions: 6.0.0, {pinned}, 5.0.0\n") is None
+    assert all((ROOT / "tests" / test).exists() for test in run["TESTS"])
+    page = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
+    assert [version for version in [*run["VERSIONS"], pinned] if version not in page] == []
+    assert pinned in SpecifierSet(VERSIONS)
+
+
+def test_the_table_of_packages_names_the_pinned_versions():
+    page = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
+    named = {entry for cell in re.findall(r"\| ([^|`]+) \| `tests/", page) for entry in cell.split(", ")}
+    packages = dict(entry.rsplit(" ", 1) for entry in named)
+    expected = {name: PINNED[name] for name in packages if name in PINNED}
+    assert len(expected) > 5
+    assert {name: packages[name] for name in expected} == expected

@@ -22,6 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers.base import HfQuantizer
 
 from collab_compress.attention import forward
+from collab_compress.transformers_parts import CACHE_NAME
 
 ROOT = Path(__file__).parents[1]
 CLASSES, OWN = (
@@ -77,7 +78,7 @@ def test_an_attention_class_looks_functions_up_and_views_heads_as_ours_expect(fa
 @pytest.mark.parametrize(("family", "folder", "name"), OWN)
 def test_a_forward_pass_of_ours_knows_the_arguments_of_the_stock_one(family, folder, name):
     read = set(re.findall(r'call\.(?:get|pop)\("(\w+)"', inspect.getsource(forward))) | set(forward.STATES)
-    ignored = {"encoder_attention_mask", "use_cache", "position_bias", "output_attentions"}
+    ignored = {"encoder_attention_mask", "use_cache", "position_bias", "output_attentions", CACHE_NAME}
     parameters = list(inspect.signature(getattr(modelling(folder, name), name).forward).parameters.values())[1:]
     names = {parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD}
     if parameters[0].name != "hidden_states" or not names <= read | ignored:
@@ -199,6 +200,8 @@ PARTS = [
     Part("how Trainer scales its loss", "training/trainer.py", "current_gradient_accumulation_steps",
          mentions(Trainer, "self.model_accepts_loss_kwargs", "self.compute_loss_func",
                   "self.current_gradient_accumulation_steps", "self.label_smoother")),
+    Part("Trainer._load_from_checkpoint", "training/trainer.py", "_load_from_checkpoint",
+         takes(Trainer._load_from_checkpoint, "resume_from_checkpoint", "model")),
     Part("TrainerState.stateful_callbacks", "training/trainer.py", "stateful_callbacks",
          lambda: "stateful_callbacks" in vars(transformers.TrainerState())),
     Part("Trainer._get_train_sampler", "glue_runs/experiments/batches.py", "_get_train_sampler",

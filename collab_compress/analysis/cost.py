@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from collab_compress.conversion.feed_forward import FeedForward, block_report
 from collab_compress.conversion.report import dense_macs, dense_parameters
 from collab_compress.errors import HeadError
 
-STEADY = 0.25  # spread of a ratio of times, over the ratio, up to which the ratio is meaningful
+STEADY = 0.15  # distance of the quartiles, over the ratio, up to which a ratio of times is meaningful
 
 Inputs = Callable[[int], Mapping[str, Tensor]]
 
@@ -229,6 +229,9 @@ def feed_forward_costs(
 class Latency:
     """The time that one attention module, or a whole model, takes for inputs of one length.
 
+    On a CPU it is processor time of one thread, which other programs on the machine hardly change. Printed, it is the
+    ratio, or why there is none.
+
     Args:
         name: path of the module in both models; empty for a whole model.
         length: tokens T.
@@ -238,10 +241,13 @@ class Latency:
         low: lower quartile of this ratio.
         high: upper quartile.
         rounds: number of rounds.
+        device: type of the device, as "cpu".
 
     Example:
-        >>> Latency("", 128, dense_ms=2.0, converted_ms=1.5, ratio=0.75, low=0.74, high=0.77, rounds=20).is_steady
-        True
+        >>> print(Latency("", 128, 2.0, 1.5, ratio=0.75, low=0.74, high=0.77, rounds=20, device="cpu"))
+        0.75 of the dense model's (processor time of one thread; half of 20 rounds between 0.74 and 0.77)
+        >>> print(Latency("", 128, 2.0, 3.5, ratio=1.75, low=1.59, high=1.90, rounds=20, device="cpu"))
+        not measurable beside other work on this machine: half of 20 rounds between 1.59 and 1.90 of the dense model's
     """
 
     name: str
@@ -252,11 +258,19 @@ class Latency:
     low: float
     high: float
     rounds: int
+    device: str
 
     @property
     def is_steady(self) -> bool:
-        """Whether the quartiles of the ratio are near each other; beside other work on the machine they are not."""
+        """Whether the quartiles of the ratio are near each other; if not, the ratio means little."""
         return self.high - self.low <= STEADY * self.ratio
+
+    def __str__(self) -> str:
+        rounds = f"half of {self.rounds} rounds between {self.low:.2f} and {self.high:.2f}"
+        if not self.is_steady:
+            return f"not measurable beside other work on this machine: {rounds} of the dense model's"
+        clock = "processor time of one thread" if self.device == "cpu" else f"time on {self.device}"
+        return f"{self.ratio:.2f} of the dense model's ({clock}; {rounds})"
 
 
 def module_latency(
@@ -272,8 +286,8 @@ def module_latency(
 ) -> list[Latency]:
     """Return the latency of every attention module, dense and converted, at several input lengths.
 
-    Both modules get the inputs of the dense module and run in turns, in random order, so that other load on the
-    machine affects both alike. Output projections count, also where they are outside the module.
+    Both modules get the inputs of the dense module and run in turns, in random order, on one thread of a CPU. Output
+    projections count, also where they are outside the module.
 
     Args:
         dense: the dense model; its mode does not change.
@@ -305,7 +319,7 @@ def module_latency(
     if not sites:
         raise HeadError("the two models have no attention module of the same path; pass a model and its conversion")
     draw, latencies = random.Random(seed), []
-    with evaluation_mode(dense), evaluation_mode(converted):
+    with evaluation_mode(dense), evaluation_mode(converted), _one_thread():
         for length in with_progress(lengths, progress, "lengths"):
             batch = random_tokens(dense, batch_size, length, seed) if inputs is None else dict(inputs(length))
             for site, args, kwargs in _first_calls(dense, sites, batch):
@@ -326,6 +340,8 @@ def model_latency(
 ) -> Latency:
     """Return the latency of a whole model and of its conversion on random tokens, measured in turns.
 
+    On a CPU one thread runs them.
+
     Args:
         dense: the dense model.
         converted: its conversion, on the same device.
@@ -344,7 +360,7 @@ def model_latency(
         (True, True)
     """
     batch = random_tokens(dense, batch_size, length, seed)
-    with evaluation_mode(dense), evaluation_mode(converted):
+    with evaluation_mode(dense), evaluation_mode(converted), _one_thread():
         calls = [partial(run_batch, model, batch) for model in (dense, converted)]
         once = sum(_seconds(call, dense.device) for call in calls)
         rounds = min(40, max(10, int(seconds / once)))
@@ -394,14 +410,27 @@ def _timed(
             times[which].append(1e3 * _seconds(calls[which], device))
     dense, converted = times[0][1:], times[1][1:]
     low, middle, high = statistics.quantiles([after / before for before, after in zip(dense, converted, strict=True)])
-    return Latency(name, length, statistics.median(dense), statistics.median(converted), middle, low, high, rounds)
+    medians = statistics.median(dense), statistics.median(converted)
+    return Latency(name, length, *medians, middle, low, high, rounds, device.type)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run PyTorch's operations on one CPU thread: several wait for each other where other programs use the cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the time of one call, its work on the GPU included."""
+    """Return the processor time of one call on the CPU, or its time on another device."""
+    clock: Callable[[], float] = thread_time if device.type == "cpu" else perf_counter
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
-    started = perf_counter()
+    started = clock()
     call()
     wait()
-    return perf_counter() - started
+    return clock() - started

@@ -36,7 +36,7 @@ def mean_over_pairs(matrix: Tensor) -> float:
         raise HeadError(f"got {tuple(matrix.shape)}, expected a matrix (H, H) of heads against heads")
     if len(matrix) < 2:
         raise HeadError("a single head has no pairs to average over; compare heads where there are several")
-    rows, columns = torch.triu_indices(len(matrix), len(matrix), 1)
+    rows, columns = torch.triu_indices(len(matrix), len(matrix), 1, device="cpu")
     return float(matrix[rows, columns].mean())
 
 
@@ -102,11 +102,11 @@ class JointCovariance:
     def rounding(self) -> Tensor:
         """Return the variance that rounding alone may give to a direction of each block, (n,)."""
         power = self.sum_blocks(self.matrix.diagonal() + self.mean.square())
-        return rounding_variance(power, torch.tensor(self.widths), self.precision)
+        return rounding_variance(power, torch.tensor(self.widths, device="cpu"), self.precision)
 
     def varies(self) -> Tensor:
         """Return which blocks vary by more than rounding, (n,)."""
-        return self.sum_blocks(self.matrix.diagonal()) > self.rounding() * torch.tensor(self.widths)
+        return self.sum_blocks(self.matrix.diagonal()) > self.rounding() * torch.tensor(self.widths, device="cpu")
 
 
 def check_representations(representations: Sequence[Tensor]) -> None:
@@ -269,9 +269,9 @@ def head_samples(
     for (readings,) in read_heads([model], batches, "outputs", modules=modules, progress=progress):
         for name, reading in readings:  # every token gets a random lot, and the lowest are kept
             vectors = unpadded_vectors(reading, "outputs").cpu()
-            new = torch.Generator().manual_seed(seed), torch.empty(0), vectors[:0]
+            new = torch.Generator().manual_seed(seed), torch.empty(0, device="cpu"), vectors[:0]
             generator, lots, kept = draws.get(name, new)
-            lots = torch.cat([lots, torch.rand(len(vectors), generator=generator)])
+            lots = torch.cat([lots, torch.rand(len(vectors), generator=generator, device="cpu")])
             lowest = lots.argsort()[:tokens]
             draws[name] = generator, lots[lowest], torch.cat([kept, vectors])[lowest]
     return {name: kept for name, (_, _, kept) in draws.items()}

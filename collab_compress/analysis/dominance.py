@@ -140,7 +140,7 @@ def dominant_heads(
     masks: list[Masks] = [{}, *(masks_without(model, {name: [head]}) for name, head in single)]
     with _ablation(model, reference) as mask:
         baseline, *scores = _scores(model, mask, masks, score, batches, progress)
-    changes = {site.name: torch.full((site.heads,), nan, dtype=torch.float64) for site in sites}
+    changes = {site.name: torch.full((site.heads,), nan, dtype=torch.float64, device="cpu") for site in sites}
     for (name, head), value in zip(single, scores, strict=True):
         changes[name][head] = value - baseline
     kind_of = {site.name: site.kind for site in sites}
@@ -202,7 +202,7 @@ def random_importance(model: PreTrainedModel, *, kinds: Collection[Kind] = KINDS
     """
     generator = torch.Generator().manual_seed(seed)
     sites = find_attention(model, kinds=kinds)
-    return {site.name: torch.rand(site.heads, generator=generator) for site in sites}
+    return {site.name: torch.rand(site.heads, generator=generator, device="cpu") for site in sites}
 
 
 def split_sequences(batches: Batches) -> tuple[list[Batch], list[Batch]]:

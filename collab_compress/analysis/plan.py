@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from collab_compress.analysis.cost import module_costs
 from collab_compress.architectures import (
     DenseSite,
     ValueSite,
@@ -20,10 +21,11 @@ from collab_compress.architectures import (
 from collab_compress.attention import NarrowConfig, SharedConfig, maps_of
 from collab_compress.calibration import Batch, Calibration
 from collab_compress.calibration.batches import refuse_noise, sample_sequences
+from collab_compress.conversion.compress import refuse_unconvertible
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.data import read
 from collab_compress.conversion.feed_forward import FeedForward, Structure, block_report
-from collab_compress.conversion.maps import Progress, silent
+from collab_compress.conversion.maps import READING, Progress, silent
 from collab_compress.conversion.report import PartReport, score_costs, to_frame, value_costs
 from collab_compress.conversion.widths import MEASURED, LossCurves, Part, loss_curves, narrowable_blocks
 from collab_compress.errors import CalibrationError, UnsupportedModelError
@@ -43,8 +45,8 @@ class Row:
         width: of the part; the narrowest module's, where they differ.
         loss: what is lost of the residual stream's variance, mean over layers; an upper bound, as refitting repairs
             some of it.
-        parameters: of the model, over dense.
-        operations: of the part, over dense, at the plan's length.
+        parameters: of the whole model, over dense.
+        operations: of all attention modules and feed-forward blocks, over dense, at the plan's length.
 
     Example:
         >>> Row(part="dv", width=16, loss=0.03, parameters=0.9, operations=0.7).width
@@ -69,9 +71,10 @@ class Plan:
 
     Example:
         >>> print(Plan((Row("dk", 12, 0.02, 0.9, 0.6), Row("dk", 6, 0.08, 0.8, 0.4)), length=128, left_out={}))
-        part  width  operations at 128 tokens  parameters  loss in a layer
-        dk       12                       60%       90.0%   2.00% █████
-        dk        6                       40%       80.0%   8.00% ████████████████████
+        Parameters and operations (at 128 tokens) are those of the whole model.
+        part  width  parameters  operations  loss in a layer
+        dk       12       90.0%       60.0%   2.00% █████
+        dk        6       80.0%       40.0%   8.00% ████████████████████
     """
 
     rows: tuple[Row, ...]
@@ -84,12 +87,15 @@ class Plan:
 
     def __str__(self) -> str:
         largest = max((row.loss for row in self.rows), default=0.0) or 1.0
-        lines = [f"part  width  operations at {self.length} tokens  parameters  loss in a layer"]
-        indent = len(f"operations at {self.length} tokens")
+        uncounted = ", without feed-forward blocks" if "dff" in self.left_out else ""
+        lines = [
+            f"Parameters and operations (at {self.length} tokens{uncounted}) are those of the whole model.",
+            "part  width  parameters  operations  loss in a layer",
+        ]
         for row in self.rows:
             bar = "█" * max(1, round(BAR * row.loss / largest))
             lines.append(
-                f"{row.part:<4}  {row.width:>5}  {row.operations:>{indent}.0%}  {row.parameters:>10.1%}  "
+                f"{row.part:<4}  {row.width:>5}  {row.parameters:>10.1%}  {row.operations:>10.1%}  "
                 f"{row.loss:>6.2%} {bar}"
             )
         lines += [f"{part} stays as it is: {reason}" for part, reason in self.left_out.items()]
@@ -166,12 +172,13 @@ def plan(
         model: dense; it does not change.
         calibration: as for `compress`.
         tokenizer: as for `compress`.
-        progress: called with a layer's name, how many are done, and how many there are.
+        progress: called with what is being done, how many layers are done, and how many there are, or None.
         calibration_options: as for `compress`.
         shares: of the dense widths; widths are rounded up, and dense ones left out.
 
     Raises:
         UnsupportedModelError: the model's family is not known, or its layers cannot be called alone.
+        CompressionError: the model can be neither changed nor measured, as for `compress`.
         CalibrationError: calibration data is missing or unusable.
 
     Example:
@@ -180,16 +187,23 @@ def plan(
         [('dk', 12), ('dv', 12), ('dff', 16)]
     """
     tokenizer = tokenizer or getattr(model, "tokenizer", None)
-    model = sharing_copy(transformers_model(model))  # so that other threads may run the model meanwhile
+    model = transformers_model(model)
+    refuse_unconvertible(model, "plan")
+    model = sharing_copy(model)  # so that other threads may run the model meanwhile
     find_attention(model)  # refuses unknown families before any data are read
     refuse_noise(model, calibration)
+    progress = progress or silent
+    progress(READING, 0, None)
     data = read(model, calibration, tokenizer, calibration_options, seed=0)
     for note in data.notes:
         _logger.warning(note)
     if not data.held_back:
         raise CalibrationError("a plan takes calibration data of at least two sequences; pass more")
     batches, length = sample_sequences(data.used, MEASURED), data.length
-    parts = part_losses(model, batches, progress or silent)
+    parts = part_losses(model, batches, progress)
+    attention = [cost for module in module_costs(model, length) for cost in (module.scores, module.values)]
+    blocks = [block_report(model, block, block.width, length) for block in parts.blocks]
+    operations = sum(cost.converted.macs for cost in attention) + sum(block.macs_before for block in blocks)
     rows = []
     for part, curves in parts.losses.items():
         for share in sorted(shares, reverse=True):
@@ -214,7 +228,7 @@ def plan(
                     width=min(widths.values()),
                     loss=sum(float(curves[name][width]) for name, width in widths.items()) / len(widths),
                     parameters=1 - saved / model.num_parameters(),
-                    operations=sum(cost.macs_after for cost in costs) / sum(cost.macs_before for cost in costs),
+                    operations=1 - sum(cost.macs_before - cost.macs_after for cost in costs) / operations,
                 )
             )
     return Plan(tuple(rows), length, parts.left_out)

@@ -129,8 +129,8 @@ def svcca(
         raise HeadError(f"share of variance to keep is {variance}; expected above 0, up to 1")
     slices, whitening = responses.slices, _whitening(responses, variance)
     rows, columns, within = responses.rows, responses.columns, not responses.leading
-    coefficients = torch.zeros(len(rows), len(columns), max(responses.widths), dtype=torch.float64)
-    directions = torch.zeros(len(rows), len(columns), dtype=torch.long)
+    coefficients = torch.zeros(len(rows), len(columns), max(responses.widths), dtype=torch.float64, device="cpu")
+    directions = torch.zeros(len(rows), len(columns), dtype=torch.long, device="cpu")
     for i, row in enumerate(rows):
         for j, column in enumerate(columns):
             if within and j < i:  # symmetric

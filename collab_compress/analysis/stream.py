@@ -97,11 +97,11 @@ def random_tokens(model: PreTrainedModel, count: int, length: int, seed: int) ->
     if size is None or "input_ids" not in forward_arguments(model):
         raise HeadError(f"{type(model).__name__} reads no tokens; pass inputs=, or leave this measure out")
     generator = torch.Generator().manual_seed(seed)
-    batch = {"input_ids": torch.randint(size, (count, length), generator=generator)}
+    batch = {"input_ids": torch.randint(size, (count, length), generator=generator, device="cpu")}
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     if model.config.is_encoder_decoder:
         targets = vocabulary_size(model, target=True) or size
-        batch["decoder_input_ids"] = torch.randint(targets, (count, length), generator=generator)
+        batch["decoder_input_ids"] = torch.randint(targets, (count, length), generator=generator, device="cpu")
     return batch
 
 

@@ -72,7 +72,9 @@ def change_of_outputs(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
     It is the product with random signs, so the mean square of its gradient in ξ is ‖∂outputs/∂ξ‖², without padding.
     """
     states = outputs[0]
-    signs = (torch.randint(2, states.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1).to(states)
+    signs = (torch.randint(2, states.shape, generator=torch.Generator().manual_seed(0), device="cpu") * 2 - 1).to(
+        states
+    )
     mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
     if mask is not None and mask.shape == states.shape[:2]:
         signs = signs * mask.to(states)[..., None]

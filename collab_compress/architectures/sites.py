@@ -657,8 +657,8 @@ def transformers_model(model: Any) -> PreTrainedModel:
     """Return the Transformers model itself.
 
     Args:
-        model: a Transformers model; a SentenceTransformer, whose first module holds one; a PEFT model, which wraps
-            one; or another module that passes on the attributes of one.
+        model: a Transformers model; a SentenceTransformer, whose first module holds one; a PEFT model, or what
+            `torch.compile` returned, which wrap one; or another module that passes on the attributes of one.
 
     Raises:
         UnsupportedModelError: it is none of these.
@@ -671,7 +671,9 @@ def transformers_model(model: Any) -> PreTrainedModel:
     """
     if isinstance(model, PreTrainedModel):
         return model
-    if hasattr(model, "get_base_model"):  # of PEFT; paths must be those of the model without the wrapper
+    if isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):  # of torch.compile
+        return transformers_model(compiled)  # paths must be those of the model without the wrapper
+    if hasattr(model, "get_base_model"):  # of PEFT
         return transformers_model(model.get_base_model())
     if isinstance(model, nn.Sequential) and len(model):
         inner = getattr(model[0], "auto_model", None)
@@ -681,8 +683,6 @@ def transformers_model(model: Any) -> PreTrainedModel:
     if is_module and isinstance(getattr(model, "config", None), PretrainedConfig):
         return model
     hint = "pass a transformers.PreTrainedModel, or a SentenceTransformer that holds one"
-    for name in ("module", "_orig_mod"):  # of DistributedDataParallel and of torch.compile
-        if hasattr(getattr(model, name, None), "config"):
-            hint = f"pass the model inside, model.{name}"
-            break
+    if hasattr(getattr(model, "module", None), "config"):  # of DistributedDataParallel
+        hint = "pass the model inside, model.module"
     raise UnsupportedModelError(f"{_class(model)} is no Transformers model; {hint}")

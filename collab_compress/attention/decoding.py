@@ -52,7 +52,7 @@ def cached_scores(query: Tensor, key: Tensor) -> Tensor:
 
 
 def probabilities(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Turn the scores (B, H, S) of one token, which are overwritten, into probabilities; the mask is (·, ·, 1, S)."""
+    """Mask the scores (B, H, S) of one token in place, (·, ·, 1, S), and return their probabilities."""
     if mask is not None and mask.dtype == torch.bool:
         scores.unsqueeze(2).masked_fill_(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:

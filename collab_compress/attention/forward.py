@@ -18,6 +18,7 @@ from transformers import EncoderDecoderCache
 from collab_compress.attention.projections import family_of, input_paths, refuse_dense, rows_of
 from collab_compress.attention.run import attend
 from collab_compress.attention.shared import scaling_of
+from collab_compress.transformers_parts import find_cache
 
 STATES = ("encoder_hidden_states", "key_value_states")  # what cross-attention reads keys and values from
 DROPOUTS = ("attention_dropout", "dropout", "dropout_prob")
@@ -29,7 +30,9 @@ def forward(module: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     call = {**dict(zip(module.argument_names, args, strict=False)), **kwargs}
     hidden_states = call.pop("hidden_states")
     states = [call.pop(name, None) for name in STATES]
-    cache, mask = call.pop("past_key_values", None), call.pop("attention_mask", None)
+    mask, cache = call.pop("attention_mask", None), find_cache(call.values())
+    if cache is not None:
+        call = {name: value for name, value in call.items() if value is not cache}
     parts = _projected(module, hidden_states, next((part for part in states if part is not None), None), cache)
     implementation = None
     if module.family.forward == "scores":
@@ -132,6 +135,7 @@ def edited_class(stock: Any) -> type[nn.Module]:
         "forward": forward,
         "argument_names": tuple(inspect.signature(stock.forward).parameters)[1:],
         "family": family,
+        "head_hooks": None,
         "output_name": "" if family.output.startswith("..") else family.output,
         "stock_class": stock,
         "_load_from_state_dict": _load_from_state_dict,

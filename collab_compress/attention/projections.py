@@ -345,9 +345,11 @@ def _join_layers(projections: QKVProjection) -> nn.Linear | Conv1D:
     weight = join([part.weight for part in parts])
     layer: nn.Linear | Conv1D
     if projections.transposed:
-        layer = Conv1D(weight.shape[0], weight.shape[1]).to(weight)
+        with weight.device:  # it takes no device
+            layer = Conv1D(weight.shape[0], weight.shape[1]).to(weight)
     else:
-        layer = nn.Linear(weight.shape[1], weight.shape[0], any(part.bias is not None for part in parts)).to(weight)
+        has_bias = any(part.bias is not None for part in parts)
+        layer = nn.Linear(weight.shape[1], weight.shape[0], has_bias, device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
         layer.weight.copy_(weight.T if projections.transposed else weight)
         if layer.bias is not None:

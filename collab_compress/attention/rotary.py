@@ -331,13 +331,14 @@ class RotaryQK(QKMap):
         order = arranged(factors.frequencies, site.head_width // 2)
         config = replace(config, frequencies=tuple(factors.frequencies[channel] for channel in order))
         qk, layers = cls.build(config, site.module, site.parent)
-        mixing, (query, key) = factors.mixing[:, order], layers.values()
+        mixing = factors.mixing[:, order]
+        query, key = layers[site.family.query], layers[site.family.key]
         with torch.no_grad():
             qk.mixing.copy_(torch.cat([mixing.real, mixing.imag], -1))
             copies = (site.query.weight, site.query.bias), config.key_rows(factors.key[:, order])
             for layer, (weight, bias) in zip((query, key), copies, strict=True):
                 layer.weight.copy_(weight)
-                if bias is not None:
+                if layer.bias is not None:
                     layer.bias.copy_(bias)
         return qk, layers, result
 
@@ -396,7 +397,7 @@ class RotaryQK(QKMap):
         """Freeze the mixing weights if they are not trained, and restore the frequencies."""
         super().finish_(module)
         key: Any = module.get_submodule(family_of(module).key)
-        self.slots = key.slots = self._slots(self.slots.device)
+        self.slots = key.slots = self._slots(torch.device("cpu") if self.slots.is_meta else self.slots.device)
 
     # Attention.
 
@@ -408,9 +409,8 @@ class RotaryQK(QKMap):
         config, pairing = self.config, self.config.pairing
         key = key[:, : config.rank // config.head_width]  # (B, P, S, d)
         by_real, by_imaginary = self.mixing.to(key.dtype).unsqueeze(1).chunk(2, -1)  # (G, 1, R/2)
-        real, imaginary = (
-            part.transpose(1, 2).flatten(2).unsqueeze(1) for part in pairing.split(key)
-        )  # (B, 1, S, ·)
+        # (B, 1, S, R/2)
+        real, imaginary = (part.transpose(1, 2).flatten(2).unsqueeze(1) for part in pairing.split(key))
         mixed = real * by_real + imaginary * by_imaginary, imaginary * by_real - real * by_imaginary
         width = config.head_width // 2
         sums = (part.new_zeros(*part.shape[:3], width).index_add(-1, self.slots, part) for part in mixed)
@@ -424,7 +424,8 @@ class RotaryQK(QKMap):
         real, imaginary = (part.index_select(-1, self.slots) for part in halves)  # (B, H, T, R/2)
         by_real, by_imaginary = mixing.unsqueeze(1).chunk(2, -1)  # (H, 1, R/2)
         mixed = real * by_real - imaginary * by_imaginary, real * by_imaginary + imaginary * by_real
-        return config.to_heads(*mixed).transpose(1, 2)
+        queries: Tensor = config.to_heads(*mixed).transpose(1, 2)
+        return queries
 
     # Heads.
 

@@ -46,7 +46,7 @@ from collab_compress.attention.projections import (
 from collab_compress.attention.shared import WIDTH_MULTIPLE, QKMap, SharedQK, scaling_of
 from collab_compress.attention.values import NarrowOV, output_of
 from collab_compress.errors import UnsupportedModelError
-from collab_compress.transformers_parts import ALL_ATTENTION_FUNCTIONS
+from collab_compress.transformers_parts import ALL_ATTENTION_FUNCTIONS, find_cache
 
 IMPLEMENTATIONS = ("eager", "sdpa")  # under which heads can be hooked
 STOCK_HEADS = "stock_heads"  # attribute: H, where the module's own attribute holds the number of key groups
@@ -105,10 +105,22 @@ def is_converted(module: nn.Module) -> bool:
     return any(converted is not None for converted in maps_of(module))
 
 
+class PresentHooks:
+    """The hooks on the heads of one module; a copy of it, as in a copy or a pickle of the module, holds none."""
+
+    def __init__(self, hooks: tuple[HeadHook, ...] = ()) -> None:
+        self.hooks = hooks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle without the hooks."""
+        return PresentHooks, ()
+
+
 def head_hooks(module: Any) -> tuple[HeadHook, ...]:
     """Return the hooks on the heads of `module`, in order."""
-    hooks: tuple[HeadHook, ...] = module.__dict__.get("head_hooks", ())
-    return hooks
+    # By getattr: a compiled model notices attributes that come and go, not entries of the module's `__dict__`.
+    present: PresentHooks | None = getattr(module, "head_hooks", None)
+    return () if present is None else present.hooks
 
 
 def for_each_head(part: Tensor, heads: int) -> Tensor:
@@ -282,13 +294,13 @@ def _ordinary_heads(
 def _value_width(module: Any, value: Tensor) -> int:
     """Return the width of a head's values, behind which there may be channels that do not count."""
     qk, _ = maps_of(module)
-    values = getattr(qk, "values", None)
-    return value.shape[-1] if values is None else int(values[1])
+    return value.shape[-1] if qk is None or qk.values is None else qk.values[1]
 
 
 def _split(part: Tensor, heads: int) -> Tensor:
     """Split channels of heads side by side, (B, 1, L, H·d), into heads, (B, H, L, d)."""
-    return part.squeeze(1).unflatten(-1, (heads, -1)).transpose(1, 2)
+    split: Tensor = part.squeeze(1).unflatten(-1, (heads, -1)).transpose(1, 2)
+    return split
 
 
 def _whole_mask(
@@ -367,11 +379,7 @@ def _eager(
 
 def _refuse_unsupported(module: Any, options: dict[str, Any], names: frozenset[str]) -> None:
     """Raise UnsupportedModelError for a paged cache, and for arguments of these names."""
-    if options.get("cache") is not None:
-        raise UnsupportedModelError(
-            f"edited {type(module).__name__} cannot read a paged cache (generate_batch, continuous batching); "
-            "use generate"
-        )
+    refuse_paged_cache(module, options)
     passed = sorted(name for name in names if options.get(name) is not None)
     if passed:
         raise UnsupportedModelError(
@@ -432,6 +440,15 @@ def stock_config(module: Any) -> Any:
     return config.stock if isinstance(config, AttentionConfig) else config
 
 
+def refuse_paged_cache(module: Any, options: dict[str, Any]) -> None:
+    """Raise UnsupportedModelError if these keyword arguments of attention come from continuous batching."""
+    if "read_index" in options:
+        raise UnsupportedModelError(
+            f"edited {type(module).__name__} cannot read a paged cache (generate_batch, continuous batching); "
+            "use generate"
+        )
+
+
 def wrong_implementation(reason: str, implementation: Any) -> UnsupportedModelError:
     """Return the error of a module that cannot run with an attention implementation."""
     return UnsupportedModelError(
@@ -474,7 +491,7 @@ def add_head_hook_(module: Any, hook: HeadHook, *, first: bool = False) -> None:
     Raises:
         UnsupportedModelError: hooks do not work with the model's attention implementation.
     """
-    module.head_hooks = (hook, *head_hooks(module)) if first else (*head_hooks(module), hook)
+    module.head_hooks = PresentHooks((hook, *head_hooks(module)) if first else (*head_hooks(module), hook))
     redirect_(module)
     if family_of(module).forward == "scores":  # any attention implementation
         return
@@ -488,7 +505,7 @@ def remove_head_hook_(module: Any, hook: HeadHook) -> None:
     """Undo `add_head_hook_`, in place; a module without any edit is a stock one again."""
     remaining_hooks = tuple(other for other in head_hooks(module) if other is not hook)
     if remaining_hooks:
-        module.head_hooks = remaining_hooks
+        module.head_hooks = PresentHooks(remaining_hooks)
     else:
         module.__dict__.pop("head_hooks", None)
     restore_(module)
@@ -625,18 +642,20 @@ def lay_out_(module: Any) -> None:
         else:
             multiple = configs[0].heads * width if family.fixed_heads else width
             projection.padding = -channels % multiple if channels else multiple
-    fused = module.get_submodule(family.fused) if family.fused else None
-    if getattr(fused, "transposed", False):
-        module.split_size = fused.widths
+    if family.fused:
+        fused: Any = module.get_submodule(family.fused)
+        if fused.transposed:
+            module.split_size = fused.widths
 
 
-def _prepare_cache(module: Any, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _prepare_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Make a static cache allocate values in their own shape; stock caches give them as many heads as keys.
 
     Raises:
-        UnsupportedModelError: the cache is already allocated, and its values do not fit.
+        UnsupportedModelError: the cache is paged, or is already allocated and its values do not fit.
     """
-    cache = kwargs.get("past_key_values")
+    refuse_paged_cache(module, kwargs)
+    cache = find_cache((*kwargs.values(), *args))
     if cache is None or hasattr(cache, LAZY_VALUES) or not getattr(cache, "is_compileable", False):
         return
     inner = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]

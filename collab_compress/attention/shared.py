@@ -70,6 +70,8 @@ class QKMap(ConvertedMap):
     at: ClassVar[str] = "qk"
     config: Any
     mixing: nn.Parameter
+    values: tuple[int, int] | None = None
+    """First row of the values, and width of a head, in a layer that holds queries, keys and values."""
 
     @abstractmethod
     def heads(self, module: Any, query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -217,7 +219,6 @@ class SharedQK(QKMap):
         self.mixing = mixing
         self.channels = nn.Buffer(torch.arange(config.reads, device=mixing.device).repeat(config.heads, 1))
         self.register_buffer("content", self._content(mixing.device), persistent=False)
-        self.values: tuple[int, int] | None = None  # first row and width of a head, where one layer holds values too
         self.register_buffer("joint", None, persistent=False)
         self.register_buffer("ones", None, persistent=False)
 
@@ -329,7 +330,8 @@ class SharedQK(QKMap):
             )
         family, like = site.family, module.get_submodule(rows_of(module)[site.family.query].layer).weight
         query_bias = torch.cat(query_biases) if content is not None else None
-        key_bias = torch.zeros(config.heads * width) if content is not None and family.key_bias else None
+        has_key_bias = content is not None and family.key_bias
+        key_bias = torch.zeros(config.heads * width, device="cpu") if has_key_bias else None
         return {
             family.query: linear(torch.cat(query_weights, 1), query_bias, like),
             family.key: linear(torch.cat(key_weights, 1), key_bias, like),

@@ -207,7 +207,8 @@ class NarrowOV(ConvertedMap):
             (B, H, S, s); Hkv heads where queries are grouped.
         """
         joined = channels_of(value)[..., : self.config.dv]  # (B, S, dv)
-        return joined.unflatten(-1, (-1, self.config.size)).transpose(1, 2)
+        heads: Tensor = joined.unflatten(-1, (-1, self.config.size)).transpose(1, 2)
+        return heads
 
     def head_rows(self, module: Any) -> list[HeadRows]:
         """List each head's channels of the values, if heads do not share them."""

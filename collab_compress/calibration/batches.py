@@ -25,17 +25,22 @@ from collab_compress.calibration.synthetic import (
     what_it_reads,
 )
 from collab_compress.calibration.tokenization import (
-    BATCH_SIZE,
+    batch_size,
     pair_separator,
     sampled,
     text_batches,
+    token_type_count,
     usable_length,
     vocabulary_size,
 )
 from collab_compress.errors import CalibrationError, check_type
 from collab_compress.options import CalibrationOptions
 
-Calibration: TypeAlias = str | Path | Sequence[Text] | Iterable[Mapping[str, Tensor]] | None
+Source: TypeAlias = str | Path | Sequence[Text] | Iterable[Mapping[str, Tensor]]
+"""Calibration data of one kind."""
+
+Calibration: TypeAlias = Source | tuple[Source, ...] | None
+"""Calibration data; a tuple is several sources together."""
 
 Item = TypeVar("Item")
 
@@ -63,13 +68,15 @@ def calibration_batches(
             language model writes), "none" or None, a file of texts or a column of a file or a data set
             (`read_texts`), texts or text pairs (a list, a NumPy array, a column of a pandas table or of a `datasets`
             data set), or ready batches (a list, a `DataLoader`). For an encoder–decoder a pair is a source and a
-            target, which the decoder reads shifted to the right, as in training.
+            target, which the decoder reads shifted to the right, as in training. A tuple is several of these
+            together, as ("builtin", "docs.txt"): all sequences of all of them, in random order.
         model: the model they are for; limits the vocabulary and the length.
         tokenizer: needed unless data are ready batches or none, or the model reads no tokens; or the processor that
             holds it.
         sequences: number of random sequences, 384 by default, or 128 of one length, and of images and sounds; of
             generated texts, 256 by default; of texts, drawn at random, all by default; of built-in texts and random
-            sequences together; of ready batches or a stream of texts, the first, all by default.
+            sequences together; of ready batches or a stream of texts, the first, all by default. Of several sources,
+            that of each.
         length: tokens of a random sequence, 8 to 128 by default (`synthetic_batches`); of a generated text, 128 by
             default; where texts are cut, at the model's limit by default; positions of a sound, 64 by default. Ready
             batches are not cut.
@@ -112,6 +119,56 @@ def noted_batches(
         check_type("tokenizer", tokenizer, PreTrainedTokenizerBase, CalibrationError)
     if is_none(calibration):
         return [], [], []
+    batches: list[Batch] = []
+    given: list[Batch] = []
+    notes: list[str] = []
+    sources = sources_of(calibration)
+    for source in sources:
+        made, made_of_texts, made_notes = _batches(source, model, tokenizer, sequences, length, seed)
+        batches += made
+        given += made_of_texts
+        notes += made_notes
+    if len(sources) > 1:
+        batches = sampled(batches, None, seed)
+    _check_tokens(model, batches)
+    return batches, [*dict.fromkeys(notes), *_alike(given, tokenizer)], given
+
+
+def sources_of(calibration: Calibration, name: str = "calibration") -> tuple[Any, ...]:
+    """Return the sources of calibration data, one if they are no tuple.
+
+    Raises:
+        CalibrationError: a tuple holds no source, or something that is none.
+    """
+    if not isinstance(calibration, tuple):
+        return (calibration,)
+    if not calibration:
+        raise CalibrationError(f"{name} is an empty tuple; pass at least one source")
+    for source in calibration:
+        if (len(calibration) > 1 and is_none(source)) or isinstance(source, tuple | Mapping):
+            got = (
+                "None"
+                if source is None
+                else repr(source)
+                if isinstance(source, str)
+                else f"a {type(source).__name__}"
+            )
+            raise CalibrationError(
+                f"{name} is a tuple, which is several sources of data together, and one of them is {got}; expected "
+                "names, files, or lists; pass texts, pairs and batches in a list"
+            )
+    return calibration
+
+
+def _batches(
+    calibration: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    sequences: int | None,
+    length: int | None,
+    seed: int,
+) -> tuple[list[Batch], list[Batch], list[str]]:
+    """Return the batches of one source, those of them that are not random, and a sentence for what is left out."""
     columns = getattr(calibration, "column_names", getattr(calibration, "columns", None))
     if columns is not None:
         raise CalibrationError(
@@ -119,50 +176,70 @@ def noted_batches(
             "calibration=data['text'], or pairs, as in list(zip(data['source'], data['target']))"
         )
     ready, rows = ([], None) if isinstance(calibration, str | Path) else _items(calibration, sequences)
-    given: list[Batch] = []
-    notes: list[str] = []
     if ready:
-        batches = given = ready
-        notes = _notes_on_ready(model, batches, length)
-    elif reads_noise(model):
-        batches = []
+        return ready, ready, _notes_on_ready(model, ready, length)
+    if reads_noise(model):
         if is_named(calibration, "auto", "synthetic"):
             batches = noise_batches(model, tokenizer, sequences, length, seed)
-        if not batches:
-            raise CalibrationError(
-                f"{type(model).__name__} reads {what_it_reads(model)}, not texts; pass batches of them as its "
-                "processor makes them"
-            )
-    elif tokenizer is None:
+            if batches:
+                return batches, [], []
+        raise CalibrationError(
+            f"{type(model).__name__} reads {what_it_reads(model)}, not texts; pass batches of them as its "
+            "processor makes them"
+        )
+    if tokenizer is None:
         raise CalibrationError(
             "calibration from random tokens or texts needs the model's tokenizer, and there is none: pass "
             "tokenizer=…, ready batches, or calibration 'none' to weigh all directions of the input alike"
         )
-    elif is_named(calibration, "generated"):
-        batches = given = generated_batches(model, tokenizer, sequences, length, seed)
-    else:
-        texts, random, notes = _texts(calibration, rows, model, tokenizer, sequences, length, seed)
-        limit = usable_length(length, model, tokenizer)
-        if texts:
-            given, cut = text_batches(model, tokenizer, texts, limit, seed)
-            if cut and not is_named(calibration, "auto", "builtin"):
-                notes.append(f"{cut} of {len(texts)} texts are longer than {limit} tokens and are cut there")
-        batches = given
-        if random:
-            batches = given + synthetic_batches(model, tokenizer, random, length, seed)
-            batches = sampled(batches, None, seed) if given else batches
-            if length is not None and limit is not None and limit < length:
-                notes.append(f"random sequences have {limit} tokens, the most the model takes, and not {length}")
+    if is_named(calibration, "generated"):
+        batches = generated_batches(model, tokenizer, sequences, length, seed)
+        return batches, batches, []
+    texts, random, notes = _texts(calibration, rows, model, tokenizer, sequences, length, seed)
+    limit = usable_length(length, model, tokenizer)
+    given: list[Batch] = []
+    if texts:
+        given, cut = text_batches(model, tokenizer, texts, limit, seed)
+        if cut and not is_named(calibration, "auto", "builtin"):
+            notes.append(f"{cut} of {len(texts)} texts are longer than {limit} tokens and are cut there")
+    batches = given
+    if random:
+        batches = given + synthetic_batches(model, tokenizer, random, length, seed)
+        batches = sampled(batches, None, seed) if given else batches
+        if length is not None and limit is not None and limit < length:
+            notes.append(f"random sequences have {limit} tokens, the most the model takes, and not {length}")
+    types, largest = token_type_count(model), _largest(batches, "token_type_ids")
+    if types is not None and largest >= types:
+        notes.append(
+            f"the tokenizer gives token types up to {largest}, and {type(model).__name__} has {types}, counted from "
+            "0; token_type_ids are left out"
+        )
+        for batch in batches:  # those of texts are among them
+            batch.pop("token_type_ids", None)
+    return batches, given, notes
+
+
+def _largest(batches: Sequence[Batch], name: str) -> int:
+    """Return the largest number in an argument of batches; -1 without any."""
+    values = [batch[name] for batch in batches if isinstance(batch.get(name), Tensor)]
+    return max((int(numbers.max()) for numbers in values if numbers.numel()), default=-1)
+
+
+def _check_tokens(model: PreTrainedModel, batches: Sequence[Batch]) -> None:
+    """Refuse tokens and token types that the model has no embeddings of."""
     for name, target in (("input_ids", False), ("decoder_input_ids", True)):
-        size = vocabulary_size(model, target)
-        ids = [batch[name] for batch in batches if isinstance(batch.get(name), Tensor)]
-        largest = max((int(tokens.max()) for tokens in ids if tokens.numel()), default=0)
+        size, largest = vocabulary_size(model, target), _largest(batches, name)
         if size is not None and largest >= size:
             raise CalibrationError(
                 f"the calibration data holds token {largest}, but the model's vocabulary ends at {size - 1}; "
                 "the tokenizer is not this model's"
             )
-    return batches, [*notes, *_alike(given, tokenizer)], given
+    types, largest = token_type_count(model), _largest(batches, "token_type_ids")
+    if types is not None and largest >= types:
+        raise CalibrationError(
+            f"the calibration data holds token type {largest}, but {type(model).__name__} has {types}, counted from "
+            "0 (type_vocab_size); leave token_type_ids out of the batches"
+        )
 
 
 def _texts(
@@ -206,7 +283,8 @@ def _texts(
 
 def is_none(calibration: object) -> bool:
     """Return whether there is no calibration."""
-    return calibration is None or is_named(calibration, "none")
+    only = calibration[0] if isinstance(calibration, tuple) and len(calibration) == 1 else calibration
+    return only is None or is_named(only, "none")
 
 
 def is_named(calibration: object, *names: str) -> bool:
@@ -216,7 +294,7 @@ def is_named(calibration: object, *names: str) -> bool:
 
 def refuse_noise(model: PreTrainedModel, calibration: Calibration) -> None:
     """Refuse to choose what a model keeps, or say what it loses, on noise that nobody asked for."""
-    if is_named(calibration, "auto") and reads_noise(model):
+    if reads_noise(model) and any(is_named(source, "auto") for source in sources_of(calibration)):
         raise CalibrationError(
             f"{type(model).__name__} reads {what_it_reads(model)}, and widths, neurons and layers are chosen on "
             "examples, of which the package has none; pass batches from Python, as its processor makes them, or "
@@ -233,11 +311,10 @@ def resolved(calibration: str, model: PreTrainedModel, tokenizer: Any) -> str:
     return "builtin" if has_texts else "synthetic"
 
 
-def text_file(calibration: Any) -> Path | None:
-    """Return the file that calibration texts come from, without its columns, or None."""
-    if not isinstance(calibration, str | Path) or str(calibration) in NAMES:
-        return None
-    return Path(split_columns(_source(calibration))[0])
+def text_files(calibration: Calibration) -> list[Path]:
+    """Return the files that calibration texts come from, without their columns."""
+    sources = [source for source in sources_of(calibration) if isinstance(source, str | Path)]
+    return [Path(split_columns(_source(source))[0]) for source in sources if str(source) not in NAMES]
 
 
 def _source(calibration: Any) -> str:
@@ -279,7 +356,7 @@ def _batch(place: int, item: Any) -> Batch:
             f"calibration item {place} is a {type(item).__name__} among batches; pass batches only"
         )
     batch = dict(item)
-    ids = batch.get("input_ids", torch.zeros(1))
+    ids = batch.get("input_ids", torch.zeros(1, device="cpu"))
     if not isinstance(ids, Tensor) or not ids.numel():
         got = "empty" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
         raise CalibrationError(f"calibration batch {place}: input_ids is {got}; expected a tensor of token ids")
@@ -384,18 +461,24 @@ def evenly_spaced(items: Sequence[Item], count: int) -> list[Item]:
 
 
 def in_parts(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the batches in parts of up to 16 sequences, where they can be divided."""
+    """Return the batches in parts of up to 16 sequences and 4,096 tokens, where they can be divided."""
     parts: list[Batch] = []
     for batch in batches:
-        size = sequence_count(batch)
-        whole = size <= BATCH_SIZE or not is_divisible(batch)
-        starts = range(0, size, BATCH_SIZE)
-        parts += [batch] if whole else [slice_batch(batch, slice(start, start + BATCH_SIZE)) for start in starts]
+        count = sequence_count(batch)
+        size = batch_size(max((len(ids[0]) for name, ids in batch.items() if _holds_tokens(name, ids)), default=1))
+        whole = count <= size or not is_divisible(batch)
+        starts = range(0, count, size)
+        parts += [batch] if whole else [slice_batch(batch, slice(start, start + size)) for start in starts]
     return parts
 
 
+def _holds_tokens(name: str, value: Any) -> bool:
+    """Return whether an argument holds token ids or their embeddings, (B, T, …)."""
+    return isinstance(value, Tensor) and value.dim() > 1 and len(value) > 0 and name.endswith(("ids", "embeds"))
+
+
 def sample_sequences(batches: Sequence[Batch], count: int) -> list[Batch]:
-    """Return about `count` sequences, evenly spaced, in batches of up to 16 where batches can be divided.
+    """Return about `count` sequences, evenly spaced, in the parts that `in_parts` makes.
 
     Example:
         >>> len(sample_sequences([batch] * 10, 4))  # batches, of two sequences each

@@ -1,23 +1,26 @@
-"""Read calibration texts from files and data sets, by line or by column."""
+"""Read tables and texts from files and data sets, by line or by column."""
 
 import csv
+import io
 import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import isnan
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from collab_compress.errors import CalibrationError, one_line
+from collab_compress.errors import CalibrationError, DataError, install, one_line
 
 Text: TypeAlias = str | tuple[str, str]
 """A text or a text pair."""
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 JSON_LINES = (".jsonl", ".ndjson")
+TABLES = ".csv, .tsv or .jsonl"
 LONGEST_NAME = 255  # characters of a path that messages show in full
 MOST_CHARACTERS = 2**28  # of texts that are read, and of one line of a file
 
@@ -51,7 +54,10 @@ def read_texts(source: str | Path) -> tuple[list[Text], list[str]]:
     Raises:
         CalibrationError: the source cannot be read, is not UTF-8, has no text, or lacks the columns.
     """
-    return texts_of(_read_rows(source), str(source))
+    try:
+        return texts_of(_read_rows(source), str(source))
+    except DataError as error:
+        raise CalibrationError(str(error)) from error
 
 
 def texts_of(rows: Iterable[Any], source: str, most: int | None = None) -> tuple[list[Text], list[str]]:
@@ -123,78 +129,111 @@ def _read_rows(source: str | Path) -> Iterator[Any]:
         raise CalibrationError(f"cannot read calibration texts from {path}: expected a file")  # a pipe may never end
     if columns and not os.path.isfile(path) and suffix not in (*SEPARATORS, *JSON_LINES, ".txt"):
         return _select(_load_data_set(name, columns), name, columns)
-    lines = _read_lines(path)
-    if suffix in JSON_LINES:
-        return _select(_parse_json_lines(path, lines), name, columns)
-    if suffix == ".csv" or (suffix in SEPARATORS and columns):
-        return _select(_parse_table(path, lines, SEPARATORS[suffix]), name, columns)
+    if suffix in JSON_LINES or suffix == ".csv" or (suffix in SEPARATORS and columns):
+        return _select((row for _, row in read_table(path)), name, columns)
     if columns:
-        raise CalibrationError(f"{path} has no columns to choose from; expected a .csv, .tsv or .jsonl file")
-    return _texts_by_line(path, lines)
+        raise CalibrationError(f"{path} has no columns to choose from; expected a {TABLES} file")
+    return _texts_by_line(path)
+
+
+def read_table(path: str | Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Read the rows of a .csv, .tsv or .jsonl file; the columns of the first two are those of the first line.
+
+    Values of a .csv may stand in double quotes; in a .tsv quotes are text, as in GLUE's files. Blank lines are left
+    out. A value that a line lacks is None.
+
+    Yields:
+        The number of the line that a row ends at, and column → value.
+
+    Raises:
+        DataError: the file cannot be read, is not UTF-8, or a line of it is malformed.
+    """
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix not in (*SEPARATORS, *JSON_LINES):
+        raise DataError(f"{path} is no table; expected a {TABLES} file")
+    return _parse_json_lines(path) if suffix in JSON_LINES else _parse_table(path, SEPARATORS[suffix])
 
 
 def _read_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a file, with their ends."""
+    number = 0
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            while line := file.readline(MOST_CHARACTERS + 1):
-                if len(line) > MOST_CHARACTERS:
-                    raise CalibrationError(
-                        f"{path} has a line of more than {MOST_CHARACTERS:,} characters; divide it"
-                    )
-                if "\0" in line:
-                    raise CalibrationError(f"{path} holds NUL characters, as UTF-16 does; expected texts in UTF-8")
-                yield line
+        with path.open("rb") as file:
+            while raw := file.readline(MOST_CHARACTERS + 1):
+                number += 1
+                if len(raw) > MOST_CHARACTERS:
+                    raise DataError(f"{path}, line {number}: more than {MOST_CHARACTERS:,} bytes; divide it")
+                if b"\0" in raw:
+                    raise DataError(f"{path}, line {number}: NUL characters, as in UTF-16; expected UTF-8")
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                yield from io.StringIO(text, newline="")  # a line may end with \r alone
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, line {number}: not UTF-8 ({error.reason}, byte {error.start + 1})") from error
     except (OSError, ValueError) as error:
         name = str(path) if len(str(path)) <= LONGEST_NAME else f"{str(path)[:60]}…"
         reason = getattr(error, "strerror", None) or error
         advice = "; if it is a text, pass a list of texts" if " " in str(path) and not os.path.exists(path) else ""
-        raise CalibrationError(f"cannot read calibration texts from {name}: {reason}{advice}") from error
+        raise DataError(f"cannot read {name}: {reason}{advice}") from error
 
 
-def _texts_by_line(path: Path, lines: Iterable[str]) -> Iterator[Any]:
-    for line in lines:
+def _texts_by_line(path: Path) -> Iterator[Any]:
+    for number, line in enumerate(_read_lines(path), 1):
         parts = tuple(line.rstrip("\r\n").split("\t"))
         if len(parts) > 2:
-            raise CalibrationError(
-                f"{path} has a line of {len(parts)} columns, {line.strip()[:40]!r}; expected one text a line, or "
-                f"two with a tab between them; name columns of a .csv, .tsv or .jsonl file as {path.name}:COLUMN"
+            raise DataError(
+                f"{path}, line {number}: {len(parts)} columns, {line.strip()[:40]!r}; expected one text a line, or "
+                f"two with a tab between them; name columns of a {TABLES} file as {path.name}:COLUMN"
             )
         yield parts if len(parts) == 2 else parts[0]
 
 
-def _parse_table(path: Path, lines: Iterable[str], separator: str) -> Iterator[Mapping[str, Any]]:
-    quoting: Any = csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL  # GLUE's tsv files quote nothing
-    table = csv.DictReader(lines, delimiter=separator, quoting=quoting, strict=True)
+def _parse_table(path: Path, separator: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    quoting: Any = csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
+    table = csv.DictReader(_read_lines(path), delimiter=separator, quoting=quoting, strict=True)
+    try:
+        with _long_fields():
+            repeated = [name for name, count in Counter(table.fieldnames or ()).items() if count > 1]
+        if repeated:
+            raise DataError(f"{path} has several columns {repeated[0]!r}; expected one of each name")
+        while True:
+            with _long_fields():
+                row = next(table, None)
+            if row is None:
+                return
+            if None in row:
+                raise DataError(
+                    f"{path}, line {table.line_num}: more columns than the first line names; quote texts that hold "
+                    "the separator, and leave out separators at the ends of lines"
+                )
+            yield table.line_num, row
+    except csv.Error as error:
+        raise DataError(
+            f"{path}, line {table.line_num + 1}: {error}, in the row that begins here; double quotes enclose values"
+        ) from error
+
+
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    """Let the csv module read long fields: its limit is that of the process, so it changes for one row at a time."""
     limit = csv.field_size_limit(MOST_CHARACTERS)
     try:
-        repeated = [name for name, count in Counter(table.fieldnames or ()).items() if count > 1]
-        if repeated:
-            raise CalibrationError(f"{path} has several columns {repeated[0]!r}; expected one of each name")
-        for row in table:
-            if None in row:
-                raise CalibrationError(
-                    f"{path}, line {table.line_num}: more columns than the first line names; quote texts that hold "
-                    "the separator"
-                )
-            yield row
-    except csv.Error as error:
-        raise CalibrationError(f"cannot read calibration texts from {path}: {error}") from error
+        yield
     finally:
         csv.field_size_limit(limit)
 
 
-def _parse_json_lines(path: Path, lines: Iterable[str]) -> Iterator[Mapping[str, Any]]:
-    for number, line in enumerate(lines, 1):
+def _parse_json_lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for number, line in enumerate(_read_lines(path), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise CalibrationError(f"{path}, line {number}: {error}; expected one JSON object a line") from error
+            raise DataError(f"{path}, line {number}: {error}; expected one JSON object a line") from error
         if not isinstance(row, Mapping):
-            raise CalibrationError(f"{path}, line {number}: a {type(row).__name__}; expected one JSON object a line")
-        yield row
+            raise DataError(f"{path}, line {number}: a {type(row).__name__}; expected one JSON object a line")
+        yield number, row
 
 
 def _load_data_set(name: str, columns: Sequence[str]) -> Any:
@@ -202,7 +241,7 @@ def _load_data_set(name: str, columns: Sequence[str]) -> Any:
         from datasets import load_dataset  # of the extra `data`
     except ImportError as error:
         raise CalibrationError(
-            f"{name} is no file, and data sets need the package datasets: pip install 'collab-compress[data]'"
+            f"{name} is no file, and data sets need the package datasets: {install('data')}"
         ) from error
     repository, _, configuration = name.partition(":")
     try:

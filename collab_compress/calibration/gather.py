@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from collab_compress.architectures import AttentionSite, DenseSite, Kind, ValueSite
 from collab_compress.errors import CalibrationError, HeadError
@@ -35,6 +35,12 @@ class AttentionMasks(NamedTuple):
 def forward_arguments(model: nn.Module) -> list[str]:
     """Return the names of the arguments of `model.forward`, in order."""
     return list(inspect.signature(model.forward).parameters)
+
+
+def takes_argument(model: nn.Module, name: str) -> bool:
+    """Return whether `model.forward` takes an argument of that name, if only among further keyword arguments."""
+    parameters = inspect.signature(model.forward).parameters
+    return name in parameters or any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def attention_masks(
@@ -75,8 +81,9 @@ def attention_masks(
     if model.config.is_encoder_decoder:
         target, memory = mask("decoder_attention_mask"), source
         labels, ids = inputs.get("labels"), inputs.get("decoder_input_ids")
-        if target is None and ids is not None and model.config.pad_token_id is not None:
-            target = ids != model.config.pad_token_id
+        pad_token = _decoder_pad_token(model.config)
+        if target is None and ids is not None and pad_token is not None:
+            target = ids != pad_token
             target[:, 0] = True
         elif target is None and ids is None and isinstance(labels, Tensor) and labels.dim() == 2:
             target = (labels != UNLABELLED).roll(1, dims=1)
@@ -96,12 +103,18 @@ def attention_masks(
     }
 
 
+def _decoder_pad_token(config: PretrainedConfig) -> int | None:
+    """Return the pad token of an encoder–decoder's targets; a model of two configs has it in its decoder's."""
+    token: int | None = getattr(config, "pad_token_id", None)
+    return getattr(config.get_text_config(decoder=True), "pad_token_id", None) if token is None else token
+
+
 def _source_mask(model: PreTrainedModel, inputs: Mapping[str, Any], mask: Tensor | None) -> Tensor | None:
     """Return the mask of the encoder's tokens, or of all tokens of a model without a decoder."""
     ids = inputs.get("input_ids")
     sounds = next((part for part in (model, getattr(model, "encoder", None)) if hasattr(part, SOUND_MASK)), None)
     if mask is not None and sounds is not None:  # positions are fewer than samples
-        length = int(sounds._get_feat_extract_output_lengths(torch.tensor(mask.shape[1])))
+        length = int(sounds._get_feat_extract_output_lengths(torch.tensor(mask.shape[1], device="cpu")))
         resized: Tensor = getattr(sounds, SOUND_MASK)(length, mask.long()).bool()
         return resized
     if "input_features" in inputs:
@@ -213,10 +226,9 @@ def run_batch(model: PreTrainedModel, batch: Batch) -> Any:
     moved: dict[str, Any] = {
         name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in batch.items()
     }
-    parameters = inspect.signature(model.forward).parameters
-    if "use_cache" in parameters:
+    if "use_cache" in forward_arguments(model):
         moved.setdefault("use_cache", False)
-    if "return_dict" in parameters or any(each.kind == each.VAR_KEYWORD for each in parameters.values()):
+    if takes_argument(model, "return_dict"):
         moved["return_dict"] = True
     try:
         return model(**moved)

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from collab_compress.calibration.gather import Batch, evaluation_mode
 from collab_compress.calibration.tokenization import (
     BATCH_SIZE,
+    batch_size,
     check_size,
     ordinary_tokens,
     pad,
@@ -35,7 +36,7 @@ IMAGES = 128  # images, clips or sounds
 POSITIONS = 64  # of a sound, and tokens beside noise
 SPECTROGRAM_STD = 0.5  # of what feature extractors return
 GENERATED = 256  # generated texts
-GENERATED_BATCH = 64
+GENERATED_BATCH = 64  # texts of 128 tokens that are written together
 FILLING_STEPS = 16  # forward passes in which a masked language model fills a text
 
 
@@ -65,12 +66,12 @@ def synthetic_batches(
     count = sequences or (VARIED if length is None else EQUAL)
     check_size(count * longest, f"{count} random sequences of up to {longest} tokens")
     shortest = max(shortest, len(prefix) + len(suffix) + 1)
-    uniform = torch.rand(count, generator=generator, dtype=torch.float64).sort().values
+    uniform = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu").sort().values
     lengths = (shortest * ((longest + 1) / shortest) ** uniform).long().clamp(shortest, longest)  # ascending
     between = pair_separator(model, tokenizer) if length is None else None
 
     def draw(ids: list[int]) -> list[Tensor]:
-        tokens, probabilities = torch.tensor(ids), likelihoods(tokenizer, ids)
+        tokens, probabilities = torch.tensor(ids, device="cpu"), likelihoods(tokenizer, ids)
         places = torch.multinomial(probabilities, int(lengths.sum()), replacement=True, generator=generator)
         return list(torch.split(tokens[places], lengths.tolist()))
 
@@ -85,7 +86,7 @@ def synthetic_batches(
     if model.config.is_encoder_decoder:
         ids = ordinary_tokens(model, tokenizer, target=True)
         prefix, suffix = special_tokens(tokenizer, ids, target=True)
-        start = torch.tensor([start_token(model.config, suffix), *prefix])[:longest]
+        start = torch.tensor([start_token(model.config, suffix), *prefix], device="cpu")[:longest]
         targets = draw(ids)
         for target in targets:
             target[: len(start)] = start[: len(target)]
@@ -108,9 +109,9 @@ def likelihoods(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Tenso
     """
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(list(ids))]
     is_word = torch.tensor(
-        [len(re.sub(r"\W|_", "", token)) > 1 and not PLACEHOLDER.fullmatch(token) for token in tokens]
+        [len(re.sub(r"\W|_", "", token)) > 1 and not PLACEHOLDER.fullmatch(token) for token in tokens], device="cpu"
     )
-    uniform = torch.full((len(tokens),), 1 / len(tokens), dtype=torch.float64)
+    uniform = torch.full((len(tokens),), 1 / len(tokens), dtype=torch.float64, device="cpu")
     if not bool(is_word.any()):
         return uniform
     zipf = torch.where(is_word, 1 / (is_word.cumsum(0) + RANK_SHIFT), 0.0).double()
@@ -122,12 +123,12 @@ def _with_special(
 ) -> tuple[Tensor, Tensor]:
     """Overwrite drawn tokens with special tokens where those belong, and return the token type ids too."""
     ids, types = drawn.clone(), torch.zeros_like(drawn)
-    ids[: len(prefix)] = torch.tensor(prefix, dtype=ids.dtype)
-    ids[len(ids) - len(suffix) :] = torch.tensor(suffix, dtype=ids.dtype)
+    ids[: len(prefix)] = torch.tensor(prefix, dtype=ids.dtype, device="cpu")
+    ids[len(ids) - len(suffix) :] = torch.tensor(suffix, dtype=ids.dtype, device="cpu")
     free = len(ids) - len(prefix) - len(suffix) - len(between or ())
     if between is not None and free > 1:
         middle = len(prefix) + free // 2
-        ids[middle : middle + len(between)] = torch.tensor(between, dtype=ids.dtype)
+        ids[middle : middle + len(between)] = torch.tensor(between, dtype=ids.dtype, device="cpu")
         types[middle + len(between) :] = 1
     return ids, types
 
@@ -197,9 +198,11 @@ def _noise(count: int, channels: int, sizes: Sequence[int], generator: torch.Gen
     The coarse grids keep the means of patches and windows from vanishing.
     """
     check_size(count * channels * prod(sizes), f"{count} images or sounds of noise")
-    noise = torch.zeros(count, channels, *sizes)
+    noise = torch.zeros(count, channels, *sizes, device="cpu")
     for power in range(max(sizes).bit_length()):
-        grid = torch.randn(count, channels, *(min(2**power, size) for size in sizes), generator=generator)
+        grid = torch.randn(
+            count, channels, *(min(2**power, size) for size in sizes), generator=generator, device="cpu"
+        )
         noise += nn.functional.interpolate(grid, tuple(sizes))
     return noise / noise.std()
 
@@ -215,12 +218,12 @@ def _draw_pixels(
         sizes = (rows * config.patch_size, columns * config.patch_size)
         images = _noise(count, config.num_channels, sizes, generator)
         cut = nn.functional.unfold(images, config.patch_size, stride=config.patch_size).mT  # (N, patches, C·p²)
-        mask = torch.ones(count, patches, dtype=torch.long)
+        mask = torch.ones(count, patches, dtype=torch.long, device="cpu")
         mask[:, rows * columns :] = 0
         return {
             "pixel_values": nn.functional.pad(cut, (0, 0, 0, patches - rows * columns)),
             "pixel_attention_mask": mask,
-            "spatial_shapes": torch.tensor([[rows, columns]] * count),
+            "spatial_shapes": torch.tensor([[rows, columns]] * count, device="cpu"),
         }
     if config is not None and getattr(config, "image_size", None) is not None:
         size = config.image_size
@@ -301,7 +304,9 @@ def generated_batches(
     with torch.random.fork_rng(devices), evaluation_mode(model):
         torch.manual_seed(seed)
         tokens = write(model, tokenizer, count, longest, torch.Generator().manual_seed(seed))
-    return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in tokens.split(BATCH_SIZE)]
+    return [
+        {"input_ids": part, "attention_mask": torch.ones_like(part)} for part in tokens.split(batch_size(longest))
+    ]
 
 
 def _continue_prompts(
@@ -311,10 +316,13 @@ def _continue_prompts(
     ids = ordinary_tokens(model, tokenizer)
     prefix, _ = special_tokens(tokenizer, ids)
     drawn = torch.multinomial(likelihoods(tokenizer, ids), count, replacement=True, generator=generator)
-    prompts = torch.cat([torch.tensor(prefix).expand(count, -1), torch.tensor(ids)[drawn].unsqueeze(1)], 1).long()
+    prompts = torch.cat(
+        [torch.tensor(prefix, device="cpu").expand(count, -1), torch.tensor(ids, device="cpu")[drawn].unsqueeze(1)], 1
+    ).long()
     prompts = prompts[:, :length]
     written = []
-    for part in prompts.to(model.device).split(GENERATED_BATCH) if prompts.shape[1] < length else ():
+    size = max(1, min(GENERATED_BATCH, GENERATED_BATCH * LONGEST // length))
+    for part in prompts.to(model.device).split(size) if prompts.shape[1] < length else ():
         texts = model.generate(
             part,
             attention_mask=torch.ones_like(part),
@@ -340,10 +348,10 @@ def _fill_masks(
     ids = ordinary_tokens(model, tokenizer)
     prefix, suffix = special_tokens(tokenizer, ids)
     inner = length - len(prefix) - len(suffix)
-    frame = torch.tensor([*prefix, *[tokenizer.mask_token_id] * inner, *suffix])
-    texts, ordinary = frame.repeat(count, 1), torch.tensor(ids)
-    for part in texts.split(BATCH_SIZE):  # views of the texts
-        order = len(prefix) + torch.rand(len(part), inner, generator=generator).argsort(1)
+    frame = torch.tensor([*prefix, *[tokenizer.mask_token_id] * inner, *suffix], device="cpu")
+    texts, ordinary = frame.repeat(count, 1), torch.tensor(ids, device="cpu")
+    for part in texts.split(batch_size(length)):  # views of the texts
+        order = len(prefix) + torch.rand(len(part), inner, generator=generator, device="cpu").argsort(1)
         for places in order.tensor_split(min(FILLING_STEPS, inner), 1):
             logits = model(part.to(model.device), attention_mask=torch.ones_like(part, device=model.device)).logits
             chosen = logits.cpu().gather(1, places.unsqueeze(2).expand(-1, -1, logits.shape[2]))[..., ordinary]

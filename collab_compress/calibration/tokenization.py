@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from math import inf
 from typing import Any, TypeAlias, TypeVar
 
@@ -11,10 +12,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.calibration.files import Text
-from collab_compress.calibration.gather import Batch, forward_arguments
+from collab_compress.calibration.gather import Batch, forward_arguments, takes_argument
 from collab_compress.errors import CalibrationError, one_line
 
-BATCH_SIZE = 16
+BATCH_SIZE = 16  # sequences, at most
+MAX_TOKENS_PER_BATCH = 4096  # padding counts; a longer sequence is a batch by itself
 UNLIMITED = 10**9  # tokenizers without a limit have a larger model_max_length
 MOST_NUMBERS = 10**9  # of 4 or 8 bytes, in memory at once
 PROBES = 50  # texts tried to find out which special tokens a tokenizer adds
@@ -31,7 +33,10 @@ def text_batches(
     length: int | None,
     seed: int,
 ) -> tuple[list[Batch], int]:
-    """Tokenize texts in batches of similar length, in random order; return how many were cut at `length` too."""
+    """Tokenize texts in batches of similar length, in random order; return how many were cut at `length` too.
+
+    Texts for an encoder–decoder are sources and targets.
+    """
     single = next((text for text in texts if isinstance(text, str)), None)
     translates = model.config.is_encoder_decoder
     if translates and single is not None:
@@ -53,25 +58,50 @@ def text_batches(
         part = list(texts[start : start + BATCH_SIZE])
         try:
             if translates:
-                batch = encode_pairs(model, tokenizer, part, padding=True, **options)
-            else:
-                encoded = encode(tokenizer, part, **options)
-                columns = {
-                    name: [torch.tensor(row, dtype=torch.long) for row in rows] for name, rows in encoded.items()
-                }
-                (batch,) = pad(columns, "attention_mask", tokenizer)
-            widths = [batch[name].shape[1] for name in ("input_ids", "decoder_input_ids") if name in batch]
-            if length is not None and max(widths) == length:
-                sides = zip(*part, strict=True) if translates else [part]
-                rows = [
-                    encode(tokenizer, list(side), target=bool(place), verbose=False)["input_ids"]
-                    for place, side in enumerate(sides)
+                lengths = _lengths(tokenizer, part, translates)
+                cut += sum(length is not None and count > length for count in lengths)
+                batches += [
+                    encode_pairs(model, tokenizer, part[group], padding=True, **options)
+                    for group in batch_slices([count if length is None else min(count, length) for count in lengths])
                 ]
-                cut += sum(max(map(len, row)) > length for row in zip(*rows, strict=True))
+            else:
+                columns = {
+                    name: [torch.tensor(row, dtype=torch.long, device="cpu") for row in rows]
+                    for name, rows in encode(tokenizer, part, **options).items()
+                    if takes_argument(model, name)
+                }
+                if length is not None and max(map(len, columns["input_ids"])) == length:
+                    cut += sum(count > length for count in _lengths(tokenizer, part, translates))
+                batches += pad(columns, "attention_mask", tokenizer)
         except Exception as error:  # tokenizers raises plain exceptions
             raise CalibrationError(f"the texts cannot be encoded: {one_line(error)}") from error
-        batches.append(batch)
     return sampled(batches, None, seed), cut
+
+
+def _lengths(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], translates: bool) -> list[int]:
+    """Return the number of tokens of each text or pair that is not cut; of a source or its target the larger."""
+    sides = zip(*texts, strict=True) if translates else [texts]
+    rows = [
+        encode(tokenizer, list(side), target=bool(place), verbose=False)["input_ids"]
+        for place, side in enumerate(sides)
+    ]
+    return [max(map(len, row)) for row in zip(*rows, strict=True)]
+
+
+def batch_size(length: int) -> int:
+    """Return how many sequences of `length` tokens a batch holds."""
+    return max(1, min(BATCH_SIZE, MAX_TOKENS_PER_BATCH // max(1, length)))
+
+
+def batch_slices(lengths: Sequence[int]) -> list[slice]:
+    """Divide sequences, in their order, into batches, given the number of tokens of each."""
+    starts, longest = [0], 0
+    for place, length in enumerate(lengths):
+        longest = max(longest, length)
+        if place - starts[-1] >= batch_size(longest):
+            starts.append(place)
+            longest = length
+    return [slice(*ends) for ends in pairwise([*starts, len(lengths)])]
 
 
 def encode_pairs(
@@ -118,13 +148,12 @@ def pad(columns: Mapping[str, list[Tensor]], mask_name: str, tokenizer: PreTrain
     """Pad sequences on the right, batch by batch, and add the attention mask; the first column holds token ids."""
     ids_name = next(iter(columns))
     batches = []
-    for start in range(0, len(columns[ids_name]), BATCH_SIZE):
+    for group in batch_slices([len(row) for row in columns[ids_name]]):
         batch = {}
         for name, column in columns.items():
             fill = (tokenizer.pad_token_id or 0) if name == ids_name else 0
-            batch[name] = pad_sequence(column[start : start + BATCH_SIZE], True, fill)
-        ids = columns[ids_name][start : start + BATCH_SIZE]
-        batch[mask_name] = pad_sequence([torch.ones_like(row) for row in ids], True)
+            batch[name] = pad_sequence(column[group], True, fill)
+        batch[mask_name] = pad_sequence([torch.ones_like(row) for row in columns[ids_name][group]], True)
         batches.append(batch)
     return batches
 
@@ -168,6 +197,12 @@ def vocabulary_size(model: PreTrainedModel, target: bool = False) -> int | None:
         return embeddings.num_embeddings
     size: int | None = getattr(config.get_text_config(), "vocab_size", None)
     return size
+
+
+def token_type_count(model: PreTrainedModel) -> int | None:
+    """Return how many token types a model has embeddings of; None if it has no such embeddings."""
+    tables = [module for path, module in model.named_modules() if path.endswith("token_type_embeddings")]
+    return min((table.num_embeddings for table in tables if isinstance(table, nn.Embedding)), default=None)
 
 
 def ordinary_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: bool = False) -> list[int]:
@@ -221,7 +256,7 @@ def start_token(config: PretrainedConfig, suffix: Sequence[int]) -> int:
 
 def sampled(items: Sequence[_Item], count: int | None, seed: int) -> list[_Item]:
     """Draw at most `count` items, or all for None, in random order."""
-    order = torch.randperm(len(items), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(items), generator=torch.Generator().manual_seed(seed), device="cpu")
     return [items[place] for place in order[:count].tolist()]
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -20,6 +20,11 @@ from collab_compress.errors import CheckpointError, UnsupportedModelError
 from collab_compress.transformers_parts import PrefixChange, WeightConverter, weight_conversions_of
 
 METHOD = "collab_compress"
+STORED_METHOD = (
+    f"{METHOD} (no quantization: install the package collab-compress and `import {METHOD}` before loading it, "
+    "and leave quantization_config as it is)"
+)
+"""`quant_method` of stored configs; Transformers without this package shows it before advice to delete the edits."""
 MARK = "collab_edits"  # attribute of live models: their edits
 VERSION = 2
 
@@ -75,7 +80,7 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     Example:
         >>> EditConfig().to_dict()
-        {'quant_method': 'collab_compress', 'version': 2, 'edits': []}
+        {'quant_method': 'collab_compress (no quantization: install ...)', 'version': 2, 'edits': []}
     """
 
     def __init__(self, edits: list[Any] | None = None, version: int = VERSION, **_: Any) -> None:
@@ -103,7 +108,7 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def to_dict(self) -> dict[str, Any]:
         """Return the edits in JSON types."""
         edits = [{"kind": edit.kind, **edit.to_dict()} for edit in self.edits]
-        return {"quant_method": self.quant_method, "version": VERSION, "edits": edits}
+        return {"quant_method": STORED_METHOD, "version": VERSION, "edits": edits}
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field of `to_dict`, which Transformers reads if `from_pretrained` gets a live config."""
@@ -246,10 +251,13 @@ def keep_on_one_device_(model: PreTrainedModel, edit: ModelEdit) -> None:
 
 
 @contextmanager
-def all_or_nothing(model: PreTrainedModel) -> Iterator[None]:
+def all_or_nothing(model: PreTrainedModel, weights: Iterable[Tensor] = ()) -> Iterator[None]:
     """Restore the modules of `model` and their configs, in place, if the block fails or is interrupted.
 
     Parameters that were replaced are restored. Values that were written into tensors are not.
+
+    Args:
+        weights: parameters that stay, and get new `data`.
 
     Example:
         >>> try:
@@ -268,6 +276,7 @@ def all_or_nothing(model: PreTrainedModel) -> Iterator[None]:
         elif isinstance(value, PretrainedConfig):
             attributes += map(vars, configs_inside(value))
     before = [(holder, list(holder.items())) for holder in attributes]  # copies would be taken for holders
+    data = [(weight, weight.data) for weight in weights]
     try:
         yield
     except BaseException:
@@ -276,6 +285,8 @@ def all_or_nothing(model: PreTrainedModel) -> Iterator[None]:
         for holder, values in before:
             holder.clear()
             holder.update(values)
+        for weight, values_before in data:
+            weight.data = values_before
         raise
 
 
@@ -294,7 +305,7 @@ def is_edits(description: Any) -> bool:
     """Return whether a `quantization_config`, an object or a dictionary, describes edits."""
     is_stored = isinstance(description, dict)
     method = description.get("quant_method") if is_stored else getattr(description, "quant_method", None)
-    return bool(method == METHOD)
+    return method in (METHOD, STORED_METHOD)
 
 
 def describes_edits(config: PretrainedConfig) -> bool:

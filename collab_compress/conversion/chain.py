@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from collab_compress.architectures import find_attention
-from collab_compress.calibration import Batch, run_batch
+from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
+from collab_compress.devices import free_memory
 from collab_compress.errors import CalibrationError, UnsupportedModelError, one_line
 
 ROOM = 2 * 2**30  # bytes of memory for hidden states
+SHARE_OF_FREE = 0.25  # of a GPU's free memory, the most that one tensor may take; layers need the rest
 PROBED = 2  # sequences that show how a model is built
 SAME = 1e-4  # relative error of a layer that is called alone, which is rounding
 
@@ -85,6 +87,24 @@ def numbered_layers(model: PreTrainedModel) -> list[str]:
         for path in dict.fromkeys(name for name, _ in model.named_modules() if name in lists)
         for name, _ in model.get_submodule(path).named_children()
     ]
+
+
+@contextmanager
+def undivided(model: nn.Module) -> Iterator[None]:
+    """Run a model as in `evaluation_mode`, and each feed-forward block on all positions at once.
+
+    With `chunk_size_feed_forward` a block is called for some positions at a time, which gives the same outputs.
+    """
+    name = "chunk_size_feed_forward"
+    sizes = {module: vars(module)[name] for module in model.modules() if name in vars(module)}
+    with evaluation_mode(model):
+        for module in sizes:
+            setattr(module, name, 0)
+        try:
+            yield
+        finally:
+            for module, size in sizes.items():
+                setattr(module, name, size)
 
 
 def capture(
@@ -203,7 +223,7 @@ def single_layers(model: PreTrainedModel, batch: Batch) -> SingleLayers:
         calls = capture(model, names, batch)
     by_layer(calls)
     layers: dict[str, Callable[[], Tensor]] = {}
-    hidden = torch.empty(0)
+    hidden = torch.empty(0, device="cpu")
     for call, output in zip(calls, outputs, strict=True):
         hidden = hidden if call.hidden is None else call.hidden
         layers.setdefault(call.name, partial(call.run, model, hidden))
@@ -264,10 +284,10 @@ class Room:
         Raises:
             CalibrationError: it cannot be written.
         """
-        if self.taken + tensor.nbytes <= self.size:
+        if self.taken + tensor.nbytes <= self.size and tensor.nbytes <= free_memory(tensor.device) * SHARE_OF_FREE:
             kept = tensor.clone()
             self.taken += tensor.nbytes
-            finalize(kept, self._give_back, tensor.nbytes)
+            finalize(kept.untyped_storage(), self._give_back, tensor.nbytes)  # which views of it hold too
             return kept
         try:
             return self._in_file(tensor)

@@ -48,6 +48,7 @@ from collab_compress.conversion.feed_forward import (
 from collab_compress.conversion.fit import Refitted, check_weights, install_refits
 from collab_compress.conversion.layers import Parts, convert_layers_, install_maps_
 from collab_compress.conversion.maps import (
+    READING,
     Planned,
     Progress,
     Site,
@@ -101,7 +102,7 @@ def compress(
             back to measure drift: "auto" (for a model that reads English, texts that come with the package; else
             random tokens or noise), a file of texts, texts or text pairs, batches, or None.
         tokenizer: of the model; not needed for batches, None, and a SentenceTransformer.
-        progress: called with a layer's name, how many are done, and how many there are.
+        progress: called with what is being done, how many layers are done, and how many there are, or None.
         calibration_options: number and length of the calibration sequences.
 
     Returns:
@@ -124,8 +125,10 @@ def compress(
         device = working_device(compression.solver.device)
         _refuse_early(model, compression, calibration)
         dense = sharing_copy(model)  # so that other threads may run the model meanwhile
+        progress = progress or silent
+        progress(READING, 0, None)
         data = read(dense, calibration, tokenizer, calibration_options, compression.solver.seed)
-        job = _Job(dense, data, progress or silent)
+        job = _Job(dense, data, progress)
         placed = compression.with_solver(device=device)
         chosen, choice, by_module = placed, "", {}
         if compression.keep is not None:
@@ -152,6 +155,7 @@ def compress(
         length=job.data.length,
         drift=converted.drift,
         seconds=perf_counter() - started,
+        threads=torch.get_num_threads(),
         sequences=sum(map(sequence_count, job.data.used)),
         warnings=warnings,
         values=tuple(report for report in reports if isinstance(report, ValueReport)),
@@ -187,16 +191,7 @@ def find_tasks(
     Args:
         by_module: path of a module → its own compression, where widths differ.
     """
-    if is_quantized(model):
-        raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
-    refuse_unwritable(model, "compress", CompressionError)
-    _check_config(model)
-    implementation = model.config._attn_implementation
-    if implementation not in ("eager", "sdpa"):
-        raise CompressionError(
-            f"attention is converted as 'eager' or 'sdpa', the model is set to {implementation!r}; "
-            "call model.set_attn_implementation('sdpa') first"
-        )
+    refuse_unconvertible(model, "compress")
     where = (model, compression.modules)
     attention = find_attention(*where)
     own = {site.name: (by_module or {}).get(site.name, compression) for site in attention}
@@ -238,11 +233,37 @@ def _refuse_early(model: PreTrainedModel, compression: Compression, calibration:
     """Refuse what cannot be converted, before any data are read."""
     if compression.keep is None:
         find_tasks(model, compression)
+    else:  # may choose any width of each module
+        refuse_unconvertible(model, "compress")
+        narrowest = {
+            site.name: Compression(dk=None if site.family.rotary else site.heads, dv=site.key_value_heads)
+            for site in find_attention(model, compression.modules)
+        }
+        find_tasks(model, Compression(dk=1, dv=1, modules=compression.modules), narrowest)
     if compression.layers is not None:
         deep_stacks(model, compression.layers)
     chooses = compression.keep is not None or compression.dff is not None or compression.layers is not None
     if chooses:
         refuse_noise(model, calibration)
+
+
+def refuse_unconvertible(model: PreTrainedModel, caller: str) -> None:
+    """Refuse a model whose layers can be neither changed nor measured, whatever the widths.
+
+    Raises:
+        CompressionError: it is quantized or sharded, was made in inference mode, has a config that cannot be copied,
+            or attends by another implementation than "eager" or "sdpa".
+    """
+    if is_quantized(model):
+        raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
+    refuse_unwritable(model, caller, CompressionError)
+    _check_config(model)
+    implementation = model.config._attn_implementation
+    if implementation not in ("eager", "sdpa"):
+        raise CompressionError(
+            f"attention is converted as 'eager' or 'sdpa', the model is set to {implementation!r}; "
+            "call model.set_attn_implementation('sdpa') first"
+        )
 
 
 def _check_config(model: PreTrainedModel) -> None:
@@ -358,16 +379,17 @@ def _convert_copy(job: _Job, compression: Compression, by_module: Mapping[str, C
         if not data.used:
             planned = []
             for number, task in enumerate(tasks):
-                job.progress(task.site.name, number, len(tasks))
+                job.progress(f"fitting {task.site.name}", number, len(tasks))
                 planned.append(replacement(task, None, None, data.length))
-            job.progress("", len(tasks), len(tasks))
+            job.progress("fitted all layers", len(tasks), len(tasks))
             return _Converted(planned, [], None)
         converted = sharing_copy(model)
-        if depth is not None:
-            depth.drop_(converted)
+        if depth is not None and (note := depth.drop_(converted)):
+            notes = (*notes, note)
         planned, refits = convert_layers_(
             converted, model, parts, data.used, data.held_back, length=data.length, progress=job.progress
         )
+        job.progress("measuring drift", 0, None)
         drift = drift_of(converted, model, data.held_back)
     return _Converted(planned, list(parts.blocks), config, refits, drift, notes, depth)
 

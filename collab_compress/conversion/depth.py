@@ -16,6 +16,7 @@ the same layers as the model; if it has not (where every second layer is of anot
 """
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,25 +29,29 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from collab_compress.architectures import find_attention
-from collab_compress.calibration import evaluation_mode
 from collab_compress.calibration.batches import in_parts, sample_sequences
 from collab_compress.calibration.gather import masks_of, unpadded
 from collab_compress.checkpoint import edits_of
 from collab_compress.checkpoint.edits import configs_inside, copy_configs_
-from collab_compress.conversion.chain import SAME, Room, layer_of, numbered_layers
+from collab_compress.conversion.chain import SAME, Room, layer_of, numbered_layers, undivided
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.data import Data
 from collab_compress.conversion.feed_forward import Structure
 from collab_compress.conversion.fit import Fit, as_read, install_refits, solve
 from collab_compress.conversion.layers import States, written_by
-from collab_compress.conversion.maps import Progress
+from collab_compress.conversion.maps import RUNNING, Progress
 from collab_compress.conversion.widths import MEASURED
 from collab_compress.conversion.writers import Writer
 from collab_compress.errors import CompressionError, UnsupportedModelError, one_line
+from collab_compress.heads.pruning import renumber_alignment_heads_
 
 OF_TWO = ("encoder_layers", "decoder_layers")
 COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", *OF_TWO, *(f"num_{name}" for name in OF_TWO))
 """Attributes of configs that may be the number of layers of a stack."""
+LAYER_NUMBERS = re.compile(
+    r"(feature_layers?|layer_ids|(layer|block|visual|attn)s?_(idxs?|index|indexes|indices)|dola_layers)$"
+)
+"""Names of settings that name layers by number."""
 READERS = ("Backbone", "DPT", "Segmentation", "DepthEstimation")
 """Parts of the names of classes that read the hidden states of some layers by number."""
 Numbers: TypeAlias = Sequence[int | None]
@@ -92,9 +97,18 @@ class Depth:
     moved: Mapping[str, str]
     attributes: Mapping[tuple[str, str], Any]
 
-    def drop_(self, model: PreTrainedModel) -> None:
-        """Remove the layers in place. The others keep the names that they have in the dense model."""
+    def drop_(self, model: PreTrainedModel) -> str:
+        """Remove the layers in place, and return a note for the report or "".
+
+        The others keep the names that they have in the dense model.
+        """
         copy_configs_(model)
+
+        def renumbered(_: int, name: str, head: int) -> tuple[int, int] | None:
+            layer = layer_of(name)
+            return None if layer in self.removed else (int(self.renamed(layer).rpartition(".")[2]), head)
+
+        note = renumber_alignment_heads_(model, renumbered)
         held = [value for module in model.modules() for value in vars(module).values()]
         _shorten_([value for value in held if isinstance(value, PretrainedConfig)], model, self.stacks)
         for name, source in self.moved.items():
@@ -106,6 +120,7 @@ class Depth:
             layers = model.get_submodule(path)
             layers.__class__ = _Gapped
             del layers._modules[number]
+        return note
 
     def renumber_(self, model: PreTrainedModel) -> None:
         """Number the remaining layers from 0, in place."""
@@ -125,7 +140,7 @@ def deep_stacks(model: PreTrainedModel, layers: int) -> dict[str, list[str]]:
     """Return the lists of numbered layers that have more than `layers`: path → paths of the layers.
 
     Raises:
-        CompressionError: none has more, or the model is edited.
+        CompressionError: none has more, or the model is edited or carries adapters.
         UnsupportedModelError: the layers of a stack cannot be removed.
     """
     class_name, values = type(model).__name__, model.config.to_dict()
@@ -133,27 +148,52 @@ def deep_stacks(model: PreTrainedModel, layers: int) -> dict[str, list[str]]:
         raise CompressionError(
             f"{class_name} is edited already; pass layers with the first widths, or start from the dense checkpoint"
         )
+    adapted = [name for name, module in model.named_modules() if hasattr(module, "adapter_layer_names")]  # of PEFT
+    if adapted:
+        raise CompressionError(
+            f"{adapted[0]} carries an adapter, whose layers would be numbered anew; merge it (merge_and_unload), or "
+            "remove layers first and train an adapter on the result"
+        )
     by_path = groupby(numbered_layers(model), lambda name: name.rpartition(".")[0])
     stacks = {path: list(names) for path, names in by_path}
     most = max(map(len, stacks.values()), default=0)
     calls = max((values[name] for name in COUNTS if isinstance(values.get(name), int)), default=0)
-    if most == 1 < calls:
+    if 0 < most < calls:
+        called = "one layer" if most == 1 else f"{most} layers in turn,"
         raise UnsupportedModelError(
-            f"{class_name} calls one layer {calls} times, so that none can be removed; leave out layers"
+            f"{class_name} calls {called} {calls} times, so that none can be removed; leave out layers"
         )
     if most <= layers:
         raise CompressionError(
             f"layers is {layers}, and the deepest stack of {class_name} has {most}; pass fewer than that"
         )
     stacks = {path: names for path, names in stacks.items() if len(names) > layers}
+    numbered = _numbered_layers_settings(model)
     for path in stacks:
         around = [type(module).__name__ for module in _around(model, path)]
         reasons = [f"{name} reads some of them by number" for name in around if any(one in name for one in READERS)]
         if values.get("scale_attn_by_inverse_layer_idx"):
             reasons.append("attention is scaled by their numbers")
+        reasons += [
+            f"{name} of the configs names layers by number"
+            for name in numbered
+            if not name.startswith("vision") or "vision" in path
+        ]
         if reasons:
             raise UnsupportedModelError(f"layers of {path} cannot be removed: {reasons[0]}; leave out layers")
     return stacks
+
+
+def _numbered_layers_settings(model: PreTrainedModel) -> list[str]:
+    """Return the names of the settings that name layers by number, other than the last one."""
+    holders: list[Any] = [*configs_inside(model.config), getattr(model, "generation_config", None)]
+    settings = [setting for holder in holders if holder is not None for setting in vars(holder).items()]
+    lists = (int, list, tuple)
+    return [
+        name
+        for name, value in settings
+        if LAYER_NUMBERS.search(name) and isinstance(value, lists) and value not in (-1, [-1], (-1,), [], ())
+    ]
 
 
 def _around(model: PreTrainedModel, path: str) -> list[nn.Module]:
@@ -170,7 +210,7 @@ def find_depth(structure: Structure, layers: int, data: Data, refits: bool, prog
         layers: number of layers that each stack keeps.
         data: to refit to, up to 256 sequences, and to measure on.
         refits: whether the layers before gaps are refitted.
-        progress: called with a stack's name, how many of its layers are removed, and how many are to be.
+        progress: called with what is being done, how many layers of a stack are removed, and how many are to be.
 
     Raises:
         UnsupportedModelError: a layer does not read what the one before it returned, too many must stay, or no stock
@@ -179,7 +219,7 @@ def find_depth(structure: Structure, layers: int, data: Data, refits: bool, prog
     """
     model = structure.model
     stacks, last = deep_stacks(model, layers), {writer.layer: writer for writer in structure.writers if refits}
-    with evaluation_mode(model):
+    with undivided(model):
         ends = {layer: _end(model, writer, structure.layers[layer]) for layer, writer in last.items()}
     return _without(model, stacks, choose_layers(model, stacks, layers, ends, data, progress), ends)
 
@@ -286,7 +326,9 @@ def _changed_attributes(model: PreTrainedModel, depth: Depth) -> dict[tuple[str,
         name = depth.renamed(path)
         other = others.pop(name, None)
         if other is None or _kind(other, recurse=False) != _kind(module, recurse=False):
-            raise refusal(f"its {name} is another than {path}")
+            raise refusal(
+                f"its {name} is another than {path}" if path else f"{class_name} has weights for each layer"
+            )
         shift = 0 if name == path else int(layer.rpartition(".")[2]) - int(layer_of(name).rpartition(".")[2])
         for attribute, value in vars(module).items():
             new = vars(other).get(attribute, None if layer else value)
@@ -294,7 +336,8 @@ def _changed_attributes(model: PreTrainedModel, depth: Depth) -> dict[tuple[str,
                 continue
             is_number = type(value) is type(new) is int and value - new in (shift, 0 if layer else value - layers)
             if not is_number and "drop" not in attribute:
-                raise refusal(f"{attribute} of its {name} is {new!r}, that of {path} {value!r}")
+                at = f"{attribute} of its {name}" if path else f"its {attribute}"
+                raise refusal(f"{at} is {new!r}, that of {path or 'the dense model'} {value!r}")
             changed[path, attribute] = new
     if others:
         raise refusal(f"it has {next(iter(others))}")
@@ -311,8 +354,9 @@ def choose_layers(
 ) -> list[str]:
     """Return the layers to remove: those without which the last hidden states of their stack move least."""
     trial, removed = sharing_copy(model), set()
-    with evaluation_mode(trial), Room() as room:
+    with undivided(trial), Room() as room:
         states = States(model, trial, room)
+        progress(RUNNING, 0, None)
         states.capture(in_parts(sample_sequences(data.used, MEASURED)), in_parts(data.held_back))
         for path, names in stacks.items():
             search, count = _Search(states, names, ends), len(names) - layers
@@ -322,7 +366,7 @@ def choose_layers(
                     "pass more layers, or leave out layers"
                 )
             for done in range(count):
-                progress(path, done, count)
+                progress(f"removing layers of {path}", done, count)
                 removed.add(search.remove_one())
     return [name for names in stacks.values() for name in names if name in removed]
 
@@ -352,11 +396,21 @@ class _Search:
             with written_by(self.model, [end.writer] if end else []) as written:
                 for batch, calls in enumerate(self.calls):
                     hidden, read = self.before[number][batch], calls[number].hidden
-                    if read is not None and bool((read.to(hidden) - hidden).norm() > SAME * hidden.norm()):
+                    is_same = read is None or read.shape == hidden.shape
+                    if not is_same or (
+                        read is not None and bool((read.to(hidden) - hidden).norm() > SAME * hidden.norm())
+                    ):
                         raise UnsupportedModelError(
                             f"{names[number]} does not read what the layer before it returned; leave out layers"
                         )
-                    self.before[number + 1].append(states.keep(calls[number].run(self.model, hidden)))
+                    output = calls[number].run(self.model, hidden)
+                    if output.shape != hidden.shape:
+                        raise UnsupportedModelError(
+                            f"{names[number]} reads hidden states of shape {tuple(hidden.shape)} and returns "
+                            f"{tuple(output.shape)}; expected the same, so that a layer can be removed; leave out "
+                            "layers"
+                        )
+                    self.before[number + 1].append(states.keep(output))
                     self.streams[number] += [states.keep(call.stream) for call in written.values()]
                     written.clear()
         outputs = self.before.pop(len(names))

@@ -18,9 +18,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.attention.projections import fill_, input_dim, remaining, width_in
-from collab_compress.calibration import Batch, evaluation_mode
+from collab_compress.calibration import Batch
 from collab_compress.checkpoint.edits import configs_inside, copy_configs_
-from collab_compress.conversion.chain import SingleLayers, single_layers
+from collab_compress.conversion.chain import SingleLayers, single_layers, undivided
 from collab_compress.conversion.report import FeedForwardReport
 from collab_compress.conversion.writers import Writer, find_writers, width_out
 from collab_compress.errors import UnsupportedModelError
@@ -79,13 +79,13 @@ class Structure:
     @cached_property
     def layers(self) -> SingleLayers:
         """The numbered layers, which can be called alone in evaluation mode; raises as `single_layers`."""
-        with evaluation_mode(self.model):
+        with undivided(self.model):
             return single_layers(self.model, self.batch)
 
     @cached_property
     def writers(self) -> list[Writer]:
         """The layers that write to the residual stream, in the order of calls; raises as `find_writers`."""
-        with evaluation_mode(self.model):
+        with undivided(self.model):
             return find_writers(self.model, self.layers)
 
     @cached_property
@@ -96,7 +96,7 @@ class Structure:
         for writer in self.writers:
             if writer.name in projections or writer.name.removesuffix(".proj") in projections:  # mixed heads
                 continue
-            with evaluation_mode(self.model):
+            with undivided(self.model):
                 ups = _find_ups(self.model, writer, self.layers[writer.layer])
             if ups:
                 blocks.append(FeedForward(writer, ups, width_in(self.model.get_submodule(writer.name))))
@@ -139,25 +139,33 @@ def _find_ups(model: PreTrainedModel, writer: Writer, run: Callable[[], Tensor])
             after = _neurons(down, run, (up, changed[neurons]))
             moved = (after - before).abs().amax(0) > 0
             if bool(moved.any()) and not bool(moved[~changed].any()):
+                _refuse_repeated(name, up, run)
                 ups[name] = neurons
                 break
     return ups
 
 
+def _refuse_repeated(name: str, layer: nn.Module, run: Callable[[], Tensor]) -> None:
+    """Refuse a layer that is called several times: other blocks may read it too."""
+    calls: list[Any] = []
+    with layer.register_forward_hook(lambda *_: calls.append(name)):
+        run()
+    if len(calls) > 1:
+        raise UnsupportedModelError(
+            f"{name} is called {len(calls)} times in its layer, so that its neurons are not those of one block; "
+            "leave out dff"
+        )
+
+
 def _neurons(down: nn.Module, run: Callable[[], Tensor], change: tuple[nn.Module, Tensor] | None = None) -> Tensor:
-    """Return the inputs (n, N) of a layer's first call, with some outputs of another layer's first call changed."""
+    """Return the inputs (n, N) of a layer that is called once, with some outputs of another one changed."""
     inputs: list[Tensor] = []
-    changed: list[Tensor] = []
 
     def record(_: nn.Module, args: Any) -> None:
-        if not inputs:
-            inputs.append(args[0].reshape(-1, args[0].shape[-1]).clone())
+        inputs.append(args[0].reshape(-1, args[0].shape[-1]).clone())
 
     def alter(_: nn.Module, __: Any, output: Tensor) -> Tensor | None:
-        if change is None or changed:
-            return None
-        changed.append(torch.where(change[1].to(output.device), output * -1.5 + 1, output))
-        return changed[0]
+        return None if change is None else torch.where(change[1].to(output.device), output * -1.5 + 1, output)
 
     up = down if change is None else change[0]
     with down.register_forward_pre_hook(record), up.register_forward_hook(alter):

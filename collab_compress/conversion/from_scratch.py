@@ -126,7 +126,7 @@ def _initialised(site: DenseSite, config: MapConfig) -> tuple[Any, Layers]:
 
 def _concatenation(heads: int, dk: int) -> Tensor:
     """Return blocks of ones, (H, R): each channel belongs to one head, and widths differ by at most one."""
-    owner = torch.arange(dk) * heads // dk if dk >= heads else torch.arange(dk)
+    owner = torch.arange(dk, device="cpu") * heads // dk if dk >= heads else torch.arange(dk, device="cpu")
     return torch.nn.functional.one_hot(owner, heads).T.float()
 
 

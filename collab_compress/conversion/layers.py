@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import AttentionSite, DenseSite
 from collab_compress.attention import install_
-from collab_compress.calibration import Batch, evaluation_mode, gather_moments
+from collab_compress.calibration import Batch, gather_moments
 from collab_compress.calibration.batches import evenly_spaced, in_parts, sequence_count
 from collab_compress.calibration.gather import InputMoments, batch_masks, masks_of, unpadded
 from collab_compress.conversion.chain import (
@@ -29,11 +29,13 @@ from collab_compress.conversion.chain import (
     layer_of,
     numbered_layers,
     plain_stack,
+    undivided,
 )
 from collab_compress.conversion.feed_forward import FeedForward
 from collab_compress.conversion.fit import Fit, Refitted, as_read, install_refits, solve
 from collab_compress.conversion.maps import (
     ENOUGH,
+    RUNNING,
     HeadWeights,
     Planned,
     Progress,
@@ -45,7 +47,7 @@ from collab_compress.conversion.maps import (
 )
 from collab_compress.conversion.writers import Writer, stream_of
 from collab_compress.devices import float64_device
-from collab_compress.errors import CalibrationError
+from collab_compress.errors import CalibrationError, UnsupportedModelError
 from collab_compress.factorization.least_squares import ResidualMoments
 from collab_compress.factorization.narrowing import CONSTANT
 
@@ -112,7 +114,7 @@ def convert_layers_(
         held_back: batches to choose dampings and to measure errors on.
         same_inputs: whether what lies before the first layer is the same in both models.
         length: tokens for which reports count multiply-accumulates.
-        progress: called with a layer's name, how many are done, and how many there are.
+        progress: called with what is being done, how many layers are done, and how many there are, or None.
 
     Raises:
         CalibrationError: batches take different ways through the model, or a module saw no token.
@@ -131,17 +133,19 @@ def convert_layers_(
     exact = [task for task in parts.tasks if task.is_exact]
     replace_maps(exact, Gathered([None] * len(exact)))
     tasks = [task for task in parts.tasks if not task.is_exact]
-    with evaluation_mode(dense), evaluation_mode(converted), Room() as room:
+    with undivided(dense), undivided(converted), Room() as room:
         states = States(dense, converted, room, parts.removed)
         if parts.in_layers and (tasks or parts.writers):
+            progress(RUNNING, 0, None)
             states.capture(used, held_back if parts.writers else [])
         layers = states.layers
         elsewhere = [task for task in tasks if layer_of(task.site.name) not in layers]
         if elsewhere:
+            progress(f"fitting {', '.join(task.site.name for task in elsewhere)}", 0, None)
             moments = gather_moments(dense, [task.site for task in elsewhere], used)
             replace_maps(elsewhere, Gathered(moments, head_weights(dense, _weighed(elsewhere), used)))
         for done, layer in enumerate(layers):
-            progress(layer, done, len(layers))
+            progress(f"fitting {layer}", done, len(layers))
             stays = layer not in parts.removed
             if not stays and states.reached > states.layers[layer].start:  # the gap is crossed already
                 continue
@@ -158,7 +162,7 @@ def convert_layers_(
                 install_refits(converted, refits[-1:], parts.blocks)
             if parts.writers and stays:
                 states.run_converted()
-        progress("", len(layers), len(layers))
+        progress("fitted all layers", len(layers), len(layers))
     return [planned[task.site.name, type(task.site)] for task in parts.tasks], refits
 
 
@@ -300,7 +304,7 @@ class States:
 
     def variance(self, writer: Writer) -> float:
         """Return the variance of the dense residual stream after a writer, E‖x − mean‖²; 0 where it is rounding."""
-        total, squares, count = torch.zeros(()), 0.0, 0
+        total, squares, count = torch.zeros((), device="cpu"), 0.0, 0
         for number, masks in enumerate(self.masks):
             for streams in self.targets[number]:
                 stream = unpadded(streams[writer.name], masks_of(writer.site, masks).query)
@@ -361,13 +365,18 @@ class _Written(Exception):
 def written_by(
     model: PreTrainedModel, writers: Sequence[Writer], stop: bool = False
 ) -> Iterator[dict[str, WriterCall]]:
-    """Record the first call of each writer by its path; stop the layer after the last of them, if asked for."""
+    """Record the call of each writer by its path; stop the layer after the last of them, if asked for.
+
+    Raises:
+        UnsupportedModelError: a writer is called again before its call has been taken.
+    """
     calls: dict[str, WriterCall] = {}
     pending: dict[str, tuple[Tensor, Tensor]] = {}  # inputs and outputs of writers whose outputs are not added yet
 
     def on_call(name: str, _: nn.Module, args: Any, output: Tensor) -> None:
-        if name not in calls:
-            pending[name] = args[0], output
+        if name in calls or name in pending:
+            raise UnsupportedModelError(f"{name} is called several times in its layer, so it cannot be refitted")
+        pending[name] = args[0], output
 
     def on_stream(at: tuple[str, str], values: object) -> None:
         for writer in writers:

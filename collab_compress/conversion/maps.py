@@ -27,11 +27,15 @@ from collab_compress.factorization import Moments
 from collab_compress.heads.hooks import HeadHooks
 from collab_compress.options import Compression
 
-Progress: TypeAlias = Callable[[str, int, int], None]
-"""Called with a module's name, how many are done, and how many there are."""
+Progress: TypeAlias = Callable[[str, int, int | None], None]
+"""Called with what is being done, as "fitting encoder.layer.0", how many layers are done, and how many there are, or
+None."""
 
 
-def silent(_: str, __: int, ___: int) -> None:
+READING, RUNNING = "reading calibration data", "running the model on calibration data"
+
+
+def silent(_: str, __: int, ___: int | None) -> None:
     """Report no progress."""
 
 

@@ -42,7 +42,7 @@ def refit_(
         sequences: number of sequences; all texts by default.
         length: where texts are cut, or tokens of a random sequence.
         seed: of random tokens and samples.
-        progress: called with a layer's name, how many are done, and how many there are.
+        progress: called with what is being done, how many layers are done, and how many there are, or None.
 
     Returns:
         Errors of the residual stream after each layer, in the order of the forward pass.
@@ -92,8 +92,8 @@ def refit(
     counts = [len(numbered_layers(one)) for one in (refitted, dense)]
     if counts[0] != counts[1]:
         raise HeadError(
-            f"{type(model).__name__} has {counts[0]} layers, and {counts[1]} in the dense model; they were refitted "
-            "when the others were removed, so leave refitting out"
+            f"{type(model).__name__} has {counts[0]} layers, and {counts[1]} in the dense model; pass the dense "
+            "model that was converted, or leave refitting out where layers were removed, which refitted the others"
         )
     dense_modules = dict(dense.named_modules())
     for writer in writers:

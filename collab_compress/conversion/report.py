@@ -10,7 +10,7 @@ from typing import Any
 
 from collab_compress.architectures import DenseSite, ValueSite
 from collab_compress.attention import MapConfig, NarrowConfig, QKConfig
-from collab_compress.errors import CollabCompressError
+from collab_compress.errors import CollabCompressError, install
 from collab_compress.factorization import Factorization, Narrowing, RotaryFactorization
 from collab_compress.options import Compression
 
@@ -40,7 +40,7 @@ def to_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
     try:
         import pandas as pd
     except ImportError as error:
-        raise CollabCompressError("tables need pandas: pip install 'collab-compress[data]'") from error
+        raise CollabCompressError(f"tables need pandas: {install('data')}") from error
     return pd.DataFrame(rows)
 
 
@@ -168,6 +168,7 @@ class Report:
         length: tokens T for which multiply-accumulates are counted.
         drift: relative error of the outputs, or None without calibration data.
         seconds: time of the conversion, calibration included.
+        threads: CPU threads of PyTorch's operations in it.
         sequences: number of calibration sequences, without those held back.
         warnings: texts that were cut or left out, modules that saw few vectors, solvers that broke down, and others.
         values: values of each converted module.
@@ -185,6 +186,7 @@ class Report:
     length: int
     drift: Drift | None
     seconds: float
+    threads: int
     sequences: int = 0
     warnings: tuple[str, ...] = ()
     values: tuple[ValueReport, ...] = ()
@@ -223,7 +225,8 @@ class Report:
             moved = f"outputs ({drift.output}) move by {drift.relative_error:.1%}"
             lines.append(f"{moved} on {drift.sequences} held-back sequences")
         if self.removed_layers:
-            lines.append(f"without {', '.join(self.removed_layers)}")
+            removed = ", ".join(self.removed_layers)
+            lines.append(f"without {removed}; adapters of the dense model no longer fit, though they load")
         for part, entries in self._parts().items():
             if entries:
                 widths = width_range(getattr(entry, part) for entry in entries)

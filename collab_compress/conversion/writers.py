@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress.architectures import AttentionSite, find_attention
 from collab_compress.attention.projections import input_dim
 from collab_compress.conversion.chain import SingleLayers
+from collab_compress.errors import UnsupportedModelError
 from collab_compress.heads.sharding import refuse_computed
 
 SMALL = 1e-2  # of the stream's standard deviation: a smaller change of it would be lost in rounding
@@ -59,7 +60,8 @@ def find_writers(model: PreTrainedModel, layers: SingleLayers) -> list[Writer]:
         layers: of the model, as `single_layers` returns them.
 
     Raises:
-        UnsupportedModelError: a candidate's weight is no parameter of it, so that it could not be refitted.
+        UnsupportedModelError: a candidate's weight is no parameter of it, or it is called several times in its layer,
+            so that it could not be refitted.
     """
     sites = find_attention(model)
     return [
@@ -91,7 +93,9 @@ def _candidates(
         latest = site
 
     def note(name: str, *_: Any) -> None:
-        found.setdefault(name, latest)
+        if name in found:
+            raise UnsupportedModelError(f"{name} is called several times in its layer, so it cannot be refitted")
+        found[name] = latest
 
     with ExitStack() as hooks:
         for site in own:

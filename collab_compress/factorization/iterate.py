@@ -235,7 +235,11 @@ class Iterate(Direction):
         scale = gram.diagonal(dim1=1, dim2=2).clamp_min(torch.finfo(gram.dtype).tiny).rsqrt()
         gram = gram * scale[:, :, None] * scale[:, None]
         gram.diagonal(dim1=1, dim2=2).add_(1e-12 * self.rank)
-        inverse = torch.linalg.inv(gram).diagonal(dim1=1, dim2=2) * scale.square()
+        # PyTorch's batched LU (`inv`, `solve`) fails with MKL and several threads (pytorch/pytorch#142815).
+        root, info = torch.linalg.cholesky_ex(gram)
+        identity = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
+        root = torch.where(info[:, None, None] == 0, root, identity)  # a singular one: nothing is fitted again
+        inverse = torch.cholesky_inverse(root).diagonal(dim1=1, dim2=2) * scale.square()
         losses = self.mixing.gather(1, reads).square() / inverse
         return reads.gather(1, losses.topk(count, 1).indices).sort(1).values
 

@@ -117,8 +117,10 @@ def factorize_rotary(
     rotated = frequencies if rotated is None else rotated
     query_root = _augmented_root("query", query_moments, query, solver.damping, centre=False)
     key_root = _augmented_root("key", key_moments, key, solver.damping, centre=False)
-    centred_root = _augmented_root("key", key_moments, key, solver.damping, centre=True)
-    weights = (torch.ones(heads) if head_weights is None else head_weights).to(query)[:, None, None]
+    centred_root = key_root
+    if rotated < frequencies:
+        centred_root = _augmented_root("key", key_moments, key, solver.damping, centre=True)
+    weights = (query.new_ones(heads) if head_weights is None else head_weights.to(query))[:, None, None]
     weighted_query = query_root @ query * weights
     weighted_key = torch.cat([key_root @ key[..., :rotated], centred_root @ key[..., rotated:]], -1)
     has_data = query_moments is not None or key_moments is not None
@@ -218,5 +220,6 @@ def _augmented_root(side: str, moments: Moments | None, heads: Tensor, damping: 
         second[-1] = second[:, -1] = mean
     damped = (second + second.mT) / 2 - (torch.outer(mean, mean) if centre else 0)
     damped.diagonal().add_(damping * second.diagonal().mean())
-    message = f"the second moment of the {side} inputs is singular; raise the damping, or give more data"
+    matrix = "covariance" if centre else "second moment"
+    message = f"the {matrix} of the {side} inputs is singular; raise the damping, or give more data"
     return cholesky(damped, message, upper=True).to(heads.dtype)

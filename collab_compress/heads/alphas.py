@@ -40,6 +40,11 @@ class MixedProjection(Replacement):
         self.proj = proj
         self.alphas = nn.Parameter(torch.eye(heads, device=proj.weight.device, dtype=proj.weight.dtype))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle with α that trains."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {name: value for name, value in state.items() if name != "frozen"}
+
     @property
     def weight(self) -> Tensor:
         """Weight of `proj`, which stock models read when they initialise."""
@@ -206,18 +211,21 @@ def merge_alphas_(model: PreTrainedModel) -> None:
     mixed = {site.path(site.family.output): projection for site, projection in mixed_projections(model)}
     if not mixed:
         raise HeadError(f"{type(model).__name__} has no alphas to merge; mix_heads_(model) adds them")
-    folded = []
+    merged: list[tuple[nn.Parameter, Tensor]] = []  # weights, and what replaces their data
     for path, module in mixed.items():
-        weight = output_weight(f"{path}.proj", module.proj)
-        heads = weight.cpu().double().unflatten(1, (module.heads, -1))  # (D, H, d)
-        folded.append((weight, torch.einsum("ij,xic->xjc", module.alphas.detach().cpu().double(), heads).flatten(1)))
-    for (path, module), (weight, merged) in zip(mixed.items(), folded, strict=True):
-        weight.copy_(merged)
-        model.set_submodule(path, module.proj)
-    forget_edits_(model, AlphasEdit.kind)
+        weight, inputs = output_weight(f"{path}.proj", module.proj)
+        heads = weight.detach().cpu().double().movedim(inputs, 0).unflatten(0, (module.heads, -1))  # (H, d, D)
+        product = torch.einsum("ij,icx->jcx", module.alphas.detach().cpu().double(), heads).flatten(0, 1)
+        merged.append((weight, product.movedim(0, inputs).to(weight).contiguous()))
+    with all_or_nothing(model, [weight for weight, _ in merged]):
+        for weight, product in merged:
+            weight.data = product
+        for path, module in mixed.items():
+            model.set_submodule(path, module.proj)
+        forget_edits_(model, AlphasEdit.kind)
 
 
-def output_weight(path: str, projection: Any) -> Tensor:
-    """View the weight of a plain output projection in the layout of `nn.Linear`, (D, H·d), or raise HeadError."""
-    weight = plain_weight(path, projection, HeadError)
-    return weight.T if isinstance(projection, Conv1D) else weight
+def output_weight(path: str, projection: Any) -> tuple[nn.Parameter, int]:
+    """Return the weight of a plain output projection and its dimension of H·d, or raise HeadError."""
+    plain_weight(path, projection, HeadError)
+    return projection.weight, 0 if isinstance(projection, Conv1D) else 1

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
+from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.attention.run import HeadCall
+from collab_compress.checkpoint import all_or_nothing
 from collab_compress.errors import HeadError, check_number
 from collab_compress.heads.alphas import MixedProjection, output_weight
 from collab_compress.heads.hooks import HeadHooks
@@ -54,9 +55,9 @@ class HeadGates(HeadHooks):
 
     def __init__(self, model: PreTrainedModel, kinds: Collection[Kind] = KINDS, start: float = 2.0) -> None:
         check_number("start of head gates", start)
-        self._model = model
+        self._model = transformers_model(model)
         sites = find_attention(model, kinds=kinds)
-        _check(model, sites)
+        _check(self._model, sites)
         self.log_alphas = {
             site.name: nn.Parameter(
                 torch.full((site.heads,), start, device=site.part(site.family.output).weight.device)
@@ -110,10 +111,14 @@ class HeadGates(HeadHooks):
         """
         self._check_present()
         values = self.values()
-        with torch.no_grad():
-            for name, weight, size in _check(self._model, [hook.site for hook in self._hooks]):
-                weight.mul_(values[name].to(weight.device, weight.dtype).repeat_interleave(size))
-        self.remove()
+        folded: list[tuple[nn.Parameter, Tensor]] = []  # weights, and what replaces their data
+        for name, weight, inputs, size in _check(self._model, [hook.site for hook in self._hooks]):
+            factors = values[name].to(weight.device, weight.dtype).repeat_interleave(size)
+            folded.append((weight, weight.detach() * (factors if inputs == 1 else factors[:, None])))
+        with all_or_nothing(self._model, [weight for weight, _ in folded]):
+            for weight, product in folded:
+                weight.data = product
+            self.remove()
 
 
 def _gate(logits: Tensor) -> Tensor:
@@ -121,18 +126,21 @@ def _gate(logits: Tensor) -> Tensor:
     return (logits.sigmoid() * (high - low) + low).clamp(0, 1)
 
 
-def _check(model: PreTrainedModel, sites: Iterable[AttentionSite]) -> list[tuple[str, Tensor, int]]:
-    """Return path, weight (D, H·s) and s of what reads the heads of each module, or raise if it cannot take gates."""
+def _check(model: PreTrainedModel, sites: Iterable[AttentionSite]) -> list[tuple[str, nn.Parameter, int, int]]:
+    """Return for each module what reads its heads, or raise if that cannot take gates.
+
+    That is the module's path, a weight (D, H·s), or (H·s, D), its dimension of H·s, and s.
+    """
     refuse_unwritable(model, "head gates")
-    columns: list[tuple[str, Tensor, int]] = []
+    columns: list[tuple[str, nn.Parameter, int, int]] = []
     for site in sites:
         projection = site.part(site.family.output)
         if isinstance(projection, MixedProjection):
-            columns.append((site.name, projection.alphas, 1))
+            columns.append((site.name, projection.alphas, 1, 1))
         else:
-            weight = output_weight(site.path(site.family.output), projection)
-            columns.append((site.name, weight, weight.shape[1] // site.heads))
-    if len({weight.data_ptr() for _, weight, _ in columns}) < len(columns):
+            weight, inputs = output_weight(site.path(site.family.output), projection)
+            columns.append((site.name, weight, inputs, weight.shape[inputs] // site.heads))
+    if len({weight.data_ptr() for _, weight, *_ in columns}) < len(columns):
         raise HeadError(
             f"{type(model).__name__}: output projections share weights, into which the gates of one module alone can "
             "be folded; untie them"

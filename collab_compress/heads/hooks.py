@@ -1,12 +1,12 @@
 """Hooks on attention heads while a model runs: read them (`Tap`), mask them (`HeadMask`)."""
 
+import copyreg
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, distributed
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import (
@@ -34,7 +34,10 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 
 class HeadHooks:
-    """Base of what hooks on the heads of attention modules, until `remove` or the end of a `with` block."""
+    """Base of what hooks on the heads of attention modules, until `remove` or the end of a `with` block.
+
+    A copy or a pickle of the model has none of the hooks.
+    """
 
     needs_probs = False
     training = False  # whether they act in training mode only
@@ -81,6 +84,10 @@ class HeadHooks:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as one that was removed."""
+        return copyreg.__newobj__, (type(self),)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,9 +147,10 @@ class Reading:
 class Tap(HeadHooks):
     """Record the heads of a model during its forward passes, with their gradients.
 
-    `take` returns the readings of the last forward pass of `model` and forgets them. Calls of a part of the model
-    are not recorded, nor the repeated forward passes of gradient checkpointing. Run a tapped model in one thread.
-    Works under `torch.compile`, under `DistributedDataParallel` and in a `Trainer`.
+    `take` returns the readings of the last forward pass of `model` and forgets them, whether the model is called or
+    its `forward`, as Sentence Transformers and PEFT do. Calls of a part of the model are not recorded, nor the
+    repeated forward passes of gradient checkpointing. Run a tapped model in one thread. Works under `torch.compile`,
+    under `DistributedDataParallel` and in a `Trainer`.
 
     Args:
         model: stock or edited; attention runs as `eager` or `sdpa`.
@@ -164,7 +172,8 @@ class Tap(HeadHooks):
         torch.Size([2, 3, 6, 6])
     """
 
-    _handles: Sequence[RemovableHandle] = ()
+    keeps_passes = False  # whether readings of earlier passes are kept until `take`
+    _forward: "TappedForward | None" = None
 
     def __init__(
         self,
@@ -184,35 +193,37 @@ class Tap(HeadHooks):
             if "keys" in self.parts and maps_of(site.module)[0]:
                 raise HeadError(f"{site.name} is converted: its heads have no keys of equal width to read")
         self._readings: list[Reading] = []
+        self._passes = 0  # since the last `take`
         self._masks: dict[MaskKind, AttentionMasks] | None = None  # None between forward passes
         self._differentiable = False
         self._argument_names = forward_arguments(model)
         self._add(self.sites, first=True)
-        self._handles = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(self._end, always_call=True),
-        ]
+        self._forward = TappedForward(self, model)
 
     def take(self) -> list[Reading]:
         """Return the readings of the last forward pass, in the order of the modules' calls, and forget them."""
-        readings, self._readings = self._readings, []
+        readings, self._readings, self._passes = self._readings, [], 0
         return readings
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
         super().remove()
-        for handle in self._handles:
-            handle.remove()
-        self._readings, self._handles = [], []
+        if self._forward is not None:
+            self._forward.remove()
+        self._readings, self._forward = [], None
 
-    def _begin(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin a forward pass of the model."""
         if self.training and not (model.training and torch.is_grad_enabled()):
             return  # an evaluation in between keeps the readings of the training step
-        self._readings = []
+        if not self.keeps_passes:
+            self._readings, self._passes = [], 0
+        self._passes += 1
         self._masks = attention_masks(model, self._argument_names, args, kwargs)
         self._differentiable = torch.is_grad_enabled()
 
-    def _end(self, *_: object) -> None:
+    def end(self) -> None:
+        """End a forward pass of the model."""
         self._masks = None
 
     def act(self, site: AttentionSite, outputs: Tensor, call: HeadCall) -> Tensor:
@@ -242,6 +253,48 @@ class Tap(HeadHooks):
             )
         )
         return outputs
+
+
+class TappedForward:
+    """The forward pass of a model with a tap around it, in place of the model's `forward`.
+
+    Hooks of `nn.Module` would miss callers of `forward`. A copy or a pickle of the model has its own forward pass.
+    """
+
+    def __init__(self, tap: Tap, model: PreTrainedModel) -> None:
+        self.tap: Tap | None = tap
+        self.model = model
+        self.__wrapped__ = model.forward  # by this name `inspect.signature` finds the arguments
+        self.was_set = "forward" in vars(model)  # on the instance, as by Accelerate
+        vars(model)["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass."""
+        if self.tap is None:
+            return self.__wrapped__(*args, **kwargs)
+        self.tap.begin(self.model, args, kwargs)
+        try:
+            return self.__wrapped__(*args, **kwargs)
+        finally:
+            if self.tap is not None:
+                self.tap.end()
+
+    def remove(self) -> None:
+        """Restore the forward pass of the model, once no other stands around this one."""
+        self.tap = None
+        while isinstance(present := vars(self.model).get("forward"), TappedForward) and present.tap is None:
+            if present.was_set:
+                vars(self.model)["forward"] = present.__wrapped__
+            else:
+                del self.model.forward
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as the forward pass without the tap."""
+        return _itself, (self.__wrapped__,)
+
+
+def _itself(forward: Any) -> Any:
+    return forward
 
 
 def _call_masks(site: AttentionSite, call: HeadCall, masks: Mapping[MaskKind, AttentionMasks]) -> AttentionMasks:
@@ -294,7 +347,7 @@ class HeadMask(HeadHooks):
         sites = find_attention(model, kinds=kinds)
         self.heads = {site.name: site.heads for site in sites}
         self._masks = self._checked({} if masks is None else masks)
-        self._handle = transformers_model(model).register_forward_pre_hook(_refuse_head_mask, with_kwargs=True)
+        self._handle = transformers_model(model).register_forward_pre_hook(self._refuse_head_mask, with_kwargs=True)
         self._add(sites)  # which removes everything if it fails
 
     def remove(self) -> None:
@@ -341,13 +394,12 @@ class HeadMask(HeadHooks):
             )
         return outputs * mask.to(outputs)[..., None, :, None]  # (B, T, H, dv) · (1 or B, 1, H, 1)
 
-
-def _refuse_head_mask(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if kwargs.get("head_mask") is not None:
-        raise HeadError(
-            f"{type(model).__name__} got head_mask=, which Transformers no longer applies; pass masks of heads to "
-            "HeadMask, as {'path of an attention module': tensor (heads,)}"
-        )
+    def _refuse_head_mask(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._hooks and kwargs.get("head_mask") is not None:
+            raise HeadError(
+                f"{type(model).__name__} got head_mask=, which Transformers no longer applies; pass masks of heads "
+                "to HeadMask, as {'path of an attention module': tensor (heads,)}"
+            )
 
 
 def masks_without(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -> dict[str, Tensor]:
@@ -370,6 +422,6 @@ def masks_without(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) 
     """
     masks = {}
     for site, removed in check_heads(find_attention(model), heads):
-        masks[site.name] = torch.ones(site.heads)
+        masks[site.name] = torch.ones(site.heads, device="cpu")
         masks[site.name][removed] = 0.0
     return masks

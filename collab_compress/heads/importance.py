@@ -140,14 +140,17 @@ def _mean_over_queries(
         with Tap(model, [part], kinds) as tap, evaluation_mode(model):
             for batch in batches:
                 if not sums:
-                    sums = {site.name: torch.zeros(site.heads + 1, dtype=torch.float64) for site in tap.sites}
+                    sums = {
+                        site.name: torch.zeros(site.heads + 1, dtype=torch.float64, device="cpu")
+                        for site in tap.sites
+                    }
                 run_batch(model, as_batch(batch))
                 token_ids = _token_ids(model, batch) if excluded else {}
                 for reading in tap.take():
                     query_ids, key_ids = token_ids.get(reading.site.kind, (None, None))
                     values = measure(reading, key_ids, excluded)  # (B, T, H)
                     shape, mask = values.shape[:2], reading.masks.query
-                    counts = torch.ones(shape, dtype=torch.bool) if mask is None else mask
+                    counts = torch.ones(shape, dtype=torch.bool, device="cpu") if mask is None else mask
                     hidden = _is_excluded(reading, query_ids, tuple(shape), excluded)
                     counts = counts if hidden is None else counts & ~hidden.to(counts.device)
                     values = values[counts.to(values.device)]  # (N, H)
@@ -257,7 +260,7 @@ def head_importance(
     """
     model = transformers_model(model)
     with HeadMask(model) as mask, evaluation_mode(model), torch.enable_grad():
-        sums = {name: torch.zeros(heads, dtype=torch.float64) for name, heads in mask.heads.items()}
+        sums = {name: torch.zeros(heads, dtype=torch.float64, device="cpu") for name, heads in mask.heads.items()}
         samples = 0
         for batch in map(as_batch, batches):
             inputs = {
@@ -322,7 +325,8 @@ def least_important(
 
     Args:
         importance: module path → (H,), as `head_importance` returns.
-        share: share of all heads to pick, 0 to 1; rounded to whole heads. Of equal heads the first are picked.
+        share: share of all heads to pick, 0 to 1; rounded to whole heads, halves up. Of equal heads the first are
+            picked.
         keep_one: spare the most important head of each module, as removal must; may pick fewer heads.
 
     Returns:
@@ -347,6 +351,7 @@ def least_important(
         candidates += [(value, name, head) for head, value in enumerate(values.tolist()) if head != spared]
     candidates.sort(key=lambda candidate: candidate[0])
     picked: dict[str, list[int]] = {name: [] for name in importance}
-    for _, name, head in candidates[: round(share * sum(map(len, importance.values())))]:
+    count = int(share * sum(map(len, importance.values())) + 0.5)
+    for _, name, head in candidates[:count]:
         picked[name].append(head)
     return {name: sorted(heads) for name, heads in picked.items() if heads}

@@ -1,7 +1,9 @@
 """Remove attention heads, and the model edit that removes them again when a checkpoint loads."""
 
+import copy
+import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Integral
 from typing import Any, ClassVar
@@ -28,6 +30,8 @@ from collab_compress.attention.values import JOINT_WIDTH
 from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
 from collab_compress.errors import CheckpointError, CompressionError, HeadError
 from collab_compress.heads.sharding import refuse_unwritable
+
+_logger = logging.getLogger(__name__)
 
 
 def check_heads(
@@ -210,7 +214,8 @@ def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -
     operations. Removed are their channels of the query, key and value projections and of the output projection's
     input; in a collaborative module their rows of the mixing matrix and their content biases, while the shared
     projections stay. The model saves, reloads, converts and expands like any other. Remaining heads are numbered
-    from 0 again. Cut parameters are new objects: make an optimizer afterwards.
+    from 0 again, in the alignment heads of Whisper too.
+    Cut parameters are new objects: make an optimizer afterwards.
 
     Args:
         model: stock or edited; dtype, device and frozenness are kept.
@@ -244,9 +249,47 @@ def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -
     holders.pop(id(None), None)
     shared = {part for part, count in holders.items() if count > 1}
     edit = PrunedEdit({path_in_base(model, site.module): _kept(site, heads, shared) for site, heads in chosen})
+    kept = {site.name: edit.modules[path_in_base(model, site.module)].kept for site, _ in chosen}
+
+    def renumbered(layer: int, name: str, head: int) -> tuple[int, int] | None:
+        if name not in kept:
+            return layer, head
+        return (layer, kept[name].index(head)) if head in kept[name] else None
+
     with all_or_nothing(model):
+        note = renumber_alignment_heads_(model, renumbered)
         edit.apply_(model)
         record_edit_(model, edit)
+    if note:
+        _logger.warning(note)
+
+
+def renumber_alignment_heads_(
+    model: PreTrainedModel, renumbered: Callable[[int, str, int], tuple[int, int] | None]
+) -> str:
+    """Renumber the cross-attention heads that generation settings name (Whisper), in place; return a note or "".
+
+    Args:
+        model: with all its layers and heads.
+        renumbered: maps the number of a layer, the path of its cross-attention and the number of a head to the new
+            numbers, or to None if the head is removed.
+    """
+    before = getattr(getattr(model, "generation_config", None), "alignment_heads", None)
+    if not before:
+        return ""
+    crossing = dict(enumerate(site.name for site in find_attention(model) if site.kind == "cross"))
+    moved = [renumbered(layer, crossing[layer], head) for layer, head in before if layer in crossing]
+    after = [list(pair) for pair in moved if pair is not None]
+    model.generation_config = copy.deepcopy(model.generation_config)
+    if after:
+        model.generation_config.alignment_heads = after
+    else:
+        del model.generation_config.alignment_heads
+    removed = len(before) - len(after)
+    if not removed:
+        return ""
+    timestamps = "word timestamps come from the others" if after else "there are no word timestamps any more"
+    return f"{removed} of the {len(before)} heads in generation_config.alignment_heads are removed: {timestamps}"
 
 
 def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) -> KeptHeads:

@@ -151,14 +151,14 @@ Scores = Mapping[str, Tensor]
 """Path of a module → importance of its heads, (H,)."""
 
 
-def hard(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
+def hard_pairs(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
     """Pair the k least important heads of all layers with the k most important (algorithm 1)."""
     heads = _by_importance(sites, scores)
     _check_k(rotation, len(heads) // 2, sites)
     return list(zip(heads[: rotation.k], heads[::-1], strict=False))
 
 
-def soft(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
+def soft_pairs(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
     """Pair the k least important heads of lower layers with those of upper ones (algorithm 2).
 
     Layer i meets L+1−i, where the paper prints L−i, for i = 1 … t_max. The two are never the same layer, so k may be
@@ -178,7 +178,9 @@ def soft(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scor
     return pairs
 
 
-def random(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
+def random_pairs(
+    rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float
+) -> list[Pair]:
     """Draw k pairs of different heads from all layers (algorithm 3); the same for the same seed, kind and epoch."""
     heads = [(site.name, head) for site in sites for head in range(site.heads)]
     _check_k(rotation, len(heads) // 2, sites)
@@ -187,9 +189,9 @@ def random(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Sc
 
 
 STRATEGIES: dict[Strategy, Callable[[RotationOptions, Sequence[AttentionSite], Scores, float], list[Pair]]] = {
-    "hard": hard,
-    "soft": soft,
-    "random": random,
+    "hard": hard_pairs,
+    "soft": soft_pairs,
+    "random": random_pairs,
 }
 """Name → function of the options, the modules of one kind, their importance and the epoch, to pairs in which no head
 is twice. Raises HeadError where the options need more heads or layers than there are."""
@@ -270,7 +272,7 @@ class Rotator:
             for site in sites:
                 for head in range(site.heads - 1):  # all heads of a module must be alike
                     match_heads(site, head, site, head + 1)
-            zeros = {site.name: torch.zeros(site.heads) for site in sites}
+            zeros = {site.name: torch.zeros(site.heads, device="cpu") for site in sites}
             STRATEGIES[rotation.strategy](rotation, sites, zeros, 0)
             for site in sites[1:]:
                 match_heads(sites[0], 0, site, 0)

@@ -79,6 +79,7 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
         part = "dv" if any(site.family.keeps_scores for site in sites) else "dk"
         chosen[part] = max(1, min(site.key_value_width for site in sites) // 3)
     dff = options.dff
+    given = {part: width for part, width in chosen.items() if width is not None}
     modules = analysis.module_costs(model, LENGTH, **chosen)
     costs = {
         "dk": {module.name: module.scores for module in modules},
@@ -104,9 +105,13 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
     dense, after, parameters, kept = (sum(part[heading] for part in parts) for heading in list(parts[0])[1:5])
     shares = ", ".join(f"{part['part']} {100 * part[DENSE] / dense:.0f} %" for part in parts)
     highlights = [f"Operations of all dense layers at T = {LENGTH}: {shares}."]
+    form, attention = (
+        f"with {', '.join(f'{part} = {width}' for part, width in widths.items())}" if widths else "as converted"
+        for widths in ({**given, "dff": dff} if dff is not None else given, given)
+    )
     if after != dense:
         highlights.append(
-            f"The converted form has {100 * after / dense:.0f} % of the operations of dense layers, and "
+            f"Layers {form} have {100 * after / dense:.0f} % of the operations of dense layers, and "
             f"{100 * kept / parameters:.0f} % of their parameters."
         )
     try:
@@ -117,15 +122,20 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
         rows = [{"layer": label(latency.name), **asdict(latency)} for latency in latencies]
         tables["latency"] = Table("Latency of attention modules, batch of one", rows)
         longest = max(latency.length for latency in latencies)
-        ratio = median(latency.ratio for latency in latencies if latency.length == longest)
-        highlights.append(f"Converted attention takes {ratio:.2f} of dense time at T = {longest}, measured here.")
-    widths_of = {**chosen, "dff": dff}.items()
-    subject = ", ".join(f"{part} = {width}" for part, width in widths_of if width is not None)
+        timed = [latency for latency in latencies if latency.length == longest]
+        steady = [latency.ratio for latency in timed if latency.is_steady]
+        if 2 * len(steady) > len(timed):
+            time = f"takes {median(steady):.2f} of dense time at T = {longest}, measured here"
+        else:
+            time = (
+                f"was timed beside other work on this machine: its rounds at T = {longest} differ too much to compare"
+            )
+        highlights.append(f"Attention {attention} {time}.")
     return Section(
         "What a layer costs",
-        f"Dense layers, and layers {f'with {subject}' if subject else 'as they are converted'}; other parts cost the "
-        "same in both forms. Latencies are of whole attention modules on this machine, dense and converted in turns, "
-        f"medians of {options.rounds} rounds (Collaborate, section 3.4 and Table 1).{notes}",
+        f"Dense layers, and layers {form}; other parts cost the same in both forms. "
+        "Latencies are of whole attention modules on this machine, dense and converted in turns, "
+        f"medians of {options.rounds} rounds of one thread (Collaborate, section 3.4 and Table 1).{notes}",
         tables,
         highlights=highlights,
     )

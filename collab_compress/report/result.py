@@ -86,7 +86,7 @@ def make_report(
         sentence: text, or pair of texts, for attention maps; (text, target) for an encoder–decoder.
         score: a task to score heads on, in place of the drift of the outputs.
         options: how much to measure.
-        on_progress: called with the measure, the number of finished items and their total (or None).
+        on_progress: called with the section or measure, the number of finished items and their total (or None).
 
     Raises:
         HeadError: a section is unknown, none of them can be measured on this model and data, there are no batches,
@@ -134,6 +134,7 @@ def make_report(
     results, omitted = {}, {}
     for section, measure in measures.items():
         if section in sections:
+            on_progress(section.replace("_", " "), 0, None)
             try:
                 results[section] = measure()
             except (CompressionError, HeadError, UnsupportedModelError) as error:

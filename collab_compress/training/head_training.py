@@ -245,10 +245,12 @@ def _known_kinds(what: str, kinds: tuple[Kind, ...]) -> None:
 
 
 class HeadLosses(Tap):
-    """Evaluate losses on the heads of each forward pass, or only of those in training mode.
+    """Evaluate losses on the heads of forward passes, or only of those in training mode.
 
     `losses` maps any name to a loss in `LOSSES` and its kinds of attention.
     """
+
+    keeps_passes = True  # a contrastive loss has a pass for each of its texts
 
     def __init__(
         self, model: PreTrainedModel, losses: Mapping[str, tuple[str, Collection[Kind]]], training: bool = True
@@ -261,12 +263,14 @@ class HeadLosses(Tap):
         super().__init__(model, {loss.part for loss, _ in self.losses.values()}, tapped, training)
 
     def values(self, measured: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return the unweighted losses of the last forward pass; omits losses whose modules were not called.
+        """Return the unweighted losses, means over the forward passes since the last call.
+
+        Losses whose modules were not called are left out.
 
         Args:
             measured: names of losses that need no gradient.
         """
-        readings = self.take()
+        passes, readings = self._passes, self.take()
         losses = {}
         for name, (loss, kinds) in self.losses.items():
             values: list[Tensor] = []
@@ -277,5 +281,5 @@ class HeadLosses(Tap):
                         values.append(value.to(values[0].device) if values else value)
             if values:
                 stacked = torch.stack(values)
-                losses[name] = stacked.mean() if loss.reduction == "mean" else stacked.sum()
+                losses[name] = stacked.mean() if loss.reduction == "mean" else stacked.sum() / passes
         return losses

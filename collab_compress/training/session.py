@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, distributed, nn
@@ -11,7 +12,8 @@ from torch.nn.functional import pad
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.architectures import KINDS
+from collab_compress.architectures import KINDS, transformers_model
+from collab_compress.checkpoint import models_in
 from collab_compress.errors import HeadError, check_number
 from collab_compress.heads import DropHead, Rotator
 from collab_compress.heads.alphas import MixedProjection, mixed_projections
@@ -29,6 +31,7 @@ from collab_compress.training.head_training import (
 from collab_compress.transformers_parts import UNLABELLED
 
 logger = logging.getLogger(__name__)
+_in_training: WeakSet[PreTrainedModel] = WeakSet()  # models, and those inside them, on which a session is open
 TASK = "task_loss"
 GROWTH = "nuclear-growth"
 FAINT = 1e-4  # a penalty below this share of the loss hardly acts
@@ -51,7 +54,8 @@ class HeadSession:
 
     Raises:
         HeadError: the model or the optimizer lacks the alphas; an optimizer is needed; the warmup is 1 or more, and
-            a schedule needs it; `Rotator` or `Tap` refuse; or DeepSpeed is used, which is not supported.
+            a schedule needs it; another session acts on the model; `Rotator` or `Tap` refuse; or DeepSpeed is used,
+            which is not supported.
         UnsupportedModelError: the model's family is not known.
 
     Example:
@@ -101,6 +105,13 @@ class HeadSession:
                 "DeepSpeed is not supported: ZeRO steps copies of the weights, or splits them across head "
                 "boundaries; shard the model with FSDP2 instead (fully_shard), or leave it whole"
             )
+        self._parts = models_in(transformers_model(model)) if training.acts else []
+        if any(part in _in_training for part in self._parts):
+            raise HeadError(
+                f"another session acts on the heads of this {type(model).__name__}; close() that one first, or wait "
+                "until its train() has returned"
+            )
+        _in_training.update(self._parts)
         reshard_(model)  # an optimizer knows the sharded parameters of FSDP2, not the gathered ones
         try:
             if training.rotation is not None:
@@ -133,6 +144,8 @@ class HeadSession:
         self._check_open()
         check_number("progress of the training", progress, 0, 1)
         self.penalty_called = False
+        if self._losses is not None:
+            self._losses.take()  # of passes without a penalty
         for drophead, options in zip(self._dropheads, self.training.drophead, strict=True):
             drophead.p = options.p * SCHEDULES[options.schedule](progress, self.warmup)
         for name, penalty in self._penalties.items():
@@ -156,7 +169,9 @@ class HeadSession:
             self._rotator.epoch(epoch, self.optimizer, batches)
 
     def penalty(self, loss: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """Return the weighted sum of all penalties of the last forward pass, to add to the training loss.
+        """Return the weighted sum of all penalties, to add to the training loss.
+
+        They are means over the forward passes since the last call, of which a contrastive loss has several.
 
         Args:
             loss: the training loss, to log it, and to warn if a penalty is too small to act.
@@ -200,7 +215,7 @@ class HeadSession:
         The loss without penalties is "task_loss". Means are over all processes, each of which must call it.
         """
         names = [TASK] + [name + suffix for name in (*self._penalties, GROWTH) for suffix in ("", "/share")]
-        sums = [self._sums.get(name, (torch.zeros(()), 0)) for name in names]
+        sums = [self._sums.get(name, (torch.zeros((), device="cpu"), 0)) for name in names]
         totals = torch.stack([total.float().to(self._device) for total, _ in sums])
         table = torch.stack([totals, torch.tensor([float(count) for _, count in sums], device=self._device)], 1)
         if distributed.is_initialized():
@@ -230,6 +245,8 @@ class HeadSession:
             if part is not None:
                 part.remove()
         self._dropheads, self._losses, self._alphas, self._closed = [], None, None, True
+        _in_training.difference_update(self._parts)
+        self._parts = []
 
     def __enter__(self) -> "HeadSession":
         return self

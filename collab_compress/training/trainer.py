@@ -1,8 +1,11 @@
 """Transformers' trainers, with everything that acts on heads."""
 
+import json
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +22,12 @@ from transformers import (
 )
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
+from transformers.utils import CONFIG_NAME
 
+from collab_compress.architectures import transformers_model
 from collab_compress.calibration import evaluation_mode
-from collab_compress.errors import HeadError
+from collab_compress.checkpoint import EditConfig, edits_of, is_edits
+from collab_compress.errors import CheckpointError, HeadError
 from collab_compress.heads import alphas_of, mix_heads_
 from collab_compress.training.head_training import HeadTraining
 from collab_compress.training.session import HeadSession
@@ -60,6 +66,7 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
     Raises:
         HeadError: alphas or rotation lack what they need; the trainer replicates its model within one process, or
             shards it in a way that cannot work.
+        CheckpointError: `train` is to resume from a checkpoint of a model with other edits.
 
     Example:
         >>> class QuietTrainer(HeadTrainerMixin, Trainer):
@@ -113,6 +120,11 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
         finally:
             self.close()
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        """Load weights as the trainer does, from a checkpoint of a model with the same edits."""
+        _refuse_other_edits(resume_from_checkpoint, transformers_model(self.model))
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+
     def close(self) -> None:
         """Remove everything but the trained weights from the model."""
         self._callback.close()
@@ -134,7 +146,8 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
         losses = []
         with evaluation_mode(model), torch.random.fork_rng():
             for factor in (1, 2):
-                batch, count = dict(self._prepare_inputs(inputs)), factor * torch.as_tensor(items)
+                batch = dict(self._prepare_inputs(inputs))
+                count = factor * torch.as_tensor(items, device=self.args.device)
                 losses.append(super().compute_loss(model, batch, num_items_in_batch=count))
         informative = bool(losses[0].isfinite() & (losses[0] != 0))
         return torch.equal(*losses) if all(gather_object([informative])) else None  # alike in all processes
@@ -168,8 +181,34 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
         """Log the penalties beside the loss."""
         session = self._callback.session
         if session is not None and "loss" in logs:
-            logs |= session.logs()
+            logs = {**logs, **session.logs()}
         super().log(logs, *args, **kwargs)
+
+
+def _refuse_other_edits(checkpoint: str, model: PreTrainedModel) -> None:
+    """Refuse to resume from a checkpoint of a model with other edits, whose weights would be lost in silence."""
+    path = Path(checkpoint) / CONFIG_NAME
+    if not path.is_file():  # sharded, or of an adapter alone
+        return
+    stored = json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
+    saved = EditConfig(**stored).edits if is_edits(stored) else []
+    sides: list[dict[tuple[str, str], list[Any]]] = [{}, {}]  # (kind, path) → what was done to that module
+    for side, edits in zip(sides, (saved, edits_of(model)), strict=True):
+        for edit in edits:
+            for name, change in edit.modules.items():
+                side.setdefault((edit.kind, name), []).append(change)
+    if sides[0] == sides[1]:
+        return
+    of_checkpoint, of_model = (
+        ", ".join(f"{kind} of {count} modules" for kind, count in Counter(kind for kind, _ in side).items()) or "none"
+        for side in sides
+    )
+    kind, name = next(key for key in {**sides[0], **sides[1]} if sides[0].get(key) != sides[1].get(key))
+    raise CheckpointError(
+        f"{checkpoint} holds another model than the {type(model).__name__} to train: edits of the checkpoint are "
+        f"{of_checkpoint}, of the model {of_model}, the first that differs is {kind} of {name}; load the model from "
+        "the checkpoint by from_pretrained, or edit it in the same way, before making the trainer"
+    )
 
 
 class HeadTrainer(HeadTrainerMixin, Trainer):  # type: ignore[misc]
@@ -225,6 +264,7 @@ class _HeadCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Open the session, and restore its state from a checkpoint."""
+        self.close()  # of a batch that was too large, where the trainer then tries a smaller one
         trainer, steps = self.trainer, max(state.max_steps, 1)
         warmup = args.get_warmup_steps(steps) / steps
         self.session = HeadSession(

@@ -1,24 +1,25 @@
 """Trim the vocabulary of a model and its tokenizer, in place and all or nothing."""
 
 import copy
+import gc
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import transformers_model
 from collab_compress.calibration import evaluation_mode, run_batch
-from collab_compress.calibration.batches import evenly_spaced
+from collab_compress.calibration.batches import evenly_spaced, sources_of
 from collab_compress.calibration.builtin import builtin_texts, why_not_english
 from collab_compress.calibration.files import Text, read_texts, texts_of
 from collab_compress.calibration.gather import forward_arguments
@@ -32,12 +33,19 @@ from collab_compress.vocabulary.tokens import Vocabulary, reloaded
 
 _logger = logging.getLogger(__name__)
 
+Texts: TypeAlias = str | Path | Sequence[Text]
+
 HELD_BACK = 8  # one text in so many is not counted
 PROBED = 16  # tokens that the model reads before and after
 TOLERANCE = 1e-3  # of the hidden states on them, relative to the largest
-SIZES = ("vocab_size", "decoder_vocab_size", "num_embeddings", "out_features")
-NAMES_IDS = re.compile(r"(token_ids?|token_index|padding_idx|suppress_tokens|(bad|force)_words_ids|sequence_bias)$")
+SIZES = ("vocab_size", "decoder_vocab_size", "n_words", "num_embeddings", "out_features")
+NAMES_IDS = re.compile(
+    r"(token_ids?|token_index|^(pad|bos|eos|unk|mask)_index|padding_idx|suppress_tokens|(bad|force)_words_ids"
+    r"|sequence_bias|(lang|task|lang_code)_to_id|lang_to_code_id|forced_decoder_ids)$"
+)
 """Names of settings and attributes that hold ids of tokens."""
+MAY_NAME_IDS = re.compile(r"(^|_)(ids?|codes?|lang(uage)?s?)(_|$)|2id|id2")
+"""Parts of the names of generation settings that may hold ids of tokens."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ class VocabularyReport:
 def trim_vocabulary_(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    texts: str | Path | Sequence[Text] = "builtin",
+    texts: Texts | tuple[Texts, ...] = "builtin",
     *,
     tokens: int | Iterable[str],
 ) -> VocabularyReport:
@@ -93,7 +101,7 @@ def trim_vocabulary_(
         model: reads texts; a Transformers model, or a SentenceTransformer that holds one.
         tokenizer: of the model, a fast one; not needed for a SentenceTransformer.
         texts: what is counted, but for an eighth: "builtin" (English texts that come with the package), a file or a
-            data set (`read_texts`), or texts and text pairs.
+            data set (`read_texts`), or a list of texts and text pairs; a tuple is several of these together.
         tokens: how many stay, or which, as the tokenizer writes them ("##ing", "Ġthe").
 
     Returns:
@@ -104,7 +112,8 @@ def trim_vocabulary_(
             a slow tokenizer, or one of another kind; embeddings with fewer rows than tokens; a quantized or a sharded
             model.
         CalibrationError: there are no texts, or the tokenizer does not know the language of the built-in ones.
-        UnsupportedModelError: the model has no plain embeddings, or other weights of the vocabulary's size.
+        UnsupportedModelError: the model has no plain embeddings, or other weights of the vocabulary's size; it is
+            part of a model that holds such weights; a generation setting may hold ids in a form that is not known.
     """
     if tokenizer is None:
         tokenizer = getattr(model, "tokenizer", None)  # of a SentenceTransformer
@@ -114,15 +123,16 @@ def trim_vocabulary_(
     refuse_unwritable(model, "trim_vocabulary_", CompressionError)
     vocabulary = Vocabulary(tokenizer)
     size = _rows(model)
+    _refuse_body(model, size)
     if max(vocabulary.tokens) >= size:
         raise CompressionError(
             f"the tokenizer has token {max(vocabulary.tokens)}, but {type(model).__name__} has embeddings of {size} "
             "tokens; the tokenizer is not this model's"
         )
+    _refuse_unknown_ids(model, size)
     named: set[int] = set()
     for _, name, value in _settings(model):
-        if NAMES_IDS.search(name):
-            _mapped(value, named.add)
+        _with_ids(name, value, named.add)
     named &= set(range(size))
     counted, held_back = _divided(texts, tokenizer)
     kept = _chosen(vocabulary, tokens, vocabulary.must_stay(named), _encoded(tokenizer, counted))
@@ -138,7 +148,8 @@ def trim_vocabulary_(
     same = _unchanged(before, after, new, tokenizer.unk_token_id)
     parameters = model.num_parameters()
     probe = evenly_spaced(sorted(kept - set(tokenizer.all_special_ids)), PROBED)
-    with all_or_nothing(model):
+    attributes = vars(trimmed) | {"name_or_path": tokenizer.name_or_path}
+    with all_or_nothing(model), _restored_on_errors(tokenizer):
         states = _states(model, probe)
         _cut_(model, size, rows, new)
         changed = _states(model, [new[number] for number in probe])
@@ -148,29 +159,50 @@ def trim_vocabulary_(
                 f"{type(model).__name__} computes something else with a smaller vocabulary, so it depends on the ids "
                 "of tokens in a way that is not known here; keep its vocabulary"
             )
-    vars(trimmed)["name_or_path"] = tokenizer.name_or_path
-    vars(tokenizer).clear()
-    vars(tokenizer).update(vars(trimmed))
+        vars(tokenizer).clear()
+        vars(tokenizer).update(attributes)
     length = sum(map(len, after)) / max(1, sum(map(len, before)))
     return VocabularyReport(size, len(rows), parameters, model.num_parameters(), len(before), same, length)
 
 
+@contextmanager
+def _restored_on_errors(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Restore the attributes of a tokenizer if the block fails or is interrupted."""
+    before = dict(vars(tokenizer))
+    try:
+        yield
+    except BaseException:
+        vars(tokenizer).clear()
+        vars(tokenizer).update(before)
+        raise
+
+
 def _divided(
-    texts: str | Path | Sequence[Text], tokenizer: PreTrainedTokenizerBase
+    texts: Texts | tuple[Texts, ...], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Sequence[str], Sequence[str]]:
     """Return the texts to count, and those held back."""
-    if isinstance(texts, str) and texts == "builtin":
-        if (reason := why_not_english(tokenizer)) is not None:
-            raise CalibrationError(f"the built-in texts are English, and {reason}; pass texts")
-        rows = builtin_texts(pairs=False)
-    else:
-        rows, notes = read_texts(texts) if isinstance(texts, str | Path) else texts_of(texts, "texts")
-        for note in notes:
-            _logger.warning(note)
+    rows = [row for source in sources_of(texts, "texts") for row in _read(source, tokenizer)]
     singles = list(chain.from_iterable((row,) if isinstance(row, str) else row for row in rows))
     held_back = singles[HELD_BACK - 1 :: HELD_BACK]
     counted = [text for place, text in enumerate(singles) if (place + 1) % HELD_BACK]
     return counted, held_back or counted
+
+
+def _read(texts: Any, tokenizer: PreTrainedTokenizerBase) -> list[Text]:
+    """Return the texts of one source."""
+    if isinstance(texts, str) and texts == "builtin":
+        if (reason := why_not_english(tokenizer)) is not None:
+            raise CalibrationError(f"the built-in texts are English, and {reason}; pass texts")
+        return builtin_texts(pairs=False)
+    if isinstance(texts, str | Path):
+        rows, notes = read_texts(texts)
+    elif isinstance(texts, bytes | Mapping) or not isinstance(texts, Iterable):
+        raise CalibrationError(f"texts is {texts!r:.80}; expected 'builtin', a file of texts, or a list of texts")
+    else:
+        rows, notes = texts_of(texts, "texts")
+    for note in notes:
+        _logger.warning(note)
+    return rows
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
@@ -261,6 +293,65 @@ def _settings(model: PreTrainedModel) -> list[tuple[dict[str, Any], str, Any]]:
     return [(attributes, name, value) for attributes in unique.values() for name, value in attributes.items()]
 
 
+def _refuse_unknown_ids(model: PreTrainedModel, size: int) -> None:
+    """Refuse generation settings that may hold ids of tokens under a name that is not known."""
+    for inner in models_in(model):
+        settings = vars(getattr(inner, "generation_config", None) or object.__new__(GenerationConfig))
+        for name, value in settings.items():
+            numbers: set[int] = set()
+            _mapped(value, numbers.add)
+            if MAY_NAME_IDS.search(name) and not NAMES_IDS.search(name) and numbers & set(range(size)):
+                raise UnsupportedModelError(
+                    f"generation_config.{name} of {type(inner).__name__} may hold ids of tokens, in a form that is "
+                    "not known here; remove it from the generation settings, and set it again with the new ids"
+                )
+
+
+def _refuse_body(model: PreTrainedModel, size: int) -> None:
+    """Refuse a part of a larger model whose other parts have weights of the vocabulary's size, as a tied head."""
+    outside = _outside(model, size)
+    if outside and gc.collect() >= 0:  # models that nothing holds any more may wait to be collected
+        outside = _outside(model, size)
+    if outside:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is part of {outside[0]}, which has further weights of {size} tokens; pass the "
+            "whole model"
+        )
+
+
+def _outside(model: PreTrainedModel, size: int) -> list[str]:
+    """Return the classes of the models around one that hold parameters of the vocabulary's size outside of it."""
+    modules = [
+        thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_modules" in vars(thing)
+    ]
+    inside, around = set(model.modules()), list[nn.Module]()
+    level: list[nn.Module] = [model]
+    while level:
+        level = [module for module in modules if any(part in level for part in module._modules.values())]
+        level = [module for module in level if module not in around]
+        around += level
+    return [
+        type(module).__name__
+        for module in around
+        if any(
+            parameter is not None and size in parameter.shape
+            for part in set(module.modules()) - inside
+            for parameter in part._parameters.values()
+        )
+    ]
+
+
+def _with_ids(name: str, value: Any, change: Any) -> Any:
+    """Return a setting with the ids of tokens in it changed; others as they are."""
+    if name.endswith("forced_decoder_ids") and value:
+        return [[position, _mapped(number, change)] for position, number in value]
+    if NAMES_IDS.search(name):
+        return _mapped(value, change)
+    if type(value) is dict and not name.startswith("_"):  # task_specific_params has settings by their names
+        return {key: _with_ids(str(key), part, change) for key, part in value.items()}
+    return value
+
+
 def _mapped(value: Any, change: Any) -> Any:
     """Return nested ids, each changed."""
     if isinstance(value, int) and not isinstance(value, bool):
@@ -290,8 +381,8 @@ def _cut_(model: PreTrainedModel, size: int, rows: Sequence[int], new: Mapping[i
     for attributes, name, value in _settings(model):
         if name in SIZES and value == size:
             attributes[name] = len(rows)
-        elif NAMES_IDS.search(name) and id(attributes) not in positions:
-            attributes[name] = _mapped(value, lambda number: new.get(number, number))
+        elif id(attributes) not in positions:
+            attributes[name] = _with_ids(name, value, lambda number: new.get(number, number))
 
 
 def _remaining(path: str, tensor: Tensor, rows: Sequence[int], size: int, is_embedding: bool) -> Tensor:
@@ -309,7 +400,7 @@ def _remaining(path: str, tensor: Tensor, rows: Sequence[int], size: int, is_emb
 def _states(model: PreTrainedModel, numbers: Sequence[int]) -> Tensor:
     """Return the outputs of the base model for a few tokens, (1, T, …)."""
     base: Any = model.base_model
-    ids = torch.tensor([list(numbers)])
+    ids = torch.tensor([list(numbers)], device="cpu")
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids}
     known = forward_arguments(base)
     with evaluation_mode(base):

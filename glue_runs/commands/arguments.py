@@ -14,7 +14,7 @@ from collab_compress.errors import DataError
 class EvaluateArguments:
     """Score a stock or converted model on tasks of MTEB or of the LM evaluation harness.
 
-    Both are installed by pip install 'collab-compress[eval]'. Task data are downloaded from the hub, or read from its
+    Both come with the extra `eval` of this package. Task data are downloaded from the hub, or read from its
     cache.
 
     Examples:

@@ -83,7 +83,7 @@ class Subject:
     @staticmethod
     def _drawn(rows: Dataset) -> Dataset:
         """Return up to `ROWS` random rows, the same for all models."""
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:ROWS]
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0), device="cpu")[:ROWS]
         return rows.select(order.tolist())
 
     def places(self, first: int = 0, end: int = ROWS) -> list[int]:

@@ -172,9 +172,9 @@ class Recipe:
     compression it names the second fine-tuning of the dense model, the control of a converted one's: NAME-again, or
     tuned-again if not given."""
 
-    calibration: str = "auto"
+    calibration: str | tuple[str, ...] = "auto"
     """Calibration data of the conversion: auto, builtin, synthetic, generated, none, or a file with one text a line,
-    as for `collab-compress`."""
+    or a list of several to use together, as for `collab-compress`."""
 
     calibration_options: CalibrationOptions = field(default_factory=CalibrationOptions)
     """How much of the calibration data is used."""

@@ -1,5 +1,7 @@
 """Costs against counts of the live model's parameters and products; timing: which calls, and how many."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -200,7 +202,22 @@ def test_whole_models_run_in_turns_on_the_same_batch(make_tiny):
             with_kwargs=True,
         )
     timing = model_latency(dense, converted, 6, batch_size=3, seconds=0)
-    assert (timing.name, timing.length, timing.rounds) == ("", 6, 10)
+    assert (timing.name, timing.length, timing.rounds, timing.device) == ("", 6, 10, "cpu")
     # Ten rounds, after one call to choose their number and one to warm up.
     assert lengths[id(dense)] == lengths[id(converted)] == [(3, 6)] * 12
     assert 0 < timing.low <= timing.ratio <= timing.high
+
+
+def test_one_thread_is_timed_by_its_processor_time(make_tiny, set_threads):
+    """Waiting for other programs does not count; afterwards all threads are back."""
+    set_threads(2)
+    model, waiting, threads = make_tiny("bert"), make_tiny("bert"), []
+    waiting.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    waiting.register_forward_pre_hook(lambda *_: threads.append(torch.get_num_threads()))
+    assert model_latency(model, waiting, 6, seconds=0).ratio < 5  # of the wall time, 10 and more
+    assert module_latency(model, model, (6,), rounds=2)
+    assert set(threads) == {1}
+    assert torch.get_num_threads() == 2
+    with pytest.raises(CalibrationError):
+        model_latency(model, model, 41)
+    assert torch.get_num_threads() == 2

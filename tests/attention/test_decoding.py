@@ -19,6 +19,7 @@ from transformers import (
 from collab_compress import Compression, HeadMask, Solver, compress
 from collab_compress.attention import decoding, run
 from collab_compress.attention.decoding import cached_scores, weighted_values
+from collab_compress.transformers_parts import CACHE_NAME
 
 IDS = {"vocab_size": 61, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 
@@ -85,8 +86,8 @@ def token_after(model, ids, past=None, **options):
     """Return the outputs of the last token, with the others in a cache."""
     past = DynamicCache(config=model.config) if past is None else past
     prefix = {name: value[:, :-1] for name, value in options.items()}
-    model(ids[:, :-1], past_key_values=past, **prefix)
-    return model(ids[:, -1:], past_key_values=past, **options).last_hidden_state
+    model(ids[:, :-1], **{CACHE_NAME: past}, **prefix)
+    return model(ids[:, -1:], **{CACHE_NAME: past}, **options).last_hidden_state
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -13,6 +13,7 @@ from collab_compress import Compression, HeadMask, Solver, compress, expand
 from collab_compress.architectures import find_attention
 from collab_compress.attention.forward import edited_class
 from collab_compress.heads import Tap, masks_without
+from collab_compress.transformers_parts import CACHE_NAME
 
 NAMES = ("mpnet", "rembert")
 
@@ -129,9 +130,9 @@ def test_caches_hold_the_keys_of_an_encoder(dk, ids):
     with torch.no_grad():
         full = model(input_ids=ids, encoder_hidden_states=states)[0]
         first = model(input_ids=ids[:, :6], encoder_hidden_states=states, use_cache=True)
-        cache = first.past_key_values
+        cache = getattr(first, CACHE_NAME)
         cached_keys = [layer.keys for layer in cache.cross_attention_cache.layers]
-        last = model(input_ids=ids[:, 6:], encoder_hidden_states=states, past_key_values=cache, use_cache=True)
+        last = model(input_ids=ids[:, 6:], encoder_hidden_states=states, **{CACHE_NAME: cache}, use_cache=True)
     torch.testing.assert_close(torch.cat([first[0], last[0]], 1), full, atol=2e-5, rtol=1e-4)
     assert all(
         after.keys is before for after, before in zip(cache.cross_attention_cache.layers, cached_keys, strict=True)

@@ -10,6 +10,7 @@ from transformers.integrations import flash_attention
 from transformers.integrations import flex_attention as integration
 
 from collab_compress import Compression, HeadMask, UnsupportedModelError, compress
+from collab_compress.transformers_parts import CACHE_NAME
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 FORMS = [
@@ -115,8 +116,8 @@ def test_a_cache_is_read(implementation, widths, make_tiny, flash):
     model.config._attn_implementation_internal = implementation
     with torch.no_grad():
         for part in ids.split(1, 1):
-            output = model(input_ids=part, past_key_values=past, use_cache=True)
-            past = output.past_key_values
+            output = model(input_ids=part, **{CACHE_NAME: past}, use_cache=True)
+            past = getattr(output, CACHE_NAME)
     torch.testing.assert_close(output.logits, expected[:, -1:], atol=1e-5, rtol=1e-4)
 
 

@@ -9,6 +9,7 @@ from tiny_families import build, make_rotary
 
 from collab_compress import Compression, HeadMask, Solver, compress, mix_heads_
 from collab_compress.architectures import find_attention
+from collab_compress.transformers_parts import CACHE_NAME
 
 CASES = {
     "shared": Compression(dk=8, dv=12, solver=Solver(sweeps=3)),
@@ -25,7 +26,7 @@ def run(model, number):
     steps = [outputs.logits]
     for place in (18, 19):
         at = slice(place, place + 1)
-        outputs = model(ids[:, at], position_ids=places[:, at], past_key_values=outputs.past_key_values)
+        outputs = model(ids[:, at], position_ids=places[:, at], **{CACHE_NAME: getattr(outputs, CACHE_NAME)})
         steps.append(outputs.logits)
     return torch.cat(steps, 1)
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from tiny_words import bert_config, word_tokenizer
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import (
     BertConfig,
+    BertModel,
     EncoderDecoderConfig,
     EncoderDecoderModel,
     MarianModel,
@@ -21,9 +23,10 @@ from transformers import (
 )
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
-from collab_compress.calibration import calibration_batches
-from collab_compress.calibration.batches import noted_batches, sample_sequences, sequence_count
+from collab_compress.calibration import calibration_batches, run_batch
+from collab_compress.calibration.batches import in_parts, noted_batches, sample_sequences, sequence_count
 from collab_compress.calibration.files import read_texts
+from collab_compress.calibration.tokenization import MAX_TOKENS_PER_BATCH
 from collab_compress.errors import CalibrationError
 
 
@@ -112,7 +115,7 @@ def test_a_file_of_pairs(tmp_path, minilm, minilm_tokenizer):
     for name in ("input_ids", "token_type_ids", "attention_mask"):
         assert torch.equal(batch[name][order[0]], both[name][order[1]])
     file.write_text("1\ta dog\ta cat\n", encoding="utf-8")
-    with pytest.raises(CalibrationError, match=r"a line of 3 columns, '1\\ta dog\\ta cat'; expected one text"):
+    with pytest.raises(CalibrationError, match=r"line 1: 3 columns, '1\\ta dog\\ta cat'; expected one text"):
         calibration_batches(file, minilm, minilm_tokenizer)
 
 
@@ -248,7 +251,7 @@ def test_ready_batches_pass_through_and_need_no_tokenizer(minilm, batch):
     ("calibration", "tokenized", "message"),
     [
         ("synthetic", False, r"needs the model's tokenizer, and there is none: pass tokenizer="),
-        ("missing.txt", True, r"cannot read calibration texts from missing\.txt"),
+        ("missing.txt", True, r"cannot read missing\.txt"),
         ([], True, "calibration data is empty"),
         (7, True, "calibration is a int; expected"),
         (["text", 3], True, "calibration: item 1 is or holds a int; expected a text, or a pair"),
@@ -267,8 +270,9 @@ def test_bad_calibration_says_what_to_do(minilm, minilm_tokenizer, calibration, 
     ("content", "message"),
     [
         (b"\n \n", r"texts\.txt"),
-        (b"\xff\xfe\x00", r"texts\.txt"),
-        ("a dog runs\n".encode("utf-16-le"), "holds NUL characters, as UTF-16 does; expected texts in UTF-8"),
+        (b"a dog\n\xff\xfe\x00", r"texts\.txt, line 2: NUL"),
+        (b"a dog\n\xe9t\xe9\n", r"texts\.txt, line 2: not UTF-8 \(.*, byte 1\)"),
+        ("a dog runs\n".encode("utf-16-le"), r"texts\.txt, line 1: NUL characters, as in UTF-16; expected UTF-8"),
     ],
 )
 def test_a_file_without_text(tmp_path, content, message):
@@ -442,3 +446,107 @@ def test_data_that_are_alike_are_warned_of(calibration, messages, minilm, minilm
 def test_a_sample_is_as_large_as_it_can_be(rows, wanted, expected):
     batches = [{"input_ids": torch.ones(count, 3, dtype=torch.long)} for count in rows]
     assert sum(map(sequence_count, sample_sequences(batches, wanted))) == expected
+
+
+def test_a_batch_holds_a_bounded_number_of_tokens():
+    tokenizer = word_tokenizer()
+    tokenizer.model_max_length = int(1e30)
+    model = BertModel(bert_config(tokenizer, max_position_embeddings=6000))
+    long = [MAX_TOKENS_PER_BATCH + 9, 1500, 1400, 400]
+    texts = ["a cat"] * 30 + ["cat " * words for words in long]
+    batches = calibration_batches(texts, model, tokenizer)
+    assert sum(map(sequence_count, batches)) == len(texts)
+    widths = {sequence_count(batch): batch["input_ids"].shape[1] for batch in batches}
+    assert max(widths[1] for _ in batches) > MAX_TOKENS_PER_BATCH  # a text by itself
+    assert all(sequence_count(batch) == 1 or batch["input_ids"].numel() <= MAX_TOKENS_PER_BATCH for batch in batches)
+    joined = {name: torch.ones(16, 1000, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+    assert [sequence_count(part) for part in in_parts([joined])] == [4, 4, 4, 4]
+    drawn = calibration_batches("synthetic", model, tokenizer, sequences=5, length=2000)
+    assert [batch["input_ids"].shape for batch in drawn] == [(2, 2000), (2, 2000), (1, 2000)]
+
+
+def test_a_long_pair_is_a_batch_by_itself(make_tiny):
+    tokenizer = word_tokenizer()
+    tokenizer.model_max_length = int(1e30)
+    model = make_tiny("marian")
+    model.config.max_position_embeddings = 6000
+    pairs = [("a cat", "a dog")] * 3 + [("a cat", "dog " * 5000), ("cat " * 1500, "a dog"), ("cat " * 1500, "dog")]
+    batches = calibration_batches(pairs, model, tokenizer)
+    assert sorted(map(sequence_count, batches)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("calibration", ["synthetic", [("a cat", "a dog runs")] * 4, ["a cat", "a dog"]])
+def test_token_types_that_the_model_does_not_know(calibration, caplog):
+    tokenizer = word_tokenizer()
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        pair="<s> $A </s> $B:1 </s>:1",
+        special_tokens=[(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")],
+    )
+    model = RobertaModel(RobertaConfig(**bert_config(tokenizer).to_dict() | {"type_vocab_size": 1})).eval()
+    batches = calibration_batches(calibration, model, tokenizer)
+    for batch in batches:
+        run_batch(model, batch)
+    has_pairs = calibration != ["a cat", "a dog"]
+    assert any("token types up to 1, and RobertaModel has 1" in line for line in caplog.messages) == has_pairs
+    assert all(("token_type_ids" in batch) != has_pairs for batch in batches)
+    if has_pairs:
+        types = {"token_type_ids": torch.ones_like(batches[0]["input_ids"])}
+        with pytest.raises(CalibrationError, match=r"holds token type 1, but RobertaModel has 1, counted from 0"):
+            calibration_batches([batches[0] | types], model)
+
+
+def test_an_argument_that_the_model_lacks_is_left_out(monkeypatch):
+    tokenizer = word_tokenizer()
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    model = BertModel(bert_config(tokenizer))
+    monkeypatch.setattr(BertModel, "forward", lambda self, input_ids, attention_mask: None)
+    (batch,) = calibration_batches(["a cat"], model, tokenizer)
+    assert batch.keys() == {"input_ids", "attention_mask"}
+
+
+def rows_of(batches):
+    return sorted(
+        ids[mask.bool()].tolist()
+        for batch in batches
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    )
+
+
+def test_several_sources_together(tmp_path, minilm, minilm_tokenizer):
+    (tmp_path / "docs.txt").write_text("a dog runs\na cat\n", encoding="utf-8")
+    ready = [{"input_ids": torch.ones(2, 4, dtype=torch.long), "attention_mask": torch.ones(2, 4)}]
+    sources = (tmp_path / "docs.txt", ["a list", ("of", "pairs")], ready, "builtin", "synthetic")
+    apart = [calibration_batches(source, minilm, minilm_tokenizer) for source in sources]
+    together = calibration_batches(sources, minilm, minilm_tokenizer)
+    assert rows_of(together) == rows_of(batch for batches in apart for batch in batches)
+    first = [batch["input_ids"].tolist() for batch in together[:20]]
+    assert first != [batch["input_ids"].tolist() for batches in apart for batch in batches][:20]  # mixed
+    few = calibration_batches(("builtin", "synthetic"), minilm, minilm_tokenizer, sequences=20)
+    assert sum(map(sequence_count, few)) == 40  # of each
+    _, _, given = noted_batches(
+        (["a dog", "a cat"], "synthetic"), minilm, minilm_tokenizer, sequences=None, length=None, seed=0
+    )
+    assert rows_of(given) == rows_of(calibration_batches(["a dog", "a cat"], minilm, minilm_tokenizer))
+    assert calibration_batches(("none",), minilm) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ((), "calibration is an empty tuple"),
+        (("none", "builtin"), "one of them is 'none'"),
+        ((None, "builtin"), "one of them is None"),
+        (
+            (("a cat", "a dog"), ("a", "pair")),
+            "one of them is a tuple; expected names, files, or lists; pass texts, pai",
+        ),
+        (({"input_ids": torch.ones(1, 1)},), "one of them is a dict"),
+        (("a cat runs", "a dog"), "cannot read a cat runs.*if it is a text, pass a list of texts"),
+        (("builtin", 5), "calibration is a int"),
+    ],
+)
+def test_sources_that_are_none(sources, message, minilm, minilm_tokenizer):
+    with pytest.raises(CalibrationError, match=message):
+        calibration_batches(sources, minilm, minilm_tokenizer)

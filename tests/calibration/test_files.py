@@ -9,8 +9,8 @@ import pytest
 from datasets import Dataset
 
 from collab_compress.calibration import calibration_batches
-from collab_compress.calibration.batches import text_file
-from collab_compress.calibration.files import read_texts, split_columns, texts_of
+from collab_compress.calibration.batches import text_files
+from collab_compress.calibration.files import read_table, read_texts, split_columns, texts_of
 from collab_compress.errors import CalibrationError
 
 ROWS = [
@@ -56,9 +56,9 @@ def test_a_column_is_calibration_data(tmp_path, minilm, minilm_tokenizer, monkey
     (batch,) = calibration_batches(f"{file}:text", minilm, minilm_tokenizer)
     (same,) = calibration_batches(["a dog runs", "a cat"], minilm, minilm_tokenizer)
     assert batch["input_ids"].tolist() == same["input_ids"].tolist()
-    assert text_file(f"{file}:text") == file
+    assert text_files(f"{file}:text") == [file]
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert text_file("~/rows.csv:text") == file
+    assert text_files(("builtin", "~/rows.csv:text")) == [file]
     (from_pandas,) = calibration_batches(pd.read_csv(file)["text"], minilm, minilm_tokenizer)
     assert from_pandas["input_ids"].tolist() == same["input_ids"].tolist()
 
@@ -81,7 +81,12 @@ def test_a_table_needs_a_column(name, tmp_path):
         ("rows.jsonl", '{"text": ' + "[" * 100_000, "text", "line 1: .*recursion.*; expected one JSON object a line"),
         ("rows.csv", "text,text\na,b\n", "text", "rows.csv has several columns 'text'; expected one of each name"),
         ("rows.csv", "text,id\na, b,1\n", "text", "rows.csv, line 2: more columns than the first line names; quote"),
-        ("rows.csv", 'text\na\n"b\nc\n', "text", "cannot read .*unexpected end of data"),
+        (
+            "rows.csv",
+            'text\na\n"b\nc\n',
+            "text",
+            r"rows.csv, line 3: unexpected end of data, in the row that begins here",
+        ),
         ("rows.txt", "a dog\n", "text", "rows.txt has no columns to choose from"),
     ],
 )
@@ -93,7 +98,7 @@ def test_tables_that_hold_no_texts(name, content, column, message, tmp_path):
 
 def test_files_and_data_sets_that_are_missing(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(CalibrationError, match=r"cannot read calibration texts from .*rows\.csv"):
+    with pytest.raises(CalibrationError, match=r"cannot read .*rows\.csv"):
         read_texts(f"{tmp_path / 'rows.csv'}:text")
     with pytest.raises(CalibrationError, match="org/nothing is no file, and as a data set it cannot be loaded"):
         read_texts("org/nothing:text")
@@ -127,8 +132,9 @@ def test_long_texts_of_a_table(tmp_path):
     """Longer than the csv module reads by default; its limit, which is everyone's, stays."""
     limit, text = csv.field_size_limit(), "a dog " * 30_000
     (tmp_path / "rows.csv").write_text(f"text\n{text}\n", encoding="utf-8")
-    assert read_texts(f"{tmp_path / 'rows.csv'}:text") == ([text], [])
-    assert csv.field_size_limit() == limit
+    rows = read_table(tmp_path / "rows.csv")
+    assert next(rows) == (2, {"text": text})
+    assert csv.field_size_limit() == limit  # also between two rows
 
 
 ROWS_OF_TEXTS = ["a dog", "", None, " \t ", "two  men ", ("a", "pair"), ("no", " "), (None, "pair"), float("nan")]
@@ -158,7 +164,7 @@ def test_more_texts_than_memory_takes_are_not_read(tmp_path, monkeypatch):
     assert texts == ["a dog runs"] * 11
     assert notes == ["only the first 11 texts of calibration are read: 110 characters"]
     (tmp_path / "line.txt").write_text("a dog " * 100)
-    with pytest.raises(CalibrationError, match=r"line\.txt has a line of more than 100 characters; divide it"):
+    with pytest.raises(CalibrationError, match=r"line\.txt, line 1: more than 100 bytes; divide it"):
         read_texts(tmp_path / "line.txt")
 
 

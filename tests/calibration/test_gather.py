@@ -13,6 +13,7 @@ from collab_compress import Compression, compress
 from collab_compress.architectures import find_dense_attention
 from collab_compress.calibration import gather_moments, run_batch
 from collab_compress.errors import CalibrationError
+from collab_compress.transformers_parts import CACHE_NAME
 
 
 def unpadded_inputs(model, site, side, batches):
@@ -91,8 +92,8 @@ GPT2 = {"vocab_size": 61, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions"
 
 def test_decoders_run_without_a_cache():
     model, batch = GPT2LMHeadModel(GPT2Config(**GPT2)), {"input_ids": torch.ones(2, 5, dtype=torch.long)}
-    assert run_batch(model, batch).past_key_values is None
-    assert run_batch(model, {**batch, "use_cache": True}).past_key_values is not None
+    assert getattr(run_batch(model, batch), CACHE_NAME) is None
+    assert getattr(run_batch(model, {**batch, "use_cache": True}), CACHE_NAME) is not None
 
 
 class Plain(BertModel):

@@ -11,6 +11,8 @@ from transformers import (
     AutoModel,
     BertConfig,
     BertModel,
+    PretrainedConfig,
+    PreTrainedModel,
 )
 
 from collab_compress import (
@@ -22,6 +24,7 @@ from collab_compress import (
     prune_heads_,
 )
 from collab_compress.checkpoint import edits_of
+from collab_compress.checkpoint.quantizer import describe_edits_when_saving
 
 FIRST = "encoder.layer.0.attention.self"
 
@@ -63,7 +66,7 @@ for way in ways:
         way()
         print("LOADED")
     except OSError as error:
-        print("pip-install-collab-compress-0.1.0-and-import-collab_compress" in str(error))
+        print("install-collab-compress-0.1.0-and-import-collab_compress" in str(error))
 """
 
 
@@ -74,6 +77,8 @@ def test_no_flag_loads_it_without_the_package(edit, make_tiny, tmp_path, stock_p
         model.save_pretrained(tmp_path / name, **options)
         done = stock_python(NO_FLAG_HELPS, tmp_path / name)
         assert done.stdout.split() == ["True"] * 7, done.stderr
+        first = next(line for line in done.stderr.splitlines() if "quantization" in line)
+        assert "`import collab_compress` before loading" in first.partition("To remove the warning")[0]
     AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "again")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
@@ -214,3 +219,9 @@ def test_undoing_leaves_a_stock_model(make_tiny, tmp_path):
         undone.save_pretrained(tmp_path / "undone")
         texts = [(tmp_path / name / "config.json").read_bytes() for name in ("undone", "stock")]
         assert texts[0] == texts[1]
+
+
+def test_saving_is_wrapped_once():
+    before = PreTrainedModel.save_pretrained, PretrainedConfig.to_diff_dict
+    describe_edits_when_saving()
+    assert (PreTrainedModel.save_pretrained, PretrainedConfig.to_diff_dict) == before

@@ -191,7 +191,12 @@ def test_edits_without_their_weights_are_refused(make_tiny, tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     lost = "encoder.layer.1.attention.self.query.proj.weight"
     save_file({name: tensor for name, tensor in weights.items() if name != lost}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=rf"converted attention, but holds no {lost}; load it as BertModel"):
+    advice = "its weights are not those that config.json was saved with, so save the model again"
+    with pytest.raises(CheckpointError, match=rf"converted attention, but holds no {lost}; {advice}"):
+        BertModel.from_pretrained(tmp_path)
+    make_tiny("bert").save_pretrained(tmp_path / "dense")
+    (tmp_path / "dense" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=advice):
         BertModel.from_pretrained(tmp_path)
 
 

@@ -65,6 +65,7 @@ def test_a_converted_model_against_the_dense_one(run, tmp_path):
     highlights = [line for section in numbers["sections"].values() for line in section["highlights"]]
     assert len(highlights) > 5
     assert all(line in printed for line in highlights)
+    assert "\nLayers as converted have " in printed
     assert numbers["facts"]["model"].startswith("converted, BertForSequenceClassification, converted, ")
     assert numbers["facts"]["data"] == "sentences of sentences.txt: 12 sequences"
     assert numbers["facts"]["against"].startswith("dense, BertForSequenceClassification")
@@ -82,7 +83,19 @@ def test_widths_of_a_whole_layer(run):
     names = [row["module"] for row in numbers["sections"]["widths"]["tables"]["dff"]["rows"]]
     assert names == [f"bert.encoder.layer.{layer}.output.dense" for layer in (0, 1)]
     assert "dff = 20; " in numbers["sections"]["cost"]["reading"]
-    assert "The converted form has " in printed
+    assert "\nLayers with dk = 8, dff = 20 have " in printed
+    assert "\nAttention with dk = 8 takes " in printed
+
+
+def test_the_page_has_a_default_place(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for expected in (0, 2):  # a second page does not replace the first
+        code, _, error = ran(
+            command.main, (folder / "dense", "--sections", "widths", "--sentences", 3, *QUICK), capsys
+        )
+        assert code == expected, error
+    assert error == "collab-analyze: dense-heads exists; choose another output or remove it\n"
+    assert (tmp_path / "dense-heads" / "index.html").is_file()
 
 
 def test_folders_of_the_same_name_are_distinguished(run, folder):

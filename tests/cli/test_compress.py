@@ -2,16 +2,19 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from collab_compress_cli import compress as command
+from collab_compress_cli.command import COLOURS
 from huggingface_hub import ModelCard
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, BertForSequenceClassification, T5Config, T5Model
 
-from collab_compress import Compression, compress, read_factors
+from collab_compress import Compression, ModuleReport, Report, compress, read_factors
 from collab_compress.analysis import Plan, Row
 from collab_compress.checkpoint.pretrained import SHORT_NAMES
 from collab_compress.errors import CollabCompressError
@@ -39,13 +42,14 @@ def test_converts_a_classifier_and_says_how_to_load_it(run, loaded, model_dir, t
     report_file = tmp_path / "report.json"
     code, printed, error = run(model_dir, "--dk", 8, "--output", output, "--json", report_file)
     assert code == 0, error
-    for part in ("bert.encoder.layer.1.attention.self", "log probabilities move by", "import collab_compress"):
+    for part in ("bert.encoder.layer.*.attention.self:\n", "log probabilities move by", "import collab_compress"):
         assert part in printed
+    assert "Embed" not in printed
     lines = printed.splitlines()
     assert lines[0].startswith("Whole model: ")
     assert lines[1].startswith("Time at ")
     assert "of dense" in lines[1]
-    assert "Wherever it is loaded: pip install collab-compress." in lines
+    assert "Wherever it is loaded: pip install . in a checkout of collab-compress." in lines
     model = loaded(printed)
     assert type(model) is BertForSequenceClassification
     assert len(read_factors(model)) == 2
@@ -54,6 +58,34 @@ def test_converts_a_classifier_and_says_how_to_load_it(run, loaded, model_dir, t
     assert stored == json.loads((output / "collab_compress.json").read_text(encoding="utf-8"))
     assert stored["compression"]["dk"] == 8
     assert len(stored["report"]["modules"]) == 2
+
+
+def test_embeddings_are_to_be_made_anew(run, make_tiny, model_dir, tmp_path):
+    model = BertForSequenceClassification.from_pretrained(model_dir)
+    model.bert.save_pretrained(model_dir)
+    code, printed, error = run(model_dir, "--dk", 8, "--sequences", 64, "--output", tmp_path / "out")
+    assert code == 0, error
+    assert "Embeddings have changed: embed documents anew." in printed
+
+
+def test_a_terminal_of_80_columns_shows_each_module_in_one_line(monkeypatch):
+    """The numbers are those of BERT-large."""
+    costs = {"parameters_before": 2_099_200, "parameters_after": 1_181_184}
+    costs |= {"macs_before": 285_212_672, "macs_after": 153_092_096}
+    errors = {"weight_error": 0.1234, "data_error": 0.0123, "seconds": 1.0, "vectors": (4096, 4096)}
+    solved = {"dk": 512, "head_dim": 64, "sweeps": 3, "converged": True}
+    names = [f"encoder.layer.{number}.attention.self" for number in range(24)]
+    modules = tuple(ModuleReport(name, **costs, **errors, **solved) for name in names)
+    report = Report(
+        modules, parameters_before=335_141_888, parameters_after=313_109_504, length=128, drift=None, seconds=1
+    )
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(Console, "_environ", os.environ)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    lines = command._report_lines(report, "builtin", None, embeds=True)
+    rows = [COLOURS.sub("", line).split() for line in lines[lines.index("encoder.layer.*.attention.self:") + 1 :]]
+    assert len(rows) == 3 + 24  # below a header of two lines and a rule
+    assert [row[0] for row in rows[3:]] == [str(number) for number in range(24)]
 
 
 def test_values_too_and_what_that_saves(run, loaded, model_dir, tmp_path):
@@ -102,7 +134,9 @@ def test_fewer_layers_make_a_model_that_needs_no_package(run, model_dir, tmp_pat
     removed = json.loads((output / "collab_compress.json").read_text(encoding="utf-8"))["report"]["removed_layers"]
     assert len(removed) == 1
     assert f"Without {removed[0]}; " in printed
-    assert f"Layers of the source that were removed: {removed[0]} (" in (output / "README.md").read_text("utf-8")
+    card = (output / "README.md").read_text("utf-8")
+    assert f"Layers of the source that were removed: {removed[0]} (" in card
+    assert all("Adapters (LoRA) of the " in text for text in (printed, card))
     code = "from transformers import AutoModel; assert len(AutoModel.from_pretrained(sys.argv[1]).encoder.layer) == 1"
     done = stock_python(code, output)
     assert done.returncode == 0, done.stderr
@@ -114,7 +148,8 @@ def test_the_amount_of_calibration_data_is_an_option_and_reported(run, model_dir
     options = ("--dk", 8, "--calibration", texts, "--sequences", 24, "--length", 6, "--seed", 2)
     code, printed, error = run(model_dir, *options, "--modules", "*layer.0*", "--output", tmp_path / "out")
     assert code == 0, error
-    assert "layer.1" not in printed
+    rows = printed.partition("attention.self:\n")[2].partition("\n\n")[0].splitlines()
+    assert [row.split()[0] for row in rows] == ["layer", "0"]
     assert "Calibrated on 21 sequences; each module saw at least 126 vectors." in printed
     assert "calibration uses 24 of 30 texts, drawn at random" in caplog.messages
     assert "24 of 24 texts are longer than 6 tokens and are cut there" in caplog.messages
@@ -122,6 +157,19 @@ def test_the_amount_of_calibration_data_is_an_option_and_reported(run, model_dir
     assert stored["calibration_options"] == {"sequences": 24, "length": 6}
     assert len(stored["report"]["warnings"]) == 2
     assert [module["vectors"] for module in stored["report"]["modules"]] == [[126, 126]]
+
+
+def test_several_sources_of_calibration_data(run, model_dir, tmp_path):
+    (tmp_path / "docs.txt").write_text("".join(f"text number {n}\n" for n in range(30)), encoding="utf-8")
+    options = ("--dk", 8, "--calibration", tmp_path / "docs.txt", "synthetic", "--sequences", 16)
+    code, printed, error = run(model_dir, *options, "--output", tmp_path / "out")
+    assert code == 0, error
+    assert "Calibrated on 28 sequences" in printed
+    assert f"held-back sequences ({tmp_path / 'docs.txt'} and synthetic)" in printed
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert "calibrated on texts (docs.txt) and random tokens" in card
+    stored = json.loads((tmp_path / "out" / "collab_compress.json").read_text(encoding="utf-8"))
+    assert stored["calibration"] == [str(tmp_path / "docs.txt"), "synthetic"]
 
 
 def test_same_as_the_python_api(run, model_dir, tmp_path):
@@ -142,7 +190,7 @@ def test_same_as_the_python_api(run, model_dir, tmp_path):
     [
         (["--dk", "8", "--length", "0"], "length is 0; expected at least 1"),
         (["--dk", "25"], "pass dk between 1 and 24"),
-        (["--dk", "8", "--calibration", "nowhere.txt"], "cannot read calibration texts from nowhere.txt"),
+        (["--dk", "8", "--calibration", "nowhere.txt"], "cannot read nowhere.txt"),
         (["--dk", "8", "--modules", "nothing"], "matches 'nothing'"),
         (["--dk", "8", "--device", "abacus"], "device 'abacus' cannot be used"),
         (["--dff", "8", "--calibration", "none"], "dff takes calibration data"),
@@ -249,6 +297,7 @@ def test_sentence_transformers_files_travel_along(run, tmp_path, minilm_path):
     code, shown, _ = run("minilm", "--mix", "--output", tmp_path / "out")
     assert code == 0
     assert "from sentence_transformers import SentenceTransformer" in shown
+    assert "Not copied" not in shown  # data_config.json of the embedded model
     assert f'model = SentenceTransformer("{tmp_path / "out"}")' in shown
     assert 'model = SentenceTransformer("out")' in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     for name in ("modules.json", "1_Pooling/config.json", "sentence_bert_config.json", "tokenizer.json"):
@@ -318,7 +367,7 @@ def test_nothing_is_replaced_or_written_into_the_model(options, message, fails, 
 def test_arguments_that_cannot_be_read_are_one_line(fails, model_dir):
     assert "--dk: expected INT, got 'abc'" in fails(model_dir, "--dk", "abc")
     assert "Unrecognized options: --colour" in fails(model_dir, "--dk", 8, "--colour", 3)
-    assert "missing MODEL" in fails("--dk", 8)
+    assert "missing MODEL: minilm (embedded), " in fails("--dk", 8)
 
 
 def test_the_model_is_on_the_requested_device(run, monkeypatch, model_dir, tmp_path):
@@ -337,8 +386,9 @@ def test_a_plan_is_printed_and_nothing_is_converted(run, model_dir, tmp_path, mo
     options = ("--length", 8, "--sequences", 32)
     code, printed, error = run(model_dir, "--plan", *options, "--json", "plan.json")
     assert code == 0, error
-    header, first, *_ = printed.splitlines()
-    assert header.split()[:3] == ["part", "width", "operations"]
+    base, header, first, *_ = printed.splitlines()
+    assert base.endswith("are those of the whole model.")
+    assert header.split()[:3] == ["part", "width", "parameters"]
     assert first.split()[0] == "dk"
     rows = json.loads((empty / "plan.json").read_text(encoding="utf-8"))["rows"]
     assert {row["part"] for row in rows} == {"dk", "dv", "dff"}
@@ -364,7 +414,7 @@ def test_a_plan_that_cannot_be_written_is_printed(run, model_dir, tmp_path, monk
     monkeypatch.setattr(command, "write_new", full_disk)
     code, printed, error = run(model_dir, "--plan", "--length", 8, "--json", tmp_path / "plan.json")
     assert (code, "No space left on device" in error) == (2, True)
-    assert printed.split()[:3] == ["part", "width", "operations"]
+    assert printed.splitlines()[1].split()[:3] == ["part", "width", "parameters"]
 
 
 def test_a_stock_model_with_narrower_heads(run, model_dir, tmp_path):
@@ -379,3 +429,21 @@ def test_a_stock_model_with_narrower_heads(run, model_dir, tmp_path):
     assert code == 0, error
     assert AutoModel.from_pretrained(tmp_path / "out").config.d_kv == 4
     assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("full", ["output", "json"])
+def test_a_full_disk_is_reported_for_the_file_on_it(full, run, model_dir, tmp_path, monkeypatch):
+    write = Path.write_text
+
+    def write_text(path, *args, **options):
+        if tmp_path / full in path.parents:
+            raise OSError(28, "No space left on device", str(path))
+        return write(path, *args, **options)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    places = {"output": tmp_path / "output" / "model", "json": tmp_path / "json" / "report.json"}
+    options = [word for name, place in places.items() for word in (f"--{name}", place)]
+    code, _, error = run(model_dir, "--dk", 8, "--calibration", "none", *options)
+    assert code == 2
+    assert f"cannot write {places[full]}: No space left on device" in error
+    assert not list(tmp_path.iterdir())

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from collab_compress_cli import model as command_model
-from collab_compress_cli.model import check_outputs, device_of, load_model, progress_bar
+from collab_compress_cli.model import check_outputs, device_of, load_model
+from collab_compress_cli.progress import Progress
 from safetensors.torch import load_file, save_file
 from transformers import BertForSequenceClassification, BertModel, MPNetConfig, MPNetModel
 
@@ -105,13 +106,32 @@ def test_one_device_for_all_processes_is_refused(processes):
 def test_a_progress_bar_shows_each_kind_of_work_and_goes_away(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)
-    with progress_bar("it") as progress:
-        for name, done, total in (("energy", 1, 3), ("energy", 3, 3), ("cost", 0, None), ("cost", 2, None)):
-            progress(name, done, total)
+    progress = Progress()
+    progress("energy", 1, 3)
+    assert capsys.readouterr().err == ""  # the command has not begun, or is quiet
+    progress.begin("collab-analyze")
+    for name, done, total in (("energy", 1, 3), ("energy", 3, 3), ("cost", 0, None), ("cost", 2, None)):
+        progress(name, done, total)
+    progress.clear()
     shown = capsys.readouterr().err
     assert "energy" in shown
+    assert "1/3" in shown
     assert "cost" in shown
     assert shown.endswith("\r")
-    with progress_bar("it", quiet=True) as progress:
-        progress("energy", 1, 3)
-    assert capsys.readouterr().err == ""
+    assert "\n" not in shown
+
+
+@pytest.mark.parametrize(("rank", "count"), [("0", 2), ("1", 0)])
+def test_steps_that_go_on_have_another_line_after_some_seconds(monkeypatch, capsys, rank, count):
+    monkeypatch.setenv("RANK", rank)
+    seconds = iter([0.0, 1.0, 2.0, 7.0, 8.0])
+    monkeypatch.setattr("collab_compress_cli.progress.monotonic", lambda: next(seconds))
+    progress = Progress()
+    progress.begin("collab-analyze")
+    for done in range(4):
+        progress("measuring heads", done, 4)
+    lines = [
+        "collab-analyze: 1 s: measuring heads (0 of 4 done)",
+        "collab-analyze: 7 s: measuring heads (2 of 4 done)",
+    ]
+    assert capsys.readouterr().err.splitlines() == lines[:count]

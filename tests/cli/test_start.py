@@ -1,7 +1,9 @@
 """The commands as processes: interrupts, what nobody installed, outputs that are full, and code that is not run."""
 
+import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +33,7 @@ sys.meta_path[:] = map(Lacking, sys.meta_path)
 """
 # What runs in the background ignores SIGINT, and so would what it starts.
 HEARING = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+STEP = re.compile(r"collab-\w+: \d+ s: ")
 SLOW = """
 import sys, time
 class Slow:
@@ -46,6 +49,16 @@ def program(command):
     """Return a program that starts a command."""
     package = "collab_compress_cli" if command in COMMANDS else "collab_compress_glue_runs.commands"
     return START.format(package, command.removeprefix("collab-"))
+
+
+def steps(printed):
+    """Return what a command says that it is doing, on standard error."""
+    return [line.partition(" s: ")[2] for line in printed.splitlines() if STEP.match(line)]
+
+
+def without_steps(printed):
+    """Return the other lines of standard error."""
+    return [line for line in printed.splitlines() if not STEP.match(line)]
 
 
 @pytest.fixture
@@ -69,7 +82,10 @@ def test_an_interrupt_while_libraries_are_loaded(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130
-    assert error == "collab-compress: interrupted; nothing half-written is left\n"
+    assert error == (
+        "collab-compress: 0 s: loading PyTorch and Transformers\n"
+        "collab-compress: interrupted; nothing half-written is left\n"
+    )
     assert os.listdir(tmp_path) == []
 
 
@@ -115,7 +131,7 @@ def test_missing_optional_packages(run, tmp_path, command, arguments, package):
     lacking = LACKING.format(lacking={package})
     done = run(command, *arguments, before=lacking, folder=tmp_path)
     assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert len(without_steps(done.stderr)) == 1, done.stderr
     assert package in done.stderr
     assert "pip install" in done.stderr
     assert os.listdir(tmp_path) == []
@@ -251,7 +267,7 @@ def test_streams_that_are_closed_or_ascii(run, tmp_path, make_tiny, before, prin
     ascii_only = before or "sys.stdout.reconfigure(encoding='ascii', errors='strict')\n"
     options = ("--dk", 8, "--calibration", "none", "--output", "out")
     done = run("collab-compress", "tiny", *options, before=ascii_only, folder=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, without_steps(done.stderr)) == (0, [])
     assert printed in done.stdout
 
 
@@ -277,7 +293,87 @@ def test_variables_of_a_launcher_that_is_gone(run, tmp_path, make_tiny, names):
     make_tiny("bert").save_pretrained(tmp_path / "tiny")
     statements = f"import os; os.environ.update(dict.fromkeys({names!r}, '2'))\n"
     done = run("collab-compress", "tiny", "--dk", 8, "--calibration", "none", before=statements, folder=tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert (done.returncode, len(without_steps(done.stderr))) == (2, 1), done.stderr
     assert "the environment says that several processes were started" in done.stderr
     assert "unset these variables" in done.stderr
     assert os.listdir(tmp_path) == ["tiny"]
+
+
+LOADING = "loading PyTorch and Transformers"
+RUNNING = "running the model on calibration data"
+
+
+@pytest.mark.usefixtures("model_dir")
+def test_commands_say_what_they_do(run, tmp_path):
+    """A line for each step, on standard error alone, from before libraries are loaded."""
+    layers = [f"bert.encoder.layer.{number} ({number} of 2 done)" for number in range(2)]
+    data = ("--calibration", "synthetic", "--sequences", 16, "--length", 8)
+    said = {
+        ("collab-compress", "tiny", "--plan", *data): [
+            "reading calibration data",
+            RUNNING,
+            *(f"measuring {layer}" for layer in layers),
+            "measured all layers (2 of 2 done)",
+        ],
+        ("collab-compress", "tiny", "--dk", 8, *data, "--output", "shared", "--json", "out.json"): [
+            "reading calibration data",
+            RUNNING,
+            *(f"fitting {layer}" for layer in layers),
+            "fitted all layers (2 of 2 done)",
+            "measuring drift",
+            "timing both models",
+            "saving to shared",
+        ],
+        ("collab-expand", "shared", "--output", "dense"): ["expanding attention", "saving to dense"],
+        ("collab-analyze", "tiny", "--sections", "mixing", "similarity", "--sentences", 8, "--output", "page"): [
+            "reading the data",
+            "measuring mixing",
+            "measuring similarity",
+            "measuring heads (1 of 1 done)",
+            "writing page",
+        ],
+    }
+    for (command, model, *arguments), expected in said.items():
+        done = run(command, model, *arguments, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        shown = list(dict.fromkeys(steps(done.stderr)))  # once, though some step took seconds
+        assert shown == [LOADING, f"loading {model}", *expected]
+        assert not STEP.search(done.stdout)
+    assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["model"] == "tiny"
+    done = run("collab-expand", "shared", "--output", "again", "--quiet", folder=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+ENDING = """
+import sys
+class Ending:
+    def find_spec(self, name, *_):
+        if name == "transformers":
+            import os, torch
+            print(*[os.environ.get(name) for name in ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")])
+            sys.stdout.flush()
+            os._exit(0)
+sys.meta_path.insert(0, Ending())
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "environment", "expected"),
+    [
+        ("collab-compress", {}, "10000 1 None"),
+        ("collab-run", {}, "10000 1 None"),
+        ("collab-compress", {"OMP_WAIT_POLICY": "active"}, "None None active"),
+        ("collab-compress", {"GOMP_SPINCOUNT": "7"}, "7 None None"),
+        ("collab-compress", {"KMP_BLOCKTIME": "50"}, "None 50 None"),
+    ],
+)
+def test_waiting_threads_spin_for_a_moment_only(command, environment, expected):
+    """Unless the user decides; OpenMP reads these variables when torch loads it."""
+    variables = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in variables} | environment
+    words = [sys.executable, "-c", ENDING + program(command), "minilm"]
+    environment |= {"OMP_DISPLAY_ENV": "verbose"}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout.strip() == expected, done.stderr
+    if "GOMP_SPINCOUNT" in done.stderr:  # where torch comes with GNU's OpenMP
+        assert f"GOMP_SPINCOUNT = '{expected.partition(' ')[0]}'" in done.stderr or expected.startswith("None")

@@ -48,6 +48,7 @@ from collab_compress import (
     prune_heads_,
     read_factors,
 )
+from collab_compress.analysis import plan
 from collab_compress.architectures import find_dense_attention
 from collab_compress.attention import is_converted
 from collab_compress.calibration import gather
@@ -133,6 +134,19 @@ def test_a_compiled_forward_pass_does_not_hide_the_drift(make_tiny, calibration)
     expected = compress(copy.deepcopy(model), Compression(dk=8, dff=16), calibration).drift
     model.forward = torch.compile(model.forward, backend="eager")
     assert compress(model, Compression(dk=8, dff=16), calibration).drift == expected
+
+
+def test_what_torch_compile_returned_is_the_model_inside(make_tiny, calibration):
+    model, same = make_tiny("bert"), make_tiny("bert")
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(**calibration[0])
+        report, expected = (compress(each, Compression(dk=8, dff=16), calibration) for each in (compiled, same))
+        assert report.drift == expected.drift
+        assert [module.name for module in report.modules] == [module.name for module in expected.modules]
+        assert torch.equal(compiled(**calibration[0])[0], same(**calibration[0])[0])
+        prune_heads_(compiled, {"encoder.layer.0.attention.self": [1]})
+        assert torch.equal(compiled(**calibration[0])[0], model(**calibration[0])[0])
 
 
 class Logger:
@@ -228,7 +242,24 @@ def test_same_seed_same_bits(make_tiny, calibration, monkeypatch):
 def test_progress_names_every_module(make_tiny):
     steps = []
     compress(make_tiny("bert"), Compression(dk=8), calibration=None, progress=lambda *step: steps.append(step))
-    assert steps == [("encoder.layer.0.attention.self", 0, 2), ("encoder.layer.1.attention.self", 1, 2), ("", 2, 2)]
+    reading, *fitting = steps
+    assert reading == ("reading calibration data", 0, None)
+    modules = [f"fitting encoder.layer.{number}.attention.self" for number in range(2)]
+    assert fitting == [(modules[0], 0, 2), (modules[1], 1, 2), ("fitted all layers", 2, 2)]
+
+
+def test_progress_names_every_step(make_tiny, calibration):
+    steps = []
+    compress(make_tiny("bert"), Compression(keep=0.5), calibration, progress=lambda *step: steps.append(step))
+    running, counts = ("running the model on calibration data", 0, None), [(0, 2), (1, 2)]
+    measuring = [(f"measuring encoder.layer.{done}", done, total) for done, total in counts]
+    fitting = [(f"fitting encoder.layer.{done}", done, total) for done, total in counts]
+    assert steps == [
+        ("reading calibration data", 0, None),
+        *(running, *measuring, ("measured all layers", 2, 2)),
+        *(running, *fitting, ("fitted all layers", 2, 2)),
+        ("measuring drift", 0, None),
+    ]
 
 
 def test_dtype_mode_and_what_is_frozen_are_kept(make_tiny):
@@ -819,3 +850,69 @@ def test_weights_that_layers_shared_are_said_to_be_separate(make_tiny, calibrati
     again.encoder.layer[1] = again.encoder.layer[0]
     with pytest.raises(UnsupportedModelError, match=r"else \(its encoder\.layer\.1\..* is missing, or shared"):
         compress(again, Compression(dff=8), calibration)
+
+
+class NeverCopied:
+    def __deepcopy__(self, _):
+        raise RuntimeError("no copy")
+
+
+def made_in_inference_mode(make):
+    with torch.inference_mode():
+        return make("bert")
+
+
+def with_uncopyable_config(make):
+    model = make("bert")
+    model.config.extra = NeverCopied()
+    return model
+
+
+def with_flex_attention(make):
+    model = make("bert")
+    model.config._attn_implementation = "flex_attention"
+    return model
+
+
+def already_converted(make):
+    model = make("bert")
+    compress(model, Compression(dk=8), calibration=None)
+    return model
+
+
+def with_hook(make):
+    model = make("bert")
+    model.encoder.layer[1].attention.self.query.register_forward_hook(lambda *_: None)
+    return model
+
+
+def quantized(make):
+    model = make("bert")
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    return model
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message", "by_plan"),
+    [
+        (made_in_inference_mode, r"was made inside torch\.inference_mode", True),
+        (with_uncopyable_config, r"the config of BertModel cannot be copied \(no copy\)", True),
+        (with_flex_attention, r"call model\.set_attn_implementation\('sdpa'\) first", True),
+        (already_converted, r"layer\.0\.attention\.self: its queries and keys are already converted", False),
+        (with_hook, r"layer\.1\.attention\.self\.query \(Linear\) has a forward hook", False),
+        (quantized, "BertModel is quantized; convert the unquantized checkpoint", True),
+    ],
+)
+def test_a_model_is_checked_before_data_are_read_whatever_is_chosen(spoil, message, by_plan, make_tiny):
+    model = spoil(make_tiny)
+
+    def unread():
+        pytest.fail("data were read")
+        yield
+
+    for options in ({"dk": 8, "dff": 16}, {"keep": 0.5}):
+        with pytest.raises((CompressionError, UnsupportedModelError), match=message):
+            compress(model, Compression(**options), unread())
+    if by_plan:
+        with pytest.raises(CompressionError, match=message):
+            plan(model, unread())

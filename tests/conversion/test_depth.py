@@ -1,6 +1,7 @@
 """Removing layers: the refit across a gap against least squares, the choice against whole passes, and refusals."""
 
 import copy
+import re
 
 import pytest
 import tiny_families
@@ -241,3 +242,73 @@ def test_a_shallower_model_cannot_be_refitted_to_the_dense_one():
     compress(model, Compression(layers=3), batches(4))
     with pytest.raises(HeadError, match="BertModel has 3 layers, and 4 in the dense model"):
         refit_(model, dense, None, batches(4))
+
+
+def deep_whisper():
+    model = build("whisper", "WhisperForConditionalGeneration")
+    sizes = {"encoder_layers": 4, "decoder_layers": 4, "num_hidden_layers": 4}
+    return type(model)(type(model.config)(**model.config.to_dict() | sizes)).eval()
+
+
+def test_alignment_heads_follow_the_layers_that_stay(monkeypatch):
+    removing(monkeypatch, "model.encoder.layers.0", "model.decoder.layers.1")
+    data = [inputs("whisper", seed) for seed in range(3)]
+    for heads, expected, words in (
+        ([[0, 1], [3, 2]], [[0, 1], [2, 2]], ""),
+        ([[1, 0], [2, 1]], [[1, 1]], "1 of the 2 heads .* word timestamps come from the others"),
+        ([[1, 0]], None, "1 of the 1 heads .* there are no word timestamps any more"),
+    ):
+        model = deep_whisper()
+        settings = model.generation_config
+        settings.alignment_heads = heads
+        report = compress(model, Compression(layers=3, solver=Solver(refit=False)), data)
+        assert getattr(model.generation_config, "alignment_heads", None) == expected
+        assert settings.alignment_heads == heads
+        notes = [note for note in report.warnings if "alignment_heads" in note]
+        assert re.search(words, notes[0]) if words else not notes
+
+
+@pytest.mark.parametrize("holder", ["config", "generation_config"])
+def test_settings_that_name_layers_by_number_are_refused(holder):
+    name = {"config": "feature_layer", "generation_config": "dola_layers"}[holder]
+    model = deep_whisper()
+    for value, refused in (([2, 3], True), (None, False)):
+        setattr(getattr(model, holder), name, value)
+        names = module._numbered_layers_settings(model)
+        assert names == ([name] if refused else [])
+        if refused:
+            with pytest.raises(UnsupportedModelError, match=f"{name} of the configs names layers by number"):
+                compress(model, Compression(layers=3), [inputs("whisper")])
+
+
+def test_layers_that_return_another_shape_are_refused_by_name():
+    model = make("bert")
+
+    class Pooling(type(model.encoder.layer[1])):
+        def forward(self, hidden_states, *args, **kwargs):
+            return super().forward(hidden_states, *args, **kwargs)[:, :4]
+
+    model.encoder.layer[3].__class__ = Pooling
+    data = [{"input_ids": batch["input_ids"]} for batch in batches(4)]
+    shapes = r"encoder\.layer\.3 reads hidden states of shape \(\d, \d+, 24\) and returns \(\d, 4, 24\)"
+    with pytest.raises(UnsupportedModelError, match=shapes):
+        compress(model, Compression(layers=2), data)
+
+
+def test_weights_for_each_layer_are_named_where_they_keep_layers_from_going():
+    model = build("wav2vec2", "Wav2Vec2ForSequenceClassification")
+    config = type(model.config)(**model.config.to_dict() | {"use_weighted_layer_sum": True, "num_hidden_layers": 3})
+    model = type(model)(config).eval()
+    with pytest.raises(UnsupportedModelError, match="Wav2Vec2ForSequenceClassification has weights for each layer"):
+        compress(model, Compression(layers=2), [inputs("wav2vec2", seed) for seed in range(3)])
+
+
+def test_groups_of_layers_are_not_called_a_stack():
+    model = build("albert")
+    sizes = {"num_hidden_layers": 6, "num_hidden_groups": 3}
+    model = type(model)(type(model.config)(**model.config.to_dict() | sizes)).eval()
+    for layers in (2, 3, 4):
+        with pytest.raises(
+            UnsupportedModelError, match="calls 3 layers in turn, 6 times, so that none can be removed"
+        ):
+            compress(model, Compression(layers=layers), [inputs("albert")])

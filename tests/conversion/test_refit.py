@@ -19,6 +19,7 @@ from collab_compress import (
     mix_heads_,
     prune_heads_,
 )
+from collab_compress.conversion import chain
 from collab_compress.conversion import fit as module
 from collab_compress.conversion.chain import Room, single_layers
 from collab_compress.conversion.data import split_held_back
@@ -318,6 +319,22 @@ def test_room_is_given_back():
         third = room.keep(torch.ones(20))
         assert room.taken == 80
         assert torch.equal(second, third)
+        view = third[5:]
+        del third
+        assert room.taken == 80
+        del view
+        assert room.taken == 0
+
+
+def test_room_leaves_memory_of_the_device_to_layers(monkeypatch):
+    free = {"bytes": 1000}
+    monkeypatch.setattr(chain, "free_memory", lambda device: free["bytes"])
+    with Room(1000) as room:
+        first = room.keep(torch.ones(20))
+        free["bytes"] = 100
+        second = room.keep(torch.ones(20))  # in a file
+        assert room.taken == first.nbytes
+        assert torch.equal(first, second)
 
 
 def test_a_full_disk_is_told(make_tiny, monkeypatch):
@@ -417,3 +434,48 @@ def test_padding_alone_cannot_be_held_back(make_tiny):
     held_back["attention_mask"] = torch.zeros_like(held_back["attention_mask"])
     with pytest.raises(CalibrationError, match=r"saw no token of the sequences held back.*; pass more data"):
         refit(model, dense, used, [held_back])
+
+
+@pytest.mark.parametrize("family", ["bert", "albert", "distilbert"])
+@pytest.mark.parametrize("options", [{"dff": 16}, {"keep": 0.6, "solver": Solver(sweeps=2)}, {"layers": 1}], ids=str)
+def test_feed_forward_blocks_that_run_in_chunks_are_converted_alike(family, options, make_tiny):
+    if family == "albert" and "layers" in options:  # calls one layer several times
+        return
+    reports, models = [], []
+    for size in (0, 3):
+        model = make_tiny(family)
+        for part in model.modules():
+            if hasattr(part, "chunk_size_feed_forward"):
+                part.chunk_size_feed_forward = size
+        reports.append(compress(model, Compression(**options), batches()))
+        models.append(model)
+        blocks = [one for one in model.modules() if hasattr(one, "chunk_size_feed_forward")]
+        assert blocks
+        assert all(block.chunk_size_feed_forward == size for block in blocks)
+    vectors = [[fit.vectors for fit in report.refits] for report in reports]
+    assert vectors[0]
+    assert vectors[0] == vectors[1]
+    for name, weight in models[0].state_dict().items():
+        assert torch.allclose(models[1].state_dict()[name], weight, atol=1e-3), name
+
+
+@pytest.mark.parametrize("repeated", ["output.dense", "intermediate.dense"])
+def test_a_linear_layer_that_is_called_twice_in_its_layer_is_refused(repeated, make_tiny):
+    model = make_tiny("bert")
+    layer = model.encoder.layer[1]
+
+    class Twice(type(layer)):
+        def forward(self, hidden_states, *args, **kwargs):
+            linear = self.get_submodule(repeated)
+            again = linear(hidden_states.repeat(1, 1, 2)[..., : linear.in_features])
+            return super().forward(hidden_states + 0 * again.sum(), *args, **kwargs)
+
+    layer.__class__ = Twice
+    with pytest.raises(UnsupportedModelError, match=rf"encoder\.layer\.1\.{repeated} is called"):
+        compress(model, Compression(dff=16), batches())
+    if repeated == "output.dense":
+        with pytest.raises(UnsupportedModelError, match="called several times in its layer"):
+            compress(model, Compression(layers=1), batches())
+        report = compress(model, Compression(dv=12), batches())
+        assert "no layer was refitted" in report.warnings[0]
+        assert repeated in report.warnings[0]

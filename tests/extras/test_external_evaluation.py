@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.slow]  # warnin
 
 
 def test_mteb_on_a_converted_model(minilm_path):
-    mteb = pytest.importorskip("mteb", reason="pip install 'collab-compress[eval]'")
+    mteb = pytest.importorskip("mteb", reason="pip install '.[eval]'")
     from mteb.abstasks import AbsTaskSTS
     from sentence_transformers import SentenceTransformer
 
@@ -63,7 +63,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 
 def test_lm_eval_on_a_converted_model(tmp_path):
     """Its tokenizer appends an end token to every text, which must not be predicted."""
-    pytest.importorskip("lm_eval", reason="pip install 'collab-compress[eval]'")
+    pytest.importorskip("lm_eval", reason="pip install '.[eval]'")
     rows = []
     for number, line in enumerate(sentences(30)):
         *before, last = line.split()

@@ -1,10 +1,15 @@
 """LoRA adapters on a converted model: trained, saved, loaded, merged."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
+from packaging.version import Version
 from transformers import AutoModel, AutoModelForSequenceClassification, BertForSequenceClassification
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
-from collab_compress import Compression, UnsupportedModelError, compress, expand, read_factors
+from collab_compress import Compression, CompressionError, UnsupportedModelError, compress, expand, read_factors
 from collab_compress.attention import is_converted
 
 peft = pytest.importorskip("peft")
@@ -77,6 +82,10 @@ def test_the_stock_models_names_are_refused(classifier):
         get_peft_model(classifier, LoraConfig(task_type="SEQ_CLS"))  # PEFT's choice for BERT: query and value
 
 
+@pytest.mark.skipif(
+    Version(peft.__version__) < Version(MIN_PEFT_VERSION),
+    reason=f"Transformers' own methods for adapters need PEFT {MIN_PEFT_VERSION}, of stock models too",
+)
 def test_transformers_own_methods(classifier, batch, tmp_path):
     before = outputs(classifier, batch)
     classifier.add_adapter(LoraConfig(r=4, target_modules=BERT_TARGETS, init_lora_weights=False))
@@ -110,6 +119,39 @@ def test_adapters_are_never_lost_silently(classifier, make_tiny, batch):
     with pytest.raises(UnsupportedModelError, match=r"self\.query: .*adapters must be merged"):
         compress(dense, Compression(dk=8), calibration=None)
     expand(wrapped.merge_and_unload())
+
+
+FORMS = {
+    "`--dk`": Compression(dk=9),
+    "`--dv`": Compression(dv=12),
+    "`--dk` and `--dv`": Compression(dk=9, dv=12),
+    "`--dff`, `--layers`, `--vocabulary`": Compression(dff=16, layers=1),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_names_of_the_documentation_take_adapters(form, make_tiny, calibration):
+    page = (Path(__file__).parents[2] / "docs/compatibility.md").read_text(encoding="utf-8")
+    targets = re.findall(r"`([\w.]+)`", re.findall(rf"^\| {re.escape(form)} \| (.*) \|$", page, re.M)[0])
+    assert len(targets) == 3
+    model = make_tiny("bert", BertForSequenceClassification)
+    compress(model, FORMS[form], calibration)
+    wrapped = adapted(model, target_modules=targets)
+    wrapped(**calibration[0]).logits.square().sum().backward()
+    trained = {name for name, parameter in wrapped.named_parameters() if parameter.grad is not None}
+    layers = model.config.num_hidden_layers
+    assert len(trained) == 2 * 3 * layers
+    assert sum(f".{target}.lora_A." in name for name in trained for target in targets) == 3 * layers
+
+
+def test_layers_under_adapters_are_not_renumbered(make_tiny, calibration):
+    """PEFT loads an adapter onto layers of the same number without an error, whichever layers these were."""
+    wrapped = adapted(make_tiny("bert"), target_modules=["query"])
+    with pytest.raises(CompressionError, match=r"layer\.0\.attention\.self\.query carries an adapter.*merge it"):
+        compress(wrapped, Compression(layers=1), calibration)
+    dense = wrapped.merge_and_unload()
+    report = compress(dense, Compression(layers=1), calibration)
+    assert "adapters of the dense model no longer fit, though they load" in str(report)
 
 
 def test_a_peft_model_is_converted_as_the_model_inside(make_tiny, batch, tmp_path, load_cleanly):

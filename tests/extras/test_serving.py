@@ -48,6 +48,17 @@ def test_onnxruntime(exported):
     assert Path("int8.onnx").stat().st_size < 0.3 * Path("model.onnx").stat().st_size
 
 
+def test_embeddings(exported):
+    """The oracle pools PyTorch's hidden states one text at a time, without padding."""
+    texts = exported["tokenizer"].batch_decode(exported["batch"]["input_ids"], skip_special_tokens=True)
+    for text, embedding in zip(texts, exported["embeddings"], strict=True):
+        with torch.no_grad():
+            hidden = exported["model"](**exported["tokenizer"](text, return_tensors="pt")).last_hidden_state[0]
+        expected = torch.nn.functional.normalize(hidden.mean(0), dim=0).numpy()
+        assert np.linalg.norm(embedding) == pytest.approx(1, abs=1e-5)
+        assert embedding @ expected > 0.97  # of int8
+
+
 def test_openvino(exported):
     pytest.importorskip("openvino")
     pytest.importorskip("nncf")

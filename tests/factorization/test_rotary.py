@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from collab_compress import Solver
 from collab_compress.factorization import Moments, RotaryFactors, factorize_rotary, rotary
 from collab_compress.factorization.rotary import allocated, rotary_error
 
@@ -165,3 +166,14 @@ def test_head_weights_weigh_the_errors_of_heads(groups, rotated):
     plain = factorize_rotary(query, key, 5, rotated=rotated).factors
     scaled = weights[:, None, None] * query
     assert rotary_error(scaled, key, result) < rotary_error(scaled, key, plain)
+
+
+def test_a_key_bias_needs_no_damping_where_all_frequencies_are_rotated():
+    query, key = heads(2, 5, 3), heads(2, 5, 3, seed=1)
+    inputs = torch.randn(40, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    moments = Moments(inputs.mean(0), inputs.T @ inputs / 40, 40)
+    options = {"query_moments": moments, "key_moments": moments, "solver": Solver(damping=0)}
+    found = factorize_rotary(query, key, 4, **options)
+    assert 0 < found.data_error < 1
+    with pytest.raises(ValueError, match="the covariance of the key inputs is singular"):
+        factorize_rotary(query, key, 4, **options, rotated=2)

@@ -21,6 +21,7 @@ from collab_compress import (
 from collab_compress.analysis import module_costs
 from collab_compress.architectures import find_attention, find_dense_attention
 from collab_compress.heads import masks_without
+from collab_compress.transformers_parts import CACHE_NAME
 
 WAYS = {
     "greedy": {"do_sample": False},
@@ -63,7 +64,7 @@ def test_a_batch_may_hold_labels():
 def cached(model, batch):
     """Return the bytes per token of the keys and the values in each decoder self-attention cache."""
     with torch.no_grad():
-        cache = model(**batch, use_cache=True).past_key_values
+        cache = getattr(model(**batch, use_cache=True), CACHE_NAME)
     layers = getattr(cache, "self_attention_cache", cache).layers
     return [
         tuple(tensor.nbytes // (tensor.shape[0] * tensor.shape[2]) for tensor in (at.keys, at.values))
@@ -144,7 +145,7 @@ def test_static_caches_take_what_keys_and_values_take(name, dk, dv):
     options = {"cache_implementation": "static", "disable_compile": True, "return_dict_in_generate": True}
     actual = generated(model, batch, do_sample=False, **options)
     assert torch.equal(actual.sequences, expected.sequences)
-    for one, other in zip(layers(actual.past_key_values), layers(expected.past_key_values), strict=True):
+    for one, other in zip(layers(getattr(actual, CACHE_NAME)), layers(getattr(expected, CACHE_NAME)), strict=True):
         for part in ("keys", "values"):
             (*_, length, width), pieces = getattr(one, part).shape, getattr(one, part).shape[1]
             assert (pieces, width) == (getattr(other, part).shape[1], getattr(other, part).shape[3])
@@ -166,7 +167,7 @@ def test_a_static_cache_allocated_before_is_refused_where_it_does_not_fit():
     cache = StaticCache(model.config, max_cache_len=32)
     cache.early_initialization(len(batch["input_ids"]), 3, 8, torch.float32, torch.device("cpu"))
     with pytest.raises(UnsupportedModelError, match="keys 8 and values 24 wide; leave out early_initialization"):
-        model(**batch, past_key_values=cache)
+        model(**batch, **{CACHE_NAME: cache})
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_where_exactly_h_heads_are_viewed_both_maps_make_caches_smaller(name, dk
     assert {site.heads for site in find_dense_attention(build(name))} == {3}
     assert {site.heads for site in find_attention(model)} == {3}
     with torch.no_grad():
-        cache = model(**batch, use_cache=True).past_key_values
+        cache = getattr(model(**batch, use_cache=True), CACHE_NAME)
     for layer in layers(cache):
         assert layer.keys.shape[1] == layer.values.shape[1] == pieces
     costs = [cost for cost in module_costs(model) if cost.kind != "encoder"]

@@ -26,6 +26,7 @@ from collab_compress.architectures import find_dense_attention
 from collab_compress.attention.run import add_head_hook_
 from collab_compress.conversion import to_stock
 from collab_compress.errors import CompressionError, UnsupportedModelError
+from collab_compress.transformers_parts import CACHE_NAME
 
 DISTINCT = ["cohere", "ernie4_5", "esm", "glm4", "gpt_neox", "granite", "helium", "jina_embeddings_v3", "llama"]
 DISTINCT += ["mixtral", "modernbert", "nemotron", "nomic_bert", "phi", "phimoe", "qwen2", "smollm3"]
@@ -205,7 +206,7 @@ def test_key_caches_hold_the_shared_heads(name, model):
     converted = model(name)
     compress(converted, Compression(dk=8, solver=Solver(sweeps=3)), calibration=None)
     with torch.no_grad():
-        layers = converted(batch()["input_ids"], use_cache=True).past_key_values.layers
+        layers = getattr(converted(batch()["input_ids"], use_cache=True), CACHE_NAME).layers
     assert {layer.keys.shape[1] for layer in layers} == {1}
     assert [cost.scores.converted.cache_bytes for cost in module_costs(converted)] == [8 * 4] * 2
 
@@ -318,3 +319,26 @@ def test_gemma_has_a_width_of_its_own():
     converted = copy.deepcopy(dense)
     compress(converted, Compression(dk=24), calibration=None)
     torch.testing.assert_close(run(converted, batch()), run(dense, batch()), atol=3e-5, rtol=1e-4)
+
+
+def test_frequencies_are_copied_to_the_device_once(monkeypatch):
+    model = make_rotary("llama")
+    compress(model, Compression(dk=16), calibration=None)
+    ids = torch.tensor([[5, 7, 9, 11]])
+    expected = model(ids).logits
+    monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("a tensor was made from a list"))
+    assert torch.equal(model(ids).logits, expected)
+    cache = model(ids, use_cache=True).past_key_values
+    assert torch.isfinite(model(ids[:, :1], past_key_values=cache).logits).all()
+
+
+def test_frequencies_are_filled_in_where_a_checkpoint_is_loaded(tmp_path):
+    model = make_rotary("phi")
+    compress(model, Compression(dk=12), calibration=None)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    buffers = {name: value for name, value in model.named_buffers() if name.endswith("slots")}
+    assert buffers
+    for name, value in buffers.items():
+        assert torch.equal(loaded.get_buffer(name), value)
+        assert name not in model.state_dict()

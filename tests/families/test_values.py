@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress import Compression, HeadMask, Solver, compress, prune_heads_
 from collab_compress.architectures import find_attention, find_dense_values
 from collab_compress.errors import CompressionError
+from collab_compress.transformers_parts import CACHE_NAME
 
 STRADDLING = 9  # channels of three heads, one of which lies in two key groups of 8 channels
 
@@ -70,7 +71,7 @@ def test_value_cache_bytes(name, values):
     model, batch = build(name), inputs(name)
     compress(model, Compression(dv=12), calibration=[batch])
     with torch.no_grad():
-        cache = model(**batch, use_cache=True).past_key_values
+        cache = getattr(model(**batch, use_cache=True), CACHE_NAME)
     for at in getattr(cache, "self_attention_cache", cache).layers:
         assert at.values.nbytes == at.values.shape[0] * at.values.shape[2] * values * 4  # whole heads of 8
         assert at.keys.nbytes == at.keys.shape[0] * at.keys.shape[2] * 24 * 4

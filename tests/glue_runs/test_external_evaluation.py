@@ -13,7 +13,7 @@ from tiny_words import word_tokenizer
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from collab_compress import Compression, compress
-from collab_compress.errors import DataError
+from collab_compress.errors import DataError, install
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_missing_packages_are_named(run, monkeypatch, package, arguments):
     monkeypatch.setattr(command, "load_source", None)  # before anything is loaded
     code, _, error = run("minilm", *arguments)
     assert code == 2
-    assert error == f"collab-evaluate: {package} is not installed; pip install 'collab-compress[eval]'\n"
+    assert error == f"collab-evaluate: {package} is not installed; {install('eval')}\n"
 
 
 @pytest.mark.parametrize(

@@ -130,11 +130,64 @@ def test_a_data_set_of_the_hub(run_glue, model, monkeypatch):
             "--train_file train.csv --validation_file odd.csv --text_columns sentence --label_column kind",
             "has the class 'dog'",
         ),
+        (
+            "--train_file train.csv --validation_file numbers.csv --text_columns sentence --label_column kind",
+            "has the class '0.5'",  # without the name of numpy's type
+        ),
     ],
 )
 def test_what_does_not_fit(options, message, run_glue, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "train.csv", 8)
     (tmp_path / "odd.csv").write_text("sentence,kind\na dog,dog\n")
+    (tmp_path / "numbers.csv").write_text("sentence,kind\na dog,0.5\n")
     with pytest.raises(DataError, match=message):
         run_glue(model, options)
+
+
+def load(path, labels=("a", "b"), **more):
+    script = runpy.run_path(str(SCRIPT))
+    return script["load_texts"](script["DataArguments"]("minilm", train_file=str(path), **more), list(labels))
+
+
+def test_quotes_in_a_tsv_are_text(tmp_path):
+    rows = [f"sentence {row}\t{row % 2}" for row in range(8)]
+    rows[2], rows[5] = '"an opened quote\t1', 'a closed one"\t0'
+    (tmp_path / "train.tsv").write_text("\n".join(["text\tlabel", *rows]) + "\n")
+    splits, classes = load(tmp_path / "train.tsv")
+    assert splits["train"]["text"][:] == [row.split("\t")[0] for row in rows]
+    assert classes == ["0", "1"]
+
+
+@pytest.mark.parametrize("form", ['{{"text": "a cat", "label": "{}"}}', '{{"text": "a cat", "label": {}}}'])
+def test_scores_may_be_texts_and_those_of_a_test_may_be_missing(form, tmp_path):
+    (tmp_path / "train.jsonl").write_text("\n".join(form.format(row / 10) for row in range(20)))
+    (tmp_path / "test.csv").write_text("text,label\na cat,\na dog,0.5\n")
+    splits, classes = load(tmp_path / "train.jsonl", test_file=str(tmp_path / "test.csv"))
+    assert classes == []
+    assert splits["train"]["label"][:3] == [0, 0.1, 0.2]
+    assert splits["test"]["label"][:] == [-1, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "text,label\na cat,0\na dog,\n", r"a\.csv, line 3: label is missing"),
+        ("a.csv", "text,label\na cat,0.5\n\na dog,\n", r"a\.csv, line 4: label is missing"),
+        ("a.csv", "text,label\na cat,0.5\na dog,good\n", r"a\.csv, line 3 has the label 'good' among decimal numb"),
+        ("a.csv", "text,label\na cat,0,\na dog,1,\n", r"a\.csv, line 2: more columns than the first line names"),
+        ("a.csv", 'text,label\na cat,0\n"a dog,1\n', r"a\.csv, line 3: unexpected end of data"),
+        ("a.csv", "text,label\n", "train has no rows"),
+        ("a.jsonl", '{"text": "a", "label": 0}\n{"text": null, "label": 1}\n', r"a\.jsonl, line 2: text is nothing"),
+        ("a.jsonl", '{"text": 5, "label": 0}\n', r"a\.jsonl, line 1: text is a int; expected a text"),
+        ("a.jsonl", '{"text": "a", "label": null}\n', r"a\.jsonl, line 1: label is missing"),
+        ("a.jsonl", '[{"text": "a", "label": 0}]\n', r"a\.jsonl, line 1: a list; expected one JSON object a line"),
+        ("a.json", '[{"text": "a", "label": 0}]\n', r"a\.json is no table; expected a \.csv, \.tsv or \.jsonl file"),
+        ("a.tsv", "text\tlabel\na cat\t1\n".encode("utf-16"), r"a\.tsv, line 1: NUL characters, as in UTF-16"),
+        ("a.tsv", b"text\tlabel\n\xe9t\xe9\t1\n", r"a\.tsv, line 2: not UTF-8"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_named(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / name)

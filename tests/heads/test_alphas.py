@@ -203,3 +203,28 @@ def test_models_of_others_are_refused(make_tiny):
     model.config.model_type = "unheard-of"
     with pytest.raises(UnsupportedModelError, match="'unheard-of' has no description"):
         mix_heads_(model)
+
+
+def test_merging_that_is_interrupted_changes_nothing(make_tiny, batch, monkeypatch):
+    model = mixed(make_tiny, "bert", "both")
+    before, edits = outputs(model, batch), edits_of(model)
+    parameters = dict(model.named_parameters())
+    install, installed = nn.Module.set_submodule, []
+
+    def interrupted(self, path, *args, **options):
+        if installed:
+            raise KeyboardInterrupt
+        installed.append(path)
+        return install(self, path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Module, "set_submodule", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            merge_alphas_(model)
+    assert installed == ["encoder.layer.0.attention.output.dense"]
+    assert torch.equal(outputs(model, batch), before)
+    assert edits_of(model) == edits
+    merge_alphas_(model)
+    torch.testing.assert_close(outputs(model, batch), before, **CLOSE)
+    for name, parameter in model.named_parameters():  # which an optimizer knows
+        assert parameter is parameters.get(name, parameters.get(name.replace("dense.", "dense.proj.")))

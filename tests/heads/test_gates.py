@@ -162,3 +162,25 @@ def test_an_error_leaves_no_hook_behind(make_tiny, monkeypatch):
         HeadGates(model)
     assert not any(head_hooks(layer.attention.self) for layer in model.encoder.layer)
     assert model.encoder.layer[0].attention.self.config is model.config
+
+
+def test_folding_that_is_interrupted_changes_nothing(make_tiny, batch, monkeypatch):
+    model = make_tiny("bert")
+    gates = spread_(HeadGates(model))
+    before, remove, removed = outputs(model, batch), hooks.remove_head_hook_, []
+
+    def interrupted(module, hook):
+        if removed:
+            raise KeyboardInterrupt
+        removed.append(module)
+        remove(module, hook)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hooks, "remove_head_hook_", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            gates.fold_()
+    assert removed
+    assert torch.equal(outputs(model, batch), before)
+    gates.fold_()
+    torch.testing.assert_close(outputs(model, batch), before, atol=1e-5, rtol=1e-4)
+    assert not any(map(head_hooks, model.modules()))

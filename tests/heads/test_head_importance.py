@@ -176,6 +176,8 @@ IMPORTANCE = {"a": torch.tensor([0.1, 0.9, 0.2]), "b": torch.tensor([0.3, 0.3, 0
         (0.0, False, {}),
         (1 / 6, False, {"a": [0]}),
         (0.5, False, {"a": [0, 2], "b": [0]}),  # the first of equals
+        (1 / 12, False, {"a": [0]}),  # half a head
+        (5 / 12, False, {"a": [0, 2], "b": [0]}),  # two heads and a half
         (4 / 6, False, {"a": [0, 2], "b": [0, 1]}),
         (5 / 6, False, {"a": [0, 2], "b": [0, 1, 2]}),
         (5 / 6, True, {"a": [0, 2], "b": [0, 1]}),

@@ -1,16 +1,17 @@
 """Masks on head outputs, against a hand-made output projection and against the stock model."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from forms import COMPILED, converted, in_pairs, in_turns, value_size
 
-from collab_compress import HeadMask, UnsupportedModelError
+from collab_compress import HeadMask, UnsupportedModelError, prune_heads_
 from collab_compress.architectures import find_attention
 from collab_compress.attention.run import head_hooks
 from collab_compress.errors import HeadError
-from collab_compress.heads import Tap, masks_without
+from collab_compress.heads import DropHead, HeadGates, Tap, masks_without
 
 
 def hidden(model, batch):
@@ -154,6 +155,47 @@ def test_compiles_without_graph_breaks_and_follows_new_masks(family, form, make_
             expected = hidden(model, batch)
             with torch.compiler.set_stance(stance):
                 torch.testing.assert_close(hidden(compiled, batch), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", [pytest.param("dense", marks=pytest.mark.slow), "both"])
+def test_a_model_that_ran_compiled_follows_hooks_that_come_and_go(form, make_tiny, batch):
+    model = converted(make_tiny, "bert", form)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        before = hidden(compiled, batch)
+        with HeadMask(compiled, random_masks(model)):  # by what torch.compile returned, or by the model
+            torch.testing.assert_close(hidden(compiled, batch), hidden(model, batch))
+            assert not torch.allclose(hidden(compiled, batch), before, atol=1e-2)
+        with Tap(model) as tap:
+            assert torch.equal(hidden(compiled, batch), before)
+            assert [reading.site.name for reading in tap.take()] == list(random_masks(compiled))
+        assert torch.equal(hidden(compiled, batch), before)
+
+
+HOOKS = {
+    "mask": lambda model: HeadMask(model, random_masks(model)),
+    "tap": lambda model: Tap(model, ("outputs", "probs")),
+    "drophead": lambda model: DropHead(model, 0.9),
+    "gates": lambda model: HeadGates(model, start=-9.0),
+}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_copies_have_no_hooks(hooks, copied, make_tiny, batch, set_dropout_):
+    model = set_dropout_(make_tiny("bert"), 0.0).train()
+    with torch.no_grad():
+        expected = hidden(model, batch)
+    with HOOKS[hooks](model) as present:
+        hidden(model, batch)  # which a tap records, with gradients
+        twin = copied(model)
+        assert not any(head_hooks(site.module) for site in find_attention(twin))
+        assert torch.equal(hidden(twin, batch), expected)
+        if hooks == "tap":
+            assert len(present.take()) == 2  # none of the copy
+    twin(**batch, head_mask=torch.ones(2, 3))  # ignored, as in a stock model
+    prune_heads_(twin, {"encoder.layer.0.attention.self": [0]})
+    assert torch.equal(hidden(model, batch), expected)
 
 
 def test_masks_without_heads(make_tiny):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from forms import COMPILED, FORMS, convert_, converted, hidden, in_pairs, in_turns
+from tiny_families import build
 from torch import nn
 from transformers import MarianMTModel
 
@@ -246,3 +247,19 @@ def test_quantized_models_and_unknown_families_are_refused(make_tiny):
         prune_heads_(model, {FIRST: [0]})
     with pytest.raises(UnsupportedModelError, match="Linear is no Transformers model"):
         prune_heads_(nn.Linear(2, 2), {})
+
+
+def test_alignment_heads_of_whisper_follow_the_heads_that_stay():
+    model = build("whisper", "WhisperForConditionalGeneration")
+    settings = model.generation_config
+    settings.alignment_heads = [[0, 1], [0, 2]]
+    prune_heads_(model, {"model.decoder.layers.0.self_attn": [0]})
+    assert model.generation_config.alignment_heads == [[0, 1], [0, 2]]
+    prune_heads_(model, {"model.decoder.layers.0.encoder_attn": [0]})
+    assert model.generation_config.alignment_heads == [[0, 0], [0, 1]]
+    prune_heads_(model, {"model.decoder.layers.0.encoder_attn": [1]})
+    assert model.generation_config.alignment_heads == [[0, 0]]
+    model.generation_config.alignment_heads = [[7, 0]]  # of a layer that there is not
+    prune_heads_(model, {"model.encoder.layers.0.self_attn": [0]})
+    assert not hasattr(model.generation_config, "alignment_heads")
+    assert settings.alignment_heads == [[0, 1], [0, 2]]

@@ -1,4 +1,6 @@
 import copy
+import functools
+import inspect
 
 import pytest
 import torch
@@ -193,6 +195,31 @@ def test_compiles_without_graph_breaks(family, form, make_tiny, batch, set_dropo
     for name, parameter in model.named_parameters():
         if name in expected:
             torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-4)
+
+
+def test_calls_of_forward_are_read_and_the_model_gets_its_own_back(make_tiny, batch):
+    """Sentence Transformers and PEFT call `forward` of the model inside."""
+    model = make_tiny("bert")
+    expected = model(**batch)[0]
+    first = Tap(model)
+    with Tap(model, "probs") as second:
+        assert "attention_mask" in inspect.signature(model.forward).parameters
+        for call in (model, model.forward):
+            for _ in range(2):  # a tap holds the last pass alone
+                output = call(batch["input_ids"], batch["attention_mask"])[0]
+                torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-4)
+            readings = first.take()
+            assert len(readings) == len(second.take()) == 2
+            assert torch.equal(readings[0].mask_of("outputs"), batch["attention_mask"].bool())
+        first.remove()
+        assert len(model.forward(**batch)[0]) == len(second.take()[0].probs)
+        assert not first.take()
+    assert "forward" not in vars(model)
+    model.forward = functools.partial(model.forward, return_dict=True)
+    with Tap(model) as tap:
+        model(**batch)
+        assert len(tap.take()) == 2
+    assert isinstance(vars(model)["forward"], functools.partial)
 
 
 def test_refusals(make_tiny, batch):

@@ -120,7 +120,7 @@ def test_options_that_make_no_sense_are_refused():
 def test_progress_is_reported(model, batches):
     steps = []
     make_report(model, batches, ["similarity"], on_progress=lambda *step: steps.append(step))
-    assert steps == [("heads", done, len(batches)) for done in range(1, len(batches) + 1)]
+    assert steps == [("similarity", 0, None), *(("heads", done + 1, len(batches)) for done in range(len(batches)))]
 
 
 def test_first_returns_so_many_sequences(batches):

@@ -80,6 +80,7 @@ class ForkingPython:
             "HF_HUB_OFFLINE": "1",
             "HF_HOME": str(folder / "cache"),
             "OMP_NUM_THREADS": "1",
+            "GOMP_SPINCOUNT": "1000",
             "PYTHONHASHSEED": "1",
         }
         self.server = subprocess.Popen(

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from transformers import MarianMTModel
+from transformers import BertForSequenceClassification, MarianMTModel
 
 from collab_compress import Compression, compress
 from collab_compress.errors import HeadError, UnsupportedModelError
@@ -282,6 +282,49 @@ def test_a_session_that_cannot_open_leaves_nothing_behind(make_undropped):
     assert not any(getattr(module, "frozen", False) for module in model.modules())
     with pytest.raises(HeadError, match="rotation moves the optimizer's state"):
         HeadSession(model, HeadTraining(rotation=RotationOptions("random", (0,))))
+
+
+def test_one_session_at_a_time(make_tiny):
+    model = make_tiny("bert", BertForSequenceClassification)
+    training = HeadTraining(drophead=(DropHeadOptions(0.2),))
+    with HeadSession(model, training):
+        HeadSession(model, HeadTraining()).close()  # which does nothing
+        for same in (model, model.bert, torch.compile(model, backend="eager")):
+            with pytest.raises(HeadError, match=r"another session acts on the heads of this .*; close\(\) that one"):
+                HeadSession(same, training)
+        HeadSession(copy.deepcopy(model), training).close()
+    with pytest.raises(HeadError, match="optimizer"):  # which leaves none open
+        HeadSession(model, HeadTraining(rotation=RotationOptions("random", (0,))))
+    HeadSession(model, training).close()
+
+
+def test_a_penalty_is_the_mean_over_the_passes_since_the_last(make_undropped, batch):
+    """A contrastive loss has a pass for each of its texts."""
+    model = make_undropped("bert")
+    other = {**batch, "input_ids": batch["input_ids"].flip(0)}
+    training = HeadTraining(penalties=(PenaltyOptions("agreement", 1.0), PenaltyOptions("bhattacharyya", 1.0)))
+    with HeadSession(model, training) as session:
+        alone = []
+        for inputs in (batch, other):
+            model.forward(**inputs)
+            alone.append(session.penalty())
+        for inputs in (batch, other):
+            model.forward(**inputs)
+        torch.testing.assert_close(session.penalty(), sum(alone) / 2)
+        model(**batch)
+        session.step(0.5)  # forgets a pass whose penalty nobody took
+        model(**other)
+        torch.testing.assert_close(session.penalty(), alone[1])
+
+
+def test_a_copy_has_alphas_that_train(make_undropped, batch):
+    model = make_undropped("bert")
+    mix_heads_(model)
+    training = HeadTraining(alphas=AlphasOptions(frozen_ratio=1))
+    with HeadSession(model, training, torch.optim.SGD(model.parameters())):
+        twin = copy.deepcopy(model)
+    twin(**batch)[0].square().mean().backward()
+    assert all(alphas.grad.any() for alphas in alphas_of(twin).values())
 
 
 def test_a_closed_session_does_not_go_on(make_tiny):

@@ -25,7 +25,8 @@ from transformers import (
 from two_processes import run_both
 
 from collab_compress import Compression, compress
-from collab_compress.errors import HeadError
+from collab_compress.attention.run import head_hooks
+from collab_compress.errors import CheckpointError, HeadError
 from collab_compress.heads import (
     RotationOptions,
     alphas_of,
@@ -475,7 +476,7 @@ def test_an_interrupted_run_leaves_nothing_to_the_next(make_tiny, tmp_path):
 
     class Interrupting(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
-            acts.append(max(len(vars(module).get("head_hooks", ())) for module in model.modules()))
+            acts.append(max(len(head_hooks(module)) for module in model.modules()))
             if len(acts) == 2:
                 raise KeyboardInterrupt
 
@@ -491,8 +492,63 @@ def test_an_interrupted_run_leaves_nothing_to_the_next(make_tiny, tmp_path):
     prune_heads_(model, {"bert.encoder.layer.0.attention.self": [1]})
 
 
+@pytest.mark.filterwarnings("ignore:.*auto_find_batch_size")
+def test_a_batch_that_was_too_large_leaves_nothing_to_the_next(make_tiny, tmp_path):
+    model, acts = classifier(make_tiny), set()
+
+    class Small(HeadTrainer):
+        """A device that holds two rows."""
+
+        def training_step(self, model, inputs, *rest, **more):
+            acts.add(max(len(head_hooks(module)) for module in model.modules()))
+            if len(inputs["labels"]) > 2:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(model, inputs, *rest, **more)
+
+    training = dataclasses.replace(EVERYTHING, rotation=None)
+    trainer = trainer_of(model, tmp_path, training, trainer_class=Small, max_steps=4, auto_find_batch_size=True)
+    trainer.train()
+    assert acts == {2}
+    assert_left_alone(model)
+
+
+def test_logging_leaves_the_dictionary_of_the_caller_alone(make_tiny, tmp_path):
+    class Own(HeadTrainer):
+        def training_step(self, model, *args, **more):
+            loss = super().training_step(model, *args, **more)
+            logs = {"loss": 1.0, "epoch": 0.0}
+            self.log(logs)
+            assert not any("agreement" in name for name in logs)
+            return loss
+
+    trainer = trainer_of(classifier(make_tiny), tmp_path, PENALTIES, trainer_class=Own, max_steps=1)
+    trainer.train()
+    assert "agreement" in trainer.state.log_history[0]
+
+
+@pytest.mark.parametrize("only_model", [False, True])
+def test_a_checkpoint_resumes_in_a_model_with_the_same_edits_alone(only_model, make_tiny, tmp_path):
+    """The stock trainer would leave out weights whose names the model does not have."""
+    options = {"save_strategy": "steps", "save_steps": 2, "save_only_model": only_model, "max_steps": 4}
+    mixing = HeadTraining(alphas=AlphasOptions())
+    trainer_of(classifier(make_tiny), tmp_path / "mixed", mixing, **options).train()
+    trainer_of(classifier(make_tiny, rank=13, dv=12), tmp_path / "converted", HeadTraining(), **options).train()
+    mixed, converted = (str(tmp_path / name / "checkpoint-2") for name in ("mixed", "converted"))
+    for folder, model, saved, present in (
+        (mixed, classifier(make_tiny), "alphas of 2 modules", "none"),
+        (converted, classifier(make_tiny), "collaborative of 2 modules, narrow-values of 2 modules", "none"),
+        (converted, classifier(make_tiny, rank=13, dv=9), "collaborative of 2", "collaborative of 2"),
+    ):
+        trainer = trainer_of(model, tmp_path / "again", HeadTraining(), **options)
+        with pytest.raises(CheckpointError, match=f"checkpoint-2 holds another .* {saved}.* of the model {present}"):
+            trainer.train(resume_from_checkpoint=folder)
+    resumed = trainer_of(classifier(make_tiny), tmp_path / "again", mixing, **options)
+    resumed.train(resume_from_checkpoint=mixed)
+    assert resumed.state.global_step == 4
+
+
 def assert_left_alone(model):
-    assert not any("head_hooks" in vars(module) for module in model.modules())
+    assert not any("head_hooks" in vars(module) or "forward" in vars(module) for module in model.modules())
     assert not any(getattr(module, "frozen", False) for module in model.modules())
     assert not any(
         hooks for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)
@@ -561,6 +617,35 @@ def test_a_stock_checkpoint_has_no_state_of_heads(make_tiny, tmp_path, caplog):
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert "the checkpoint has no state of head methods" in caplog.text
     assert trainer.state.global_step == 12
+
+
+def test_penalties_act_in_a_trainer_of_sentence_transformers(make_tiny, tmp_path):
+    """Its models call `forward` of the Transformers model, once for each text of a pair."""
+    library, datasets = pytest.importorskip("sentence_transformers"), pytest.importorskip("datasets")
+    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcd"]
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, "[UNK]"))
+    make_tiny("bert").save_pretrained(tmp_path / "model")
+    BertTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
+    model = library.SentenceTransformer(str(tmp_path / "model"), device="cpu")
+
+    class PairTrainer(HeadTrainerMixin, library.SentenceTransformerTrainer):
+        pass
+
+    trainer = PairTrainer(
+        model,
+        library.SentenceTransformerTrainingArguments(
+            str(tmp_path), max_steps=1, **{name: SETTINGS[name] for name in ("use_cpu", "report_to", "logging_steps")}
+        ),
+        train_dataset=datasets.Dataset.from_dict({"anchor": ["a", "b"], "positive": ["c", "d"]}),
+        loss=losses.MultipleNegativesRankingLoss(model),
+        head_training=HeadTraining(penalties=(PenaltyOptions("agreement", 10.0),)),
+    )
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert logs["agreement"] > 0
+    assert logs["loss"] == pytest.approx(logs["task_loss"] + 10 * logs["agreement"], rel=1e-4)
+    assert "forward" not in vars(model[0].auto_model)
 
 
 class Stream(torch.utils.data.IterableDataset):

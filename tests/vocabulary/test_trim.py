@@ -17,6 +17,7 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
+    BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -32,6 +33,7 @@ from transformers import (
 
 from collab_compress import CalibrationError, CompressionError, UnsupportedModelError, trim_vocabulary_
 from collab_compress.calibration.builtin import builtin_texts
+from collab_compress.vocabulary import trim
 
 WIDTH, HEADS, SIZE = 24, 3, 700
 SMALL = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 2, "intermediate_size": 40}
@@ -266,6 +268,98 @@ def test_ids_of_configs_and_generation_settings_follow():
     assert small.config.decoder_start_token_id == new[tokenizer.eos_token_id]
     assert small.generation_config.forced_bos_token_id == new[model.generation_config.forced_bos_token_id]
     assert torch.equal(small.final_logits_bias[0], torch.tensor(sorted(new)).float())
+
+
+def test_ids_inside_other_settings_follow():
+    model, tokenizer = pair_of("tied")
+    settings, before = model.generation_config, tokenizer.get_vocab()
+    settings.lang_to_id, settings.task_to_id = {"<|en|>": 691, "<|fr|>": 660}, {"translate": 680}
+    settings.forced_decoder_ids = [[1, 691], [2, None], [3, 680]]
+    settings.begin_suppress_tokens = [670]
+    model.config.task_specific_params = {"translation": {"decoder_start_token_id": 660, "max_length": 670}}
+    trim_vocabulary_(model, tokenizer, tokens=500)
+    new = {number: tokenizer.get_vocab().get(token) for token, number in before.items()}
+    assert {new[660], new[670], new[680], new[691]} <= set(range(500))
+    assert settings.lang_to_id == {"<|en|>": 691, "<|fr|>": 660}
+    after = model.generation_config
+    assert after.lang_to_id == {"<|en|>": new[691], "<|fr|>": new[660]}
+    assert after.task_to_id == {"translate": new[680]}
+    assert after.forced_decoder_ids == [[1, new[691]], [2, None], [3, new[680]]]
+    assert after.begin_suppress_tokens == [new[670]]
+    translation = {"decoder_start_token_id": new[660], "max_length": 670}
+    assert model.config.task_specific_params == {"translation": translation}
+
+
+@pytest.mark.parametrize("name", ["language_ids", "char_to_id", "speaker_codes"])
+def test_settings_that_may_hold_ids_in_an_unknown_form_are_refused(name):
+    model, tokenizer = pair_of("tied")
+    setattr(model.generation_config, name, {"a": [5, 9]})
+    with pytest.raises(UnsupportedModelError, match=f"generation_config.{name} of GPT2LMHeadModel may hold ids"):
+        trim_vocabulary_(model, tokenizer, tokens=500)
+    assert len(model.get_input_embeddings().weight) == len(tokenizer) + 5 == model.config.vocab_size
+
+
+@pytest.mark.parametrize("case", ["masked", "shared"])
+def test_the_body_of_a_model_with_a_head_of_the_vocabulary_is_refused(case):
+    model, tokenizer = pair_of(case)
+    size = len(model.get_input_embeddings().weight)
+    body = model.encoder if case == "shared" else model.base_model
+    outer = torch.nn.Sequential(torch.nn.Identity(), model)
+    with pytest.raises(
+        UnsupportedModelError, match=rf"is part of {type(model).__name__}, .* {size} tokens; pass the"
+    ):
+        trim_vocabulary_(body, tokenizer, tokens=len(tokenizer) - 100)
+    assert len(model.get_input_embeddings().weight) == size
+    assert outer[1] is model
+    del model, outer
+    trim_vocabulary_(body, tokenizer, tokens=len(tokenizer) - 100)
+    assert len(body.get_input_embeddings().weight) < size
+
+
+def test_the_body_of_a_classifier_is_trimmed_with_it(tmp_path):
+    _, tokenizer = pair_of("masked")
+    model = BertForSequenceClassification(BertConfig(**SMALL, **sizes(tokenizer)))
+    trim_vocabulary_(model.bert, tokenizer, tokens=500)
+    model.save_pretrained(tmp_path)
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path)
+    assert len(loaded.get_input_embeddings().weight) == loaded.config.vocab_size == 500
+
+
+def test_an_interrupt_leaves_model_and_tokenizer_as_they_were(monkeypatch):
+    model, tokenizer = pair_of("masked")
+    words, attributes = tokenizer.get_vocab(), dict(vars(tokenizer))
+
+    reload = trim.reloaded
+
+    def reloaded(*args):
+        made = reload(*args)
+        monkeypatch.setattr(trim, "vars", lambda one: Attributes(vars(one)) if one is tokenizer else vars(one), False)
+        return made
+
+    class Attributes:
+        def __init__(self, attributes):
+            self.attributes = attributes
+
+        def clear(self):
+            self.attributes.clear()
+
+        def update(self, others):
+            self.attributes.update(others)
+            if others.keys() != attributes.keys() or others["_tokenizer"] is not attributes["_tokenizer"]:
+                raise KeyboardInterrupt
+
+        def keys(self):
+            return self.attributes.keys()
+
+        def __getitem__(self, name):
+            return self.attributes[name]
+
+    monkeypatch.setattr(trim, "reloaded", reloaded)
+    with pytest.raises(KeyboardInterrupt):
+        trim_vocabulary_(model, tokenizer, tokens=500)
+    assert tokenizer.get_vocab() == words
+    assert vars(tokenizer) == attributes
+    assert len(model.get_input_embeddings().weight) == model.config.vocab_size == SIZE
 
 
 def test_heads_that_are_not_tied_are_cut_too():
