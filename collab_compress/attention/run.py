@@ -621,8 +621,8 @@ def lay_out_(module: Any) -> None:
     maps are converted, that becomes the number of key groups in use, as the module lays both out alike; otherwise
     projections stay padded to H·d.
     """
-    family, rows = family_of(module), rows_of(module)
-    configs = [converted.config for converted in maps_of(module) if converted is not None]
+    family, rows, (qk, ov) = family_of(module), rows_of(module), maps_of(module)
+    configs = [converted.config for converted in (qk, ov) if converted is not None]
     if family.pieces:
         if len(configs) == 2:
             if STOCK_HEADS not in module.__dict__:
@@ -640,7 +640,8 @@ def lay_out_(module: Any) -> None:
         if family.pieces:
             projection.padding = getattr(module, family.pieces) * width - channels
         else:
-            multiple = configs[0].heads * width if family.fixed_heads else width
+            heads: int = configs[-1 if path == family.value else 0].key_value_heads if family.fixed_heads else 1
+            multiple = heads * width
             projection.padding = -channels % multiple if channels else multiple
     if family.fused:
         fused: Any = module.get_submodule(family.fused)

@@ -108,17 +108,19 @@ class SharedConfig(QKConfig):
         content_bias: whether the module has content biases v.
         reads: channels k that each head reads.
         scale: factor of the scores; None keeps the model's own.
+        bias: whether its channels have a bias, as in one layer with values that have one.
 
     Example:
         >>> from collab_compress.architectures import find_dense_attention
         >>> config = SharedConfig.of(find_dense_attention(model)[0], rank=12, head_dim=8, content_bias=True)
         >>> config.reads, config.width, config.parameters((24, 24))  # dense 1,152, and 48 in biases
-        (7, 8, 669)
+        (7, 8, 696)
     """
 
     content_bias: bool
     reads: int
     scale: float | None = None
+    bias: bool = False
 
     kind: ClassVar[str] = "collaborative"
     title: ClassVar[str] = "shared attention"
@@ -149,7 +151,8 @@ class SharedConfig(QKConfig):
             reads = min(rank, (dense if head_dim is None else head_dim) - content_bias)
         if reads < 1:
             raise CompressionError(f"{site.name}: head_dim is 1, which the content bias takes; pass at least 2")
-        return cls(site.heads, dense, rank, content_bias, reads, cross=site.kind == "cross")
+        bias = site.family.forward != "stock" and site.part(site.family.value).bias is not None
+        return cls(site.heads, dense, rank, content_bias, reads, bias=bias, cross=site.kind == "cross")
 
     def rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yield what stored fields must hold, as `MapConfig.rules`."""
@@ -193,8 +196,9 @@ class SharedConfig(QKConfig):
     # Costs: Dq and Dk input widths of queries and keys, H heads, R channels, k read by a head, T tokens.
 
     def parameters(self, widths: tuple[int, int]) -> int:
-        """(Dq + Dk)·R + H·k, and H·Dk for content biases."""
-        return sum(widths) * self.rank + self.heads * self.reads + widths[1] * self.content_channels
+        """(Dq + Dk)·R + H·k, H·Dk for content biases, and one for each channel that has a bias."""
+        biases = self.bias * (self.key_channels + (0 if self.cross else self.rank))
+        return sum(widths) * self.rank + self.heads * self.reads + widths[1] * self.content_channels + biases
 
     def macs(self, widths: tuple[int, int], length: int) -> int:
         """T·(Dq + Dk)·R + T·H·k + T²·H·k, and T·Dk·H for v·y."""
