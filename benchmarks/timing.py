@@ -21,9 +21,14 @@ Calls = Mapping[str, Callable[[], Any]]
 def add_timing_arguments(parser: argparse.ArgumentParser, seconds: float = 10) -> None:
     """Add the options that all timings share."""
     parser.add_argument("--seconds", type=float, default=seconds, help="for each cell, for all rows together")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; more than one are timed by wall time")
     parser.add_argument("--wall", action="store_true", help="wall time, for a quiet machine; default: processor time")
     parser.add_argument("--records", type=Path, help="append a JSON line for each row to this file")
+
+
+def has_wall_time(args: argparse.Namespace) -> bool:
+    """Return whether wall time is measured: the processor time of several threads grows while they wait."""
+    return bool(args.wall or args.threads > 1)
 
 
 def paired_times(calls: Calls, args: argparse.Namespace, min_rounds: int = 5) -> dict[str, list[float]]:
@@ -31,7 +36,7 @@ def paired_times(calls: Calls, args: argparse.Namespace, min_rounds: int = 5) ->
 
     Rounds go on for about `args.seconds`.
     """
-    clock = perf_counter if args.wall else process_time
+    clock = perf_counter if has_wall_time(args) else process_time
     order = list(calls)
     times: dict[str, list[float]] = {name: [] for name in order}
     for call in calls.values():  # warm up
@@ -77,15 +82,16 @@ def print_row(cell: Mapping[str, Any], name: str, figures: Mapping[str, float], 
         flush=True,
     )
     if args.records:
-        settings = {"threads": torch.get_num_threads(), "clock": "wall" if args.wall else "processor"}
+        settings = {"threads": args.threads, "clock": "wall" if has_wall_time(args) else "processor"}
         append_record(args.records, {**cell, "row": name, **settings, **figures})
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Append a JSON line to a file, with the revision of this package."""
+    """Append a JSON line to a file, with the revision of this package, and the number of CPU threads."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({**record, "revision": environment()["revision"]}) + "\n")
+        settings = {"threads": torch.get_num_threads(), "revision": environment()["revision"]}
+        file.write(json.dumps({**settings, **record}) + "\n")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -224,13 +224,16 @@ def _report_lines(report: Report, calibration: Sequence[str], latency: Latency |
     lines = [*_whole_model(report, calibration, latency, embeds), ""]
     lines += [report.choice] if report.choice else []
     lines += [*_parts(report), "", *_calibration(report), ""]
-    for part, error, modules in (("dk", "score error", report.modules), ("dv", "output error", report.values)):
+    for part, error, what, modules in (
+        ("dk", "score error", "Queries and keys", report.modules),
+        ("dv", "output error", "Values and outputs", report.values),
+    ):
         header = ["layer", part, error, "weight error", "parameters", f"MMACs at T={report.length}"]
         kinds: dict[str, list[ModuleReport | ValueReport]] = {}
         for module in modules:
             kinds.setdefault(NUMBER.sub("*", module.name), []).append(module)
         for path, of_path in kinds.items():
-            lines += [f"{path}:", *table(header, map(_row, of_path)), ""]
+            lines += [f"{what} of {path}:", *table(header, map(_row, of_path)), ""]
     return lines[:-1]
 
 

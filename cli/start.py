@@ -22,7 +22,7 @@ COMMANDS = {
     "collab-prune": "edit.prune_main",
 }
 """Command → the function that runs it, in this package."""
-SPINNING = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}  # of GNU's OpenMP in turns, of LLVM's and Intel's in ms
+SPINNING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}  # of GNU's OpenMP in turns, of LLVM's and Intel's in ms
 WAITING = (*SPINNING, "OMP_WAIT_POLICY")  # a user who sets one of these variables decides
 
 

@@ -50,6 +50,18 @@ class DataError(CollabCompressError):
     """A data set is missing or malformed, or predictions cannot be scored."""
 
 
+def shown(value: Any) -> str:
+    """Return a value as messages show it: a number of NumPy as a plain one.
+
+    Example:
+        >>> import numpy
+        >>> shown(numpy.float64(0.5)), shown("half")
+        ('0.5', "'half'")
+    """
+    is_numpy_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    return repr(value.item() if is_numpy_scalar else value)
+
+
 def check_type(name: str, value: Any, expected: type, error: type[CollabCompressError]) -> None:
     """Raise `error` for an argument of another type than expected, such as a dict of options in place of a class.
 
@@ -60,7 +72,7 @@ def check_type(name: str, value: Any, expected: type, error: type[CollabCompress
         collab_compress.errors.CompressionError: solver is of type dict: {'sweeps': 9}; expected tuple
     """
     if not isinstance(value, expected):
-        got = f"{name} is of type {type(value).__name__}: {value!r}"[:LONGEST]
+        got = f"{name} is of type {type(value).__name__}: {shown(value)}"[:LONGEST]
         raise error(f"{got}; expected {expected.__name__}")
 
 
@@ -70,7 +82,7 @@ def check_number(name: str, value: Any, least: float = -inf, most: float = inf, 
         return
     end = f" to {most:g}" if most < inf else f" to below {below:g}" if below < inf else " or more"
     expected = "a finite number" if least == -inf else f"{least:g}{end}"
-    raise HeadError(f"{name} is {value!r}; expected {expected}")
+    raise HeadError(f"{name} is {shown(value)}; expected {expected}")
 
 
 def one_line(error: BaseException) -> str:

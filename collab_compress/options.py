@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import tyro
 
-from collab_compress.errors import CalibrationError, CompressionError, HeadError
+from collab_compress.errors import CalibrationError, CompressionError, HeadError, shown
 
 Kind: TypeAlias = Literal["encoder", "decoder", "cross"]
 """Self-attention of an encoder or of a decoder, or cross-attention."""
@@ -45,7 +45,7 @@ def check_counts(options: Any, error: type[Exception], *names: str, least: int =
         if value is None and getattr(type(options), name, least) is None:
             continue
         if not isinstance(value, Integral) or isinstance(value, bool):
-            raise error(f"{name} is {value!r}; expected a whole number")
+            raise error(f"{name} is {shown(value)}; expected a whole number")
         count = int(value)  # NumPy's are not written as JSON
         if count < least:
             raise error(f"{name} is {count}; expected at least {least}")
@@ -92,11 +92,11 @@ class Solver:
         check_counts(self, CompressionError, "seed", least=0, most=LARGEST_SEED)
         if not isinstance(self.damping, Real) or not 0 <= self.damping <= LARGEST_DAMPING:
             raise CompressionError(
-                f"damping is {self.damping!r}; expected 0 or more, up to {LARGEST_DAMPING:g} (calibration 'none' "
-                "weighs all directions alike)"
+                f"damping is {shown(self.damping)}; expected 0 or more, up to {LARGEST_DAMPING:g} (calibration "
+                "'none' weighs all directions alike)"
             )
         if self.refit not in (None, True, False):
-            raise CompressionError(f"refit is {self.refit!r}; expected True, False or None")
+            raise CompressionError(f"refit is {shown(self.refit)}; expected True, False or None")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ class Compression:
                 "keep chooses dk, dv, dff and head_dim; leave those and layers out, or leave out keep"
             )
         if not isinstance(self.keep, int | float) or not 0 < self.keep < 1:
-            raise CompressionError(f"keep is {self.keep!r}; expected a number between 0 and 1")
+            raise CompressionError(f"keep is {shown(self.keep)}; expected a number between 0 and 1")
 
     def _check_solver(self) -> None:
         """Refuse settings of queries and keys where those stay dense."""

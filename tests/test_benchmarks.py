@@ -17,7 +17,7 @@ try:
     from language_models import equal, shared
     from quality import DEFAULT_ROWS, RECORDS, Row, table
     from rivals import dropped, layers_of, low_rank_, pooled, svd_, without_heads_
-    from timing import ratio
+    from timing import append_record, has_wall_time, print_row, ratio, read_records
 finally:
     sys.path.pop(0)
 
@@ -269,3 +269,15 @@ def test_rows_whose_time_is_measured(row, model, monkeypatch):
 def test_word_errors_are_the_fewest_changes(heard, errors, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     assert import_module("speech").distance(["a", "b", "c"], heard.split()) == errors
+
+
+def test_records_say_the_number_of_threads_and_the_clock(tmp_path, set_threads):
+    """Processor time of several threads grows while they wait, so these are timed by wall time."""
+    place, figures = tmp_path / "records.jsonl", ratio({"dense": [1.0, 1.0], "a": [0.5, 0.5]}, "a")
+    for threads in (1, 2):
+        set_threads(threads)
+        append_record(place, {"score": 1.0})
+        print_row({}, "a", figures, Namespace(threads=threads, wall=False, records=place))
+    settings = [(record["threads"], record.get("clock")) for record in read_records(place)]
+    assert settings == [(1, None), (1, "processor"), (2, None), (2, "wall")]
+    assert has_wall_time(Namespace(threads=1, wall=True))

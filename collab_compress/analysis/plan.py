@@ -16,6 +16,7 @@ from collab_compress.architectures import (
     find_attention,
     find_dense_attention,
     find_dense_values,
+    tokenizer_of,
     transformers_model,
 )
 from collab_compress.attention import NarrowConfig, SharedConfig, maps_of
@@ -186,7 +187,7 @@ def plan(
         >>> [(row.part, row.width) for row in result.rows]
         [('dk', 12), ('dv', 12), ('dff', 16)]
     """
-    tokenizer = tokenizer or getattr(model, "tokenizer", None)
+    tokenizer = tokenizer_of(model) if tokenizer is None else tokenizer
     model = transformers_model(model)
     refuse_unconvertible(model, "plan")
     model = sharing_copy(model)  # so that other threads may run the model meanwhile

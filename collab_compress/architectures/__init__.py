@@ -12,6 +12,7 @@ from collab_compress.architectures.sites import (
     refuse_hooks,
     refuse_kept_attention,
     split_heads,
+    tokenizer_of,
     transformers_model,
 )
 from collab_compress.options import KINDS, Kind
@@ -31,5 +32,6 @@ __all__ = [
     "refuse_hooks",
     "refuse_kept_attention",
     "split_heads",
+    "tokenizer_of",
     "transformers_model",
 ]

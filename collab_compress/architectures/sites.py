@@ -653,11 +653,32 @@ def refuse_hooks(path: str, layer: nn.Module, stays: bool = False) -> None:
         )
 
 
+def _sentence_parts(model: Any) -> dict[str, Any]:
+    """Return path → part of a SentenceTransformer, one for each Transformers model that its parts hold."""
+    parts: dict[int, tuple[str, Any]] = {}
+    for path, part in model.named_modules() if isinstance(model, nn.Module) else ():
+        inner = None if isinstance(part, PreTrainedModel) else getattr(part, "auto_model", None)
+        if isinstance(inner, nn.Module):
+            parts.setdefault(id(inner), (path, part))
+    return dict(parts.values())
+
+
+def tokenizer_of(model: Any) -> Any:
+    """Return the tokenizer of a SentenceTransformer, or a part of one, for its Transformers model; None for others.
+
+    Example:
+        >>> tokenizer_of(model) is None
+        True
+    """
+    parts = _sentence_parts(model)
+    return getattr(next(iter(parts.values())) if len(parts) == 1 else model, "tokenizer", None)
+
+
 def transformers_model(model: Any) -> PreTrainedModel:
     """Return the Transformers model itself.
 
     Args:
-        model: a Transformers model; a SentenceTransformer, whose first module holds one; a PEFT model, or what
+        model: a Transformers model; a SentenceTransformer, or a part of one, that holds one; a PEFT model, or what
             `torch.compile` returned, which wrap one; or another module that passes on the attributes of one.
 
     Raises:
@@ -675,10 +696,15 @@ def transformers_model(model: Any) -> PreTrainedModel:
         return transformers_model(compiled)  # paths must be those of the model without the wrapper
     if hasattr(model, "get_base_model"):  # of PEFT
         return transformers_model(model.get_base_model())
-    if isinstance(model, nn.Sequential) and len(model):
-        inner = getattr(model[0], "auto_model", None)
-        if isinstance(inner, nn.Module):
-            return transformers_model(inner)
+    parts = _sentence_parts(model)
+    if len(parts) > 1:
+        paths = [f"model.get_submodule({path!r})" for path in parts]
+        raise UnsupportedModelError(
+            f"{_class(model)} holds {len(parts)} Transformers models, as a Router does; pass one after the other: "
+            f"{', '.join(paths)}, with data as it reads"
+        )
+    for part in parts.values():
+        return transformers_model(part.auto_model)
     is_module = isinstance(model, nn.Module) and hasattr(model, "base_model_prefix")  # BertEncoder has a config alone
     if is_module and isinstance(getattr(model, "config", None), PretrainedConfig):
         return model

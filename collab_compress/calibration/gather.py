@@ -183,16 +183,24 @@ def resize_mask(mask: Tensor | None, positions: int) -> Tensor | None:
 
 
 def unpadded(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the vectors of `values` (…, D) that are no padding, (n, D); all if the mask has other positions.
+    """Return the vectors of `values` (…, D) that are no padding, (n, D).
+
+    Raises:
+        CalibrationError: the mask has another number of positions, and there is padding.
 
     Example:
         >>> unpadded(torch.randn(2, 6, 24), batch["attention_mask"] != 0).shape
         torch.Size([10, 24])
     """
     vectors = values.reshape(-1, values.shape[-1])
-    resized = None if mask is None else resize_mask(mask, len(vectors) // len(mask))
-    if resized is None or resized.numel() != len(vectors):
+    resized = None if mask is None else resize_mask(mask, max(1, len(vectors) // len(mask)))
+    if resized is None or bool(resized.all()):
         return vectors
+    if resized.numel() != len(vectors):
+        raise CalibrationError(
+            f"hidden states have shape {tuple(values.shape)}, and the mask of the batch has shape "
+            f"{tuple(resized.shape)}, so it does not say what is padding; pass batches without padding"
+        )
     return vectors[resized.flatten().to(vectors.device)]
 
 

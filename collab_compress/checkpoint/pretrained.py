@@ -70,7 +70,9 @@ def find_directory(name: str, revision: str | None = None) -> Path:
         if not os.path.isdir(path):
             raise CheckpointError(f"{name} is not a directory; pass a model directory or a hub name")
         if not os.path.isfile(path / "config.json"):
-            raise CheckpointError(f"{path} has no config.json, so it is no model directory")
+            inside = sorted(str(file.parent) for file in path.glob("*/config.json"))
+            advice = f"; it holds models in {', '.join(inside)}: pass one of them" if inside else ""
+            raise CheckpointError(f"{path} has no config.json, so it is no model directory{advice}")
         return path
     if name == EMBEDDED:
         try:

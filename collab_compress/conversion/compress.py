@@ -25,6 +25,7 @@ from collab_compress.architectures import (
     find_dense_attention,
     find_dense_values,
     refuse_hooks,
+    tokenizer_of,
     transformers_model,
 )
 from collab_compress.architectures.sites import read as read_projection
@@ -117,7 +118,7 @@ def compress(
     """
     check_type("compression", compression, Compression, CompressionError)
     if tokenizer is None:
-        tokenizer = getattr(model, "tokenizer", None)  # of a SentenceTransformer
+        tokenizer = tokenizer_of(model)
     model = transformers_model(model)
     started = perf_counter()
     devices = [model.device] if model.device.type == "cuda" else []
@@ -142,7 +143,7 @@ def compress(
         with all_or_nothing(model):
             _install_conversion(model, converted)
     untied = _untied({group for group in map(converted.remaining, ties) if len(group) > 1} - tied_weights(model))
-    warnings = (*data.notes, *converted.notes, *untied, *_warnings(job, chosen, converted))
+    warnings = (*data.notes, *converted.notes, *untied, *_warnings(job, compression, converted))
     for warning in warnings:
         _logger.warning(warning)
     renamed = converted.renamed

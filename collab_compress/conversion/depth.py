@@ -188,11 +188,14 @@ def _numbered_layers_settings(model: PreTrainedModel) -> list[str]:
     """Return the names of the settings that name layers by number, other than the last one."""
     holders: list[Any] = [*configs_inside(model.config), getattr(model, "generation_config", None)]
     settings = [setting for holder in holders if holder is not None for setting in vars(holder).items()]
-    lists = (int, list, tuple)
+    last: tuple[Any, ...] = (-1, [-1], (-1,), [], ())
     return [
         name
         for name, value in settings
-        if LAYER_NUMBERS.search(name) and isinstance(value, lists) and value not in (-1, [-1], (-1,), [], ())
+        if LAYER_NUMBERS.search(name)
+        and isinstance(value, int | list | tuple)
+        and not isinstance(value, bool)
+        and value not in last
     ]
 
 

@@ -162,19 +162,20 @@ def without_savings(planned: Sequence[Planned]) -> list[str]:
 def warnings_of(
     planned: Sequence[Planned], compression: Compression, others: Iterable[tuple[str, int, int]] = ()
 ) -> list[str]:
-    """Return warnings of a rounded dk, widths that save nothing, few vectors, and solvers that broke down.
+    """Return warnings of a rounded width, widths that save nothing, few vectors, and solvers that broke down.
 
     Args:
+        planned: replacements of attention maps.
+        compression: as passed: widths that `keep` chose are rounded already, and differ by module.
         others: modules that are not planned, but saw vectors too, as for `few_vectors`.
     """
     seen = list(others)
     for item in planned:
         for vectors, (projection, _) in zip(item.report.vectors, item.site.inputs, strict=True):
             seen.append((item.site.name, vectors, width_in(projection)))
-    warnings = rounding([item.map.config for item in planned], compression.dk, compression.dv) + without_savings(
-        planned
-    )
-    warnings += few_vectors(seen)
+    configs = [item.map.config for item in planned]
+    warnings = [] if compression.keep is not None else rounding(configs, compression.dk, compression.dv)
+    warnings += without_savings(planned) + few_vectors(seen)
     for item in planned:
         if isinstance(item.report, ModuleReport) and item.report.breakdowns:
             outcome = "it went on with a shifted one" if item.report.sweeps else "it kept its start"

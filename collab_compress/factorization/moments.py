@@ -178,7 +178,9 @@ class Weighting:
 
 
 def damp(matrix: Tensor, damping: float) -> Tensor:
-    """Return moments (n, n) with a share of the mean variance added to every direction."""
+    """Return moments (n, n) with a share of the mean variance added to every direction; I where all are zero."""
+    if not bool(matrix.any()):
+        return torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
     damped = matrix.clone()
     damped.diagonal().add_(damping * matrix.diagonal().mean())
     return damped

@@ -28,7 +28,7 @@ from collab_compress.attention.projections import (
 from collab_compress.attention.run import STOCK_HEADS, head_hooks, is_converted, maps_of, prepare_
 from collab_compress.attention.values import JOINT_WIDTH
 from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
-from collab_compress.errors import CheckpointError, CompressionError, HeadError
+from collab_compress.errors import CheckpointError, CompressionError, HeadError, shown
 from collab_compress.heads.sharding import refuse_unwritable
 
 _logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def check_heads(
             raise HeadError(f"no attention module {name!r}; there are {', '.join(known)}")
         for head in chosen:
             if not isinstance(head, Integral) or not 0 <= head < known[name].heads:
-                raise HeadError(f"{name} has no head {head!r}; its heads are 0 to {known[name].heads - 1}")
+                raise HeadError(f"{name} has no head {shown(head)}; its heads are 0 to {known[name].heads - 1}")
     return [(site, sorted(set(map(int, heads[site.name])))) for site in sites if len(heads.get(site.name, ()))]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.architectures import transformers_model
+from collab_compress.architectures import tokenizer_of, transformers_model
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.calibration.batches import evenly_spaced, sources_of
 from collab_compress.calibration.builtin import builtin_texts, why_not_english
@@ -116,7 +116,12 @@ def trim_vocabulary_(
             part of a model that holds such weights; a generation setting may hold ids in a form that is not known.
     """
     if tokenizer is None:
-        tokenizer = getattr(model, "tokenizer", None)  # of a SentenceTransformer
+        tokenizer = tokenizer_of(model)
+    if tokenizer is None:
+        raise CompressionError(
+            f"{type(model).__name__} comes without its tokenizer, whose tokens are to be chosen; save that beside "
+            "the model's files, or, in Python, pass tokenizer=…"
+        )
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise CompressionError(f"tokenizer is a {type(tokenizer).__name__}; expected the fast tokenizer of the model")
     model = transformers_model(model)
@@ -231,8 +236,8 @@ def _chosen(
         return {*stay, *vocabulary.closed(vocabulary.ids[token] for token in named)}
     if not len(stay) <= int(tokens) < most:
         raise CompressionError(
-            f"tokens is {tokens}; expected at least {len(stay)}, as many as must stay (special and added tokens, "
-            f"single characters or bytes), and fewer than the {most} that there are"
+            f"a vocabulary of {tokens} tokens is asked for; expected at least {len(stay)}, as many as must stay "
+            f"(special and added tokens, single characters or bytes), and fewer than the {most} that there are"
         )
     return vocabulary.most_frequent(Counter(chain.from_iterable(rows)), int(tokens), stay)
 

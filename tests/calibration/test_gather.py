@@ -2,17 +2,26 @@ import pytest
 import torch
 from recorded import recorded_inputs
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
     BertModel,
+    EncoderDecoderModel,
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     GPT2Model,
+    VisionEncoderDecoderModel,
+    ViTConfig,
+    ViTModel,
 )
 
 from collab_compress import Compression, compress
+from collab_compress.analysis import plan
 from collab_compress.architectures import find_dense_attention
 from collab_compress.calibration import gather_moments, run_batch
+from collab_compress.calibration.gather import batch_masks, unpadded
 from collab_compress.errors import CalibrationError
+from collab_compress.heads import Tap
 from collab_compress.transformers_parts import CACHE_NAME
 
 
@@ -150,3 +159,32 @@ def ids(rows, length, **others):
 def test_an_error_of_the_model_is_passed_on_with_its_cause(model_class, batch, message):
     with pytest.raises(CalibrationError, match=message):
         run_batch(model_class(GPT2Config(**GPT2)), batch)
+
+
+def test_a_mask_of_other_positions_is_refused_where_there_is_padding():
+    values, mask = torch.arange(24.0).view(2, 6, 2), torch.ones(2, 4, dtype=torch.bool)
+    assert len(unpadded(values, mask)) == 12
+    mask[1, 2:] = False
+    with pytest.raises(CalibrationError, match=r"have shape \(2, 6, 2\), and the mask .* shape \(2, 4\)"):
+        unpadded(values, mask)
+
+
+@pytest.mark.parametrize("kind", ["texts", "images"])
+def test_the_pad_token_of_an_encoder_decoder_may_be_its_decoders(kind, make_tiny):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 32}
+    config = BertConfig(vocab_size=61, pad_token_id=0, is_decoder=True, add_cross_attention=True, **sizes)
+    decoder, ids = BertLMHeadModel(config), torch.randint(5, 61, (4, 8))
+    ids[:, 5:] = 0
+    if kind == "texts":
+        model, batch = EncoderDecoderModel(encoder=make_tiny("bert"), decoder=decoder).eval(), {"input_ids": ids}
+    else:
+        images = ViTModel(ViTConfig(image_size=8, patch_size=4, **sizes))
+        model = VisionEncoderDecoderModel(encoder=images, decoder=decoder).eval()
+        batch = {"pixel_values": torch.randn(4, 3, 8, 8)}
+    batch["decoder_input_ids"] = ids
+    assert batch_masks(model, batch)["decoder"].query.sum() == 4 * 5
+    with Tap(model, ("outputs",)), torch.no_grad():
+        model(**batch)
+    assert plan(model, [batch] * 4).rows
+    assert compress(model, Compression(dff=16), [batch] * 8).refits

@@ -360,8 +360,8 @@ sys.meta_path.insert(0, Ending())
 @pytest.mark.parametrize(
     ("command", "environment", "expected"),
     [
-        ("collab-compress", {}, "10000 1 None"),
-        ("collab-run", {}, "10000 1 None"),
+        ("collab-compress", {}, "1000 1 None"),
+        ("collab-run", {}, "1000 1 None"),
         ("collab-compress", {"OMP_WAIT_POLICY": "active"}, "None None active"),
         ("collab-compress", {"GOMP_SPINCOUNT": "7"}, "7 None None"),
         ("collab-compress", {"KMP_BLOCKTIME": "50"}, "None 50 None"),

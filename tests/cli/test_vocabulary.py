@@ -38,7 +38,7 @@ def test_alone_it_leaves_a_plain_model_with_its_tokenizer(run, monkeypatch, mode
 
 def test_before_a_conversion_with_the_tokens_of_a_file(run, monkeypatch, model_dir, tmp_path):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tokens.txt").write_text("cat\nmat\nsat\n##ing\n\n", encoding="utf-8")
+    (tmp_path / "tokens.txt").write_text("\ufeffcat\nmat\nsat\n##ing\n\n", encoding="utf-8")
     (tmp_path / "texts.txt").write_text("\n".join(builtin_texts(pairs=False)[:60]), encoding="utf-8")
     arguments = ("--dk", 8, "--calibration", "texts.txt")
     code, _, error = run("tiny", "--vocabulary", "tokens.txt", *arguments)
@@ -62,7 +62,7 @@ def test_before_a_conversion_with_the_tokens_of_a_file(run, monkeypatch, model_d
         ),
         (("--vocabulary", "tiny"), "--vocabulary tiny: not a file; expected a number of tokens"),
         (("--vocabulary", "tiny/empty.txt"), "--vocabulary tiny/empty.txt: the file holds no token; expected a num"),
-        (("--vocabulary", "9"), "tokens is 9; expected at least"),
+        (("--vocabulary", "9"), "a vocabulary of 9 tokens is asked for; expected at least"),
     ],
 )
 def test_what_it_cannot_do_is_refused(run, monkeypatch, model_dir, tmp_path, arguments, message):

@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import pkgutil
+import re
 import threading
 import weakref
 from dataclasses import replace
@@ -13,10 +14,13 @@ import numpy as np
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from tiny_words import sentences, word_tokenizer
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from transformers import (
     AutoModel,
+    BartConfig,
+    BartModel,
     BertConfig,
     BertForMaskedLM,
     BertForMultipleChoice,
@@ -32,6 +36,7 @@ from transformers.models.bert.modeling_bert import BertEncoder
 from collab_compress import (
     CalibrationError,
     CalibrationOptions,
+    CheckpointError,
     CollabCompressError,
     Compression,
     CompressionError,
@@ -53,6 +58,7 @@ from collab_compress.architectures import find_dense_attention
 from collab_compress.attention import is_converted
 from collab_compress.calibration import gather
 from collab_compress.checkpoint import edits_of
+from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion.compress import working_device
 from collab_compress.conversion.data import split_held_back
 from collab_compress.conversion.drift import drift_of
@@ -427,6 +433,71 @@ def test_a_sentence_transformer_is_converted_by_its_transformers_model(minilm_pa
     np.testing.assert_allclose(again.encode(texts), converted, atol=1e-6)
     expand(again)
     assert read_factors(again) == {}
+
+
+def test_the_towers_of_a_router_are_converted_one_after_the_other(make_tiny, tmp_path, monkeypatch):
+    pytest.importorskip("sentence_transformers")
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Router
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    for name, seed in (("query", 1), ("document", 2)):
+        make_tiny("bert", seed=seed).save_pretrained(tmp_path / name)
+        tokenizer = word_tokenizer()
+        tokenizer.save_pretrained(tmp_path / name)
+    query, document = ([Transformer(str(tmp_path / name)), Pooling(24)] for name in ("query", "document"))
+
+    def routed(query_modules, document_modules):
+        router = Router.for_query_document(query_modules=query_modules, document_modules=document_modules)
+        return SentenceTransformer(modules=[router], device="cpu")
+
+    model = routed(query, document)
+    paths = ("0.sub_modules.query.0", "0.sub_modules.document.0")
+    message = re.escape(f"pass one after the other: model.get_submodule({paths[0]!r}), model.get_submodule(")
+    with pytest.raises(UnsupportedModelError, match=message):
+        compress(model, Compression(dff=16))
+    for path in paths:
+        compress(model.get_submodule(path), Compression(dff=16), sentences(32))  # with its own tokenizer
+    widths = [part.out_features for name, part in model.named_modules() if name.endswith("intermediate.dense")]
+    assert widths == [16] * 4
+    shared = routed(query, [query[0], Pooling(24)])
+    assert compress(shared, Compression(dv=12), sentences(32)).values
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"it holds models in .*document, .*query: pass one of them"):
+        find_directory(str(tmp_path))
+
+
+def test_values_that_are_all_zero(make_tiny, calibration):
+    model = make_tiny("bert")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(0 if ".self.value." in name else 1)
+    report = compress(model, Compression(dv=12), calibration)
+    assert report.drift.relative_error < 1e-6
+    assert [part.data_error for part in report.values] == [0, 0]
+
+
+def test_a_width_that_keep_chose_is_not_called_rounded():
+    torch.manual_seed(0)
+    sizes = {"d_model": 24, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    sizes |= {"encoder_attention_heads": 3, "decoder_attention_heads": 2, "max_position_embeddings": 40}
+    model = BartModel(BartConfig(vocab_size=61, pad_token_id=0, init_std=0.4, **sizes)).eval()
+    draws = [torch.randint(5, 61, (4, 12)) for _ in range(8)]
+    batches = [{"input_ids": ids, "decoder_input_ids": ids.flip(1)} for ids in draws]
+    report = compress(model, Compression(keep=0.5), batches)
+    assert len({part.dv for part in report.values}) > 1
+    assert not [warning for warning in report.warnings if "rounded" in warning]
+
+
+def test_numbers_of_numpy_are_plain_in_messages():
+    for message, options in (
+        (r"^dk is 3\.5; ", {"dk": np.float64(3.5)}),
+        (r"^keep is 2\.0; ", {"keep": np.float64(2)}),
+    ):
+        with pytest.raises(CompressionError, match=message):
+            Compression(**options)
+    with pytest.raises(CompressionError, match=r"^damping is -1\.0; "):
+        Solver(damping=np.float64(-1))
 
 
 @pytest.mark.parametrize(

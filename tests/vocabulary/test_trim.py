@@ -296,7 +296,7 @@ def test_settings_that_may_hold_ids_in_an_unknown_form_are_refused(name):
     setattr(model.generation_config, name, {"a": [5, 9]})
     with pytest.raises(UnsupportedModelError, match=f"generation_config.{name} of GPT2LMHeadModel may hold ids"):
         trim_vocabulary_(model, tokenizer, tokens=500)
-    assert len(model.get_input_embeddings().weight) == len(tokenizer) + 5 == model.config.vocab_size
+    assert len(model.get_input_embeddings().weight) == len(tokenizer) == model.config.vocab_size
 
 
 @pytest.mark.parametrize("case", ["masked", "shared"])
@@ -437,11 +437,11 @@ def test_what_cannot_be_trimmed_is_refused_and_left_as_it_was(texts):
             trim_vocabulary_(model, tokenizer, texts, tokens=tokens)
 
     least = r"expected at least \d\d\d?, as many as must stay .* and fewer than the 700 that there are"
-    refused(f"tokens is 5; {least}", tokens=5)
-    refused(f"tokens is 700; {least}", tokens=700)
+    refused(f"a vocabulary of 5 tokens is asked for; {least}", tokens=5)
+    refused(f"a vocabulary of 700 tokens is asked for; {least}", tokens=700)
     refused("the tokenizer has no token 'Zebra'; expected tokens as it writes them", tokens=["the", "Zebra"])
     refused("tokens is 'the'; expected how many tokens stay, or a list of them", tokens="the")
-    refused("tokenizer is a NoneType; expected the fast tokenizer", tokenizer=None)
+    refused("BertForMaskedLM comes without its tokenizer", tokenizer=None)
     small = BertForMaskedLM(BertConfig(**SMALL, vocab_size=650, pad_token_id=0))
     refused("the tokenizer has token 699, but BertForMaskedLM has embeddings of 650 tokens", model=small)
     refused("reads more than texts", UnsupportedModelError, ViTModel(ViTConfig(**SMALL, image_size=8, patch_size=4)))
@@ -503,3 +503,16 @@ def test_auto_model_reads_a_trimmed_encoder(tmp_path):
     with torch.no_grad():
         loaded = AutoModel.from_pretrained(tmp_path).eval()(**row).last_hidden_state
         torch.testing.assert_close(loaded, model.bert(**row).last_hidden_state)
+
+
+@pytest.mark.parametrize("texts", [None, 5, {"text": ["a cat"]}, b"a cat", (), ("builtin", None)])
+def test_what_is_no_texts_is_refused(texts):
+    with pytest.raises(CalibrationError, match=r"texts is .*expected|texts is an empty tuple|texts is a tuple"):
+        trim_vocabulary_(*pair_of("masked"), texts, tokens=400)
+
+
+def test_tokens_of_several_sources_are_counted(tmp_path):
+    (tmp_path / "texts.txt").write_text("a cat\n" * 8, encoding="utf-8")
+    model, tokenizer = pair_of("masked")
+    report = trim_vocabulary_(model, tokenizer, (tmp_path / "texts.txt", ["a dog"] * 8), tokens=400)
+    assert report.texts == 2
