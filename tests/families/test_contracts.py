@@ -216,7 +216,8 @@ def test_saves_loads_trains_and_expands(kin, tmp_path, load_cleanly, set_dropout
     for parameter in (*(site.module.qk.mixing for site in sites), *(layer.weight for layer in trained)):
         assert parameter.grad.abs().sum() > 0
     for site in sites:
-        for layer, start, stop in site.module.rows.values():
+        for path in input_paths(site.module)[: 3 if site is sites[0] else 2]:
+            layer, start, stop = site.module.rows[path]
             assert site.module.get_submodule(layer).weight.grad[start:stop].abs().sum() > 0
 
 

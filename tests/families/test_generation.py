@@ -84,7 +84,7 @@ def cached(model, batch):
     ],
 )
 def test_key_cache_bytes_before_and_after(name, dk, keys):
-    """R + H numbers a token; whole heads of 8 in stock forward passes (T5 has no content biases; OPT saves nothing)."""
+    """R + H numbers a token; whole heads of 8 in stock modules (T5 has no content biases; OPT saves nothing)."""
     model, batch = build(name), inputs(name)
     layers = len(cached(model, batch))
     assert layers > 0
