@@ -82,17 +82,35 @@ class RotatingProjection(PaddedProjection):
 
     Args:
         proj: the layer, D → P·d.
-        pairing: of the channels of a head.
-        slots: frequency of each pair, pseudo-head by pseudo-head, (P·d/2,); a slot's own is its index in the head.
-        rotates: whether any frequency differs from its slot's.
+        config: of the map.
     """
 
-    slots: Tensor
+    wanted: Tensor  # for each channel, the frequency of its pair; then the one of its slot, (2R,)
+    swapped: Tensor  # the other channel of its pair, (R,)
+    signs: Tensor  # -1 for real parts and 1 for imaginary ones, (R,)
 
-    def __init__(self, proj: nn.Linear, pairing: Pairing, slots: Tensor, rotates: bool) -> None:
+    def __init__(self, proj: nn.Linear, config: "RotaryConfig") -> None:
         super().__init__(proj)
-        self.pairing, self.rotates = pairing, rotates
-        self.register_buffer("slots", slots, persistent=False)
+        self.config, self.pairing = config, config.pairing
+        slots = tuple(range(config.head_width // 2)) * (config.rank // config.head_width)
+        self.rotates = config.frequencies != slots
+        self.fill_(proj.weight.device)
+
+    def fill_(self, device: torch.device) -> None:
+        """Fill the buffers, which no checkpoint holds."""
+        config = self.config
+        pairs = torch.arange(config.rank // 2, device=device)
+        frequencies = torch.tensor(config.frequencies, device=device)
+        slots = pairs % (config.head_width // 2)
+        channels = torch.arange(config.rank, device=device).unflatten(-1, (-1, config.head_width))
+        real, imaginary = (part.flatten() for part in self.pairing.split(channels))
+        buffers = {
+            "wanted": torch.cat([config.to_heads(part, part) for part in (frequencies, slots)]),
+            "swapped": config.to_heads(imaginary, real),
+            "signs": config.to_heads(-torch.ones_like(pairs), torch.ones_like(pairs)).float(),
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Project x (B, T, D) to (B, T, P·d), rotated by the difference of frequencies.
@@ -111,26 +129,21 @@ class RotatingProjection(PaddedProjection):
                 "converted rotary attention needs position_embeddings, cosines and sines of all positions, as stock "
                 "models pass to their attention modules; call the model rather than the module"
             )
-        real, imaginary = self.pairing.split(projected.unflatten(-1, (-1, self.pairing.width)))  # (B, T, P, d/2)
-        cos, sin = self._by_pair(tables[0], 1.0), self._by_pair(tables[1], 0.0)  # (B, T, d/2)
-        shape = (-1, cos.shape[-1])
-        to_cos, to_sin = (table.index_select(-1, self.slots).unflatten(-1, shape) for table in (cos, sin))
-        cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # (B, T, 1, d/2)
+        by_pair = self._by_pair(tables[0], 1.0), self._by_pair(tables[1], 0.0)  # (B, T, d/2)
+        (to_cos, cos), (to_sin, sin) = (table.index_select(-1, self.wanted).chunk(2, -1) for table in by_pair)
         size = cos * cos + sin * sin  # tables may be longer than 1
-        by_cos = (to_cos * cos + to_sin * sin) / size  # (B, T, P, d/2)
-        by_sin = (to_sin * cos - to_cos * sin) / size
-        rotated = self.pairing.join(
-            (real * by_cos - imaginary * by_sin).to(projected.dtype),
-            (real * by_sin + imaginary * by_cos).to(projected.dtype),
-        )
-        return rotated.flatten(-2)
+        by_cos = (to_cos * cos + to_sin * sin) / size  # (B, T, P·d)
+        by_sin = (to_sin * cos - to_cos * sin) * (self.signs / size)
+        rotated = projected * by_cos + projected.index_select(-1, self.swapped) * by_sin
+        return rotated.to(projected.dtype)
 
     def _by_pair(self, table: Tensor, unrotated: float) -> Tensor:
         """Return one number for each channel pair of a head, (B, T, d/2), from a table for the rotated channels."""
         half = self.pairing.rotated // 2
         if self.pairing.pairs == "neighbours, tables too":
             table = table[..., ::2]
-        return pad(table[..., :half].float(), (0, self.pairing.width // 2 - half), value=unrotated)
+        table, rest = table[..., :half].float(), self.pairing.width // 2 - half
+        return pad(table, (0, rest), value=unrotated) if rest else table
 
 
 def arranged(frequencies: Sequence[int], slots: int) -> list[int]:
@@ -285,16 +298,34 @@ class RotaryQK(QKMap):
     `mixing` is (G, R): for each head, or group of heads, R/2 real parts, then R/2 imaginary ones.
     """
 
-    slots: Tensor
+    slots: Tensor  # frequency of each channel pair, (R/2,)
+    read: Tensor  # for each shared channel, the channel of a query that meets it; then the other of its pair, (2R,)
+    weights: Tensor  # which mixing weights those are multiplied by, (2R,)
+    signs: Tensor  # and the signs of these, (2R,)
 
     def __init__(self, config: RotaryConfig, mixing: nn.Parameter) -> None:
         super().__init__()
         self.config = config
         self.mixing = mixing
-        self.register_buffer("slots", self._slots(mixing.device), persistent=False)
+        self.fill_(mixing.device)
 
-    def _slots(self, device: torch.device) -> Tensor:
-        return torch.tensor(self.config.frequencies, dtype=torch.int64, device=device)
+    def fill_(self, device: torch.device) -> None:
+        """Fill the buffers, which no checkpoint holds."""
+        config = self.config
+        slots = torch.tensor(config.frequencies, dtype=torch.int64, device=device)
+        pairs = torch.arange(config.rank // 2, device=device)
+        real, imaginary = (
+            part[slots] for part in config.pairing.split(torch.arange(config.head_width, device=device))
+        )
+        ones = torch.ones_like(pairs)
+        buffers = {
+            "slots": slots,
+            "read": torch.cat([config.to_heads(real, imaginary), config.to_heads(imaginary, real)]),
+            "weights": torch.cat([config.to_heads(part, part) for part in (pairs, pairs + len(pairs))]),
+            "signs": torch.cat([config.to_heads(ones, ones), config.to_heads(-ones, ones)]).to(self.mixing.dtype),
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=False)
 
     @classmethod
     def build(cls, config: RotaryConfig, module: Any, parent: Any) -> tuple["RotaryQK", Layers]:
@@ -380,9 +411,7 @@ class RotaryQK(QKMap):
         """Return the projection of queries as it is, and that of keys with the rotation before the module's."""
         if path == family_of(module).query:
             return PaddedProjection(projection)
-        config = self.config
-        own = config.frequencies == tuple(range(config.head_width // 2)) * (config.rank // config.head_width)
-        return RotatingProjection(projection, config.pairing, self.slots, not own)
+        return RotatingProjection(projection, self.config)
 
     def put_in_(self, module: Any) -> None:
         """Attach the tables of each call to its hidden states, if keys are rotated before the module does it."""
@@ -396,8 +425,9 @@ class RotaryQK(QKMap):
     def finish_(self, module: Any) -> None:
         """Freeze the mixing weights if they are not trained, and restore the frequencies."""
         super().finish_(module)
-        key: Any = module.get_submodule(family_of(module).key)
-        self.slots = key.slots = self._slots(torch.device("cpu") if self.slots.is_meta else self.slots.device)
+        device = torch.device("cpu") if self.mixing.is_meta else self.mixing.device
+        self.fill_(device)
+        module.get_submodule(family_of(module).key).fill_(device)
 
     # Attention.
 
@@ -418,13 +448,10 @@ class RotaryQK(QKMap):
 
     def head_queries(self, query: Tensor) -> Tensor:
         """Return the rotated queries (B, H, T, d), mixed for the R channels of the keys, (B, T, H, R)."""
-        config = self.config
-        mixing = self.mixing.repeat_interleave(config.heads // config.key_heads, 0)
-        halves = config.pairing.split(query[:, : config.heads])
-        real, imaginary = (part.index_select(-1, self.slots) for part in halves)  # (B, H, T, R/2)
-        by_real, by_imaginary = mixing.unsqueeze(1).chunk(2, -1)  # (H, 1, R/2)
-        mixed = real * by_real - imaginary * by_imaginary, real * by_imaginary + imaginary * by_real
-        queries: Tensor = config.to_heads(*mixed).transpose(1, 2)
+        query = query[:, : self.config.heads].index_select(-1, self.read)  # (B, H, T, 2R)
+        mixing = self.mixing.index_select(-1, self.weights) * self.signs  # (G, 2R)
+        mixed = query.unflatten(1, (len(mixing), -1)) * mixing[:, None, None]  # (B, G, H/G, T, 2R)
+        queries: Tensor = mixed.unflatten(-1, (2, -1)).sum(-2).flatten(1, 2).transpose(1, 2)
         return queries
 
     # Heads.
