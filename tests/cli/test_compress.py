@@ -48,7 +48,7 @@ def test_converts_a_classifier_and_says_how_to_load_it(run, loaded, model_dir, t
     lines = printed.splitlines()
     assert lines[0].startswith("Whole model: ")
     assert lines[1].startswith("Time at ")
-    assert "of dense" in lines[1]
+    assert "of the dense model's" in lines[1]
     assert "Wherever it is loaded: pip install . in a checkout of collab-compress." in lines
     model = loaded(printed)
     assert type(model) is BertForSequenceClassification
@@ -77,7 +77,13 @@ def test_a_terminal_of_80_columns_shows_each_module_in_one_line(monkeypatch):
     names = [f"encoder.layer.{number}.attention.self" for number in range(24)]
     modules = tuple(ModuleReport(name, **costs, **errors, **solved) for name in names)
     report = Report(
-        modules, parameters_before=335_141_888, parameters_after=313_109_504, length=128, drift=None, seconds=1
+        modules,
+        parameters_before=335_141_888,
+        parameters_after=313_109_504,
+        length=128,
+        drift=None,
+        seconds=1,
+        threads=1,
     )
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(Console, "_environ", os.environ)

@@ -78,10 +78,12 @@ def test_one_side_or_none_may_be_weighted(make_heads, make_factors):
 
 
 def test_singular_moments_are_refused():
-    constant = Moments.of(torch.ones(5, 3))
-    message = "the covariance of the key inputs is singular: got damping 0.001 over 5 inputs; expected"
+    inputs = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    inputs[:, 2] = 1
+    varied, constant = Moments.of(inputs), Moments.of(torch.ones(5, 3))
+    message = "the covariance of the key inputs is singular: got damping 0.0 over 5 inputs; expected"
     with pytest.raises(ValueError, match=message):
-        Weighting.of(None, constant, damping=1e-3, centre_query=True)
+        Weighting.of(None, varied, damping=0.0, centre_query=True)
     with pytest.raises(ValueError, match="the second moment of the query inputs is singular: got damping 0"):
         Weighting.of(constant, None, damping=0.0, centre_query=False)
 

@@ -336,8 +336,8 @@ def test_frequencies_are_copied_to_the_device_once(monkeypatch):
 
     monkeypatch.setattr(rotary, "torch", WithoutTensor())
     assert torch.equal(model(ids).logits, expected)
-    cache = model(ids, use_cache=True).past_key_values
-    assert torch.isfinite(model(ids[:, :1], past_key_values=cache).logits).all()
+    cache = model(ids, use_cache=True)[CACHE_NAME]
+    assert torch.isfinite(model(ids[:, :1], **{CACHE_NAME: cache}).logits).all()
 
 
 def test_frequencies_are_filled_in_where_a_checkpoint_is_loaded(tmp_path):

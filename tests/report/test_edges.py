@@ -72,7 +72,7 @@ def test_one_token():
     report = checked_report(build("gpt2"), [{"input_ids": torch.tensor([[3]])}])
     assert "needs at least 2" in report.omitted["similarity"]
     assert "two sequences at least" in report.omitted["dominance"]
-    assert report.sections.keys() == {"diversity", "cost"}
+    assert report.sections.keys() == {"widths", "diversity", "cost"}
 
 
 def test_one_head(bert, batches):

@@ -197,7 +197,7 @@ def test_cost(model, batches, result):
     total = scores[0] + values + dense_blocks
     shares, kept, _ = result.sections["cost"].highlights
     assert shares.endswith(f"feed-forward blocks {100 * dense_blocks / total:.0f} %.")
-    assert f"has {100 * (scores[1] + values + narrow_blocks) / total:.0f} % of the operations" in kept
+    assert f"have {100 * (scores[1] + values + narrow_blocks) / total:.0f} % of the operations" in kept
     latency = result.sections["cost"].tables["latency"].rows
     assert [row["length"] for row in latency] == [4, 4, 8, 8]  # 500 is beyond the positions
     assert all(row["dense_ms"] > 0 and row["low"] <= row["ratio"] <= row["high"] for row in latency)

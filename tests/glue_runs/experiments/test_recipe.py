@@ -153,10 +153,10 @@ def test_an_alias_is_not_set_with_what_it_stands_for(tmp_path):
 
 
 def test_merged_keys_are_no_duplicates(tmp_path):
-    text = "{base: &b {x: 1}, outer: {inner: &a {<<: *b, x: 2}}, other: {<<: *a, y: 3}}"
+    text = "{base: &b {x: 1}, outer: {inner: {<<: *b, x: 2}}, other: {<<: *b, y: 3}}"
     (tmp_path / "merged.yaml").write_text(text)
     settings = read_settings(tmp_path / "merged.yaml", [])
-    assert (settings["outer"]["inner"], settings["other"]) == ({"x": 2}, {"x": 2, "y": 3})
+    assert (settings["outer"]["inner"], settings["other"]) == ({"x": 2}, {"x": 1, "y": 3})
 
 
 def test_a_file_that_is_no_recipe(tmp_path):
