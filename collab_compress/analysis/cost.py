@@ -121,7 +121,7 @@ def module_costs(
     Example:
         >>> costs = module_costs(model, length=128, dk=12)
         >>> [cost.scores.converted.parameters for cost in costs]
-        [669, 669]
+        [696, 696]
     """
     numbers = {"length": length, "dk": dk, "dv": dv}
     if any(number is not None and number < 1 for number in numbers.values()):

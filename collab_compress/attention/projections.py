@@ -387,6 +387,7 @@ def join_(module: Any, new: Mapping[str, nn.Linear], *, cross: bool) -> None:
             weight = torch.cat([layer.weight.detach() for layer in layers])
             bias = torch.cat([_bias(layer).detach() for layer in layers]) if has_bias else None
             layers = [copied(weight, bias, any(layer.weight.requires_grad for layer in layers))]
+        module.__dict__.setdefault("stock_children", [*module._modules])
         for path in paths:
             module._modules.pop(path, None)
         module._modules[name] = layers[0].train(module.training)
@@ -400,6 +401,9 @@ def separate_(module: Any, dense: Mapping[str, nn.Linear]) -> None:
         module._modules.pop(layer, None)
     for path in input_paths(module):
         module._modules[path] = parts[path].train(module.training)
+    for name in module.__dict__.pop("stock_children"):  # in the stock order
+        if name in module._modules:
+            module._modules[name] = module._modules.pop(name)
     module.__dict__.pop("rows", None)
 
 

@@ -425,13 +425,13 @@ class RotaryQK(QKMap):
     def finish_(self, module: Any) -> None:
         """Freeze the mixing weights if they are not trained, and restore the frequencies."""
         super().finish_(module)
-        device = torch.device("cpu") if self.mixing.is_meta else self.mixing.device
+        device = torch.device("cpu") if self.slots.is_meta else self.slots.device  # also if weights are offloaded
         self.fill_(device)
         module.get_submodule(family_of(module).key).fill_(device)
 
     # Attention.
 
-    def heads(self, module: Any, query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    def heads(self, query: Tensor, key: Tensor, content_query: float) -> tuple[Tensor, Tensor]:
         """Return queries (B, H, T, d), as they are, and the keys of each head or group, (B, G, S, d).
 
         The channels of each frequency are summed to these keys.

@@ -214,6 +214,8 @@ def _attend_eager(
     if mask is not None and mask.dtype == torch.bool:  # made for SDPA; eager attention takes an additive one
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
     query, key, value = _ordinary_heads(module, parts, _scaling(module, options))
+    if qk is not None and qk.values is not None:
+        query, key = query[..., : qk.config.width], key[..., : qk.config.width]
     heads = query, key, value[..., : _value_width(module, value)]
     # Stock functions of some families scale by the width of a head, which a converted one does not have.
     stock = None if qk else getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -276,11 +278,12 @@ def _ordinary_heads(
     query, key, value = parts
     qk, ov = maps_of(module)
     if key is query and isinstance(qk, SharedQK):
-        return qk.joint_heads(query)
+        joint: tuple[Tensor, Tensor, Tensor] = qk("joint_heads", query)
+        return joint
     if ov is not None:
         value = ov.heads(value)
     if qk is not None:
-        query, key = qk.heads(module, query, key, scaling)
+        query, key = qk("heads", query, key, scaling_of(module) / scaling)
     if "widths" in module.__dict__:  # dense heads are side by side too
         if qk is None and ov is not None:
             query, key = (_split(part, ov.config.heads) for part in (query, key))
@@ -347,7 +350,7 @@ def _attend_to_cache(
 def _cached_scores(module: Any, qk: QKMap, query: Tensor, key: Tensor, scaling: float) -> Tensor:
     """Return the scores of one token, (B, H, S), from shared keys as they lie in a cache."""
     rank = qk.config.rank
-    query = qk.head_queries(query * scaling).squeeze(1)  # (B, H, R)
+    query = qk("head_queries", query * scaling).squeeze(1)  # (B, H, R)
     padding = key.shape[1] * key.shape[3] - rank
     if padding:
         query = pad(query, (0, padding))

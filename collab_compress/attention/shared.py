@@ -73,17 +73,21 @@ class QKMap(ConvertedMap):
     values: tuple[int, int] | None = None
     """First row of the values, and width of a head, in a layer that holds queries, keys and values."""
 
+    def forward(self, make: str, *parts: Any) -> Any:
+        """Call `heads` or another method by its name, so that Accelerate's hooks bring weights that are offloaded."""
+        return getattr(self, make)(*parts)
+
     @abstractmethod
-    def heads(self, module: Any, query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    def heads(self, query: Tensor, key: Tensor, content_query: float) -> tuple[Tensor, Tensor]:
         """Return queries (B, H, T, w) and keys (B, H, S, w) of ordinary heads, with content biases as one channel.
 
         Where groups of heads share a key, there is one key for each group.
 
         Args:
-            module: the attention module.
             query: as the module lays out what its projection returns, (B, n, T, ·).
             key: likewise, (B, n, S, ·).
-            scaling: factor of the scores in this call.
+            content_query: what heads read their content biases with: 1, or where a module scales its queries itself
+                and calls with another factor than its own, the quotient of the two.
         """
 
     @abstractmethod
@@ -290,10 +294,10 @@ class SharedQK(QKMap):
         Raises:
             UnsupportedModelError: a projection carries an adapter, is quantized, or is offloaded.
         """
-        family, rank, mixing = family_of(module), self.config.rank, self.mixing_matrix().detach()
+        family, rank = family_of(module), self.config.rank
         query, bias = plain_rows(name, module, family.query)
         key, _ = plain_rows(name, module, family.key)
-        content = None
+        mixing, content = self.mixing_matrix().detach(), None
         if self.config.content_bias:
             content = key[rank:]
             if bias is not None and bool(bias.any()):
@@ -365,7 +369,8 @@ class SharedQK(QKMap):
                 f"the channels of a converted module are numbers from {int(channels.min())} to "
                 f"{int(channels.max())}; expected 0 to {self.config.rank - 1}; the checkpoint is damaged"
             )
-        self.content = self._content(self.mixing.device)
+        device = torch.device("cpu") if self.content.is_meta else self.content.device  # also if weights are offloaded
+        self.content = self._content(device)
         self.join_(self.values)
 
     def join_(self, values: tuple[int, int] | None) -> None:
@@ -387,7 +392,7 @@ class SharedQK(QKMap):
         joint[1, :, : config.width] = used + config.rank
         joint[2, :, :size] = torch.arange(start, start + config.heads * size, device=used.device).view(-1, size)
         self.joint = joint
-        self.ones = self.mixing.detach().new_zeros(width)
+        self.ones = torch.zeros(width, device=used.device, dtype=self.mixing.dtype)
         self.ones[config.reads : config.width] = 1
 
     def _load_from_state_dict(self, *args: Any) -> None:
@@ -402,14 +407,12 @@ class SharedQK(QKMap):
 
     # Attention.
 
-    def heads(self, module: Any, query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    def heads(self, query: Tensor, key: Tensor, content_query: float) -> tuple[Tensor, Tensor]:
         """Return queries (B, H, T, w) and keys (B, H, S, w), as `QKMap.heads`."""
         channels = self.channels
         query = _gathered(channels_of(query), channels) * self.mixing.to(query.dtype)  # (B, T, H, k)
         if self.config.content_bias:
-            # Heads read content biases with a query of 1. A module that scales its queries itself calls with another
-            # factor than its own; the 1 then gets the quotient.
-            query = pad(query, (0, 1), value=scaling_of(module) / scaling)
+            query = pad(query, (0, 1), value=content_query)
             channels = torch.cat([channels, self.content], 1)
         return query.transpose(1, 2), _gathered(channels_of(key), channels).transpose(1, 2)
 

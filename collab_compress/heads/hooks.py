@@ -240,7 +240,7 @@ class Tap(HeadHooks):
         if "queries" in self.parts:
             queries = call.query.transpose(1, 2)  # (B, T, H, d)
             if qk := maps_of(call.module)[0]:
-                queries = qk.head_queries(call.query)
+                queries = qk("head_queries", call.query)
         self._readings.append(
             Reading(
                 site=site,

@@ -23,7 +23,7 @@ def live(model):
             site.part(getattr(site.family, part)) for part in ("query", "key", "value", "output")
         )
         scores = sum(parameter.numel() for part in (query, key) for _, parameter in part.named_parameters())
-        scores += site.module.mixing.numel() if hasattr(site.module, "mixing") else 0
+        scores += site.module.qk.mixing.numel() if hasattr(site.module, "qk") else 0
         counts.append((scores, sum(p.numel() for _, p in value.named_parameters()) + output.weight.numel()))
     return counts
 
@@ -59,9 +59,12 @@ def test_costs_and_caches_are_those_of_the_live_model(family, dk, dv, make_tiny,
     widths = {}
     for site in sites:
         for part in ("key", "value"):
-            site.part(getattr(site.family, part)).register_forward_hook(
-                lambda _, args, out, at=(site.name, part): widths.update({at: out.shape[-1]})
-            )
+            path, joined = getattr(site.family, part), site.family.forward != "stock"
+            widths[site.name, part] = site.part(path).out_features
+            if not joined:  # padded to whole heads
+                site.module.get_submodule(path).register_forward_hook(
+                    lambda _, args, out, at=(site.name, part): widths.update({at: out.shape[-1]})
+                )
     with torch.no_grad():
         model(**calibration[0])
     for cost in planned:

@@ -78,7 +78,7 @@ def test_a_head_owns_its_rows_and_nothing_else(module):
 def test_counts_parameters(module):
     config = module.qk.config
     query, key = (rows.stop - rows.start for rows in (module.rows["query"], module.rows["key"]))
-    assert config.parameters((WIDTH, WIDTH)) == (query + key) * WIDTH + module.qk.mixing.numel()
+    assert config.parameters((WIDTH, WIDTH)) == (query + key) * (WIDTH + 1) + module.qk.mixing.numel()
     assert config.key_channels == key
 
 
