@@ -15,10 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
-from collab_compress.attention.projections import family_of, input_paths, refuse_dense, rows_of
-from collab_compress.attention.run import attend
+from collab_compress.attention.projections import BY_CLASS, input_paths, refuse_dense, rows_of
 from collab_compress.attention.shared import scaling_of
-from collab_compress.transformers_parts import find_cache
+from collab_compress.transformers_parts import ALL_ATTENTION_FUNCTIONS, find_cache
 
 STATES = ("encoder_hidden_states", "key_value_states")  # what cross-attention reads keys and values from
 DROPOUTS = ("attention_dropout", "dropout", "dropout_prob")
@@ -37,7 +36,7 @@ def forward(module: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     implementation = None
     if module.family.forward == "scores":
         implementation = "eager" if call.get("output_attentions") else "sdpa"
-    outputs, probs = attend(
+    outputs, probs = ALL_ATTENTION_FUNCTIONS["collab"](
         module,
         *parts,
         mask,
@@ -96,11 +95,6 @@ def _dropout(module: Any) -> float:
     return float(getattr(dropout, "p", dropout))
 
 
-def has_our_forward(module: Any) -> bool:
-    """Return whether a module's forward pass is replaced while it is converted."""
-    return family_of(module).forward != "stock"
-
-
 def take_over_(module: Any) -> None:
     """Replace the forward pass of a module, in place, if that is not done yet."""
     stock: Any = type(module)
@@ -130,7 +124,7 @@ def _change_class_(module: Any, new: type[nn.Module]) -> None:
 @cache
 def edited_class(stock: Any) -> type[nn.Module]:
     """Return a subclass of a stock class, of the same name, with our forward pass."""
-    family = family_of_class(stock)
+    family = BY_CLASS[stock.__name__]
     attributes = {
         "forward": forward,
         "argument_names": tuple(inspect.signature(stock.forward).parameters)[1:],
@@ -146,13 +140,6 @@ def edited_class(stock: Any) -> type[nn.Module]:
     for path in (family.query, family.key, family.value):
         attributes[path] = _layer_at(path)
     return type(stock.__name__, (stock,), attributes)
-
-
-def family_of_class(stock: Any) -> Any:
-    """Return the family of a stock class."""
-    from collab_compress.attention.projections import BY_CLASS
-
-    return BY_CLASS[stock.__name__]
 
 
 def _layer_at(path: str) -> property:

@@ -477,6 +477,9 @@ class RotaryQK(QKMap):
         ]
 
 
+RotaryConfig.module = RotaryQK
+
+
 def _attach_tables(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

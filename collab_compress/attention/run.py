@@ -29,6 +29,7 @@ from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig
 
 from collab_compress.attention.decoding import HALVES, cached_scores, can_decode, probabilities, weighted_values
+from collab_compress.attention.forward import hand_back_, take_over_
 from collab_compress.attention.maps import ConvertedMap, Layers
 from collab_compress.attention.projections import (
     Layout,
@@ -283,7 +284,8 @@ def _ordinary_heads(
     if ov is not None:
         value = ov.heads(value)
     if qk is not None:
-        query, key = qk("heads", query, key, scaling_of(module) / scaling)
+        own = scaling_of(module) if isinstance(qk, SharedQK) else scaling
+        query, key = qk("heads", query, key, own / scaling)
     if "widths" in module.__dict__:  # dense heads are side by side too
         if qk is None and ov is not None:
             query, key = (_split(part, ov.config.heads) for part in (query, key))
@@ -462,8 +464,6 @@ def wrong_implementation(reason: str, implementation: Any) -> UnsupportedModelEr
 
 def redirect_(module: Any) -> None:
     """Make `module` call `attend`, in place: by our forward pass, or by a view of its config."""
-    from collab_compress.attention.forward import take_over_
-
     form = family_of(module).forward
     if form == "scores" or (form == "plain" and is_converted(module)):
         take_over_(module)
@@ -475,8 +475,6 @@ def redirect_(module: Any) -> None:
 
 def restore_(module: Any) -> None:
     """Make `module` call the stock attention functions again, in place, unless another edit still needs ours."""
-    from collab_compress.attention.forward import hand_back_
-
     if is_converted(module):
         return
     is_hooked = bool(head_hooks(module))

@@ -457,6 +457,9 @@ class SharedQK(QKMap):
         ]
 
 
+SharedConfig.module = SharedQK
+
+
 def _gathered(projected: Tensor, channels: Tensor) -> Tensor:
     """Gather the channels (…, w) of heads, (B, L, ·) to (B, L, …, w)."""
     # A sixth of the time that `index_select` takes on CPUs.

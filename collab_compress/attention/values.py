@@ -227,6 +227,9 @@ class NarrowOV(ConvertedMap):
         return [Cut(self, "config", self.config.without(kept))]
 
 
+NarrowConfig.module = NarrowOV
+
+
 def output_of(module: Any, parent: Any) -> nn.Linear | Conv1D:
     """Return the output projection of an attention module, also if heads are mixed before it.
 

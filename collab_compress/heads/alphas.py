@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention, transformers_model
-from collab_compress.attention.maps import LARGEST, refusing_other_models, stored_modules
+from collab_compress.attention.edits import LARGEST, refusing_other_models, stored_modules
 from collab_compress.attention.projections import Replacement, plain_weight
 from collab_compress.checkpoint import (
     all_or_nothing,

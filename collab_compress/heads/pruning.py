@@ -15,7 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import AttentionSite, find_attention, refuse_kept_attention, transformers_model
 from collab_compress.architectures.sites import FusedSlice, fused_slice
-from collab_compress.attention.maps import Cut, Part, from_stored, kept_rows, refusing_other_models, stored_modules
+from collab_compress.attention.edits import from_stored, refusing_other_models, stored_modules
+from collab_compress.attention.maps import Cut, Part, kept_rows
 from collab_compress.attention.projections import (
     Rows,
     fused_layer,

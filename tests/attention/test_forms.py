@@ -7,7 +7,7 @@ import torch
 
 from collab_compress import Compression, compress, expand
 from collab_compress.attention import MAP_KINDS, MapEdit, SharedQK, install_, is_converted, uninstall_
-from collab_compress.attention.maps import from_stored
+from collab_compress.attention.edits import from_stored
 from collab_compress.checkpoint import EDITS
 
 DK, HEADS, HEAD_WIDTH, WIDTH = 10, 3, 8, 24
