@@ -8,7 +8,7 @@ and a line in `MAP_KINDS` (`attention/edits.py`).
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 from torch import Tensor, nn
@@ -59,10 +59,8 @@ class MapConfig(ABC):
     """The class of the converted map."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields in JSON types; those with their default value are left out."""
-        defaults = {entry.name: entry.default for entry in fields(self)}
-        found = {name: value for name, value in asdict(self).items() if value != defaults[name]}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+        """Return the fields in JSON types."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     def rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yield what stored fields must hold: name of a field, whether it does, what is expected."""

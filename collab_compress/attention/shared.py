@@ -81,7 +81,9 @@ class QKMap(ConvertedMap):
     def heads(self, query: Tensor, key: Tensor, content_query: float) -> tuple[Tensor, Tensor]:
         """Return queries (B, H, T, w) and keys (B, H, S, w) of ordinary heads, with content biases as one channel.
 
-        Where groups of heads share a key, there is one key for each group.
+        Where groups of heads share a key, there is one key for each group. Query and key are as the module lays them
+        out, (B, n, T, ·) and (B, n, S, ·). Heads read content biases with `content_query`: 1, or where a module
+        scales its queries itself and calls with another factor than its own, the quotient of the two.
         """
 
     @abstractmethod
