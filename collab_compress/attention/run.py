@@ -89,7 +89,10 @@ class HeadHook(Protocol):
 def maps_of(module: nn.Module) -> tuple[QKMap | None, NarrowOV | None]:
     """Return the converted maps of an attention module, None for a dense one."""
     children: dict[str, Any] = module._modules
-    return children.get(QKMap.at), children.get(NarrowOV.at)
+    qk = children.get(QKMap.at)
+    if qk is not None and not hasattr(qk, "config"):  # PEFT wraps what holds the mixing weights
+        qk = qk.get_base_layer()
+    return qk, children.get(NarrowOV.at)
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -275,13 +278,13 @@ def _ordinary_heads(
     query, key, value = parts
     qk, ov = maps_of(module)
     if key is query and isinstance(qk, SharedQK):
-        joint: tuple[Tensor, Tensor, Tensor] = qk("joint_heads", query)
+        joint: tuple[Tensor, Tensor, Tensor] = module.qk("joint_heads", query)
         return joint
     if ov is not None:
         value = ov.heads(value)
     if qk is not None:
         own = scaling_of(module) if isinstance(qk, SharedQK) else scaling
-        query, key = qk("heads", query, key, own / scaling)
+        query, key = module.qk("heads", query, key, own / scaling)
     if "widths" in module.__dict__:  # dense heads are side by side too
         if qk is None and ov is not None:
             query, key = (_split(part, ov.config.heads) for part in (query, key))
@@ -348,7 +351,7 @@ def _attend_to_cache(
 def _cached_scores(module: Any, qk: QKMap, query: Tensor, key: Tensor, scaling: float) -> Tensor:
     """Return the scores of one token, (B, H, S), from shared keys as they lie in a cache."""
     rank = qk.config.rank
-    query = qk("head_queries", query * scaling).squeeze(1)  # (B, H, R)
+    query = module.qk("head_queries", query * scaling).squeeze(1)  # (B, H, R)
     padding = key.shape[1] * key.shape[3] - rank
     if padding:
         query = pad(query, (0, padding))
