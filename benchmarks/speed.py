@@ -1,6 +1,6 @@
 """Time of converted models and of what acts on heads, over the dense model, in turns on this machine.
 
-    python benchmarks/speed.py latency [--rows "shared dk=128" "shared dk=128 head_dim=128"] [--lengths 8 16 32 128 512]
+    python benchmarks/speed.py latency [--rows "shared dk=128" "shared dk=128 head_dim=128"] [--lengths 8 32 128 512]
     python benchmarks/speed.py decoding [--shapes gpt2 llama] [--lengths 128 1024 4096]
     python benchmarks/speed.py training
     python benchmarks/speed.py heads
