@@ -177,11 +177,7 @@ def _recipes_by_column(results: Iterable[Result]) -> dict[Column, list[Mapping[s
 def _baselines(
     variants: Iterable[Variant], references: Mapping[str, Variant], *, with_controls: bool
 ) -> dict[Variant, Variant]:
-    """Return the baseline of each variant that has one.
-
-    It is the reference of its model. With controls, that of a converted model that was tuned again is the dense model
-    tuned again.
-    """
+    """Return the reference of each variant's model; with controls, for `-again` conversions the dense one again."""
     again = {variant.model: variant for variant in variants if _is_control(variant, references.get(variant.model))}
     bases = {
         variant: (again if with_controls and variant.again and variant.conversion else references).get(variant.model)

@@ -58,11 +58,7 @@ PREPARED = re.compile(r"/([0-9a-f]{40})/[^/]+\.arrow$")  # in the cache of `data
 
 @contextmanager
 def reserve_output(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
-    """Lock the output of an experiment, and yield whether all its stages are finished and measured.
-
-    A stage belongs to a recipe if the recipe in its folder is the same in all that decides the stage's results.
-    Nothing is written where all stages are finished.
-    """
+    """Lock the output of an experiment, and yield whether all its stages are finished and measured."""
     output = recipe.output
 
     def finished() -> bool:
@@ -126,22 +122,16 @@ def _refuse_other(recipe: Recipe, stage: str) -> None:
     fields = TUNED_FIELDS if stage in ("given", "tuned") else CONVERTED_FIELDS
     if stage == recipe.again_name:
         fields = (*fields, "again")
-    differing = [
-        name
-        for name in fields
-        if without_nulls(without_neutral(name, saved.get(name)))
-        != without_nulls(without_neutral(name, wanted.get(name)))
+    deciding = [
+        {name: without_nulls(without_neutral(name, of.get(name))) for name in fields} for of in (saved, wanted)
     ]
-    if differing:
+    if differing := [name for name in fields if deciding[0][name] != deciding[1][name]]:
         raise RecipeError(f"{folder} was made with another {', '.join(differing)}; choose another output")
 
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Lock a folder against other processes; it is created if needed, and removed again if it stays empty.
-
-    The lock is the operating system's: it ends with the process that holds it, even if that is killed.
-    """
+    """Lock a folder, made if needed, against other processes; the lock ends with this one, even if that is killed."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     lock = FileLock(folder / LOCK, is_singleton=False)
     try:
@@ -263,10 +253,7 @@ def _parse(text: str, source: str) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """Return the versions of packages, the hardware, and the revision of this package.
-
-    The mixed precision is that of `accelerate launch`; a recipe's own is among its training arguments.
-    """
+    """Return the versions of packages, the hardware, and the revision of this package."""
     state = process_state()
     return {
         **{name: version(name) for name in ("collab-compress", *LIBRARIES, *SCORERS)},

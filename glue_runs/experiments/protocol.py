@@ -34,9 +34,6 @@ def run(recipe: Recipe) -> list[dict[str, Any]]:
     conversion). Finished stages are not repeated, and an interrupted one continues from its last checkpoint; so any
     number of conversions may share the tuned model of one output.
 
-    Args:
-        recipe: the experiment.
-
     Returns:
         The record of each stage: task, method, stage, conversion, whether it was tuned again, seed, metrics of each
         split, score (their mean, in the benchmark's scale), parameters, the recipe, the versions it ran with, the
@@ -244,10 +241,5 @@ def _log(folder: Path) -> dict[str, Any]:
     if not (folder / "report.json").is_file():
         return {}
     report = read_record(folder / "report.json")
-    errors = [
-        module["weight_error" if module["data_error"] is None else "data_error"] for module in report["modules"]
-    ]
-    return {
-        "seconds": report["seconds"],
-        "error": sum(errors) / len(errors) if errors else None,
-    }
+    errors = [part["weight_error" if part["data_error"] is None else "data_error"] for part in report["modules"]]
+    return {"seconds": report["seconds"], "error": sum(errors) / len(errors) if errors else None}

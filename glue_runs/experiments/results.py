@@ -205,10 +205,7 @@ def _model_names(models: Iterable[str]) -> dict[str, str]:
 
 
 def _fresh_names(records: Mapping[str, Record]) -> dict[str, str]:
-    """Return the names of untrained models: source → "fresh", with what models on a task differ in, shape or device.
-
-    The same seed draws other numbers on another kind of device, so such models are not compared.
-    """
+    """Return source → "fresh", with the shape or kind of device in which untrained models on a task differ."""
     columns: dict[Column, dict[str, dict[str, Any]]] = defaultdict(dict)
     for source, record in records.items():
         if not record.recipe.model:

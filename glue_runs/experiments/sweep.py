@@ -136,9 +136,6 @@ def run_sweep(sweep: Sweep) -> list[str]:
 
     If a run fails, the others go on; where several processes run together, the sweep stops at the first failure.
 
-    Args:
-        sweep: the sweep.
-
     Returns:
         The errors, each with its folder.
 

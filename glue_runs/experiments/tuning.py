@@ -50,10 +50,7 @@ EVALUATION_ARGUMENTS = {
 
 
 def fine_tune(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder: Path) -> None:
-    """Fine-tune a model in place and save it into `folder/model`, from the last checkpoint if there is one.
-
-    The Trainer's log is written to `folder/log.json`, with the seconds of training, null if it was interrupted.
-    """
+    """Fine-tune a model, from the last checkpoint if there is one, and save it in `folder/model` with its log."""
     checkpoints, recipe = folder / CHECKPOINTS, workload.recipe
     trainer = _trainer(workload, model, tuning, checkpoints, recipe.heads)
     if trainer.accelerator.mixed_precision == "bf16" and _is_emulated(trainer.accelerator.device):
@@ -104,9 +101,8 @@ def rehearse(workload: Workload, model: PreTrainedModel, tuning: Tuning) -> None
     except CollabCompressError:
         raise
     except Exception as error:  # whatever Transformers, Accelerate and PyTorch raise
-        raise RecipeError(
-            f"the fine-tuning cannot be set up with these settings: {type(error).__name__}: {one_line(error)}"
-        ) from error
+        message = f"{type(error).__name__}: {one_line(error)}"
+        raise RecipeError(f"the fine-tuning cannot be set up with these settings: {message}") from error
 
 
 def _check_dropout(config: PretrainedConfig) -> None:

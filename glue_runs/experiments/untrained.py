@@ -32,9 +32,7 @@ REPLACED_FIELDS = ("layers", "width", "heads", "feed_forward", "dropout", "atten
 
 @dataclass(frozen=True)
 class Fresh:
-    """An untrained model: Marian's encoder–decoder for translation, BERT otherwise, as a decoder for language
-    modelling, with a classifier where there are labels; or what another model's config says.
-    """
+    """An untrained model: Marian for translation, else BERT with a classifier or as a decoder; or by a config."""
 
     config: str | dict[str, Any] | None = None
     """A model directory, or a name on the hub, whose config.json says what the model is like: family, layers, widths,
@@ -170,16 +168,13 @@ def _config(fresh: Fresh, task: Task) -> PretrainedConfig:
 
 
 def _fit(config: PretrainedConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set the vocabulary and special tokens of the tokenizer, and the number of labels of the task, in place.
-
-    A decoder starts with the end token if it did before, else with padding.
-    """
+    """Set the vocabulary and special tokens of the tokenizer, and the number of labels of the task, in place."""
     tokens = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     for name, source in (("cls_token_id", "bos_token_id"), ("sep_token_id", "eos_token_id")):
         if hasattr(config, name):
             tokens[name] = tokens[source]
     if config.is_encoder_decoder:
-        ends = getattr(config, "decoder_start_token_id", None) == config.eos_token_id
+        ends = getattr(config, "decoder_start_token_id", None) == config.eos_token_id  # else it starts with padding
         tokens["decoder_start_token_id"] = tokens["eos_token_id" if ends else "pad_token_id"]
     if getattr(config, "forced_eos_token_id", None) is not None:
         tokens["forced_eos_token_id"] = tokens["eos_token_id"]
