@@ -241,5 +241,6 @@ def _log(folder: Path) -> dict[str, Any]:
     if not (folder / "report.json").is_file():
         return {}
     report = read_record(folder / "report.json")
-    errors = [part["weight_error" if part["data_error"] is None else "data_error"] for part in report["modules"]]
+    scores = [part for part in report["parts"] if part["part"] == "dk"]
+    errors = [part["weight_error" if part["data_error"] is None else "data_error"] for part in scores]
     return {"seconds": report["seconds"], "error": sum(errors) / len(errors) if errors else None}

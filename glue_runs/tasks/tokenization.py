@@ -212,9 +212,10 @@ def encode_language_model(
     start = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
     def encode(batch: dict[str, Any]) -> dict[str, Any]:
-        texts = tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]
-        ends: Any = [end]
-        return {"input_ids": [[*text, *ends] for text in texts]}
+        encoded: Any = tokenizer(batch["text"], add_special_tokens=False, verbose=False)
+        for text in encoded["input_ids"]:
+            text.append(end)
+        return {"input_ids": encoded["input_ids"]}
 
     def group(rows: Dataset) -> Dataset:
         blocks = _cut_blocks(np.append([start], _concatenate(rows)), length, length - 1)
