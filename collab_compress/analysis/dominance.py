@@ -35,12 +35,6 @@ class Dominance:
             silenced.
         kinds: module path → attention type.
         greater_is_better: whether a greater score is a better one.
-
-    Example:
-        >>> changes = {"a": torch.tensor([0.25, 0.5]), "b": torch.tensor([0.75, 0.0])}
-        >>> dominance = Dominance(0.0, changes, {"a": "encoder", "b": "encoder"}, greater_is_better=False)
-        >>> dominance.dominant, dominance.mean_change({"a": 0, "b": 1})
-        ({'a': 1, 'b': 0}, {'encoder': 0.125})
     """
 
     baseline: float
@@ -81,11 +75,6 @@ class PruningPoint:
         removed: number of silenced heads.
         score: the score without them.
         random_score: the score without as many random heads, mean over `random_orders`; NaN if not measured.
-
-    Example:
-        >>> (point,) = pruning_curve(model, random_importance(model), batches=[batch], shares=(1,))
-        >>> point.heads, point.removed
-        ({'encoder.layer.0.attention.self': [0, 1, 2], 'encoder.layer.1.attention.self': [0, 1, 2]}, 6)
     """
 
     share: float
@@ -121,9 +110,6 @@ def dominant_heads(
             module if not given.
         progress: called with the number of finished scores, or of batches for the output error, and their total (None
             if unknown).
-
-    Raises:
-        HeadError: neither or both of score and batches, or a score that is no finite number.
 
     Example:
         >>> dominance = dominant_heads(model, batches=[batch])
@@ -165,9 +151,6 @@ def pruning_curve(
         shares: shares of the heads, 0 to 1, each rounded to a number of heads.
         random_orders: number of random orders of heads (`random_importance`) to score too.
 
-    Raises:
-        HeadError: a share, a module or an importance is wrong.
-
     Example:
         >>> importance = random_importance(model)
         >>> points = pruning_curve(model, importance, batches=[batch], shares=(0, 0.5))
@@ -193,9 +176,6 @@ def random_importance(model: PreTrainedModel, *, kinds: Collection[Kind] = KINDS
 
     Returns:
         Module path → (H,), uniform between 0 and 1.
-
-    Raises:
-        UnsupportedModelError: the model's family is not known, or it has no attention of these types.
 
     Example:
         >>> random_importance(model, seed=1).keys()

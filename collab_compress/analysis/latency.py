@@ -150,10 +150,6 @@ def model_latency(
         seconds: time to measure for; each model runs 10 to 40 times, because fewer can agree by chance.
         seed: of the order and the tokens.
 
-    Raises:
-        HeadError: the model does not read tokens.
-        CalibrationError: the length is beyond the model's positions.
-
     Example:
         >>> latency = model_latency(model, model, length=8, batch_size=1, seconds=0.01)
         >>> latency.rounds >= 10, latency.dense_ms > 0
@@ -170,10 +166,7 @@ def model_latency(
 def _first_calls(
     model: PreTrainedModel, sites: Sequence[AttentionSite], batch: dict[str, Any]
 ) -> list[tuple[AttentionSite, tuple[Any, ...], dict[str, Any]]]:
-    """Return each module with the arguments of its first call while the model runs, without a cache.
-
-    A cache would grow with every further call.
-    """
+    """Return each module with the arguments of its first call, without a cache, which grows with each call."""
     calls: dict[nn.Module, Any] = {}
 
     def keep_first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

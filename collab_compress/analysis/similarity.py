@@ -30,12 +30,6 @@ class SVCCA:
         coefficients: (n, m, w), between 0 and 1, descending; 0 beyond the number of directions of the narrower one.
         directions: number of coefficients of each pair that count, (n, m).
         within: whether rows and columns are the same representations.
-
-    Example:
-        >>> x = torch.randn(100, 3, 4)  # tokens, heads, width
-        >>> result = svcca(JointCovariance.of(list(x.unbind(1))))
-        >>> result.similarity.shape, result.curve.shape, 0 < result.mean < 1
-        (torch.Size([3, 3]), torch.Size([4]), True)
     """
 
     labels: tuple[str, ...]
@@ -50,21 +44,14 @@ class SVCCA:
 
     @property
     def mean(self) -> float:
-        """Mean similarity over pairs: i < j, or all where rows and columns differ.
-
-        Raises:
-            HeadError: there is no pair.
-        """
+        """Mean similarity over pairs: i < j, or all where rows and columns differ; a HeadError if there is none."""
         return mean_over_pairs(self.similarity) if self.within else float(self.similarity.mean())
 
     @property
     def curve(self) -> Tensor:
-        """Mean over pairs of the first, second, … coefficient, (k,); "Inter-Head Diversity", Figs. 2–4.
+        """Mean over pairs of the first, second, … coefficient, 0 where a pair has fewer, (k,).
 
-        Pairs with fewer coefficients than others count with zeros at the end.
-
-        Raises:
-            HeadError: there is no pair.
+        "Inter-Head Diversity", Figs. 2–4.
         """
         pairs = torch.ones_like(self.directions, dtype=torch.bool)
         if self.within:
@@ -208,13 +195,6 @@ class Discrepancy:
         cosine: cosine + 1, as "Multi-Head Rotation" section 5.3 words it: 2 for heads that point the same way, 0 for
             opposite ones. It grows as heads become more similar.
         l2: Euclidean distance.
-
-    Example:
-        >>> cosine, l2 = torch.tensor([[2.0, 0.5], [0.5, 2.0]]), torch.tensor([[0.0, 3.0], [3.0, 0.0]])
-        >>> apart = Discrepancy(cosine, l2)
-        >>> apart.difference, apart.norm("l2")
-        (tensor([[0.0000, 1.5000],
-                [1.5000, 0.0000]]), 6.0)
     """
 
     cosine: Tensor
@@ -226,11 +206,7 @@ class Discrepancy:
         return 2 - self.cosine
 
     def norm(self, measure: Measure) -> float:
-        """Return the L₁,₁ norm by `cosine`, `difference` or `l2`: the layer's discrepancy, diagonal included.
-
-        Raises:
-            HeadError: the measure is unknown.
-        """
+        """Return the L₁,₁ norm by `cosine`, `difference` or `l2`: the layer's discrepancy, diagonal included."""
         if measure not in get_args(Measure):
             raise HeadError(f"unknown measure {measure!r}; expected one of {', '.join(get_args(Measure))}")
         matrix: Tensor = getattr(self, measure)

@@ -46,12 +46,6 @@ class TaskScore:
         score: function from a model to its score.
         choose: the same on other data, which chooses heads.
         batches: labelled batches that choose heads, for the gradient of the loss.
-
-    Example:
-        >>> def score(model):
-        ...     return float(model(**batch).last_hidden_state.mean())
-        >>> TaskScore("mean output", score, score, [batch]).name
-        'mean output'
     """
 
     name: str
