@@ -121,7 +121,7 @@ def dominant_heads(
     single = every if heads is None else list(heads.items())
     masks: list[Masks] = [{}, *(masks_without(model, {name: [head]}) for name, head in single)]
     with HeadMask(model) as mask:
-        baseline, *scores = _scores(model, mask, masks, score, batches, progress)
+        baseline, *scores = _measure_scores(model, mask, masks, score, batches, progress)
     changes = {site.name: torch.full((site.heads,), nan, dtype=torch.float64, device="cpu") for site in sites}
     for (name, head), value in zip(single, scores, strict=True):
         changes[name][head] = value - baseline
@@ -161,7 +161,7 @@ def pruning_curve(
     silenced = [least_important(order, share) for share in shares for order in orders]
     masks = [masks_without(model, heads) for heads in silenced]
     with HeadMask(model) as mask:
-        scores = _scores(model, mask, masks, score, batches, progress)
+        scores = _measure_scores(model, mask, masks, score, batches, progress)
     points = []
     for index, share in enumerate(shares):
         start = index * len(orders)
@@ -207,7 +207,7 @@ def split_sequences(batches: Batches) -> tuple[list[Batch], list[Batch]]:
     return choosing, scoring
 
 
-def _scores(
+def _measure_scores(
     model: PreTrainedModel,
     mask: HeadMask,
     masks: Sequence[Masks],
@@ -221,7 +221,7 @@ def _scores(
             "pass either score=, a function of the model, or batches=, on which changes of its outputs are measured"
         )
     if score is None:
-        return _output_errors(model, mask, masks, batches or (), progress)
+        return _measure_output_errors(model, mask, masks, batches or (), progress)
     scores = []
     for silenced in with_progress(masks, progress):
         mask.set(silenced)
@@ -232,25 +232,25 @@ def _scores(
     return scores
 
 
-def _output_errors(
+def _measure_output_errors(
     model: PreTrainedModel, mask: HeadMask, masks: Sequence[Masks], batches: Batches, progress: Progress | None
 ) -> list[float]:
     """Return the output error under each mask; every batch is read once."""
     differences, norm = [0.0] * len(masks), 0.0
     for batch in map(as_batch, with_progress(batches, progress)):
         mask.set({})
-        dense = _unpadded_output(model, batch)
+        dense = _read_output(model, batch)
         norm += float(dense.square().sum())
         for index, silenced in enumerate(masks):
             if silenced:
                 mask.set(silenced)
-                differences[index] += float((_unpadded_output(model, batch) - dense).square().sum())
+                differences[index] += float((_read_output(model, batch) - dense).square().sum())
     if not norm:
         raise HeadError("no output error can be measured: there are no batches, or the outputs are all zero")
     return [(difference / norm) ** 0.5 for difference in differences]
 
 
-def _unpadded_output(model: PreTrainedModel, batch: Batch) -> Tensor:
+def _read_output(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Return the model's main output in float64, without padding where it has a token axis."""
     name, output = main_output(model, batch)
     mask = token_mask(model, batch, name, output)

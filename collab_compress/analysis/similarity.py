@@ -103,10 +103,10 @@ def svcca(
         >>> round(svcca(x, x @ torch.randn(4, 4), variance=1).mean, 6)  # the same for any invertible map
         1.0
     """
-    responses = _joint(responses, other)
+    responses = _to_covariance(responses, other)
     if not 0 < variance <= 1:
         raise HeadError(f"share of variance to keep is {variance}; expected above 0, up to 1")
-    slices, whitening = responses.slices, _whitening(responses, variance)
+    slices, whitening = responses.slices, _compute_whitening(responses, variance)
     rows, columns, within = responses.rows, responses.columns, not responses.leading
     coefficients = torch.zeros(len(rows), len(columns), max(responses.widths), dtype=torch.float64, device="cpu")
     directions = torch.zeros(len(rows), len(columns), dtype=torch.long, device="cpu")
@@ -121,7 +121,7 @@ def svcca(
     return SVCCA(tuple(responses.labels[row] for row in rows), coefficients, directions, within)
 
 
-def _whitening(responses: JointCovariance, variance: float) -> list[Tensor]:
+def _compute_whitening(responses: JointCovariance, variance: float) -> list[Tensor]:
     """Return a whitening matrix (d, k) of each block, of its k kept directions."""
     matrices = []
     for block, floor in zip(responses.slices, responses.floors, strict=True):
@@ -162,14 +162,14 @@ def cka(responses: JointCovariance | Tensor, other: Tensor | None = None) -> Ten
         >>> bool(cka(x, torch.randn(100, 4)) < 0.2)
         True
     """
-    responses = _joint(responses, other)
+    responses = _to_covariance(responses, other)
     squares = responses.sum_blocks(responses.sum_blocks(responses.matrix.square()).mT)  # (n, n)
     norms = squares.diagonal().sqrt() * (responses.variances > responses.floors)
     rows, columns = responses.rows, responses.columns
-    return _ratio(squares[: rows.stop, columns.start :], norms[: rows.stop], norms[columns.start :])
+    return _divide(squares[: rows.stop, columns.start :], norms[: rows.stop], norms[columns.start :])
 
 
-def _joint(responses: JointCovariance | Tensor, other: Tensor | None) -> JointCovariance:
+def _to_covariance(responses: JointCovariance | Tensor, other: Tensor | None) -> JointCovariance:
     """Return the covariance of what similarities compare, or raise a HeadError."""
     if isinstance(responses, Tensor) and isinstance(other, Tensor):
         return JointCovariance.of([responses, other], leading=1)
@@ -181,7 +181,7 @@ def _joint(responses: JointCovariance | Tensor, other: Tensor | None) -> JointCo
     return responses
 
 
-def _ratio(squares: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def _divide(squares: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Divide (n, m) by (n,) and (m,), 0 where one of these is 0."""
     norms = rows[:, None] * columns
     return torch.where(norms > 0, squares / torch.where(norms > 0, norms, 1.0), 0.0)

@@ -92,9 +92,9 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
     except UnsupportedModelError as error:
         notes += f" Feed-forward blocks were not counted: {error}."
     by_part = {part: [cost for cost in costs if cost.part == part] for part in PARTS}
-    parts = [{"part": PARTS[part], **_totals(of_part)} for part, of_part in by_part.items() if of_part]
+    parts = [{"part": PARTS[part], **_sum_costs(of_part)} for part, of_part in by_part.items() if of_part]
     rows = [
-        {"part": PARTS[part], "layer": label(one.name), "module": one.name, "width": one.width, **_totals([one])}
+        {"part": PARTS[part], "layer": label(one.name), "module": one.name, "width": one.width, **_sum_costs([one])}
         for part, of_part in by_part.items()
         for one in of_part
     ]
@@ -105,15 +105,15 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
     dense, after, parameters, kept = (sum(part[heading] for part in parts) for heading in list(parts[0])[1:5])
     shares = ", ".join(f"{part['part']} {100 * part[DENSE] / dense:.0f} %" for part in parts)
     highlights = [f"Operations of all dense layers at T = {LENGTH}: {shares}."]
-    attention = _in_words(given)
-    form = _in_words(given if dff is None else {**given, "dff": dff})
+    attention = _describe_widths(given)
+    form = _describe_widths(given if dff is None else {**given, "dff": dff})
     if after != dense:
         highlights.append(
             f"Layers {form} have {100 * after / dense:.0f} % of the operations of dense layers, and "
             f"{100 * kept / parameters:.0f} % of their parameters."
         )
     try:
-        latencies = _latencies(model, given, options, progress)
+        latencies = _measure_latencies(model, given, options, progress)
     except CollabCompressError as error:
         latencies, notes = [], f"{notes} Latency was not measured: {error}."
     if latencies:
@@ -125,7 +125,7 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
         if 2 * len(steady) > len(timed):
             time = f"takes {median(steady):.2f} of dense time at T = {longest}, measured here"
         else:
-            time = f"was timed beside other work: its rounds at T = {longest} differ too much to compare"
+            time = f"was timed while other programs ran: rounds at T = {longest} differ too much to compare"
         highlights.append(f"Attention {attention} {time}.")
     return Section(
         "What a layer costs",
@@ -137,11 +137,11 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
     )
 
 
-def _in_words(widths: Mapping[str, int]) -> str:
+def _describe_widths(widths: Mapping[str, int]) -> str:
     return f"with {', '.join(f'{part} = {width}' for part, width in widths.items())}" if widths else "as converted"
 
 
-def _totals(costs: Sequence[PartCost]) -> dict[str, Any]:
+def _sum_costs(costs: Sequence[PartCost]) -> dict[str, Any]:
     """Return the columns of a table of costs."""
     return {
         DENSE: sum(cost.macs_before for cost in costs) / 1e6,
@@ -153,7 +153,7 @@ def _totals(costs: Sequence[PartCost]) -> dict[str, Any]:
     }
 
 
-def _latencies(
+def _measure_latencies(
     model: PreTrainedModel, widths: Mapping[str, Any], options: ReportOptions, progress: Progress
 ) -> list[Latency]:
     """Time the model and a copy in the other form: a dense one is converted to the chosen widths, others expanded."""

@@ -182,7 +182,7 @@ def hub_commits(model: Path, data: Mapping[str, Dataset]) -> dict[str, str | Non
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record as JSON, with null for numbers that are not finite."""
-    write_json(path, mapped(_finite, record))
+    write_json(path, mapped(finite_or_none, record))
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def read_records(path: Path) -> dict[str, dict[str, Any]]:
 
 def record_lines(records: Iterable[dict[str, Any]]) -> str:
     """Return records as JSON Lines, with null for numbers that are not finite."""
-    return "".join(f"{json.dumps(mapped(_finite, record), ensure_ascii=False)}\n" for record in records)
+    return "".join(f"{json.dumps(mapped(finite_or_none, record), ensure_ascii=False)}\n" for record in records)
 
 
 def missing_measures(record: Mapping[str, Any], measures: Iterable[str]) -> list[str]:
@@ -227,7 +227,7 @@ def missing_measures(record: Mapping[str, Any], measures: Iterable[str]) -> list
     return [name for name in measures if name not in record.get("measured", {})]
 
 
-def _finite(value: Any) -> Any:
+def finite_or_none(value: Any) -> Any:
     """Return a value, or None for a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

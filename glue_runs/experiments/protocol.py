@@ -229,12 +229,12 @@ def _write_result(
         "recipe": asdict(recipe),
         "environment": environment(),
         "hub": commits,
-        **_log(folder),
+        **_read_log(folder),
     }
     write_record(folder / "result.json", record)
 
 
-def _log(folder: Path) -> dict[str, Any]:
+def _read_log(folder: Path) -> dict[str, Any]:
     """Return the log of a fine-tuning, or the time and error of a conversion; nothing for a given model."""
     if (folder / LOG).is_file():
         return read_record(folder / LOG)

@@ -211,17 +211,17 @@ class Classification(Workload):
         """Return the metrics of the likeliest classes, or of the regression; NaN if a logit is not finite."""
         if not np.isfinite(_logits(prediction)).all():  # argmax would choose the first class
             return dict.fromkeys(self.metric.scores, math.nan)
-        predicted = self._predicted(prediction)
+        predicted = self._predict(prediction)
         return self.metric.compute(predictions=predicted, references=prediction.label_ids)
 
-    def _predicted(self, prediction: EvalPrediction) -> np.ndarray:
+    def _predict(self, prediction: EvalPrediction) -> np.ndarray:
         logits = _logits(prediction)
         return np.squeeze(logits, -1) if self.task.kind == "regression" else logits.argmax(-1)
 
     def outcomes(self, prediction: EvalPrediction) -> Arrays:
         """Return predictions and labels."""
         kind = np.float32 if self.task.kind == "regression" else np.int16
-        return {"predictions": self._predicted(prediction).astype(kind), "labels": prediction.label_ids.astype(kind)}
+        return {"predictions": self._predict(prediction).astype(kind), "labels": prediction.label_ids.astype(kind)}
 
 
 def _logits(prediction: EvalPrediction) -> np.ndarray:
@@ -238,16 +238,16 @@ class TokenModel(Workload):
 
     def options(self, tokenizer: PreTrainedTokenizerBase, tuning: Tuning) -> dict[str, Any]:
         """Reduce the logits of each row to its loss and number of labels before they are gathered."""
-        losses = partial(_losses, shift=self.shift)
+        losses = partial(_sum_losses, shift=self.shift)
         return {**super().options(tokenizer, tuning), "preprocess_logits_for_metrics": losses}
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Return the perplexity."""
-        return _perplexity(self.metric, prediction.predictions)
+        return _score_perplexity(self.metric, prediction.predictions)
 
     def outcomes(self, prediction: EvalPrediction) -> Arrays:
         """Return losses and numbers of tokens."""
-        return _token_outcomes(prediction.predictions)
+        return _make_token_outcomes(prediction.predictions)
 
 
 class LanguageModel(TokenModel):
@@ -305,16 +305,16 @@ def _pad_or_mask(pad: Any, mask: Any, rows: list[dict[str, Any]]) -> Any:
     return pad(rows) if "labels" in rows[0] else mask(rows)
 
 
-def _losses(logits: Tensor | tuple[Tensor, ...], labels: Tensor, *, shift: bool) -> Tensor:
+def _sum_losses(logits: Tensor | tuple[Tensor, ...], labels: Tensor, *, shift: bool) -> Tensor:
     """Return the summed loss and the number of labels of each row; (rows, 2)."""
     return token_losses(logits[0] if isinstance(logits, tuple) else logits, labels, shift=shift)
 
 
-def _perplexity(metric: Metric, losses: np.ndarray) -> dict[str, float]:
+def _score_perplexity(metric: Metric, losses: np.ndarray) -> dict[str, float]:
     return metric.compute(predictions=losses[:, 0], references=losses[:, 1].astype(int))
 
 
-def _token_outcomes(losses: np.ndarray) -> Arrays:
+def _make_token_outcomes(losses: np.ndarray) -> Arrays:
     return {"losses": losses[:, 0].astype(np.float32), "tokens": losses[:, 1].astype(np.int32)}
 
 
@@ -382,11 +382,11 @@ class Translation(Workload):
         if self.target == "de":
             scores |= load_metric("bleu-compounds-split").compute(predictions=written, references=references)
         trainer.args.predict_with_generate = False
-        trainer.preprocess_logits_for_metrics = partial(_losses, shift=False)
+        trainer.preprocess_logits_for_metrics = partial(_sum_losses, shift=False)
         losses = trainer.predict(rows).predictions[: len(rows)]
         if trainer.is_world_process_zero():
-            write_atomically(folder / f"{split}{ENDING}", pack(_token_outcomes(losses)))
-        return {**scores, "perplexity": _perplexity(load_metric("perplexity"), losses)["perplexity"]}
+            write_atomically(folder / f"{split}{ENDING}", pack(_make_token_outcomes(losses)))
+        return {**scores, "perplexity": _score_perplexity(load_metric("perplexity"), losses)["perplexity"]}
 
 
 WORKLOADS: dict[str, type[Workload]] = {

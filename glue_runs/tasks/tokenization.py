@@ -2,7 +2,7 @@
 
 Rows keep their length, and are padded when they are batched: by `DataCollatorWithPadding` for classification, by
 `DataCollatorForSeq2Seq`, which pads labels too, for translation and language modelling. For masked language modelling
-`DataCollatorForLanguageModeling` masks tokens anew in each batch.
+`DataCollatorForLanguageModeling` masks other tokens in each batch.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -136,7 +136,7 @@ def encode_classification(
         max_length: tokens of a row; longer texts are truncated, of a pair the longer one first.
 
     Returns:
-        Columns input_ids, attention_mask, others of the tokenizer, and labels if there are any.
+        Columns input_ids, attention_mask, what else the tokenizer returns, and labels if there are any.
 
     Raises:
         DataError: columns are missing, or the length is impossible.
