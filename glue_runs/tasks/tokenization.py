@@ -6,7 +6,6 @@ Rows keep their length, and are padded when they are batched: by `DataCollatorWi
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -307,7 +306,8 @@ def _check_length(length: int, tokenizer: PreTrainedTokenizerBase, least: int) -
 
 def _concatenate(rows: Dataset) -> np.ndarray:
     """Return the tokens of all rows, one after another."""
-    tokens = np.fromiter(chain.from_iterable(rows["input_ids"]), np.int32)
+    texts = rows.with_format("numpy")["input_ids"][:]
+    tokens = np.concatenate(texts, dtype=np.int32, casting="unsafe")  # an empty text is of floats
     if not len(tokens):
         raise DataError(f"the tokenizer returns no token for the {len(rows)} rows; expected text in some of them")
     return tokens
