@@ -29,6 +29,7 @@ from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.checkpoint.directory import mapped
+from collab_compress.conversion.expand import read_factors
 from collab_compress.heads import alphas_of, confidence, head_importance
 from collab_compress.heads.importance import end_tokens
 from collab_compress.transformers_parts import UNLABELLED
@@ -206,9 +207,9 @@ def measure_pruning(subject: Subject) -> Any:
 
 def measure_mixing(subject: Subject) -> Any:
     """Mixing matrices of the layers whose heads share projections: "Collaborate Instead of Concatenate", Figure 2."""
-    mixed = {site.name for site in find_attention(subject.model) if hasattr(site.module, "mixing")}
-    matrices = mixing_matrices(subject.model) if mixed else {}
-    return subject.by_kind({name: matrix for name, matrix in matrices.items() if name in mixed})
+    shared = read_factors(subject.model)
+    matrices = mixing_matrices(subject.model) if shared else {}
+    return subject.by_kind({name: matrix for name, matrix in matrices.items() if name in shared})
 
 
 def measure_alphas(subject: Subject) -> Any:

@@ -69,7 +69,7 @@ def test_files_of_ones_own(run_glue, model, tmp_path, capsys):
     folder = run_glue(model, *data, columns, tuning)
     assert scores(folder, "validation")["validation_accuracy"] > 0.8
     assert 0 <= scores(folder, "validation_converted")["validation_converted_accuracy"] <= 1
-    for name, kind in ((".", "query"), ("converted", "mixing")):
+    for name, kind in ((".", "query"), ("converted", "qk")):
         trained = AutoModelForSequenceClassification.from_pretrained(folder / name)
         assert trained.config.id2label == {0: "feline", 1: "other"}
         assert hasattr(trained.bert.encoder.layer[0].attention.self, kind)
