@@ -75,7 +75,7 @@ def read_heads(
             ran = True
             for model in models:
                 run_batch(model, as_batch(batch))
-            yield [_by_name(recorder.take(), modules) for recorder in recorders]
+            yield [_name_records(recorder.take(), modules) for recorder in recorders]
     if not ran:
         raise HeadError("no batches to run the model on; pass some, and a list where they are read more than once")
 
@@ -129,7 +129,7 @@ def random_tokens(model: PreTrainedModel, count: int, length: int, seed: int) ->
     return batch
 
 
-def _by_name(readings: Sequence[HeadRecord], modules: str) -> HeadRecords:
+def _name_records(readings: Sequence[HeadRecord], modules: str) -> HeadRecords:
     """Return the readings of modules that match the glob, by name."""
     counts = Counter(reading.site.name for reading in readings)
     uses: Counter[str] = Counter()
