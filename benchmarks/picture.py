@@ -43,11 +43,11 @@ def rivals(width: str, names: dict[str, str]) -> list[Point]:
 MINILM = [
     Point(TASK, "shared dff=768", "text", "shared dff=768", "--dff 768"),
     Point(TASK, "shared dff=384", "text", "shared dff=384", "--dff 384"),
-    Point(TASK, "shared layers=5 dff=544", "text", "shared layers=5 dff=544", "5 of 6 layers"),
+    Point(TASK, "shared layers=5 dff=544", "text", "shared layers=5 dff=544", "5 layers, dff=544"),
     # no time of its own: as many operations as dff=768
     Point(OWN, "shared keep=0.5", "default", "shared dff=768", "default", 3),
     Point(OWN, "shared dff=384", "default", "shared dff=384", "--dff 384"),
-    Point(OWN, "shared layers=5 dff=544", "default", "shared layers=5 dff=544", "5 of 6 layers"),
+    Point(OWN, "shared layers=5 dff=544", "default", "shared layers=5 dff=544", "5 layers, dff=544"),
     *rivals(
         "dff=768",
         {"k-prune": "K-prune", "kwon": "Kwon (labels)", "flap": "FLAP", "magnitude": "magnitude", "random": "random"},
