@@ -236,17 +236,16 @@ def test_pooled_heads_are_those_of_grouped_queries(llama, batch):
     torch.testing.assert_close(logits(keys_alone, batch), logits(grouped, batch))
 
 
-def test_the_readme_has_the_figures_of_the_records(capsys):
+def test_the_figures_are_those_of_the_records(capsys):
     table(Namespace(records=RECORDS))
     kinds = capsys.readouterr().out.split("Calibrated on: ")
     (with_texts,) = (kind for kind in kinds if kind.startswith("text\n"))
-    found = {line.split(" | ")[0]: line.split(" | ") for line in with_texts.splitlines()}
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    cells = found["| shared dff=768"]
-    score, change = cells[1].split(",")[0], cells[-1].removesuffix(" |")
-    mean, half = (float(number) for number in change.split(" ± "))
-    (line,) = (line for line in readme.splitlines() if line.startswith("| `--dff 768`, "))
-    assert f"| {score} | {mean:+.1f} ± {half:.1f} |".replace("-", "−") in line
+    found = {line.split(" | ")[0]: line.removesuffix(" |").split(" | ") for line in with_texts.splitlines()}
+    page = (Path(__file__).parents[1] / "docs" / "figures.md").read_text(encoding="utf-8")
+    for row, start in {"| shared dff=768": "| dff=768 (half) |", "| shared dff=512": "| dff=512 (a third) |"}.items():
+        (line,) = (line for line in page.splitlines() if line.startswith(start))
+        embeddings, *_, four_tasks = (cell.strip(" |*") for cell in line.removeprefix(start).split(" | "))
+        assert [embeddings, four_tasks] == [found[row][number].replace("-", "−") for number in (1, -1)]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -235,6 +235,25 @@ def test_readme_converts_the_real_model(
     assert quality.Embeddings(glue).score(names["model"].eval(), names["tokenizer"], every=4) > 85.9
 
 
+def test_the_readmes_picture_and_its_numbers_are_those_of_the_records(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    picture = importlib.import_module("picture")
+    picture.main(tmp_path / "quality.svg")
+    made, committed = (path.read_text(encoding="utf-8") for path in (tmp_path / "quality.svg", picture.PICTURE))
+    assert made == committed, "run benchmarks/picture.py"
+    minilm, mpnet = (panel[1] for panel in picture.PANELS)
+    rows = {minilm: ("default", None), mpnet: ("default", None, "text")}
+    said = (ROOT / "README.md").read_text(encoding="utf-8").partition("![Quality")[2].partition("In Python")[0]
+    scores = [
+        picture.quality(task, "shared keep=0.5" if calibration else "dense", calibration)
+        for task, calibrations in rows.items()
+        for calibration in calibrations
+    ]
+    assert re.findall(r"\d\d\.\d", said) == [f"{score:.1f}" for score in scores]
+
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 RELEASED = "pip install 'collab-compress[minilm]'"  # README says from when on it will work
 
