@@ -20,19 +20,13 @@ Schedule = Callable[[float, float], float]
 
 @dataclass(frozen=True)
 class Loss:
-    """One loss over heads.
-
-    Args:
-        function: of one part of a reading, (B, T, H, d) vectors or (B, H, T, S) probabilities, and its mask (B, T).
-        part: the part.
-        reduction: over attention modules.
-        weight: the paper's.
-        kinds: the kinds of attention the paper uses it on.
-    """
+    """One loss over heads, with the paper's weight and the kinds of attention that the paper uses it on."""
 
     function: Callable[[Tensor, Tensor | None], Tensor]
+    """Of one part of a record, (B, T, H, d) vectors or (B, H, T, S) probabilities, and its mask (B, T)."""
+
     part: Part
-    reduction: Literal["mean", "sum"]
+    reduction: Literal["mean", "sum"]  # over attention modules
     weight: float
     kinds: tuple[Kind, ...] = KINDS
 
@@ -170,10 +164,10 @@ class HeadTraining:
     rotation: RotationOptions | None = None
     """Head rotation."""
 
-    loss_normalization: Literal["auto", "stock", "mean"] = "auto"
-    """How a Trainer's loss adds up over the passes and processes of a step. `stock`: as in a plain Trainer. `mean`:
-    as the mean over passes and processes. `auto`: `mean` for models that ignore `num_items_in_batch`, whose gradients
-    a plain Trainer sums, so that the weight of penalties does not depend on their number; else `stock`."""
+    loss_normalization: Literal["stock", "mean"] = "stock"
+    """How a Trainer's loss adds up over the passes and processes of a step. `stock`: as in a plain Trainer, which sums
+    the gradients of models that ignore `num_items_in_batch`. `mean`: as the mean over passes and processes, so that
+    the weight of penalties does not depend on their number."""
 
     def __post_init__(self) -> None:
         for name, member in (("drophead", DropHeadOptions), ("penalties", PenaltyOptions)):
@@ -188,7 +182,7 @@ class HeadTraining:
         for (name, kind), count in losses.items():
             if count > 1:
                 raise HeadError(f"penalty {name} acts {count} times on {kind} attention; give each kind once")
-        _known("loss normalization", self.loss_normalization, ("auto", "stock", "mean"))
+        _known("loss normalization", self.loss_normalization, ("stock", "mean"))
 
     @property
     def acts(self) -> bool:
@@ -201,34 +195,16 @@ def of_kinds(name: str, kinds: tuple[Kind, ...], usual: tuple[Kind, ...]) -> str
     return name if set(kinds) == set(usual) else f"{name}/{'+'.join(kind for kind in KINDS if kind in kinds)}"
 
 
-def constant(progress: float, warmup: float) -> float:
-    """Stay at 1."""
-    return 1.0
-
-
-def curriculum(progress: float, warmup: float) -> float:
-    """Grow from 0 to 1."""
-    return progress
-
-
-def anti_curriculum(progress: float, warmup: float) -> float:
-    """Fall from 1 to 0."""
-    return 1 - progress
-
-
-def scheduled(progress: float, warmup: float) -> float:
-    """Fall from 1 to 0 over the learning rate's warmup, then grow to 1 at the last step."""
-    return 1 - progress / warmup if progress < warmup else (progress - warmup) / (1 - warmup)
-
-
+# From progress (0 at the first step, 1 at the last) and the share of the warmup, below 1, to the share of p or weight.
 SCHEDULES: dict[str, Schedule] = {
-    "constant": constant,
-    "curriculum": curriculum,
-    "anti-curriculum": anti_curriculum,
-    "scheduled": scheduled,
+    "constant": lambda progress, warmup: 1.0,
+    "curriculum": lambda progress, warmup: progress,
+    "anti-curriculum": lambda progress, warmup: 1 - progress,
+    # From 1 to 0 over the learning rate's warmup, then to 1 at the last step.
+    "scheduled": lambda progress, warmup: (
+        1 - progress / warmup if progress < warmup else (progress - warmup) / (1 - warmup)
+    ),
 }
-"""Name → function of progress (0 at the first step, 1 at the last) and the share of the warmup, below 1, to the share
-of p or of a weight."""
 
 
 def _known(what: str, name: str, table: Iterable[str]) -> None:
@@ -245,10 +221,7 @@ def _known_kinds(what: str, kinds: tuple[Kind, ...]) -> None:
 
 
 class HeadLosses(Recorder):
-    """Evaluate losses on the heads of forward passes, or only of those in training mode.
-
-    `losses` maps any name to a loss in `LOSSES` and its kinds of attention.
-    """
+    """Evaluate losses, name → (loss in `LOSSES`, kinds of attention), on the heads of forward passes."""
 
     keeps_passes = True  # a contrastive loss has a pass for each of its texts
 
@@ -263,21 +236,18 @@ class HeadLosses(Recorder):
         super().__init__(model, {loss.part for loss, _ in self.losses.values()}, recorded, training)
 
     def values(self, measured: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return the unweighted losses, means over the forward passes since the last call.
+        """Return the unweighted losses, means over the passes since the last call; `measured` ones without gradient.
 
         Losses whose modules were not called are left out.
-
-        Args:
-            measured: names of losses that need no gradient.
         """
-        passes, readings = self._passes, self.take()
+        passes, records = self._passes, self.take()
         losses = {}
         for name, (loss, kinds) in self.losses.items():
             values: list[Tensor] = []
             with torch.set_grad_enabled(torch.is_grad_enabled() and name not in measured):
-                for reading in readings:
-                    if reading.site.kind in kinds:
-                        value = loss.function(getattr(reading, loss.part), reading.mask_of(loss.part))
+                for record in records:
+                    if record.site.kind in kinds:
+                        value = loss.function(getattr(record, loss.part), record.mask_of(loss.part))
                         values.append(value.to(values[0].device) if values else value)
             if values:
                 stacked = torch.stack(values)

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _in_training: WeakSet[PreTrainedModel] = WeakSet()  # models, and those inside them, on which a session is open
 TASK = "task_loss"
 GROWTH = "nuclear-growth"
-FAINT = 1e-4  # a penalty below this share of the loss hardly acts
+MIN_PENALTY_SHARE = 1e-4  # of the loss, below which a penalty hardly acts
 
 
 class HeadSession:
@@ -224,7 +224,7 @@ class HeadSession:
         self._sums = {}
         for name, penalty in self._penalties.items():
             share = means.get(f"{name}/share", 0.0)
-            if penalty.schedule == "constant" and 0 < share < FAINT:
+            if penalty.schedule == "constant" and 0 < share < MIN_PENALTY_SHARE:
                 self._warn(name, f"penalty {name} is {share:.1e} of the loss; if it began so low, raise its weight")
         for drophead, options in zip(self._dropheads, self.training.drophead, strict=False):  # none once closed
             means[of_kinds("drophead", options.kinds, KINDS)] = drophead.p
@@ -277,8 +277,8 @@ class HeadSession:
 class AlphasTraining:
     """Freeze alphas for the first part of training, and return the nuclear growth loss after it.
 
-    Frozen alphas stay in the optimizer and in the graph, so that distributed training always sees the same
-    parameters; their gradient is zero, and removed before the optimizer steps.
+    Frozen alphas stay in the optimizer and in the graph, with gradients of zero that are removed before each step:
+    distributed training must always see the same parameters.
     """
 
     def __init__(
@@ -338,10 +338,7 @@ class AlphasTraining:
 
 
 def _init_state_(optimizer: Optimizer, alphas: Sequence[nn.Parameter]) -> None:
-    """Initialise zero optimizer state for frozen alphas.
-
-    PyTorch loads a checkpoint of sharded training only if every parameter has a state.
-    """
+    """Initialise zero optimizer state for frozen alphas: PyTorch loads sharded training only with a state for all."""
     groups = optimizer.param_groups
     gradients = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
     rates = [group["lr"] for group in groups]

@@ -147,8 +147,8 @@ class Seeded(HeadTrainer):
     def compute_loss(self, *arguments, **options):
         alone = self.args.world_size == 1
         rank = self.passes % 2 if alone else self.args.process_index
-        if self._callback.session is not None:
-            draw_as(self._callback.session, rank)
+        if self.head_session is not None:
+            draw_as(self.head_session, rank)
         torch.manual_seed(2 * self.state.global_step + rank)
         self.passes += 1
         return super().compute_loss(*arguments, **options)
