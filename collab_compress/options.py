@@ -29,9 +29,9 @@ SECTION_NAMES = (
 )
 """Sections of a report, in the order of the page."""
 
-LARGEST_DAMPING = 1e6
+MAX_DAMPING = 1e6
 KEEP = 0.5  # share of the layers' operations that a conversion keeps by default
-MOST_SWEEPS = 1_000_000
+MAX_SWEEPS = 1_000_000
 LARGEST_SEED = 2**32 - 1  # of NumPy's generators, which take the fewest
 
 
@@ -88,11 +88,11 @@ class Solver:
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
             raise CompressionError(f"unknown solver {self.method!r}; expected one of {', '.join(get_args(Method))}")
-        check_counts(self, CompressionError, "sweeps", most=MOST_SWEEPS)
+        check_counts(self, CompressionError, "sweeps", most=MAX_SWEEPS)
         check_counts(self, CompressionError, "seed", least=0, most=LARGEST_SEED)
-        if not isinstance(self.damping, Real) or not 0 <= self.damping <= LARGEST_DAMPING:
+        if not isinstance(self.damping, Real) or not 0 <= self.damping <= MAX_DAMPING:
             raise CompressionError(
-                f"damping is {shown(self.damping)}; expected 0 or more, up to {LARGEST_DAMPING:g} (calibration "
+                f"damping is {shown(self.damping)}; expected 0 or more, up to {MAX_DAMPING:g} (calibration "
                 "'none' weighs all directions alike)"
             )
         if self.refit not in (None, True, False):

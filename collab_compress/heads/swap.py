@@ -44,10 +44,6 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
     Not the output projection. In the dense form: its rows of the query, key and value weights and biases. In the
     collaborative form, where heads share queries and keys: its mixing weights with the numbers of the channels that
     it reads, its content bias, and its rows of the value weight and bias.
-
-    Raises:
-        HeadError: the module has no such head, or its parameters do not hold it, as in FSDP1 and ZeRO-3.
-        UnsupportedModelError: a projection is no plain `nn.Linear`.
     """
     if not 0 <= head < site.heads:
         raise HeadError(f"{site.name} has no head {head}; its {site.heads} heads are 0 to {site.heads - 1}")
@@ -143,7 +139,7 @@ def swap_heads_(model: nn.Module, pairs: Sequence[Pair], optimizer: Optimizer | 
 
 
 def as_pairs(pairs: Any) -> tuple[Pair, ...]:
-    """Read pairs of heads that may be lists, as from JSON."""
+    """Return pairs of heads that may be lists, as from JSON, or raise a HeadError."""
 
     def as_head(name: Any, number: Any) -> Head:
         if not isinstance(name, str) or not isinstance(number, Integral) or isinstance(number, bool):
@@ -179,12 +175,12 @@ def matched_blocks(model: nn.Module, pairs: Sequence[Pair]) -> list[Matched]:
 
 def match_heads(one: AttentionSite, i: int, other: AttentionSite, j: int) -> list[Matched]:
     """Return the matched parameter slices of head i of one module and head j of another, or raise a HeadError."""
-    place = f"cannot swap head {i} of {one.name} with head {j} of {other.name}"
+    case = f"cannot swap head {i} of {one.name} with head {j} of {other.name}"
     if one.kind != other.kind:
-        raise HeadError(f"{place}: one is {one.kind} attention, the other {other.kind}; pair heads of the same kind")
+        raise HeadError(f"{case}: one is {one.kind} attention, the other {other.kind}; pair heads of the same kind")
     if one.module is not other.module and any(forms_of(site.module)[0] for site in (one, other)):
         raise HeadError(
-            f"{place}: heads of a collaborative module share its queries and keys, and cannot move to another; "
+            f"{case}: heads of a collaborative module share its queries and keys, and cannot move to another; "
             "pair heads of the same module, or expand the model to its dense form first"
         )
     blocks, other_blocks = head_blocks(one, i), head_blocks(other, j)
@@ -194,7 +190,7 @@ def match_heads(one: AttentionSite, i: int, other: AttentionSite, j: int) -> lis
     )
     if shapes != other_shapes:
         raise HeadError(
-            f"{place}: their parameters differ, {shapes} against {other_shapes}; "
+            f"{case}: their parameters differ, {shapes} against {other_shapes}; "
             "pair heads of modules with the same widths, biases and types"
         )
     return list(zip(blocks, other_blocks, strict=True))

@@ -165,9 +165,9 @@ class HeadTraining:
     """Head rotation."""
 
     loss_normalization: Literal["stock", "mean"] = "stock"
-    """How a Trainer's loss adds up over the passes and processes of a step. `stock`: as in a plain Trainer, which sums
-    the gradients of models that ignore `num_items_in_batch`. `mean`: as the mean over passes and processes, so that
-    the weight of penalties does not depend on their number."""
+    """How a Trainer's loss adds up over the passes and processes of a step. `stock`: as in a plain Trainer, which
+    sums the gradients of models that ignore `num_items_in_batch`. `mean`: as the mean over passes and processes, so
+    that the weight of penalties does not depend on their number."""
 
     def __post_init__(self) -> None:
         for name, member in (("drophead", DropHeadOptions), ("penalties", PenaltyOptions)):
@@ -195,7 +195,8 @@ def of_kinds(name: str, kinds: tuple[Kind, ...], usual: tuple[Kind, ...]) -> str
     return name if set(kinds) == set(usual) else f"{name}/{'+'.join(kind for kind in KINDS if kind in kinds)}"
 
 
-# From progress (0 at the first step, 1 at the last) and the share of the warmup, below 1, to the share of p or weight.
+# From progress (0 at the first step, 1 at the last) and the share of the warmup, below 1, to the share of p or of a
+# weight.
 SCHEDULES: dict[str, Schedule] = {
     "constant": lambda progress, warmup: 1.0,
     "curriculum": lambda progress, warmup: progress,

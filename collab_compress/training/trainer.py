@@ -49,8 +49,8 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
       alone. Where the model takes `num_items_in_batch`, losses of passes and processes are summed, as shares of one
       mean. Many models take it and ignore it (regression, BERT's classifiers, Marian): their gradient grows with the
       number of passes and processes, and a penalty weighs less beside it.
-    - `mean`: the mean over passes and processes of each batch's mean, so that a penalty weighs the same however a step
-      is divided. Tokens of a short batch weigh more. A custom loss function gets None for `num_items_in_batch`.
+    - `mean`: the mean over passes and processes of each batch's mean, so that a penalty weighs the same however a
+      step is divided. Tokens of a short batch weigh more. A custom loss function gets None for `num_items_in_batch`.
 
     Logs hold each penalty, and `loss` is the sum. Checkpoints hold what a resumed run needs. Alphas are added to the
     model in the constructor, so that the optimizer gets them.
@@ -270,8 +270,8 @@ class HeadState(TrainerCallback, ExportableState):  # type: ignore[misc]
         session = self.trainer.head_session
         if session is not None and session.has_penalties and not session.penalty_called:
             raise HeadError(
-                f"{type(self.trainer).__name__}.compute_loss adds no penalties; put HeadTrainerMixin before the class "
-                "that has it, or let it call super().compute_loss"
+                f"{type(self.trainer).__name__}.compute_loss adds no penalties; put HeadTrainerMixin before the "
+                "class that has it, or let it call super().compute_loss"
             )
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -38,11 +38,11 @@ def test_a_penalty_is_its_loss_over_modules(loss, family, make_undropped, batch)
             model(**batch)
             values = [
                 chosen.function(
-                    getattr(reading, chosen.part),
-                    reading.masks.key if chosen.part in ("values", "keys") else reading.masks.query,
+                    getattr(record, chosen.part),
+                    record.masks.key if chosen.part in ("values", "keys") else record.masks.query,
                 )
-                for reading in recorder.take()
-                if reading.site.kind in chosen.kinds
+                for record in recorder.take()
+                if record.site.kind in chosen.kinds
             ]
         expected = (torch.stack(values).mean() if chosen.reduction == "mean" else sum(values)).detach()
         with HeadSession(model, training) as session:
@@ -83,9 +83,9 @@ def test_a_penalty_weighs_by_kind(make_undropped, make_batch):
     with Recorder(model, ("probs",)) as recorder:
         model(**batch)
         sums = dict.fromkeys(weights, 0.0)
-        for reading in recorder.take():
-            if reading.site.kind in weights:
-                sums[reading.site.kind] += LOSSES["bhattacharyya"].function(reading.probs, reading.masks.query)
+        for record in recorder.take():
+            if record.site.kind in weights:
+                sums[record.site.kind] += LOSSES["bhattacharyya"].function(record.probs, record.masks.query)
     penalties = tuple(PenaltyOptions("bhattacharyya", weight, kinds=(kind,)) for kind, weight in weights.items())
     session = HeadSession(model, HeadTraining(penalties=penalties))
     model(**batch)
