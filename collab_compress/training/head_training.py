@@ -165,9 +165,13 @@ class HeadTraining:
     """Head rotation."""
 
     loss_normalization: Literal["stock", "mean"] = "stock"
-    """How a Trainer's loss adds up over the passes and processes of a step. `stock`: as in a plain Trainer, which
-    sums the gradients of models that ignore `num_items_in_batch`. `mean`: as the mean over passes and processes, so
-    that the weight of penalties does not depend on their number."""
+    """How a Trainer's loss adds up over the passes and processes of a step.
+
+    `stock`: as in a plain Trainer, bit for bit, so that a run differs from a plain one by its methods alone. Models
+    that ignore `num_items_in_batch` (regression, BERT's classifiers, Marian) get the sum over passes and processes,
+    beside which a penalty weighs less. `mean`: the mean over passes and processes of each batch's mean, so that a
+    penalty weighs the same however a step is divided; tokens of a short batch weigh more, and a custom loss function
+    gets None for `num_items_in_batch`."""
 
     def __post_init__(self) -> None:
         for name, member in (("drophead", DropHeadOptions), ("penalties", PenaltyOptions)):

@@ -114,12 +114,12 @@ class HeadSession:
         _in_training.update(self._parts)
         reshard_(model)  # an optimizer knows the sharded parameters of FSDP2, not the gathered ones
         try:
+            if optimizer is None and (training.rotation is not None or training.alphas is not None):
+                raise HeadError("alphas and rotation act on the optimizer's state; pass optimizer=")
             if training.rotation is not None:
-                if optimizer is None:
-                    raise HeadError("rotation moves the optimizer's state with the heads; pass optimizer=")
                 self._rotator = Rotator(model, training.rotation, tokenizer)
                 self._rotator.check(optimizer)
-            if training.alphas is not None:
+            if training.alphas is not None and optimizer is not None:
                 mixed = [projection for _, projection in mixed_projections(model, training.alphas.kinds)]
                 self._alphas = AlphasTraining(mixed, training.alphas, optimizer)
             if training.penalties:
@@ -281,9 +281,7 @@ class AlphasTraining:
     distributed training must always see the same parameters.
     """
 
-    def __init__(
-        self, projections: Sequence[MixedProjection], options: AlphasOptions, optimizer: Optimizer | None
-    ) -> None:
+    def __init__(self, projections: Sequence[MixedProjection], options: AlphasOptions, optimizer: Optimizer) -> None:
         if not projections:
             raise HeadError("the model has no alphas to train; call mix_heads_(model) before making the optimizer")
         for projection in projections:
@@ -292,8 +290,6 @@ class AlphasTraining:
             raise HeadError(
                 "alphas do not require gradients (adapters freeze what they do not know); set requires_grad"
             )
-        if optimizer is None:
-            raise HeadError("alphas are frozen through their optimizer; pass optimizer=")
         stepped = stepped_by(optimizer)
         if not all(id(projection.alphas) in stepped for projection in projections):
             raise HeadError(

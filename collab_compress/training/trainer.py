@@ -42,15 +42,8 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
     """Mixin that makes a trainer act on the heads of its model; it comes before the trainer's class.
 
     Penalties are added to the loss that the trainer computes, so labels, label smoothing and custom loss functions
-    work as before. They are means over a batch, and over the passes and processes of a step. How the loss itself adds
-    up is set by `HeadTraining.loss_normalization`:
-
-    - `stock` (default): as in the plain trainer, bit for bit, so that a run differs from a plain one by its methods
-      alone. Where the model takes `num_items_in_batch`, losses of passes and processes are summed, as shares of one
-      mean. Many models take it and ignore it (regression, BERT's classifiers, Marian): their gradient grows with the
-      number of passes and processes, and a penalty weighs less beside it.
-    - `mean`: the mean over passes and processes of each batch's mean, so that a penalty weighs the same however a
-      step is divided. Tokens of a short batch weigh more. A custom loss function gets None for `num_items_in_batch`.
+    work as before. They are means over a batch, and over the passes and processes of a step;
+    `HeadTraining.loss_normalization` sets how the loss itself adds up.
 
     Logs hold each penalty, and `loss` is the sum. Checkpoints hold what a resumed run needs. Alphas are added to the
     model in the constructor, so that the optimizer gets them.

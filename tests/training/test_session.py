@@ -280,7 +280,7 @@ def test_a_session_that_cannot_open_leaves_nothing_behind(make_undropped):
     with pytest.raises(HeadError, match="t_max"):
         HeadSession(model, HeadTraining(alphas=AlphasOptions(frozen_ratio=0.5), rotation=rotation), optimizer)
     assert not any(getattr(module, "frozen", False) for module in model.modules())
-    with pytest.raises(HeadError, match="rotation moves the optimizer's state"):
+    with pytest.raises(HeadError, match="act on the optimizer's state; pass optimizer="):
         HeadSession(model, HeadTraining(rotation=RotationOptions("random", (0,))))
 
 
