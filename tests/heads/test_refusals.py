@@ -16,7 +16,7 @@ from collab_compress import (
     prune_heads_,
 )
 from collab_compress.analysis import dominant_heads, head_covariances
-from collab_compress.attention.install import head_hooks
+from collab_compress.attention.run import head_hooks
 from collab_compress.checkpoint import edits_of
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import (
