@@ -134,35 +134,15 @@ def _mean_over_queries(
     model = transformers_model(model)
     excluded = sorted(end_tokens(model) if exclude is None else exclude)
     across_processes = across_processes and distributed.is_initialized()
-    results: list[Any] = [None] * distributed.get_world_size() if across_processes else [None]
-    sums: dict[str, Tensor] = {}  # of each head, and the number of queries, (H + 1,)
+    results: list[Any] = [None] * (distributed.get_world_size() if across_processes else 1)
     try:
-        with Recorder(model, [part], kinds) as recorder, evaluation_mode(model):
-            for batch in batches:
-                if not sums:
-                    sums = {
-                        site.name: torch.zeros(site.heads + 1, dtype=torch.float64, device="cpu")
-                        for site in recorder.sites
-                    }
-                run_batch(model, as_batch(batch))
-                token_ids = _token_ids(model, batch) if excluded else {}
-                for record in recorder.take():
-                    query_ids, key_ids = token_ids.get(record.site.kind, (None, None))
-                    values = measure(record, key_ids, excluded)  # (B, T, H)
-                    shape, mask = values.shape[:2], record.masks.query
-                    counts = torch.ones(shape, dtype=torch.bool, device="cpu") if mask is None else mask
-                    hidden = _is_excluded(record, query_ids, tuple(shape), excluded)
-                    counts = counts if hidden is None else counts & ~hidden.to(counts.device)
-                    values = values[counts.to(values.device)]  # (N, H)
-                    sums[record.site.name][:-1] += values.cpu().double().sum(0)
-                    sums[record.site.name][-1] += len(values)
+        results[0] = _sum_over_queries(model, batches, part, measure, kinds, excluded)
     except Exception as error:
         if across_processes:
             distributed.all_gather_object(results, f"{type(error).__name__}: {error}")  # the others wait for it
         raise
-    results[0] = sums
     if across_processes:
-        distributed.all_gather_object(results, sums)
+        distributed.all_gather_object(results, results[0])
     for rank, message in enumerate(results):
         if isinstance(message, str):
             raise HeadError(f"process {rank} could not measure the importance of heads: {message}")
@@ -185,12 +165,37 @@ def _mean_over_queries(
     return means
 
 
-def end_tokens(model: PreTrainedModel, tokenizer: Any = None) -> set[int]:
-    """Return the ids of the tokens that end a sequence: those of the model's config, and of a tokenizer, if any.
+def _sum_over_queries(
+    model: PreTrainedModel,
+    batches: Iterable[Mapping[str, Tensor]],
+    part: Part,
+    measure: Measure,
+    kinds: Collection[Kind],
+    excluded: list[int],
+) -> dict[str, Tensor]:
+    """Return the sum of a measure for each head and the number of queries that count, (H + 1,), of each module."""
+    sums: dict[str, Tensor] = {}
+    with Recorder(model, [part], kinds) as recorder, evaluation_mode(model):
+        for batch in batches:
+            for site in recorder.sites:
+                sums.setdefault(site.name, torch.zeros(site.heads + 1, dtype=torch.float64, device="cpu"))
+            run_batch(model, as_batch(batch))
+            token_ids = _token_ids(model, batch) if excluded else {}
+            for record in recorder.take():
+                query_ids, key_ids = token_ids.get(record.site.kind, (None, None))
+                values = measure(record, key_ids, excluded)  # (B, T, H)
+                shape, mask = values.shape[:2], record.masks.query
+                counts = torch.ones(shape, dtype=torch.bool, device="cpu") if mask is None else mask
+                hidden = _is_excluded(record, query_ids, tuple(shape), excluded)
+                counts = counts if hidden is None else counts & ~hidden.to(counts.device)
+                values = values[counts.to(values.device)]  # (N, H)
+                sums[record.site.name][:-1] += values.cpu().double().sum(0)
+                sums[record.site.name][-1] += len(values)
+    return sums
 
-    Args:
-        tokenizer: or a processor that has one; others, as of images, have no such tokens.
-    """
+
+def end_tokens(model: PreTrainedModel, tokenizer: Any = None) -> set[int]:
+    """Return the ids of tokens that end a sequence: of the config, and of a tokenizer or a processor that has one."""
     of_config = getattr(model.config, "eos_token_id", None)  # some configs, as MobileBERT's, name none
     ends = {of_config} if isinstance(of_config, int | None) else set(of_config)
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)

@@ -48,8 +48,8 @@ def one_sample_at_a_time(model, batches, loss):
     return {name: value / count / (value / count).norm() for name, value in sums.items()}
 
 
-def slope(model, mask, masks, place, sample, loss, step=1e-4):
-    name, head = place
+def slope(model, mask, masks, which, sample, loss, step=1e-4):
+    name, head = which
 
     def at(change):
         changed = masks[name].clone()

@@ -79,12 +79,12 @@ def test_gradients_of_masks_are_those_of_finite_differences(family, form, make_t
             return hidden(model, batch)[:, 0].square().sum()
 
         actual = torch.autograd.grad(loss(masks[name]), masks[name])[0]
-        for place in [(0, 0), (2, 1)]:
+        for index in [(0, 0), (2, 1)]:
             step = torch.zeros_like(masks[name])
-            step[place] = 1e-5
+            step[index] = 1e-5
             with torch.no_grad():
                 slope = (loss(masks[name] + step) - loss(masks[name] - step)) / 2e-5
-            torch.testing.assert_close(actual[place], slope, atol=1e-6, rtol=1e-4)
+            torch.testing.assert_close(actual[index], slope, atol=1e-6, rtol=1e-4)
 
 
 def test_setting_replaces_all_masks(make_tiny, batch):

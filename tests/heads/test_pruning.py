@@ -31,7 +31,7 @@ FIRST, SECOND = "encoder.layer.0.attention.self", "encoder.layer.1.attention.sel
 def some_heads(model):
     """Return one or two of three heads in every module but the second, which keeps all."""
     names = [site.name for site in find_attention(model)]
-    return {name: [{1}, {}, {0, 2}, {2}, {0}, {0, 1}][place % 6] for place, name in enumerate(names)}
+    return {name: [{1}, {}, {0, 2}, {2}, {0}, {0, 1}][index % 6] for index, name in enumerate(names)}
 
 
 def masked(model, heads, batch):
@@ -84,8 +84,8 @@ def test_twice_counts_the_heads_that_are_left(family, form, make_tiny, batch):
 @pytest.mark.parametrize(("family", "form"), [("bert", "both"), ("albert", "dense"), ("marian", "both")])
 def test_frozenness_dtype_and_training_mode_are_kept(family, form, make_tiny):
     model = converted(make_tiny, family, form).to(torch.bfloat16).train()
-    for place, parameter in enumerate(model.parameters()):
-        parameter.requires_grad_(place % 3 == 0)
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 3 == 0)
     frozen = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     edits = edits_of(model)
     for nothing in ({}, {find_attention(model)[0].name: []}):

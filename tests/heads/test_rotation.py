@@ -298,7 +298,7 @@ def _replica(rank, batches):
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_processes_measure_together():
-    texts = [{"input_ids": torch.arange(5, 21).view(2, 8) + 20 * place} for place in range(2)]
+    texts = [{"input_ids": torch.arange(5, 21).view(2, 8) + 20 * process} for process in range(2)]
     texts.append({"input_ids": texts[0]["input_ids"].flip(0, 1)})
     alone = [_replica(0, [batches]) for batches in (texts, texts[:1], texts[1:])]
     together = run_both(_replica, [texts[:1], texts[1:]])
