@@ -3,6 +3,7 @@
 Nothing large is imported here, so that a command can print its help at once.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
 from numbers import Integral, Real
@@ -52,6 +53,20 @@ def check_counts(options: Any, error: type[Exception], *names: str, least: int =
         if count > most:
             raise error(f"{name} is {count}; expected at most {most:,}")
         object.__setattr__(options, name, count)
+
+
+def check_known(what: str, name: str, known: Iterable[str]) -> None:
+    """Raise a HeadError unless a name is one of those that are known."""
+    if name not in (names := sorted(known)):
+        raise HeadError(f"unknown {what} {name!r}; expected one of {', '.join(names)}")
+
+
+def check_kinds(what: str, kinds: tuple[Kind, ...]) -> None:
+    """Raise a HeadError unless these are kinds of attention, each once."""
+    if isinstance(kinds, str) or not kinds or len(set(kinds)) < len(kinds):
+        raise HeadError(f"{what}: kinds are {kinds!r}; expected some of {', '.join(KINDS)}, each once")
+    for kind in kinds:
+        check_known(f"kind of attention for {what}", kind, KINDS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError, UnsupportedModelError
 from collab_compress.factorization import HeadTensor, Moments
 from collab_compress.factorization.factors import singular_channels
-from collab_compress.factorization.least_squares import BLOCK, ResidualMoments, choice_moments, eliminate
+from collab_compress.factorization.least_squares import BLOCK_NEURONS, ResidualMoments, choice_moments, eliminate
 from collab_compress.factorization.moments import Weighting, damp
 from collab_compress.factorization.narrowing import MIN_VARIANCE_SHARE, explained_energy
 from collab_compress.options import Compression
@@ -365,7 +365,7 @@ def _neuron_losses(layer: nn.Linear | Conv1D, linear: ResidualLinear, moments: R
         moments.device, torch.float64
     )
     chosen = choice_moments(moments, weight, linear.gain, DAMPINGS[0], layer.bias is not None)
-    losses = eliminate(*chosen, block=max(1, min(BLOCK, len(weight) // MIN_RANKINGS))).losses.cpu()
+    losses = eliminate(*chosen, block=max(1, min(BLOCK_NEURONS, len(weight) // MIN_RANKINGS))).losses.cpu()
     kept = torch.arange(len(losses))
     return losses * (moments.count + kept) / (moments.count - kept).clamp(min=1)
 

@@ -120,7 +120,7 @@ class _Descent:
     ) -> None:
         self.channels, self.rank, self.progress = channels, rank, progress
         self.limit, self.planned = (MAX_ITERATIONS, ITERATIONS) if sweeps is None else (sweeps, sweeps)
-        self.point = self._selection(values, choose_channels(values, rank))
+        self.point = self._select(values, choose_channels(values, rank))
         self.unit = float(self.point.grams[0].diagonal().min()) ** (4 / 3)
         self.best: Step = self.point
         self.lowest = self.point.relative_error(channels)
@@ -130,7 +130,7 @@ class _Descent:
         self.is_stuck = False  # whether a system could not be solved by any shift
         self.reads: Tensor | None = None  # components that each head reads, (H, k); None for all
 
-    def _selection(self, values: Tensor, chosen: Tensor) -> Point:
+    def _select(self, values: Tensor, chosen: Tensor) -> Point:
         """Return the point whose components are single channels of the heads."""
         coefficients, mixing = one_hot(chosen, values, self.rank)
         return Point.at(Step.of(self.channels, coefficients, mixing, coefficients))
@@ -169,7 +169,7 @@ class _Descent:
             self.best,
             [round(rank * (reads / rank) ** (step / THINNING_STEPS)) for step in range(1, THINNING_STEPS + 1)],
         )
-        separate = self._selection(values, choose_channels(values, min(rank, len(values) * reads), equal=True))
+        separate = self._select(values, choose_channels(values, min(rank, len(values) * reads), equal=True))
         if separate.relative_error(self.channels) < self.lowest:
             self._restrict(separate, [reads])
 

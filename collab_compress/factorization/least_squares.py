@@ -24,7 +24,7 @@ from collab_compress.devices import float64_device
 from collab_compress.factorization.moments import Moments, cholesky
 
 STRIP_COLUMNS = 512  # columns of a symmetric product that are computed together, from the diagonal on
-BLOCK = 64  # neurons that are eliminated between two rankings
+BLOCK_NEURONS = 64  # neurons that are eliminated between two rankings
 
 
 class ResidualMoments:
@@ -146,7 +146,7 @@ def choice_moments(
     return damped_(second, damping), wanted
 
 
-def choose_neurons(second: Tensor, crossed: Tensor, count: int, block: int = BLOCK) -> Tensor:
+def choose_neurons(second: Tensor, crossed: Tensor, count: int, block: int = BLOCK_NEURONS) -> Tensor:
     """Return the indices of the neurons to keep, in ascending order, (count,); as `eliminate`."""
     order = eliminate(second, crossed, count, block).order
     return order[len(order) - count :].sort().values
@@ -161,7 +161,7 @@ class Elimination(NamedTuple):
     )
 
 
-def eliminate(second: Tensor, crossed: Tensor, least: int = 0, block: int = BLOCK) -> Elimination:
+def eliminate(second: Tensor, crossed: Tensor, least: int = 0, block: int = BLOCK_NEURONS) -> Elimination:
     """Eliminate all but `least` neurons, in blocks, those first without which the squared error rises least.
 
     Takes damped moments E[a aᵀ] (N, N) of all activations, and E[a tᵀ] (N, D) with the outputs wanted. Losses are

@@ -157,10 +157,10 @@ def alphas_of(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> dict[s
                 [0., 1., 0.],
                 [0., 0., 1.]])
     """
-    return {site.name: projection.alphas for site, projection in mixed_projections(model, kinds)}
+    return {site.name: projection.alphas for site, projection in find_mixed_projections(model, kinds)}
 
 
-def mixed_projections(
+def find_mixed_projections(
     model: PreTrainedModel, kinds: Collection[Kind] = KINDS
 ) -> list[tuple[AttentionSite, MixedProjection]]:
     """List the attention modules whose heads are mixed, each with its mixing output projection."""
@@ -195,7 +195,7 @@ def merge_alphas_(model: PreTrainedModel) -> None:
     """
     model = transformers_model(model)
     refuse_unwritable(model, "merge_alphas_")
-    mixed = {site.path(site.paths.output): projection for site, projection in mixed_projections(model)}
+    mixed = {site.path(site.paths.output): projection for site, projection in find_mixed_projections(model)}
     if not mixed:
         raise HeadError(f"{type(model).__name__} has no alphas to merge; mix_heads_(model) adds them")
     merged: list[tuple[nn.Parameter, Tensor]] = []  # weights, and what replaces their data

@@ -246,13 +246,13 @@ def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -
     edit = PrunedEdit({path_in_base(model, site.module): _keep(site, heads, shared) for site, heads in chosen})
     kept = {site.name: edit.modules[path_in_base(model, site.module)].kept for site, _ in chosen}
 
-    def renumbered(layer: int, name: str, head: int) -> tuple[int, int] | None:
+    def renumber(layer: int, name: str, head: int) -> tuple[int, int] | None:
         if name not in kept:
             return layer, head
         return (layer, kept[name].index(head)) if head in kept[name] else None
 
     with all_or_nothing(model):
-        note = renumber_alignment_heads_(model, renumbered)
+        note = renumber_alignment_heads_(model, renumber)
         edit.apply_(model)
         record_edit_(model, edit)
     if note:
@@ -260,17 +260,17 @@ def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -
 
 
 def renumber_alignment_heads_(
-    model: PreTrainedModel, renumbered: Callable[[int, str, int], tuple[int, int] | None]
+    model: PreTrainedModel, renumber: Callable[[int, str, int], tuple[int, int] | None]
 ) -> str:
     """Renumber the cross-attention heads that generation settings name (Whisper), in place; return a note or "".
 
-    `renumbered` maps the number of a layer, the path of its cross-attention and the number of a head to new numbers.
+    `renumber` maps the number of a layer, the path of its cross-attention and the number of a head to new numbers.
     """
     before = getattr(getattr(model, "generation_config", None), "alignment_heads", None)
     if not before:
         return ""
     crossing = dict(enumerate(site.name for site in find_attention(model) if site.kind == "cross"))
-    moved = [renumbered(layer, crossing[layer], head) for layer, head in before if layer in crossing]
+    moved = [renumber(layer, crossing[layer], head) for layer, head in before if layer in crossing]
     after = [list(pair) for pair in moved if pair is not None]
     model.generation_config = copy.deepcopy(model.generation_config)
     if after:
@@ -316,7 +316,7 @@ def _keep(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
             raise HeadError(f"{site.name}: {reason}")
     qk, ov = maps_of(site.module)
     for path in (family.paths.query, family.paths.key):
-        _linear(site, path, shared)
+        _read_linear(site, path, shared)
     if qk is not None:
         try:
             qk.config.without(kept).check_room(family)
@@ -324,8 +324,8 @@ def _keep(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
             raise HeadError(
                 f"{site.name} cannot work with {len(kept)} heads: {error}; or remove fewer heads"
             ) from error
-    value = _linear(site, family.paths.value, shared)
-    output = _linear(site, family.paths.output, shared)
+    value = _read_linear(site, family.paths.value, shared)
+    output = _read_linear(site, family.paths.output, shared)
     if width_in(output) != value.out_features:
         raise HeadError(
             f"{site.name}: values are {value.out_features} wide and the output projection reads "
@@ -336,7 +336,7 @@ def _keep(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
     return KeptHeads(kept, site.heads, site.head_width, value_width, **paths)
 
 
-def _linear(site: AttentionSite, path: str, shared: Collection[int]) -> nn.Linear | FusedSlice:
+def _read_linear(site: AttentionSite, path: str, shared: Collection[int]) -> nn.Linear | FusedSlice:
     """Return a projection, or raise unless it is a plain one, in memory, and not shared with another module."""
     where = site.path(path)
     projection: nn.Linear | FusedSlice = fused_slice(site.module, site.family, path) or site.part(path)

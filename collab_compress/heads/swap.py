@@ -115,9 +115,9 @@ def swap_heads_(model: nn.Module, pairs: Sequence[Pair], optimizer: Optimizer | 
         >>> torch.equal(model.encoder.layer[1].attention.self.value.weight[16:], before)
         True
     """
-    matched = matched_blocks(model, pairs)
+    matched = match_blocks(model, pairs)
     check_optimizer(optimizer, [block for blocks in matched for block in blocks])
-    state = {} if optimizer is None else inner_optimizer(optimizer).state
+    state = {} if optimizer is None else unwrap_optimizer(optimizer).state
     with torch.no_grad():
         swaps: list[tuple[HeadBlock, Tensor, HeadBlock, Tensor]] = []
         for one, other in matched:
@@ -156,7 +156,7 @@ def as_pairs(pairs: Any) -> tuple[Pair, ...]:
         raise HeadError(f"pairs are {pairs!r}; expected ((module, head), (module, head)) for each") from error
 
 
-def matched_blocks(model: nn.Module, pairs: Sequence[Pair]) -> list[Matched]:
+def match_blocks(model: nn.Module, pairs: Sequence[Pair]) -> list[Matched]:
     """Return the matched parameter slices of paired heads, or raise a HeadError if they cannot be swapped."""
     reshard_(model)
     sites = {site.name: site for site in find_attention(model)}
@@ -200,7 +200,7 @@ def match_heads(one: AttentionSite, i: int, other: AttentionSite, j: int) -> lis
     return list(zip(blocks, other_blocks, strict=True))
 
 
-def inner_optimizer(optimizer: Optimizer | None) -> Any:
+def unwrap_optimizer(optimizer: Optimizer | None) -> Any:
     """Return the optimizer itself, without Accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
@@ -214,7 +214,7 @@ def check_optimizer(optimizer: Optimizer | None, blocks: Sequence[HeadBlock]) ->
     """Raise a HeadError if an optimizer does not step the parameters of heads, so that it would undo a swap."""
     if optimizer is None:
         return
-    inner = inner_optimizer(optimizer)
+    inner = unwrap_optimizer(optimizer)
     if type(inner).__name__ == "ZeroRedundancyOptimizer":
         raise HeadError("ZeroRedundancyOptimizer keeps its state in other processes; shard by FSDP2 instead")
     stepped = stepped_by(optimizer)

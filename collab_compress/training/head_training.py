@@ -1,7 +1,7 @@
 """Options of the methods that act on heads during training, their schedules, and the table of losses over heads."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -14,6 +14,7 @@ from collab_compress.architectures import KINDS, Kind, find_attention
 from collab_compress.errors import HeadError, check_number
 from collab_compress.heads import Part, Recorder, RotationOptions
 from collab_compress.losses import agreement, agreement_probs, bhattacharyya, hsic, orthogonality
+from collab_compress.options import check_kinds, check_known
 
 Schedule = Callable[[float, float], float]
 
@@ -65,8 +66,8 @@ class DropHeadOptions:
 
     def __post_init__(self) -> None:
         check_number("DropHead's p", self.p, 0, below=1)
-        _known("schedule", self.schedule, SCHEDULES)
-        _known_kinds("DropHead", self.kinds)
+        check_known("schedule", self.schedule, SCHEDULES)
+        check_kinds("DropHead", self.kinds)
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,11 @@ class PenaltyOptions:
     """Kinds of attention: encoder, decoder, cross; the paper's choice if not given."""
 
     def __post_init__(self) -> None:
-        _known("loss", self.name, LOSSES)
-        _known("schedule", self.schedule, SCHEDULES)
+        check_known("loss", self.name, LOSSES)
+        check_known("schedule", self.schedule, SCHEDULES)
         check_number(f"the weight of {self.name}", self.strength, 0)
         if self.kinds is not None:
-            _known_kinds(f"penalty {self.name}", self.kinds)
+            check_kinds(f"penalty {self.name}", self.kinds)
 
     @property
     def acts_on(self) -> tuple[Kind, ...]:
@@ -138,8 +139,8 @@ class AlphasOptions:
         check_number("frozen_ratio of alphas", self.frozen_ratio, 0, 1)
         check_number("growth_weight of alphas", self.growth_weight, 0)
         check_number("growth of alphas", self.growth, 0)
-        _known("growth_beside", self.growth_beside, ("mean", "sum"))
-        _known_kinds("alphas", self.kinds)
+        check_known("growth_beside", self.growth_beside, ("mean", "sum"))
+        check_kinds("alphas", self.kinds)
 
 
 @dataclass(frozen=True)
@@ -179,14 +180,12 @@ class HeadTraining:
             if not isinstance(methods, tuple | list) or not all(isinstance(method, member) for method in methods):
                 raise HeadError(f"{name} is {methods!r}; expected a tuple, as in {name}=({member.__name__}(…),)")
             object.__setattr__(self, name, tuple(methods))  # lists come from JSON and YAML
-        kinds = [kind for options in self.drophead for kind in options.kinds]
-        if len(set(kinds)) < len(kinds):
-            raise HeadError(f"DropHead acts on {', '.join(kinds)} attention; give each kind once")
-        losses = Counter((options.name, kind) for options in self.penalties for kind in options.acts_on)
-        for (name, kind), count in losses.items():
+        acts = Counter(("DropHead", kind) for options in self.drophead for kind in options.kinds)
+        acts.update((f"penalty {options.name}", kind) for options in self.penalties for kind in options.acts_on)
+        for (name, kind), count in acts.items():
             if count > 1:
-                raise HeadError(f"penalty {name} acts {count} times on {kind} attention; give each kind once")
-        _known("loss normalization", self.loss_normalization, ("stock", "mean"))
+                raise HeadError(f"{name} acts {count} times on {kind} attention; give each kind once")
+        check_known("loss normalization", self.loss_normalization, ("stock", "mean"))
 
     @property
     def acts(self) -> bool:
@@ -210,19 +209,6 @@ SCHEDULES: dict[str, Schedule] = {
         1 - progress / warmup if progress < warmup else (progress - warmup) / (1 - warmup)
     ),
 }
-
-
-def _known(what: str, name: str, table: Iterable[str]) -> None:
-    known = sorted(table)
-    if name not in known:
-        raise HeadError(f"unknown {what} {name!r}; expected one of {', '.join(known)}")
-
-
-def _known_kinds(what: str, kinds: tuple[Kind, ...]) -> None:
-    if isinstance(kinds, str) or not kinds or len(set(kinds)) < len(kinds):
-        raise HeadError(f"{what}: kinds are {kinds!r}; expected some of {', '.join(KINDS)}, each once")
-    for kind in kinds:
-        _known(f"kind of attention for {what}", kind, KINDS)
 
 
 class HeadLosses(Recorder):

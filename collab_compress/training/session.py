@@ -16,9 +16,9 @@ from collab_compress.architectures import KINDS, transformers_model
 from collab_compress.checkpoint import models_in
 from collab_compress.errors import HeadError, check_number
 from collab_compress.heads import DropHead, Rotator
-from collab_compress.heads.alphas import MixedProjection, mixed_projections
+from collab_compress.heads.alphas import MixedProjection, find_mixed_projections
 from collab_compress.heads.sharding import full_tensor, refuse_split, reshard_
-from collab_compress.heads.swap import inner_optimizer, stepped_by
+from collab_compress.heads.swap import stepped_by, unwrap_optimizer
 from collab_compress.losses import nuclear_growth
 from collab_compress.training.head_training import (
     LOSSES,
@@ -99,7 +99,7 @@ class HeadSession:
         self._warned: set[str] = set()
         self._device = next(model.parameters()).device
         self._closed = False
-        of_deepspeed = any("deepspeed" in type(part).__module__ for part in (optimizer, inner_optimizer(optimizer)))
+        of_deepspeed = any("deepspeed" in type(part).__module__ for part in (optimizer, unwrap_optimizer(optimizer)))
         if training.acts and (of_deepspeed or any(hasattr(weight, "ds_id") for weight in model.parameters())):
             raise HeadError(
                 "DeepSpeed is not supported: ZeRO steps copies of the weights, or splits them across head "
@@ -120,7 +120,7 @@ class HeadSession:
                 self._rotator = Rotator(model, training.rotation, tokenizer)
                 self._rotator.check(optimizer)
             if training.alphas is not None and optimizer is not None:
-                mixed = [projection for _, projection in mixed_projections(model, training.alphas.kinds)]
+                mixed = [projection for _, projection in find_mixed_projections(model, training.alphas.kinds)]
                 self._alphas = AlphasTraining(mixed, training.alphas, optimizer)
             if training.penalties:
                 losses = {name: (options.name, options.acts_on) for name, options in self._penalties.items()}
@@ -297,7 +297,7 @@ class AlphasTraining:
             )
         self.projections, self.options = projections, options
         self._frozen = False
-        inner = inner_optimizer(optimizer)
+        inner = unwrap_optimizer(optimizer)
         new = [p.alphas for p in projections if isinstance(p.alphas, DTensor) and p.alphas not in inner.state]
         if new:
             _init_state_(inner, new)

@@ -276,7 +276,7 @@ def refusals_process(rank, model, batch, folder):
     refused("keeps its state in other processes; shard by FSDP2", swap_heads_, model, PAIR, zero)
 
     rotator = Rotator(model, RotationOptions("hard", (0,)))
-    message = "process 1 could not measure the importance of heads: TypeError" if rank == 0 else ""
+    message = "process 1 could not measure the importance of heads: TypeError" if rank == 0 else "int"
     refused(message, rotator.epoch, 0, batches=[batch] if rank == 0 else 3)
     assert rotator.history == []
 
