@@ -8,6 +8,7 @@ import torch
 from transformers import BertForSequenceClassification, MarianMTModel
 
 from collab_compress import Compression, compress
+from collab_compress.attention import run
 from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.heads import Recorder, RotationOptions, alphas_of, mix_heads_
 from collab_compress.training import LOSSES, AlphasOptions, DropHeadOptions, HeadSession, HeadTraining, PenaltyOptions
@@ -163,13 +164,13 @@ def test_a_penalty_of_weight_0_is_measured_and_does_not_touch_the_loss(make_undr
 def test_probabilities_are_computed_only_where_penalties_act(mode, make_undropped, batch, monkeypatch):
     """Evaluation runs the fused attention of the stock model."""
     model = make_undropped("bert").train(mode == "training")
-    calls, fused = [], torch.nn.functional.scaled_dot_product_attention
+    calls, fused = [], run.scaled_dot_product_attention
 
     def counted(*args, **kwargs):
         calls.append(1)
         return fused(*args, **kwargs)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    monkeypatch.setattr(run, "scaled_dot_product_attention", counted)
     with HeadSession(model, HeadTraining(penalties=(PenaltyOptions("bhattacharyya", 1.0),))):
         model(**batch)
     assert len(calls) == (0 if mode == "training" else 2)
