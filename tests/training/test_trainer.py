@@ -304,7 +304,7 @@ def test_with_nothing_on_it_is_the_stock_trainer(task, loss_from, make_tiny, tmp
 @pytest.mark.parametrize("task", [regression, translation])
 def test_a_stock_loss_adds_up_and_the_penalty_does_not(task, make_tiny, set_dropout_, tmp_path):
     """The loss of a model that ignores `num_items_in_batch` counts once for each pass, a penalty is their mean."""
-    stock = dataclasses.replace(PENALTIES, loss_normalization="stock")
+    stock = HeadTraining(penalties=PENALTIES.penalties)  # the default
     model, data = task(make_tiny, set_dropout_)
     other, _ = task(make_tiny, set_dropout_)
     trainer_of(model, tmp_path, stock, data[:2] * 4, **ONE_STEP, size=2, passes=4).train()
