@@ -37,7 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 from collab_compress import Compression, Solver, compress
 from collab_compress.factorization import Factors, HeadTensor
 from collab_compress.factorization.als import als
-from collab_compress.factorization.parafac import SWEEPS, TOLERANCE
+from collab_compress.factorization.parafac import MAX_ITERATIONS, MIN_GAIN
 
 Heads = tuple[Tensor, Tensor]  # queries and keys, (H, D, d) each
 RUNS = 5
@@ -73,13 +73,13 @@ def gaussian_heads(heads: int = 12, width: int = 768, head_width: int = 64) -> H
     return query, key
 
 
-def run_parafac(heads: Heads, rank: int, sweeps: int = SWEEPS) -> dict[str, Any]:
+def run_parafac(heads: Heads, rank: int, sweeps: int = MAX_ITERATIONS) -> dict[str, Any]:
     """Run parafac on the dense tensor; compute its error in float64."""
     import tensorly
     from tensorly.decomposition import parafac
 
     tensor = HeadTensor(*(part.float() for part in heads)).dense()
-    options = {"n_iter_max": sweeps, "init": "random", "tol": TOLERANCE, "random_state": 0}
+    options = {"n_iter_max": sweeps, "init": "random", "tol": MIN_GAIN, "random_state": 0}
     with tensorly.backend_context("pytorch"):
         start = perf_counter()
         weights, (mixing, query, key) = parafac(tensor, rank, **options)

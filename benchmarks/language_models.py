@@ -124,7 +124,7 @@ def shared(
 
 def equal(dense: PreTrainedModel, share: float, values: bool, batches: Batches) -> PreTrainedModel:
     """Convert a copy with equally many channels for each frequency, which the library does not offer."""
-    with patch.object(rotary, "allocated", equally):
+    with patch.object(rotary, "allocate_channels", equally):
         return shared(dense, share, values, batches)
 
 

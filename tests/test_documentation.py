@@ -169,7 +169,7 @@ def test_snippets_run(
     for source in folder.iterdir():
         (tmp_path / source.name).symlink_to(source.resolve())
     monkeypatch.chdir(tmp_path)
-    for name in ("SWEEPS", "MOST_SWEEPS"):
+    for name in ("ITERATIONS", "MAX_ITERATIONS"):
         monkeypatch.setattr(f"collab_compress.factorization.als.{name}", 5)
     monkeypatch.setattr("collab_compress.analysis.module_latency", partial(module_latency, rounds=2))
     for name in ("my-classifier-128", "my-whisper-1024"):
@@ -330,7 +330,7 @@ for command, *words in json.loads(sys.argv[2]):
         start.parsed(command)
         import collab_compress.factorization.als as als
         from collab_compress.calibration import builtin
-        als.SWEEPS = als.MOST_SWEEPS = 2
+        als.ITERATIONS = als.MAX_ITERATIONS = 2
         lines = builtin._lines
         builtin._lines = lambda name: lines(name)[::share]
     print("$", command, *words, flush=True)

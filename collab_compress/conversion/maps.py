@@ -236,7 +236,7 @@ class HeadWeights(HeadHooks):
     def __init__(self, sites: Sequence[AttentionSite]) -> None:
         self._tokens = {site.name: 0 for site in sites}
         self._squares = {site.name: torch.zeros(site.heads, dtype=torch.float64, device="cpu") for site in sites}
-        self._add(sites)
+        super().__init__(sites)
 
     def act(self, site: AttentionSite, outputs: Tensor, call: HeadCall) -> Tensor:
         """Add w² of one call of a module."""

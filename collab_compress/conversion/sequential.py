@@ -59,7 +59,7 @@ from collab_compress.conversion.residual import ResidualLinear, stream_of
 from collab_compress.devices import float64_device
 from collab_compress.errors import CalibrationError, CollabCompressError, CompressionError, UnsupportedModelError
 from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, choose_neurons, fit
-from collab_compress.factorization.narrowing import CONSTANT
+from collab_compress.factorization.narrowing import MIN_VARIANCE_SHARE
 
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # shares of the inputs' mean variance; held-back data choose one
 ROUNDING = 1e-5  # relative error of the residual stream that is rounding alone
@@ -376,7 +376,7 @@ def stream_variance(models: Pair, data: LayerData, linear: ResidualLinear) -> fl
             squares += float(stream.square().sum())
             count += len(stream)
     variance = squares / count - float((total / count).square().sum())
-    return variance if variance > CONSTANT * squares / count else 0.0
+    return variance if variance > MIN_VARIANCE_SHARE * squares / count else 0.0
 
 
 # Refits.
@@ -478,7 +478,7 @@ def solve(
             f"{linear.name} saw no token of the sequences held back, which are padding alone; pass more data"
         )
     weight = module.weight.detach() if isinstance(module, Conv1D) else module.weight.detach().mT  # (N, D)
-    exact = weight.to(used.place, torch.float64)
+    exact = weight.to(used.device, torch.float64)
     before, scale = held_back.squared / held_back.count, max(sums.spread / held_back.count, 1e-30)
     kept, best = None, before
     if neurons is not None:

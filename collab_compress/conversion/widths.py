@@ -34,9 +34,9 @@ from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError, UnsupportedModelError
 from collab_compress.factorization import HeadTensor, Moments
 from collab_compress.factorization.factors import singular_channels
-from collab_compress.factorization.least_squares import BLOCK, ResidualMoments, choice_moments, eliminate
+from collab_compress.factorization.least_squares import BLOCK_NEURONS, ResidualMoments, choice_moments, eliminate
 from collab_compress.factorization.moments import Weighting, damp
-from collab_compress.factorization.narrowing import CONSTANT, captured
+from collab_compress.factorization.narrowing import MIN_VARIANCE_SHARE, explained_energy
 from collab_compress.options import Compression
 
 NEURON_MULTIPLE = 32  # of neurons in wide blocks: products of odd widths take longer
@@ -349,10 +349,10 @@ def _value_losses(site: ValueSite, moments: Moments, linear: ResidualLinear) -> 
     output = site.output
     group = site.heads // site.key_value_heads
     joint = moments.covariance() if output.bias is not None else moments.second
-    if float(joint.trace()) <= CONSTANT * float(moments.second.trace()):  # the output's bias takes over all
+    if float(joint.trace()) <= MIN_VARIANCE_SHARE * float(moments.second.trace()):  # the output's bias takes over all
         return torch.zeros(site.key_value_width + 1, dtype=torch.float64)
     heads = [head * linear.gain.to(head) for head in site.output_heads().to(joint)]
-    _, contributions = captured(damp(joint, DAMPING), heads, group)
+    _, contributions = explained_energy(damp(joint, DAMPING), heads, group)
     return _lost(contributions, site.key_value_width)
 
 
@@ -362,10 +362,10 @@ def _neuron_losses(layer: nn.Linear | Conv1D, linear: ResidualLinear, moments: R
     What a fit of k weights to n vectors leaves of these is (n − k) / (n + k) of what it leaves of others.
     """
     weight = (layer.weight.detach() if isinstance(layer, Conv1D) else layer.weight.detach().mT).to(
-        moments.place, torch.float64
+        moments.device, torch.float64
     )
     chosen = choice_moments(moments, weight, linear.gain, DAMPINGS[0], layer.bias is not None)
-    losses = eliminate(*chosen, block=max(1, min(BLOCK, len(weight) // MIN_RANKINGS))).losses.cpu()
+    losses = eliminate(*chosen, block=max(1, min(BLOCK_NEURONS, len(weight) // MIN_RANKINGS))).losses.cpu()
     kept = torch.arange(len(losses))
     return losses * (moments.count + kept) / (moments.count - kept).clamp(min=1)
 
