@@ -46,7 +46,6 @@ __all__ = [
     "FromScratch",
     "HeadMask",
     "OutputError",
-    "Output error",
     "PartReport",
     "Report",
     "Solver",
