@@ -6,18 +6,7 @@ import pytest
 import torch
 from tiny_families import ROTARY, make_rotary
 from tiny_families import ROTARY_SIZES as SIZES
-from transformers import (
-    EsmConfig,
-    EsmModel,
-    GemmaConfig,
-    GemmaModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-)
+from transformers import EsmConfig, EsmModel, GemmaConfig, GemmaModel, LlamaForCausalLM
 
 from collab_compress import Compression, FromScratch, Solver, compress, expand, from_config
 from collab_compress.analysis import part_costs
@@ -31,36 +20,21 @@ from collab_compress.transformers_parts import CACHE_NAME
 
 DISTINCT = ["cohere", "ernie4_5", "esm", "glm4", "gpt_neox", "granite", "helium", "jina_embeddings_v3", "llama"]
 DISTINCT += ["mixtral", "modernbert", "nemotron", "nomic_bert", "phi", "phimoe", "qwen2", "smollm3"]
-MODELS = {
-    "esm": lambda: EsmModel(
-        EsmConfig(**SIZES, position_embedding_type="rotary", mask_token_id=4, token_dropout=False)
-    ),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "llama-grouped": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2)),
-    "mistral-grouped": lambda: MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=4)),
-    "phi": lambda: PhiForCausalLM(PhiConfig(**SIZES)),
-    "phi-grouped": lambda: PhiForCausalLM(PhiConfig(**SIZES, num_key_value_heads=2)),
-}
-
-
-@pytest.fixture(scope="module")
-def models():
-    made = {}
-    for name, make in MODELS.items():
-        torch.manual_seed(0)
-        made[name] = make().eval()
-        with torch.no_grad():
-            for path, parameter in made[name].named_parameters():
-                if path.endswith((".query.bias", ".key.bias", "q_proj.bias", "k_proj.bias")):
-                    parameter.normal_(std=0.5)
-                if path.endswith((".key.weight", "k_proj.weight")):  # frequencies differ in what they are worth
-                    parameter.view(-1, 8, 32)[:, [0, 4]] *= 3
-    return made
 
 
 @pytest.fixture
-def model(models):
-    return lambda name: copy.deepcopy(models[name])
+def model():
+    """Return what makes a model by name, such as "llama" or "llama-grouped"."""
+
+    def make(name):
+        made = make_rotary(name.removesuffix("-grouped"), grouped=name.endswith("-grouped"))
+        with torch.no_grad():
+            for path, parameter in made.named_parameters():
+                if path.endswith((".key.weight", "k_proj.weight")):  # frequencies differ in what they are worth
+                    parameter.view(-1, 8, 32)[:, [0, 4]] *= 3
+        return made
+
+    return make
 
 
 def batch(seed=0, length=9):
@@ -294,7 +268,7 @@ def test_fewer_channels_are_saved_trained_and_generated_with(name, tmp_path, loa
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_untrained_models_start_with_shared_heads(mixed, tmp_path, load_cleanly, caplog):
-    config = MODELS["llama-grouped"]().config
+    config = make_rotary("llama").config
     made = from_config(config, FromScratch(dk=8), LlamaForCausalLM).eval()
     shared = [module for module in made.modules() if hasattr(module, "score_form")]
     assert {module.score_form.kind for module in shared} == {"rotary"}

@@ -430,18 +430,20 @@ ROTARY = sorted(name for name, family in FAMILIES.items() if family.rotary and n
 KEEPING = sorted(name for name, family in FAMILIES.items() if family.limits.no_dk)
 
 
-def make_rotary(name: str) -> PreTrainedModel:
-    """Return a random rotary model with a head that generates, and grouped queries where possible.
+def make_rotary(name: str, grouped: bool = True) -> PreTrainedModel:
+    """Return a random rotary model with a head that generates, and grouped queries where possible and wanted.
 
     Like those of `build`, it is in evaluation mode, and its biases are not zero.
     """
     skip_older(name)
     torch.manual_seed(0)
-    groups = {"num_key_value_heads": 2} if FAMILIES[name].paths.key_value_heads else {}
+    groups = {"num_key_value_heads": 2} if grouped and FAMILIES[name].paths.key_value_heads else {}
     width = {} if name in ("esm", "gpt_neox", "modernbert") else {"head_dim": 8}
     others = (EXPERTS if name in WITH_EXPERTS else {}) | (LAYER_KINDS if name in WITH_LAYER_KINDS else {})
     if name == "esm":
         others = {"position_embedding_type": "rotary", "mask_token_id": 4, "token_dropout": False}
+    if name == "mistral":
+        others = {"sliding_window": 4}
     if name == "smollm3":
         others = {"no_rope_layers": [1, 0]}
     config = CONFIG_MAPPING[name](**ROTARY_SIZES, **groups, **width, **others)
