@@ -13,6 +13,7 @@ import torch
 from accelerate import cpu_offload, dispatch_model, infer_auto_device_map
 from collab_compress_cli.arguments import Conversion, Saving
 from collab_compress_cli.compress import Arguments, run
+from forms import outputs
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from torch import nn
 from transformers import (
@@ -150,11 +151,6 @@ def test_half_precision(converted, minilm_tokenizer, dtype, implementation, tmp_
     again = AutoModel.from_pretrained(tmp_path, dtype="auto", attn_implementation=implementation)
     assert again.dtype == dtype
     assert torch.equal(embeddings(again, minilm_tokenizer), halved)
-
-
-def outputs(model, batch):
-    with torch.no_grad():
-        return model(**batch)[0]
 
 
 @pytest.fixture

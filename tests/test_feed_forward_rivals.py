@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forms import outputs
 from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForSequenceClassification, BertModel, MPNetModel
 
@@ -46,11 +47,6 @@ def batches():
         mask[:4, 7:] = 0
         result.append({"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)})
     return result
-
-
-def outputs(model, batch):
-    with torch.no_grad():
-        return model(**batch)[0]
 
 
 def labels(batch, step=0):

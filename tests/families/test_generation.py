@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from tiny_families import TINIES, build, inputs, run
+from tiny_families import TINIES, WAYS, build, generated, inputs, run
 from transformers import OPTConfig, OPTModel, StaticCache
 
 from collab_compress import (
@@ -24,21 +24,6 @@ from collab_compress.architectures import find_attention, find_dense_attention
 from collab_compress.heads import masks_without
 from collab_compress.transformers_parts import CACHE_NAME
 
-WAYS = {
-    "greedy": {"do_sample": False},
-    "beam": {"do_sample": False, "num_beams": 3},
-    "sampling": {"do_sample": True},
-}
-
-
-def generated(model, batch, cached=True, **options):
-    arguments = {name: tensor for name, tensor in batch.items() if not name.startswith("decoder")}
-    if not model.config.is_encoder_decoder:
-        arguments["attention_mask"] = torch.ones_like(arguments["attention_mask"])
-    cached &= "encoder_hidden_states" not in arguments  # stock BERT cannot use a cache when it gets them by hand
-    torch.manual_seed(5)
-    return model.generate(**arguments, max_new_tokens=6, min_new_tokens=6, use_cache=cached, **options)
-
 
 def test_full_rank_generates_what_the_dense_model_does(generator):
     """With narrower heads, it generates the same with a cache as without."""
@@ -49,7 +34,7 @@ def test_full_rank_generates_what_the_dense_model_does(generator):
         assert torch.equal(generated(converted, batch, **options), generated(dense, batch, **options)), way
     compress(narrow, Compression(dk=9, dv=8, solver=Solver(sweeps=2, refit=False)), calibration=[batch, batch])
     expected = generated(narrow, batch, do_sample=False)
-    assert torch.equal(generated(narrow, batch, do_sample=False, cached=False), expected)
+    assert torch.equal(generated(narrow, batch, do_sample=False, use_cache=False), expected)
 
 
 def test_a_batch_may_hold_labels():

@@ -419,6 +419,23 @@ def run(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     return torch.cat([states.flatten() for states in unpadded]) if towers else unpadded[0]
 
 
+WAYS = {"greedy": {"do_sample": False}, "beams": {"do_sample": False, "num_beams": 3}, "sampled": {"do_sample": True}}
+
+
+def generated(model: PreTrainedModel, batch: Batch, **options: Any) -> torch.Tensor:
+    """Return what a model generates after the prompts of a batch, six tokens each, for one seed.
+
+    Without an encoder they have no padding. Stock BERT cannot use a cache when it gets an encoder's states by hand.
+    """
+    prompt = {name: part for name, part in batch.items() if not name.startswith("decoder")}
+    if not model.config.is_encoder_decoder:
+        prompt["attention_mask"] = torch.ones_like(prompt["attention_mask"])
+    if "encoder_hidden_states" in prompt:
+        options["use_cache"] = False
+    torch.manual_seed(5)
+    return model.generate(**prompt, max_new_tokens=6, min_new_tokens=6, **options)
+
+
 ROTARY_SIZES = {**ENCODER, "hidden_size": 32, "num_attention_heads": 4}
 EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 2)
 EXPERTS |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts_per_tok": 1}
