@@ -3,36 +3,36 @@
 import importlib
 import inspect
 
-import pytest
 import transformers
+from stock_classes import DESCRIBED, FILES
 from transformers import Trainer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-KNOWN = {  # stock functions that ours stand for, and the parameters that ours read or may ignore
-    "integrations.sdpa_attention.sdpa_attention_forward": (
-        "module query key value attention_mask dropout scaling is_causal position_bias cache kwargs"
-    ),
-    **dict.fromkeys(
-        (
-            "models.megatron_bert.modeling_megatron_bert.MegatronBertSelfAttention",
-            "models.mpnet.modeling_mpnet.MPNetSelfAttention",
-            "models.rembert.modeling_rembert.RemBertSelfAttention",
-            "models.visual_bert.modeling_visual_bert.VisualBertSelfAttention",
-        ),
-        "self hidden_states attention_mask position_bias encoder_hidden_states encoder_attention_mask "
-        "cache past_key_values cache_position use_cache output_attentions kwargs",
-    ),
-}
+from collab_compress.transformers_parts import CACHE_NAME
+
+VERSION = f"Transformers {transformers.__version__}"
+READ = "hidden_states encoder_hidden_states key_value_states attention_mask position_bias output_attentions cache"
+IGNORED = f"encoder_attention_mask use_cache {CACHE_NAME}"
 
 
-@pytest.mark.parametrize("path", KNOWN)
-def test_what_ours_stand_for_takes_no_more_than_ours(path):
-    module, _, name = path.rpartition(".")
-    stock = getattr(importlib.import_module(f"transformers.{module}"), name)
-    parameters = set(inspect.signature(getattr(stock, "forward", stock)).parameters)
-    assert parameters <= set(KNOWN[path].split()), f"Transformers {transformers.__version__}"
+def test_our_forward_passes_know_the_arguments_of_the_stock_ones():
+    unknown = {}
+    for (folder, name), family in DESCRIBED.items():
+        if family.forward != "stock" and not family.limits.feed_forward_only:
+            class_ = getattr(importlib.import_module(FILES[folder, name]), name)
+            _, first, *others = inspect.signature(class_.forward).parameters.values()
+            names = {parameter.name for parameter in others if parameter.kind != parameter.VAR_KEYWORD}
+            if first.name != "hidden_states" or not names <= {*READ.split(), *IGNORED.split()}:
+                unknown[name] = [first.name, *sorted(names)]
+    assert not unknown, VERSION
+
+
+def test_our_attention_function_knows_the_arguments_of_the_stock_one():
+    known = "module query key value attention_mask dropout scaling is_causal position_bias cache kwargs"
+    assert inspect.signature(sdpa_attention_forward).parameters.keys() <= {*known.split()}, VERSION
 
 
 def test_what_trainers_of_ours_override_is_there():
     """A method that is never called changes nothing."""
     for name in ("_load_from_checkpoint", "_get_train_sampler", "_get_eval_sampler"):
-        assert hasattr(Trainer, name), f"Transformers {transformers.__version__}"
+        assert hasattr(Trainer, name), VERSION
