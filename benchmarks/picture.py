@@ -6,6 +6,7 @@ shape as ours, which take the same time.
 """
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from statistics import mean, median
 
@@ -66,18 +67,13 @@ def draw(axes: Axes, title: str, task: str, model: str | None, rows: dict[str, s
             for one in times
             if (one.get("model"), one["row"], one.get("T"), one.get("batch")) == (model, shape, 128, 8)
         ]
-        for calibration in sorted(
-            {str(one["calibration"]) for one in scores if (one["task"], one["row"]) == (task, row)}
-        ):
-            found = [
-                one["score"]
-                for one in scores
-                if (one["task"], one["row"], str(one["calibration"])) == (task, row, calibration)
-            ]
-            if not ratios or calibration == "synthetic" or calibration == "mixed":
-                continue
+        found: dict[str, list[float]] = defaultdict(list)
+        for one in scores:
+            if (one["task"], one["row"]) == (task, row) and one["calibration"] not in ("synthetic", "mixed"):
+                found[str(one["calibration"])].append(one["score"])
+        for calibration in sorted(found) if ratios else ():
             ours = "ours, without" if calibration in NO_DATA else "ours, on texts of the task"
-            points[ours if row.startswith("shared") else "others"].append((median(ratios), mean(found)))
+            points[ours if row.startswith("shared") else "others"].append((median(ratios), mean(found[calibration])))
             if not row.startswith("shared"):
                 name = row.partition(" ")[0]
                 axes.annotate(name, points["others"][-1], xytext=(5, -3), textcoords="offset points", fontsize=7)

@@ -1,29 +1,23 @@
 """What benchmarks compare with is what it says it is, and what they count is what is there."""
 
 import copy
-import sys
 from argparse import Namespace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import speech
+import speed
 import torch
+from language_models import equal, shared
+from quality import DEFAULT_ROWS, RECORDS, Row, table
+from rivals import dropped, layers_of, low_rank_, pooled, svd_, without_heads_
+from timing import append_record, has_wall_time, print_row, ratio, read_records
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from collab_compress import Compression, Solver, compress
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-try:
-    import speech
-    import speed
-    from language_models import equal, shared
-    from quality import DEFAULT_ROWS, RECORDS, Row, table
-    from rivals import dropped, layers_of, low_rank_, pooled, svd_, without_heads_
-    from timing import append_record, has_wall_time, print_row, ratio, read_records
-finally:
-    sys.path.pop(0)
-
 HEADS, HEAD_WIDTH, TIGHT = 3, 8, 1e-7
 MINILM = BertConfig(hidden_size=384, num_attention_heads=12, num_hidden_layers=6)
 
@@ -248,8 +242,7 @@ def test_the_readme_has_the_figures_of_the_records(capsys):
     assert f"| {score} | {mean:+.1f} ± {half:.1f} |".replace("-", "−") in line
 
 
-def test_every_script_is_imported(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
+def test_every_script_is_imported():
     for script in sorted(BENCHMARKS.glob("*.py")):
         assert import_module(script.stem).__doc__
 

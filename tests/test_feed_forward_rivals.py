@@ -1,10 +1,9 @@
 """Rivals for feed-forward blocks choose and tune what their papers say."""
 
 import copy
-import sys
 from functools import partial
-from pathlib import Path
 
+import feed_forward_rivals as rivals
 import pytest
 import torch
 from forms import outputs
@@ -13,12 +12,6 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel, M
 
 from collab_compress import Compression, Solver, compress
 from collab_compress.factorization.least_squares import ResidualMoments, choose_neurons
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-try:
-    import feed_forward_rivals as rivals
-finally:
-    sys.path.pop(0)
 
 NEURONS, WIDTH, LAYERS = 20, 12, 2
 SIZES = {"hidden_size": WIDTH, "num_attention_heads": 3, "num_hidden_layers": LAYERS, "intermediate_size": NEURONS}

@@ -1,11 +1,9 @@
 """The main job on the real model."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from forms import hidden
+from quality import Embeddings
 
 from collab_compress import Compression, compress, expand
 
@@ -29,11 +27,6 @@ def test_sts_b_without_retraining(minilm, minilm_tokenizer, glue):
 
     One rank and seed here; benchmarks/quality.py runs more.
     """
-    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-    try:
-        from quality import Embeddings
-    finally:
-        sys.path.pop(0)
     task = Embeddings(glue)
     assert task.score(minilm, minilm_tokenizer) == pytest.approx(86.72, abs=0.02)
     compress(minilm, Compression(dk=64), "synthetic", minilm_tokenizer)
