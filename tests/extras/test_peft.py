@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forms import outputs
 from packaging.version import Version
 from transformers import AutoModel, AutoModelForSequenceClassification, BertForSequenceClassification
 from transformers.integrations.peft import MIN_PEFT_VERSION
@@ -18,11 +19,6 @@ from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
 # PEFT asks Transformers for a name that Transformers is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 BERT_TARGETS = ["qkv"]
-
-
-def outputs(model, batch):
-    with torch.no_grad():
-        return model(**batch)[0]
 
 
 def shared(model):

@@ -37,7 +37,9 @@ ENCODERS = {
 KINDS = ("encoder",) * 2 + ("decoder", "cross") * 2
 
 
-@pytest.fixture(params=sorted(ENCODERS))
+@pytest.fixture(
+    params=["EncoderDecoder", "VisionEncoderDecoder", pytest.param("SpeechEncoderDecoder", marks=pytest.mark.slow)]
+)
 def joined(request):
     """Return a model composed of two, and a batch for it."""
     name, encoder = ENCODERS[request.param]
