@@ -107,14 +107,7 @@ def costs_at(
 def attention_costs(
     site: AttentionSite, length: int, scores: ScoreForm | None = None, values: NarrowValues | None = None
 ) -> tuple[PartCost, PartCost]:
-    """Return the cost of a module's queries and keys, and of its values and outputs.
-
-    Args:
-        site: dense or converted.
-        length: tokens T.
-        scores: form of queries and keys; None where they stay dense.
-        values: form of values and outputs; None where they stay dense.
-    """
+    """Return the cost of a module's queries and keys, and of its values and outputs."""
     module, family = site.module, site.family
     paths = (family.paths.query, family.paths.key, family.paths.value, family.paths.output)
     query, key, value, output = (getattr(site.part(path), "proj", site.part(path)) for path in paths)
@@ -166,18 +159,14 @@ def _cached_channels(site: AttentionSite, scores: ScoreForm | None, values: Narr
 
 
 def block_cost(model: PreTrainedModel, block: FeedForward, width: int | None, length: int) -> PartCost:
-    """Return the cost of a feed-forward block with `width` neurons, biases included; None for all of them.
-
-    Raises:
-        HeadError: the block has fewer.
-    """
+    """Return the cost of a feed-forward block with `width` neurons, biases included; None for all of them."""
     if width is not None and not 1 <= width <= block.width:
         raise HeadError(f"{block.down} reads {block.width} neurons, and dff is {width}; pass up to {block.width}")
     parameters, macs = [0, 0], [0, 0]
-    for place, neurons in enumerate((block.width, width or block.width)):
+    for when, neurons in enumerate((block.width, width or block.width)):
         for shapes in block_shapes(model, block, neurons).values():
-            parameters[place] += sum(map(prod, shapes.values()))
-            macs[place] += length * prod(shapes["weight"])
+            parameters[when] += sum(map(prod, shapes.values()))
+            macs[when] += length * prod(shapes["weight"])
     return PartCost(block.down, "dff", width, *parameters, *macs)
 
 

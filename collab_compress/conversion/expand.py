@@ -162,11 +162,7 @@ def to_stock(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_stock(model: PreTrainedModel) -> None:
-    """Raise if no stock model can be made of this model, converted or not.
-
-    Raises:
-        CompressionError: the family's config has no head width, or heads have a rotary embedding.
-    """
+    """Raise if no stock model can be made of this model, converted or not."""
     family = FAMILIES.get(model.config.model_type)
     advice = "narrow its feed-forward blocks alone (dff), which gives a stock model, or expand it"
     if family is not None and family.rotary:
@@ -259,9 +255,9 @@ def _dense_projections(
     module: Any = site.module
     width = form.head_width if head_width is None else head_width
     *factors, bias = form.read(site.name, module)
-    place = float64_device(factors[0].device)
-    query, mixing, key = (factor.to(place).double() for factor in factors)
-    content = None if bias is None else bias.to(place).double()
+    device = float64_device(factors[0].device)
+    query, mixing, key = (factor.to(device).double() for factor in factors)
+    content = None if bias is None else bias.to(device).double()
     if form.scale is not None:
         mixing = mixing * (form.scale / module.stock_scaling)
         content = None if content is None else content * (form.scale / module.stock_scaling)

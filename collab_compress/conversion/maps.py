@@ -95,17 +95,7 @@ class Planned:
 
 
 def replacement(task: Task, moments: SiteMoments, head_weights: Tensor | None, length: int) -> Planned:
-    """Solve for the replacement of one map, and build it.
-
-    Args:
-        task: the map.
-        moments: of the inputs of its projections; None to count all their directions alike.
-        head_weights: weight of each head's score error, (H,); all alike by default.
-        length: tokens for which the report counts multiply-accumulates.
-
-    Raises:
-        CompressionError: the map cannot be decomposed.
-    """
+    """Solve for the replacement of one map, and build it; without moments, all directions of inputs count alike."""
     site, started = task.site, perf_counter()
     form: MapForm
     result: Narrowing | Factorization | RotaryFactorization
@@ -234,11 +224,7 @@ def rounding(forms: Sequence[MapForm], dk: int | None, dv: int | None = None) ->
 
 
 def few_vectors(seen: Iterable[tuple[str, int, int]]) -> list[str]:
-    """Return a warning of modules whose moments are of few vectors, or none.
-
-    Args:
-        seen: path, number of vectors, and width of the vectors of each module.
-    """
+    """Return a warning of modules, as (path, vectors, their width), that saw few vectors, or none."""
     few = [
         (vectors / width, vectors, width, name)
         for name, vectors, width in seen
@@ -258,13 +244,7 @@ def few_vectors(seen: Iterable[tuple[str, int, int]]) -> list[str]:
 def warnings_of(
     planned: Sequence[Planned], compression: Compression, others: Iterable[tuple[str, int, int]] = ()
 ) -> list[str]:
-    """Return warnings of rounded widths, few vectors, and solvers that broke down.
-
-    Args:
-        planned: replacements of attention maps.
-        compression: as passed: widths that `keep` chose are rounded already, and differ by module.
-        others: modules that are not planned, but saw vectors too, as for `few_vectors`.
-    """
+    """Return warnings of widths that were passed and rounded, of few vectors, and of solvers that broke down."""
     seen = list(others)
     for item in planned:
         for vectors, (projection, _) in zip(item.report.vectors, item.site.inputs, strict=True):
@@ -307,18 +287,7 @@ def head_weights(
     $$w^2 = E_i \sum_j p_{ij}^2 \|(v_j - o_i) O\|^2$$
 
     which is small for a head that attends to tokens without content, and large for one that picks few tokens and adds
-    much.
-
-    Args:
-        model: dense; left in the mode it was in.
-        sites: attention modules of `model`. One that serves several layers (ALBERT) pools them.
-        batches: keyword arguments for the model, of which enough, evenly spaced, are run; padding does not count.
-
-    Returns:
-        Path of each module → w (H,) in float64 with mean square 1; None if no head adds anything.
-
-    Raises:
-        CalibrationError: the model does not take such batches.
+    much. Weights (H,) are in float64 with mean square 1; None if no head adds anything.
     """
     if not sites or not batches:
         return {}
@@ -330,11 +299,7 @@ def head_weights(
 
 
 class HeadWeights(HeadHooks):
-    """The weights of `head_weights`, summed while modules run inside a `with` block.
-
-    Args:
-        sites: dense attention modules.
-    """
+    """The weights of `head_weights`, summed while modules run inside a `with` block."""
 
     needs_probs = True
     masks: Mapping[MaskKind, AttentionMasks] = {}
@@ -366,7 +331,7 @@ class HeadWeights(HeadHooks):
 
     def weights(self) -> dict[str, Tensor | None]:
         """Return the weights by path of the module, as `head_weights`."""
-        return {name: _normalised(squares) for name, squares in self._squares.items()}
+        return {name: _normalise(squares) for name, squares in self._squares.items()}
 
 
 def _gram(site: AttentionSite, width: int) -> Tensor | None:
@@ -381,7 +346,7 @@ def _gram(site: AttentionSite, width: int) -> Tensor | None:
     return heads @ heads.mT
 
 
-def _normalised(squares: Tensor) -> Tensor | None:
+def _normalise(squares: Tensor) -> Tensor | None:
     """Return w (H,) with mean square 1 of sums of w²; None if no head adds anything."""
     mean = squares.mean()
     if not bool(torch.isfinite(mean)) or float(mean) <= 0:
