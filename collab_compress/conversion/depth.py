@@ -48,6 +48,7 @@ from collab_compress.conversion.residual import ResidualLinear, watch
 from collab_compress.conversion.sequential import (
     Pair,
     ResidualSums,
+    gather_layer,
     install_refits,
     record_streams,
     solve,
@@ -372,7 +373,7 @@ class _Search:
         self.fixed = {number for number, kind in enumerate(kinds) if kind != usual}
         self.kept = list(range(len(names) + 1))  # numbers of the remaining layers, and that of the stack's end
         self.before = {0: models.calls.read_by(start)}  # number of a layer → for each batch, what it reads
-        self.streams: list[list[Tensor]] = [[] for _ in names]  # of the dense model, after the last linear
+        self.streams: dict[int, list[Tensor]] = {}  # of the dense model, after the last linear of each layer
         self.refitted: dict[int, nn.Module] = {}  # number of a layer → the one before it, fitted to its absence
         for number in range(len(names)):
             self.before[number + 1] = self._run_dense(number)
@@ -382,25 +383,24 @@ class _Search:
 
     def _run_dense(self, number: int) -> list[Tensor]:
         """Run a layer of the dense model; store the stream after its last linear, and return its outputs."""
-        end, name, outputs = self.ends[number], self.names[number], []
-        with record_streams(self.models.dense, [end.linear] if end else []) as recorded:
-            for calls, hidden in zip(self.calls, self.before[number], strict=True):
-                read = calls[number].hidden
-                read = hidden if read is None else read.to(hidden)
-                if read.shape != hidden.shape or bool((read - hidden).norm() > SAME_RTOL * hidden.norm()):
-                    raise UnsupportedModelError(
-                        f"{name} does not read what the layer before it returned; leave out layers"
-                    )
-                output = calls[number].run(self.models.dense, hidden)
-                if output.shape != hidden.shape:
-                    raise UnsupportedModelError(
-                        f"{name} reads hidden states of shape {tuple(hidden.shape)} and returns "
-                        f"{tuple(output.shape)}; expected the same, so that a layer can be removed; leave out layers"
-                    )
-                outputs.append(self.models.store.keep(output))
-                self.streams[number] += [self.models.store.keep(call.stream) for call in recorded.values()]
-                recorded.clear()
-        return outputs
+        end, name, before = self.ends[number], self.names[number], self.before[number]
+        for calls, hidden in zip(self.calls, before, strict=True):
+            read = calls[number].hidden
+            read = hidden if read is None else read.to(hidden)
+            if read.shape != hidden.shape or bool((read - hidden).norm() > SAME_RTOL * hidden.norm()):
+                raise UnsupportedModelError(
+                    f"{name} does not read what the layer before it returned; leave out layers"
+                )
+        linears = [end.linear] if end else []
+        data = gather_layer(self.models, self.models.calls.layers[name], before, [], linears)
+        for hidden, output in zip(before, data.outputs, strict=True):
+            if output.shape != hidden.shape:
+                raise UnsupportedModelError(
+                    f"{name} reads hidden states of shape {tuple(hidden.shape)} and returns {tuple(output.shape)}; "
+                    "expected the same, so that a layer can be removed; leave out layers"
+                )
+        self.streams[number] = [streams[linear.name] for (streams,) in data.streams for linear in linears]
+        return data.outputs
 
     def _directions(self, batch: int, hidden: Tensor) -> Tensor:
         """Return hidden states (n, D) at unpadded tokens, each normalised to length 1."""
