@@ -28,11 +28,10 @@ from collab_compress.conversion.inventory import Inventory, refuse_unconvertible
 from collab_compress.conversion.layers import layer_of
 from collab_compress.conversion.maps import (
     READING,
-    Planned,
     Progress,
-    empty_plan,
+    Replacement,
+    empty_replacement,
     silent,
-    warnings_of,
 )
 from collab_compress.conversion.output_error import measure_output_error
 from collab_compress.conversion.report import OutputError, PartReport, RefitReport, Report
@@ -43,6 +42,14 @@ from collab_compress.conversion.sequential import (
     convert_layers_,
     install_maps_,
     install_refits,
+)
+from collab_compress.conversion.warnings import (
+    breakdowns,
+    few_vectors,
+    random_choices,
+    rounded_widths,
+    tied_weights,
+    untied_weights,
 )
 from collab_compress.conversion.widths import MAX_LOSS_SEQUENCES, Choice, choose_widths
 from collab_compress.errors import CompressionError, UnsupportedModelError, check_type, one_line
@@ -119,8 +126,8 @@ def compress(
         before, ties = model.num_parameters(), tied_weights(model)
         with all_or_nothing(model):
             conversion.install_(model)
-    untied = _untied(map(conversion.remaining, ties), tied_weights(model))
-    warnings = (*data.notes, *conversion.notes, *untied, *_warnings(dense, data, compression, conversion))
+    untied = untied_weights(map(conversion.remaining, ties), tied_weights(model))
+    warnings = (*data.notes, *conversion.notes, *untied, *conversion.warnings(compression, data, dense))
     for warning in warnings:
         _logger.warning(warning)
     return Report(
@@ -174,7 +181,7 @@ Named = TypeVar("Named", PartReport, RefitReport)
 class Conversion:
     """A conversion that is ready to be installed. Names are those of the dense model."""
 
-    maps: Sequence[Planned]  # replacements of attention maps
+    maps: Sequence[Replacement]  # replacements of attention maps
     refits: Sequence[Refit]  # new weights of residual linear layers
     blocks: Sequence[FeedForward]  # that become narrower
     config: PretrainedConfig | None  # of the model with narrower blocks; None where they stay
@@ -195,6 +202,19 @@ class Conversion:
         """Return which of these parameters the converted model keeps, by its names."""
         removed = self.depth.removed if self.depth else ()
         return frozenset(self.renamed(name) for name in names if layer_of(name) not in removed)
+
+    def warnings(self, passed: Compression, data: Data, dense: PreTrainedModel) -> list[str]:
+        """Return warnings of rounded widths, few or random data, and solvers that broke down."""
+        configs = [item.map.config for item in self.maps]
+        chosen = [
+            what for what, some in (("neurons", self.blocks), ("layers", self.depth)) if some and not data.refit
+        ]
+        return [
+            *([] if passed.keep is not None else rounded_widths(configs, passed.dk, passed.dv)),
+            *few_vectors(self.maps, self.blocks, [fit.report for fit in self.refits]),
+            *breakdowns(self.reports),
+            *random_choices(dense, chosen),
+        ]
 
     def install_(self, model: PreTrainedModel) -> None:
         """Install the conversion in the model, in place, and record it for checkpoints."""
@@ -271,40 +291,6 @@ def narrower_blocks(inventory: Inventory, dff: int | None) -> tuple[list[FeedFor
     return inventory.blocks, narrower_config(inventory.model, inventory.blocks, dff)
 
 
-def _warnings(model: PreTrainedModel, data: Data, compression: Compression, conversion: Conversion) -> list[str]:
-    """Return warnings of few or random data, and those of `warnings_of`."""
-    vectors = {fit.report.name: fit.report.vectors for fit in conversion.refits}
-    blocks = [(block.down, vectors[block.down], block.width) for block in conversion.blocks]
-    warnings = warnings_of(conversion.maps, compression, blocks)
-    chosen = [what for what, some in (("neurons", blocks), ("layers", conversion.depth)) if some]
-    if chosen and not data.refit:
-        random, texts = "noise alone, after which a model may be useless", "images or sounds like yours"
-        if model.main_input_name == "input_ids":
-            random = "random tokens alone, which loses more"
-            texts = "texts like yours, or on texts that a language model has 'generated'"
-        warnings.append(f"{' and '.join(chosen)} were chosen on {random}; calibrate on {texts}")
-    return warnings
-
-
-def tied_weights(model: PreTrainedModel) -> set[frozenset[str]]:
-    """Return the names of each parameter that several layers hold; a layer in several places counts once."""
-    names: dict[int, list[str]] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(path, recurse=False):
-            names.setdefault(id(parameter), []).append(name)
-    return {frozenset(group) for group in names.values() if len(group) > 1}
-
-
-def _untied(before: Iterable[frozenset[str]], after: set[frozenset[str]]) -> list[str]:
-    """Return a warning of weights that were one and no longer are, or none."""
-    pairs = sorted(sorted(group)[:2] for group in {*before} - after if len(group) > 1)
-    return [
-        f"{len(pairs)} weights that several layers shared, such as {first} and {second}, are separate now, which "
-        "takes more parameters"
-        for first, second in pairs[:1]
-    ]
-
-
 def working_device(device: str | None) -> str | None:
     """Return the device to decompose on; None, if none is given, leaves each module where its weights are.
 
@@ -342,4 +328,4 @@ def install_unset_(
     choice = _choose(inventory, data, compression, silent)
     working_device(compression.solver.device)
     for task in inventory.tasks(choice.compression, choice.modules):
-        install_maps_(model, [empty_plan(task.site, task.config())])
+        install_maps_(model, [empty_replacement(task.site, task.config())])

@@ -23,7 +23,7 @@ from collab_compress.calibration import Batch
 from collab_compress.checkpoint import is_quantized
 from collab_compress.conversion.feed_forward import FeedForward, find_blocks, narrower_config
 from collab_compress.conversion.layers import SingleLayers, single_layers, undivided
-from collab_compress.conversion.maps import Task
+from collab_compress.conversion.maps import MapTask
 from collab_compress.conversion.residual import ResidualLinear, find_residual_linears
 from collab_compress.conversion.sequential import check_weights
 from collab_compress.errors import CompressionError, UnsupportedModelError
@@ -115,7 +115,7 @@ class Inventory:
         }
         self.tasks(Compression(dk=1, dv=1), narrowest)
 
-    def tasks(self, compression: Compression, by_module: Mapping[str, Compression] | None = None) -> list[Task]:
+    def tasks(self, compression: Compression, by_module: Mapping[str, Compression] | None = None) -> list[MapTask]:
         """Return the maps to convert, queries and keys first, after checking that all of them can be converted."""
         widths = {site.name: (by_module or {}).get(site.name, compression) for site in self.attention}
         for site in self.attention:
@@ -124,14 +124,14 @@ class Inventory:
         scores = find_dense_attention(self.model, self.modules, stay) if len(stay) < len(widths) else []
         values: Sequence[ValueSite] = self.values if compression.dv is not None else []
         for scored in scores:
-            _check_scores(Task(scored, widths[scored.name]))
+            _check_scores(MapTask(scored, widths[scored.name]))
         for valued in values:
             _check_width(valued, "dv", widths[valued.name].dv, (valued.value,))
             _check_layers(valued, ((valued.paths.value, valued.value), (valued.paths.output, valued.output)))
         sites: list[DenseSite | ValueSite] = [*scores, *values]
         for site in sites:
             _refuse_joined(site)
-        return [Task(site, widths[site.name]) for site in sites]
+        return [MapTask(site, widths[site.name]) for site in sites]
 
 
 def find_feed_forward(model: PreTrainedModel, batch: Batch) -> list[FeedForward]:
@@ -182,7 +182,7 @@ def _refuse_joined(site: AttentionSite) -> None:
             refuse_hooks(site.path(path), getattr(projection, "layer", projection))
 
 
-def _check_scores(task: Task) -> None:
+def _check_scores(task: MapTask) -> None:
     """Check that the queries and keys of a module can be converted as asked."""
     site = task.site
     assert isinstance(site, DenseSite)

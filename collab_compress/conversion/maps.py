@@ -3,7 +3,7 @@
 The model stays as it is.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -16,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress.architectures import AttentionSite, DenseSite, ValueSite
 from collab_compress.attention import ConvertedMap, MapConfig, NarrowConfig, QKConfig, RotaryConfig, SharedConfig
 from collab_compress.attention.maps import Layers
-from collab_compress.attention.projections import width_in
 from collab_compress.attention.run import HeadCall, for_each_head
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.batches import sample_sequences
@@ -47,11 +46,10 @@ SiteMoments: TypeAlias = tuple[Moments, ...] | None
 
 HEAD_WEIGHT_SEQUENCES = 128  # that head weights are measured on
 LEAST_WEIGHT = 1e-3  # of the mean square of head weights: every head's scores count
-MIN_VECTORS_PER_DIM = 4  # with fewer vectors for each dimension of the inputs, a covariance is mostly chance
 
 
 @dataclass(frozen=True)
-class Task:
+class MapTask:
     """A map to convert, and how."""
 
     site: Site
@@ -76,7 +74,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Planned:
+class Replacement:
     """A map whose replacement is ready."""
 
     site: Site
@@ -85,7 +83,7 @@ class Planned:
     report: PartReport
 
 
-def replacement(task: Task, moments: SiteMoments, head_weights: Tensor | None, length: int) -> Planned:
+def replace_map(task: MapTask, moments: SiteMoments, head_weights: Tensor | None, length: int) -> Replacement:
     """Solve for the replacement of one map, and build it; without moments, all directions of inputs count alike."""
     site, config, started = task.site, task.config(), perf_counter()
     try:
@@ -105,67 +103,13 @@ def replacement(task: Task, moments: SiteMoments, head_weights: Tensor | None, l
         vectors=tuple(int(part.count) for part in moments) if moments else (0,) * len(site.inputs),
         **solver,
     )
-    return Planned(site, found, layers, report)
+    return Replacement(site, found, layers, report)
 
 
-def rounding(configs: Sequence[MapConfig], dk: int | None, dv: int | None = None) -> list[str]:
-    """Return warnings of a dk that rotary heads round, and of a dv that narrow values round."""
-    rotary = [config for config in configs if isinstance(config, RotaryConfig) and config.rank != dk]
-    narrow = [config for config in configs if isinstance(config, NarrowConfig) and config.dv != dv]
-    return [
-        f"dk {dk} was rounded up to {config.rank}: a rotary embedding rotates whole heads of {config.head_width} "
-        "channels"
-        for config in rotary[:1]
-    ] + [
-        f"dv {dv} was rounded to {config.dv}: its {config.key_value_heads} heads of values have {config.size} "
-        "channels each"
-        for config in narrow[:1]
-    ]
-
-
-def few_vectors(seen: Iterable[tuple[str, int, int]]) -> list[str]:
-    """Return a warning of modules, as (path, vectors, their width), that saw few vectors, or none."""
-    few = [
-        (vectors / width, vectors, width, name)
-        for name, vectors, width in seen
-        if 0 < vectors < MIN_VECTORS_PER_DIM * width
-    ]
-    if not few:
-        return []
-    _, vectors, width, name = min(few, key=lambda entry: entry[0])
-    others = len({name for *_, name in few}) - 1
-    more = f" and {others} more modules" if others else ""
-    return [
-        f"{name}{more} saw few calibration vectors: {vectors} of width {width}, where {MIN_VECTORS_PER_DIM} times "
-        f"the width would be {MIN_VECTORS_PER_DIM * width}; pass more data, or more sequences of it"
-    ]
-
-
-def warnings_of(
-    planned: Sequence[Planned], compression: Compression, others: Iterable[tuple[str, int, int]] = ()
-) -> list[str]:
-    """Return warnings of widths that were passed and rounded, of few vectors, and of solvers that broke down."""
-    seen = list(others)
-    for item in planned:
-        for vectors, (projection, _) in zip(item.report.vectors, item.site.inputs, strict=True):
-            seen.append((item.site.name, vectors, width_in(projection)))
-    configs = [item.map.config for item in planned]
-    warnings = [] if compression.keep is not None else rounding(configs, compression.dk, compression.dv)
-    warnings += few_vectors(seen)
-    for item in planned:
-        if item.report.breakdowns:
-            outcome = "it went on with a shifted one" if item.report.sweeps else "it kept its start"
-            warnings.append(
-                f"{item.site.name}: {item.report.breakdowns} sweeps of the solver met a singular system; {outcome}; "
-                "look at the module's error, or raise the damping"
-            )
-    return warnings
-
-
-def empty_plan(site: Site, config: MapConfig) -> Planned:
+def empty_replacement(site: Site, config: MapConfig) -> Replacement:
     """Return a replacement whose weights are not set yet, and which has no report."""
     report: Any = None
-    return Planned(site, *config.module.build(config, site.module, site.parent), report)
+    return Replacement(site, *config.module.build(config, site.module, site.parent), report)
 
 
 def head_weights(

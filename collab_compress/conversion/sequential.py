@@ -46,12 +46,12 @@ from collab_compress.conversion.maps import (
     HEAD_WEIGHT_SEQUENCES,
     RUNNING,
     HeadWeights,
-    Planned,
+    MapTask,
     Progress,
+    Replacement,
     SiteMoments,
-    Task,
     head_weights,
-    replacement,
+    replace_map,
     silent,
 )
 from collab_compress.conversion.report import RefitReport
@@ -70,7 +70,7 @@ NO_MOMENTS: Mapping[str, ResidualMoments] = {}
 class Parts:
     """The parts of a model to convert."""
 
-    tasks: Sequence[Task] = ()  # attention maps
+    tasks: Sequence[MapTask] = ()  # attention maps
     linears: Sequence[ResidualLinear] = ()  # to refit, in the order of calls; none to refit nothing
     blocks: Sequence[FeedForward] = ()  # to make narrower
     dff: int = 0  # number of neurons that the blocks keep
@@ -97,21 +97,23 @@ def convert_layers_(
     same_inputs: bool = True,
     length: int = 128,
     progress: Progress = silent,
-) -> tuple[list[Planned], list["Refit"]]:
+) -> tuple[list[Replacement], list["Refit"]]:
     """Convert the layers of a model in place; return the new maps, in the order of `parts.tasks`, and the refits.
 
     `converted` is a copy of the dense model without the removed layers, or a converted model to refit, where
     `same_inputs` says whether everything before the first layer is the same in both.
     """
     used, held_back = in_parts(used), in_parts(held_back)
-    planned: dict[tuple[str, type], Planned] = {}
+    replaced: dict[tuple[str, type], Replacement] = {}
     refits: list[Refit] = []
     blocks = {block.down for block in parts.blocks}
 
-    def convert_attention_(tasks: Sequence[Task], moments: Sequence[SiteMoments], weights: HeadWeightsByPath) -> None:
+    def convert_attention_(
+        tasks: Sequence[MapTask], moments: Sequence[SiteMoments], weights: HeadWeightsByPath
+    ) -> None:
         for task, of_task in zip(tasks, moments, strict=True):
-            item = replacement(task, of_task, weights.get(task.site.name), length)
-            planned[task.site.name, type(task.site)] = item
+            item = replace_map(task, of_task, weights.get(task.site.name), length)
+            replaced[task.site.name, type(task.site)] = item
             install_maps_(converted, [item])
 
     without_data = [task for task in parts.tasks if task.is_exact or not used]
@@ -155,20 +157,20 @@ def convert_layers_(
                     hidden = hidden._replace(converted=models.advance(numbers, hidden))
         count = len(layers) or len(without_data)
         progress("fitted all layers", count, count)
-    return [planned[task.site.name, type(task.site)] for task in parts.tasks], refits
+    return [replaced[task.site.name, type(task.site)] for task in parts.tasks], refits
 
 
 HeadWeightsByPath = Mapping[str, Tensor | None]
 
 
-def install_maps_(model: PreTrainedModel, planned: Sequence[Planned]) -> None:
+def install_maps_(model: PreTrainedModel, replaced: Sequence[Replacement]) -> None:
     """Install replacements of attention maps in a model or in its copy, in place."""
-    for item in planned:
+    for item in replaced:
         name = item.site.name
         install_(model.get_submodule(name), item.map, item.layers, model.get_submodule(name.rpartition(".")[0]))
 
 
-def _weighted_sites(tasks: Sequence[Task]) -> list[AttentionSite]:
+def _weighted_sites(tasks: Sequence[MapTask]) -> list[AttentionSite]:
     """Return the attention modules whose score errors are weighted by head."""
     return [task.site for task in tasks if isinstance(task.site, DenseSite) and not task.is_exact]
 
@@ -233,7 +235,7 @@ def gather_layer(
     models: Pair,
     numbers: range,
     hidden: Sequence[Tensor],
-    tasks: Sequence[Task],
+    tasks: Sequence[MapTask],
     linears: Sequence[ResidualLinear],
     neurons: Mapping[str, ResidualMoments] = NO_MOMENTS,
 ) -> LayerData:

@@ -26,7 +26,7 @@ from collab_compress.conversion.cost import Part, attention_costs, block_cost
 from collab_compress.conversion.feed_forward import FeedForward
 from collab_compress.conversion.inventory import Inventory
 from collab_compress.conversion.layers import HiddenStateStore, capture_calls, undivided
-from collab_compress.conversion.maps import RUNNING, Progress, Task, silent
+from collab_compress.conversion.maps import RUNNING, MapTask, Progress, silent
 from collab_compress.conversion.report import width_range
 from collab_compress.conversion.residual import ResidualLinear
 from collab_compress.conversion.sequential import DAMPINGS, LayerData, Pair, gather_layer, stream_variance
@@ -227,7 +227,9 @@ def loss_curves(
     """Return what parts of a model lose at every width."""
     model = inventory.model
     losses: dict[Part, dict[str, Tensor]] = {"dk": {}, "dv": {}, "dff": {}}
-    tasks = [Task(site, Compression(dk=1)) for site in scores] + [Task(site, Compression(dv=1)) for site in values]
+    tasks = [MapTask(site, Compression(dk=1)) for site in scores] + [
+        MapTask(site, Compression(dv=1)) for site in values
+    ]
     downs = {block.down for block in blocks}
     with torch.no_grad(), undivided(model), HiddenStateStore() as store:
         try:
@@ -260,7 +262,7 @@ def loss_curves(
 def _layer_losses(
     models: Pair,
     data: LayerData,
-    tasks: Sequence[Task],
+    tasks: Sequence[MapTask],
     linears: Mapping[str, ResidualLinear],
     neurons: Mapping[str, ResidualMoments],
 ) -> Iterator[tuple[Part, str, Tensor]]:

@@ -19,7 +19,7 @@ from collab_compress import (
     mix_heads_,
     prune_heads_,
 )
-from collab_compress.conversion import layers as chain
+from collab_compress.conversion import layers
 from collab_compress.conversion import sequential as module
 from collab_compress.conversion.data import split_held_back
 from collab_compress.conversion.feed_forward import narrower_config
@@ -334,7 +334,7 @@ def test_the_store_is_given_back():
 
 def test_the_store_leaves_memory_of_the_device_to_layers(monkeypatch):
     free = {"bytes": 1000}
-    monkeypatch.setattr(chain, "free_memory", lambda device: free["bytes"])
+    monkeypatch.setattr(layers, "free_memory", lambda device: free["bytes"])
     with HiddenStateStore(1000) as store:
         first = store.keep(torch.ones(20))
         free["bytes"] = 100
