@@ -245,11 +245,11 @@ def test_compress_refits_to_batches_and_lowers_output_error(make_tiny):
 def test_random_tokens_refit_only_where_asked():
     tokenizer = word_tokenizer()
     options = CalibrationOptions(sequences=24, length=8)
-    for wanted, layers in ((None, 0), (True, 4)):
+    for wanted, count in ((None, 0), (True, 4)):
         compression = Compression(dk=4, solver=Solver(sweeps=1, refit=wanted))
         model = BertModel(bert_config(tokenizer, num_hidden_layers=2))
         report = compress(model, compression, "synthetic", tokenizer, calibration_options=options)
-        assert len(report.refits) == layers
+        assert len(report.refits) == count
 
 
 @pytest.mark.parametrize(
