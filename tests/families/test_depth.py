@@ -93,9 +93,9 @@ def silence_(model, number, batch):
     """Make a layer of each stack compute nothing: it writes 0, and norms behind that change nothing either."""
     layers = [f"{path}.{number}" for path in {name.rpartition(".")[0] for name in numbered_layers(model)}]
     with torch.no_grad():
-        for writer in find_residual_linears(model, single_layers(model, batch)):
-            if writer.layer in layers:
-                for parameter in model.get_submodule(writer.name).parameters():
+        for linear in find_residual_linears(model, single_layers(model, batch)):
+            if linear.layer in layers:
+                for parameter in model.get_submodule(linear.name).parameters():
                     parameter.zero_()
         for layer in layers:
             path = layer.rpartition(".")[0]
