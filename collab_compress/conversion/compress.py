@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from collab_compress.architectures import tokenizer_of, transformers_model
 from collab_compress.attention import FormEdit, MapForm
 from collab_compress.calibration import Calibration
-from collab_compress.calibration.batches import refuse_noise, sample_sequences, sequence_count
+from collab_compress.calibration.batches import sample_sequences, sequence_count
 from collab_compress.checkpoint import all_or_nothing, path_in_base, record_edit_
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import block_cost
@@ -85,7 +85,8 @@ def compress(
         compression: widths or the share to keep, and how it is computed; half of the layers' operations by default.
         calibration: data that says which input directions matter (`calibration_batches`), of which an eighth is held
             back to measure the output error: "auto" (for a model that reads English, texts that come with the
-            package; else random tokens or noise), a file of texts, texts or text pairs, batches, or None.
+            package; else random tokens), a file of texts, texts or text pairs, batches, or None. Models of images or
+            sounds need batches of their processor, or None.
         tokenizer: of the model; not needed for batches, None, and a SentenceTransformer.
         progress: called with what is being done, how many layers are done, and how many there are, or None.
         calibration_options: number and length of the calibration sequences.
@@ -97,8 +98,7 @@ def compress(
         UnsupportedModelError: the model, or a module of it, cannot be converted.
         CompressionError: no stack has more than `layers`, dk or dv beyond H·d, weights that are not finite, a module
             that is already converted, a quantized model.
-        CalibrationError: calibration data is missing or unusable, or too little; "auto" for a model of images or
-            sounds whose neurons, layers or widths are to be chosen.
+        CalibrationError: calibration data is missing or unusable, or too little.
     """
     check_type("compression", compression, Compression, CompressionError)
     if tokenizer is None:
@@ -108,7 +108,7 @@ def compress(
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # new layers are initialised before they are filled
         device = working_device(compression.solver.device)
-        _refuse_early(model, compression, calibration)
+        _refuse_early(model, compression)
         dense = sharing_copy(model)  # so that other threads may run the model meanwhile
         progress = progress or silent
         progress(READING, 0, None)
@@ -121,7 +121,7 @@ def compress(
         with all_or_nothing(model):
             conversion.install_(model)
     untied = _untied({group for group in map(conversion.remaining, ties) if len(group) > 1} - tied_weights(model))
-    warnings = (*data.notes, *conversion.notes, *untied, *_warnings(dense, data, compression, conversion))
+    warnings = (*data.notes, *conversion.notes, *untied, *_warnings(data, compression, conversion))
     for warning in warnings:
         _logger.warning(warning)
     return Report(
@@ -141,7 +141,7 @@ def compress(
     )
 
 
-def _refuse_early(model: PreTrainedModel, compression: Compression, calibration: Calibration) -> None:
+def _refuse_early(model: PreTrainedModel, compression: Compression) -> None:
     """Refuse what cannot be converted, before any data are read."""
     refuse_unconvertible(model, "compress")
     inventory = Inventory(model, modules=compression.modules)
@@ -151,8 +151,6 @@ def _refuse_early(model: PreTrainedModel, compression: Compression, calibration:
         inventory.refuse_all()
     if compression.layers is not None:
         deep_stacks(model, compression.layers)
-    if compression.keep is not None or compression.dff is not None or compression.layers is not None:
-        refuse_noise(model, calibration)
 
 
 def _chosen(inventory: Inventory, data: Data, compression: Compression, progress: Progress) -> Choice:
@@ -300,18 +298,17 @@ def narrower_blocks(inventory: Inventory, dff: int | None) -> tuple[list[FeedFor
     return inventory.blocks, narrower_config(inventory.model, inventory.blocks, dff)
 
 
-def _warnings(model: PreTrainedModel, data: Data, compression: Compression, conversion: Conversion) -> list[str]:
+def _warnings(data: Data, compression: Compression, conversion: Conversion) -> list[str]:
     """Return warnings of few or random data, and those of `warnings_of`."""
     vectors = {fit.report.name: fit.report.vectors for fit in conversion.refits}
     blocks = [(block.down, vectors[block.down], block.width) for block in conversion.blocks]
     warnings = warnings_of(conversion.maps, compression, blocks)
     chosen = [what for what, some in (("neurons", blocks), ("layers", conversion.depth)) if some]
     if chosen and not data.refit:
-        random, texts = "noise alone, after which a model may be useless", "images or sounds like yours"
-        if model.main_input_name == "input_ids":
-            random = "random tokens alone, which loses more"
-            texts = "texts like yours, or on texts that a language model has 'generated'"
-        warnings.append(f"{' and '.join(chosen)} were chosen on {random}; calibrate on {texts}")
+        warnings.append(
+            f"{' and '.join(chosen)} were chosen on random tokens alone, which loses more; calibrate on texts like "
+            "yours, or on texts that a language model has 'generated'"
+        )
     return warnings
 
 
@@ -366,7 +363,7 @@ def install_unset_(
     What is to be done with the converted model can then be tried on its structure, before the work. The model cannot
     be run afterwards. Arguments and errors are those of `compress`.
     """
-    _refuse_early(model, compression, calibration)
+    _refuse_early(model, compression)
     data = read(model, calibration, tokenizer, options, compression.solver.seed)
     inventory = Inventory(model, data.used[0] if data.used else None, compression.modules)
     wants_refit(data, compression)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, Calibration, evaluation_mode, run_batch
-from collab_compress.calibration.batches import in_parts, is_divisible, noted_batches, sequence_count, slice_batch
+from collab_compress.calibration.batches import in_parts, is_divisible, sequence_count, slice_batch
 from collab_compress.calibration.gather import batch_masks
+from collab_compress.calibration.source import mixed, resolve
 from collab_compress.errors import CalibrationError, check_type
 from collab_compress.options import CalibrationOptions
 
@@ -54,13 +56,19 @@ def read(
     """
     options = CalibrationOptions() if options is None else options
     check_type("calibration_options", options, CalibrationOptions, CalibrationError)
-    batches, notes, given = noted_batches(
-        calibration, model, tokenizer, sequences=options.sequences, length=options.length, seed=seed
-    )
+    notes: list[str] = []
+    sources = resolve(calibration, model, tokenizer, options, seed)
+    parts = [source.batches(notes) for source in sources]
+    batches = mixed(parts, seed)
     for batch in batches:
         batch_masks(model, batch)  # refuses masks that do not say what is padding
-    length = typical_length(options, model, given if model.main_input_name == "input_ids" else batches)
-    return Data(*split_held_back(batches), notes=notes, refit=bool(given), length=length)
+    like_yours = [part for source, part in zip(sources, parts, strict=True) if not source.is_random]
+    return Data(
+        *split_held_back(batches),
+        notes=list(dict.fromkeys(notes)),
+        refit=bool(like_yours),
+        length=typical_length(options, model, list(chain.from_iterable(like_yours))),
+    )
 
 
 def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
@@ -97,7 +105,7 @@ def typical_length(options: CalibrationOptions, model: PreTrainedModel, batches:
     positions of an image or a sound of the first batch, else 128.
 
     Args:
-        batches: of texts, or of images or sounds, noise included.
+        batches: of texts, images or sounds, without random tokens.
     """
     given = [batch for batch in batches if isinstance(batch.get("attention_mask"), Tensor)]
     masks = [batch_masks(model, batch)["encoder"].query for batch in given if batch["attention_mask"].dim() == 2]

@@ -111,7 +111,7 @@ def test_the_room_of_opt_is_known_before_any_work(head_dim, biased, calibrated, 
         options = Compression(dk=dk, head_dim=head_dim, solver=Solver(sweeps=1, refit=False))
         if dk in refused:
             with monkeypatch.context() as patched:
-                patched.setattr("collab_compress.conversion.data.noted_batches", None)  # not reached
+                patched.setattr("collab_compress.conversion.data.resolve", None)  # not reached
                 with pytest.raises(CompressionError, match=f"got dk {dk} and 3 content biases .* up to {largest}"):
                     compress(model, options, batches)
         else:
