@@ -7,8 +7,8 @@
 
 words: espeak-ng speaks plain sentences of the built-in calibration texts, each with one of four English voices at a
 random speed and pitch. The model writes down fifty of them, greedily. Calibration data are other sentences, joined to
-clips of 5 to 28 seconds, with their words for the decoder (speech), or as many clips of noise with random tokens, as
-the library makes them (noise). Words are compared after Whisper's normalizer of English.
+clips of 5 to 28 seconds, with their words for the decoder (speech), or noise and random tokens of the same
+shapes (noise). Words are compared after Whisper's normalizer of English.
 
 time: of the encoder for a clip, and of a decoder with 32 tokens, over the dense model's.
 """
@@ -36,7 +36,7 @@ from transformers import AutoFeatureExtractor, AutoTokenizer, WhisperForConditio
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from collab_compress import CalibrationOptions, Compression, Solver, compress
+from collab_compress import Compression, Solver, compress
 from collab_compress.calibration.builtin import builtin_texts
 
 RATE = 16_000  # samples a second that Whisper reads
@@ -160,6 +160,14 @@ def distance(one: Sequence[str], other: Sequence[str]) -> int:
     return row[-1]
 
 
+def _noise_like(batch: dict[str, Tensor], tokens: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return noise with the spread of some spectrograms, and random tokens in place of their words."""
+    sounds, ids = batch["input_features"], batch["decoder_input_ids"]
+    noise = sounds.std() * torch.randn(sounds.shape, generator=generator)
+    drawn = torch.randint(tokens, ids.shape, generator=generator)
+    return {**batch, "input_features": noise, "decoder_input_ids": drawn}
+
+
 def words(recognizer: Recognizer, args: argparse.Namespace) -> None:
     """Measure the word errors of all rows, and append them to the records."""
     done = read_records(args.records)
@@ -172,11 +180,12 @@ def words(recognizer: Recognizer, args: argparse.Namespace) -> None:
         model = recognizer.dense
         if row != "dense":
             model, started = copy.deepcopy(model), process_time()
-            noise = kind == "noise"
-            data: Any = "synthetic" if noise else recognizer.batches(recognizer.clips(args.clips, seed))
-            options = CalibrationOptions(sequences=args.clips) if noise else None
+            data = recognizer.batches(recognizer.clips(args.clips, seed))
+            if kind == "noise":
+                generator = torch.Generator().manual_seed(seed)
+                data = [_noise_like(batch, len(recognizer.tokenizer), generator) for batch in data]
             compression = Compression(**parse_row(row)[1], solver=Solver(seed=seed))
-            made = compress(model, compression, data, recognizer.tokenizer, calibration_options=options)
+            made = compress(model, compression, data, recognizer.tokenizer)
             case |= {"parameters": made.parameters_after, "conversion_seconds": round(process_time() - started)}
         case["errors"], case["words"] = recognizer.errors(model)
         print(json.dumps(case), f"{case['errors'] / case['words']:.1%}", flush=True)

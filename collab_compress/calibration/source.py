@@ -255,13 +255,12 @@ def _named(
     options: CalibrationOptions,
     seed: int,
 ) -> list[Source]:
-    """Return the sources that a name stands for, or the texts of a file."""
+    """Return the sources that a name stands for, or the texts of a file or a data set."""
     common = (model, tokenizer, options, seed)
     if name in ("auto", "builtin"):
-        translates = (
-            f"{type(model).__name__} reads a source and a target" if model.config.is_encoder_decoder else None
-        )
-        reason = translates or why_not_english(tokenizer)
+        reason = why_not_english(tokenizer)
+        if model.config.is_encoder_decoder:
+            reason = f"{type(model).__name__} reads a source and a target"
         if reason is None:
             return _builtin(*common)
         if name == "builtin":
@@ -292,9 +291,10 @@ def _builtin(
         if sequences is not None:  # the same mixture, and more random tokens where there are too few texts
             random = max(sequences - len(texts), round(sequences * random / (len(texts) + random)))
             texts = shuffled(texts, seed, sequences - random)
-    builtin = Builtin(words, model, tokenizer, options, seed, texts)
-    beside = RandomTokens("random tokens", model, tokenizer, replace(options, sequences=max(1, random)), seed)
-    return [builtin, beside] if random else [builtin]
+    sources: list[Source] = [Builtin(words, model, tokenizer, options, seed, texts)]
+    if random:
+        sources.append(RandomTokens("random tokens", model, tokenizer, replace(options, sequences=random), seed))
+    return sources
 
 
 def is_none(calibration: object) -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -17,29 +16,21 @@ from collab_compress.calibration.source import mixed, resolve
 from collab_compress.errors import CalibrationError, check_type
 from collab_compress.options import CalibrationOptions
 
-TYPICAL = 128  # tokens, if nothing says how long inputs are
+DEFAULT_LENGTH = 128  # tokens, if nothing says how long inputs are
 HELD_BACK = 8  # one sequence in this many
 MOST_HELD_BACK = 64  # sequences
-COMMON = 0.9  # share of the calibration sequences that are no longer than the length that counts
+LENGTH_QUANTILE = 0.9  # share of the calibration sequences that are no longer than the length that counts
 
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Calibration data as a conversion takes them.
-
-    Args:
-        used: batches to calibrate on.
-        held_back: batches to measure errors on.
-        notes: sentences on data that were left out.
-        refit: whether layers are refitted by default: not to random tokens.
-        length: tokens for which costs count.
-    """
+    """Calibration data as a conversion takes them."""
 
     used: Sequence[Batch]
-    held_back: Sequence[Batch]
-    notes: Sequence[str]
-    refit: bool
-    length: int
+    held_back: Sequence[Batch]  # to measure errors on
+    notes: Sequence[str]  # on data that were left out
+    refit: bool  # by default: not to random tokens alone
+    length: int  # tokens for which costs count
 
 
 def read(
@@ -49,11 +40,7 @@ def read(
     options: CalibrationOptions | None,
     seed: int,
 ) -> Data:
-    """Read calibration data for `model`, and hold an eighth back.
-
-    Raises:
-        CalibrationError: the data are missing or unusable, or a mask is not (B, T).
-    """
+    """Read calibration data for `model`, and hold an eighth back."""
     options = CalibrationOptions() if options is None else options
     check_type("calibration_options", options, CalibrationOptions, CalibrationError)
     notes: list[str] = []
@@ -62,13 +49,9 @@ def read(
     batches = mixed(parts, seed)
     for batch in batches:
         batch_masks(model, batch)  # refuses masks that do not say what is padding
-    like_yours = [part for source, part in zip(sources, parts, strict=True) if not source.is_random]
-    return Data(
-        *split_held_back(batches),
-        notes=list(dict.fromkeys(notes)),
-        refit=bool(like_yours),
-        length=typical_length(options, model, list(chain.from_iterable(like_yours))),
-    )
+    real = [batch for source, part in zip(sources, parts, strict=True) if not source.is_random for batch in part]
+    length = typical_length(options, model, real)
+    return Data(*split_held_back(batches), list(dict.fromkeys(notes)), refit=bool(real), length=length)
 
 
 def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
@@ -102,19 +85,16 @@ def typical_length(options: CalibrationOptions, model: PreTrainedModel, batches:
     """Return the number of tokens, or positions of an image or a sound, for which costs count.
 
     That is `length` if given, else the length that nine in ten calibration sequences do not exceed, else the
-    positions of an image or a sound of the first batch, else 128.
-
-    Args:
-        batches: of texts, images or sounds, without random tokens.
+    positions of an image or a sound of the first batch, else 128. Random tokens are not among the batches.
     """
     given = [batch for batch in batches if isinstance(batch.get("attention_mask"), Tensor)]
     masks = [batch_masks(model, batch)["encoder"].query for batch in given if batch["attention_mask"].dim() == 2]
     lengths = [mask.sum(1).float().cpu() for mask in masks if mask is not None]
     if options.length is None and lengths:
-        return max(1, int(torch.cat(lengths).quantile(COMMON, interpolation="lower")))
+        return max(1, int(torch.cat(lengths).quantile(LENGTH_QUANTILE, interpolation="lower")))
     if options.length is None and batches and model.main_input_name != "input_ids":
         return _positions(model, batches[0])
-    return options.length or TYPICAL
+    return options.length or DEFAULT_LENGTH
 
 
 def _positions(model: PreTrainedModel, batch: Batch) -> int:
