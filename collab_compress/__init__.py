@@ -7,7 +7,7 @@ COLLAB_COMPRESS_OPTIONS_ONLY, as while a command prints its help, neither torch 
 import os
 
 if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
-    from collab_compress.attention import FORM_KINDS, FormEdit, register_attention
+    from collab_compress.attention import MAP_KINDS, MapEdit, register_attention
     from collab_compress.checkpoint import EDITS, register_checkpoint
     from collab_compress.conversion.compress import compress
     from collab_compress.conversion.expand import describe, expand, is_converted, read_factors
@@ -29,7 +29,7 @@ if "COLLAB_COMPRESS_OPTIONS_ONLY" not in os.environ:
     from collab_compress.vocabulary import VocabularyReport, trim_vocabulary_
 
     # What makes stock `from_pretrained` rebuild converted models.
-    EDITS.update({edit.kind: edit for edit in (AlphasEdit, PrunedEdit)} | dict.fromkeys(FORM_KINDS, FormEdit))
+    EDITS.update({edit.kind: edit for edit in (AlphasEdit, PrunedEdit)} | dict.fromkeys(MAP_KINDS, MapEdit))
     register_attention()
     register_checkpoint()
 

@@ -1,4 +1,4 @@
-"""The table of forms, and the model edit by which a checkpoint stores them."""
+"""The table of converted maps, and the model edit by which a checkpoint stores them."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -7,27 +7,31 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from collab_compress.attention.form import MapForm
-from collab_compress.attention.install import install_
-from collab_compress.attention.rotary import RotaryScores
-from collab_compress.attention.shared import SharedScores
-from collab_compress.attention.values import NarrowValues
+from collab_compress.attention.maps import MapConfig
+from collab_compress.attention.projections import QKVProjection, family_of, fused_layer, projection_like, rows_of
+from collab_compress.attention.rotary import RotaryConfig
+from collab_compress.attention.run import install_
+from collab_compress.attention.shared import SharedConfig
+from collab_compress.attention.values import NarrowConfig
 from collab_compress.errors import CheckpointError, one_line
 
-FORM_KINDS: dict[str, type[MapForm]] = {form.kind: form for form in (SharedScores, RotaryScores, NarrowValues)}
-"""Name in checkpoints → form."""
+MAP_KINDS: dict[str, type[MapConfig]] = {config.kind: config for config in (SharedConfig, RotaryConfig, NarrowConfig)}
+"""Name in checkpoints → config of the converted map."""
+
+LARGEST = 2**31  # stored numbers are smaller
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class FormEdit:
-    """Attention modules of which one map is in one kind of form.
+class MapEdit:
+    """Attention modules of which one map is converted, all to one kind.
 
     Args:
-        kind: of the form.
+        kind: of the map.
         modules: path of each module inside the base model (so that the checkpoint loads with and without a head)
-            → its form.
+            → config of the map.
 
     Example:
         >>> from collab_compress import Compression, compress
@@ -36,58 +40,79 @@ class FormEdit:
         >>> (edit,) = edits_of(model)
         >>> edit.kind, edit.heads["encoder.layer.0.attention.self"]
         ('collaborative', 3)
-        >>> FormEdit.from_dict({"kind": edit.kind, **edit.to_dict()}) == edit
+        >>> MapEdit.from_dict({"kind": edit.kind, **edit.to_dict()}) == edit
         True
     """
 
     kind: str
-    modules: Mapping[str, MapForm]
+    modules: Mapping[str, MapConfig]
 
     @property
     def heads(self) -> dict[str, int]:
         """Path of each module → the number of heads that it has before the edit."""
-        return {name: form.heads for name, form in self.modules.items()}
+        return {name: config.heads for name, config in self.modules.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the edit in JSON types."""
-        return {"modules": {name: form.to_dict() for name, form in self.modules.items()}}
+        return {"modules": {name: config.to_dict() for name, config in self.modules.items()}}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "FormEdit":
+    def from_dict(cls, data: Mapping[str, Any]) -> "MapEdit":
         """Rebuild the edit from its kind and what `to_dict` returned.
 
         Raises:
-            CheckpointError: a stored form is invalid.
+            CheckpointError: a stored config is invalid.
         """
-        form = FORM_KINDS[data["kind"]]
-        modules = {name: from_stored(form, stored, name) for name, stored in stored_modules(data).items()}
+        kind = MAP_KINDS[data["kind"]]
+        modules = {name: from_stored(kind, stored, name) for name, stored in stored_modules(data).items()}
         return cls(data["kind"], modules)
 
-    def apply_(self, model: PreTrainedModel) -> None:
-        """Install attention without weights in `model` in place, for weights to be loaded into.
+    def apply_(self, model: Any) -> None:
+        """Install maps without weights in `model` in place, for weights to be loaded into.
 
         Raises:
             CheckpointError: the model lacks the modules, or they have other widths.
         """
         with refusing_other_models(self.kind, model):
-            for name, form in self.modules.items():
-                module: Any = model.base_model.get_submodule(name)
-                if not hasattr(module, form.at):
+            for name, config in self.modules.items():
+                module = model.base_model.get_submodule(name)
+                if not hasattr(module, config.module.at):
                     parent = model.base_model.get_submodule(name.rpartition(".")[0])
-                    form.check_fits(module, name)
-                    install_(module, form, form.build(module, parent))
+                    check_fits(config, module, name)
+                    install_(module, *config.module.build(config, module, parent), parent)
 
-    def finish_(self, model: PreTrainedModel) -> None:
+    def finish_(self, model: Any) -> None:
         """Restore, in place, what the checkpoint does not hold."""
-        for name, form in self.modules.items():
-            module: Any = model.base_model.get_submodule(name)
-            getattr(module, form.at).finish_(module)
+        for name, config in self.modules.items():
+            module = model.base_model.get_submodule(name)
+            module.get_submodule(config.module.at).finish_(module)
 
 
-LARGEST = 2**31  # stored numbers are smaller
+def check_fits(config: MapConfig, module: Any, name: str) -> None:
+    """Check that the dense projections of the module called `name` have the widths of a stored config.
 
-
-T = TypeVar("T")
+    Raises:
+        CheckpointError: they have not.
+    """
+    family = family_of(module)
+    query, key = config.heads * config.head_width, config.key_value_heads * config.head_width
+    paths = (
+        {family.paths.query: query, family.paths.key: key} if config.module.at == "qk" else {family.paths.value: key}
+    )
+    for path, width in paths.items():
+        layer = fused_layer(module, path)
+        weight, _ = projection_like(module, path)
+        channels = weight.shape[1 if isinstance(layer, Conv1D) else 0]
+        if path in rows_of(module):
+            rows = rows_of(module)[path]
+            channels = rows.stop - rows.start
+        elif layer is not None and not isinstance(layer, QKVProjection):  # queries, keys and values together
+            width = query + 2 * key
+        if channels != width:
+            raise CheckpointError(
+                f"the stored edit of {name} has {config.heads} heads, each {config.head_width} wide, so {path} would "
+                f"have {width} channels; the model has {channels}"
+            )
 
 
 def stored_modules(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,14 +143,14 @@ def from_stored(kind: type[T], data: Any, module: str) -> T:
     where = f"the stored edit of {module}"
     if not isinstance(data, Mapping):
         raise CheckpointError(f"{where} is {data!r:.80}; expected an object with fields")
-    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    known = {entry.name: entry for entry in fields(kind)}  # type: ignore[arg-type]
     for name in data.keys() - known.keys():
         raise CheckpointError(f"{where} has a field {name!r:.80}, which is not known")
-    for name, field in known.items():
-        if name not in data and field.default is MISSING:
+    for name, entry in known.items():
+        if name not in data and entry.default is MISSING:
             raise CheckpointError(f"{where} lacks the field {name}")
-        if name in data and not _has_type(data[name], field.type):
-            expected = field.type if get_args(field.type) else getattr(field.type, "__name__", field.type)
+        if name in data and not _has_type(data[name], entry.type):
+            expected = entry.type if get_args(entry.type) else getattr(entry.type, "__name__", entry.type)
             raise CheckpointError(f"{where} has {name} {data[name]!r:.80}; expected {expected}")
     stored: Any = kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
     for name, holds, expected in stored.rules():
