@@ -2,12 +2,12 @@
 
 import logging
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -84,125 +84,22 @@ def calibration_batches(
     """
     options, notes = CalibrationOptions(sequences=sequences, length=length), list[str]()
     sources = resolve(calibration, model, tokenizer, options, seed)
-    batches = mixed([source.batches(notes) for source in sources], seed)
+    batches = mixed(model, [source.batches(notes) for source in sources], seed, notes)
     for note in dict.fromkeys(notes):
         _logger.warning(note)
     return batches
 
 
-def mixed(parts: Sequence[list[Batch]], seed: int) -> list[Batch]:
-    """Return the batches of several sources in random order, those of one as they are."""
-    batches = list(chain.from_iterable(parts))
-    return shuffled(batches, seed) if len(parts) > 1 else batches
-
-
 @dataclass(frozen=True, eq=False)
-class Source(ABC):
-    """Calibration data of one kind for one model; `words` name them in reports and on cards."""
+class Source:
+    """Calibration data of one kind: in words for reports and cards, and how their batches are made.
+
+    `batches` adds a sentence for each thing left out to the list that it is given.
+    """
 
     words: str
-    model: PreTrainedModel
-    tokenizer: Any  # none for batches
-    options: CalibrationOptions
-    seed: int
-    is_random: ClassVar[bool] = False
-
-    @abstractmethod
-    def _encoded(self, notes: list[str]) -> list[Batch]:
-        """Return the batches, and add a sentence to `notes` for each thing left out."""
-
-    def batches(self, notes: list[str]) -> list[Batch]:
-        """Return batches of tokens and token types that the model knows, and note what is left out."""
-        batches = self._encoded(notes)
-        for name, target in (("input_ids", False), ("decoder_input_ids", True)):
-            size, largest = vocabulary_size(self.model, target), _largest(batches, name)
-            if size is not None and largest >= size:
-                raise CalibrationError(
-                    f"the calibration data holds token {largest}, but the model's vocabulary ends at {size - 1}; "
-                    "the tokenizer is not this model's"
-                )
-        types, largest = token_type_count(self.model), _largest(batches, "token_type_ids")
-        if types is None or largest < types:
-            return batches
-        notes.append(
-            f"the calibration data holds token types up to {largest}, and {type(self.model).__name__} has {types}, "
-            "counted from 0 (type_vocab_size); token_type_ids are left out"
-        )
-        return [{name: value for name, value in batch.items() if name != "token_type_ids"} for batch in batches]
-
-    @property
-    def limit(self) -> int | None:
-        """Most tokens of a sequence; None if nothing limits it."""
-        return usable_length(self.options.length, self.model, self.tokenizer)
-
-
-@dataclass(frozen=True, eq=False)
-class Ready(Source):
-    """Batches that the caller has made."""
-
-    ready: list[Batch]
-
-    def _encoded(self, notes: list[str]) -> list[Batch]:
-        return self.ready
-
-
-@dataclass(frozen=True, eq=False)
-class Texts(Source):
-    """Texts and pairs of texts: rows, or a file or data set by its name."""
-
-    rows: str | Iterable[Any]
-
-    def _encoded(self, notes: list[str]) -> list[Batch]:
-        count = self.options.sequences
-        if isinstance(self.rows, str):
-            texts, left_out = read_texts(self.rows)
-        else:  # a stream may have no end
-            texts, left_out = texts_of(self.rows, "calibration", None if hasattr(self.rows, "__len__") else count)
-        sample = shuffled(texts, self.seed, count)
-        batches, cut = text_batches(self.model, self.tokenizer, sample, self.limit, self.seed)
-        notes += left_out
-        if len(sample) < len(texts):
-            notes.append(f"calibration uses {len(sample)} of {len(texts)} texts, drawn at random")
-        if cut:
-            notes.append(f"{cut} of {len(sample)} texts are longer than {self.limit} tokens and are cut there")
-        return batches
-
-
-@dataclass(frozen=True, eq=False)
-class Builtin(Source):
-    """English texts that come with the package; what is longer than the model takes is cut without a note."""
-
-    texts: list[Text]
-
-    def _encoded(self, notes: list[str]) -> list[Batch]:
-        return text_batches(self.model, self.tokenizer, self.texts, self.limit, self.seed)[0]
-
-
-@dataclass(frozen=True, eq=False)
-class RandomTokens(Source):
-    """Random tokens, with the reason if they take the place of the built-in texts."""
-
-    reason: str | None = None
-    is_random = True
-
-    def _encoded(self, notes: list[str]) -> list[Batch]:
-        length = self.options.length
-        if self.reason is not None:
-            notes.append(
-                f"calibration uses random tokens, not the built-in texts: {self.reason}; pass texts of your own"
-            )
-        if length is not None and self.limit is not None and self.limit < length:
-            notes.append(f"random sequences have {self.limit} tokens, the most the model takes, and not {length}")
-        return random_batches(self.model, self.tokenizer, self.options.sequences, length, self.seed)
-
-
-@dataclass(frozen=True, eq=False)
-class Generated(Source):
-    """Texts that the model writes itself."""
-
-    def _encoded(self, notes: list[str]) -> list[Batch]:
-        sequences, length = self.options.sequences, self.options.length
-        return generated_batches(self.model, self.tokenizer, sequences, length, self.seed)
+    batches: Callable[[list[str]], list[Batch]]
+    is_random: bool = False
 
 
 def resolve(
@@ -212,29 +109,26 @@ def resolve(
     options: CalibrationOptions,
     seed: int = 0,
 ) -> list[Source]:
-    """Return what a model is calibrated on, none for "none" and None; files are read when batches are made."""
+    """Return what a model is calibrated on, nothing for "none" and None; files are read when batches are made."""
     if isinstance(tokenizer, ProcessorMixin):
         tokenizer = getattr(tokenizer, "tokenizer", None)
     if tokenizer is not None:
         check_type("tokenizer", tokenizer, PreTrainedTokenizerBase, CalibrationError)
     sources: list[Source] = []
     for data in () if is_none(calibration) else kinds_of(calibration):
-        common = (model, tokenizer, options, seed)
-        if isinstance(data, str | Path):
-            _refuse_made(model, tokenizer)
-            sources += _named(str(data), *common)
-            continue
-        first, items = _peeked(data)
+        is_name = isinstance(data, str | Path)
+        first, items = ("", iter(())) if is_name else _peeked(data)
         if isinstance(first, Mapping):
-            sources.append(Ready("batches", *common, _ready_batches(items, options.sequences)))
-        else:
-            _refuse_made(model, tokenizer)
-            sources.append(Texts("texts", *common, data if hasattr(data, "__len__") else items))
+            sources.append(_ready(items, options.sequences))
+            continue
+        maker = _Maker(model, _checked_tokenizer(model, tokenizer), options, seed)
+        rows = data if hasattr(data, "__len__") else items
+        sources += maker.named(str(data)) if is_name else [Source("texts", partial(maker.texts, rows))]
     return sources
 
 
-def _refuse_made(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Refuse to make batches for a model that reads more than tokens, or without a tokenizer."""
+def _checked_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer, or refuse to make batches for a model that reads more than tokens or has none."""
     if not reads_tokens_alone(model):
         inputs = "images besides tokens" if model.main_input_name == "input_ids" else model.main_input_name
         raise CalibrationError(
@@ -246,55 +140,120 @@ def _refuse_made(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
             "calibration from random tokens or texts needs the model's tokenizer, and there is none: pass "
             "tokenizer=…, ready batches, or calibration 'none' to weigh all directions of the input alike"
         )
+    return tokenizer
 
 
-def _named(
-    name: str,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    options: CalibrationOptions,
-    seed: int,
-) -> list[Source]:
-    """Return the sources that a name stands for, or the texts of a file or a data set."""
-    common = (model, tokenizer, options, seed)
-    if name in ("auto", "builtin"):
-        reason = why_not_english(tokenizer)
-        if model.config.is_encoder_decoder:
-            reason = f"{type(model).__name__} reads a source and a target"
-        if reason is None:
-            return _builtin(*common)
-        if name == "builtin":
-            raise CalibrationError(f"the built-in texts are English, and {reason}; pass texts, or 'synthetic'")
-        return [RandomTokens("random tokens", *common, reason)]
-    if name == "synthetic":
-        return [RandomTokens("random tokens", *common)]
-    if name == "generated":
-        return [Generated("texts of its own", *common)]
-    file = split_columns(_path(name))[0]
-    return [Texts(f"texts ({Path(file).name if os.path.isfile(file) else name})", *common, _path(name))]
+class _Maker(NamedTuple):
+    """Makes batches of tokens for one model."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    options: CalibrationOptions
+    seed: int
+
+    def named(self, name: str) -> list[Source]:
+        """Return the sources that a name stands for, or the texts of a file or a data set."""
+        if name in ("auto", "builtin"):
+            reason = why_not_english(self.tokenizer)
+            if self.model.config.is_encoder_decoder:
+                reason = f"{type(self.model).__name__} reads a source and a target"
+            if reason is None:
+                return self.builtin()
+            if name == "builtin":
+                raise CalibrationError(f"the built-in texts are English, and {reason}; pass texts, or 'synthetic'")
+            note = f"calibration uses random tokens, not the built-in texts: {reason}; pass texts of your own"
+            return [self.random(self.options.sequences, note)]
+        if name == "synthetic":
+            return [self.random(self.options.sequences)]
+        if name == "generated":
+            return [Source("texts of its own", self.generated)]
+        path = _path(name)
+        file = split_columns(path)[0]
+        words = f"texts ({Path(file).name if os.path.isfile(file) else name})"
+        return [Source(words, partial(self.texts, path))]
+
+    def builtin(self) -> list[Source]:
+        """Return the built-in texts, and for a model with a head random tokens.
+
+        The hidden states of a model without a head are its outputs, as embeddings are made: it reads all texts, one
+        by one. A classifier of pairs needs the others too.
+        """
+        count, random = self.options.sequences, 0
+        if self.model.base_model is self.model:
+            texts = shuffled(builtin_texts(pairs=False), self.seed, count)
+        else:
+            texts = builtin_texts(pairs=pair_separator(self.model, self.tokenizer) is not None, short=False)
+            random = sequence_default(self.options.length)
+            if count is not None:  # the same mixture, and more random tokens where there are too few texts
+                random = max(count - len(texts), round(count * random / (len(texts) + random)))
+                texts = shuffled(texts, self.seed, count - random)
+        builtin = Source("the texts that come with collab_compress", lambda _: self.encoded(texts)[0])
+        return [builtin, self.random(random)] if random else [builtin]
+
+    def random(self, count: int | None, *notes: str) -> Source:
+        """Return random tokens, and what to say of them."""
+        length, limit = self.options.length, self.limit()
+        if length is not None and limit is not None and limit < length:
+            notes += (f"random sequences have {limit} tokens, the most the model takes, and not {length}",)
+
+        def make(all_notes: list[str]) -> list[Batch]:
+            all_notes += notes
+            return random_batches(self.model, self.tokenizer, count, length, self.seed)
+
+        return Source("random tokens", make, is_random=True)
+
+    def texts(self, rows: Any, notes: list[str]) -> list[Batch]:
+        """Make batches of rows, or of a file or a data set by its name."""
+        count = self.options.sequences
+        if isinstance(rows, str):
+            texts, left_out = read_texts(rows)
+        else:  # a stream may have no end
+            texts, left_out = texts_of(rows, "calibration", None if hasattr(rows, "__len__") else count)
+        sample = shuffled(texts, self.seed, count)
+        batches, cut = self.encoded(sample)
+        notes += left_out
+        if len(sample) < len(texts):
+            notes.append(f"calibration uses {len(sample)} of {len(texts)} texts, drawn at random")
+        if cut:
+            notes.append(f"{cut} of {len(sample)} texts are longer than {self.limit()} tokens and are cut there")
+        return batches
+
+    def generated(self, _: list[str]) -> list[Batch]:
+        """Make batches of texts that the model writes."""
+        count, length = self.options.sequences, self.options.length
+        return generated_batches(self.model, self.tokenizer, count, length, self.seed)
+
+    def encoded(self, texts: list[Text]) -> tuple[list[Batch], int]:
+        """Return batches of texts, and how many of these were cut."""
+        return text_batches(self.model, self.tokenizer, texts, self.limit(), self.seed)
+
+    def limit(self) -> int | None:
+        """Return how many tokens a sequence may have; None if nothing limits it."""
+        return usable_length(self.options.length, self.model, self.tokenizer)
 
 
-def _builtin(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: CalibrationOptions, seed: int
-) -> list[Source]:
-    """Return the built-in texts, and for a model with a head random tokens.
+def mixed(model: PreTrainedModel, parts: Sequence[list[Batch]], seed: int, notes: list[str]) -> list[Batch]:
+    """Return the batches of several sources in random order, those of one as they are.
 
-    The hidden states of a model without a head are its outputs, as embeddings are made: it reads all texts, one by
-    one. A classifier of pairs needs the others too.
+    Tokens that the model does not know are refused; token types that it does not know are left out.
     """
-    words, sequences, random = "the texts that come with collab_compress", options.sequences, 0
-    if model.base_model is model:
-        texts = shuffled(builtin_texts(pairs=False), seed, sequences)
-    else:
-        texts = builtin_texts(pairs=pair_separator(model, tokenizer) is not None, short=False)
-        random = sequence_default(options.length)
-        if sequences is not None:  # the same mixture, and more random tokens where there are too few texts
-            random = max(sequences - len(texts), round(sequences * random / (len(texts) + random)))
-            texts = shuffled(texts, seed, sequences - random)
-    sources: list[Source] = [Builtin(words, model, tokenizer, options, seed, texts)]
-    if random:
-        sources.append(RandomTokens("random tokens", model, tokenizer, replace(options, sequences=random), seed))
-    return sources
+    batches = list(chain.from_iterable(parts))
+    batches = shuffled(batches, seed) if len(parts) > 1 else batches
+    for name, target in (("input_ids", False), ("decoder_input_ids", True)):
+        size, largest = vocabulary_size(model, target), _largest(batches, name)
+        if size is not None and largest >= size:
+            raise CalibrationError(
+                f"the calibration data holds token {largest}, but the model's vocabulary ends at {size - 1}; "
+                "the tokenizer is not this model's"
+            )
+    types, largest = token_type_count(model), _largest(batches, "token_type_ids")
+    if types is None or largest < types:
+        return batches
+    notes.append(
+        f"the calibration data holds token types up to {largest}, and {type(model).__name__} has {types}, counted "
+        "from 0 (type_vocab_size); token_type_ids are left out"
+    )
+    return [{name: value for name, value in batch.items() if name != "token_type_ids"} for batch in batches]
 
 
 def is_none(calibration: object) -> bool:
@@ -350,8 +309,8 @@ def _peeked(data: Any) -> tuple[Any, Iterator[Any]]:
     raise CalibrationError("calibration data is empty; pass at least one batch or text, or None")
 
 
-def _ready_batches(items: Iterator[Any], sequences: int | None) -> list[Batch]:
-    """Return copies of ready batches with up to `sequences` sequences, after checking what every model needs."""
+def _ready(items: Iterator[Any], sequences: int | None) -> Source:
+    """Check ready batches for what every model needs, and return copies with up to `sequences` sequences."""
     batches: list[Batch] = []
     count = 0
     for number, item in enumerate(items):
@@ -361,7 +320,7 @@ def _ready_batches(items: Iterator[Any], sequences: int | None) -> list[Batch]:
             if is_divisible(batches[-1]):
                 batches[-1] = slice_batch(batches[-1], slice(sequence_count(batches[-1]) - (count - sequences)))
             break
-    return batches
+    return Source("batches", lambda _: batches)
 
 
 def _checked(number: int, item: Any) -> Batch:

@@ -46,7 +46,7 @@ def read(
     notes: list[str] = []
     sources = resolve(calibration, model, tokenizer, options, seed)
     parts = [source.batches(notes) for source in sources]
-    batches = mixed(parts, seed)
+    batches = mixed(model, parts, seed, notes)
     for batch in batches:
         batch_masks(model, batch)  # refuses masks that do not say what is padding
     real = [batch for source, part in zip(sources, parts, strict=True) if not source.is_random for batch in part]
