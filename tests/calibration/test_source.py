@@ -249,25 +249,6 @@ def test_ready_batches_pass_through_and_need_no_tokenizer(minilm, batch):
 
 
 @pytest.mark.parametrize(
-    ("calibration", "tokenized", "message"),
-    [
-        ("synthetic", False, r"needs the model's tokenizer, and there is none: pass tokenizer="),
-        ("missing.txt", True, r"cannot read missing\.txt"),
-        ([], True, "calibration data is empty"),
-        (7, True, "calibration is a int; expected"),
-        (["text", 3], True, "calibration: item 1 is or holds a int; expected a text, or a pair"),
-        ([{"input_ids": torch.ones(1, 1)}, "text"], True, "item 1 is a str among batches; pass batches only"),
-        ([{"input_ids": [[1, 2]]}], True, "batch 0: input_ids is a list; expected a tensor"),
-        ({"input_ids": torch.ones(1, 4).long()}, True, "calibration is a dict; expected"),
-        (Dataset.from_dict({"text": ["a"]}), True, r"columns \['text'\]; pass the one with the texts"),
-    ],
-)
-def test_bad_calibration_says_what_to_do(minilm, minilm_tokenizer, calibration, tokenized, message):
-    with pytest.raises(CalibrationError, match=message):
-        calibration_batches(calibration, minilm, minilm_tokenizer if tokenized else None)
-
-
-@pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"\n \n", r"texts\.txt"),
@@ -332,19 +313,6 @@ def test_texts_without_a_pad_token_are_masked(minilm, minilm_tokenizer):
         assert torch.equal(masked[name], tensor)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"calibration": "synthetic", "length": 2}, "length 2 leaves no room for texts beside the 2 special tokens"),
-        ({"calibration": [("a", "dog")], "length": 3}, "beside the 3 special tokens"),
-        ({"calibration": "synthetic", "sequences": 10**12}, "1000000000000 random sequences .* pass fewer sequences"),
-    ],
-)
-def test_sizes_that_make_no_sense(options, message, minilm, minilm_tokenizer):
-    with pytest.raises(CalibrationError, match=message):
-        calibration_batches(model=minilm, tokenizer=minilm_tokenizer, **options)
-
-
 def test_a_tokenizer_that_cannot_read_the_texts(minilm):
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordPiece({"a": 0, "dog": 1}, unk_token="[UNK]"))
@@ -390,21 +358,6 @@ def test_what_a_tokenizer_is_set_to_for_generation_does_not_count(words):
     for name, tensor in expected.items():
         assert torch.equal(batch[name], tensor)
     assert (tokenizer.padding_side, tokenizer.truncation_side) == ("left", "left")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("input_ids", torch.ones(2, 4, dtype=torch.long, device="meta"), "input_ids is on the meta device"),
-        ("input_ids", torch.ones(2, 4).long().to_sparse(), r"input_ids is of layout torch\.sparse_coo"),
-        ("attention_mask", torch.full((2, 4), float("nan")), "attention_mask holds negative numbers or NaN"),
-        ("decoder_attention_mask", torch.full((2, 4), -1), "decoder_attention_mask holds negative numbers or NaN"),
-    ],
-)
-def test_batches_without_usable_values_are_refused(name, value, message, make_tiny):
-    batch = {"input_ids": torch.ones(2, 4).long(), name: value}
-    with pytest.raises(CalibrationError, match=f"calibration batch 0: {message}"):
-        calibration_batches([batch], make_tiny("bert"))
 
 
 @pytest.mark.parametrize(("rows", "wanted", "expected"), [([16] * 21, 256, 256), ([16] * 2, 64, 32), ([9], 4, 9)])
@@ -494,24 +447,46 @@ def test_several_sources_together(tmp_path, minilm, minilm_tokenizer):
     assert calibration_batches(("none",), minilm) == []
 
 
+def ready(name="input_ids", value=None):
+    """Return a batch in which one argument has this value."""
+    return {"input_ids": torch.ones(2, 4).long(), name: torch.ones(2, 4).long() if value is None else value}
+
+
 @pytest.mark.parametrize(
-    ("sources", "message"),
+    ("calibration", "options", "message"),
     [
-        ((), "calibration is an empty tuple"),
-        (("none", "builtin"), "one of them is 'none'"),
-        ((None, "builtin"), "one of them is None"),
+        ("missing.txt", {}, r"cannot read missing\.txt"),
+        ([], {}, "calibration data is empty"),
+        (7, {}, "calibration is a int; expected"),
+        (["text", 3], {}, "calibration: item 1 is or holds a int; expected a text, or a pair"),
+        ([ready(), "text"], {}, "item 1 is a str among batches; pass batches only"),
+        (ready(), {}, "calibration is a dict; expected"),
+        (Dataset.from_dict({"text": ["a"]}), {}, r"columns \['text'\]; pass the one with the texts"),
+        ([ready(value=[[1, 2]])], {}, "batch 0: input_ids is a list; expected a tensor"),
+        ([ready(value=torch.ones(2, 4, device="meta"))], {}, "batch 0: input_ids is on the meta device"),
+        ([ready(value=torch.ones(2, 4).to_sparse())], {}, r"batch 0: input_ids is of layout torch\.sparse_coo"),
+        ([ready("attention_mask", torch.full((2, 4), float("nan")))], {}, "attention_mask holds negative numbers or"),
+        ([ready("decoder_attention_mask", torch.full((2, 4), -1))], {}, "decoder_attention_mask holds negative num"),
+        ("synthetic", {"length": 2}, "length 2 leaves no room for texts beside the 2 special tokens"),
+        ([("a", "dog")], {"length": 3}, "beside the 3 special tokens"),
+        ("synthetic", {"sequences": 10**12}, "1000000000000 random sequences .* pass fewer sequences"),
+        ("synthetic", {"tokenizer": None}, r"needs the model's tokenizer, and there is none: pass tokenizer="),
+        ((), {}, "calibration is an empty tuple"),
+        (("none", "builtin"), {}, "one of them is 'none'"),
+        ((None, "builtin"), {}, "one of them is None"),
         (
             (("a cat", "a dog"), ("a", "pair")),
-            "one of them is a tuple; expected names, files, or lists; pass texts, pai",
+            {},
+            "one of them is a tuple; expected names, files, or lists; pass texts",
         ),
-        (({"input_ids": torch.ones(1, 1)},), "one of them is a dict"),
-        (("a cat runs", "a dog"), "cannot read a cat runs.*if it is a text, pass a list of texts"),
-        (("builtin", 5), "calibration is a int"),
+        ((ready(),), {}, "one of them is a dict"),
+        (("a cat runs", "a dog"), {}, "cannot read a cat runs.*if it is a text, pass a list of texts"),
+        (("builtin", 5), {}, "calibration is a int"),
     ],
 )
-def test_sources_that_are_none(sources, message, minilm, minilm_tokenizer):
+def test_bad_calibration_says_what_to_do(calibration, options, message, minilm, minilm_tokenizer):
     with pytest.raises(CalibrationError, match=message):
-        calibration_batches(sources, minilm, minilm_tokenizer)
+        calibration_batches(calibration, minilm, **{"tokenizer": minilm_tokenizer, **options})
 
 
 @pytest.mark.parametrize("calibration", ["auto", "builtin", "synthetic", "generated", "photos", ["a dog"]])
