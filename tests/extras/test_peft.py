@@ -78,7 +78,7 @@ def test_trains_saves_loads_and_merges(converted, batches, tmp_path):
 
 
 def test_the_stock_models_names_are_refused(classifier):
-    with pytest.raises(ValueError, match=r"Target modules .*query.* not found in the base model"):
+    with pytest.raises(ValueError, match=r"No modules were targeted|not found in the base model"):
         get_peft_model(classifier, LoraConfig(task_type="SEQ_CLS"))  # PEFT's choice for BERT: query and value
 
 
@@ -133,15 +133,15 @@ FORMS = {
 def test_the_names_of_the_documentation_take_adapters(form, make_tiny, calibration):
     page = (Path(__file__).parents[2] / "docs/compatibility.md").read_text(encoding="utf-8")
     targets = re.findall(r"`([\w.]+)`", re.findall(rf"^\| {re.escape(form)} \| (.*) \|$", page, re.M)[0])
-    assert len(targets) == 3
+    assert len(targets) == (3 if "dff" in form else 1)
     model = make_tiny("bert", BertForSequenceClassification)
     compress(model, FORMS[form], calibration)
     wrapped = adapted(model, target_modules=targets)
     wrapped(**calibration[0]).logits.square().sum().backward()
     trained = {name for name, parameter in wrapped.named_parameters() if parameter.grad is not None}
     layers = model.config.num_hidden_layers
-    assert len(trained) == 2 * 3 * layers
-    assert sum(f".{target}.lora_A." in name for name in trained for target in targets) == 3 * layers
+    assert len(trained) == 2 * len(targets) * layers
+    assert sum(f".{target}.lora_A." in name for name in trained for target in targets) == len(targets) * layers
 
 
 def test_layers_under_adapters_are_not_renumbered(make_tiny, calibration):
