@@ -7,8 +7,8 @@
 
 words: espeak-ng speaks plain sentences of the built-in calibration texts, each with one of four English voices at a
 random speed and pitch. The model writes down fifty of them, greedily. Calibration data are other sentences, joined to
-clips of 5 to 28 seconds, with their words for the decoder (speech), or as many clips of noise with random tokens, as
-the library makes them (noise). Words are compared after Whisper's normalizer of English.
+clips of 5 to 28 seconds, with their words for the decoder (speech), or noise and random tokens of the same
+shapes (noise). Words are compared after Whisper's normalizer of English.
 
 time: of the encoder for a clip, and of a decoder with 32 tokens, over the dense model's.
 """
@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoTokenizer, WhisperForConditionalGeneration
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
-from collab_compress import CalibrationOptions, Compression, Solver, compress
+from collab_compress import Compression, Solver, compress
 from collab_compress.calibration.builtin import builtin_texts
 
 RATE = 16_000  # samples a second that Whisper reads
@@ -154,6 +154,14 @@ def distance(one: Sequence[str], other: Sequence[str]) -> int:
     return row[-1]
 
 
+def _noise_like(batch: dict[str, Tensor], tokens: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return noise with the spread of some spectrograms, and random tokens in place of their words."""
+    sounds, ids = batch["input_features"], batch["decoder_input_ids"]
+    noise = sounds.std() * torch.randn(sounds.shape, generator=generator)
+    drawn = torch.randint(tokens, ids.shape, generator=generator)
+    return {**batch, "input_features": noise, "decoder_input_ids": drawn}
+
+
 def words(recognizer: Recognizer, args: argparse.Namespace) -> None:
     """Measure the word errors of all rows, and append them to the records."""
 
@@ -161,11 +169,12 @@ def words(recognizer: Recognizer, args: argparse.Namespace) -> None:
         model, figures = recognizer.dense, dict[str, Any]()
         if case["row"] != "dense":
             model, started = copy.deepcopy(model), process_time()
-            noise = case["calibration"] == "noise"
-            data: Any = "synthetic" if noise else recognizer.batches(recognizer.clips(args.clips, case["seed"]))
-            options = CalibrationOptions(sequences=args.clips) if noise else None
+            data = recognizer.batches(recognizer.clips(args.clips, case["seed"]))
+            if case["calibration"] == "noise":
+                generator = torch.Generator().manual_seed(case["seed"])
+                data = [_noise_like(batch, len(recognizer.tokenizer), generator) for batch in data]
             compression = Compression(**parse_row(case["row"])[1], solver=Solver(seed=case["seed"]))
-            made = compress(model, compression, data, recognizer.tokenizer, calibration_options=options)
+            made = compress(model, compression, data, recognizer.tokenizer)
             figures = {"parameters": made.parameters_after, "conversion_seconds": round(process_time() - started)}
         errors, count = recognizer.errors(model)
         return figures | {"errors": errors, "words": count}

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.analysis.stream import Batches, position_means, random_tokens, read_heads
 from collab_compress.architectures import Kind
+from collab_compress.calibration.encode import encode_pairs
 from collab_compress.calibration.gather import forward_arguments
-from collab_compress.calibration.tokenization import encode_pairs
 from collab_compress.devices import float64_device
 from collab_compress.errors import HeadError
 from collab_compress.heads import HeadRecord

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import DenseSite, ValueSite, find_attention, tokenizer_of, transformers_model
 from collab_compress.calibration import Batch, Calibration
-from collab_compress.calibration.batches import refuse_noise, sample_sequences
+from collab_compress.calibration.batches import sample_sequences
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import Part, PartCost, block_cost, costs_at, part_costs
 from collab_compress.conversion.data import read
@@ -158,7 +158,6 @@ def plan(
     refuse_unconvertible(model, "plan")
     model = sharing_copy(model)  # so that other threads may run the model meanwhile
     find_attention(model)  # refuses unknown families before any data are read
-    refuse_noise(model, calibration)
     progress = progress or silent
     progress(READING, 0, None)
     data = read(model, calibration, tokenizer, calibration_options, seed=0)

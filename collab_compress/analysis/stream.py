@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.calibration import as_batch, evaluation_mode, run_batch
+from collab_compress.calibration.encode import vocabulary_size
 from collab_compress.calibration.gather import forward_arguments
-from collab_compress.calibration.tokenization import vocabulary_size
 from collab_compress.devices import float64_device
 from collab_compress.errors import HeadError
 from collab_compress.heads import HeadRecord, Part, Recorder

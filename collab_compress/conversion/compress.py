@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from collab_compress.architectures import tokenizer_of, transformers_model
 from collab_compress.attention import MapConfig, MapEdit
 from collab_compress.calibration import Calibration
-from collab_compress.calibration.batches import refuse_noise, sample_sequences, sequence_count
+from collab_compress.calibration.batches import sample_sequences, sequence_count
 from collab_compress.checkpoint import all_or_nothing, path_in_base, record_edit_
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import block_cost
@@ -91,7 +91,8 @@ def compress(
         compression: widths or the share to keep, and how it is computed; half of the layers' operations by default.
         calibration: data that says which input directions matter (`calibration_batches`), of which an eighth is held
             back to measure the output error: "auto" (for a model that reads English, texts that come with the
-            package; else random tokens or noise), a file of texts, texts or text pairs, batches, or None.
+            package; else random tokens), a file of texts, texts or text pairs, batches, or None. Models of images or
+            sounds need batches of their processor, or None.
         tokenizer: of the model; not needed for batches, None, and a SentenceTransformer.
         progress: called with what is being done, how many layers are done, and how many there are, or None.
         calibration_options: number and length of the calibration sequences.
@@ -103,8 +104,7 @@ def compress(
         UnsupportedModelError: the model, or a module of it, cannot be converted.
         CompressionError: no stack has more than `layers`, dk or dv beyond H·d, weights that are not finite, a module
             that is already converted, a quantized model.
-        CalibrationError: calibration data is missing or unusable, or too little; "auto" for a model of images or
-            sounds whose neurons, layers or widths are to be chosen.
+        CalibrationError: calibration data is missing or unusable, or too little.
     """
     check_type("compression", compression, Compression, CompressionError)
     if tokenizer is None:
@@ -114,7 +114,7 @@ def compress(
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # new layers are initialised before they are filled
         device = working_device(compression.solver.device)
-        _refuse_early(model, compression, calibration)
+        _refuse_early(model, compression)
         dense = sharing_copy(model)  # so that other threads may run the model meanwhile
         progress = progress or silent
         progress(READING, 0, None)
@@ -127,7 +127,7 @@ def compress(
         with all_or_nothing(model):
             conversion.install_(model)
     untied = untied_weights(map(conversion.remaining, ties), tied_weights(model))
-    warnings = (*data.notes, *conversion.notes, *untied, *conversion.warnings(compression, data, dense))
+    warnings = (*data.notes, *conversion.notes, *untied, *conversion.warnings(compression, data))
     for warning in warnings:
         _logger.warning(warning)
     return Report(
@@ -147,7 +147,7 @@ def compress(
     )
 
 
-def _refuse_early(model: PreTrainedModel, compression: Compression, calibration: Calibration) -> None:
+def _refuse_early(model: PreTrainedModel, compression: Compression) -> None:
     """Refuse what cannot be converted, before any data are read."""
     refuse_unconvertible(model, "compress")
     inventory = Inventory(model, modules=compression.modules)
@@ -157,8 +157,6 @@ def _refuse_early(model: PreTrainedModel, compression: Compression, calibration:
         inventory.refuse_all()
     if compression.layers is not None:
         deep_stacks(model, compression.layers)
-    if compression.keep is not None or compression.dff is not None or compression.layers is not None:
-        refuse_noise(model, calibration)
 
 
 def _choose(inventory: Inventory, data: Data, compression: Compression, progress: Progress) -> Choice:
@@ -203,7 +201,7 @@ class Conversion:
         removed = self.depth.removed if self.depth else ()
         return frozenset(self.renamed(name) for name in names if layer_of(name) not in removed)
 
-    def warnings(self, passed: Compression, data: Data, dense: PreTrainedModel) -> list[str]:
+    def warnings(self, passed: Compression, data: Data) -> list[str]:
         """Return warnings of rounded widths, few or random data, and solvers that broke down."""
         configs = [item.map.config for item in self.maps]
         chosen = [
@@ -213,7 +211,7 @@ class Conversion:
             *([] if passed.keep is not None else rounded_widths(configs, passed.dk, passed.dv)),
             *few_vectors(self.maps, self.blocks, [fit.report for fit in self.refits]),
             *breakdowns(self.reports),
-            *random_choices(dense, chosen),
+            *random_choices(chosen),
         ]
 
     def install_(self, model: PreTrainedModel) -> None:
@@ -320,7 +318,7 @@ def install_unset_(
     What is to be done with the converted model can then be tried on its structure, before the work. The model cannot
     be run afterwards. Arguments and errors are those of `compress`.
     """
-    _refuse_early(model, compression, calibration)
+    _refuse_early(model, compression)
     data = read(model, calibration, tokenizer, options, compression.solver.seed)
     inventory = Inventory(model, data.used[0] if data.used else None, compression.modules)
     wants_refit(data, compression)

@@ -60,15 +60,14 @@ def breakdowns(reports: Sequence[PartReport]) -> list[str]:
     ]
 
 
-def random_choices(model: PreTrainedModel, chosen: Sequence[str]) -> list[str]:
-    """Warn of neurons or layers that were chosen on random inputs."""
+def random_choices(chosen: Sequence[str]) -> list[str]:
+    """Warn of neurons or layers that were chosen on random tokens."""
     if not chosen:
         return []
-    random, texts = "noise alone, after which a model may be useless", "images or sounds like yours"
-    if model.main_input_name == "input_ids":
-        random = "random tokens alone, which loses more"
-        texts = "texts like yours, or on texts that a language model has 'generated'"
-    return [f"{' and '.join(chosen)} were chosen on {random}; calibrate on {texts}"]
+    return [
+        f"{' and '.join(chosen)} were chosen on random tokens alone, which loses more; calibrate on texts like yours, "
+        "or on texts that a language model has 'generated'"
+    ]
 
 
 def tied_weights(model: PreTrainedModel) -> set[frozenset[str]]:

@@ -19,12 +19,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from collab_compress.architectures import tokenizer_of, transformers_model
 from collab_compress.calibration import evaluation_mode, run_batch
-from collab_compress.calibration.batches import evenly_spaced, sources_of
+from collab_compress.calibration.batches import evenly_spaced
 from collab_compress.calibration.builtin import builtin_texts, why_not_english
+from collab_compress.calibration.encode import encode, reads_tokens_alone
 from collab_compress.calibration.files import Text, read_texts, texts_of
 from collab_compress.calibration.gather import forward_arguments
-from collab_compress.calibration.synthetic import reads_images_too
-from collab_compress.calibration.tokenization import encode
+from collab_compress.calibration.source import kinds_of
 from collab_compress.checkpoint import all_or_nothing, is_quantized
 from collab_compress.checkpoint.edits import configs_inside, models_in
 from collab_compress.errors import CalibrationError, CompressionError, UnsupportedModelError, one_line
@@ -186,7 +186,7 @@ def _split(
     texts: Texts | tuple[Texts, ...], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Sequence[str], Sequence[str]]:
     """Return the texts to count, and those held back."""
-    rows = [row for source in sources_of(texts, "texts") for row in _read(source, tokenizer)]
+    rows = [row for source in kinds_of(texts, "texts") for row in _read(source, tokenizer)]
     singles = list(chain.from_iterable((row,) if isinstance(row, str) else row for row in rows))
     held_back = singles[HELD_BACK - 1 :: HELD_BACK]
     counted = [text for index, text in enumerate(singles) if (index + 1) % HELD_BACK]
@@ -274,7 +274,7 @@ def _count_rows(model: PreTrainedModel) -> int:
     what = type(model).__name__
     if is_quantized(model):
         raise CompressionError(f"{what} is quantized; trim the vocabulary of the unquantized checkpoint instead")
-    if model.main_input_name != "input_ids" or reads_images_too(model):
+    if not reads_tokens_alone(model):
         raise UnsupportedModelError(f"{what} reads more than texts; its vocabulary cannot be trimmed")
     layers = _embeddings(model)
     if any(parameter.is_meta for parameter in model.parameters()):
