@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from collab_compress.errors import CheckpointError, CollabCompressError, DataError
-from collab_compress.options import (
+from collab_compress_options.errors import CheckpointError, CollabCompressError, DataError
+from collab_compress_options.options import (
     KEEP,
     LARGEST_SEED,
     SECTION_NAMES,

@@ -21,8 +21,7 @@ from collab_compress.analysis import Latency, model_latency, plan
 from collab_compress.architectures import find_attention
 from collab_compress.calibration.batches import resolved, text_files
 from collab_compress.calibration.builtin import reads_single_texts
-from collab_compress.checkpoint.directory import to_json, write_new
-from collab_compress.checkpoint.pretrained import find_directory
+from collab_compress.checkpoint.files import to_json, write_new
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import Part
 from collab_compress.conversion.expand import refuse_stock, to_stock
@@ -30,7 +29,7 @@ from collab_compress.conversion.report import PartReport, RefitReport
 from collab_compress.errors import one_line
 
 from .arguments import CompressArguments as Arguments
-from .command import main_of, table
+from .command import table
 from .model import (
     Source,
     begin,
@@ -39,6 +38,7 @@ from .model import (
     load_source,
     put_on,
 )
+from .pretrained import find_directory
 from .progress import progress
 
 NOT_REFITTED = (
@@ -97,9 +97,6 @@ def run(arguments: Arguments) -> Report | None:
         report=report,
     )
     return report
-
-
-main = main_of("collab-compress", Arguments, run)
 
 
 def _texts(arguments: Arguments) -> tuple[str, ...]:
@@ -320,7 +317,3 @@ def _mixing_lines(heads: dict[str, int]) -> list[str]:
         f"{sum(h * h for h in heads.values()):,} parameters more.",
         "They are the identity until they are trained, so outputs stay the same; merge_alphas_(model) folds them in.",
     ]
-
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,6 @@ from collab_compress.heads import confidence, least_important
 from collab_compress.heads.importance import end_tokens
 
 from .arguments import ExpandArguments, MergeArguments, PruneArguments
-from .command import main_of
 from .data import load_data
 from .model import Source, begin, finish, read_record
 from .progress import progress
@@ -82,11 +81,6 @@ def run_prune(arguments: PruneArguments) -> dict[str, list[int]]:
     lines += ["", note, f"Parameters {before:,} → {after:,} ({after / before - 1:+.1%})."]
     finish(source, output, arguments.saving, record, lines, notes=[note])
     return heads
-
-
-expand_main = main_of("collab-expand", ExpandArguments, run_expand)
-merge_main = main_of("collab-merge", MergeArguments, run_merge)
-prune_main = main_of("collab-prune", PruneArguments, run_prune)
 
 
 def _importance(source: Source, arguments: PruneArguments) -> tuple[dict[str, torch.Tensor], str]:

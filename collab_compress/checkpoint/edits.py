@@ -1,12 +1,10 @@
-"""Model edits: the versioned list in a checkpoint, and how live models and their configs keep it.
+"""Model edits: the versioned list in a checkpoint, and how live models keep it.
 
 A live model keeps each edit on the innermost model that holds the edited modules, by paths inside that model's base.
-So the edits are saved with that model, by itself or inside another one. The config of each model describes the edits
-of the model, so that a config that is passed on rebuilds them.
+So the edits are saved with that model, by itself or inside another one. Configs describe them while they are saved.
 """
 
 import copy
-import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +24,7 @@ STORED_METHOD = (
 )
 """`quant_method` of stored configs; Transformers without this package shows it before advice to delete the edits."""
 MARK = "collab_edits"  # attribute of live models: their edits
+BEFORE = "collab_configs_before"  # attribute of models that got a config of their own: those before
 VERSION = 2
 
 
@@ -109,10 +108,6 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
         """Return the edits in JSON types."""
         edits = [{"kind": edit.kind, **edit.to_dict()} for edit in self.edits]
         return {"quant_method": STORED_METHOD, "version": VERSION, "edits": edits}
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a field of `to_dict`, which Transformers reads if `from_pretrained` gets a live config."""
-        return self.to_dict().get(name, default)
 
 
 # Edits on live models.
@@ -218,16 +213,12 @@ def keep_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
     for inner in models_in(model):
         if id(inner) in owned:
             setattr(inner, MARK, [*vars(inner).get(MARK, ()), with_modules(edit, owned[id(inner)])])
+    _keep_weights_(model)
 
 
 def record_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
-    """Record on a live model, in place, that `edit` was applied, so that `save_pretrained` stores it.
-
-    The model gets its own copy of a config that it may share with other models.
-    """
-    copy_configs_(model)
+    """Record on a live model, in place, that `edit` was applied, so that `save_pretrained` stores it."""
     keep_edit_(model, edit)
-    describe_all_(model)
     keep_on_one_device_(model, edit)
 
 
@@ -237,11 +228,17 @@ def forget_edits_(model: PreTrainedModel, kind: str) -> None:
         kept = [edit for edit in vars(inner).pop(MARK, ()) if edit.kind != kind]
         if kept:
             setattr(inner, MARK, kept)
-    describe_all_(model)
     parts = (type(model), *model.children())
     model._no_split_modules = {name for part in parts for name in getattr(part, "_no_split_modules", None) or ()}
     for edit in edits_of(model):
         keep_on_one_device_(model, edit)
+    _keep_weights_(model)
+
+
+def _keep_weights_(model: PreTrainedModel) -> None:
+    """Keep a model that is built around `model` from initialising its new parts again, in place."""
+    for part in model.modules():
+        part._is_hf_initialized = True
 
 
 def keep_on_one_device_(model: PreTrainedModel, edit: ModelEdit) -> None:
@@ -269,13 +266,13 @@ def all_or_nothing(model: PreTrainedModel, weights: Iterable[Tensor] = ()) -> It
         BertPooler
     """
     classes = [(module, type(module)) for module in model.modules()]
-    attributes = _config_holders(model)
+    attributes = [vars(module) for module in model.modules()]
     for value in [value for holder in attributes for value in holder.values()]:
         if isinstance(value, dict):  # parameters, modules inside, hooks
             attributes.append(value)
         elif isinstance(value, PretrainedConfig):
             attributes += map(vars, configs_inside(value))
-    before = [(holder, list(holder.items())) for holder in attributes]  # copies would be taken for holders
+    before = [(holder, dict(holder)) for holder in attributes]
     data = [(weight, weight.data) for weight in weights]
     try:
         yield
@@ -327,34 +324,6 @@ def is_quantized(model: PreTrainedModel) -> bool:
     return getattr(model.config, "quantization_config", None) is not None and not describes_edits(model.config)
 
 
-def configs_of(model: PreTrainedModel) -> list[tuple[PretrainedConfig, PreTrainedModel]]:
-    """List the configs of `model` and the models inside it, each once, with its outermost model."""
-    configs: dict[int, tuple[PretrainedConfig, PreTrainedModel]] = {}
-    for inner in models_in(model):
-        configs.setdefault(id(inner.config), (inner.config, inner))
-    return list(configs.values())
-
-
-def describe_(config: PretrainedConfig, model: PreTrainedModel) -> None:
-    """Store the edits of `model` in a config, in place; without edits the config is a stock one."""
-    edits = edits_of(model)
-    if edits:
-        config.quantization_config = EditConfig(edits)
-    elif describes_edits(config):
-        del config.quantization_config
-
-
-def describe_all_(model: PreTrainedModel) -> None:
-    """Store the edits in the configs of `model` and of the models inside it, in place."""
-    for config, owner in configs_of(model):
-        describe_(config, owner)
-    for part in model.modules():
-        part._is_hf_initialized = True  # else a model built around this one would initialise new parts again
-    if edits_of(model):
-        for inner in models_in(model):
-            save_apart_(inner)
-
-
 def save_apart_(model: PreTrainedModel) -> None:
     """Make a model save queries, keys and values as separate tensors, in place.
 
@@ -378,27 +347,21 @@ def kept_conversions(conversions: Sequence[Any]) -> list[Any]:
 
 
 def copy_configs_(model: PreTrainedModel) -> None:
-    """Copy the configs of `model`, of the models inside it and of those around it, in place.
+    """Give `model` and the models inside it configs of their own, in place, as models built from one config share it.
 
-    Models built from one config share the object, and edits of one must not be stored with another. A model around
-    `model` (a classifier whose body is edited) holds the same object and must follow. Only the garbage collector's
-    records lead from a module to the one that holds it.
+    A model around `model` takes the copy when it is saved (`follow_configs_`).
     """
     copied: dict[int, Any] = {}
-    for attributes in _config_holders(model):
-        for name, value in attributes.items():
-            if name == "config" or isinstance(value, PretrainedConfig):
-                attributes[name] = copy.deepcopy(value, copied)
+    for inner in models_in(model):
+        setattr(inner, BEFORE, (*vars(inner).get(BEFORE, ()), inner.config))
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name == "config" or (isinstance(value, PretrainedConfig)):
+                vars(module)[name] = copy.deepcopy(value, copied)
 
 
-def _config_holders(model: PreTrainedModel) -> list[dict[str, Any]]:
-    """Return the attributes of all modules in `model`, and of modules around it that hold its config."""
-    holders = {id(vars(module)): vars(module) for module in model.modules()}
-    for referrer in gc.get_referrers(model.config):
-        attributes = vars(referrer) if issubclass(type(referrer), nn.Module) else referrer
-        children = attributes.get("_modules") if issubclass(type(attributes), dict) else None
-        inside = [part for child in (children or {}).values() if child is not None for part in child.modules()]
-        if any(part is model for part in inside):
-            holders[id(attributes)] = attributes
-            holders.update({id(vars(part)): vars(part) for part in inside})
-    return list(holders.values())
+def follow_configs_(model: PreTrainedModel) -> None:
+    """Give `model` the config of a model inside that was built with the same one and has its own now, in place."""
+    for inner in models_in(model):
+        if any(before is model.config for before in vars(inner).get(BEFORE, ())):
+            model.config = inner.config

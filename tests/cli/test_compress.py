@@ -9,6 +9,7 @@ import pytest
 import torch
 from collab_compress_cli import compress as command
 from collab_compress_cli.command import COLOURS
+from collab_compress_cli.pretrained import SHORT_NAMES
 from huggingface_hub import ModelCard
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -16,7 +17,6 @@ from transformers import AutoModel, BertForSequenceClassification, T5Config, T5M
 
 from collab_compress import Compression, PartReport, Report, compress, read_factors
 from collab_compress.analysis import Plan, Row
-from collab_compress.checkpoint.pretrained import SHORT_NAMES
 from collab_compress.errors import CollabCompressError
 
 pytestmark = pytest.mark.usefixtures("few_texts")
