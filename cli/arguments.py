@@ -347,7 +347,7 @@ def check_places(arguments: Any) -> None:
         CheckpointError: there is one.
     """
     model, output = getattr(arguments, "model", ""), getattr(arguments, "output", None)
-    if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
+    if model.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(model)):
         raise CheckpointError(f"{model} is not a directory; pass a model directory or a hub name")
     if output is not None and os.path.lexists(output):
         raise CheckpointError(f"{output} exists; choose another output or remove it")

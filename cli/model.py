@@ -22,15 +22,20 @@ from collab_compress.errors import CompressionError, install, one_line
 from .arguments import AUTO, EditArguments, Saving
 from .card import CARD, edited_words, loading_lines, model_card
 from .distributed import process_state
-from .pretrained import find_directory, has_tokenizer, load_model, load_processor, title_of
+from .pretrained import (
+    FETCHED,
+    FOLDERS_WITHOUT_MODEL,
+    find_directory,
+    has_tokenizer,
+    load_model,
+    load_processor,
+    title_of,
+)
 from .progress import progress
 
 RECORD = "collab_compress.json"
 MODULES = "modules.json"  # of sentence-transformers
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
-LEFT_OUT = shutil.ignore_patterns(
-    ".*", "*.py", "*.pyc", "*.onnx", "*.gguf", "onnx", "openvino", "checkpoint-*", "*.bin.index.json", *PICKLED
-)
+SKIPPED = shutil.ignore_patterns(".*", *FOLDERS_WITHOUT_MODEL)
 WEIGHTS = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json")
 OF_TOKENS = shutil.ignore_patterns(
     "vocab*", "merges.txt", "*.model", "*.spm", "*tokens*.json", "tekken.json", "generation_config.json"
@@ -110,7 +115,7 @@ def refuse_pickled_modules(directory: Path) -> None:
 
 
 def copy_companions(directory: Path, target: Path, tokens: bool = True) -> None:
-    """Copy the files of a model directory but its weights, code and hidden files; weights in folders are copied.
+    """Copy the files that would be fetched of a model on the hub, but its weights; those in folders are copied.
 
     Args:
         directory: of the model.
@@ -120,8 +125,10 @@ def copy_companions(directory: Path, target: Path, tokens: bool = True) -> None:
 
     def left_out(folder: str, names: list[str]) -> set[str]:
         top = Path(folder) == directory
-        patterns = [LEFT_OUT, *([WEIGHTS] if top else []), *([OF_TOKENS] if top and not tokens else [])]
-        return {name for ignored in patterns for name in ignored(folder, names)}
+        patterns = [SKIPPED, *([WEIGHTS] if top else []), *([OF_TOKENS] if top and not tokens else [])]
+        wanted = {name for pattern in FETCHED for name in fnmatch.filter(names, pattern)}
+        others = {name for name in names if name not in wanted and not os.path.isdir(os.path.join(folder, name))}
+        return others.union(*(ignored(folder, names) for ignored in patterns))
 
     shutil.copytree(directory, target, ignore=left_out, dirs_exist_ok=True, copy_function=shutil.copyfile)
     for path in target.rglob("*.json"):

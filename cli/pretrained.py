@@ -34,6 +34,7 @@ EMBEDDED = "minilm"
 EMBEDDED_REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
 FETCHED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.spm", "*.codes", "*.tokenizer", "README.md"]
 FETCHED += ["LICENSE*", "LICENCE*", "COPYING*", "NOTICE*"]
+FOLDERS_WITHOUT_MODEL = ("onnx", "openvino", "checkpoint-*")
 RUNS_AS = (None, "eager", "sdpa")  # attention implementations that a config may name
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -76,7 +77,7 @@ def find_directory(name: str, revision: str | None = None) -> Path:
         except ImportError as error:
             raise CheckpointError(f"the embedded model comes with an extra: {install(EMBEDDED)}") from error
         return Path(get_model_path())
-    ignored = ["onnx/*", "openvino/*"]
+    ignored = [f"{folder}/*" for folder in FOLDERS_WITHOUT_MODEL]
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=FETCHED, ignore_patterns=ignored))
     except RevisionNotFoundError as error:

@@ -1,4 +1,4 @@
-"""What is copied along with a model: all its files but weights, code and hidden ones."""
+"""What is copied along with a model: its tokenizer, processor, licences and modules, and no data or code."""
 
 import json
 import os
@@ -11,12 +11,12 @@ from collab_compress.errors import CheckpointError
 OF_TOKENS = "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.txt merges.txt"
 OF_TOKENS += " spiece.model source.spm generation_config.json"
 COPIED = f"""
-    {OF_TOKENS} config.json chat_template.jinja preprocessor_config.json LICENSE NOTICE.md modules.json notes.md
+    {OF_TOKENS} config.json chat_template.jinja preprocessor_config.json LICENSE NOTICE.md modules.json
     additional_chat_templates/tool_use.jinja 1_Pooling/config.json 2_Dense/config.json 2_Dense/model.safetensors
 """
 NOT_COPIED = """
     model.safetensors model.safetensors.index.json model-1-of-2.safetensors pytorch_model.bin model.onnx modeling.py
-    training_args.bin optimizer.pt .env checkpoint-9/config.json onnx/model.json 2_Dense/code.py
+    training_args.bin optimizer.pt .env customers.csv notes.md runs/events checkpoint-9/config.json onnx/model.json 2_Dense/code.py
     2_Dense/pytorch_model.bin
 """
 
