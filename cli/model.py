@@ -1,6 +1,8 @@
 """Models and outputs of the commands: what they load and check before the work, and what they save after it."""
 
+import fnmatch
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress

@@ -16,8 +16,8 @@ COPIED = f"""
 """
 NOT_COPIED = """
     model.safetensors model.safetensors.index.json model-1-of-2.safetensors pytorch_model.bin model.onnx modeling.py
-    training_args.bin optimizer.pt .env customers.csv notes.md runs/events checkpoint-9/config.json onnx/model.json 2_Dense/code.py
-    2_Dense/pytorch_model.bin
+    training_args.bin optimizer.pt .env customers.csv notes.md runs/events
+    checkpoint-9/config.json onnx/model.json 2_Dense/code.py 2_Dense/pytorch_model.bin
 """
 
 

@@ -46,12 +46,8 @@ sys.meta_path.insert(0, Slow())
 
 def program(command):
     """Return a program that starts a command."""
-    package = (
-        "collab_compress_cli"
-        if hasattr(start, command.removeprefix("collab-"))
-        else "collab_compress_glue_runs.commands"
-    )
-    return START.format(package, command.removeprefix("collab-"))
+    name = command.removeprefix("collab-")
+    return START.format("collab_compress_cli" if hasattr(start, name) else "collab_compress_glue_runs.commands", name)
 
 
 def steps(printed):
