@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import find_dense_attention, find_dense_values
 from collab_compress.architectures.sites import DenseSite, ValueSite
-from collab_compress.attention import RotaryScores
+from collab_compress.attention import RotaryConfig
 from collab_compress.calibration import Batch
 from collab_compress.calibration.gather import gather_moments
 from collab_compress.factorization import Moments
@@ -183,9 +183,9 @@ def dropped(
     moments = gather_moments(model, [site for pair in pairs for site in pair], batches)
     for (site, value_site), inputs, outputs in zip(pairs, moments[::2], moments[1::2], strict=True):
         width = site.head_width
-        form = RotaryScores.of(site, width)
+        config = RotaryConfig.of(site, width)
         root = root_of(inputs[0].second).to(torch.complex128)
-        query, key = (root @ form.channels_of(heads, None) for heads in (site.query_heads(), site.key_heads()))
+        query, key = (root @ config.complex_channels(heads, None) for heads in (site.query_heads(), site.key_heads()))
         read_by = query.norm(dim=1).square().unflatten(0, (site.key_value_heads, -1)).sum(1).sqrt()
         strength = read_by * key.norm(dim=1)  # (Hkv, d/2)
         strength = strength if alike else strength.view(1, -1)

@@ -1,6 +1,6 @@
 """Time of converted models and of what acts on heads, over the dense model, in turns on this machine.
 
-    python benchmarks/speed.py latency [--rows "shared dk=128" "shared dk=128 head_dim=128"] [--lengths 32 128 512]
+    python benchmarks/speed.py latency [--rows "shared dk=128"] [--lengths 8 16 32 128 512]
     python benchmarks/speed.py decoding [--shapes gpt2 llama] [--lengths 128 1024 4096]
     python benchmarks/speed.py training
     python benchmarks/speed.py heads
@@ -106,7 +106,7 @@ def latency(args: argparse.Namespace) -> None:
         "shared dff=768",
     ]
     models = {name: model.to(args.device) for name, model in with_dense(load(args.model), rows).items()}
-    for length, batch in product(args.lengths or (32, 128, 512), (1, 8)):
+    for length, batch in product(args.lengths or (8, 16, 32, 128, 512), (1, 8)):
         tokens = {name: tensor.to(args.device) for name, tensor in token_batch(batch, length).items()}
         calls = {name: partial(finished, model, tokens) for name, model in models.items()}
         with torch.inference_mode():

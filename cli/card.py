@@ -7,7 +7,7 @@ from statistics import mean
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
-from collab_compress.attention import FORM_KINDS, RotaryScores, SharedScores
+from collab_compress.attention import MAP_KINDS, RotaryConfig, SharedConfig
 from collab_compress.checkpoint import edits_of
 from collab_compress.conversion.cost import Part
 from collab_compress.conversion.report import PartReport, Report, width_range
@@ -18,7 +18,7 @@ CARD = "README.md"
 TAG, EDITED_TAG = "collab_compress", "collaborative-attention"
 MIXING = "Heads mix before the output projection; the mixture is the identity until it is trained."
 EDITED = {
-    **{form.kind: form.title for form in FORM_KINDS.values()},
+    **{config.kind: config.title for config in MAP_KINDS.values()},
     "alphas": "mixed heads",
     "pruned": "fewer heads",
 }
@@ -66,7 +66,7 @@ def model_card(
     ]
     kinds = {edit.kind for edit in edits_of(model)}
     if compression is not None:
-        text.append(" ".join(_conversion(compression, calibration, report, RotaryScores.kind in kinds)))
+        text.append(" ".join(_conversion(compression, calibration, report, RotaryConfig.kind in kinds)))
     if "alphas" in kinds:
         text.append(MIXING)
     text += notes
@@ -106,10 +106,10 @@ def _conversion(
     dk = [module.width or 0 for module in scores] if report else [compression.dk] if compression.dk else []
     dv = [module.width or 0 for module in values] if report else [compression.dv] if compression.dv else []
     if dk:
-        form = RotaryScores if rotary else SharedScores
+        config = RotaryConfig if rotary else SharedConfig
         heads = f" with heads {width_range(module.head_dim or 0 for module in scores)} wide" if scores else ""
         yield (
-            f"Queries and keys{_count(scores)} were decomposed into {form.space} of R = {width_range(dk)}{heads} "
+            f"Queries and keys{_count(scores)} were decomposed into {config.space} of R = {width_range(dk)}{heads} "
             f"(solver `{compression.solver.method}`, {how}), without retraining."
         )
     else:

@@ -3,7 +3,7 @@
 Importing the package lets stock `from_pretrained` rebuild converted checkpoints.
 """
 
-from collab_compress.attention import FORM_KINDS, FormEdit, register_attention
+from collab_compress.attention import MAP_KINDS, MapEdit, register_attention
 from collab_compress.checkpoint import EDITS, register_checkpoint
 from collab_compress.conversion.compress import compress
 from collab_compress.conversion.expand import describe, expand, is_converted, read_factors
@@ -25,7 +25,7 @@ from collab_compress.options import CalibrationOptions, Compression, Solver
 from collab_compress.vocabulary import VocabularyReport, trim_vocabulary_
 
 # What makes stock `from_pretrained` rebuild converted models.
-EDITS.update({edit.kind: edit for edit in (AlphasEdit, PrunedEdit)} | dict.fromkeys(FORM_KINDS, FormEdit))
+EDITS.update({edit.kind: edit for edit in (AlphasEdit, PrunedEdit)} | dict.fromkeys(MAP_KINDS, MapEdit))
 register_attention()
 register_checkpoint()
 

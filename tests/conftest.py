@@ -38,7 +38,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from collab_compress import Solver  # lets from_pretrained rebuild converted models too
-from collab_compress.conversion import maps
+from collab_compress.attention import shared
 
 disable_progress_bar()
 settings.register_profile("busy machines", deadline=None)  # where time tells nothing of the code
@@ -107,7 +107,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         pytest_collection_finish()
 
 
-FACTORIZE = maps.factorize
+FACTORIZE = shared.factorize
 
 
 def in_few_sweeps(*arguments: object, solver: Solver, **options: object) -> object:
@@ -131,7 +131,7 @@ def compiled_anew(request: pytest.FixtureRequest) -> None:
 def decomposed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reuse decompositions of tiny heads between tests, except in those that use `decomposed_anew`."""
     if "decomposed_anew" not in request.fixturenames:
-        monkeypatch.setattr(maps, "factorize", REMEMBERED)
+        monkeypatch.setattr(shared, "factorize", REMEMBERED)
 
 
 @pytest.fixture

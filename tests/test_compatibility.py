@@ -207,7 +207,7 @@ def test_offloaded_factors_are_refused(family, make_tiny, batch):
     expected = outputs(model, batch)
     cpu_offload(model, torch.device("cpu"))
     for read in (expand, read_factors):
-        with pytest.raises(UnsupportedModelError, match=r"proj is offloaded; load the model into memory"):
+        with pytest.raises(UnsupportedModelError, match=r"(proj|qkv|q_lin) is offloaded; load the model into memory"):
             read(model)
     assert torch.equal(outputs(model, batch), expected)
 
@@ -237,15 +237,17 @@ def test_weights_of_a_class_of_their_own_are_refused(make_tiny):
     name = "encoder.layer.1.attention.self"
     dense, model = make_tiny("bert"), make_tiny("bert")
     compress(model, Compression(dk=8), calibration=None)
-    for linear in (dense.get_submodule(name).key, model.get_submodule(name).key.proj):
+    for linear in (dense.get_submodule(name).key, model.get_submodule(name).qkv):
         linear.weight = Packed(linear.weight.detach())
     with pytest.raises(UnsupportedModelError, match=rf"{name}\.key: .*Packed of torch.float32; convert before quant"):
         compress(dense, Compression(dk=8), calibration=None)
     for edited in (dense, model):
-        with pytest.raises(HeadError, match=rf"{name}\.key.*: got .*Packed, expected a plain .*undo quantization"):
+        with pytest.raises(
+            HeadError, match=rf"{name}\.(key|query).*: got .*Packed, expected a plain .*undo quantization"
+        ):
             prune_heads_(edited, {name: [0]})
     for read in (expand, read_factors):
-        with pytest.raises(UnsupportedModelError, match=rf"{name}\.key\.proj: got .*Packed, .*undo quantization"):
+        with pytest.raises(UnsupportedModelError, match=rf"{name}\.qkv: got .*Packed, .*undo quantization"):
             read(model)
 
 

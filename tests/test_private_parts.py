@@ -21,8 +21,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers.base import HfQuantizer
 
-from collab_compress.attention import forwards
-from collab_compress.attention.forwards import FORWARDS
+from collab_compress.attention import forward
 from collab_compress.transformers_parts import CACHE_NAME
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +29,8 @@ CLASSES, OWN = (
     [
         pytest.param(family, folder, name, id=f"{folder}-{name}")
         for (folder, name), family in DESCRIBED.items()
-        if (name in FORWARDS) == ours and not family.limits.feed_forward_only
+        if (family.forward == "scores" if not ours else family.forward == "stock") is False
+        and not family.limits.feed_forward_only
     ]
     for ours in (False, True)
 )
@@ -55,7 +55,9 @@ def test_an_attention_class_looks_functions_up_and_views_heads_as_ours_expect(fa
     class_ = getattr(modelling(folder, name), name)
     for used in ("ALL_ATTENTION_FUNCTIONS", "self.config._attn_implementation"):
         if used not in inspect.getsource(class_.forward):
-            moved(f"{used} in {folder}'s {name}.forward", "attention/install.py", "it is not read there")
+            moved(f"{used} in {folder}'s {name}.forward", "attention/run.py", "it is not read there")
+    if family.forward == "plain":  # hooks alone meet the heads that it views
+        return
     width = f"3 * self.{family.paths.head_width}" if family.layout.interleaved else f"self.{family.paths.head_width}"
     expected = (f"self.{family.paths.heads}" if family.layout.fixed_head_count else "-1") + f", {width}"
     if expected not in inspect.getsource(class_):
@@ -63,24 +65,24 @@ def test_an_attention_class_looks_functions_up_and_views_heads_as_ours_expect(fa
     part = f"eager_attention_forward of {folder}"
     function = getattr(modelling(folder, name), "eager_attention_forward", None)
     if function is None:
-        moved(part, "attention/functions.py", "it is gone")
+        moved(part, "attention/run.py", "it is gone")
     arguments = list(inspect.signature(function).parameters)
     if arguments[:5] != ["module", "query", "key", "value", "attention_mask"] or not {
         "scaling",
         "dropout",
         "kwargs",
     } <= set(arguments):
-        moved(part, "attention/functions.py", f"it takes {arguments}")
+        moved(part, "attention/run.py", f"it takes {arguments}")
 
 
 @pytest.mark.parametrize(("family", "folder", "name"), OWN)
 def test_a_forward_pass_of_ours_knows_the_arguments_of_the_stock_one(family, folder, name):
-    read = set(re.findall(r'call(?:\.get\(|\[)"(\w+)"', inspect.getsource(forwards)))
-    ignored = {"encoder_attention_mask", "use_cache", CACHE_NAME}
+    read = set(re.findall(r'call\.(?:get|pop)\("(\w+)"', inspect.getsource(forward))) | set(forward.STATES)
+    ignored = {"encoder_attention_mask", "use_cache", "position_bias", "output_attentions", CACHE_NAME}
     parameters = list(inspect.signature(getattr(modelling(folder, name), name).forward).parameters.values())[1:]
     names = {parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD}
     if parameters[0].name != "hidden_states" or not names <= read | ignored:
-        moved(f"{name}.forward", "attention/forwards.py", f"it takes {sorted(names)}, ours reads {sorted(read)}")
+        moved(f"{name}.forward", "attention/forward.py", f"it takes {sorted(names)}, ours reads {sorted(read)}")
 
 
 class Part(NamedTuple):
@@ -162,12 +164,11 @@ def lengths_are_grouped() -> bool:
 
 
 PARTS = [
-    Part("the parameters of sdpa_attention_forward", "attention/functions.py", "sdpa_attention_forward",
-         sdpa_takes_no_more),
-    Part("PreTrainedConfig._attn_implementation", "attention/install.py", "_attn_implementation",
+    Part("the parameters of sdpa_attention_forward", "attention/run.py", "position_bias", sdpa_takes_no_more),
+    Part("PreTrainedConfig._attn_implementation", "attention/run.py", "_attn_implementation",
          lambda: bert().config._attn_implementation == "sdpa"),
     Part("split_size of GPT2Attention", "attention/projections.py", "split_size", gpt2_splits_by_an_attribute),
-    Part("_old_forward of a module that Accelerate hooks into", "attention/forwards.py", "_old_forward",
+    Part("_old_forward of a module that Accelerate hooks into", "attention/forward.py", "_old_forward",
          accelerate_keeps_forward),
     Part("the mappings of transformers.quantizers.auto", "transformers_parts.py", "AUTO_QUANTIZER_MAPPING",
          quantizers_are_plugged_in),
@@ -189,9 +190,9 @@ PARTS = [
          mentions(PreTrainedModel.half, "is_quantized")),
     Part("PreTrainedModel._no_split_modules", "checkpoint/edits.py", "_no_split_modules",
          lambda: hasattr(bert(), "_no_split_modules")),
-    Part("Cache.is_compileable", "attention/install.py", "is_compileable",
+    Part("Cache.is_compileable", "attention/run.py", "is_compileable",
          lambda: "is_compileable" in dir(transformers.Cache)),
-    Part("StaticLayer.lazy_initialization", "attention/install.py", "lazy_initialization",
+    Part("StaticLayer.lazy_initialization", "attention/run.py", "lazy_initialization",
          takes(StaticLayer.lazy_initialization, "self", "key_states", "value_states")),
     Part("torch.nn.Module._forward_pre_hooks", "attention/projections.py", "_forward_pre_hooks", hooks_are_listed),
     Part("Trainer.compute_loss", "training/trainer.py", "compute_loss",

@@ -87,9 +87,8 @@ class Limits:
     Args:
         no_pruning: why heads cannot be removed; empty where they can.
         no_dk: why queries and keys cannot be converted, though values can; empty where they can.
-        feed_forward_only: whether the module computes its scores itself, where no forward pass of
-            `attention.forwards` can take over: only feed-forward blocks can be converted, and heads be neither read,
-            masked nor removed.
+        feed_forward_only: whether the module computes its scores itself, where that of `attention.forward` cannot
+            take over: only feed-forward blocks can be converted, and heads be neither read, masked nor removed.
         undescribed: kind of attention that the paths do not fit → how it differs.
     """
 
@@ -107,8 +106,12 @@ class AttentionFamily:
         name: its usual name, for messages.
         model_types: `config.model_type` values it covers.
         attention_classes: class names of the modules that project queries and keys and call Transformers' attention
-            interface, or have a forward pass in `attention.forwards`.
+            interface, or run the forward pass of `attention.forward`.
         paths: where the parts of a module are.
+        forward: which forward pass a converted module runs. "plain": ours, with one product for queries, keys and
+            values, because the stock one does no more than project, attend and project the outputs. "scores": ours,
+            also while heads are only hooked, because the stock one computes its scores itself. "stock": its own,
+            because it does more in between, such as scaling or rotating queries.
         layout: how a module views the outputs of its projections.
         rotary: its rotary embedding; None without one.
         limits: what cannot be done with it.
@@ -126,6 +129,7 @@ class AttentionFamily:
     model_types: tuple[str, ...]
     attention_classes: tuple[str, ...]
     paths: Paths
+    forward: Literal["stock", "plain", "scores"] = "stock"
     layout: Layout = Layout()
     rotary: Rotary | None = None
     limits: Limits = Limits()
@@ -146,6 +150,7 @@ class _Base:
     """What several families have in common: fields of their rows."""
 
     paths: Paths
+    forward: Literal["stock", "plain", "scores"] = "stock"
     layout: Layout = Layout()
     rotary: Rotary | None = None
     limits: Limits = Limits()
@@ -168,24 +173,30 @@ def _with_paths(base: _Base, **paths: str) -> _Base:
 
 
 _BERT = _Base(
-    _paths("query key value ..output.dense", "num_attention_heads", "attention_head_size", cross="crossattention")
+    _paths("query key value ..output.dense", "num_attention_heads", "attention_head_size", cross="crossattention"),
+    forward="plain",
 )
-_OWN_BERT = _with_paths(_BERT, scaling="")  # computes scores itself
+_OWN_BERT = replace(_with_paths(_BERT, scaling=""), forward="scores")
 _BERT_ALONE = replace(_OWN_BERT, limits=_BLOCKS_ALONE)
-_ALBERT = _with_paths(_BERT, output="dense", cross="")  # one module serves every layer of its group
-_DISTILBERT = _Base(_paths("q_lin k_lin v_lin out_lin", "n_heads", "attention_head_size"))
-_BART = _Base(_paths("q_proj k_proj v_proj out_proj", "num_heads", "head_dim", cross="encoder_attn"))
+# One module of ALBERT serves every layer of its group; a normalisation follows in it.
+_ALBERT = replace(_with_paths(_BERT, output="dense", cross=""), forward="stock")
+_DISTILBERT = _Base(_paths("q_lin k_lin v_lin out_lin", "n_heads", "attention_head_size"), forward="plain")
+_BART = _Base(_paths("q_proj k_proj v_proj out_proj", "num_heads", "head_dim", cross="encoder_attn"), forward="plain")
 _BART_ALONE = replace(_BART, limits=_BLOCKS_ALONE)
 _NLLB_MOE = _with_paths(_BART, cross="cross_attention")
 _WAV2VEC2 = _with_paths(_BART, cross="")
-_OPT = replace(_WAV2VEC2, layout=Layout(fixed_head_count=True, head_count_attr="num_heads"))  # scales queries itself
+_OPT = replace(  # scales queries itself
+    _WAV2VEC2, forward="stock", layout=Layout(fixed_head_count=True, head_count_attr="num_heads")
+)
 _WHISPER = replace(_with_paths(_OPT, cross="encoder_attn"), key_bias=False)
-_LISTENER = replace(_WAV2VEC2, layout=Layout(fixed_head_count=True), key_bias=False)  # no cache to make smaller
+_LISTENER = replace(_OPT, layout=Layout(fixed_head_count=True), key_bias=False)  # no cache to make smaller
 _CLIP = _with_paths(_WAV2VEC2, scaling="scale")
-_VIT = _Base(_paths("q_proj k_proj v_proj o_proj", "num_attention_heads", "head_dim", free_width="head_dim"))
+_VIT = _Base(
+    _paths("q_proj k_proj v_proj o_proj", "num_attention_heads", "head_dim", free_width="head_dim"), forward="plain"
+)
 _BEIT = replace(_VIT, key_bias=False, limits=_OWN_BIAS)
 _VIDEOMAE = replace(_with_paths(_BERT, cross=""), key_bias=False)
-_DPT = replace(_VIDEOMAE, key_bias=True, layout=Layout(fixed_head_count=True))
+_DPT = replace(_VIDEOMAE, key_bias=True)
 # Scores of T5 are not scaled, and a position bias is added to them.
 _T5 = _Base(
     _paths("q k v o", "n_heads", "key_value_proj_dim", cross="EncDecAttention", free_width="d_kv"), limits=_ONE_BIAS
@@ -202,8 +213,8 @@ _DETR = _Base(  # positions are added to the inputs of queries and keys, not to 
     limits=Limits(no_pruning="its modules do not count them"),
 )
 _BLIP_VISION = _Base(_paths("qkv projection", "num_heads", "head_dim", scaling="scale"), limits=_BLOCKS_ALONE)
-_MPNET = _Base(  # computes scores itself
-    _paths("q k v o", "num_attention_heads", "attention_head_size", scaling=""), limits=_ONE_BIAS
+_MPNET = _Base(
+    _paths("q k v o", "num_attention_heads", "attention_head_size", scaling=""), forward="scores", limits=_ONE_BIAS
 )
 _NOMIC = _Base(
     _paths("q_proj k_proj v_proj o_proj", "config.num_attention_heads", "head_dim"),
@@ -236,7 +247,9 @@ _STABLELM = replace(
     rotary=Rotary(width="rotary_ndims"),
     limits=replace(_ONE_COUNT, no_dk="it views queries and keys as exactly as many heads as its config says"),
 )
-_ESM = replace(_with_paths(_BERT, cross=""), rotary=Rotary())  # scales queries itself, before they are rotated
+_ESM = replace(  # scales queries itself, before they are rotated
+    _with_paths(_BERT, cross=""), forward="stock", rotary=Rotary()
+)
 _GPT_NEOX = _Base(
     _paths("query_key_value dense", "config.num_attention_heads", "head_size"),
     layout=Layout(interleaved=True, equal_widths=True),
@@ -269,7 +282,7 @@ _ROWS = (
     _row("ERNIE", "ernie", "ErnieSelfAttention ErnieCrossAttention", _BERT),
     _row("LayoutLM", "layoutlm", "LayoutLMSelfAttention", _BERT),
     _row("MarkupLM", "markuplm", "MarkupLMSelfAttention", _BERT),
-    _row("MobileBERT", "mobilebert", "MobileBertSelfAttention", _BERT),
+    _row("MobileBERT", "mobilebert", "MobileBertSelfAttention", _BERT, forward="stock"),  # three inputs
     _row("RoBERTa", "roberta", "RobertaSelfAttention RobertaCrossAttention", _BERT),
     _row(
         "RoBERTa-PreLayerNorm",
@@ -309,7 +322,14 @@ _ROWS = (
     _row("I-JEPA", "ijepa", "IJepaAttention", _VIT, since="5.10"),
     _row("Pixio", "pixio", "PixioAttention", _VIT, since="5.10"),
     _row("VideoMAE", "videomae", "VideoMAESelfAttention", _VIDEOMAE, since="5.20"),
-    _row("SegFormer", "segformer", "SegformerAttention", _with_paths(_VIT, free_width=""), since="5.10"),
+    _row(
+        "SegFormer",
+        "segformer",
+        "SegformerAttention",
+        _with_paths(_VIT, free_width=""),
+        forward="stock",
+        since="5.10",
+    ),
     _row("ViT", "vit", "ViTAttention", _VIT, since="5.10"),
     _row("ViTMAE", "vit_mae", "ViTMAEAttention", _VIT, since="5.10"),
     _row("ViTMSN", "vit_msn", "ViTMSNAttention", _VIT, since="5.10"),
@@ -364,7 +384,7 @@ _ROWS = (
     _row("SigLIP 2 vision", "siglip2_vision_model", "Siglip2Attention", _CLIP, since="5.10"),
     _row("SmolVLM vision", "smolvlm_vision", "SmolVLMVisionAttention", _CLIP, since="5.10"),
     _row("X-CLIP text", "xclip_text_model", "XCLIPAttention", _CLIP, causal=True, since="5.10"),
-    # Modules that compute scores themselves: once edited, with the forward passes of `attention.forwards`.
+    # Modules that compute scores themselves: once edited, with the forward pass of `attention.forward`.
     _row("Megatron-BERT", "megatron-bert", "MegatronBertSelfAttention", _OWN_BERT),
     _row("MPNet", "mpnet", "MPNetSelfAttention", _MPNET, since="5.10"),
     _row("RemBERT", "rembert", "RemBertSelfAttention", _OWN_BERT),

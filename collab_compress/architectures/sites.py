@@ -34,6 +34,7 @@ class FusedSlice:
         step: distance between the first channels of two heads.
         heads: number of heads H.
         head_width: width d of one head.
+        has_bias: whether the layer's bias is one of the projection too.
 
     Example:
         >>> layer = torch.nn.Linear(24, 72)  # queries, keys and values of 3 heads
@@ -47,6 +48,7 @@ class FusedSlice:
     step: int
     heads: int
     head_width: int
+    has_bias: bool = True
 
     @property
     def in_features(self) -> int:
@@ -72,7 +74,7 @@ class FusedSlice:
     @property
     def bias(self) -> Tensor | None:
         """The bias, (H·d,), or None; a view where heads lie side by side."""
-        return None if self.layer.bias is None else self._select(self.layer.bias)
+        return None if self.layer.bias is None or not self.has_bias else self._select(self.layer.bias)
 
     def rows(self, head: int) -> range:
         """Return the channels of one head in the layer."""
@@ -421,6 +423,8 @@ def read(name: str, module: nn.Module, family: AttentionFamily, path: str, kind:
 
 def _attribute(name: str, module: nn.Module, family: AttentionFamily, path: str) -> Any:
     """Read `module.path`, or the slice of a fused layer for such a path."""
+    if path in module.__dict__.get("rows", {}):  # of a converted module
+        return _converted_rows(module, family, path)
     try:
         return attrgetter(path)(module)
     except AttributeError:
@@ -434,6 +438,18 @@ def _attribute(name: str, module: nn.Module, family: AttentionFamily, path: str)
         f"{name} ({_class(module)}) has no attribute {path!r}, which the {family.name} description "
         f"promises; Transformers {transformers.__version__} may have renamed it: transformers{VERSIONS} was tried"
     )
+
+
+def _converted_rows(module: Any, family: AttentionFamily, path: str) -> Any:
+    """Return the rows of the layer that holds a projection of a converted module, or the layer if it is not plain."""
+    layer_path, start, stop = module.rows[path]
+    layer = module.get_submodule(layer_path)
+    if type(layer) is not nn.Linear:
+        return layer
+    width, has_bias = attrgetter(family.paths.head_width)(module), path != family.paths.key or family.key_bias
+    if (stop - start) % width:
+        width = stop - start
+    return FusedSlice(layer, start, width, (stop - start) // width, width, has_bias)
 
 
 def find_dense_attention(model: nn.Module, modules: str = "*", without: Collection[str] = ()) -> list[DenseSite]:

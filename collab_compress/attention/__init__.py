@@ -1,25 +1,27 @@
-"""Converted attention inside a live model: its forms, projections, attention functions."""
+"""Converted attention inside a live model: its maps, their projections, and how it runs."""
 
-from collab_compress.attention.form import MapForm, ScoreForm, ScoreParts
-from collab_compress.attention.forms import FORM_KINDS, FormEdit
-from collab_compress.attention.functions import register_attention
-from collab_compress.attention.install import install_, is_converted, uninstall_
-from collab_compress.attention.rotary import RotaryScores
-from collab_compress.attention.shared import SharedScores
-from collab_compress.attention.values import NarrowValues, ValueParts
+from collab_compress.attention.edits import MAP_KINDS, MapEdit
+from collab_compress.attention.maps import ConvertedMap, MapConfig
+from collab_compress.attention.rotary import RotaryConfig, RotaryQK
+from collab_compress.attention.run import install_, is_converted, maps_of, register_attention, uninstall_
+from collab_compress.attention.shared import QKConfig, SharedConfig, SharedQK
+from collab_compress.attention.values import NarrowConfig, NarrowOV
 
 __all__ = [
-    "FORM_KINDS",
-    "FormEdit",
-    "MapForm",
-    "NarrowValues",
-    "RotaryScores",
-    "ScoreForm",
-    "ScoreParts",
-    "SharedScores",
-    "ValueParts",
+    "MAP_KINDS",
+    "ConvertedMap",
+    "MapConfig",
+    "MapEdit",
+    "NarrowConfig",
+    "NarrowOV",
+    "QKConfig",
+    "RotaryConfig",
+    "RotaryQK",
+    "SharedConfig",
+    "SharedQK",
     "install_",
     "is_converted",
+    "maps_of",
     "register_attention",
     "uninstall_",
 ]

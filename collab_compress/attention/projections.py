@@ -1,67 +1,134 @@
-"""Projections of converted attention: padded to whole heads, separate or fused."""
+"""The linear layers of a converted attention module: one for all that reads the same input, or padded ones.
 
-from collections.abc import Callable, Mapping
+A module whose forward pass is ours has one `nn.Linear` for queries, keys, content biases and values, `qkv`; in
+cross-attention queries stay alone, and keys and values are one layer, `kv`. A module with its stock forward pass
+views projections as heads of the dense width d, so each stays a layer of its own, padded with zeros to whole heads.
+
+Either way `module.rows` says where the channels of each projection are.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.errors import CheckpointError
+from collab_compress.architectures import FAMILIES, AttentionFamily
+from collab_compress.errors import CheckpointError, CollabCompressError, UnsupportedModelError
+
+BY_CLASS = {name: row for row in FAMILIES.values() for name in row.attention_classes}
+
+
+class Rows(NamedTuple):
+    """The rows `start` to `stop` of the linear layer at the path `layer` of an attention module."""
+
+    layer: str
+    start: int
+    stop: int
+
+
+class Weights(NamedTuple):
+    """New parameters for a layer that stays in the model."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+
+def family_of(module: Any) -> AttentionFamily:
+    """Return the family that describes an attention module."""
+    family: AttentionFamily | None = getattr(module, "family", None)
+    return BY_CLASS[type(module).__name__] if family is None else family
+
+
+def input_paths(module: Any) -> tuple[str, str, str]:
+    """Return the paths of a module's projections of queries, keys and values."""
+    family = family_of(module)
+    return family.paths.query, family.paths.key, family.paths.value
+
+
+def rows_of(module: Any) -> dict[str, Rows]:
+    """Return where the channels of replaced projections are, by the projection's path; empty in a stock module."""
+    rows: dict[str, Rows] = module.__dict__.get("rows", {})
+    return rows
+
+
+def plain_weight(path: str, projection: Any, error: type[CollabCompressError] = UnsupportedModelError) -> Tensor:
+    """Return the detached weight of the projection at `path`, which must be a parameter of it."""
+    stock = next((kind for kind in (nn.Linear, Conv1D) if isinstance(projection, kind)), None)
+    is_plain = stock is not None and type(projection).forward is stock.forward
+    weight = projection._parameters.get("weight") if is_plain else None
+    if type(weight) is not nn.Parameter or not weight.is_floating_point():
+        kind = type(projection if type(weight) in (nn.Parameter, type(None)) else weight)
+        raise error(
+            f"{path}: got {kind.__module__}.{kind.__qualname__}, expected a plain torch.nn.Linear of floats; merge "
+            "adapters and undo quantization first, and make computed weights plain (torch.nn.utils.prune.remove, "
+            "parametrize.remove_parametrizations)"
+        )
+    if weight.is_meta:
+        raise error(f"{path} is offloaded; load the model into memory")
+    return weight.detach()
+
+
+def plain_rows(name: str, module: Any, path: str) -> tuple[Tensor, Tensor | None]:
+    """Return weight (n, D) and bias (n,) or None of a replaced projection of the module called `name`, views."""
+    layer_path, start, stop = rows_of(module)[path]
+    layer = module.get_submodule(layer_path)
+    weight = plain_weight(f"{name}.{layer_path}", layer)[start:stop]
+    return weight, None if layer.bias is None else layer.bias.detach()[start:stop]
+
+
+def remaining(parameter: Tensor, dim: int, indices: Sequence[int]) -> nn.Parameter:
+    """Return a parameter of some slices of another, frozen if that is."""
+    index = torch.tensor(indices, dtype=torch.int64, device=parameter.device)
+    return nn.Parameter(parameter.detach().index_select(dim, index), parameter.requires_grad)
+
+
+def width_in(layer: Any) -> int:
+    """Return the input width of a linear layer."""
+    return int(layer.nx if isinstance(layer, Conv1D) else layer.in_features)
+
+
+def input_dim(layer: nn.Linear | Conv1D) -> int:
+    """Return the input dimension of a linear layer's weight: 0 in a transposed layer (Conv1D), else 1."""
+    return 0 if isinstance(layer, Conv1D) else 1
+
+
+def fill_(layer: nn.Linear | Conv1D, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+    """Replace the parameters of a linear layer in place; its bias stays if the new one is None."""
+    layer.weight = weight
+    if bias is not None:
+        layer.bias = bias
+    setattr(layer, "in_features" if input_dim(layer) else "nx", weight.shape[input_dim(layer)])
 
 
 class Replacement(nn.Module):
     """A module in place of a linear layer, which refuses the weights of that layer where a state dict holds them."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if f"{prefix}weight" in state_dict:  # as Trainer resumes, which would ignore it
-            raise CheckpointError(
-                f"the state dict is a dense model's: it holds {prefix}weight, which this model has converted; load "
-                "it before converting, or take a checkpoint of the converted model"
-            )
+        refuse_dense(state_dict, f"{prefix}weight")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+def refuse_dense(state_dict: Mapping[str, Any], name: str) -> None:
+    """Raise if a state dict holds a weight that is converted; Trainer, which resumes, would ignore it."""
+    if name in state_dict:
+        raise CheckpointError(
+            f"the state dict is a dense model's: it holds {name}, which this model has converted; load it before "
+            "converting, or take a checkpoint of the converted model"
+        )
+
+
 class PaddedProjection(Replacement):
-    """A projection x ↦ [x·W + b, x·vᵀ, 0] in place of that of H concatenated heads.
+    """A linear layer whose outputs are padded with zeros, for a module that views them as heads of the dense width.
 
-    Queries and keys that heads share are R channels wide, values dv. Keys of a model with content biases v (H, D)
-    have H further channels v_i·y, so that a key cache keeps both. v is a parameter of its own, `content_bias`:
-    optimizers exempt it from weight decay by its name, like the query bias it comes from.
-
-    Transformers' attention splits the output of a projection into heads of width d, so the output is padded with
-    zeros; the attention functions of this package remove them again.
-
-    Args:
-        in_features: input width D.
-        width: R or dv.
-        multiple: the number of output channels is padded to a multiple of this: the head width d, or H·d.
-        bias: whether the projection has a bias b, as values may.
-        content_biases: number of content biases, H or 0.
-
-    Example:
-        >>> projection = PaddedProjection(in_features=24, width=10, multiple=8)
-        >>> projection(torch.randn(2, 6, 24)).shape
-        torch.Size([2, 6, 16])
+    The attention functions of this package remove the zeros again.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        width: int,
-        multiple: int,
-        bias: bool = False,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        content_biases: int = 0,
-    ) -> None:
+    def __init__(self, proj: nn.Linear, padding: int = 0) -> None:
         super().__init__()
-        self.proj = nn.Linear(in_features, width, bias=bias, device=device, dtype=dtype)
-        self.content_bias: nn.Parameter | None = None
-        if content_biases:
-            self.content_bias = nn.Parameter(torch.empty(content_biases, in_features, device=device, dtype=dtype))
-        self.padding = -self.channels % multiple
+        self.proj, self.padding = proj, padding
 
     @property
     def weight(self) -> Tensor:
@@ -74,25 +141,18 @@ class PaddedProjection(Replacement):
         return self.proj.weight.new_empty(0) if self.proj.bias is None else self.proj.bias
 
     @property
-    def channels(self) -> int:
-        """Number of output channels without padding: R, R + H, or dv."""
-        return self.proj.out_features + (0 if self.content_bias is None else len(self.content_bias))
-
-    @property
     def width(self) -> int:
         """Number of output channels with padding."""
-        return self.channels + self.padding
+        return self.proj.out_features + self.padding
 
     def forward(self, x: Tensor) -> Tensor:
         """Project x (B, T, D) to (B, T, channels + padding)."""
         projected: Tensor = self.proj(x)
-        if self.content_bias is None:
-            return pad(projected, (0, self.padding)) if self.padding else projected
-        return torch.cat([projected, pad(linear(x, self.content_bias), (0, self.padding))], -1)
+        return pad(projected, (0, self.padding)) if self.padding else projected
 
 
 class Layout(NamedTuple):
-    """How a fused layer holds queries, keys and values in its output channels.
+    """How a fused layer of a stock module holds queries, keys and values in its output channels.
 
     Args:
         heads: number of query heads H.
@@ -132,15 +192,7 @@ class Layout(NamedTuple):
 
 
 class QKVProjection(Replacement):
-    """Separate queries, keys and values in place of a fused layer, because some of them are converted.
-
-    Args:
-        query: D → q channels, padding included.
-        key: D → k channels.
-        value: D → v channels.
-        layout: of the stock layer.
-        transposed: whether the stock layer is a `Conv1D`.
-    """
+    """Separate queries, keys and values in place of a stock module's fused layer, because some are converted."""
 
     def __init__(
         self, query: nn.Module, key: nn.Module, value: nn.Module, *, layout: Layout, transposed: bool
@@ -187,33 +239,26 @@ def fused_layer(module: Any, path: str) -> Conv1D | nn.Linear | QKVProjection | 
     return parent if isinstance(parent, Conv1D | nn.Linear | QKVProjection) else None
 
 
-def dense_projection(module: Any, path: str) -> tuple[Tensor, int]:
+def projection_like(module: Any, path: str) -> tuple[Tensor, int]:
     """Return the weight that holds the projection at `path`, fused or not, and the width of its inputs."""
-    layer = fused_layer(module, path)
-    if layer is None or isinstance(layer, QKVProjection):
+    layer: Any = fused_layer(module, path)
+    if path in rows_of(module):
+        layer = module.get_submodule(rows_of(module)[path].layer)
+    elif layer is None or isinstance(layer, QKVProjection):
         layer = module.get_submodule(path)
     return layer.weight, width_in(layer)
 
 
-def width_in(layer: Any) -> int:
-    """Return the input width of a linear layer."""
-    return int(layer.nx if isinstance(layer, Conv1D) else layer.in_features)
+# Layers of a module with its stock forward pass.
 
 
-def replace_(module: Any, projections: Mapping[str, Any], layout: Layout) -> None:
+def replace_(module: Any, projections: Mapping[str, nn.Module], layout: Layout) -> None:
     """Install projections in an attention module, path → projection, in place.
 
     A fused layer of queries, keys and values becomes three layers, or one layer again if all three are dense.
-
-    Args:
-        module: the attention module.
-        projections: path → projection, or an object that holds the old fused layer as `layer`.
-        layout: of the fused layer, if the stock module has one.
     """
+    rows = dict(rows_of(module))
     for path, projection in projections.items():
-        if hasattr(projection, "layer"):
-            _set_fused_(module, path, projection.layer)
-            continue
         layer = fused_layer(module, path)
         if layer is not None and not isinstance(layer, QKVProjection):
             layer = QKVProjection(*_split_layer(layer, layout), layout=layout, transposed=isinstance(layer, Conv1D))
@@ -222,6 +267,17 @@ def replace_(module: Any, projections: Mapping[str, Any], layout: Layout) -> Non
         if layer is not None:
             is_dense = all(isinstance(part, nn.Linear) for part in layer.parts)
             _set_fused_(module, path, _join_layers(layer) if is_dense else layer)
+        rows.pop(path, None)
+        if isinstance(projection, PaddedProjection):
+            rows[path] = Rows(f"{path}.proj", 0, projection.proj.out_features)
+    _set_rows_(module, rows)
+
+
+def _set_rows_(module: Any, rows: dict[str, Rows]) -> None:
+    if rows:
+        module.rows = rows
+    else:
+        module.__dict__.pop("rows", None)
 
 
 def _set_fused_(module: Any, path: str, layer: nn.Module) -> None:
@@ -238,16 +294,18 @@ def _split_layer(layer: nn.Linear | Conv1D, layout: Layout) -> list[nn.Linear]:
     weight: Tensor = layer.weight
     weights = layout.split(weight.T if isinstance(layer, Conv1D) else weight, 0)
     biases: list[Any] = [None] * 3 if layer.bias is None else layout.split(layer.bias, 0)
-    parts = []
-    for part_weight, bias in zip(weights, biases, strict=True):
-        width, in_features = part_weight.shape
-        part = nn.Linear(in_features, width, bias is not None, device=weight.device, dtype=weight.dtype)
-        with torch.no_grad():
-            part.weight.copy_(part_weight)
-            if bias is not None:
-                part.bias.copy_(bias)
-        parts.append(part.requires_grad_(weight.requires_grad))
-    return parts
+    return [copied(part, bias, weight.requires_grad) for part, bias in zip(weights, biases, strict=True)]
+
+
+def copied(weight: Tensor, bias: Tensor | None, is_trained: bool) -> nn.Linear:
+    """Return a layer with a copy of weight (n, D) and bias (n,)."""
+    width, in_features = weight.shape
+    layer = nn.Linear(in_features, width, bias is not None, device=weight.device, dtype=weight.dtype)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        if bias is not None:
+            layer.bias.copy_(bias)
+    return layer.requires_grad_(is_trained)
 
 
 def _join_layers(projections: QKVProjection) -> nn.Linear | Conv1D:
@@ -264,9 +322,70 @@ def _join_layers(projections: QKVProjection) -> nn.Linear | Conv1D:
     with torch.no_grad():
         layer.weight.copy_(weight.T if projections.transposed else weight)
         if layer.bias is not None:
-            biases = [part.weight.new_zeros(part.out_features) if part.bias is None else part.bias for part in parts]
-            layer.bias.copy_(join(biases))
+            layer.bias.copy_(join([_bias(part) for part in parts]))
     return layer.requires_grad_(projections.weight.requires_grad)
+
+
+def _bias(layer: nn.Linear) -> Tensor:
+    return layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
+
+
+# Layers of a module whose forward pass is ours.
+
+
+def join_(module: Any, new: Mapping[str, nn.Linear], *, cross: bool) -> None:
+    """Join the projections of a module to one layer for each input, in place.
+
+    Where some have a bias, all get one: zeros for the others, whose training changes nothing (a constant of all
+    keys) or can be told as a content bias (of the queries).
+    """
+    query, key, value = input_paths(module)
+    parts = _separate(module) | dict(new)
+    rows = {}
+    for name, paths in ((query, [query]), ("kv", [key, value])) if cross else (("qkv", [query, key, value]),):
+        layers, start = [parts[path] for path in paths], 0
+        for path, layer in zip(paths, layers, strict=True):
+            rows[path] = Rows(name, start, start := start + layer.out_features)
+        if len(layers) > 1:
+            has_bias = any(layer.bias is not None for layer in layers)
+            weight = torch.cat([layer.weight.detach() for layer in layers])
+            bias = torch.cat([_bias(layer).detach() for layer in layers]) if has_bias else None
+            layers = [copied(weight, bias, any(layer.weight.requires_grad for layer in layers))]
+        module.__dict__.setdefault("stock_children", [*module._modules])
+        for path in paths:
+            module._modules.pop(path, None)
+        module._modules[name] = layers[0].train(module.training)
+    module.rows = rows
+
+
+def separate_(module: Any, dense: Mapping[str, nn.Linear]) -> None:
+    """Undo `join_` in place, with dense projections in place of the converted ones."""
+    parts = _separate(module) | dict(dense)
+    for layer in ("qkv", "kv"):
+        module._modules.pop(layer, None)
+    for path in input_paths(module):
+        module._modules[path] = parts[path].train(module.training)
+    for name in module.__dict__.pop("stock_children"):  # in the stock order
+        if name in module._modules:
+            module._modules[name] = module._modules.pop(name)
+    module.__dict__.pop("rows", None)
+
+
+def _separate(module: Any) -> dict[str, nn.Linear]:
+    """Return the three projections of a module, joined or not, as layers of their own."""
+    parts, family = {}, family_of(module)
+    for path in input_paths(module):
+        if path in rows_of(module):
+            name, start, stop = rows_of(module)[path]
+            layer = module._modules[name]
+            if (start, stop) != (0, layer.out_features):
+                has_bias = layer.bias is not None and (path != family.paths.key or family.key_bias)
+                bias = layer.bias[start:stop] if has_bias else None
+                layer = copied(layer.weight[start:stop], bias, layer.weight.requires_grad)
+        else:
+            layer = module._modules[path]
+        parts[path] = layer
+    return parts
 
 
 def add_pre_hook_(module: nn.Module, hook: Callable[..., Any]) -> None:

@@ -15,13 +15,24 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from collab_compress.attention.form import ScoreForm, ScoreParts, plain_weight
-from collab_compress.attention.projections import PaddedProjection, add_pre_hook_, remove_pre_hook_
+from collab_compress.attention.maps import Cut, HeadRows, Layers, Part, kept_rows
+from collab_compress.attention.projections import (
+    PaddedProjection,
+    add_pre_hook_,
+    family_of,
+    plain_rows,
+    projection_like,
+    remaining,
+    remove_pre_hook_,
+    rows_of,
+)
+from collab_compress.attention.shared import QKConfig, QKMap, linear
 from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError, UnsupportedModelError
+from collab_compress.factorization import RotaryFactorization, factorize_rotary
 
 PAIRS = ("halves", "neighbours", "neighbours, tables too")
 TABLES = "collab_tables"  # attribute of hidden states: cosines and sines of their positions
@@ -67,43 +78,39 @@ class Pairing:
 
 
 class RotatingProjection(PaddedProjection):
-    """A projection to pseudo-heads that pre-rotates channels whose frequency differs from that of their slot.
+    """A projection to pseudo-heads that pre-rotates channels whose frequency differs from that of their slot."""
 
-    Args:
-        in_features: input width D.
-        width: P·d.
-        pairing: of the channels of a head.
-        frequencies: of each pair, pseudo-head by pseudo-head, P·d/2; a slot's own frequency is its index in the head.
-        bias: whether the projection has a bias.
-        like: device and dtype.
+    wanted: Tensor  # for each channel, the frequency of its pair; then the one of its slot, (2R,)
+    swapped: Tensor  # the other channel of its pair, (R,)
+    signs: Tensor  # -1 for real parts and 1 for imaginary ones, (R,)
 
-    Attributes:
-        rotates: whether any channel's frequency differs from that of its slot.
-    """
+    def __init__(self, proj: nn.Linear, config: "RotaryConfig") -> None:
+        super().__init__(proj)
+        self.config, self.pairing = config, config.pairing
+        slots = tuple(range(config.head_width // 2)) * (config.rank // config.head_width)
+        self.rotates = config.frequencies != slots
+        self.fill_(proj.weight.device)
 
-    slots: Tensor  # the frequencies
-
-    def __init__(
-        self, in_features: int, width: int, pairing: Pairing, frequencies: Sequence[int], bias: bool, **like: Any
-    ) -> None:
-        super().__init__(in_features, width, pairing.width, bias, **like)
-        self.pairing, self.frequencies = pairing, list(frequencies)
-        slots = pairing.width // 2
-        self.rotates = any(frequency != slot % slots for slot, frequency in enumerate(frequencies))
-        self.fill_slots_(like.get("device"))
-
-    def fill_slots_(self, device: Any) -> None:
-        """Keep the frequencies on a device, in a buffer that no checkpoint holds."""
-        slots = torch.tensor(self.frequencies, device=device)
-        self.register_buffer("slots", slots, persistent=False)
+    def fill_(self, device: torch.device) -> None:
+        """Fill the buffers, which no checkpoint holds."""
+        config = self.config
+        pairs = torch.arange(config.rank // 2, device=device)
+        frequencies = torch.tensor(config.frequencies, device=device)
+        slots = pairs % (config.head_width // 2)
+        channels = torch.arange(config.rank, device=device).unflatten(-1, (-1, config.head_width))
+        real, imaginary = (part.flatten() for part in self.pairing.split(channels))
+        buffers = {
+            "wanted": torch.cat([config.to_heads(part, part) for part in (frequencies, slots)]),
+            "swapped": config.to_heads(imaginary, real),
+            "signs": config.to_heads(-torch.ones_like(pairs), torch.ones_like(pairs)).float(),
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Project x (B, T, D) to (B, T, P·d), rotated by the difference of frequencies.
 
         The attention module attaches its tables of cosines and sines to x.
-
-        Raises:
-            UnsupportedModelError: x has no tables.
         """
         projected: Tensor = self.proj(x)
         if not self.rotates:
@@ -114,27 +121,21 @@ class RotatingProjection(PaddedProjection):
                 "converted rotary attention needs position_embeddings, cosines and sines of all positions, as stock "
                 "models pass to their attention modules; call the model rather than the module"
             )
-        real, imaginary = self.pairing.split(projected.unflatten(-1, (-1, self.pairing.width)))  # (B, T, P, d/2)
-        wanted = self.slots
-        cos, sin = self._by_pair(tables[0], 1.0), self._by_pair(tables[1], 0.0)  # (B, T, d/2)
-        shape = (-1, cos.shape[-1])
-        to_cos, to_sin = cos[..., wanted].unflatten(-1, shape), sin[..., wanted].unflatten(-1, shape)
-        cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # (B, T, 1, d/2)
+        by_pair = self._by_pair(tables[0], 1.0), self._by_pair(tables[1], 0.0)  # (B, T, d/2)
+        (to_cos, cos), (to_sin, sin) = (table.index_select(-1, self.wanted).chunk(2, -1) for table in by_pair)
         size = cos * cos + sin * sin  # tables may be longer than 1
-        by_cos = (to_cos * cos + to_sin * sin) / size  # (B, T, P, d/2)
-        by_sin = (to_sin * cos - to_cos * sin) / size
-        rotated = self.pairing.join(
-            (real * by_cos - imaginary * by_sin).to(projected.dtype),
-            (real * by_sin + imaginary * by_cos).to(projected.dtype),
-        )
-        return rotated.flatten(-2)
+        by_cos = (to_cos * cos + to_sin * sin) / size  # (B, T, P·d)
+        by_sin = (to_sin * cos - to_cos * sin) * (self.signs / size)
+        rotated = projected * by_cos + projected.index_select(-1, self.swapped) * by_sin
+        return rotated.to(projected.dtype)
 
     def _by_pair(self, table: Tensor, unrotated: float) -> Tensor:
         """Return one number for each channel pair of a head, (B, T, d/2), from a table for the rotated channels."""
         half = self.pairing.rotated // 2
         if self.pairing.pairs == "neighbours, tables too":
             table = table[..., ::2]
-        return pad(table[..., :half].float(), (0, self.pairing.width // 2 - half), value=unrotated)
+        table, rest = table[..., :half].float(), self.pairing.width // 2 - half
+        return pad(table, (0, rest), value=unrotated) if rest else table
 
 
 def arranged(frequencies: Sequence[int], slots: int) -> list[int]:
@@ -163,10 +164,8 @@ def arranged(frequencies: Sequence[int], slots: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class RotaryScores(ScoreForm):
-    """The form of heads with a rotary embedding: they share R channels of keys.
-
-    `mixing` is (G, R): for each head, or group of heads, R/2 real parts, then R/2 imaginary ones.
+class RotaryConfig(QKConfig):
+    """The config of `RotaryQK`: heads with a rotary embedding share R channels of keys.
 
     Args:
         key_heads: number G of key heads in the dense model.
@@ -181,15 +180,15 @@ class RotaryScores(ScoreForm):
         >>> from collab_compress.architectures import find_dense_attention
         >>> sizes = {"hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 3, "num_hidden_layers": 1}
         >>> site = find_dense_attention(LlamaModel(LlamaConfig(vocab_size=61, **sizes)))[0]
-        >>> form = RotaryScores.of(site, rank=12)
-        >>> form.rank, form.frequencies  # two pseudo-heads of 4 pairs of channels
+        >>> config = RotaryConfig.of(site, rank=12)
+        >>> config.rank, config.frequencies  # two pseudo-heads of 4 pairs of channels
         (16, (0, 1, 2, 3, 0, 1, 2, 3))
     """
 
-    key_heads: int = 0
-    rotated: int = 0
-    pairs: str = "halves"
-    frequencies: tuple[int, ...] = ()
+    key_heads: int
+    rotated: int
+    pairs: str
+    frequencies: tuple[int, ...]
     query_bias: bool = False
     key_bias: bool = False
 
@@ -199,7 +198,7 @@ class RotaryScores(ScoreForm):
 
     @classmethod
     def of(cls, site: Any, rank: int) -> Self:
-        """Return the form for a site, in whole pseudo-heads, each with all frequencies: R is rounded up to P·d.
+        """Return the config for a site, in whole pseudo-heads, each with all frequencies: R is rounded up to P·d.
 
         Biases stay in the projections.
         """
@@ -209,22 +208,20 @@ class RotaryScores(ScoreForm):
                 f"{site.name}: {site.rotated} of {width} channels are rotated; expected even numbers"
             )
         pseudo_heads = -(-rank // width)
-        return cls.for_site(
-            site,
-            query=family.paths.query,
-            key=family.paths.key,
-            rank=pseudo_heads * width,
-            content_bias=False,
+        return cls(
+            site.heads,
+            width,
+            pseudo_heads * width,
             key_heads=site.key_value_heads,
             rotated=site.rotated,
-            pairs=family.rotary.pairs,
+            pairs=family.rotary,
             frequencies=tuple(range(width // 2)) * pseudo_heads,
             query_bias=site.part(family.paths.query).bias is not None,
             key_bias=site.part(family.paths.key).bias is not None,
         )
 
     def rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield what stored fields must hold, as `MapForm.rules`."""
+        """Yield what stored fields must hold, as `MapConfig.rules`."""
         width, slots = self.head_width, self.head_width // 2
         yield from super().rules()
         yield "key_heads", self.key_heads > 0 and self.heads % self.key_heads == 0, f"a divisor of {self.heads}"
@@ -236,9 +233,9 @@ class RotaryScores(ScoreForm):
         yield "frequencies", all(number < slots for number in self.frequencies), f"numbers below {slots}"
 
     @property
-    def dense_key_width(self) -> int:
-        """Width of the dense keys, and values, of all heads."""
-        return self.key_heads * self.head_width
+    def key_value_heads(self) -> int:
+        """Number of heads of keys and values in the dense model."""
+        return self.key_heads
 
     @property
     def pairing(self) -> Pairing:
@@ -246,48 +243,22 @@ class RotaryScores(ScoreForm):
         return Pairing(self.head_width, self.rotated, self.pairs)
 
     @property
-    def query_width(self) -> int:
-        """Width of the queries, which are each head's own, H·d."""
-        return self.heads * self.head_width
-
-    # Parameters.
-
-    @property
     def width(self) -> int:
         """Width d of one head's queries and keys."""
         return self.head_width
 
-    @property
-    def mixing_shape(self) -> tuple[int, int]:
-        """Shape (G, R) of the mixing weights."""
-        return self.key_heads, self.rank
+    def without(self, kept: Sequence[int]) -> Self:
+        """Return the config of the kept heads, with all shared channels."""
+        return replace(self, heads=len(kept), key_heads=len(kept))
 
-    def build_projections(
-        self, query_in: int, key_in: int, like: dict[str, Any]
-    ) -> tuple[PaddedProjection, PaddedProjection]:
-        """Return projections of queries and keys from these input widths."""
-        query = PaddedProjection(query_in, self.query_width, self.head_width, self.query_bias, **like)
-        return query, RotatingProjection(key_in, self.rank, self.pairing, self.frequencies, self.key_bias, **like)
-
-    def load_channels_(self, parts: ScoreParts, query: Any, mixing: Tensor, key: Tensor) -> None:
-        """Copy the projection `query`, and κ (D, R/2) and m (G, R/2), complex, into `parts`, in place.
-
-        Channels are in the order of `frequencies`. A bias is a further row of κ.
-        """
-        with torch.no_grad():
-            parts.mixing.copy_(torch.cat([mixing.real, mixing.imag], -1))
-            copies = (query.weight, query.bias), self.key_rows(key)
-            for part, (weight, bias) in zip((parts.query, parts.key), copies, strict=True):
-                part.proj.weight.copy_(weight)
-                if bias is not None:
-                    part.proj.bias.copy_(bias)
+    # Pairs of channels as complex numbers.
 
     def key_rows(self, channels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return weight (2n, D) and bias (2n,) or None of a projection to complex channels (D, n), or (D + 1, n)."""
         rows = self.to_heads(channels.real, channels.imag).mT
         return (rows[:, :-1], rows[:, -1]) if self.key_bias else (rows, None)
 
-    def channels_of(self, heads: Tensor, bias: Tensor | None) -> Tensor:
+    def complex_channels(self, heads: Tensor, bias: Tensor | None) -> Tensor:
         """Pair the channels of dense heads: (H, D, d) to complex (H, D, d/2), a bias (H·d,) as one more row."""
         rows = heads if bias is None else torch.cat([heads, bias.detach().view(len(heads), 1, -1)], 1)
         real, imaginary = self.pairing.split(rows)
@@ -299,102 +270,216 @@ class RotaryScores(ScoreForm):
         shape = (-1, self.head_width // 2)
         return self.pairing.join(real.unflatten(-1, shape), imaginary.unflatten(-1, shape)).flatten(-2)
 
-    def put_in_(self, module: Any, parts: ScoreParts) -> None:
-        """Replace the query and key projections of `module`, which reads its tables from each call, in place."""
-        super().put_in_(module, parts)
-        add_pre_hook_(module, _attach_tables)
-
-    def take_out_(self, module: Any, dense: tuple[Any, Any]) -> None:
-        """Restore the dense query and key projections in place."""
-        remove_pre_hook_(module, _attach_tables)
-        super().take_out_(module, dense)
-
-    def finish_(self, module: Any) -> None:
-        """Fill the buffer of frequencies too, which a checkpoint does not hold."""
-        super().finish_(module)
-        projection = module.get_submodule(self.key)
-        projection.fill_slots_("cpu" if projection.slots.is_meta else projection.slots.device)
-
-    def read_keys(self, name: str, module: Any) -> Tensor:
-        """Return the complex keys of each head or group, (G, Dk, d/2), of the module called `name`.
-
-        A bias is the last row.
-
-        Raises:
-            UnsupportedModelError: the projection carries an adapter, is quantized, or is offloaded.
-        """
-        projection = module.get_submodule(self.key).proj
-        rows = plain_weight(f"{name}.{self.key}.proj", projection).mT  # (D, R)
-        if projection.bias is not None:
-            rows = torch.cat([rows, projection.bias.detach()[None]])
-        place = float64_device(rows.device)
-        rows = rows.to(place).double()
-        real, imaginary = self.pairing.split(rows.unflatten(-1, (-1, self.head_width)))
-        channels = torch.complex(real.flatten(-2), imaginary.flatten(-2))
-        mixing = torch.complex(*module.mixing.detach().to(place).double().chunk(2, -1))
-        keys = channels.new_zeros(len(mixing), len(channels), self.head_width // 2)
-        slots = torch.tensor(self.frequencies, device=place)
-        return keys.index_add(-1, slots, channels * mixing.conj()[:, None])
-
-    # Attention.
-
-    def heads_of(self, module: Any, query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        """Return queries (B, H, T, d), as they are, and the keys of each head or group, (B, G, S, d).
-
-        The channels of each frequency are summed to these keys.
-        """
-        key = key[:, : self.rank // self.head_width]  # (B, P, S, d)
-        by_real, by_imaginary = module.mixing.to(key.dtype).unsqueeze(1).chunk(2, -1)  # (G, 1, R/2)
-        pairs = self.pairing.split(key)
-        real, imaginary = (part.transpose(1, 2).flatten(2).unsqueeze(1) for part in pairs)  # (B, 1, S, R/2)
-        mixed = real * by_real + imaginary * by_imaginary, imaginary * by_real - real * by_imaginary
-        slots = module.get_submodule(self.key).slots
-        sums = (part.new_zeros(*part.shape[:3], self.head_width // 2).index_add(-1, slots, part) for part in mixed)
-        return query[:, : self.heads], self.pairing.join(*sums)
-
-    def head_queries(self, module: Any, query: Tensor) -> Tensor:
-        """Return the rotated queries (B, H, T, d), mixed for the R channels of the keys, (B, T, H, R)."""
-        mixing = module.mixing.repeat_interleave(self.heads // self.key_heads, 0)
-        slots = module.get_submodule(self.key).slots
-        real, imaginary = (part[..., slots] for part in self.pairing.split(query[:, : self.heads]))  # (B, H, T, R/2)
-        by_real, by_imaginary = mixing.unsqueeze(1).chunk(2, -1)  # (H, 1, R/2)
-        mixed = real * by_real - imaginary * by_imaginary, real * by_imaginary + imaginary * by_real
-        return self.to_heads(*mixed).transpose(1, 2)
-
-    # Heads.
-
-    def head_rows(self) -> dict[str, int]:
-        """Return each head's rows of the queries and of the mixing weights. Not valid for grouped queries."""
-        rows = {f"{self.query}.proj.weight": self.head_width, "mixing": 1}
-        return rows | {f"{self.query}.proj.bias": self.head_width} if self.query_bias else rows
-
-    def without(self, kept: Sequence[int]) -> Self:
-        """Return the form of the kept heads, with all shared channels."""
-        return replace(self, heads=len(kept), key_heads=len(kept))
-
     # Costs.
 
     def parameters(self, widths: tuple[int, int]) -> int:
         """Dq·H·d for queries, Dk·R for keys, G·R, and biases."""
         query, key = widths[0] + self.query_bias, widths[1] + self.key_bias
-        return query * self.query_width + (key + self.key_heads) * self.rank
+        return query * self.heads * self.head_width + (key + self.key_heads) * self.rank
 
     def macs(self, widths: tuple[int, int], length: int) -> int:
         """T·Dq·H·d + T·Dk·R + 2·T·G·R + T²·H·d: a complex product is four real ones for each two channels."""
-        projected = length * (widths[0] * self.query_width + widths[1] * self.rank)
-        return projected + (2 * length * self.key_heads * self.rank + length**2 * self.query_width)
+        query_width = self.heads * self.head_width
+        projected = length * (widths[0] * query_width + widths[1] * self.rank)
+        return projected + (2 * length * self.key_heads * self.rank + length**2 * query_width)
+
+
+class RotaryQK(QKMap):
+    """Heads with a rotary embedding that share keys; each has its own queries.
+
+    `mixing` is (G, R): for each head, or group of heads, R/2 real parts, then R/2 imaginary ones.
+    """
+
+    slots: Tensor  # frequency of each channel pair, (R/2,)
+    read: Tensor  # for each shared channel, the channel of a query that meets it; then the other of its pair, (2R,)
+    weights: Tensor  # which mixing weights those are multiplied by, (2R,)
+    signs: Tensor  # and the signs of these, (2R,)
+
+    def __init__(self, config: RotaryConfig, mixing: nn.Parameter) -> None:
+        super().__init__()
+        self.config = config
+        self.mixing = mixing
+        self.fill_(mixing.device)
+
+    def fill_(self, device: torch.device) -> None:
+        """Fill the buffers, which no checkpoint holds."""
+        config = self.config
+        slots = torch.tensor(config.frequencies, dtype=torch.int64, device=device)
+        pairs = torch.arange(config.rank // 2, device=device)
+        real, imaginary = (
+            part[slots] for part in config.pairing.split(torch.arange(config.head_width, device=device))
+        )
+        ones = torch.ones_like(pairs)
+        buffers = {
+            "slots": slots,
+            "read": torch.cat([config.to_heads(real, imaginary), config.to_heads(imaginary, real)]),
+            "weights": torch.cat([config.to_heads(part, part) for part in (pairs, pairs + len(pairs))]),
+            "signs": torch.cat([config.to_heads(ones, ones), config.to_heads(-ones, ones)]).to(self.mixing.dtype),
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=False)
+
+    @classmethod
+    def build(cls, config: RotaryConfig, module: Any, parent: Any) -> tuple["RotaryQK", Layers]:
+        """Return an uninitialised map and its projections, as `ConvertedMap.build`."""
+        family = family_of(module)
+        (query_like, query_in), (key_like, key_in) = (
+            projection_like(module, path) for path in (family.paths.query, family.paths.key)
+        )
+        like: dict[str, Any] = {"device": query_like.device, "dtype": query_like.dtype}
+        query = nn.Linear(query_in, config.heads * config.head_width, config.query_bias, **like)
+        key = nn.Linear(key_in, config.rank, config.key_bias, **like)
+        is_trained = config.train_mixing and (query_like.requires_grad or key_like.requires_grad)
+        mixing = nn.Parameter(torch.empty(config.key_heads, config.rank, **like), is_trained)
+        query.requires_grad_(query_like.requires_grad)
+        return cls(config, mixing), {
+            family.paths.query: query,
+            family.paths.key: key.requires_grad_(key_like.requires_grad),
+        }
+
+    @classmethod
+    def from_dense(
+        cls, site: Any, config: RotaryConfig, moments: Any, head_weights: Tensor | None, solver: Any
+    ) -> tuple["RotaryQK", Layers, RotaryFactorization]:
+        """Share the keys of a dense module, as `ConvertedMap.from_dense`."""
+        query_moments, key_moments = moments or (None, None)
+        result = factorize_rotary(
+            config.complex_channels(site.query_heads(), site.query.bias),
+            config.complex_channels(site.key_heads(), site.key.bias),
+            config.rank // 2,
+            query_moments=query_moments,
+            key_moments=key_moments,
+            head_weights=head_weights,
+            rotated=site.rotated // 2,
+            solver=solver,
+        )
+        factors = result.factors
+        order = arranged(factors.frequencies, site.head_width // 2)
+        config = replace(config, frequencies=tuple(factors.frequencies[channel] for channel in order))
+        qk, layers = cls.build(config, site.module, site.parent)
+        mixing = factors.mixing[:, order]
+        query, key = layers[site.paths.query], layers[site.paths.key]
+        with torch.no_grad():
+            qk.mixing.copy_(torch.cat([mixing.real, mixing.imag], -1))
+            copies = (site.query.weight, site.query.bias), config.key_rows(factors.key[:, order])
+            for layer, (weight, bias) in zip((query, key), copies, strict=True):
+                layer.weight.copy_(weight)
+                if layer.bias is not None:
+                    layer.bias.copy_(bias)
+        return qk, layers, result
+
+    def to_dense(self, site: Any, head_width: int | None) -> Layers:
+        """Sum the shared channels to the keys of each head or group, as `ConvertedMap.to_dense`; always exact."""
+        family = site.family
+        query_weight, query_bias = plain_rows(site.name, site.module, family.paths.query)
+        keys = self.read_keys(site.name, site.module)  # (G, D, d/2)
+        weight, bias = self.config.key_rows(keys.transpose(0, 1).flatten(1))
+        query_like, like = (
+            site.module.get_submodule(rows_of(site.module)[path].layer).weight
+            for path in (family.paths.query, family.paths.key)
+        )
+        return {
+            family.paths.query: linear(query_weight.T, query_bias, query_like),
+            family.paths.key: linear(weight.T, bias, like),
+        }
+
+    def read_keys(self, name: str, module: Any) -> Tensor:
+        """Return the complex keys of each head or group, (G, Dk, d/2), of the module called `name`.
+
+        A bias is the last row.
+        """
+        weight, bias = plain_rows(name, module, family_of(module).paths.key)
+        rows = weight.mT if bias is None else torch.cat([weight.mT, bias[None]])  # (D, R)
+        place = float64_device(rows.device)
+        rows = rows.to(place).double()
+        real, imaginary = self.config.pairing.split(rows.unflatten(-1, (-1, self.config.head_width)))
+        channels = torch.complex(real.flatten(-2), imaginary.flatten(-2))
+        mixing = torch.complex(*self.mixing.detach().to(place).double().chunk(2, -1))
+        keys = channels.new_zeros(len(mixing), len(channels), self.config.head_width // 2)
+        return keys.index_add(-1, self.slots.to(place), channels * mixing.conj()[:, None])
+
+    # In the attention module, which rotates queries and keys and reads its tables from each call.
+
+    def wrap(self, path: str, projection: nn.Linear, module: Any) -> PaddedProjection:
+        """Return the projection of queries as it is, and that of keys with the rotation before the module's."""
+        if path == family_of(module).paths.query:
+            return PaddedProjection(projection)
+        return RotatingProjection(projection, self.config)
+
+    def put_in_(self, module: Any) -> None:
+        """Attach the tables of each call to its hidden states, if keys are rotated before the module does it."""
+        if module.get_submodule(family_of(module).paths.key).rotates:
+            add_pre_hook_(module, _attach_tables)
+
+    def take_out_(self, module: Any) -> None:
+        """Undo `put_in_`."""
+        remove_pre_hook_(module, _attach_tables)
+
+    def finish_(self, module: Any) -> None:
+        """Freeze the mixing weights if they are not trained, and restore the frequencies."""
+        super().finish_(module)
+        device = torch.device("cpu") if self.slots.is_meta else self.slots.device  # also if weights are offloaded
+        self.fill_(device)
+        module.get_submodule(family_of(module).paths.key).fill_(device)
+
+    # Attention.
+
+    def heads(self, query: Tensor, key: Tensor, content_query: float) -> tuple[Tensor, Tensor]:
+        """Return queries (B, H, T, d), as they are, and the keys of each head or group, (B, G, S, d).
+
+        The channels of each frequency are summed to these keys.
+        """
+        config, pairing = self.config, self.config.pairing
+        key = key[:, : config.rank // config.head_width]  # (B, P, S, d)
+        by_real, by_imaginary = self.mixing.to(key.dtype).unsqueeze(1).chunk(2, -1)  # (G, 1, R/2)
+        # (B, 1, S, R/2)
+        real, imaginary = (part.transpose(1, 2).flatten(2).unsqueeze(1) for part in pairing.split(key))
+        mixed = real * by_real + imaginary * by_imaginary, imaginary * by_real - real * by_imaginary
+        width = config.head_width // 2
+        sums = (part.new_zeros(*part.shape[:3], width).index_add(-1, self.slots, part) for part in mixed)
+        return query[:, : config.heads], pairing.join(*sums)
+
+    def head_queries(self, query: Tensor) -> Tensor:
+        """Return the rotated queries (B, H, T, d), mixed for the R channels of the keys, (B, T, H, R)."""
+        query = query[:, : self.config.heads].index_select(-1, self.read)  # (B, H, T, 2R)
+        mixing = self.mixing.index_select(-1, self.weights) * self.signs  # (G, 2R)
+        mixed = query.unflatten(1, (len(mixing), -1)) * mixing[:, None, None]  # (B, G, H/G, T, 2R)
+        queries: Tensor = mixed.unflatten(-1, (2, -1)).sum(-2).flatten(1, 2).transpose(1, 2)
+        return queries
+
+    # Heads.
+
+    def head_rows(self, module: Any) -> list[HeadRows]:
+        """List each head's rows of the queries and of the mixing weights. Not valid for grouped queries."""
+        layer, start, _ = rows_of(module)[family_of(module).paths.query]
+        names = ("weight", "bias") if self.config.query_bias else ("weight",)
+        rows = [HeadRows(f"{layer}.{name}", start, self.config.head_width) for name in names]
+        return [*rows, HeadRows("qk.mixing", 0, 1)]
+
+    def kept_channels(self, part: Part, kept: Sequence[int]) -> list[int]:
+        """Return the queries of the kept heads, or all shared keys."""
+        if part == "query":
+            return kept_rows(kept, self.config.head_width)
+        return [*range(self.config.rank)]
+
+    def cuts(self, kept: Sequence[int]) -> list[Cut]:
+        """Return the cuts of config and mixing weights."""
+        return [
+            Cut(self, "config", self.config.without(kept)),
+            Cut(self, "mixing", remaining(self.mixing, 0, kept)),
+        ]
+
+
+RotaryConfig.module = RotaryQK
 
 
 def _attach_tables(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the module's arguments with the tables of cosines and sines attached to the hidden states.
 
     They are attached to a view that belongs to this call alone: several threads may run one module at the same time.
     """
-    form: RotaryScores = module.score_form
-    if not module.get_submodule(form.key).rotates:
-        return None
     tables = kwargs.get("position_embeddings")
     if tables is None:
         tables = next((value for value in args if isinstance(value, tuple) and len(value) == 2), None)

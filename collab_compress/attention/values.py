@@ -1,4 +1,4 @@
-"""Values of fewer channels a head, and the output projection that reads them: the narrow form of the value map.
+"""Values of fewer channels a head, and the output projection that reads them: the narrow OV circuit.
 
     layer(x) = Σ_i A_i (x Wv_i P_i) O_i
 
@@ -17,227 +17,73 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.attention.form import Cut, MapForm, padding_of, plain_weight, remaining
-from collab_compress.attention.projections import PaddedProjection, dense_projection, replace_
+from collab_compress.architectures import refuse_hooks
+from collab_compress.attention.maps import ConvertedMap, Cut, HeadRows, Layers, MapConfig, Part, kept_rows
+from collab_compress.attention.projections import (
+    Weights,
+    family_of,
+    input_dim,
+    plain_rows,
+    plain_weight,
+    projection_like,
+    rows_of,
+)
+from collab_compress.attention.shared import channels_of, linear
 from collab_compress.errors import CompressionError
+from collab_compress.factorization import Narrowing, narrow_values
 
 JOINT_WIDTH = "all_head_size"  # attribute of some modules: width of all head outputs, H·d or dv
 
 
 @dataclass(frozen=True)
-class ValueParts:
-    """The parameters of a module's values, narrow ones to be installed or dense ones to be restored.
+class NarrowConfig(MapConfig):
+    """The config of `NarrowOV`: heads of values have s channels, and the output projection reads dv in all.
 
     Args:
-        value: the value projection; of a fused layer, an object that holds the layer as `layer`.
-        output: the output projection, which stays in the module and gets the weight and the bias.
-        weight: (D, dv·group), or (dv·group, D) in a transposed layer.
-        bias: (D,), or None.
-    """
-
-    value: Any
-    output: nn.Linear | Conv1D
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-
-@dataclass(frozen=True)
-class NarrowValues(MapForm):
-    """The narrow form: each head has fewer than d value channels, and the output projection reads dv in all.
-
-    Args:
-        value: attribute path of the value projection in the attention module.
-        output: attribute path of the output projection; a leading `..` starts at the module's parent.
-        size: channels of each head of values.
+        size: channels s of each head of values.
         value_bias: whether values have a bias.
         group: number of heads that share one head of values.
 
     Example:
         >>> from collab_compress.architectures import find_dense_values
-        >>> form = NarrowValues.of(find_dense_values(model)[0], dv=12, value_bias=True)
-        >>> form.size, form.dv, form.parameters((24, 24)), form.macs((24, 24), length=10)
+        >>> config = NarrowConfig.of(find_dense_values(model)[0], dv=12, value_bias=True)
+        >>> config.size, config.dv, config.parameters((24, 24)), config.macs((24, 24), length=10)
         (4, 12, 588, 6960)
     """
 
-    value: str
-    output: str
     size: int
     value_bias: bool
     group: int = 1
 
-    at: ClassVar[str] = "value_form"
     kind: ClassVar[str] = "narrow-values"
     title: ClassVar[str] = "narrow values"
 
     @classmethod
     def of(cls, site: Any, dv: int, value_bias: bool) -> Self:
-        """Return the form that replaces the values and outputs of a module.
-
-        Args:
-            site: the module, as `architectures` finds it.
-            dv: channels of all heads of values together, rounded down to a multiple of them, but to one at least.
-            value_bias: whether values have a bias.
-        """
+        """Return the config of what replaces the values and outputs of a module."""
         heads = site.key_value_heads
-        return cls.for_site(
-            site,
-            value=site.paths.value,
-            output=site.paths.output,
-            size=max(1, dv // heads),
-            value_bias=value_bias,
-            group=site.heads // heads,
-        )
+        cross = site.kind == "cross"
+        return cls(site.heads, site.head_width, max(1, dv // heads), value_bias, site.heads // heads, cross=cross)
 
     def rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield what stored fields must hold, as `MapForm.rules`."""
+        """Yield what stored fields must hold, as `MapConfig.rules`."""
         yield from super().rules()
         yield "group", self.group > 0 and self.heads % self.group == 0, f"a divisor of the {self.heads} heads"
         yield "size", 0 < self.size <= self.head_width, f"1 to {self.head_width}"
 
-    # Widths of values.
-
-    @property
-    def dense_widths(self) -> dict[str, int]:
-        """Path of the value projection → its width in the dense model."""
-        return {self.value: self.dense_key_width}
-
     @property
     def dv(self) -> int:
         """Channels of all heads of values together."""
-        return self.value_heads * self.size
+        return self.key_value_heads * self.size
 
     @property
-    def value_heads(self) -> int:
+    def key_value_heads(self) -> int:
         """Number of heads of values."""
         return self.heads // self.group
 
-    @property
-    def dense_key_width(self) -> int:
-        """Width of the dense keys, and values, of all heads."""
-        return self.value_heads * self.head_width
-
-    @property
-    def value_width(self) -> int:
-        """Channels of the values, with padding."""
-        return self.dv + padding_of(self.dv, self.multiple)
-
-    # Parameters: built, filled, installed, read.
-
-    def build(self, module: Any, parent: Any) -> ValueParts:
-        """Return uninitialised parameters, as `MapForm.build`.
-
-        Raises:
-            CompressionError: the output projection is no plain `nn.Linear` or `Conv1D`.
-        """
-        dense, in_features = dense_projection(module, self.value)
-        value = PaddedProjection(
-            in_features, self.dv, self.multiple, self.value_bias, device=dense.device, dtype=dense.dtype
-        )
-        output = self.output_of(module, parent)
-        shape = list(output.weight.shape)
-        shape[output_dim(output)] = self.dv * self.group
-        weight, bias = output.weight, output.bias
-        return ValueParts(
-            value.requires_grad_(dense.requires_grad),
-            output,
-            nn.Parameter(weight.new_empty(shape), weight.requires_grad),
-            None if bias is None else nn.Parameter(torch.empty_like(bias), bias.requires_grad),
-        )
-
-    def output_of(self, module: Any, parent: Any) -> nn.Linear | Conv1D:
-        """Return the output projection, also if heads are mixed before it.
-
-        Raises:
-            CompressionError: it is no plain `nn.Linear` or `Conv1D`.
-        """
-        is_outside = self.output.startswith("..")
-        output: nn.Linear | Conv1D = attrgetter(self.output.removeprefix(".."))(parent if is_outside else module)
-        output = getattr(output, "proj", output)
-        if type(output) not in (nn.Linear, Conv1D):
-            raise CompressionError(
-                f"{self.output}: got {type(output).__name__}, expected a plain nn.Linear; merge adapters first"
-            )
-        return output
-
-    def load_(
-        self, parts: ValueParts, value: Tensor, value_bias: Tensor | None, output: Tensor, bias: Tensor | None
-    ) -> None:
-        """Copy Wv·P (D, dv), its bias (dv,), O (dv·group, D) and its bias (D,) into `parts`, in place."""
-        with torch.no_grad():
-            parts.value.proj.weight.copy_(value.T)
-            parts.weight.copy_(output.T if output_dim(parts.output) else output)
-            for target, source in ((parts.value.proj.bias, value_bias), (parts.bias, bias)):
-                if target is not None and source is not None:
-                    target.copy_(source)
-
-    def put_in_(self, module: Any, parts: ValueParts) -> None:
-        """Replace the values of `module` and the parameters of its output projection, in place."""
-        replace_(module, {self.value: parts.value}, self.layout)
-        fill_(parts.output, parts.weight, parts.bias)
-        if hasattr(module, JOINT_WIDTH):
-            setattr(module, JOINT_WIDTH, self.dv)
-
-    def take_out_(self, module: Any, dense: ValueParts) -> None:
-        """Restore the dense values and output projection in place."""
-        self.put_in_(module, dense)
-        if hasattr(module, JOINT_WIDTH):
-            setattr(module, JOINT_WIDTH, self.heads * self.head_width)
-
-    def read(self, name: str, module: Any, output: nn.Linear | Conv1D) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return Wv·P (D, dv), its bias (dv,) or None, and O (dv·group, D), of the module called `name`.
-
-        Raises:
-            UnsupportedModelError: a projection carries an adapter, is quantized, or is offloaded.
-        """
-        proj = module.get_submodule(self.value).proj
-        value = plain_weight(f"{name}.{self.value}.proj", proj)
-        weight = plain_weight(f"the output projection of {name}", output)
-        bias = None if proj.bias is None else proj.bias.detach()
-        return value.T, bias, weight.T if output_dim(output) else weight
-
-    def widened(self, channels: Tensor) -> Tensor:
-        """Pad the channels of heads, side by side along the last dimension, to the dense width d each."""
-        return pad(channels.unflatten(-1, (-1, self.size)), (0, self.head_width - self.size)).flatten(-2)
-
-    # Attention.
-
-    def heads_of(self, value: Tensor) -> Tensor:
-        """Split values into heads.
-
-        Args:
-            value: as the module lays out what its projection returns, (B, ⌈dv/d⌉, S, d).
-
-        Returns:
-            (B, H, S, s); Hkv heads where queries are grouped.
-        """
-        joined = value.transpose(1, 2).flatten(2)[..., : self.dv]  # (B, S, dv)
-        return joined.reshape(*joined.shape[:2], self.value_heads, self.size).transpose(1, 2)
-
-    # Heads.
-
-    def head_rows(self) -> dict[str, int]:
-        """Return each head's channels of the values, if heads do not share them."""
-        names = ("weight", "bias") if self.value_bias else ("weight",)
-        return {f"{self.value}.proj.{name}": self.size for name in names} if self.group == 1 else {}
-
     def without(self, kept: Sequence[int]) -> Self:
-        """Return the form of the kept heads, which share no channels."""
+        """Return the config of the kept heads, which share no channels."""
         return replace(self, heads=len(kept))
-
-    def keep_heads(self, module: Any, output: nn.Linear | Conv1D, kept: Sequence[int]) -> list[Cut]:
-        """Return the cuts of `module` and its output projection that leave the kept heads, in ascending order."""
-        smaller, dim = self.without(kept), output_dim(output)
-        channels = [channel for head in kept for channel in range(head * self.size, (head + 1) * self.size)]
-        cuts = [
-            Cut(module, self.at, smaller),
-            *self.row_cuts(module, kept),
-            Cut(module.get_submodule(self.value), "padding", padding_of(smaller.dv, smaller.multiple)),
-            Cut(output, "weight", remaining(output.weight, dim, channels)),
-            Cut(output, "in_features" if dim else "nx", len(channels)),
-        ]
-        if hasattr(module, JOINT_WIDTH):
-            cuts.append(Cut(module, JOINT_WIDTH, smaller.dv))
-        return cuts
 
     # Costs: Dv input width of values, Do output width, T tokens.
 
@@ -250,14 +96,130 @@ class NarrowValues(MapForm):
         return (length * widths[0] + self.group * (length**2 + length * widths[1])) * self.dv
 
 
-def output_dim(output: nn.Linear | Conv1D) -> int:
-    """Return the input dimension of an output projection's weight: 0 in a transposed layer (Conv1D), else 1."""
-    return 0 if isinstance(output, Conv1D) else 1
+class NarrowOV(ConvertedMap):
+    """Heads with fewer value channels than the dense ones; it has no parameters but its projections."""
+
+    at: ClassVar[str] = "ov"
+
+    def __init__(self, config: NarrowConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    @classmethod
+    def build(cls, config: NarrowConfig, module: Any, parent: Any) -> tuple["NarrowOV", Layers]:
+        """Return an uninitialised map and its projections, as `ConvertedMap.build`."""
+        family = family_of(module)
+        dense, in_features = projection_like(module, family.paths.value)
+        value = nn.Linear(in_features, config.dv, config.value_bias, device=dense.device, dtype=dense.dtype)
+        output = output_of(module, parent)
+        shape = list(output.weight.shape)
+        shape[input_dim(output)] = config.dv * config.group
+        weight, bias = output.weight, output.bias
+        new = Weights(
+            nn.Parameter(weight.new_empty(shape), weight.requires_grad),
+            None if bias is None else nn.Parameter(torch.empty_like(bias), bias.requires_grad),
+        )
+        return cls(config), {family.paths.value: value.requires_grad_(dense.requires_grad), family.paths.output: new}
+
+    @classmethod
+    def from_dense(
+        cls, site: Any, config: NarrowConfig, moments: Any, head_weights: Tensor | None, solver: Any
+    ) -> tuple["NarrowOV", Layers, Narrowing]:
+        """Narrow the values of a dense module, as `ConvertedMap.from_dense`; head weights do not matter."""
+        result = narrow_values(
+            site.value_heads(),
+            site.output_heads(),
+            config.size,
+            moments[0] if moments else None,
+            fold=site.output.bias is not None,
+            damping=solver.damping,
+            device=solver.device,
+        )
+        like = result.output
+        values = [weight.to(like) @ kept for weight, kept in zip(site.value_heads(), result.heads, strict=True)]
+        value_bias = output_bias = None
+        if (biases := site.value_bias()) is not None:
+            value_bias = torch.cat([bias.to(like) @ kept for bias, kept in zip(biases, result.heads, strict=True)])
+        if site.output.bias is not None:
+            output_bias = site.output.bias.detach().to(like)
+            output_bias = output_bias if result.bias is None else output_bias + result.bias
+        ov, layers = cls.build(config, site.module, site.parent)
+        value, output = layers.values()
+        dtype = value.weight.dtype  # before they move: not every device has float64
+        new_output = result.output.T if input_dim(site.output) else result.output
+        with torch.no_grad():
+            value.weight.copy_(torch.cat(values, 1).T.to(dtype))
+            output.weight.copy_(new_output.to(dtype))
+            for target, source in ((value.bias, value_bias), (output.bias, output_bias)):
+                if target is not None and source is not None:
+                    target.copy_(source.to(dtype))
+        return ov, layers, result
+
+    def to_dense(self, site: Any, head_width: int | None) -> Layers:
+        """Pad the channels of values and of the output projection with zeros, as `ConvertedMap.to_dense`."""
+        output = output_of(site.module, site.parent)
+        refuse_hooks(f"{site.name}: its output projection", output, stays=True)
+        width = self.config.head_width if head_width is None else head_width
+        value, bias = plain_rows(site.name, site.module, site.paths.value)
+        weight = plain_weight(f"the output projection of {site.name}", output)
+        layer = site.module.get_submodule(rows_of(site.module)[site.paths.value].layer)
+        if not self.config.value_bias:
+            bias = None
+        dense_bias = None if bias is None else self._widened(bias, width)
+        wide = self._widened(weight if input_dim(output) else weight.T, width)  # (D, H·d)
+        wide = wide if input_dim(output) else wide.T.contiguous()
+        return {
+            site.paths.value: linear(self._widened(value.T, width), dense_bias, layer.weight),
+            site.paths.output: Weights(nn.Parameter(wide, output.weight.requires_grad), output.bias),
+        }
+
+    def _widened(self, channels: Tensor, width: int) -> Tensor:
+        """Pad the channels of heads, side by side along the last dimension, to a width each."""
+        return pad(channels.unflatten(-1, (-1, self.config.size)), (0, width - self.config.size)).flatten(-2)
+
+    def put_in_(self, module: Any) -> None:
+        """Set the width of all head outputs."""
+        if hasattr(module, JOINT_WIDTH):
+            setattr(module, JOINT_WIDTH, self.config.dv)
+
+    def take_out_(self, module: Any) -> None:
+        """Restore the width of all head outputs."""
+        if hasattr(module, JOINT_WIDTH):
+            setattr(module, JOINT_WIDTH, self.config.heads * self.config.head_width)
+
+    def heads(self, value: Tensor) -> Tensor:
+        """Split values into heads."""
+        joined = channels_of(value)[..., : self.config.dv]  # (B, S, dv)
+        heads: Tensor = joined.unflatten(-1, (-1, self.config.size)).transpose(1, 2)
+        return heads
+
+    def head_rows(self, module: Any) -> list[HeadRows]:
+        """List each head's channels of the values, if heads do not share them."""
+        if self.config.group > 1:
+            return []
+        layer, start, _ = rows_of(module)[family_of(module).paths.value]
+        names = ("weight", "bias") if self.config.value_bias else ("weight",)
+        return [HeadRows(f"{layer}.{name}", start, self.config.size) for name in names]
+
+    def kept_channels(self, part: Part, kept: Sequence[int]) -> list[int]:
+        """Return the value channels of the kept heads."""
+        return kept_rows(kept, self.config.size)
+
+    def cuts(self, kept: Sequence[int]) -> list[Cut]:
+        """Return the cut of the config."""
+        return [Cut(self, "config", self.config.without(kept))]
 
 
-def fill_(output: nn.Linear | Conv1D, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
-    """Replace the parameters of a linear layer in place; its bias stays if the new one is None."""
-    output.weight = weight
-    if bias is not None:
-        output.bias = bias
-    setattr(output, "in_features" if output_dim(output) else "nx", weight.shape[output_dim(output)])
+NarrowConfig.module = NarrowOV
+
+
+def output_of(module: Any, parent: Any) -> nn.Linear | Conv1D:
+    """Return the output projection of an attention module, also if heads are mixed before it."""
+    path = family_of(module).paths.output
+    output: nn.Linear | Conv1D = attrgetter(path.removeprefix(".."))(parent if path.startswith("..") else module)
+    output = getattr(output, "proj", output)
+    if type(output) not in (nn.Linear, Conv1D):
+        raise CompressionError(
+            f"{path}: got {type(output).__name__}, expected a plain nn.Linear; merge adapters first"
+        )
+    return output

@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import tokenizer_of, transformers_model
-from collab_compress.attention import FormEdit, MapForm
+from collab_compress.attention import MapConfig, MapEdit
 from collab_compress.calibration import Calibration
 from collab_compress.calibration.batches import refuse_noise, sample_sequences, sequence_count
 from collab_compress.checkpoint import all_or_nothing, path_in_base, record_edit_
@@ -211,11 +211,11 @@ class Conversion:
         if self.depth is not None:
             self.depth.drop_(model)
             self.depth.renumber_(model)
-        forms: dict[str, dict[str, MapForm]] = {}
+        configs: dict[str, dict[str, MapConfig]] = {}
         for module, item in zip(modules, self.maps, strict=True):
-            forms.setdefault(item.form.kind, {})[path_in_base(model, module)] = item.form
-        for kind, of_kind in forms.items():
-            record_edit_(model, FormEdit(kind, of_kind))
+            configs.setdefault(item.map.config.kind, {})[path_in_base(model, module)] = item.map.config
+        for kind, of_kind in configs.items():
+            record_edit_(model, MapEdit(kind, of_kind))
 
 
 def _converted(inventory: Inventory, data: Data, choice: Choice, progress: Progress) -> Conversion:
@@ -374,4 +374,4 @@ def install_unset_(
     choice = _chosen(inventory, data, compression, silent)
     working_device(compression.solver.device)
     for task in inventory.tasks(choice.compression, choice.modules):
-        install_maps_(model, [empty_plan(task.site, task.form())])
+        install_maps_(model, [empty_plan(task.site, task.config())])

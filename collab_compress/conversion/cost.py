@@ -12,8 +12,7 @@ from typing import Literal, TypeAlias
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
-from collab_compress.attention import NarrowValues, RotaryScores, ScoreForm, SharedScores
-from collab_compress.attention.install import forms_of
+from collab_compress.attention import MapConfig, NarrowConfig, QKConfig, RotaryConfig, SharedConfig, maps_of
 from collab_compress.attention.projections import width_in
 from collab_compress.conversion.feed_forward import FeedForward, block_shapes
 from collab_compress.conversion.residual import width_out
@@ -82,7 +81,7 @@ def part_costs(
 
     Example:
         >>> [(cost.part, cost.parameters_after) for cost in part_costs(model, length=128, dk=12)[:2]]
-        [('dk', 669), ('dv', 1176)]
+        [('dk', 696), ('dv', 1176)]
     """
     numbers = {"length": length, "dk": dk, "dv": dv}
     if any(number is not None and number < 1 for number in numbers.values()):
@@ -94,75 +93,84 @@ def part_costs(
 def costs_at(
     site: AttentionSite, length: int, dk: int | None = None, dv: int | None = None
 ) -> tuple[PartCost, PartCost]:
-    """Return the costs of one module, in the forms that it has, or else would have at these widths."""
-    scores, values = forms_of(site.module)
-    if scores is None and dk is not None:
+    """Return the costs of one module, as it is converted, or else would be at these widths."""
+    qk, ov = maps_of(site.module)
+    configs: list[MapConfig] = []
+    if qk is not None:
+        configs.append(qk.config)
+    elif dk is not None:
         has_bias = site.part(site.paths.query).bias is not None
-        scores = RotaryScores.of(site, dk) if site.family.rotary else SharedScores.of(site, dk, None, has_bias)
-    if values is None and dv is not None:
-        values = NarrowValues.of(site, dv, site.part(site.paths.value).bias is not None)
-    return attention_costs(site, length, scores, values)
+        configs.append(RotaryConfig.of(site, dk) if site.family.rotary else SharedConfig.of(site, dk, None, has_bias))
+    if ov is not None:
+        configs.append(ov.config)
+    elif dv is not None:
+        configs.append(NarrowConfig.of(site, dv, site.part(site.paths.value).bias is not None))
+    return attention_costs(site, length, *configs)
 
 
-def attention_costs(
-    site: AttentionSite, length: int, scores: ScoreForm | None = None, values: NarrowValues | None = None
-) -> tuple[PartCost, PartCost]:
+def attention_costs(site: AttentionSite, length: int, *configs: MapConfig) -> tuple[PartCost, PartCost]:
     """Return the cost of a module's queries and keys, and of its values and outputs.
 
     Args:
         site: dense or converted.
         length: tokens T.
-        scores: form of queries and keys; None where they stay dense.
-        values: form of values and outputs; None where they stay dense.
+        configs: of its converted maps; a map without one stays dense.
     """
-    module, family = site.module, site.family
-    paths = (family.paths.query, family.paths.key, family.paths.value, family.paths.output)
-    query, key, value, output = (getattr(site.part(path), "proj", site.part(path)) for path in paths)
+    qk = next((config for config in configs if isinstance(config, QKConfig)), None)
+    ov = next((config for config in configs if isinstance(config, NarrowConfig)), None)
+    query, key, value, output = (
+        getattr(site.part(path), "proj", site.part(path))  # without padding to whole heads
+        for path in (site.paths.query, site.paths.key, site.paths.value, site.paths.output)
+    )
     widths, value_widths = (width_in(query), width_in(key)), (width_in(value), width_out(output))
     value_bias, biases = value.bias is not None, (query.bias is not None, key.bias is not None)
-    if forms_of(module)[0] is not None:  # dense queries have a bias where values have one
-        biases = value_bias, value_bias and family.key_bias
-    channels = site.width, site.key_value_width
-    all_values = NarrowValues.of(site, site.key_value_width, value_bias)
+    if maps_of(site.module)[0] is not None:  # dense queries have a bias where values have one
+        biases = value_bias, value_bias and site.family.key_bias
+    dense, channels = site.key_value_width, (site.width, site.key_value_width)
+    dense_values = NarrowConfig.of(site, dense, value_bias)
     number_bytes = query.weight.element_size() if _has_cache(site) else 0
-    cached_keys, cached_values = _cached_channels(site, scores, values)
-    scores_cost = PartCost(
+    cached_keys, cached_values = _cached_channels(site, qk.key_channels if qk else dense, ov.dv if ov else dense)
+    before, macs = dense_parameters(widths, channels, biases), dense_macs(widths, channels, length)
+    scores = PartCost(
         name=site.name,
         part="dk",
-        width=None if scores is None else scores.rank,
-        parameters_before=(before := dense_parameters(widths, channels, biases)),
-        parameters_after=before if scores is None else scores.parameters(widths),
-        macs_before=(macs := dense_macs(widths, channels, length)),
-        macs_after=macs if scores is None else scores.macs(widths, length),
-        cache_before=site.key_value_width * number_bytes,
+        width=qk.rank if qk else None,
+        parameters_before=before,
+        parameters_after=qk.parameters(widths) if qk else before,
+        macs_before=macs,
+        macs_after=qk.macs(widths, length) if qk else macs,
+        cache_before=dense * number_bytes,
         cache_after=cached_keys * number_bytes,
     )
-    values_cost = PartCost(
+    values = PartCost(
         name=site.name,
         part="dv",
-        width=None if values is None else values.dv,
-        parameters_before=all_values.parameters(value_widths),
-        parameters_after=(values or all_values).parameters(value_widths),
-        macs_before=all_values.macs(value_widths, length),
-        macs_after=(values or all_values).macs(value_widths, length),
-        cache_before=all_values.value_width * number_bytes,
+        width=ov.dv if ov else None,
+        parameters_before=dense_values.parameters(value_widths),
+        parameters_after=(ov or dense_values).parameters(value_widths),
+        macs_before=dense_values.macs(value_widths, length),
+        macs_after=(ov or dense_values).macs(value_widths, length),
+        cache_before=dense * number_bytes,
         cache_after=cached_values * number_bytes,
     )
-    return scores_cost, values_cost
+    return scores, values
 
 
 def _has_cache(site: AttentionSite) -> bool:
     return site.kind != "encoder" and not (site.family.causal and not hasattr(site.module, "layer_idx"))
 
 
-def _cached_channels(site: AttentionSite, scores: ScoreForm | None, values: NarrowValues | None) -> tuple[int, int]:
-    """Return how many channels of keys and of values a cache holds for each token."""
-    keys = site.key_value_width if scores is None else scores.key_width
-    channels = site.key_value_width if values is None else values.value_width
-    if site.family.layout.head_count_attr and scores is not None and values is not None:  # laid out alike
-        widest = max(scores.rank + scores.content_channels, values.dv)
-        return (widest + -widest % site.head_width,) * 2
-    return (max(keys, channels),) * 2 if site.family.layout.equal_widths and (scores or values) else (keys, channels)
+def _cached_channels(site: AttentionSite, key: int, value: int) -> tuple[int, int]:
+    """Return how many channels of keys and values a cache holds for each token, as the module lays them out."""
+    layout, dense = site.family.layout, site.key_value_width
+    if site.family.forward != "stock":
+        return key, value
+    if layout.head_count_attr and key != dense and value != dense:  # laid out alike
+        key = value = max(key, value)
+    elif layout.fixed_head_count:
+        return dense, dense
+    key, value = (width + -width % site.head_width for width in (key, value))
+    return (max(key, value),) * 2 if layout.equal_widths else (key, value)
 
 
 def block_cost(model: PreTrainedModel, block: FeedForward, width: int | None, length: int) -> PartCost:

@@ -1,13 +1,9 @@
 """Describe converted models, read their factors, make them dense again: expanded, or with narrower stock heads."""
 
 import copy
-from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import (
     FAMILIES,
@@ -16,25 +12,13 @@ from collab_compress.architectures import (
     refuse_hooks,
     transformers_model,
 )
-from collab_compress.attention import (
-    FORM_KINDS,
-    NarrowValues,
-    RotaryScores,
-    ScoreForm,
-    SharedScores,
-    ValueParts,
-    uninstall_,
-)
-from collab_compress.attention.form import plain_weight
-from collab_compress.attention.install import forms_of
-from collab_compress.attention.values import output_dim
+from collab_compress.attention import MAP_KINDS, SharedQK, maps_of, uninstall_
+from collab_compress.attention.maps import Layers
+from collab_compress.attention.projections import rows_of
 from collab_compress.checkpoint import all_or_nothing, edits_of, forget_edits_
-from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Factors
 from collab_compress.heads.sharding import refuse_unwritable
-
-EXACT = 1e-5  # largest relative error of scores that is rounding
 
 
 def describe(model: PreTrainedModel) -> dict[str, str]:
@@ -50,9 +34,9 @@ def describe(model: PreTrainedModel) -> dict[str, str]:
     """
     described = {}
     for name, module in transformers_model(model).named_modules():
-        scores, values = forms_of(module)
-        words = [] if scores is None else [f"{scores.title}, dk={scores.rank}"]
-        words += [] if values is None else [f"{values.title}, dv={values.dv}"]
+        qk, ov = maps_of(module)
+        words = [] if qk is None else [f"{qk.config.title}, dk={qk.config.rank}"]
+        words += [] if ov is None else [f"{ov.config.title}, dv={ov.config.dv}"]
         if words:
             described[name] = "; ".join(words)
     return described
@@ -70,8 +54,9 @@ def read_factors(model: PreTrainedModel) -> dict[str, Factors]:
         model: a converted model.
 
     Returns:
-        query (D, R), mixing (H, R), key (D, R), content_bias (H, D) or None; all but `mixing`, which is zero where a
-        head does not read a channel, in the memory of the parameters. Modules in the rotary form have no factors.
+        query (D, R), mixing (H, R), key (D, R), content_bias (H, D) or None; `query` and `key` are in the memory of
+        the parameters, and `mixing` is zero where a head does not read a channel. Modules with a rotary embedding
+        have no factors.
 
     Raises:
         UnsupportedModelError: a projection has an adapter, is quantized or offloaded.
@@ -81,9 +66,9 @@ def read_factors(model: PreTrainedModel) -> dict[str, Factors]:
     edits_of(model)  # refuses a model that was loaded without this package
     factors = {}
     for name, module in model.named_modules():
-        form, _ = forms_of(module)
-        if isinstance(form, SharedScores):
-            factors[name] = Factors(*form.read(name, module))
+        qk, _ = maps_of(module)
+        if isinstance(qk, SharedQK):
+            factors[name] = qk.factors(name, module)
     return factors
 
 
@@ -183,54 +168,39 @@ def refuse_stock(model: PreTrainedModel) -> None:
 
 
 def _needed_width(site: AttentionSite) -> int:
-    scores, values = forms_of(site.module)
-    if scores is None or values is None:
+    qk, ov = maps_of(site.module)
+    if qk is None or ov is None:
         raise CompressionError(
             f"{site.name}: a stock model needs queries, keys and values of all modules narrower; convert with dk, "
             "head_dim and dv"
         )
-    return int(max(scores.width, values.size))
+    return int(max(qk.config.width, ov.config.size))
 
 
 def _expand(model: PreTrainedModel, head_width: int | None) -> None:
     """Expand a converted model in place, to heads of the model's own width or of another."""
     edits_of(model)  # refuses a model that was loaded without this package
     refuse_unwritable(model, "expand", CompressionError)
-    dense_parts: list[tuple[Any, str, Any]] = []
+    dense_parts: list[tuple[AttentionSite, str, Layers]] = []
     for site in find_attention(model):
-        name, module = site.name, site.module
-        scores, values = forms_of(module)
-        if scores is not None:
-            _refuse_hooks(site, scores.query, scores.key)
+        for converted in maps_of(site.module):
+            if converted is None:
+                continue
+            for layer in {rows.layer.removesuffix(".proj") for rows in rows_of(site.module).values()}:
+                _refuse_hooks(site, layer)
             try:
-                error = 0.0
-                if isinstance(scores, SharedScores):
-                    query, key, error = _dense_projections(site, scores, head_width)
-                else:
-                    query, key = _dense_rotary(name, module)
+                dense_parts.append((site, converted.at, converted.to_dense(site, head_width)))
             except torch.linalg.LinAlgError as failed:  # type: ignore[attr-defined]
-                raise CompressionError(f"{name}: {failed} Look for NaN in its weights") from failed
-            if error > EXACT:
-                raise CompressionError(
-                    f"{name}: its heads are wider than the {scores.head_width} channels of dense ones, which would "
-                    f"move scores by {error:.1%}; keep the model converted, or convert the dense checkpoint with a "
-                    "smaller head_dim"
-                )
-            dense_parts.append((module, ScoreForm.at, (query, key)))
-        if values is not None:
-            output = values.output_of(module, site.parent)
-            refuse_hooks(f"{name}: its output projection", output, stays=True)
-            _refuse_hooks(site, values.value)
-            dense_parts.append((module, NarrowValues.at, _dense_values(site, values, output, head_width)))
+                raise CompressionError(f"{site.name}: {failed} Look for NaN in its weights") from failed
     if not dense_parts:
         raise CompressionError(
             f"{type(model).__name__} has no converted attention to expand; removed neurons and refitted layers "
             "cannot be restored, so start from the dense checkpoint"
         )
     with all_or_nothing(model):
-        for module, at, dense in dense_parts:
-            uninstall_(module, at, dense)
-        for kind in FORM_KINDS:
+        for site, at, dense in dense_parts:
+            uninstall_(site.module, at, dense, site.parent)
+        for kind in MAP_KINDS:
             forget_edits_(model, kind)
 
 
@@ -238,87 +208,3 @@ def _refuse_hooks(site: AttentionSite, *paths: str) -> None:
     for path in paths:
         for part, layer in site.module.get_submodule(path).named_modules(prefix=f"{site.name}.{path}"):
             refuse_hooks(part, layer)
-
-
-def _dense_values(
-    site: AttentionSite, form: NarrowValues, output: nn.Linear | Conv1D, head_width: int | None
-) -> ValueParts:
-    form = form if head_width is None else replace(form, head_width=head_width)
-    value, bias, weight = form.read(site.name, site.module, output)
-    dense_bias = None if bias is None else form.widened(bias)
-    dense = _linear(form.widened(value), dense_bias, site.part(form.value).proj.weight)
-    wide = form.widened(weight.T).T  # (H·d, D)
-    output_weight = nn.Parameter(wide.T.contiguous() if output_dim(output) else wide, output.weight.requires_grad)
-    return ValueParts(dense, output, output_weight, output.bias)
-
-
-def _dense_projections(
-    site: AttentionSite, form: SharedScores, head_width: int | None
-) -> tuple[nn.Linear, nn.Linear, float]:
-    """Return dense query and key projections of a collaborative module, and their relative error."""
-    module: Any = site.module
-    width = form.head_width if head_width is None else head_width
-    *factors, bias = form.read(site.name, module)
-    place = float64_device(factors[0].device)
-    query, mixing, key = (factor.to(place).double() for factor in factors)
-    content = None if bias is None else bias.to(place).double()
-    if form.scale is not None:
-        mixing = mixing * (form.scale / module.stock_scaling)
-        content = None if content is None else content * (form.scale / module.stock_scaling)
-    query_weights, query_biases, key_weights = [], [], []
-    lost = total = 0.0
-    for head in range(form.heads):
-        u, s, v = _svd(*_head_matrix(query * mixing[head], key, None if content is None else content[head]))
-        rank = min(width, len(s))
-        lost, total = lost + float(s[rank:].square().sum()), total + float(s.square().sum())
-        root = s[:rank].sqrt()
-        left = nn.functional.pad(u[:, :rank] * root, (0, width - rank))  # (D+1, d), or (D, d) without content
-        key_weights.append(nn.functional.pad(v[:, :rank] * root, (0, width - rank)))  # (D, d)
-        query_weights.append(left[: len(query)])
-        query_biases.append(left[len(query)] if content is not None else left.new_zeros(width))
-    like = module.get_submodule(form.query).proj.weight
-    dense_query = _linear(torch.cat(query_weights, 1), torch.cat(query_biases) if content is not None else None, like)
-    has_key_bias = content is not None and site.family.key_bias
-    dense_key = _linear(
-        torch.cat(key_weights, 1), torch.zeros(form.heads * width, device="cpu") if has_key_bias else None, like
-    )
-    return dense_query, dense_key, (lost / total) ** 0.5 if total else 0.0
-
-
-def _head_matrix(context: Tensor, key: Tensor, content: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return [T̂_i; v_iᵀ] as a product: left (D+1, R+1) times right (D, R+1) transposed."""
-    if content is None:
-        return context, key
-    left = nn.functional.pad(context, (0, 1, 0, 1))
-    left[-1, -1] = 1.0
-    return left, torch.cat([key, content[:, None]], 1)
-
-
-def _dense_rotary(name: str, module: Any) -> tuple[nn.Linear, nn.Linear]:
-    """Return the dense query and key projections of rotary heads that share keys."""
-    form: RotaryScores = module.score_form
-    query = module.get_submodule(form.query).proj
-    plain_weight(f"{name}.{form.query}.proj", query)
-    keys = form.read_keys(name, module)  # (G, D, d/2)
-    weight, bias = form.key_rows(keys.transpose(0, 1).flatten(1))
-    like = module.get_submodule(form.key).proj.weight
-    return query, _linear(weight.T, bias, like)
-
-
-def _svd(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the singular value decomposition of left · right* without forming the product."""
-    left_basis, left_core = torch.linalg.qr(left)
-    right_basis, right_core = torch.linalg.qr(right)
-    u, s, vh = torch.linalg.svd(left_core @ right_core.mH)
-    return left_basis @ u[:, : len(s)], s, right_basis @ vh[: len(s)].mH
-
-
-def _linear(weight: Tensor, bias: Tensor | None, like: Tensor) -> nn.Linear:
-    """Return an `nn.Linear` with weight (D, H·d) transposed, on the device and in the dtype of `like`."""
-    linear = nn.Linear(weight.shape[0], weight.shape[1], bias is not None, device=like.device, dtype=like.dtype)
-    linear.requires_grad_(like.requires_grad)
-    with torch.no_grad():
-        linear.weight.copy_(weight.T)
-        if bias is not None:
-            linear.bias.copy_(bias)
-    return linear

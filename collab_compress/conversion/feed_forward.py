@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.attention.form import remaining
-from collab_compress.attention.projections import width_in
-from collab_compress.attention.values import fill_, output_dim
+from collab_compress.attention.projections import fill_, input_dim, remaining, width_in
 from collab_compress.checkpoint.edits import configs_inside, copy_configs_
 from collab_compress.conversion.layers import SingleLayers
 from collab_compress.conversion.residual import ResidualLinear, width_out
@@ -210,12 +208,12 @@ def cut_(model: PreTrainedModel, block: FeedForward, kept: Tensor) -> None:
     for name, neurons in block.ups.items():
         up: Any = model.get_submodule(name)
         outputs = torch.isin(neurons, kept.cpu()).nonzero()[:, 0].tolist()
-        up.weight = remaining(up.weight, 1 - output_dim(up), outputs)
+        up.weight = remaining(up.weight, 1 - input_dim(up), outputs)
         if up.bias is not None:
             up.bias = remaining(up.bias, 0, outputs)
-        setattr(up, "out_features" if output_dim(up) else "nf", len(outputs))
+        setattr(up, "out_features" if input_dim(up) else "nf", len(outputs))
     down: Any = model.get_submodule(block.down)
-    fill_(down, remaining(down.weight, output_dim(down), kept.tolist()), None)
+    fill_(down, remaining(down.weight, input_dim(down), kept.tolist()), None)
 
 
 def adopt_(model: PreTrainedModel, config: PretrainedConfig) -> None:

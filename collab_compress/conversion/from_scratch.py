@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from collab_compress.architectures import DenseSite, find_dense_attention
-from collab_compress.attention import FormEdit, RotaryScores, ScoreForm, SharedScores, install_
+from collab_compress.attention import ConvertedMap, MapConfig, MapEdit, RotaryConfig, SharedConfig, install_
+from collab_compress.attention.maps import Layers
 from collab_compress.checkpoint import path_in_base, record_edit_
 from collab_compress.conversion.maps import rounding
 from collab_compress.errors import CompressionError
@@ -57,55 +58,53 @@ def from_config(
     if getattr(config, "quantization_config", None) is not None:
         raise CompressionError("the config describes a converted or quantized model; pass a stock model's config")
     model = model_class(copy.deepcopy(config))  # the edit is recorded in the config, which may be used again
-    forms: dict[str, dict[str, ScoreForm]] = {}
+    configs: dict[str, dict[str, MapConfig]] = {}
     for site in find_dense_attention(model):
-        form, parts = (_build_rotary if site.family.rotary else _build_shared)(site, attention)
-        install_(site.module, form, parts)
-        forms.setdefault(form.kind, {})[path_in_base(model, site.module)] = form
-    for kind, modules in forms.items():
-        record_edit_(model, FormEdit(kind, modules))
+        made, layers = (_build_rotary if site.family.rotary else _build_shared)(site, attention)
+        install_(site.module, made, layers, site.parent)
+        configs.setdefault(made.config.kind, {})[path_in_base(model, site.module)] = made.config
+    for kind, modules in configs.items():
+        record_edit_(model, MapEdit(kind, modules))
         for warning in rounding([*modules.values()], attention.dk):
             _logger.warning(warning)
     return model
 
 
-def _build_shared(site: DenseSite, attention: FromScratch) -> tuple[ScoreForm, Any]:
-    """Return the form of untrained shared attention, and its parameters."""
+def _build_shared(site: DenseSite, attention: FromScratch) -> tuple[ConvertedMap, Layers]:
+    """Return untrained shared queries and keys, and their projections."""
     scale = None if attention.train_mixing else sqrt(site.heads / attention.dk)  # None is the model's
-    form = SharedScores.of(site, attention.dk, attention.dk, content_bias=site.query.bias is not None)
-    form = replace(form, scale=scale, train_mixing=attention.train_mixing)
-    parts = _build(site, form)
+    config = SharedConfig.of(site, attention.dk, attention.dk, content_bias=site.query.bias is not None)
+    made, layers = _build(site, replace(config, scale=scale, train_mixing=attention.train_mixing))
     with torch.no_grad():
-        if parts.key.content_bias is not None:
-            parts.key.content_bias.zero_()
-        parts.mixing.copy_(concatenate_heads(site.heads, attention.dk))
-    return form, parts
+        layers[site.paths.key].weight[attention.dk :].zero_()
+        made.mixing.copy_(concatenate_heads(site.heads, attention.dk))
+    return made, layers
 
 
-def _build_rotary(site: DenseSite, attention: FromScratch) -> tuple[ScoreForm, Any]:
-    """Return the form of rotary heads with untrained shared keys, and its parameters."""
+def _build_rotary(site: DenseSite, attention: FromScratch) -> tuple[ConvertedMap, Layers]:
+    """Return rotary heads with untrained shared keys, and their projections."""
     if attention.dk > site.key_value_width:
         raise CompressionError(
             f"{site.name}: dk of rotary heads is at most {site.key_value_width} there; got dk {attention.dk}"
         )
-    form = replace(RotaryScores.of(site, attention.dk), train_mixing=attention.train_mixing)
-    parts = _build(site, form)
+    config = replace(RotaryConfig.of(site, attention.dk), train_mixing=attention.train_mixing)
+    made, layers = _build(site, config)
     with torch.no_grad():
-        for projection in (parts.query.proj, parts.key.proj):
-            if projection.bias is not None:
-                projection.bias.zero_()
-        start = concatenate_heads(site.key_value_heads, form.rank // site.head_width)  # (G, P)
+        for layer in layers.values():
+            if layer.bias is not None:
+                layer.bias.zero_()
+        start = concatenate_heads(site.key_value_heads, config.rank // site.head_width)  # (G, P)
         real = start.repeat_interleave(site.head_width // 2, 1)
-        parts.mixing.copy_(torch.cat([real, torch.zeros_like(real)], 1))
-    return form, parts
+        made.mixing.copy_(torch.cat([real, torch.zeros_like(real)], 1))
+    return made, layers
 
 
-def _build(site: DenseSite, form: ScoreForm) -> Any:
-    parts = form.build(site.module, site.parent)
+def _build(site: DenseSite, config: MapConfig) -> tuple[Any, Layers]:
+    made, layers = config.module.build(config, site.module, site.parent)
     with torch.no_grad():
-        for projection, dense in ((parts.query.proj, site.query), (parts.key.proj, site.key)):
-            projection.weight.normal_(std=float(dense.weight.std()))
-    return parts
+        for layer, dense in zip(layers.values(), (site.query, site.key), strict=True):
+            layer.weight.normal_(std=float(dense.weight.std()))
+    return made, layers
 
 
 def concatenate_heads(heads: int, dk: int) -> Tensor:

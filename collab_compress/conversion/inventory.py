@@ -16,7 +16,8 @@ from collab_compress.architectures import (
     find_dense_values,
     refuse_hooks,
 )
-from collab_compress.attention import NarrowValues, ScoreForm
+from collab_compress.architectures.sites import read
+from collab_compress.attention import QKConfig, maps_of
 from collab_compress.attention.projections import width_in
 from collab_compress.calibration import Batch
 from collab_compress.checkpoint import is_quantized
@@ -86,7 +87,7 @@ class Inventory:
     @cached_property
     def scores(self) -> tuple[list[DenseSite], str]:
         """The modules whose queries and keys can lose channels by measured loss, and why the others stay dense."""
-        if any(hasattr(site.module, ScoreForm.at) for site in self.attention):
+        if any(maps_of(site.module)[0] is not None for site in self.attention):
             return [], CONVERTED
         rotary = [site for site in self.attention if site.family.rotary]
         others = len(rotary) < len(self.attention)
@@ -98,7 +99,7 @@ class Inventory:
     @cached_property
     def narrowable_values(self) -> tuple[list[ValueSite], str]:
         """The modules whose values can lose channels, and why others stay dense."""
-        if any(hasattr(site.module, NarrowValues.at) for site in self.attention):
+        if any(maps_of(site.module)[1] is not None for site in self.attention):
             return [], CONVERTED
         return self.values, ""
 
@@ -145,6 +146,8 @@ class Inventory:
             _check_width(valued, "dv", widths[valued.name].dv, (valued.value,))
             _check_layers(valued, ((valued.paths.value, valued.value), (valued.paths.output, valued.output)))
         sites: list[DenseSite | ValueSite] = [*scores, *values]
+        for site in sites:
+            _refuse_joined(site)
         return [Task(site, widths[site.name]) for site in sites]
 
 
@@ -183,15 +186,23 @@ def refuse_unconvertible(model: PreTrainedModel, caller: str) -> None:
 
 
 def _refuse_converted(site: AttentionSite, compression: Compression) -> None:
-    for at, width, what in (
-        (ScoreForm.at, compression.dk, "queries and keys"),
-        (NarrowValues.at, compression.dv, "values"),
-    ):
-        if width is not None and hasattr(site.module, at):
+    widths = (compression.dk, "queries and keys"), (compression.dv, "values")
+    for converted, (width, what) in zip(maps_of(site.module), widths, strict=True):
+        if width is not None and converted is not None:
             raise CompressionError(
                 f"{site.name}: its {what} are already converted; leave it out by modules, expand the model "
                 "first, or start from the dense checkpoint"
             )
+
+
+def _refuse_joined(site: AttentionSite) -> None:
+    """Refuse projections that become part of a converted module's one layer, if that would lose anything."""
+    if site.family.forward == "stock":
+        return
+    for path in (site.paths.query, site.paths.key, site.paths.value):
+        if site.kind != "cross" or path != site.paths.query:
+            projection = read(site.name, site.module, site.family, path, nn.Linear)
+            refuse_hooks(site.path(path), getattr(projection, "layer", projection))
 
 
 def _check_scores(task: Task) -> None:
@@ -203,9 +214,9 @@ def _check_scores(task: Task) -> None:
         raise CompressionError(f"{site.name}: heads with a rotary embedding keep their width; leave out head_dim")
     if site.family.rotary and task.compression.solver.method != "als":
         raise CompressionError(f"{site.name}: other solvers do not apply to rotary embeddings; leave out solver")
-    form = task.form()
-    if isinstance(form, ScoreForm):
-        form.check_room()
+    config = task.config()
+    if isinstance(config, QKConfig):
+        config.check_room(site.family)
     _check_layers(site, ((site.paths.query, site.query), (site.paths.key, site.key)))
 
 

@@ -4,7 +4,7 @@ The model stays as it is.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -14,25 +14,17 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import AttentionSite, DenseSite, ValueSite
-from collab_compress.attention import MapForm, NarrowValues, RotaryScores, ScoreForm, SharedScores, ValueParts
-from collab_compress.attention.install import HeadCall, for_each_head
+from collab_compress.attention import ConvertedMap, MapConfig, NarrowConfig, QKConfig, RotaryConfig, SharedConfig
+from collab_compress.attention.maps import Layers
 from collab_compress.attention.projections import width_in
-from collab_compress.attention.rotary import arranged
+from collab_compress.attention.run import HeadCall, for_each_head
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.batches import sample_sequences
 from collab_compress.calibration.gather import AttentionMasks, MaskKind, batch_masks, masks_of, resize_mask
 from collab_compress.conversion.cost import attention_costs
 from collab_compress.conversion.report import PartReport
 from collab_compress.errors import CompressionError
-from collab_compress.factorization import (
-    Factorization,
-    Moments,
-    Narrowing,
-    RotaryFactorization,
-    factorize,
-    factorize_rotary,
-    narrow_values,
-)
+from collab_compress.factorization import Factorization, Moments
 from collab_compress.heads.hooks import HeadHooks
 from collab_compress.options import Compression
 
@@ -71,16 +63,16 @@ class Task:
         width = self.compression.dv if isinstance(self.site, ValueSite) else self.compression.dk
         return width is None or width >= self.site.key_value_width
 
-    def form(self) -> ScoreForm | NarrowValues:
-        """Return the form of the replacement."""
+    def config(self) -> MapConfig:
+        """Return the config of the replacement."""
         site, compression = self.site, self.compression
         if isinstance(site, ValueSite):
-            return NarrowValues.of(site, compression.dv or 0, site.value.bias is not None)
+            return NarrowConfig.of(site, compression.dv or 0, site.value.bias is not None)
         dk = compression.dk or 0
         if site.family.rotary:
-            return RotaryScores.of(site, dk)
+            return RotaryConfig.of(site, dk)
         head_dim = dk if compression.solver.method == "parafac" else compression.head_dim
-        return SharedScores.of(site, dk, head_dim, site.query.bias is not None)
+        return SharedConfig.of(site, dk, head_dim, site.query.bias is not None)
 
 
 @dataclass(frozen=True)
@@ -88,9 +80,8 @@ class Planned:
     """A map whose replacement is ready."""
 
     site: Site
-    form: MapForm  # of the replacement
-    parts: Any  # its parameters
-    dense: Any  # what it replaces, as the form takes it to undo that
+    map: ConvertedMap
+    layers: Layers  # its projections
     report: PartReport
 
 
@@ -106,130 +97,39 @@ def replacement(task: Task, moments: SiteMoments, head_weights: Tensor | None, l
     Raises:
         CompressionError: the map cannot be decomposed.
     """
-    site, started = task.site, perf_counter()
-    form: MapForm
-    result: Narrowing | Factorization | RotaryFactorization
+    site, config, started = task.site, task.config(), perf_counter()
     try:
-        if isinstance(site, ValueSite):
-            form, parts, result = _narrow(site, task.compression, moments)
-            cost = attention_costs(site, length, values=form)[1]
-        else:
-            solve = _share_rotary if site.family.rotary else _share
-            form, parts, result = solve(site, task.compression, moments, head_weights)
-            cost = attention_costs(site, length, scores=form)[0]
+        found, layers, result = config.module.from_dense(site, config, moments, head_weights, task.compression.solver)
     except (ValueError, ImportError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         raise CompressionError(f"{site.name}: {error}") from error
+    scores, values = attention_costs(site, length, found.config)
     solver: dict[str, Any] = {}
     if isinstance(result, Factorization):
         solver = {"sweeps": result.sweeps, "converged": result.converged, "breakdowns": result.breakdowns}
     report = PartReport(
-        **vars(cost),
+        **vars(values if isinstance(site, ValueSite) else scores),
         weight_error=result.weight_error,
         data_error=result.data_error,
-        head_dim=form.width if isinstance(form, ScoreForm) else None,
+        head_dim=found.config.width if isinstance(found.config, QKConfig) else None,
         seconds=perf_counter() - started,
         vectors=tuple(int(part.count) for part in moments) if moments else (0,) * len(site.inputs),
         **solver,
     )
-    return Planned(site, form, parts, _dense(site), report)
+    return Planned(site, found, layers, report)
 
 
-Shared: TypeAlias = tuple[ScoreForm, Any, Factorization | RotaryFactorization]
-"""Form, its parameters, and the solver's result."""
-
-
-def _share(site: DenseSite, compression: Compression, moments: SiteMoments, head_weights: Tensor | None) -> Shared:
-    """Factor the scores of one module."""
-    assert compression.dk is not None
-    query_moments, key_moments = moments or (None, None)
-    form = Task(site, compression).form()
-    assert isinstance(form, SharedScores)
-    result = factorize(
-        site.query_heads(),
-        site.key_heads(),
-        compression.dk,
-        query_bias=site.query_bias(),
-        query_moments=query_moments,
-        key_moments=key_moments,
-        head_weights=head_weights,
-        reads=form.reads if form.reads < form.rank else None,
-        solver=compression.solver,
-    )
-    parts = form.build(site.module, site.parent)
-    factors = result.factors.to(dtype=parts.mixing.dtype)  # before they move: not every device has float64
-    form.load_(parts, factors.query, factors.mixing, factors.key, factors.content_bias)
-    return form, parts, result
-
-
-def _share_rotary(
-    site: DenseSite, compression: Compression, moments: SiteMoments, head_weights: Tensor | None
-) -> Shared:
-    """Share the keys of one module with a rotary embedding."""
-    assert compression.dk is not None
-    query_moments, key_moments = moments or (None, None)
-    pairing = RotaryScores.of(site, compression.dk)
-    result = factorize_rotary(
-        pairing.channels_of(site.query_heads(), site.query.bias),
-        pairing.channels_of(site.key_heads(), site.key.bias),
-        pairing.rank // 2,
-        query_moments=query_moments,
-        key_moments=key_moments,
-        head_weights=head_weights,
-        rotated=site.rotated // 2,
-        solver=compression.solver,
-    )
-    factors = result.factors
-    order = arranged(factors.frequencies, site.head_width // 2)
-    form = replace(pairing, frequencies=tuple(factors.frequencies[channel] for channel in order))
-    parts = form.build(site.module, site.parent)
-    form.load_channels_(parts, site.query, factors.mixing[:, order], factors.key[:, order])
-    return form, parts, result
-
-
-def _narrow(site: ValueSite, compression: Compression, moments: SiteMoments) -> tuple[NarrowValues, Any, Narrowing]:
-    """Narrow the values of one module."""
-    assert compression.dv is not None
-    form = NarrowValues.of(site, compression.dv, site.value.bias is not None)
-    result = narrow_values(
-        site.value_heads(),
-        site.output_heads(),
-        form.size,
-        moments[0] if moments else None,
-        fold=site.output.bias is not None,
-        damping=compression.solver.damping,
-        device=compression.solver.device,
-    )
-    like = result.output
-    values = [weight.to(like) @ kept for weight, kept in zip(site.value_heads(), result.heads, strict=True)]
-    value_bias = output_bias = None
-    biases = site.value_bias()
-    if biases is not None:
-        value_bias = torch.cat([bias.to(like) @ kept for bias, kept in zip(biases, result.heads, strict=True)])
-    if site.output.bias is not None:
-        output_bias = site.output.bias.detach().to(like)
-        output_bias = output_bias if result.bias is None else output_bias + result.bias
-    dtype = site.value.weight.dtype
-    parts = form.build(site.module, site.parent)
-    form.load_(  # in the model's dtype before they move: not every device has float64
-        parts,
-        torch.cat(values, 1).to(dtype),
-        None if value_bias is None else value_bias.to(dtype),
-        result.output.to(dtype),
-        None if output_bias is None else output_bias.to(dtype),
-    )
-    return form, parts, result
-
-
-def rounding(forms: Sequence[MapForm], dk: int | None, dv: int | None = None) -> list[str]:
-    """Return warnings of a dk that rotary forms round, and of a dv that narrow values round."""
-    rotary = [form for form in forms if isinstance(form, RotaryScores) and form.rank != dk]
-    narrow = [form for form in forms if isinstance(form, NarrowValues) and form.dv != dv]
+def rounding(configs: Sequence[MapConfig], dk: int | None, dv: int | None = None) -> list[str]:
+    """Return warnings of a dk that rotary heads round, and of a dv that narrow values round."""
+    rotary = [config for config in configs if isinstance(config, RotaryConfig) and config.rank != dk]
+    narrow = [config for config in configs if isinstance(config, NarrowConfig) and config.dv != dv]
     return [
-        f"dk {dk} was rounded up to {form.rank}: a rotary embedding rotates whole heads of {form.head_width} channels"
-        for form in rotary[:1]
+        f"dk {dk} was rounded up to {config.rank}: a rotary embedding rotates whole heads of {config.head_width} "
+        "channels"
+        for config in rotary[:1]
     ] + [
-        f"dv {dv} was rounded to {form.dv}: its {form.value_heads} heads of values have {form.size} channels each"
-        for form in narrow[:1]
+        f"dv {dv} was rounded to {config.dv}: its {config.key_value_heads} heads of values have {config.size} "
+        "channels each"
+        for config in narrow[:1]
     ]
 
 
@@ -269,8 +169,8 @@ def warnings_of(
     for item in planned:
         for vectors, (projection, _) in zip(item.report.vectors, item.site.inputs, strict=True):
             seen.append((item.site.name, vectors, width_in(projection)))
-    forms = [item.form for item in planned]
-    warnings = [] if compression.keep is not None else rounding(forms, compression.dk, compression.dv)
+    configs = [item.map.config for item in planned]
+    warnings = [] if compression.keep is not None else rounding(configs, compression.dk, compression.dv)
     warnings += few_vectors(seen)
     for item in planned:
         if item.report.breakdowns:
@@ -282,17 +182,10 @@ def warnings_of(
     return warnings
 
 
-def empty_plan(site: Site, form: MapForm, report: Any = None) -> Planned:
-    """Return a replacement whose weights are not set yet."""
-    return Planned(site, form, form.build(site.module, site.parent), _dense(site), report)
-
-
-def _dense(site: Site) -> Any:
-    """Return the dense parameters of a map, as its form restores them."""
-    if isinstance(site, ValueSite):
-        output: Any = site.output
-        return ValueParts(site.value, output, output.weight, output.bias)
-    return site.query, site.key
+def empty_plan(site: Site, config: MapConfig) -> Planned:
+    """Return a replacement whose weights are not set yet, and which has no report."""
+    report: Any = None
+    return Planned(site, *config.module.build(config, site.module, site.parent), report)
 
 
 def head_weights(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import AttentionSite, find_attention
-from collab_compress.attention.values import output_dim
+from collab_compress.attention.projections import input_dim
 from collab_compress.conversion.layers import SingleLayers
 from collab_compress.errors import UnsupportedModelError
 from collab_compress.heads.sharding import refuse_computed
@@ -111,7 +111,7 @@ def _candidates(
 def width_out(layer: Any) -> int:
     """Return the number of outputs of a linear layer, parametrized or plain; 0 for any other module."""
     kind = type_before_parametrizations(layer)
-    return int(layer.weight.shape[1 - output_dim(layer)]) if kind in (nn.Linear, Conv1D) else 0
+    return int(layer.weight.shape[1 - input_dim(layer)]) if kind in (nn.Linear, Conv1D) else 0
 
 
 class _Seen(NamedTuple):

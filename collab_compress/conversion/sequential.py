@@ -28,8 +28,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import AttentionSite, DenseSite
-from collab_compress.attention import NarrowValues, install_
-from collab_compress.attention.values import fill_
+from collab_compress.attention import install_
+from collab_compress.attention.projections import fill_
 from collab_compress.calibration import Batch, gather_moments
 from collab_compress.calibration.batches import in_parts
 from collab_compress.calibration.gather import InputMoments, masks_of, unpadded
@@ -184,11 +184,8 @@ HeadWeightsByPath = Mapping[str, Tensor | None]
 def install_maps_(model: PreTrainedModel, planned: Sequence[Planned]) -> None:
     """Install replacements of attention maps in a model or in its copy, in place."""
     for item in planned:
-        module, parts = model.get_submodule(item.site.name), item.parts
-        if isinstance(item.form, NarrowValues):
-            parent = model.get_submodule(item.site.name.rpartition(".")[0])
-            parts = replace(parts, output=item.form.output_of(module, parent))
-        install_(module, item.form, parts)
+        name = item.site.name
+        install_(model.get_submodule(name), item.map, item.layers, model.get_submodule(name.rpartition(".")[0]))
 
 
 def _weighted_sites(tasks: Sequence[Task]) -> list[AttentionSite]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import DenseSite, ValueSite
-from collab_compress.attention import NarrowValues, SharedScores
+from collab_compress.attention import MapConfig, NarrowConfig, SharedConfig
 from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import in_parts
 from collab_compress.conversion.cost import Part, attention_costs, block_cost
@@ -112,12 +112,12 @@ class HeadShares:
 
     def macs(self, scores: float | None, values: float | None) -> tuple[int, int]:
         """Return the multiply-accumulates of queries and keys, and of values and outputs."""
-        dk, dv, form, narrow = self.dk(scores), self.dv(values), None, None
+        dk, dv, configs = self.dk(scores), self.dv(values), list[MapConfig]()
         if dk is not None:
-            form = SharedScores.of(self.site, dk, self.head_dim(scores), self.has_bias)
+            configs.append(SharedConfig.of(self.site, dk, self.head_dim(scores), self.has_bias))
         if dv is not None:
-            narrow = NarrowValues.of(self.site, dv, self.site.value.bias is not None)
-        costs = attention_costs(self.site, self.length, form, narrow)
+            configs.append(NarrowConfig.of(self.site, dv, self.site.value.bias is not None))
+        costs = attention_costs(self.site, self.length, *configs)
         return costs[0].macs_after, costs[1].macs_after
 
 

@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention, transformers_model
-from collab_compress.attention.form import plain_weight
-from collab_compress.attention.forms import LARGEST, refusing_other_models, stored_modules
-from collab_compress.attention.projections import Replacement
+from collab_compress.attention.edits import LARGEST, refusing_other_models, stored_modules
+from collab_compress.attention.projections import Replacement, plain_weight
 from collab_compress.checkpoint import (
     all_or_nothing,
     edits_of,

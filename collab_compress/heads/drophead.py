@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
-from collab_compress.attention.install import HeadCall
+from collab_compress.attention.run import HeadCall
 from collab_compress.errors import check_number
 from collab_compress.heads.hooks import HeadHooks
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention, transformers_model
-from collab_compress.attention.install import HeadCall
+from collab_compress.attention.run import HeadCall
 from collab_compress.checkpoint import all_or_nothing
 from collab_compress.errors import HeadError, check_number
 from collab_compress.heads.alphas import MixedProjection, output_weight

@@ -17,7 +17,7 @@ from collab_compress.architectures import (
     refuse_kept_attention,
     transformers_model,
 )
-from collab_compress.attention.install import HeadCall, add_head_hook_, for_each_head, forms_of, remove_head_hook_
+from collab_compress.attention.run import HeadCall, add_head_hook_, for_each_head, maps_of, remove_head_hook_
 from collab_compress.calibration.gather import (
     AttentionMasks,
     MaskKind,
@@ -190,7 +190,7 @@ class Recorder(HeadHooks):
         model = transformers_model(model)
         self.sites = find_attention(model, kinds=kinds)
         for site in self.sites:
-            if "keys" in self.parts and forms_of(site.module)[0]:
+            if "keys" in self.parts and maps_of(site.module)[0]:
                 raise HeadError(f"{site.name} is converted: its heads have no keys of equal width to read")
         self._readings: list[HeadRecord] = []
         self._passes = 0  # since the last `take`
@@ -239,8 +239,8 @@ class Recorder(HeadHooks):
         queries = None
         if "queries" in self.parts:
             queries = call.query.transpose(1, 2)  # (B, T, H, d)
-            if scores := forms_of(call.module)[0]:
-                queries = scores.head_queries(call.module, call.query)
+            if maps_of(call.module)[0]:
+                queries = call.module.qk("head_queries", call.query)
         self._readings.append(
             HeadRecord(
                 site=site,

@@ -15,10 +15,18 @@ from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import AttentionSite, find_attention, refuse_kept_attention, transformers_model
 from collab_compress.architectures.sites import FusedSlice, fused_slice
-from collab_compress.attention.form import Cut, plain_weight, remaining
-from collab_compress.attention.forms import from_stored, refusing_other_models, stored_modules
-from collab_compress.attention.install import STOCK_HEADS, forms_of, head_hooks, is_converted, lay_out_
-from collab_compress.attention.projections import fused_layer, width_in
+from collab_compress.attention.edits import from_stored, refusing_other_models, stored_modules
+from collab_compress.attention.maps import Cut, Part, kept_rows
+from collab_compress.attention.projections import (
+    Rows,
+    fused_layer,
+    input_dim,
+    plain_weight,
+    remaining,
+    rows_of,
+    width_in,
+)
+from collab_compress.attention.run import STOCK_HEADS, head_hooks, is_converted, maps_of, prepare_
 from collab_compress.attention.values import JOINT_WIDTH
 from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
 from collab_compress.errors import CheckpointError, CompressionError, HeadError, shown
@@ -55,8 +63,13 @@ class KeptHeads:
     value: str
     output: str  # starts with `..` where it lies in the parent module
 
+    @property
+    def widths(self) -> dict[str, int]:
+        """Path of each projection → channels of one head in the dense form."""
+        return {self.query: self.head_width, self.key: self.head_width, self.value: self.value_width}
+
     def rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield what stored fields must hold, as `MapForm.rules`."""
+        """Yield what stored fields must hold, as `MapConfig.rules`."""
         ascending = list(self.kept) == sorted(set(self.kept))
         yield "kept", len(self.kept) > 0 and ascending, "heads that stay, ascending"
         yield "kept", self.kept[-1] < self.before, f"heads below {self.before}"
@@ -103,9 +116,8 @@ class PrunedEdit:
                 setattr(cut.owner, cut.name, cut.value)
             for name in self.modules:
                 module = model.base_model.get_submodule(name)
-                for form in forms_of(module):
-                    if form is not None:
-                        lay_out_(module, form.pieces)
+                if is_converted(module):
+                    prepare_(module)
 
     def finish_(self, model: PreTrainedModel) -> None:
         """Do nothing: cut projections are loaded like any other weight."""
@@ -119,30 +131,43 @@ def _module_cuts(base: Any, name: str, kept: KeptHeads) -> list[Cut]:
     fused = fused_layer(module, kept.query)
     if isinstance(fused, Conv1D):
         return _fused_cuts(module, fused, output, kept, f"{name}.{kept.query}")
-    if hasattr(module, "value_form"):
-        cuts: list[Cut] = module.value_form.keep_heads(module, output, kept.kept)
-    else:
-        value = module.get_submodule(kept.value)
-        channels = _channels(kept, kept.value_width, len(value.weight), f"{name}.{kept.value}")
-        cuts = _output_cuts(value, channels)
-        cuts += [
-            Cut(output, "weight", remaining(output.weight, 1, channels)),
-            Cut(output, "in_features", len(channels)),
-        ]
-        if hasattr(module, JOINT_WIDTH):
-            cuts.append(Cut(module, JOINT_WIDTH, len(channels)))
-    scores, _ = forms_of(module)
-    if scores is not None:
-        cuts += scores.keep_heads(module, kept.kept)
-    else:
-        for path in (kept.query, kept.key):
-            projection = module.get_submodule(path)
-            cuts += _output_cuts(
-                projection, _channels(kept, kept.head_width, len(projection.weight), f"{name}.{path}")
-            )
+    cuts = _converted_cuts(module, kept)
+    dense = {path: width for path, width in kept.widths.items() if path not in rows_of(module)}
+    for path, width in dense.items():
+        projection = module.get_submodule(path)
+        cuts += _output_cuts(projection, _channels(kept, width, len(projection.weight), f"{name}.{path}"))
+    _, ov = maps_of(module)
+    channels = kept_rows(kept.kept, kept.value_width if ov is None else ov.config.size)
+    cuts += [
+        Cut(output, "weight", remaining(output.weight, input_dim(output), channels)),
+        Cut(output, "in_features" if input_dim(output) else "nx", len(channels)),
+    ]
+    if hasattr(module, JOINT_WIDTH):
+        cuts.append(Cut(module, JOINT_WIDTH, len(channels)))
     if hasattr(module, "embed_dim"):  # some models reshape outputs by it
         cuts.append(Cut(module, "embed_dim", len(kept.kept) * kept.head_width))
     return [*cuts, Cut(module, _head_count(module, kept), len(kept.kept))]
+
+
+def _converted_cuts(module: Any, kept: KeptHeads) -> list[Cut]:
+    """List the changes that remove heads from converted maps, and from the layers that hold their projections."""
+    qk, ov = maps_of(module)
+    parts: dict[str, tuple[Part, Any]] = {kept.query: ("query", qk), kept.key: ("key", qk), kept.value: ("value", ov)}
+    channels: dict[str, list[int]] = {}  # that stay in each layer
+    rows, cuts = {}, [cut for converted in (qk, ov) if converted is not None for cut in converted.cuts(kept.kept)]
+    for path, (layer, start, _) in rows_of(module).items():
+        part, converted = parts[path]
+        own = (
+            kept_rows(kept.kept, kept.widths[path]) if converted is None else converted.kept_channels(part, kept.kept)
+        )
+        before = channels.setdefault(layer, [])
+        rows[path] = Rows(layer, len(before), len(before) + len(own))
+        before += [start + channel for channel in own]
+    for layer, remaining_channels in channels.items():
+        cuts += _output_cuts(module.get_submodule(layer), remaining_channels)
+    if rows:
+        cuts.append(Cut(module, "rows", rows))
+    return cuts
 
 
 def _fused_cuts(module: Any, layer: Conv1D, output: Conv1D, kept: KeptHeads, path: str) -> list[Cut]:
@@ -297,21 +322,17 @@ def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
             f"{site.path(family.paths.output)} mixes the heads, so none can be removed alone; call merge_alphas_ "
             "first, then remove heads"
         )
-    scores, form = forms_of(site.module)
-    if scores is not None:
-        weights = {path for path in scores.head_rows() if path.endswith(".proj.weight")}
-        for path in sorted(weights | {f"{scores.key}.proj.weight"}):
-            _linear(site, path.removesuffix(".weight"), shared)
+    qk, ov = maps_of(site.module)
+    for path in (family.paths.query, family.paths.key):
+        _linear(site, path, shared)
+    if qk is not None:
         try:
-            scores.without(kept).check_room()
+            qk.config.without(kept).check_room(family)
         except CompressionError as error:
             raise HeadError(
                 f"{site.name} cannot work with {len(kept)} heads: {error}; or remove fewer heads"
             ) from error
-    else:
-        _linear(site, family.paths.query, shared)
-        _linear(site, family.paths.key, shared)
-    value = _linear(site, family.paths.value if form is None else f"{family.paths.value}.proj", shared)
+    value = _linear(site, family.paths.value, shared)
     output = _linear(site, family.paths.output, shared)
     if width_in(output) != value.out_features:
         raise HeadError(
@@ -322,7 +343,7 @@ def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
         kept=kept,
         before=site.heads,
         head_width=site.head_width,
-        value_width=value.out_features // site.heads if form is None else site.head_width,
+        value_width=value.out_features // site.heads if ov is None else site.head_width,
         heads=family.paths.heads,
         query=family.paths.query,
         key=family.paths.key,

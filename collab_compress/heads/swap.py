@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from collab_compress.architectures import AttentionSite, FusedSlice, find_attention
 from collab_compress.architectures.sites import read
-from collab_compress.attention.install import forms_of
+from collab_compress.attention.run import is_converted, maps_of, prepare_
 from collab_compress.errors import HeadError
 from collab_compress.heads.sharding import full_tensor, refuse_split, reshard_, write_
 
@@ -58,12 +58,13 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
         )
     family = site.family
     blocks = []
-    for form, dense_paths in zip(
-        forms_of(site.module), ((family.paths.query, family.paths.key), (family.paths.value,)), strict=True
+    for converted, dense_paths in zip(
+        maps_of(site.module), ((family.paths.query, family.paths.key), (family.paths.value,)), strict=True
     ):
-        if form is not None:
-            for path, count in form.head_rows().items():
-                blocks.append(HeadBlock(site.part(path), 0, head * count, (head + 1) * count))
+        if converted is not None:
+            for path, start, count in converted.head_rows(site.module):
+                first = start + head * count
+                blocks.append(HeadBlock(site.part(path), 0, first, first + count))
             continue
         for path in dense_paths:
             projection: nn.Linear | FusedSlice = read(site.name, site.module, family, path, nn.Linear)
@@ -140,6 +141,9 @@ def swap_heads_(model: nn.Module, pairs: Sequence[Pair], optimizer: Optimizer | 
             other.of(other_full).copy_(copy)
             write_(tensor, full)
             write_(other_tensor, other_full)
+    for name in {name for pair in as_pairs(pairs) for name, _ in pair}:
+        if is_converted(module := model.get_submodule(name)):
+            prepare_(module)
 
 
 def as_pairs(pairs: Any) -> tuple[Pair, ...]:
@@ -182,7 +186,7 @@ def match_heads(one: AttentionSite, i: int, other: AttentionSite, j: int) -> lis
     place = f"cannot swap head {i} of {one.name} with head {j} of {other.name}"
     if one.kind != other.kind:
         raise HeadError(f"{place}: one is {one.kind} attention, the other {other.kind}; pair heads of the same kind")
-    if one.module is not other.module and any(forms_of(site.module)[0] for site in (one, other)):
+    if one.module is not other.module and any(maps_of(site.module)[0] for site in (one, other)):
         raise HeadError(
             f"{place}: heads of a collaborative module share its queries and keys, and cannot move to another; "
             "pair heads of the same module, or expand the model to its dense form first"

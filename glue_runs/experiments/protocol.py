@@ -246,7 +246,9 @@ def _log(folder: Path) -> dict[str, Any]:
         return {}
     report = read_record(folder / "report.json")
     errors = [
-        module["weight_error" if module["data_error"] is None else "data_error"] for module in report["modules"]
+        part["weight_error" if part["data_error"] is None else "data_error"]
+        for part in report["parts"]
+        if part["part"] == "dk"
     ]
     return {
         "seconds": report["seconds"],

@@ -17,7 +17,7 @@ from collab_compress.analysis import (
 )
 from collab_compress.analysis.covariance import RunningCovariance
 from collab_compress.architectures import find_attention
-from collab_compress.attention.install import head_hooks
+from collab_compress.attention.run import head_hooks
 from collab_compress.errors import CalibrationError, HeadError
 
 

@@ -11,7 +11,7 @@ from transformers import BertForQuestionAnswering, BertForSequenceClassification
 from collab_compress import HeadMask, head_importance, prune_heads_
 from collab_compress.analysis import Dominance, dominant_heads, pruning_curve, random_importance, split_sequences
 from collab_compress.architectures import find_attention
-from collab_compress.attention.install import head_hooks
+from collab_compress.attention.run import head_hooks
 from collab_compress.errors import HeadError
 
 NAME = "encoder.layer.0.attention.self"

@@ -16,7 +16,7 @@ def test_strengths_do_not_depend_on_how_factors_are_scaled(either):
     for name, factors in read_factors(model).items():
         scale, module = torch.linspace(-2, 3, factors.query.shape[1]), model.get_submodule(name)
         factors.query.mul_(scale)
-        module.mixing.data.div_(scale[module.mixing_channels])
+        module.qk.mixing.data.div_(scale[module.qk.channels])
     for name, matrix in mixing_matrices(model).items():
         torch.testing.assert_close(matrix, before[name], rtol=1e-5, atol=1e-6)
         largest = matrix.gather(0, matrix.abs().argmax(0, keepdim=True))

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from collab_compress import Compression, HeadMask, Solver, compress
-from collab_compress.attention import decoding, functions
+from collab_compress.attention import decoding, run
 from collab_compress.attention.decoding import cached_scores, weighted_values
 from collab_compress.transformers_parts import CACHE_NAME
 
@@ -77,7 +77,7 @@ def decoded(monkeypatch):
         decisions.append(decoding.can_decode(*inputs))
         return decisions[-1]
 
-    monkeypatch.setattr(functions, "can_decode", spy)
+    monkeypatch.setattr(run, "can_decode", spy)
     return decisions
 
 
@@ -100,7 +100,7 @@ def test_decoding_gives_the_ordinary_outputs(case, padded, decoded, monkeypatch)
     options = {"attention_mask": torch.ones_like(ids).index_fill(1, torch.arange(3), 0)} if padded else {}
     states = token_after(model, ids, **options)
     assert decoded == [False, False, True, True]
-    monkeypatch.setattr(functions, "can_decode", lambda *_: False)
+    monkeypatch.setattr(run, "can_decode", lambda *_: False)
     torch.testing.assert_close(states, token_after(model, ids, **options), rtol=1e-4, atol=1e-5)
 
 
@@ -140,7 +140,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("case", ["some channels", "both", "straddling values", "fixed heads", "rotary", "grouped"])
 def test_only_scores_grow_with_the_cache(case, monkeypatch):
     monkeypatch.setattr(decoding, "CACHE_BYTES", 1)  # products of keys pass through a buffer of constant size
-    model, largest, real = converted(case), [], functions._attend_to_cache
+    model, largest, real = converted(case), [], run._attend_to_cache
 
     def watched(*inputs):
         with Largest() as tracked:
@@ -148,7 +148,7 @@ def test_only_scores_grow_with_the_cache(case, monkeypatch):
         largest.append(tracked.most)
         return result
 
-    monkeypatch.setattr(functions, "_attend_to_cache", watched)
+    monkeypatch.setattr(run, "_attend_to_cache", watched)
     token_after(model, torch.randint(3, 61, (1, 600), generator=torch.Generator().manual_seed(1)))
     assert largest == [model.config.num_attention_heads * 600] * 2
 

@@ -1,14 +1,13 @@
-"""What every form of score maps does: one contract, on a tiny module."""
+"""What converted queries and keys do: one contract, on a tiny module."""
 
 import json
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
 
-from collab_compress import Compression, Factors, compress
-from collab_compress.attention import FORM_KINDS, FormEdit, install_, is_converted, uninstall_
-from collab_compress.attention.forms import from_stored
+from collab_compress import Compression, compress, expand
+from collab_compress.attention import MAP_KINDS, MapEdit, SharedQK, install_, is_converted, uninstall_
+from collab_compress.attention.edits import from_stored
 from collab_compress.checkpoint import EDITS
 
 DK, HEADS, HEAD_WIDTH, WIDTH = 10, 3, 8, 24
@@ -25,78 +24,85 @@ def module(request, make_tiny):
 
 def products(module):
     """Return T̂_i and v_i of every head, (H, D + 1, D)."""
-    factors = Factors(*module.score_form.read(NAME, module))
+    factors = module.qk.factors(NAME, module)
     slices = (factors.query * factors.mixing[:, None]) @ factors.key.mT  # (H, D, D)
     return torch.cat([slices, factors.content_bias[:, None]], 1).detach()
 
 
 def test_the_table_is_complete():
-    assert all(EDITS[kind] is FormEdit for kind in FORM_KINDS)
-    assert all(form.kind == kind for kind, form in FORM_KINDS.items())
-
-
-def test_trainer_exempts_content_biases_from_weight_decay(make_tiny, tmp_path):
-    model = make_tiny("bert")
-    compress(model, Compression(dk=DK), calibration=None)
-    arguments = TrainingArguments(str(tmp_path), weight_decay=0.5, learning_rate=0.1, use_cpu=True, report_to=[])
-    trainer = Trainer(model, arguments)
-    decayed = set(trainer.get_decay_parameter_names(model))
-    key = model.get_submodule(f"{NAME}.key")
-    assert key.content_bias.shape == (HEADS, WIDTH)
-    assert f"{NAME}.key.content_bias" not in decayed
-    assert f"{NAME}.key.proj.weight" in decayed
-    content, weight = (parameter.detach().clone() for parameter in (key.content_bias, key.proj.weight))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    trainer.create_optimizer().step()
-    assert torch.equal(key.content_bias, content)
-    torch.testing.assert_close(key.proj.weight, weight * 0.95)
+    assert all(EDITS[kind] is MapEdit for kind in MAP_KINDS)
+    assert all(form.kind == kind for kind, form in MAP_KINDS.items())
 
 
 def test_is_stored_in_json_and_rebuilt(module):
-    form = module.score_form
-    stored = json.loads(json.dumps(form.to_dict()))
-    assert from_stored(type(form), stored, "attention") == form
-    edit = FormEdit(form.kind, {NAME: form})
-    assert FormEdit.from_dict({"kind": form.kind, **json.loads(json.dumps(edit.to_dict()))}) == edit
+    config = module.qk.config
+    stored = json.loads(json.dumps(config.to_dict()))
+    assert from_stored(type(config), stored, "attention") == config
+    edit = MapEdit(config.kind, {NAME: config})
+    assert MapEdit.from_dict({"kind": config.kind, **json.loads(json.dumps(edit.to_dict()))}) == edit
 
 
 def test_moves_into_another_module_and_back(module, make_tiny):
-    form = module.score_form
+    config = module.qk.config
     dense = make_tiny("bert").double()
-    other = dense.get_submodule(NAME)
-    query, key, before = other.query, other.key, set(dense.state_dict())
-    parts = form.build(other, None)
-    form.load_(parts, *form.read(NAME, module))
-    install_(other, form, parts)
-    form.finish_(other)
+    other, parent = dense.get_submodule(NAME), dense.get_submodule(NAME.rpartition(".")[0])
+    query, key, weights = other.query, other.key, {name: t.clone() for name, t in dense.state_dict().items()}
+    qk, layers = SharedQK.build(config, other, parent)
+    qk.load_(layers, module.qk.factors(NAME, module))
+    install_(other, qk, layers, parent)
+    qk.finish_(other)
     assert is_converted(other)
     torch.testing.assert_close(products(other), products(module))
-    assert torch.equal(other.mixing_channels, module.mixing_channels)
-    assert other.mixing.requires_grad == module.mixing.requires_grad
-    uninstall_(other, form.at, (query, key))
+    assert torch.equal(other.qk.channels, module.qk.channels)
+    assert other.qk.mixing.requires_grad == module.qk.mixing.requires_grad
+    uninstall_(other, "qk", {"query": query, "key": key}, parent)
     assert not is_converted(other)
-    assert set(dense.state_dict()) == before
+    assert dense.state_dict().keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in dense.state_dict().items())
 
 
 def test_a_head_owns_its_rows_and_nothing_else(module):
-    form = module.score_form
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    described = form.head_rows()
-    assert list(described) == ["mixing", "mixing_channels", "key.content_bias"]
+    described = module.qk.head_rows(module)
+    assert [path for path, _, _ in described] == ["qk.mixing", "qk.channels", "qkv.weight"]
     for head in range(HEADS):
         before = products(module)
-        for path, count in described.items():
-            assert count * HEADS == len(tensors[path])
+        for path, start, size in described:
             with torch.no_grad():
-                own = tensors[path][head * count : (head + 1) * count]
+                own = tensors[path][start + head * size : start + (head + 1) * size]
                 own.copy_(2 * own if own.is_floating_point() else own.roll(1, 1))
         moved = (products(module) != before).flatten(1).any(1)
         assert moved.tolist() == [other == head for other in range(HEADS)]
 
 
 def test_counts_parameters(module):
-    form = module.score_form
-    parameters = [*module.query.parameters(), *module.key.parameters(), module.mixing]
-    assert form.parameters((WIDTH, WIDTH)) == sum(parameter.numel() for parameter in parameters)
-    assert form.key_width == module.key.width
+    config = module.qk.config
+    query, key = (rows.stop - rows.start for rows in (module.rows["query"], module.rows["key"]))
+    assert config.parameters((WIDTH, WIDTH)) == (query + key) * (WIDTH + 1) + module.qk.mixing.numel()
+    assert config.key_channels == key
+
+
+@pytest.mark.parametrize("widths", [{"dk": DK}, {"dv": 9}, {"dk": DK, "dv": 9}])
+def test_queries_keys_and_values_of_one_input_are_one_product(widths, make_tiny, batch):
+    """In self-attention they are one layer, in cross-attention those of the encoder's states are."""
+    self_attention = make_tiny("bert")
+    compress(self_attention, Compression(**widths), calibration=None)
+    module = self_attention.get_submodule(NAME)
+    assert {rows.layer for rows in module.rows.values()} == {"qkv"}
+    assert sum(isinstance(layer, torch.nn.Linear) for layer in module.modules()) == 1
+    both = make_tiny("marian")
+    compress(both, Compression(**widths), calibration=None)
+    cross = both.get_submodule("decoder.layers.0.encoder_attn")
+    assert [rows.layer for rows in cross.rows.values()] == ["q_proj", "kv", "kv"]
+
+
+def test_biases_that_training_gives_to_shared_channels_are_those_of_a_dense_model(make_tiny, batch):
+    model = make_tiny("bert")
+    compress(model, Compression(dk=DK, dv=9), calibration=None)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("qkv.bias"):
+                parameter.normal_()
+    expected = model(**batch).last_hidden_state.detach()
+    expand(model)
+    torch.testing.assert_close(model(**batch).last_hidden_state.detach(), expected, atol=2e-5, rtol=1e-4)

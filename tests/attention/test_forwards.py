@@ -6,13 +6,12 @@ import pickle
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from stock_classes import DESCRIBED
 from tiny_families import TINIES, build
 from transformers import RemBertConfig, RemBertModel
 
 from collab_compress import Compression, HeadMask, Solver, compress, expand
 from collab_compress.architectures import find_attention
-from collab_compress.attention.forwards import FORWARDS, edited_class
+from collab_compress.attention.forward import edited_class
 from collab_compress.heads import Recorder, masks_without
 from collab_compress.transformers_parts import CACHE_NAME
 
@@ -36,10 +35,6 @@ def run(model, ids):
 
 def attention(model):
     return [site.module for site in find_attention(model)]
-
-
-def test_every_row_belongs_to_a_family():
-    assert {name for _, name in DESCRIBED} >= FORWARDS.keys()
 
 
 def test_undoing_the_last_edit_restores_the_stock_class(model, ids):

@@ -7,32 +7,30 @@ import torch
 from transformers import ContinuousBatchingConfig, GPT2Config, GPT2LMHeadModel
 
 from collab_compress import Compression, UnsupportedModelError, compress
-from collab_compress.attention import functions
-from collab_compress.attention.functions import collab_eager, collab_sdpa
+from collab_compress.attention.run import attend
 from collab_compress.heads import HeadMask
-from collab_compress.transformers_parts import sdpa_attention_forward
 
 ATTENTION = "encoder.layer.0.attention.self"
 
 
-@pytest.mark.parametrize("attend", [collab_sdpa, collab_eager])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("converted", [True, False])
-def test_arguments_that_change_the_scores_are_refused(attend, converted, make_tiny):
+def test_arguments_that_change_the_scores_are_refused(implementation, converted, make_tiny):
     model = make_tiny("bert")
     if converted:
         compress(model, Compression(dk=8), calibration=None)
     module = model.get_submodule(ATTENTION)
     query = key = value = torch.randn(1, 3, 4, 8)
     if converted:
-        key = torch.randn(1, 2, 4, 8)
-        query = key[:, :1]
-    attend(module, query, key, value, None, scaling=1.0, position_ids=torch.arange(4), softcap=None, s_aux=None)
-    changing = {"scaling": 1.0, "softcap": 50.0, "s_aux": torch.ones(3)}
-    if attend is collab_eager and not converted:
-        attend(module, query, key, value, None, **changing)  # the family's own function takes or ignores them
+        query, key, value = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 11), torch.randn(1, 1, 4, 24)
+    parts, options = (module, query, key, value, None, implementation), {"scaling": 1.0}
+    attend(*parts, **options, position_ids=torch.arange(4), softcap=None, s_aux=None)
+    changing = {"softcap": 50.0, "s_aux": torch.ones(3)}
+    if implementation == "eager" and not converted:
+        attend(*parts, **options, **changing)  # the family's own function takes or ignores them
         return
     with pytest.raises(UnsupportedModelError, match=r"BertSelfAttention passes s_aux, softcap to its attention"):
-        attend(module, query, key, value, None, **changing)
+        attend(*parts, **options, **changing)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -66,15 +64,11 @@ def test_a_paged_cache_is_refused(implementation):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_position_bias_acts_where_the_stock_function_ignores_it(causal, make_tiny, monkeypatch):
-    def of_older_versions(*args, position_bias=None, **options):
-        return sdpa_attention_forward(*args, **options)
-
+def test_a_position_bias_acts_where_the_stock_function_ignores_it(causal, make_tiny):
     module = make_tiny("bert").get_submodule(ATTENTION)
     query, key, value = torch.randn(3, 1, 3, 4, 8)
     bias = torch.randn(1, 3, 4, 4)
-    monkeypatch.setattr(functions, "sdpa_attention_forward", of_older_versions)
-    outputs, _ = collab_sdpa(module, query, key, value, None, scaling=1.0, position_bias=bias, is_causal=causal)
+    outputs, _ = attend(module, query, key, value, None, scaling=1.0, position_bias=bias, is_causal=causal)
     scores = query @ key.mT + bias
     if causal:
         scores = scores.masked_fill(torch.ones(4, 4, dtype=torch.bool).triu(1), -torch.inf)

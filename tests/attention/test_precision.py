@@ -8,7 +8,6 @@ from kernel_inputs import draw_inputs
 from torch.nn.functional import scaled_dot_product_attention
 
 from collab_compress import Compression, compress
-from collab_compress.attention.functions import collab_eager, collab_sdpa
 
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
@@ -23,20 +22,20 @@ def test_outputs_and_probabilities(dtype, content):
     """The stock model gets queries, keys and values of each head, rounded once."""
     shape = {"heads": 4, "rank": 12, "reads": 7, "length": 48, "keys": 48, "width": 16, "content": content}
     rounded = draw_inputs(**shape).to(dtype)
-    ours = {function: rounded.call(function) for function in (collab_sdpa, collab_eager)}
+    ours = {implementation: rounded.call(implementation) for implementation in ("sdpa", "eager")}
     exact = rounded.to(torch.float64)
-    outputs, probs = exact.call(collab_eager)
+    outputs, probs = exact.call("eager")
     module, scaling = exact.module, exact.module.scaling
-    heads = module.score_form.heads_of(module, *exact.projected, scaling)
+    heads = module.qk.heads(*exact.projected, 1.0)
     query, key, value = (part.to(dtype) for part in (*heads, exact.value))
     rows = torch.softmax(query @ key.mT * scaling, -1)
     fused = scaled_dot_product_attention(query, key, value, scale=scaling)
-    ceilings = {collab_sdpa: error(fused.transpose(1, 2), outputs)}
-    ceilings[collab_eager] = error((rows @ value).transpose(1, 2), outputs)
-    for function, (found, _) in ours.items():
+    ceilings = {"sdpa": error(fused.transpose(1, 2), outputs)}
+    ceilings["eager"] = error((rows @ value).transpose(1, 2), outputs)
+    for implementation, (found, _) in ours.items():
         assert found.dtype == dtype
-        assert error(found, outputs) <= 1.5 * ceilings[function]  # projections are rounded too
-    assert error(ours[collab_eager][1], probs) <= 1.5 * error(rows, probs)
+        assert error(found, outputs) <= 1.5 * ceilings[implementation]  # projections are rounded too
+    assert error(ours["eager"][1], probs) <= 1.5 * error(rows, probs)
 
 
 def test_mixed_precision(make_tiny, batch):

@@ -8,20 +8,22 @@ from torch import nn
 
 from collab_compress import CompressionError, compress
 from collab_compress.architectures import find_dense_attention
-from collab_compress.attention import SharedScores
-from collab_compress.attention.functions import collab_eager, collab_sdpa
+from collab_compress.attention import SharedConfig, SharedQK
+from collab_compress.attention.run import prepare_
+from collab_compress.factorization import Factors
+from collab_compress.heads.pruning import KeptHeads, _converted_cuts
 from collab_compress.options import Compression
 
-FUNCTIONS = pytest.mark.parametrize("function", [collab_sdpa, collab_eager])
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 
 
 def check(inputs):
     probs, outputs = oracle(inputs)
     with torch.no_grad():  # one query is decoded from a cache
-        torch.testing.assert_close(inputs.call(collab_sdpa)[0].reshape(outputs.shape), outputs, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(inputs.call()[0].reshape(outputs.shape), outputs, rtol=1e-9, atol=1e-11)
     trained = inputs._replace(x=inputs.x.clone().requires_grad_())
-    torch.testing.assert_close(trained.call(collab_sdpa)[0], outputs, rtol=1e-9, atol=1e-11)
-    found = inputs.call(collab_eager)
+    torch.testing.assert_close(trained.call()[0], outputs, rtol=1e-9, atol=1e-11)
+    found = inputs.call("eager")
     torch.testing.assert_close(found[0], outputs, rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(found[1], probs, rtol=1e-9, atol=1e-11)
 
@@ -38,14 +40,14 @@ def test_every_mask_and_a_single_query(mask, length):
     check(draw_inputs(mask=mask, length=length, keys=4, causal=True))
 
 
-@FUNCTIONS
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("content", [True, False])
 @pytest.mark.parametrize(("mask", "causal"), [("none", True), ("bool", False), ("position bias", False)])
-def test_gradients_are_those_of_the_formula(function, content, mask, causal):
+def test_gradients_are_those_of_the_formula(implementation, content, mask, causal):
     inputs = draw_inputs(batch=1, heads=2, length=3, keys=3, content=content, mask=mask, causal=causal)
     for leaf in inputs.leaves:
         leaf.requires_grad_()
-    ours = torch.autograd.grad(inputs.call(function)[0].sin().sum(), inputs.leaves)
+    ours = torch.autograd.grad(inputs.call(implementation)[0].sin().sum(), inputs.leaves)
     theirs = torch.autograd.grad(oracle(inputs)[1].sin().sum(), inputs.leaves)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-10)
@@ -55,16 +57,19 @@ def test_gradients_are_those_of_the_formula(function, content, mask, causal):
 def test_heads_that_move_or_go_take_their_channels_along(heads):
     inputs = draw_inputs()
     module, expected = inputs.module, oracle(inputs)[1][:, :, heads]
-    assert len({tuple(row) for row in module.mixing_channels.tolist()}) == 3
+    assert len({tuple(row) for row in module.qk.channels.tolist()}) == 3
     if len(heads) < 3:
-        for cut in module.score_form.keep_heads(module, heads):
+        kept = KeptHeads(tuple(heads), 3, HEAD_WIDTH, HEAD_WIDTH, "", "query", "key", "value", "")
+        for cut in _converted_cuts(module, kept):
             setattr(cut.owner, cut.name, cut.value)
+        prepare_(module)
     else:
-        for path in module.score_form.head_rows():
-            tensor = module.state_dict()[path]
+        for path, start, size in module.qk.head_rows(module):
+            assert size == 1
+            tensor = module.state_dict()[path][start : start + 3]
             tensor.copy_(tensor[heads])
     found = inputs._replace(value=inputs.value[:, heads])
-    torch.testing.assert_close(found.call(collab_sdpa)[0], expected)
+    torch.testing.assert_close(found.call()[0], expected)
     torch.testing.assert_close(oracle(found)[1], expected)
 
 
@@ -74,10 +79,10 @@ def test_a_module_that_scales_its_queries_passes_another_factor(own):
     inputs = draw_inputs()
     expected = oracle(inputs)[1]
     inputs.module.query.proj.weight.data.mul_(SCALING / own)
-    torch.testing.assert_close(inputs.call(collab_sdpa, scaling=own)[0], expected)
+    torch.testing.assert_close(inputs.call(scaling=own)[0], expected)
     last = inputs._replace(x=inputs.x[:, -1:])
     with torch.no_grad():  # from a cache
-        torch.testing.assert_close(last.call(collab_sdpa, scaling=own)[0].view(2, 3, 2), expected[:, -1])
+        torch.testing.assert_close(last.call(scaling=own)[0].view(2, 3, 2), expected[:, -1])
 
 
 class Model(nn.Module):
@@ -88,7 +93,7 @@ class Model(nn.Module):
         self.attention = attention
 
     def forward(self, x, y, value, mask):
-        return Inputs(self.attention, x, y, value, mask).call(collab_sdpa)[0]
+        return Inputs(self.attention, x, y, value, mask).call()[0]
 
 
 @pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -116,11 +121,11 @@ def test_functional_gradients_of_samples_are_those_of_autograd(length):
     inputs = draw_inputs(length=length)
 
     def squared(x, y, value):
-        return inputs._replace(x=x[None], y=y[None], value=value[None]).call(collab_sdpa)[0].square().sum()
+        return inputs._replace(x=x[None], y=y[None], value=value[None]).call()[0].square().sum()
 
     found = torch.func.vmap(torch.func.grad(squared))(inputs.x, inputs.y, inputs.value)
     leaf = inputs.x.requires_grad_()
-    (expected,) = torch.autograd.grad(inputs.call(collab_sdpa)[0].square().sum(), leaf)
+    (expected,) = torch.autograd.grad(inputs.call()[0].square().sum(), leaf)
     torch.testing.assert_close(found, expected)
 
 
@@ -140,12 +145,12 @@ def test_functional_gradients_of_samples_are_those_of_autograd(length):
 )
 def test_heads_read_what_their_width_leaves(rank, head_dim, content, reads, make_tiny):
     site = find_dense_attention(make_tiny("bert"))[0]
-    form = SharedScores.of(site, rank, head_dim, content)
+    form = SharedConfig.of(site, rank, head_dim, content)
     assert (form.reads, form.width) == (reads, reads + content)
 
 
 def test_a_content_bias_takes_no_heads_only_channel(make_tiny):
-    assert SharedScores.of(find_dense_attention(make_tiny("bert"))[0], 9, 1, False).reads == 1
+    assert SharedConfig.of(find_dense_attention(make_tiny("bert"))[0], 9, 1, False).reads == 1
     with pytest.raises(CompressionError, match=r"layer\.0\.attention\.self: head_dim is 1, .* pass at least 2"):
         compress(make_tiny("bert"), Compression(dk=9, head_dim=1), calibration=None)
 
@@ -154,17 +159,9 @@ def test_the_strongest_entries_are_read_and_the_others_are_zero():
     module = Attention(2, 4, 2, content=False)
     mixing = torch.tensor([[0.0, -3.0, 0.0, 1.0], [0.0, 0.0, 2.0, 0.0]]).double()
     query, key = torch.randn(2, WIDTH, 4).double()
-    form = module.score_form
-    parts = form.build(_dense(), None)
-    form.load_(parts, query, mixing, key, None)
-    assert parts.channels[0].tolist() == [1, 3]
-    other = _dense()
-    form.put_in_(other, parts)
-    for found, expected in zip(form.read("", other), (query, mixing, key, None), strict=True):
-        assert expected is None or torch.equal(found, expected)
-
-
-def _dense():
-    module = nn.Module()
-    module.query, module.key = (nn.Linear(WIDTH, 2 * HEAD_WIDTH).double() for _ in range(2))
-    return module
+    qk, layers = SharedQK.build(module.qk.config, module, None)
+    qk.load_(layers, Factors(query, mixing, key))
+    assert qk.channels[0].tolist() == [1, 3]
+    assert torch.equal(qk.mixing_matrix(), mixing)
+    assert torch.equal(layers["query"].weight, query.T)
+    assert torch.equal(layers["key"].weight, key.T)

@@ -189,7 +189,7 @@ def test_edits_without_their_weights_are_refused(make_tiny, tmp_path):
     compress(model, Compression(dk=5), calibration=None)
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    lost = "encoder.layer.1.attention.self.query.proj.weight"
+    lost = "encoder.layer.1.attention.self.qkv.weight"
     save_file({name: tensor for name, tensor in weights.items() if name != lost}, tmp_path / "model.safetensors")
     advice = "its weights are not those that config.json was saved with, so save the model again"
     with pytest.raises(CheckpointError, match=rf"converted attention, but holds no {lost}; {advice}"):

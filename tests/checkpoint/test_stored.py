@@ -7,15 +7,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, GPT2Config, GPT2Model
 
 from collab_compress import CheckpointError, Compression, compress, is_converted, mix_heads_, prune_heads_
-from collab_compress.attention.rotary import RotaryScores
-from collab_compress.attention.values import NarrowValues
+from collab_compress.attention import NarrowConfig, RotaryConfig
 from collab_compress.checkpoint import EditConfig
 
 NAME = "encoder.layer.0.attention.self"
-SCORES = {"heads": 3, "head_width": 8, "query": "query", "key": "key", "rank": 8, "content_bias": True}
+SCORES = {"heads": 3, "head_width": 8, "rank": 8, "content_bias": True}
 SCORES["reads"] = 3
-ROTARY = RotaryScores(3, 8, "q", "k", 16, False, key_heads=3, rotated=8, frequencies=tuple(range(4)) * 2).to_dict()
-VALUES = NarrowValues(heads=3, head_width=8, value="value", output="output", size=4, value_bias=True).to_dict()
+ROTARY = RotaryConfig(3, 8, 16, key_heads=3, rotated=8, pairs="halves", frequencies=tuple(range(4)) * 2).to_dict()
+VALUES = NarrowConfig(heads=3, head_width=8, size=4, value_bias=True).to_dict()
 PRUNED = {
     "kept": [0, 2],
     "before": 3,
@@ -38,7 +37,7 @@ DAMAGED = [
     ("collaborative", {"heads": 0}, "heads 0; expected at least 1"),
     ("collaborative", {"rank": 10**12}, "rank 1000000000000; expected int"),
     ("collaborative", {"content_bias": 1}, "content_bias 1; expected bool"),
-    ("collaborative", {"query": None}, "query None; expected str"),
+    ("collaborative", {"rank": None}, "rank None; expected int"),
     ("collaborative", {"scale": float("nan")}, "scale nan; expected float | None"),
     ("collaborative", {"scale": -1.0}, "scale -1.0; expected a number above 0"),
     ("collaborative", {"scale": 1.0}, "scale 1.0; expected none, as the mixing matrix is trained"),
@@ -191,23 +190,14 @@ def test_a_config_alone_makes_a_dense_model(make_tiny):
     assert not is_converted(AutoModel.from_config(model.config))
 
 
-def test_a_layout_that_the_model_has_not_is_refused(stored):
-    def change(config):
-        edit_in(config)["modules"]["h.0.attn"]["even"] = True
-
-    model = GPT2Model(GPT2Config(n_embd=24, n_head=3, n_layer=1, n_positions=8, vocab_size=11))
-    with pytest.raises(CheckpointError, match=r"h\.0\.attn has even True; .* c_attn\.query lies in a Conv1D"):
-        AutoModel.from_pretrained(stored(model, "shared", change))
-
-
 @pytest.mark.parametrize("number", [-1, 7])
 def test_channels_that_there_are_not_are_refused(number, make_tiny, tmp_path):
     model = make_tiny("bert")
     compress(model, Compression(dk=7), calibration=None)
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    name = next(name for name in weights if name.endswith("mixing_channels"))
+    name = next(name for name in weights if name.endswith("qk.channels"))
     weights[name][0, 0] = number
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"mixing_channels .* expected 0 to 6; the checkpoint is damaged"):
+    with pytest.raises(CheckpointError, match=r"the channels .* expected 0 to 6; the checkpoint is damaged"):
         AutoModel.from_pretrained(tmp_path)

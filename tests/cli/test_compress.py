@@ -106,7 +106,7 @@ def test_values_too_and_what_that_saves(run, loaded, model_dir, tmp_path):
     assert "Value/output parameters 2,352 → 1,176 (-50%)." in printed
     assert "Attention parameters" in printed
     model = loaded(printed)
-    assert model.bert.encoder.layer[0].attention.self.value_form.dv == 12
+    assert model.bert.encoder.layer[0].attention.self.ov.config.dv == 12
 
 
 def test_a_share_to_keep_is_reported_as_widths(run, loaded, model_dir, tmp_path):
@@ -192,7 +192,7 @@ def test_same_as_the_python_api(run, model_dir, tmp_path):
     saved = load_file(tmp_path / "out" / "model.safetensors")
     for name, tensor in model.state_dict().items():
         assert torch.equal(saved[name], tensor)
-        assert tensor.dtype == torch.bfloat16 or name.endswith(".mixing_channels")
+        assert tensor.dtype == torch.bfloat16 or name.endswith(".qk.channels")
 
 
 @pytest.mark.parametrize(

@@ -265,13 +265,13 @@ def test_dtype_mode_and_what_is_frozen_are_kept(make_tiny):
 @pytest.mark.parametrize(
     ("step", "wrapped", "call"),
     [
-        ("maps.factorize", False, 2),
-        ("sequential.install_", False, 2),  # in the copies
-        ("sequential.install_", False, 4),
-        ("compress.install_refits", False, 1),
-        ("compress.adopt_", True, 1),
-        ("compress.record_edit_", True, 1),
-        ("compress.record_edit_", False, 1),
+        ("attention.shared.factorize", False, 2),
+        ("conversion.sequential.install_", False, 2),  # in the copies
+        ("conversion.sequential.install_", False, 4),
+        ("conversion.compress.install_refits", False, 1),
+        ("conversion.compress.adopt_", True, 1),
+        ("conversion.compress.record_edit_", True, 1),
+        ("conversion.compress.record_edit_", False, 1),
     ],
 )
 def test_nothing_changes_when_interrupted_after_a_step(
@@ -280,7 +280,7 @@ def test_nothing_changes_when_interrupted_after_a_step(
     around = make_tiny("bert", BertForSequenceClassification)
     model = around.bert if wrapped else around
     before, config = state(around), around.config.to_dict()
-    target, calls = f"collab_compress.conversion.{step}", itertools.count(1)
+    target, calls = f"collab_compress.{step}", itertools.count(1)
     take = pkgutil.resolve_name(target)
     attributes = {name: set(vars(part)) for name, part in around.named_modules()}
 

@@ -6,7 +6,7 @@ import torch
 from collab_compress import CalibrationOptions, Compression, Solver, compress
 from collab_compress.analysis import part_costs
 from collab_compress.architectures import find_attention
-from collab_compress.attention import SharedScores
+from collab_compress.attention import SharedConfig
 from collab_compress.conversion.cost import dense_macs, dense_parameters
 from collab_compress.errors import HeadError
 
@@ -19,7 +19,7 @@ def live(model):
             site.part(getattr(site.paths, part)) for part in ("query", "key", "value", "output")
         )
         scores = sum(parameter.numel() for part in (query, key) for _, parameter in part.named_parameters())
-        scores += site.module.mixing.numel() if hasattr(site.module, "mixing") else 0
+        scores += site.module.qk.mixing.numel() if hasattr(site.module, "qk") else 0
         counts.append((scores, sum(p.numel() for _, p in value.named_parameters()) + output.weight.numel()))
     return counts
 
@@ -52,9 +52,12 @@ def test_costs_and_caches_are_those_of_the_live_model(family, dk, dv, make_tiny,
     widths = {}
     for site in sites:
         for part in ("key", "value"):
-            site.part(getattr(site.paths, part)).register_forward_hook(
-                lambda _, args, out, at=(site.name, part): widths.update({at: out.shape[-1]})
-            )
+            path = getattr(site.paths, part)
+            widths[site.name, part] = site.part(path).out_features
+            if site.family.forward == "stock":  # padded to whole heads
+                site.module.get_submodule(path).register_forward_hook(
+                    lambda _, args, out, at=(site.name, part): widths.update({at: out.shape[-1]})
+                )
     with torch.no_grad():
         model(**calibration[0])
     kinds = {site.name: site.kind for site in sites}
@@ -85,7 +88,7 @@ def test_half_precision_halves_the_cache(make_tiny):
 def test_a_layer_costs_what_table_1_of_the_paper_says(width, heads, dk, printed):
     """Millions of parameters and hundreds of millions of products, dense and converted, without content biases."""
     length, widths = 128, (width, width)
-    form = SharedScores(heads, width // heads, "", "", dk, content_bias=False, reads=dk)
+    form = SharedConfig(heads, width // heads, dk, content_bias=False, reads=dk)
     parameters = dense_parameters(widths, widths, (False, False)), form.parameters(widths)
     macs = dense_macs(widths, widths, length), form.macs(widths, length)
     assert macs[1] == 2 * length * width * dk + heads * length * dk + heads * length * length * dk

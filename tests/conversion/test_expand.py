@@ -18,7 +18,7 @@ from collab_compress import (
     is_converted,
     read_factors,
 )
-from collab_compress.architectures import find_dense_attention
+from collab_compress.architectures import find_attention, find_dense_attention
 
 
 def test_describe_names_forms_and_widths(make_tiny):
@@ -115,25 +115,28 @@ def hook_(layer):
 
 
 @pytest.mark.parametrize(
-    ("path", "spoil_", "message"),
+    ("family", "path", "spoil_", "message"),
     [
-        ("self.query", hook_, r"layer\.1\.attention\.self\.query .* has a forward hook"),
-        ("self.key.proj", hook_, r"layer\.1\.attention\.self\.key\.proj .* has a forward hook"),
-        ("self.value", hook_, r"layer\.1\.attention\.self\.value .* has a forward hook"),
-        ("self.key.proj", weight_norm, r"the weight of .*key\.proj is computed from others"),
+        ("bert", "qkv", hook_, r"layer\.1\.attention\.self\.qkv .* has a forward hook"),
+        ("albert", "query", hook_, r"attention\.query .* has a forward hook"),
+        ("albert", "key.proj", hook_, r"attention\.key\.proj .* has a forward hook"),
+        ("albert", "value", hook_, r"attention\.value .* has a forward hook"),
+        ("albert", "key.proj", weight_norm, r"the weight of .*key\.proj is computed from others"),
+        ("bert", "qkv", weight_norm, r"the weight of .*qkv is computed from others"),
         (
-            "self",
-            lambda attention: torch.nn.init.constant_(attention.mixing, float("nan")),
+            "bert",
+            "qk",
+            lambda qk: torch.nn.init.constant_(qk.mixing, float("nan")),
             r"^encoder\.layer\.1\.attention\.self: .* Look for NaN in its weights",
         ),
     ],
 )
-def test_what_cannot_be_expanded_is_refused(path, spoil_, message, make_tiny):
-    model = make_tiny("bert")
+def test_what_cannot_be_expanded_is_refused(family, path, spoil_, message, make_tiny):
+    model = make_tiny(family)
     with pytest.raises(CompressionError, match="has no converted attention to expand"):
         expand(model)
     compress(model, Compression(dk=9, dv=12), calibration=None)
-    spoil_(model.encoder.layer[1].attention.get_submodule(path))
+    spoil_(find_attention(model)[-1].module.get_submodule(path))
     with pytest.raises((CompressionError, UnsupportedModelError), match=message):
         expand(model)
     assert is_converted(model)

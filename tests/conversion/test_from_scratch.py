@@ -45,10 +45,9 @@ def test_the_narrow_baseline_is_narrow_concatenated_attention(make_tiny, tmp_pat
     for body in (model.bert, AutoModel.from_pretrained(tmp_path)):
         attention = body.encoder.layer[0].attention.self
         assert attention.scaling == pytest.approx(4**-0.5)
-        assert not attention.mixing.requires_grad
-        q = attention.query.proj(x).view(2, 5, 3, 4).transpose(1, 2)
-        k = attention.key.proj(x)[..., :12].reshape(2, 5, 3, 4).transpose(1, 2)
-        v = attention.value(x).view(2, 5, 3, 8).transpose(1, 2)
+        assert not attention.qk.mixing.requires_grad
+        q, k, _, v = attention.qkv(x).split([12, 12, 3, 24], -1)
+        q, k, v = (part.reshape(2, 5, 3, -1).transpose(1, 2) for part in (q, k, v))
         expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         torch.testing.assert_close(attention(x)[0], expected)
 

@@ -5,17 +5,16 @@ import torch
 from torch import nn
 
 from collab_compress import Compression, compress
-from collab_compress.attention import SharedScores
-from collab_compress.attention.projections import PaddedProjection
+from collab_compress.attention import SharedConfig
 from collab_compress.conversion.cost import dense_macs, dense_parameters
 
 
 def shared(heads, head_width, dk, content, reads=None):
-    return SharedScores(heads, head_width, "query", "key", dk, content, reads=reads or dk)
+    return SharedConfig(heads, head_width, dk, content, reads or dk)
 
 
 def test_parameters_are_those_of_the_modules():
-    modules = [PaddedProjection(24, 13, 8), PaddedProjection(24, 13, 8, content_biases=3)]
+    modules = [nn.Linear(24, 13, bias=False), nn.Linear(24, 13 + 3, bias=False)]
     count = sum(parameter.numel() for module in modules for parameter in module.parameters()) + 3 * 13
     assert shared(3, 8, 13, True).parameters((24, 24)) == count
     dense = 2 * sum(parameter.numel() for parameter in nn.Linear(24, 24).parameters())

@@ -19,8 +19,9 @@ from collab_compress import (
 )
 from collab_compress.analysis import part_costs
 from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention
-from collab_compress.attention.form import scaling_of
-from collab_compress.attention.install import add_head_hook_
+from collab_compress.attention.projections import input_paths
+from collab_compress.attention.run import add_head_hook_
+from collab_compress.attention.shared import scaling_of
 from collab_compress.conversion.output_error import measure_output_error
 from collab_compress.conversion.refit import refit
 from collab_compress.conversion.sequential import install_refits
@@ -89,15 +90,16 @@ class Reconstruction:
         self.names = {module: name for name, module in model.named_modules() if name in self.factors}
         for module in self.names:
             add_head_hook_(module, self)
-            for path in (module.score_form.query, module.score_form.key):
-                module.get_submodule(path).register_forward_pre_hook(self.noted(module, path))
+            for path in input_paths(module)[:2]:
+                layer = module.get_submodule(module.rows[path].layer)
+                layer.register_forward_pre_hook(self.noted(module, path))
 
     def noted(self, module, path):
         return lambda _, args: self.read.__setitem__((module, path), args[0])
 
     def __call__(self, outputs, call):
         module, f = call.module, self.factors[self.names[call.module]]
-        query, key = (self.read[module, path] for path in (module.score_form.query, module.score_form.key))
+        query, key = (self.read[module, path] for path in input_paths(module)[:2])
         for head in range(len(f.mixing)):
             scores = scaling_of(module) * (query @ ((f.query * f.mixing[head]) @ f.key.T) @ key.mT)  # (B, T, S)
             if f.content_bias is not None:
@@ -212,12 +214,13 @@ def test_saves_loads_trains_and_expands(kin, tmp_path, load_cleanly, set_dropout
             module.layerdrop = 0.0
     model(**batch)[0].square().sum().backward()
     sites = find_attention(model)
-    trained = [sites[0].part(sites[0].paths.value).proj, sites[0].part(sites[0].paths.output)]
-    for site in sites:
-        form = site.module.score_form
-        trained += [site.module.get_submodule(form.query).proj, site.module.get_submodule(form.key).proj]
-    for parameter in (*(site.module.mixing for site in sites), *(layer.weight for layer in trained)):
+    trained = [sites[0].part(sites[0].paths.output)]
+    for parameter in (*(site.module.qk.mixing for site in sites), *(layer.weight for layer in trained)):
         assert parameter.grad.abs().sum() > 0
+    for site in sites:
+        for path in input_paths(site.module)[: 3 if site is sites[0] else 2]:
+            layer, start, stop = site.module.rows[path]
+            assert site.module.get_submodule(layer).weight.grad[start:stop].abs().sum() > 0
 
 
 def test_a_model_with_a_head_shares_checkpoints_with_its_body(generator, tmp_path):

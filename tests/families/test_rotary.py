@@ -24,7 +24,8 @@ from collab_compress.analysis import part_costs
 from collab_compress.analysis.sharing import score_factors
 from collab_compress.architectures import find_dense_attention
 from collab_compress.attention import rotary
-from collab_compress.attention.install import add_head_hook_
+from collab_compress.attention.projections import family_of, input_paths
+from collab_compress.attention.run import add_head_hook_
 from collab_compress.conversion import to_stock
 from collab_compress.errors import CompressionError, UnsupportedModelError
 from collab_compress.transformers_parts import CACHE_NAME
@@ -98,9 +99,9 @@ class Slow:
         self.real = batch()["attention_mask"].bool()
         self.scaled_before = model.config.model_type == "esm"
         for module in model.modules():
-            if hasattr(module, "score_form"):
+            if hasattr(module, "qk"):
                 add_head_hook_(module, self)
-                key = module.get_submodule(module.score_form.key)
+                key = module.get_submodule(family_of(module).key)
                 key.register_forward_pre_hook(lambda _, args, at=module: self.read.__setitem__(at, args[0]))
                 module.register_forward_pre_hook(self.tables_of, with_kwargs=True)
 
@@ -108,7 +109,7 @@ class Slow:
         self.tables[module] = kwargs["position_embeddings"]
 
     def frequency(self, module, frequency):
-        form = module.score_form
+        form = module.qk.config
         if frequency >= form.rotated // 2:
             return 0.0
         at = 2 * frequency if form.pairs == "neighbours, tables too" else frequency
@@ -116,8 +117,8 @@ class Slow:
         return float(torch.atan2(sin[1], cos[1]) - torch.atan2(sin[0], cos[0]))
 
     def __call__(self, outputs, call):
-        module, form, x = call.module, call.module.score_form, self.read[call.module]
-        queries, keys = (module.get_submodule(path).proj(x) for path in (form.query, form.key))
+        module, form, x = call.module, call.module.qk.config, self.read[call.module]
+        queries, keys = (module.get_submodule(path).proj(x) for path in input_paths(module)[:2])
         d, length, pairs = form.head_width, x.shape[1], channel_pairs(form)
         distance = torch.arange(length)[:, None] - torch.arange(length)
         group = form.heads // form.key_heads
@@ -129,7 +130,7 @@ class Slow:
                 k = torch.complex(keys[..., one], keys[..., two])
                 one, two = (head * d + channel for channel in pairs[frequency])
                 q = torch.complex(queries[..., one], queries[..., two])
-                row = module.mixing[head // group]
+                row = module.qk.mixing[head // group]
                 q = q * torch.complex(row[place], row[place + len(form.frequencies)])
                 angle = (distance * self.frequency(module, frequency)).to(x)
                 rotation = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1)
@@ -168,7 +169,7 @@ def test_fewer_heads_follow_the_formula_and_expand(name, dk, model):
     with torch.no_grad():
         converted(**batch())
     assert slow.checked == 2
-    frequencies = [module.score_form.frequencies for module in converted.modules() if hasattr(module, "score_form")]
+    frequencies = [module.qk.config.frequencies for module in converted.modules() if hasattr(module, "qk")]
     assert all(len(pairs) == dk // 2 for pairs in frequencies)
     assert dk > 8 or any(pairs != (0, 1, 2, 3) for pairs in frequencies)  # some places hold another frequency
 
@@ -279,9 +280,9 @@ def test_fewer_channels_are_saved_trained_and_generated_with(name, tmp_path, loa
     assert torch.equal(run(load_cleanly(type(low), tmp_path), batch()), expected)
     low(**batch())[0].square().sum().backward()
     for module in low.modules():
-        if hasattr(module, "score_form"):
-            projections = [module.get_submodule(path) for path in (module.score_form.query, module.score_form.key)]
-            trained = [module.mixing, *(parameter for part in projections for parameter in part.parameters())]
+        if hasattr(module, "qk"):
+            projections = [module.get_submodule(path) for path in input_paths(module)[:2]]
+            trained = [module.qk.mixing, *(parameter for part in projections for parameter in part.parameters())]
             assert all(parameter.grad.abs().sum() > 0 for parameter in trained)
     if low.can_generate():
         cached, anew = (generated(low, do_sample=False, use_cache=cache) for cache in (True, False))
@@ -296,10 +297,10 @@ def test_fewer_channels_are_saved_trained_and_generated_with(name, tmp_path, loa
 def test_untrained_models_start_with_shared_heads(mixed, tmp_path, load_cleanly, caplog):
     config = MODELS["llama-grouped"]().config
     made = from_config(config, FromScratch(dk=8), LlamaForCausalLM).eval()
-    shared = [module for module in made.modules() if hasattr(module, "score_form")]
-    assert {module.score_form.kind for module in shared} == {"rotary"}
+    shared = [module for module in made.modules() if hasattr(module, "qk")]
+    assert {module.qk.config.kind for module in shared} == {"rotary"}
     for module in shared if mixed else ():
-        torch.nn.init.uniform_(module.mixing)
+        torch.nn.init.uniform_(module.qk.mixing)
     made.save_pretrained(tmp_path)
     assert torch.equal(run(load_cleanly(LlamaForCausalLM, tmp_path), batch()), run(made, batch()))
     slow = Slow(made.double(), 3e-5)

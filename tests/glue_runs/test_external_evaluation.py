@@ -131,7 +131,7 @@ def test_lm_eval(lm_eval, run, decoder, tmp_path):
     assert (code, error) == (0, "")
     lines = [" ".join(line.split()) for line in printed.splitlines()[1:]]
     assert lines == ["after acc 0.2500 0.0625", "after exact (strict) 1.0000", "all acc 0.5000"]
-    assert calls["model"]["pretrained"].transformer.h[0].attn.score_form
+    assert calls["model"]["pretrained"].transformer.h[0].attn.qk
     assert calls["model"]["batch_size"] == 4
     assert calls["model"]["add_bos_token"] is False  # its tokenizer ends every text
     assert calls["include"] == str(tasks)

@@ -7,7 +7,7 @@ import torch
 from forms import outputs, randomise_
 
 from collab_compress import Compression, HeadMask, compress, mix_heads_, prune_heads_
-from collab_compress.attention.install import add_head_hook_, head_hooks
+from collab_compress.attention.run import add_head_hook_, head_hooks
 from collab_compress.errors import HeadError
 from collab_compress.heads import HeadGates, hooks
 from collab_compress.heads.gates import STRETCH, TEMPERATURE

@@ -11,7 +11,7 @@ from transformers import (
 
 from collab_compress import HeadMask, head_importance
 from collab_compress.architectures import find_attention
-from collab_compress.attention.install import head_hooks
+from collab_compress.attention.run import head_hooks
 from collab_compress.errors import HeadError
 from collab_compress.heads import least_important, masks_without
 

@@ -11,7 +11,7 @@ from transformers import BertLMHeadModel, BertModel, MarianMTModel
 from collab_compress import UnsupportedModelError, head_importance
 from collab_compress.analysis import dominant_heads, head_covariances
 from collab_compress.architectures import find_attention
-from collab_compress.attention.install import head_hooks
+from collab_compress.attention.run import head_hooks
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import average_distance, confidence
 

@@ -9,7 +9,7 @@ from forms import COMPILED, converted, in_pairs, in_turns, value_size
 
 from collab_compress import HeadMask, UnsupportedModelError, prune_heads_
 from collab_compress.architectures import find_attention
-from collab_compress.attention.install import head_hooks
+from collab_compress.attention.run import head_hooks
 from collab_compress.errors import HeadError
 from collab_compress.heads import DropHead, HeadGates, Recorder, masks_without
 

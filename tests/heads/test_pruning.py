@@ -64,7 +64,7 @@ def test_equals_masking(family, form, implementation, make_tiny, batch):
         assert (value.out_features, output.in_features, output.out_features) == (width, width, 24)
         assert getattr(site.module, "all_head_size", width) == width
         if form in SIZES:
-            assert site.module.value_form.size == SIZES[form]
+            assert site.module.ov.config.size == SIZES[form]
         if form not in ("dense", "narrow"):
             assert read_factors(model)[site.name].mixing.shape == (head_count, FORMS[form].dk)
 
@@ -144,11 +144,11 @@ def narrow_from_scratch(model):
 @pytest.mark.parametrize("make", [unbiased, narrow_from_scratch])
 def test_collaborative_models_without_content_bias(make, make_tiny, batch):
     model, heads = make(make_tiny("bert")), {FIRST: [2], SECOND: [0, 1]}
-    trained = model.get_submodule(FIRST).mixing.requires_grad
+    trained = model.get_submodule(FIRST).qk.mixing.requires_grad
     expected = masked(model, heads, batch)
     prune_heads_(model, heads)
     close(hidden(model, batch), expected)
-    assert model.get_submodule(FIRST).mixing.requires_grad == trained == (make is unbiased)
+    assert model.get_submodule(FIRST).qk.mixing.requires_grad == trained == (make is unbiased)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from forms import COMPILED, checkpoint_, converted, in_pairs, in_turns, projecte
 from transformers import MarianMTModel
 
 from collab_compress import Compression, compress
-from collab_compress.attention.install import AttentionConfig
+from collab_compress.attention.run import AttentionConfig
 from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.heads import Recorder
 
@@ -83,9 +83,9 @@ def test_queries_of_collaborative_heads_are_mixed(make_tiny, batch):
     with Recorder(model, ("queries",)) as recorder:
         model(**batch)
         queries = recorder.take()[0].queries
-    shared = module.query.proj(model.embeddings(batch["input_ids"]))  # (B, T, R)
+    shared = module.qkv(model.embeddings(batch["input_ids"]))[..., :13]  # (B, T, R)
     for head in range(3):
-        row = torch.zeros(13).scatter(0, module.mixing_channels[head], module.mixing[head])
+        row = torch.zeros(13).scatter(0, module.qk.channels[head], module.qk.mixing[head])
         torch.testing.assert_close(queries[:, :, head], shared * row)
 
 

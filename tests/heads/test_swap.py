@@ -101,9 +101,11 @@ def test_a_collaborative_head_is_its_mixing_row_its_content_bias_and_its_values(
     before = copy.deepcopy(model.state_dict())
     swap_heads_(model, [((FIRST, 0), (FIRST, 2))])
     expected = copy.deepcopy(before)
-    assert not torch.equal(*before[f"{FIRST}.mixing_channels"][[0, 2]])
-    rows = {name: [(0, 2)] for name in ("mixing", "mixing_channels", "key.content_bias")}
-    rows |= {f"value.{name}": [(row, 16 + row) for row in range(WIDTH)] for name in ("weight", "bias")}
+    assert not torch.equal(*before[f"{FIRST}.qk.channels"][[0, 2]])
+    rows = {name: [(0, 2)] for name in ("qk.mixing", "qk.channels")}
+    content, value = 2 * 13, 2 * 13 + 3  # behind 13 queries and 13 keys
+    values = [(value + row, value + 16 + row) for row in range(WIDTH)]
+    rows |= {"qkv.weight": [(content, content + 2), *values], "qkv.bias": values}
     for name, pairs in rows.items():
         for i, j in pairs:
             expected[f"{FIRST}.{name}"][i] = before[f"{FIRST}.{name}"][j]
@@ -141,14 +143,17 @@ def test_swapping_again_restores_every_bit(family, form, kind, make_tiny, batch)
     swap_heads_(model, pairs, optimizer)
     after = everything(model, optimizer)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
-    value = f"{sites[0].path(sites[0].paths.value)}.weight"
+    joined = form == "collaborative" and family == "bert"
+    layer, start = (f"{FIRST}.qkv", 2 * 13 + 3) if joined else (sites[0].path(sites[0].paths.value), 0)
+    other_layer = layer if joined else other.path(other.paths.value)
+    value = f"{layer}.weight"
     moment = "momentum_buffer" if kind == "momentum" else "exp_avg_sq"
     assert {value, f"{value} grad", f"{value} {moment}"} <= moved
     output = sites[0].path(sites[0].paths.output)
     assert not any(name.startswith(output) for name in moved)
     assert torch.equal(
-        after[f"{value} {moment}"][:WIDTH],
-        before[f"{other.path(other.paths.value)}.weight {moment}"][WIDTH : 2 * WIDTH],
+        after[f"{value} {moment}"][start : start + WIDTH],
+        before[f"{other_layer}.weight {moment}"][start + WIDTH : start + 2 * WIDTH],
     )
     swap_heads_(model, pairs, optimizer)
     assert same(everything(model, optimizer), before)

@@ -78,8 +78,8 @@ def randomise_(model, seed=0):
 
 def value_size(site):
     """Return the number of value channels of each head."""
-    form = getattr(site.module, "value_form", None)
-    return form.size if form else site.head_width
+    ov = getattr(site.module, "ov", None)
+    return site.head_width if ov is None else ov.config.size
 
 
 def heads_of(site, x):

@@ -2,13 +2,17 @@
 
 import itertools
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from collab_compress.attention import SharedScores
+from collab_compress.architectures import FAMILIES
+from collab_compress.attention import SharedConfig, SharedQK, install_
+from collab_compress.attention.run import attend
 
 MASKS = ["none", "padding", "padding, expanded", "bool", "lowest", "-inf", "position bias", "two axes"]
 WIDTH, HEAD_WIDTH, SCALING = 5, 4, 0.3  # of the inputs, of dense heads, of the scores
@@ -17,16 +21,18 @@ WIDTH, HEAD_WIDTH, SCALING = 5, 4, 0.3  # of the inputs, of dense heads, of the 
 class Attention(nn.Module):
     """Heads that read `reads` of `rank` shared channels, in float64, as an attention module holds them."""
 
+    family = replace(FAMILIES["bert"], forward="stock")
+
     def __init__(self, heads: int, rank: int, reads: int, content: bool) -> None:
         super().__init__()
         self.scaling = SCALING
         self.query, self.key = (nn.Linear(WIDTH, heads * HEAD_WIDTH).double() for _ in range(2))
-        form = SharedScores(heads, HEAD_WIDTH, "query", "key", rank, content, reads=reads)
-        form.put_in_(self, form.build(self, None))
-        self.score_form = form
+        self.config = SimpleNamespace(_attn_implementation="sdpa")
+        config = SharedConfig(heads, HEAD_WIDTH, rank, content, reads)
+        install_(self, *SharedQK.build(config, self, None), None)
         for parameter in self.requires_grad_(False).parameters():
             nn.init.normal_(parameter)
-        self.mixing_channels.copy_(torch.stack([torch.randperm(rank)[:reads] for _ in range(heads)]).sort(1).values)
+        self.qk.channels.copy_(torch.stack([torch.randperm(rank)[:reads] for _ in range(heads)]).sort(1).values)
 
 
 class Inputs(NamedTuple):
@@ -45,9 +51,10 @@ class Inputs(NamedTuple):
         parts = (self.module.query(self.x), self.module.key(self.y))
         return [part.unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for part in parts]
 
-    def call(self, function: Any, **options: Any) -> Any:
-        """Call an attention function."""
-        return function(self.module, *self.projected, self.value, self.mask, is_causal=self.causal, **options)
+    def call(self, implementation: str = "sdpa", **options: Any) -> Any:
+        """Attend by an attention implementation."""
+        options.update(implementation=implementation, is_causal=self.causal)
+        return attend(self.module, *self.projected, self.value, self.mask, **options)
 
     def to(self, place: Any) -> "Inputs":
         """Move the module in place, and the rest, to a device or a dtype; a boolean mask keeps its dtype."""
@@ -113,12 +120,13 @@ def oracle(inputs: Inputs) -> tuple[Tensor, Tensor]:
     score_i(x, y) = s · [Σ_{r ∈ S_i} m_ir (x · w̃q_r)(y · w̃k_r) + v_i · y]
     """
     module, mask = inputs.module, inputs.mask
-    batch, heads, length, keys = len(inputs.x), len(module.mixing), inputs.x.shape[1], inputs.y.shape[1]
+    qk, rank = module.qk, module.qk.config.rank
+    batch, heads, length, keys = len(inputs.x), len(qk.mixing), inputs.x.shape[1], inputs.y.shape[1]
     query, key = inputs.x @ module.query.proj.weight.T, inputs.y @ module.key.proj.weight.T  # all x · w̃q_r, y · w̃k_r
-    content = None if module.key.content_bias is None else inputs.y @ module.key.content_bias.T  # all v_i · y
+    key, content = key[..., :rank], key[..., rank:] if qk.config.content_bias else None  # and all v_i · y
     mask = query.new_zeros(()) if mask is None else mask
     mask = torch.zeros(mask.shape).double().masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else mask
-    weights, added = module.mixing, mask.expand(batch, heads, length, keys)
+    weights, added = qk.mixing, mask.expand(batch, heads, length, keys)
     if not any(leaf.requires_grad for leaf in inputs.leaves):  # numbers are faster than tensors
         query, key, weights = query.tolist(), key.tolist(), weights.tolist()
         content = None if content is None else content.tolist()
@@ -127,7 +135,7 @@ def oracle(inputs: Inputs) -> tuple[Tensor, Tensor]:
         scores = []
         for s in range(keys):
             score = 0.0 if content is None else content[b][s][i]
-            for weight, r in zip(weights[i], module.mixing_channels[i].tolist(), strict=True):
+            for weight, r in zip(weights[i], qk.channels[i].tolist(), strict=True):
                 score = score + weight * query[b][t][r] * key[b][s][r]
             score = score * module.scaling + added[b, i, t, s]
             is_future = inputs.causal and length > 1 and s > t  # one query stands behind all keys

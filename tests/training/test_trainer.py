@@ -25,7 +25,7 @@ from transformers import (
 from two_processes import run_both
 
 from collab_compress import Compression, compress
-from collab_compress.attention.install import head_hooks
+from collab_compress.attention.run import head_hooks
 from collab_compress.errors import CheckpointError, HeadError
 from collab_compress.heads import (
     RotationOptions,

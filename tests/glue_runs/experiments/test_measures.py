@@ -204,7 +204,7 @@ def test_stages_of_a_conversion_and_what_an_interrupt_leaves(start, data_dir, tm
     values = tuned["metrics"]["validation"]
     assert tuned["measures"]["dominance"]["score"] == near(50 * (values["accuracy"] + values["f1"]))
     report = json.loads((tmp_path / "out" / "dk12" / "report.json").read_text())
-    assert converted["error"] == pytest.approx(mean(module["data_error"] for module in report["modules"]))
+    assert converted["error"] == pytest.approx(mean(module["data_error"] for module in report["parts"]))
     assert 0 < converted["seconds"] == report["seconds"]
     assert again["seconds"] > 0
     assert "error" not in again

@@ -128,11 +128,11 @@ def test_an_alias_is_not_set_with_what_it_stands_for(tmp_path):
     assert (recipe.tuning.batch_size, recipe.again.batch_size) == (8, 32)
 
 
-def test_merged_keys_are_no_duplicates(tmp_path):
-    text = "{base: &b {x: 1}, outer: {inner: {<<: *b, x: 2}}, other: {<<: *b, y: 3}}"
+def test_merged_fields_are_replaced(tmp_path):
+    text = "{base: &b {dk: 1}, outer: {inner: &a {<<: *b, dk: 2}}, other: {<<: *a, dv: 3}}"
     (tmp_path / "merged.yaml").write_text(text)
     settings = read_settings(tmp_path / "merged.yaml", [])
-    assert (settings["outer"]["inner"], settings["other"]) == ({"x": 2}, {"x": 1, "y": 3})
+    assert (settings["outer"]["inner"], settings["other"]) == ({"dk": 2}, {"dk": 2, "dv": 3})
 
 
 def test_a_file_that_is_no_recipe(tmp_path):
