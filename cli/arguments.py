@@ -341,11 +341,7 @@ class PruneArguments(EditArguments):
 
 
 def check_places(arguments: Any) -> None:
-    """Refuse a model directory that does not exist and an output that does, before large libraries are imported.
-
-    Raises:
-        CheckpointError: there is one.
-    """
+    """Refuse a model directory that does not exist and an output that does, before large libraries are imported."""
     model, output = getattr(arguments, "model", ""), getattr(arguments, "output", None)
     if model.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(model)):
         raise CheckpointError(f"{model} is not a directory; pass a model directory or a hub name")

@@ -52,14 +52,7 @@ MAX_WARNINGS = 100_000  # that are held back until a command ends
 def command(
     name: str, arguments_class: type[Arguments], argv: Sequence[str] | None, *, steps: bool = True
 ) -> Iterator[Arguments]:
-    """Yield the arguments of a command, and end it as all commands end.
-
-    Args:
-        name: of the command.
-        arguments_class: dataclass of its arguments; its docstring is the help.
-        argv: command-line words; those of the process if None.
-        steps: whether a process shows what the command is doing.
-    """
+    """Yield the arguments of a command, from `argv` or the process, which shows its steps; end as all do."""
     with errors_in_one_line(name):
         arguments = parse(arguments_class, name, sys.argv[1:] if argv is None else argv)
         check_places(arguments)
@@ -99,9 +92,7 @@ def silence_libraries() -> None:
 def errors_in_one_line(name: str, hold_warnings: bool = True) -> Iterator[None]:
     """Turn an error that users can mend into one line on standard error and exit code 2, and an interrupt into 130.
 
-    Args:
-        name: of the command.
-        hold_warnings: whether warnings of this package are printed at the end, and omitted if there is an error.
+    Warnings of this package are held until the end, and omitted if there is an error.
     """
     held, logger = BufferingHandler(MAX_WARNINGS), logging.getLogger("collab_compress")
     held.setLevel(logging.WARNING)
@@ -178,13 +169,7 @@ def _close_output() -> None:
 
 
 def parse(arguments_class: type[Arguments], name: str, argv: Sequence[str]) -> Arguments:
-    """Parse command-line words; exit after `--help` or `--version`, and if the words are invalid.
-
-    Args:
-        arguments_class: dataclass of the command's arguments; its docstring is the help.
-        name: of the command.
-        argv: the words.
-    """
+    """Parse command-line words; exit after `--help` or `--version`, and if the words are invalid."""
     if "--version" in argv:
         print_version(name)
     description = f"{inspect.cleandoc(arguments_class.__doc__ or '')}\n\n{CODES}"

@@ -106,11 +106,7 @@ def _texts(arguments: Arguments) -> tuple[str, ...]:
 
 
 def _tokens(arguments: Arguments) -> int | list[str]:
-    """Return how many tokens stay, or which.
-
-    Raises:
-        CollabCompressError: the file cannot be read, or there are no texts to count tokens in.
-    """
+    """Return how many tokens stay, or which."""
     words = arguments.vocabulary or ""
     if words.isdecimal():
         if not _texts(arguments):

@@ -95,11 +95,7 @@ def _importance(source: Source, arguments: PruneArguments) -> tuple[dict[str, to
 
 
 def _named_heads(words: Sequence[str]) -> dict[str, list[int]]:
-    """Parse `MODULE=0,3` words to module → heads.
-
-    Raises:
-        CollabCompressError: a word is malformed.
-    """
+    """Parse `MODULE=0,3` words to module → heads."""
     heads: dict[str, list[int]] = {}
     for word in words:
         name, _, listed = word.partition("=")

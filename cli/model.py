@@ -47,14 +47,7 @@ OF_TOKENS = shutil.ignore_patterns(
 
 @dataclass(frozen=True)
 class Source:
-    """A loaded model.
-
-    Args:
-        name: short name for titles and output directories.
-        directory: where its files are.
-        model: in its own class and dtype, in evaluation mode.
-        tokenizer: its tokenizer, or None if it has none.
-    """
+    """A loaded model in its own class and dtype, in evaluation mode, and its tokenizer, or None if it has none."""
 
     name: str
     directory: Path
@@ -65,14 +58,7 @@ class Source:
 def begin(
     arguments: EditArguments, suffix: str, edited: bool = True, inputs: Sequence[Path] = ()
 ) -> tuple[Source, Path]:
-    """Check the outputs of a command, then load its model; return it with the output directory.
-
-    Args:
-        arguments: of the command.
-        suffix: of the default output, after the name of the model.
-        edited: whether the model may be converted already.
-        inputs: what is read besides the model, in which no output may lie.
-    """
+    """Check the outputs of a command, which may not lie in `inputs`; return its model and the output."""
     saving = arguments.saving
     output = arguments.output or Path(title_of(arguments.model) + suffix)
     directory = find_directory(arguments.model, saving.revision)
@@ -84,12 +70,7 @@ def begin(
 
 
 def check_outputs(outputs: Mapping[str, Path | None], *inputs: Path | None) -> None:
-    """Refuse outputs that exist, that cannot be written, or that lie in an input or in one another.
-
-    Args:
-        outputs: option → its path, if given.
-        inputs: files and directories that the command reads.
-    """
+    """Refuse outputs (option → path) that exist, cannot be written, or lie in an input or in one another."""
     refuse_nested(outputs)
     for path in outputs.values():
         if path is not None:
@@ -117,13 +98,7 @@ def refuse_pickled_modules(directory: Path) -> None:
 
 
 def copy_companions(directory: Path, target: Path, tokens: bool = True) -> None:
-    """Copy the files that would be fetched of a model on the hub, but its weights; those in folders are copied.
-
-    Args:
-        directory: of the model.
-        target: where to copy them.
-        tokens: whether those are copied too that hold tokens of the model or their ids.
-    """
+    """Copy what would be fetched of a model on the hub but its weights, with or without files that hold tokens."""
 
     def left_out(folder: str, names: list[str]) -> set[str]:
         top = Path(folder) == directory
@@ -143,12 +118,7 @@ def copy_companions(directory: Path, target: Path, tokens: bool = True) -> None:
 
 
 def push_to_hub(directory: Path, name: str) -> str:
-    """Upload the directory of a saved model to the hub in one commit, and return its address.
-
-    Args:
-        directory: of the model.
-        name: of the model on the hub, `org/name`, or `name` in the user's own account.
-    """
+    """Upload the directory of a saved model to the hub in one commit, and return its address."""
     api, message = HfApi(), "Upload a model made with collab-compress"
     try:
         repository = api.create_repo(name, exist_ok=True).repo_id
@@ -159,13 +129,7 @@ def push_to_hub(directory: Path, name: str) -> str:
 
 
 def load_source(name: str, edited: bool = False, revision: str | None = None) -> Source:
-    """Load MODEL: `minilm`, a local directory, or a name on the hub.
-
-    Args:
-        name: as typed by the user.
-        edited: whether the model may be converted already.
-        revision: of a model on the hub.
-    """
+    """Load MODEL: `minilm`, a local directory, or a name on the hub; `edited`: it may be converted already."""
     progress(f"loading {name}")
     directory = find_directory(name, revision)
     model = load_model(directory, edited)
@@ -213,17 +177,8 @@ def finish(
 ) -> None:
     """Save the model with its companion files, its card and its record; print lines; upload it if `saving` says so.
 
-    Only the main one of several processes does this.
-
-    Args:
-        source: the edited model.
-        output: where to save it.
-        saving: options of the command.
-        record: for `collab_compress.json` and `--json`.
-        lines: to print.
-        notes: paragraphs for the card.
-        new_tokens: whether the tokenizer has changed, and is saved too.
-        conversion: compression, calibration and report for `model_card`.
+    Only the main one of several processes does this. `record` is for `collab_compress.json` and `--json`; `notes` and
+    `conversion` are for the card; `new_tokens` says that the tokenizer has changed, and is saved too.
     """
     state = process_state()
     state.wait_for_everyone()

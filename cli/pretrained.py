@@ -98,23 +98,13 @@ def find_directory(name: str, revision: str | None = None) -> Path:
 
 
 def title_of(name: str) -> str:
-    """Return the short name of MODEL, for titles and output directories.
-
-    Example:
-        >>> title_of("google-bert/bert-base-uncased")
-        'bert-base-uncased'
-    """
+    """Return the short name of MODEL, for titles and output directories."""
     path = _expanded(name)
     return path.resolve().name if os.path.isdir(path) else name.rpartition("/")[2]
 
 
 def repository_of(name: str) -> str | None:
-    """Return the hub name of MODEL; None for a directory.
-
-    Example:
-        >>> repository_of("bert-base")
-        'google-bert/bert-base-uncased'
-    """
+    """Return the hub name of MODEL; None for a directory."""
     known = {**SHORT_NAMES, EMBEDDED: EMBEDDED_REPOSITORY}
     local = os.path.lexists(_expanded(name)) or name.startswith((".", "/", "~"))
     return None if local else known.get(name, name)
@@ -133,20 +123,9 @@ def load_config(source: str | Path) -> Any:
 def load_weights(
     model_class: Any, source: str | Path, *, new_head: bool = False, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Load a model from safetensors.
+    """Load a model from safetensors, and return it with the loading info of `from_pretrained`.
 
-    Args:
-        model_class: a model class of Transformers, or an auto class.
-        source: a model directory.
-        new_head: whether the head may have other shapes than the checkpoint's; such weights are then random.
-        options: further ones of `from_pretrained`.
-
-    Returns:
-        The model, and the loading info of `from_pretrained`.
-
-    Raises:
-        CheckpointError: weights are missing, damaged, of another shape or pickled, or the model requires code that
-            comes with it.
+    With `new_head` the head may have other shapes than the checkpoint's; such weights are then random.
     """
     try:
         model, info = model_class.from_pretrained(
@@ -172,14 +151,10 @@ def load_weights(
 
 
 def load_model(directory: Path, edited: bool = False) -> PreTrainedModel:
-    """Load a model in the checkpoint's own dtype, from safetensors only.
+    """Load a model, which may be `edited`, in the checkpoint's own dtype.
 
     Its class is the one that the config names; the base model if none of the weights of the head is stored. A pooler
     without weights is left out.
-
-    Args:
-        directory: where its files are.
-        edited: whether it may be converted already.
     """
     config = load_config(directory)
     _refuse_quantized(directory, config, edited)

@@ -34,34 +34,27 @@ class ModelEdit(Protocol):
     @property
     def kind(self) -> str:
         """Name in checkpoints, the key in `EDITS`."""
-        ...
 
     @property
     def modules(self) -> Mapping[str, Any]:
         """Path inside the base model of each changed module → the change."""
-        ...
 
     @property
     def heads(self) -> Mapping[str, int]:
         """Path of each changed module → the number of heads that its attention has before the edit."""
-        ...
 
     def to_dict(self) -> dict[str, Any]:
         """Return the edit in JSON types."""
-        ...
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "ModelEdit":
         """Rebuild the edit from its kind and what `to_dict` returned."""
-        ...
 
     def apply_(self, model: PreTrainedModel) -> None:
         """Change the structure of `model` in place; modules that are changed already stay as they are."""
-        ...
 
     def finish_(self, model: PreTrainedModel) -> None:
         """Restore, in place, what loading weights does not, such as frozen parameters."""
-        ...
 
 
 EDITS: dict[str, type[ModelEdit]] = {}
@@ -76,10 +69,6 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     Raises:
         CheckpointError: the checkpoint was written by another version, or holds an unknown or invalid edit.
-
-    Example:
-        >>> EditConfig().to_dict()
-        {'quant_method': 'collab_compress (no quantization: install ...)', 'version': 2, 'edits': []}
     """
 
     def __init__(self, edits: list[Any] | None = None, version: int = VERSION, **_: Any) -> None:
@@ -114,15 +103,7 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 def path_in_base(model: PreTrainedModel, module: nn.Module) -> str:
-    """Return the path of `module` inside the base model, which is the same with and without a head.
-
-    Raises:
-        UnsupportedModelError: it lies outside.
-
-    Example:
-        >>> path_in_base(model, model.encoder.layer[0].attention.self)
-        'encoder.layer.0.attention.self'
-    """
+    """Return the path of `module` inside the base model, which is the same with and without a head."""
     for name, candidate in model.base_model.named_modules():
         if candidate is module:
             return str(name)
@@ -135,12 +116,7 @@ def path_in_base(model: PreTrainedModel, module: nn.Module) -> str:
 
 
 def models_in(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """List `model` and the models inside it, outer ones first.
-
-    Example:
-        >>> [type(inner).__name__ for inner in models_in(model)]
-        ['BertModel']
-    """
+    """List `model` and the models inside it, outer ones first."""
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
@@ -151,20 +127,7 @@ def with_modules(edit: ModelEdit, modules: Mapping[str, Any]) -> ModelEdit:
 
 
 def edits_of(model: PreTrainedModel) -> list[ModelEdit]:
-    """Return the edits of `model`, by paths in its base model; empty for a stock model.
-
-    Raises:
-        CheckpointError: the model was rebuilt by the modelling code that its checkpoint ships.
-        UnsupportedModelError: an edited model inside lies outside the base model.
-
-    Example:
-        >>> from collab_compress import prune_heads_
-        >>> edits_of(model)
-        []
-        >>> prune_heads_(model, {"encoder.layer.0.attention.self": [1]})
-        >>> [edit.kind for edit in edits_of(model)]
-        ['pruned']
-    """
+    """Return the edits of `model`, by paths in its base model; empty for a stock model."""
     config = getattr(model.config, "quantization_config", None)
     if getattr(config, "quant_method", None) == METHOD and not isinstance(config, EditConfig):
         raise CheckpointError(
@@ -255,15 +218,6 @@ def all_or_nothing(model: PreTrainedModel, weights: Iterable[Tensor] = ()) -> It
 
     Args:
         weights: parameters that stay, and get new `data`.
-
-    Example:
-        >>> try:
-        ...     with all_or_nothing(model):
-        ...         model.pooler = None
-        ...         raise ValueError
-        ... except ValueError:
-        ...     print(type(model.pooler).__name__)
-        BertPooler
     """
     classes = [(module, type(module)) for module in model.modules()]
     attributes = [vars(module) for module in model.modules()]
@@ -311,15 +265,7 @@ def describes_edits(config: PretrainedConfig) -> bool:
 
 
 def is_quantized(model: PreTrainedModel) -> bool:
-    """Return whether `model` is quantized by something other than this package, by its config.
-
-    Raises:
-        CheckpointError: as `edits_of`.
-
-    Example:
-        >>> is_quantized(model)
-        False
-    """
+    """Return whether `model` is quantized by something other than this package, by its config."""
     edits_of(model)
     return getattr(model.config, "quantization_config", None) is not None and not describes_edits(model.config)
 

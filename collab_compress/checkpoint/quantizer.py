@@ -65,12 +65,7 @@ DESCRIBES = "collab_describes_edits"  # attribute of a `save_pretrained` that st
 
 
 def describe_edits_when_saving() -> None:
-    """Make `save_pretrained` store edits in configs, together with the guard.
-
-    A model may have got an edited body after its config was made, or share its config with a model inside; only
-    `save_pretrained` knows which of them is saved. Transformers removes the name of a weights file from each config
-    that it saves.
-    """
+    """Make `save_pretrained` store edits in configs, with the guard, which Transformers removes from each it saves."""
     save, describe = PreTrainedModel.save_pretrained, PretrainedConfig.to_diff_dict
     if getattr(save, DESCRIBES, False):  # the package is imported again
         return
