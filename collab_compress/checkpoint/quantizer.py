@@ -65,7 +65,7 @@ DESCRIBES = "collab_describes_edits"  # attribute of a `save_pretrained` that st
 
 
 def describe_edits_when_saving() -> None:
-    """Make `save_pretrained` store edits in configs, with the guard, which Transformers removes from each it saves."""
+    """Make `save_pretrained` store edits in configs, with the guard, which Transformers itself leaves out."""
     save, describe = PreTrainedModel.save_pretrained, PretrainedConfig.to_diff_dict
     if getattr(save, DESCRIBES, False):  # the package is imported again
         return
@@ -96,15 +96,15 @@ def _describing(model: PreTrainedModel) -> Iterator[None]:
     if is_edited:
         for inner in models_in(model):
             save_apart_(inner)
-    owners = _config_owners(model)
-    before = [vars(config).pop("quantization_config", None) for config, _ in owners]
+    described = [(config, edits_of(owner)) for config, owner in _config_owners(model)]
+    before = [vars(config).pop("quantization_config", None) for config, _ in described]
     try:
-        for config, owner in owners:
-            if edits := edits_of(owner):
+        for config, edits in described:
+            if edits:
                 config.quantization_config = EditConfig(edits)
         yield
     finally:
-        for (config, _), description in zip(owners, before, strict=True):
+        for (config, _), description in zip(described, before, strict=True):
             vars(config).pop("quantization_config", None)
             if description is not None:
                 config.quantization_config = description
