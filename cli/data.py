@@ -31,14 +31,7 @@ _logger = logging.getLogger("collab_compress.cli")  # held with the warnings of 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Data for a study.
-
-    Args:
-        batches: keyword arguments for the model.
-        words: description of the batches.
-        sentence: text, or pair, whose attention is shown if no other is given; None if the model reads no text.
-        score: of the task, if there is one.
-    """
+    """Data for a study: batches and their description, a text or pair whose attention is shown, the task's score."""
 
     batches: list[Batch]
     words: str
