@@ -12,7 +12,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import DenseSite, ValueSite, find_attention, tokenizer_of, transformers_model
 from collab_compress.calibration import Batch, Calibration
-from collab_compress.calibration.batches import sample_sequences
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import Part, PartCost, block_cost, costs_at, part_costs
 from collab_compress.conversion.data import read
@@ -165,7 +164,7 @@ def plan(
         _logger.warning(note)
     if not data.held_back:
         raise CalibrationError("a plan takes calibration data of at least two sequences; pass more")
-    batches, length = sample_sequences(data.used, MAX_LOSS_SEQUENCES), data.length
+    batches, length = data.sample(MAX_LOSS_SEQUENCES), data.length
     inventory = Inventory(model, batches[0])
     losses, left_out = part_losses(inventory, batches, progress)
     blocks = inventory.narrowable_blocks[0]

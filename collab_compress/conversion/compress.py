@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from collab_compress.architectures import tokenizer_of, transformers_model
 from collab_compress.attention import MapConfig, MapEdit
 from collab_compress.calibration import Calibration
-from collab_compress.calibration.batches import sample_sequences, sequence_count
+from collab_compress.calibration.batches import sequence_count
 from collab_compress.checkpoint import all_or_nothing, path_in_base, record_edit_
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import block_cost
@@ -168,8 +168,7 @@ def _choose(inventory: Inventory, data: Data, compression: Compression, progress
             "keep chooses by what is lost on calibration data; pass at least two sequences, best your own texts"
         )
     check_weights(inventory.model.named_parameters())
-    few = sample_sequences(data.used, MAX_LOSS_SEQUENCES)
-    return choose_widths(inventory, compression, few, data.length, progress)
+    return choose_widths(inventory, compression, data.sample(MAX_LOSS_SEQUENCES), data.length, progress)
 
 
 Named = TypeVar("Named", PartReport, RefitReport)

@@ -10,7 +10,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, Calibration, evaluation_mode, run_batch
-from collab_compress.calibration.batches import in_parts, is_divisible, sequence_count, slice_batch
+from collab_compress.calibration.batches import (
+    in_parts,
+    is_divisible,
+    sample_sequences,
+    sequence_count,
+    slice_batch,
+)
 from collab_compress.calibration.gather import batch_masks
 from collab_compress.calibration.source import mixed, resolve
 from collab_compress.errors import CalibrationError, check_type
@@ -32,6 +38,10 @@ class Data:
     refit: bool  # by default: not to random tokens alone
     length: int  # tokens for which costs count
 
+    def sample(self, count: int) -> list[Batch]:
+        """Return about `count` of the sequences to calibrate on, evenly spaced."""
+        return sample_sequences(self.used, count)
+
 
 def read(
     model: PreTrainedModel,
@@ -51,7 +61,8 @@ def read(
         batch_masks(model, batch)  # refuses masks that do not say what is padding
     real = [batch for source, part in zip(sources, parts, strict=True) if not source.is_random for batch in part]
     length = typical_length(options, model, real)
-    return Data(*split_held_back(batches), list(dict.fromkeys(notes)), refit=bool(real), length=length)
+    used, held_back = map(in_parts, split_held_back(batches))
+    return Data(used, held_back, list(dict.fromkeys(notes)), refit=bool(real), length=length)
 
 
 def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:

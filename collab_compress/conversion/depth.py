@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from collab_compress.architectures import find_attention
-from collab_compress.calibration.batches import in_parts, sample_sequences
 from collab_compress.calibration.gather import masks_of, unpadded
 from collab_compress.checkpoint import edits_of
 from collab_compress.checkpoint.edits import configs_inside, copy_configs_
@@ -339,9 +338,8 @@ def choose_layers(
     """Return the layers to remove: those without which the last hidden states of their stack move least."""
     trial, removed = sharing_copy(model), set()
     with undivided(model), undivided(trial), HiddenStateStore() as store:
-        few = sample_sequences(data.used, MAX_LOSS_SEQUENCES)
         progress(RUNNING, 0, None)
-        calls = capture_calls(model, in_parts(few), in_parts(data.held_back), store)
+        calls = capture_calls(model, data.sample(MAX_LOSS_SEQUENCES), data.held_back, store)
         models = Pair(model, trial, calls, store)
         for path, names in stacks.items():
             search, count = _Search(models, names, ends), len(names) - layers

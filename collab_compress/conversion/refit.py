@@ -7,6 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import transformers_model
 from collab_compress.calibration import Batch, Calibration, calibration_batches
+from collab_compress.calibration.batches import in_parts
 from collab_compress.checkpoint import all_or_nothing
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.data import split_held_back
@@ -56,7 +57,7 @@ def refit_(
         weights = ((f"{name} of the {role} model", weight) for name, weight in part.named_parameters())
         check_weights(weights, HeadError)
     batches = calibration_batches(calibration, dense, tokenizer, sequences=sequences, length=length, seed=seed)
-    used, held_back = split_held_back(batches)
+    used, held_back = map(in_parts, split_held_back(batches))
     results = refit(model, dense, used, held_back, progress or silent)
     with all_or_nothing(model):
         install_refits(model, results)

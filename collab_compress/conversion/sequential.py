@@ -31,7 +31,6 @@ from collab_compress.architectures import AttentionSite, DenseSite
 from collab_compress.attention import install_
 from collab_compress.attention.projections import fill_
 from collab_compress.calibration import Batch, gather_moments
-from collab_compress.calibration.batches import in_parts
 from collab_compress.calibration.gather import InputMoments, masks_of, unpadded
 from collab_compress.conversion.feed_forward import FeedForward, cut_
 from collab_compress.conversion.layers import (
@@ -103,7 +102,6 @@ def convert_layers_(
     `converted` is a copy of the dense model without the removed layers, or a converted model to refit, where
     `same_inputs` says whether everything before the first layer is the same in both.
     """
-    used, held_back = in_parts(used), in_parts(held_back)
     replaced: dict[tuple[str, type], Replacement] = {}
     refits: list[Refit] = []
     blocks = {block.down for block in parts.blocks}

@@ -21,7 +21,6 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress.architectures import DenseSite, ValueSite
 from collab_compress.attention import MapConfig, NarrowConfig, SharedConfig
 from collab_compress.calibration import Batch
-from collab_compress.calibration.batches import in_parts
 from collab_compress.conversion.cost import Part, attention_costs, block_cost
 from collab_compress.conversion.feed_forward import FeedForward
 from collab_compress.conversion.inventory import Inventory
@@ -237,7 +236,7 @@ def loss_curves(
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}, so that its losses cannot be measured; pass dk or dv") from error
         progress(RUNNING, 0, None)
-        calls = capture_calls(model, in_parts(batches), [], store)
+        calls = capture_calls(model, batches, [], store)
         models, hidden = Pair(model, model, calls, store), list[Tensor]()
         for done, (layer, numbers) in enumerate(calls.layers.items()):
             progress(f"measuring {layer}", done, len(calls.layers))
