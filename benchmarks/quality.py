@@ -38,6 +38,7 @@ from typing import Any, ClassVar, Literal
 
 import pandas as pd
 import torch
+from collab_compress_cli.pretrained import load_tokenizer, load_weights
 from collab_compress_glue_runs.experiments.comparison import estimate
 from collab_compress_glue_runs.metrics import load_metric
 from collab_compress_glue_runs.tasks import TASKS, encode_classification, load_task
@@ -54,7 +55,6 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 from collab_compress import Compression, Solver, compress
 from collab_compress.calibration import Batch, calibration_batches
-from collab_compress.checkpoint.pretrained import load_model, load_tokenizer
 
 RECORDS = Path(__file__).parent / "records" / "quality.jsonl"
 GLUE = ("cola", "mrpc", "stsb", "rte")
@@ -216,7 +216,7 @@ class Classifier:
         self.source, self.name = name, f"{name} of {model.name}" if model else name
 
     def load(self) -> tuple[Any, Any]:
-        return load_model(AutoModelForSequenceClassification, self.folder)[0].eval(), load_tokenizer(self.folder)
+        return load_weights(AutoModelForSequenceClassification, self.folder)[0].eval(), load_tokenizer(self.folder)
 
     def batches(self, tokenizer: Any, split: str, places: list[int] | None = None) -> list[dict[str, Tensor]]:
         """Return labelled batches of similar length."""

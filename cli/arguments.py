@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from collab_compress.errors import CheckpointError, CollabCompressError, DataError
-from collab_compress.options import (
+from collab_compress_options.errors import CheckpointError, CollabCompressError, DataError
+from collab_compress_options.options import (
     KEEP,
     LARGEST_SEED,
     SECTION_NAMES,
@@ -342,13 +342,9 @@ class PruneArguments(EditArguments):
 
 
 def check_places(arguments: Any) -> None:
-    """Refuse a model directory that does not exist and an output that does, before large libraries are imported.
-
-    Raises:
-        CheckpointError: there is one.
-    """
+    """Refuse a model directory that does not exist and an output that does, before large libraries are imported."""
     model, output = getattr(arguments, "model", ""), getattr(arguments, "output", None)
-    if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
+    if model.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(model)):
         raise CheckpointError(f"{model} is not a directory; pass a model directory or a hub name")
     if output is not None and os.path.lexists(output):
         raise CheckpointError(f"{output} exists; choose another output or remove it")

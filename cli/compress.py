@@ -20,8 +20,7 @@ from collab_compress import (
 from collab_compress.analysis import Latency, model_latency, plan
 from collab_compress.architectures import find_attention
 from collab_compress.calibration.source import resolve, text_files
-from collab_compress.checkpoint.directory import to_json, write_new
-from collab_compress.checkpoint.pretrained import find_directory
+from collab_compress.checkpoint.files import to_json, write_new
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import Part
 from collab_compress.conversion.expand import refuse_stock, to_stock
@@ -29,7 +28,7 @@ from collab_compress.conversion.report import PartReport, RefitReport
 from collab_compress.errors import one_line
 
 from .arguments import CompressArguments as Arguments
-from .command import main_of, table
+from .command import table
 from .model import (
     Source,
     begin,
@@ -38,6 +37,7 @@ from .model import (
     load_source,
     put_on,
 )
+from .pretrained import find_directory
 from .progress import progress
 
 NOT_REFITTED = (
@@ -98,9 +98,6 @@ def run(arguments: Arguments) -> Report | None:
     return report
 
 
-main = main_of("collab-compress", Arguments, run)
-
-
 def _texts(arguments: Arguments) -> tuple[str, ...]:
     """Return the sources of calibration data that are texts, by whose tokens a vocabulary is chosen."""
     names = ["builtin" if name == "auto" else name for name in arguments.calibration]
@@ -108,11 +105,7 @@ def _texts(arguments: Arguments) -> tuple[str, ...]:
 
 
 def _tokens(arguments: Arguments) -> int | list[str]:
-    """Return how many tokens stay, or which.
-
-    Raises:
-        CollabCompressError: the file cannot be read, or there are no texts to count tokens in.
-    """
+    """Return how many tokens stay, or which."""
     words = arguments.vocabulary or ""
     if words.isdecimal():
         if not _texts(arguments):
@@ -314,7 +307,3 @@ def _mixing_lines(heads: dict[str, int]) -> list[str]:
         f"{sum(h * h for h in heads.values()):,} parameters more.",
         "They are the identity until they are trained, so outputs stay the same; merge_alphas_(model) folds them in.",
     ]
-
-
-if __name__ == "__main__":
-    main()

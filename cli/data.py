@@ -31,14 +31,7 @@ _logger = logging.getLogger("collab_compress.cli")  # held with the warnings of 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Data for a study.
-
-    Args:
-        batches: keyword arguments for the model.
-        words: description of the batches.
-        sentence: text, or pair, whose attention is shown if no other is given; None if the model reads no text.
-        score: of the task, if there is one.
-    """
+    """Data for a study: batches and their description, a text or pair whose attention is shown, the task's score."""
 
     batches: list[Batch]
     words: str
@@ -47,12 +40,7 @@ class Loaded:
 
 
 def load_data(data: Inputs, model: PreTrainedModel, tokenizer: Any, seed: int) -> Loaded:
-    """Read the data that the arguments name.
-
-    Raises:
-        CalibrationError: a file cannot be read or has no text, the model has no tokenizer, or it reads no texts.
-        DataError: the task is unknown or not a classification, or its data are missing or malformed.
-    """
+    """Read the data that the arguments name."""
     if data.task is not None:
         return _labelled(data.task, data, model, tokenizer, seed)
     if data.data is None:
@@ -75,12 +63,7 @@ def _synthetic(data: Inputs, model: PreTrainedModel, tokenizer: Any, seed: int) 
 
 
 def _labelled(name: str, data: Inputs, model: PreTrainedModel, tokenizer: Any, seed: int) -> Loaded:
-    """Load a task's validation data, and the score of a model on them.
-
-    Raises:
-        DataError: the task is unknown or not a classification, its data are missing or malformed, or the model is
-            not a classifier for it.
-    """
+    """Load a task's validation data, and the score of a model on them."""
     # only tasks need the extra `data`
     from collab_compress_glue_runs.metrics import load_metric
     from collab_compress_glue_runs.tasks import TASKS, encode_classification, load_task

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from collab_compress_cli.pretrained import find_directory
 from collab_compress_glue_runs.metrics import load_metric
 from collab_compress_glue_runs.tasks import TASKS, encode_classification, load_task
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_dataset
@@ -34,7 +35,6 @@ from transformers import (
 
 from collab_compress import Compression, compress
 from collab_compress.calibration.files import read_table
-from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.errors import DataError
 from collab_compress.training import AlphasOptions, DropHeadOptions, HeadTrainer, HeadTraining, PenaltyOptions
 

@@ -21,7 +21,7 @@ from collab_compress.architectures import find_attention
 from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
-from collab_compress.checkpoint.directory import atomic_directory, mapped
+from collab_compress.checkpoint.files import atomic_directory, mapped
 from collab_compress.conversion.report import width_range
 from collab_compress.errors import CompressionError, HeadError, UnsupportedModelError
 from collab_compress.options import SECTION_NAMES, ReportOptions

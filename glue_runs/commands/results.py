@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from collab_compress_cli.command import main_of, table
+from collab_compress_cli.command import table
 from collab_compress_cli.model import check_outputs
 
-from collab_compress.checkpoint.directory import atomic_file, mapped, to_json
+from collab_compress.checkpoint.files import atomic_file, mapped, to_json
 from collab_compress.errors import RecipeError
 
 from ..experiments.comparison import compare
@@ -43,9 +43,6 @@ def run(arguments: Arguments) -> None:
         return
     for block in blocks:
         print(*([block] if isinstance(block, str) else table(block.header, block.rows, block.text_columns)), sep="\n")
-
-
-main = main_of("collab-results", Arguments, run)
 
 
 def gather(paths: Sequence[Path]) -> str:

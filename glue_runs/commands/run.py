@@ -13,7 +13,7 @@ from collab_compress_cli.distributed import process_state
 from collab_compress_cli.model import refuse_nested
 from tqdm import tqdm
 
-from collab_compress.checkpoint.directory import refuse_place, to_json, write_new
+from collab_compress.checkpoint.files import refuse_place, to_json, write_new
 from collab_compress.errors import RecipeError
 
 from ..experiments import read_recipe, read_sweep, run, run_sweep
@@ -76,9 +76,6 @@ def _parse(usage: str, argv: Sequence[str] | None, kind: str) -> tuple[Path | No
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         sys.exit(usage)
-    if {"-h", "--help"} & set(words):
-        print(usage)
-        sys.exit()
     path = None if _is_setting(words[0]) else _file(words.pop(0), kind)
     quiet = "--quiet" in words
     settings, json = [], None

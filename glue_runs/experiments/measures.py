@@ -28,7 +28,7 @@ from collab_compress.analysis.similarity import Measure as DiscrepancyMeasure
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
-from collab_compress.checkpoint.directory import mapped
+from collab_compress.checkpoint.files import mapped
 from collab_compress.conversion.expand import read_factors
 from collab_compress.heads import alphas_of, confidence, head_importance
 from collab_compress.heads.importance import end_tokens

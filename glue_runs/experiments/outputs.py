@@ -22,7 +22,7 @@ from datasets import Dataset
 from filelock import FileLock, Timeout
 
 import collab_compress
-from collab_compress.checkpoint.directory import mapped, to_json, write_json
+from collab_compress.checkpoint.files import mapped, to_json, write_json
 from collab_compress.errors import RecipeError
 
 from .recipe import Recipe

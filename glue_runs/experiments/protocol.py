@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from collab_compress_cli.distributed import process_state
+from collab_compress_cli.pretrained import find_directory
 from transformers import PreTrainedModel
 
-from collab_compress.checkpoint.directory import atomic_directory, write_json
-from collab_compress.checkpoint.pretrained import find_directory
+from collab_compress.checkpoint.files import atomic_directory, write_json
 from collab_compress.conversion.compress import compress, install_unset_
 from collab_compress.errors import CheckpointError, RecipeError
 
@@ -116,7 +116,8 @@ def _find_start(workload: Workload) -> Path:
     recipe = workload.recipe
     if recipe.model is None:
         return _make_fresh(workload)
-    return on_every_process(find_directory)(recipe.model, recipe.revision)
+    directory: Path = on_every_process(find_directory)(recipe.model, recipe.revision)
+    return directory
 
 
 @on_main_process

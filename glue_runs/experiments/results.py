@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from collab_compress.checkpoint.directory import mapped
+from collab_compress.checkpoint.files import mapped
 from collab_compress.errors import RecipeError
 
 from ..metrics import METRICS

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from collab_compress_cli.pretrained import load_weights
 from transformers import (
     PretrainedConfig,
     PreTrainedModel,
@@ -23,8 +24,7 @@ from transformers.integrations import (
     get_reporting_integration_callbacks,
 )
 
-from collab_compress.checkpoint.directory import atomic_directory
-from collab_compress.checkpoint.pretrained import load_model
+from collab_compress.checkpoint.files import atomic_directory
 from collab_compress.errors import CollabCompressError, RecipeError, one_line
 from collab_compress.training import HeadSession, HeadTraining
 
@@ -62,7 +62,7 @@ def fine_tune(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder
     best = trainer.args.load_best_model_at_end
     final = None if latest is None else on_main_process(_final_checkpoint)(latest, best)
     if latest is not None and final is not None:  # the run was killed between its last step and saving the model
-        trained, _ = load_model(type(model), final, dtype=model.dtype)
+        trained, _ = load_weights(type(model), final, dtype=model.dtype)
         history = _read_state(latest)["log_history"]
     else:
         done = trainer.train(resume_from_checkpoint=None if latest is None else str(latest))

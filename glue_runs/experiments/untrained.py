@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from collab_compress_cli.pretrained import load_config
 from datasets import Dataset
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
@@ -18,7 +19,6 @@ from transformers import (
     set_seed,
 )
 
-from collab_compress.checkpoint.pretrained import load_config
 from collab_compress.conversion.from_scratch import FromScratch, from_config
 from collab_compress.errors import CheckpointError, RecipeError, one_line
 from collab_compress.options import check_counts

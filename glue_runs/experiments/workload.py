@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from collab_compress_cli import pretrained
 from collab_compress_cli.distributed import process_state
+from collab_compress_cli.pretrained import has_tokenizer, load_config
 from datasets import Dataset, DatasetDict
 from torch import Tensor
 from transformers import (
@@ -30,9 +32,7 @@ from transformers import (
     set_seed,
 )
 
-from collab_compress.checkpoint import pretrained
-from collab_compress.checkpoint.directory import has_tokenizer, write_atomically
-from collab_compress.checkpoint.pretrained import load_config
+from collab_compress.checkpoint.files import write_atomically
 from collab_compress.errors import CheckpointError, RecipeError
 from collab_compress.training import HeadSeq2SeqTrainer, HeadTrainer
 
@@ -106,7 +106,7 @@ class Workload(ABC):
         chosen = self.recipe.attn_implementation
         attention = {} if chosen is None else {"attn_implementation": chosen}
         try:
-            model, info = pretrained.load_model(
+            model, info = pretrained.load_weights(
                 self.model_class, directory, new_head=new_head, dtype=torch.float32, **attention, **head
             )
         except CheckpointError as error:

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from collab_compress_cli.pretrained import find_directory
 from tiny_words import sentences, word_tokenizer
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from transformers import (
+    AutoConfig,
     AutoModel,
     BartConfig,
     BartModel,
@@ -58,7 +60,6 @@ from collab_compress.architectures import find_dense_attention
 from collab_compress.attention import is_converted
 from collab_compress.calibration import gather
 from collab_compress.checkpoint import edits_of
-from collab_compress.checkpoint.pretrained import find_directory
 from collab_compress.conversion.compress import working_device
 from collab_compress.conversion.data import split_held_back
 from collab_compress.conversion.output_error import measure_output_error
@@ -273,7 +274,9 @@ def test_dtype_mode_and_what_is_frozen_are_kept(make_tiny):
         ("conversion.compress.record_edit_", False, 1),
     ],
 )
-def test_nothing_changes_when_interrupted_after_a_step(step, wrapped, call, make_tiny, calibration, monkeypatch):
+def test_nothing_changes_when_interrupted_after_a_step(
+    step, wrapped, call, make_tiny, calibration, monkeypatch, tmp_path
+):
     around = make_tiny("bert", BertForSequenceClassification)
     model = around.bert if wrapped else around
     before, config = state(around), around.config.to_dict()
@@ -299,7 +302,8 @@ def test_nothing_changes_when_interrupted_after_a_step(step, wrapped, call, make
     assert not is_converted(around.bert.encoder.layer[0].attention.self)
     report = compress(model, compression, calibration)
     assert report.parameters_after < report.parameters_before
-    assert around.config.intermediate_size == 16
+    around.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).intermediate_size == 16
 
 
 def test_models_of_one_config_stay_apart(make_tiny, calibration):
