@@ -122,7 +122,8 @@ class Row:
         width, heads = config.hidden_size, config.num_attention_heads
         queries_and_keys = 2 * width * (width + 1)
         if self.dk is not None:
-            queries_and_keys = 2 * width * self.dk + self.mixing_weights(config) + heads * width  # and content biases
+            queries_and_keys = 2 * (width + 1) * self.dk + self.mixing_weights(config)
+            queries_and_keys += heads * (width + 1)  # content biases
         dv = width if self.dv is None else self.dv
         return queries_and_keys + (2 * width + 1) * dv + width
 

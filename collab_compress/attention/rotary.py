@@ -214,7 +214,7 @@ class RotaryConfig(QKConfig):
             pseudo_heads * width,
             key_heads=site.key_value_heads,
             rotated=site.rotated,
-            pairs=family.rotary,
+            pairs=family.rotary.pairs,
             frequencies=tuple(range(width // 2)) * pseudo_heads,
             query_bias=site.part(family.paths.query).bias is not None,
             key_bias=site.part(family.paths.key).bias is not None,

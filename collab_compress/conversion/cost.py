@@ -94,6 +94,11 @@ def costs_at(
     site: AttentionSite, length: int, dk: int | None = None, dv: int | None = None
 ) -> tuple[PartCost, PartCost]:
     """Return the costs of one module, as it is converted, or else would be at these widths."""
+    return attention_costs(site, length, *configs_at(site, dk, dv))
+
+
+def configs_at(site: AttentionSite, dk: int | None, dv: int | None) -> list[MapConfig]:
+    """Return the configs of the maps that a module has, or else would have at these widths."""
     qk, ov = maps_of(site.module)
     configs: list[MapConfig] = []
     if qk is not None:
@@ -105,7 +110,7 @@ def costs_at(
         configs.append(ov.config)
     elif dv is not None:
         configs.append(NarrowConfig.of(site, dv, site.part(site.paths.value).bias is not None))
-    return attention_costs(site, length, *configs)
+    return configs
 
 
 def attention_costs(site: AttentionSite, length: int, *configs: MapConfig) -> tuple[PartCost, PartCost]:

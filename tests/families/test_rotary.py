@@ -75,7 +75,7 @@ class Slow:
         for module in model.modules():
             if hasattr(module, "qk"):
                 add_head_hook_(module, self)
-                key = module.get_submodule(family_of(module).key)
+                key = module.get_submodule(family_of(module).paths.key)
                 key.register_forward_pre_hook(lambda _, args, at=module: self.read.__setitem__(at, args[0]))
                 module.register_forward_pre_hook(self.tables_of, with_kwargs=True)
 
