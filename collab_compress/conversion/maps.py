@@ -20,7 +20,7 @@ from collab_compress.attention.run import HeadCall, for_each_head
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.batches import sample_sequences
 from collab_compress.calibration.gather import AttentionMasks, MaskKind, batch_masks, masks_of, resize_mask
-from collab_compress.conversion.cost import attention_costs, configs_at
+from collab_compress.conversion.cost import attention_costs, costs_at
 from collab_compress.conversion.report import PartReport
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Factorization, Moments
@@ -90,14 +90,14 @@ def replace_map(task: MapTask, moments: SiteMoments, head_weights: Tensor | None
         found, layers, result = config.module.from_dense(site, config, moments, head_weights, task.compression.solver)
     except (ValueError, ImportError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         raise CompressionError(f"{site.name}: {error}") from error
-    # Its neighbour counts too: where a model views exactly H heads, a cache holds both maps equally wide.
-    configs = configs_at(site, task.compression.dk, task.compression.dv)
-    scores, values = attention_costs(site, length, found.config, *configs)
+    is_value = isinstance(site, ValueSite)
+    cost = attention_costs(site, length, found.config)[is_value]
+    both = costs_at(site, length, task.compression.dk, task.compression.dv)[is_value]  # caches depend on both maps
     solver: dict[str, Any] = {}
     if isinstance(result, Factorization):
         solver = {"sweeps": result.sweeps, "converged": result.converged, "breakdowns": result.breakdowns}
     report = PartReport(
-        **vars(values if isinstance(site, ValueSite) else scores),
+        **vars(cost) | {"cache_after": both.cache_after},
         weight_error=result.weight_error,
         data_error=result.data_error,
         head_dim=found.config.width if isinstance(found.config, QKConfig) else None,
