@@ -38,10 +38,8 @@ class ResidualMoments:
         self.count = 0
         self.squared = 0.0
         self.device = torch.device("cpu")
-        # Empty until the first vectors come.
-        self._near = self._inputs = self._residuals = self._products = self._crossed = torch.empty(
-            0, device=self.device
-        )
+        empty = torch.empty(0, device=self.device)  # until the first vectors come
+        self._near = self._inputs = self._residuals = self._products = self._crossed = empty
 
     def add(self, inputs: Tensor, residuals: Tensor | None = None) -> None:
         """Add vectors a (n, N) and residuals e (n, D), if there are any."""
