@@ -58,21 +58,13 @@ class MapEdit:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "MapEdit":
-        """Rebuild the edit from its kind and what `to_dict` returned.
-
-        Raises:
-            CheckpointError: a stored config is invalid.
-        """
+        """Rebuild the edit from its kind and what `to_dict` returned."""
         kind = MAP_KINDS[data["kind"]]
         modules = {name: from_stored(kind, stored, name) for name, stored in stored_modules(data).items()}
         return cls(data["kind"], modules)
 
     def apply_(self, model: Any) -> None:
-        """Install maps without weights in `model` in place, for weights to be loaded into.
-
-        Raises:
-            CheckpointError: the model lacks the modules, or they have other widths.
-        """
+        """Install maps without weights in `model` in place, for weights to be loaded into."""
         with refusing_other_models(self.kind, model):
             for name, config in self.modules.items():
                 module = model.base_model.get_submodule(name)
@@ -89,11 +81,7 @@ class MapEdit:
 
 
 def check_fits(config: MapConfig, module: Any, name: str) -> None:
-    """Check that the dense projections of the module called `name` have the widths of a stored config.
-
-    Raises:
-        CheckpointError: they have not.
-    """
+    """Check that the dense projections of the module called `name` have the widths of a stored config."""
     family = family_of(module)
     query, key = config.heads * config.head_width, config.key_value_heads * config.head_width
     paths = (
@@ -116,11 +104,7 @@ def check_fits(config: MapConfig, module: Any, name: str) -> None:
 
 
 def stored_modules(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an edit stores of each module, by the module's path.
-
-    Raises:
-        CheckpointError: there is no such mapping.
-    """
+    """Return what an edit stores of each module, by the module's path."""
     modules = data.get("modules")
     if not isinstance(modules, Mapping) or not modules or not all(isinstance(name, str) for name in modules):
         raise CheckpointError(
@@ -130,16 +114,7 @@ def stored_modules(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_stored(kind: type[T], data: Any, module: str) -> T:
-    """Build a dataclass with `rules` from its stored fields.
-
-    Args:
-        kind: the dataclass.
-        data: field → value.
-        module: path of the module that it describes.
-
-    Raises:
-        CheckpointError: a field is missing, unknown, or has a value of another type, or fields contradict each other.
-    """
+    """Build a dataclass with `rules` from its stored fields."""
     where = f"the stored edit of {module}"
     if not isinstance(data, Mapping):
         raise CheckpointError(f"{where} is {data!r:.80}; expected an object with fields")

@@ -101,7 +101,7 @@ def take_over_(module: Any) -> None:
     if not hasattr(stock, "stock_class"):
         _change_class_(module, edited_class(stock))
         if not hasattr(module, "scaling") and not hasattr(module, "scale"):
-            module.scaling = float(getattr(module, module.paths.head_width) ** -0.5)
+            module.scaling = float(getattr(module, module.family.paths.head_width) ** -0.5)
             module.made_scaling = True
 
 

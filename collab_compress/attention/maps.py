@@ -8,7 +8,7 @@ and a line in `MAP_KINDS` (`attention/edits.py`).
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 from torch import Tensor, nn
@@ -59,10 +59,8 @@ class MapConfig(ABC):
     """The class of the converted map."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields in JSON types; those with their default value are left out."""
-        defaults = {entry.name: entry.default for entry in fields(self)}
-        found = {name: value for name, value in asdict(self).items() if value != defaults[name]}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+        """Return the fields in JSON types."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     def rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yield what stored fields must hold: name of a field, whether it does, what is expected."""
@@ -102,44 +100,18 @@ class ConvertedMap(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def build(cls, config: Any, module: Any, parent: Any) -> tuple[Self, Layers]:
-        """Return an uninitialised map and its projections, with device, dtype and frozenness of the dense ones.
-
-        Args:
-            config: of the map.
-            module: the attention module.
-            parent: the module that holds it, where a family's path that starts with `..` begins.
-
-        Raises:
-            CompressionError: the module has no room for the map.
-        """
+        """Return an uninitialised map and its projections, with device, dtype and frozenness of the dense ones."""
 
     @classmethod
     @abstractmethod
     def from_dense(
         cls, site: Any, config: Any, moments: Any, head_weights: Tensor | None, solver: Any
     ) -> tuple["ConvertedMap", Layers, Any]:
-        """Solve for the map of a dense module; return it, its projections, and the solver's result.
-
-        Args:
-            site: the module, as `architectures` finds it.
-            config: of the map.
-            moments: of the inputs of its projections, or None to count all their directions alike.
-            head_weights: weight of each head's score error, (H,), or None.
-            solver: options.
-        """
+        """Solve for the map of a dense module; return it, its projections, and the solver's result."""
 
     @abstractmethod
     def to_dense(self, site: Any, head_width: int | None) -> Layers:
-        """Return dense projections that compute the same, by path.
-
-        Args:
-            site: the attention module.
-            head_width: of the dense heads; None for that of the model that was converted.
-
-        Raises:
-            CompressionError: dense heads of this width would not compute the same.
-            UnsupportedModelError: a projection has an adapter, is quantized or offloaded.
-        """
+        """Return dense projections that compute the same, by path."""
 
     @abstractmethod
     def head_rows(self, module: Any) -> list[HeadRows]:
@@ -168,10 +140,5 @@ class ConvertedMap(nn.Module, ABC):
 
 
 def kept_rows(heads: Sequence[int], count: int, start: int = 0) -> list[int]:
-    """Return the rows of some heads, each of which has `count`.
-
-    Example:
-        >>> kept_rows([0, 2], count=2, start=10)
-        [10, 11, 14, 15]
-    """
+    """Return the rows of some heads, each of which has `count`."""
     return [start + head * count + row for head in heads for row in range(count)]

@@ -55,12 +55,7 @@ def rows_of(module: Any) -> dict[str, Rows]:
 
 
 def plain_weight(path: str, projection: Any, error: type[CollabCompressError] = UnsupportedModelError) -> Tensor:
-    """Return the detached weight of the projection at `path`, which must be a parameter of it.
-
-    Raises:
-        CollabCompressError: of class `error`: an adapter, quantization, pruning or a parametrization changes the
-            weight, or it is offloaded.
-    """
+    """Return the detached weight of the projection at `path`, which must be a parameter of it."""
     stock = next((kind for kind in (nn.Linear, Conv1D) if isinstance(projection, kind)), None)
     is_plain = stock is not None and type(projection).forward is stock.forward
     weight = projection._parameters.get("weight") if is_plain else None
@@ -77,11 +72,7 @@ def plain_weight(path: str, projection: Any, error: type[CollabCompressError] = 
 
 
 def plain_rows(name: str, module: Any, path: str) -> tuple[Tensor, Tensor | None]:
-    """Return weight (n, D) and bias (n,) or None of a replaced projection of the module called `name`, views.
-
-    Raises:
-        UnsupportedModelError: the layer carries an adapter, is quantized, or is offloaded.
-    """
+    """Return weight (n, D) and bias (n,) or None of a replaced projection of the module called `name`, views."""
     layer_path, start, stop = rows_of(module)[path]
     layer = module.get_submodule(layer_path)
     weight = plain_weight(f"{name}.{layer_path}", layer)[start:stop]
@@ -133,15 +124,6 @@ class PaddedProjection(Replacement):
     """A linear layer whose outputs are padded with zeros, for a module that views them as heads of the dense width.
 
     The attention functions of this package remove the zeros again.
-
-    Args:
-        proj: the layer.
-        padding: number of zeros.
-
-    Example:
-        >>> projection = PaddedProjection(nn.Linear(24, 10), padding=6)
-        >>> projection(torch.randn(2, 6, 24)).shape
-        torch.Size([2, 6, 16])
     """
 
     def __init__(self, proj: nn.Linear, padding: int = 0) -> None:
@@ -169,7 +151,7 @@ class PaddedProjection(Replacement):
         return pad(projected, (0, self.padding)) if self.padding else projected
 
 
-class Layout(NamedTuple):
+class FusedLayout(NamedTuple):
     """How a fused layer of a stock module holds queries, keys and values in its output channels.
 
     Args:
@@ -181,7 +163,7 @@ class Layout(NamedTuple):
             width of the widest.
 
     Example:
-        >>> query, key, value = Layout(heads=3, head_width=8).split(torch.randn(2, 6, 72), dim=-1)
+        >>> query, key, value = FusedLayout(heads=3, head_width=8).split(torch.randn(2, 6, 72), dim=-1)
         >>> query.shape
         torch.Size([2, 6, 24])
     """
@@ -210,18 +192,10 @@ class Layout(NamedTuple):
 
 
 class QKVProjection(Replacement):
-    """Separate queries, keys and values in place of a stock module's fused layer, because some are converted.
-
-    Args:
-        query: D → q channels, padding included.
-        key: D → k channels.
-        value: D → v channels.
-        layout: of the stock layer.
-        transposed: whether the stock layer is a `Conv1D`.
-    """
+    """Separate queries, keys and values in place of a stock module's fused layer, because some are converted."""
 
     def __init__(
-        self, query: nn.Module, key: nn.Module, value: nn.Module, *, layout: Layout, transposed: bool
+        self, query: nn.Module, key: nn.Module, value: nn.Module, *, layout: FusedLayout, transposed: bool
     ) -> None:
         super().__init__()
         self.query, self.key, self.value = query, key, value
@@ -278,15 +252,10 @@ def projection_like(module: Any, path: str) -> tuple[Tensor, int]:
 # Layers of a module with its stock forward pass.
 
 
-def replace_(module: Any, projections: Mapping[str, nn.Module], layout: Layout) -> None:
+def replace_(module: Any, projections: Mapping[str, nn.Module], layout: FusedLayout) -> None:
     """Install projections in an attention module, path → projection, in place.
 
     A fused layer of queries, keys and values becomes three layers, or one layer again if all three are dense.
-
-    Args:
-        module: the attention module.
-        projections: path → `PaddedProjection`, or a dense `nn.Linear` to restore.
-        layout: of the fused layer, if the stock module has one.
     """
     rows = dict(rows_of(module))
     for path, projection in projections.items():
@@ -320,7 +289,7 @@ def _set_fused_(module: Any, path: str, layer: nn.Module) -> None:
         module.split_size = layer.widths
 
 
-def _split_layer(layer: nn.Linear | Conv1D, layout: Layout) -> list[nn.Linear]:
+def _split_layer(layer: nn.Linear | Conv1D, layout: FusedLayout) -> list[nn.Linear]:
     """Copy the parts of a fused layer into separate layers; device, dtype and frozenness are kept."""
     weight: Tensor = layer.weight
     weights = layout.split(weight.T if isinstance(layer, Conv1D) else weight, 0)
@@ -369,11 +338,6 @@ def join_(module: Any, new: Mapping[str, nn.Linear], *, cross: bool) -> None:
 
     Where some have a bias, all get one: zeros for the others, whose training changes nothing (a constant of all
     keys) or can be told as a content bias (of the queries).
-
-    Args:
-        module: the attention module.
-        new: path → projection, in place of the module's own.
-        cross: whether keys and values are of other inputs than queries.
     """
     query, key, value = input_paths(module)
     parts = _separate(module) | dict(new)

@@ -78,12 +78,7 @@ class Pairing:
 
 
 class RotatingProjection(PaddedProjection):
-    """A projection to pseudo-heads that pre-rotates channels whose frequency differs from that of their slot.
-
-    Args:
-        proj: the layer, D → P·d.
-        config: of the map.
-    """
+    """A projection to pseudo-heads that pre-rotates channels whose frequency differs from that of their slot."""
 
     wanted: Tensor  # for each channel, the frequency of its pair; then the one of its slot, (2R,)
     swapped: Tensor  # the other channel of its pair, (R,)
@@ -116,9 +111,6 @@ class RotatingProjection(PaddedProjection):
         """Project x (B, T, D) to (B, T, P·d), rotated by the difference of frequencies.
 
         The attention module attaches its tables of cosines and sines to x.
-
-        Raises:
-            UnsupportedModelError: x has no tables.
         """
         projected: Tensor = self.proj(x)
         if not self.rotates:
@@ -395,9 +387,6 @@ class RotaryQK(QKMap):
         """Return the complex keys of each head or group, (G, Dk, d/2), of the module called `name`.
 
         A bias is the last row.
-
-        Raises:
-            UnsupportedModelError: the projection carries an adapter, is quantized, or is offloaded.
         """
         weight, bias = plain_rows(name, module, family_of(module).paths.key)
         rows = weight.mT if bias is None else torch.cat([weight.mT, bias[None]])  # (D, R)

@@ -25,14 +25,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, pad, scaled_dot_product_attention
+from torch.nn import functional
+from torch.nn.functional import dropout, pad
 from transformers import AttentionInterface, PretrainedConfig
 
 from collab_compress.attention.decoding import HALVES, cached_scores, can_decode, probabilities, weighted_values
 from collab_compress.attention.forward import hand_back_, take_over_
 from collab_compress.attention.maps import ConvertedMap, Layers
 from collab_compress.attention.projections import (
-    Layout,
+    FusedLayout,
     PaddedProjection,
     Weights,
     add_pre_hook_,
@@ -88,7 +89,10 @@ class HeadHook(Protocol):
 def maps_of(module: nn.Module) -> tuple[QKMap | None, NarrowOV | None]:
     """Return the converted maps of an attention module, None for a dense one."""
     children: dict[str, Any] = module._modules
-    return children.get(QKMap.at), children.get(NarrowOV.at)
+    qk = children.get(QKMap.at)
+    if qk is not None and not hasattr(qk, "config"):  # PEFT wraps what holds the mixing weights
+        qk = qk.get_base_layer()
+    return qk, children.get(NarrowOV.at)
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -125,12 +129,7 @@ def head_hooks(module: Any) -> tuple[HeadHook, ...]:
 
 
 def for_each_head(part: Tensor, heads: int) -> Tensor:
-    """Repeat the keys or values of each group for its heads, (B, Hkv, S, d) to (B, H, S, d).
-
-    Example:
-        >>> for_each_head(torch.randn(2, 3, 6, 8), heads=12).shape
-        torch.Size([2, 12, 6, 8])
-    """
+    """Repeat the keys or values of each group for its heads, (B, Hkv, S, d) to (B, H, S, d)."""
     group = heads // part.shape[1]
     return part if group == 1 else part.repeat_interleave(group, 1)
 
@@ -194,7 +193,7 @@ def attend(
     if causal and key.shape[2] > query.shape[2]:  # the room of a static cache that is still empty
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     key, value = (for_each_head(part, query.shape[1]) for part in (key, value))
-    outputs = scaled_dot_product_attention(query, key, value, mask, p, causal, scale=scaling)
+    outputs = functional.scaled_dot_product_attention(query, key, value, mask, p, causal, scale=scaling)
     outputs = outputs.transpose(1, 2)[..., :width]
     if hooks:
         outputs = _run_hooks(outputs, HeadCall(module, *parts[:2], heads[2][..., :width], None))
@@ -279,13 +278,13 @@ def _ordinary_heads(
     query, key, value = parts
     qk, ov = maps_of(module)
     if key is query and isinstance(qk, SharedQK):
-        joint: tuple[Tensor, Tensor, Tensor] = qk("joint_heads", query)
+        joint: tuple[Tensor, Tensor, Tensor] = module.qk("joint_heads", query)
         return joint
     if ov is not None:
         value = ov.heads(value)
     if qk is not None:
         own = scaling_of(module) if isinstance(qk, SharedQK) else scaling
-        query, key = qk("heads", query, key, own / scaling)
+        query, key = module.qk("heads", query, key, own / scaling)
     if "widths" in module.__dict__:  # dense heads are side by side too
         if qk is None and ov is not None:
             query, key = (_split(part, ov.config.heads) for part in (query, key))
@@ -352,7 +351,7 @@ def _attend_to_cache(
 def _cached_scores(module: Any, qk: QKMap, query: Tensor, key: Tensor, scaling: float) -> Tensor:
     """Return the scores of one token, (B, H, S), from shared keys as they lie in a cache."""
     rank = qk.config.rank
-    query = qk("head_queries", query * scaling).squeeze(1)  # (B, H, R)
+    query = module.qk("head_queries", query * scaling).squeeze(1)  # (B, H, R)
     padding = key.shape[1] * key.shape[3] - rank
     if padding:
         query = pad(query, (0, padding))
@@ -487,11 +486,7 @@ def restore_(module: Any) -> None:
 
 
 def add_head_hook_(module: Any, hook: HeadHook, *, first: bool = False) -> None:
-    """Register `hook` on the head outputs of `module`, after or before the present hooks, in place.
-
-    Raises:
-        UnsupportedModelError: hooks do not work with the model's attention implementation.
-    """
+    """Register `hook` on the head outputs of `module`, after or before the present hooks, in place."""
     module.head_hooks = PresentHooks((hook, *head_hooks(module)) if first else (*head_hooks(module), hook))
     redirect_(module)
     if family_of(module).forward == "scores":  # any attention implementation
@@ -604,12 +599,12 @@ def prepare_(module: Any) -> None:
         qk.join_((start, (stop - start) // qk.config.heads) if "qkv" in module._modules else None)
 
 
-def _layout(module: Any, config: Any = None) -> Layout:
+def _layout(module: Any, config: Any = None) -> FusedLayout:
     """Return how a fused layer of the stock module is laid out."""
     family = family_of(module)
     if config is None:
         config = next(converted.config for converted in maps_of(module) if converted is not None)
-    return Layout(config.heads, config.head_width, family.layout.interleaved, family.layout.equal_widths)
+    return FusedLayout(config.heads, config.head_width, family.layout.interleaved, family.layout.equal_widths)
 
 
 # Stock forward passes: what their modules view as heads.
@@ -659,11 +654,7 @@ def lay_out_(module: Any) -> None:
 
 
 def _prepare_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Make a static cache allocate values in their own shape; stock caches give them as many heads as keys.
-
-    Raises:
-        UnsupportedModelError: the cache is paged, or is already allocated and its values do not fit.
-    """
+    """Make a static cache allocate values in their own shape; stock caches give them as many heads as keys."""
     refuse_paged_cache(module, kwargs)
     cache = find_cache((*kwargs.values(), *args))
     if cache is None or hasattr(cache, LAZY_VALUES) or not getattr(cache, "is_compileable", False):

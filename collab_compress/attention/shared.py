@@ -81,13 +81,9 @@ class QKMap(ConvertedMap):
     def heads(self, query: Tensor, key: Tensor, content_query: float) -> tuple[Tensor, Tensor]:
         """Return queries (B, H, T, w) and keys (B, H, S, w) of ordinary heads, with content biases as one channel.
 
-        Where groups of heads share a key, there is one key for each group.
-
-        Args:
-            query: as the module lays out what its projection returns, (B, n, T, ·).
-            key: likewise, (B, n, S, ·).
-            content_query: what heads read their content biases with: 1, or where a module scales its queries itself
-                and calls with another factor than its own, the quotient of the two.
+        Where groups of heads share a key, there is one key for each group. Query and key are as the module lays them
+        out, (B, n, T, ·) and (B, n, S, ·). Heads read content biases with `content_query`: 1, or where a module
+        scales its queries itself and calls with another factor than its own, the quotient of the two.
         """
 
     @abstractmethod
@@ -136,15 +132,6 @@ class SharedConfig(QKConfig):
 
         A content bias takes one of the channels of a head, except where `head_dim` lets heads read all R (the paper's
         form), or where d of H·d channels are exact.
-
-        Args:
-            site: the module, as `architectures` finds it.
-            rank: channels R.
-            head_dim: width of a head, content bias included; None for that of the dense heads, d.
-            content_bias: whether there will be content biases.
-
-        Raises:
-            CompressionError: the content bias leaves no channel to read.
         """
         dense = site.head_width
         if head_dim is not None and head_dim >= rank:
@@ -181,11 +168,7 @@ class SharedConfig(QKConfig):
         return self.rank + self.content_channels
 
     def check_room(self, family: Any) -> None:
-        """Check that a module that views exactly H heads has room for R and the content biases.
-
-        Raises:
-            CompressionError: it has not.
-        """
+        """Check that a module that views exactly H heads has room for R and the content biases."""
         dense = self.heads * self.head_width
         if family.layout.fixed_head_count and self.key_channels > dense:
             raise CompressionError(
@@ -290,9 +273,6 @@ class SharedQK(QKMap):
         """Return the factors of the attention module called `name`; `query` and `key` are views of its parameters.
 
         A bias that training gave to the queries is a content bias.
-
-        Raises:
-            UnsupportedModelError: a projection carries an adapter, is quantized, or is offloaded.
         """
         family, rank = family_of(module), self.config.rank
         query, bias = plain_rows(name, module, family.paths.query)
@@ -357,11 +337,7 @@ class SharedQK(QKMap):
             setattr(module, _scaling_name(module), module.__dict__.pop("stock_scaling"))
 
     def finish_(self, module: Any) -> None:
-        """Freeze the mixing weights if they are not trained, and check the channels that a checkpoint holds.
-
-        Raises:
-            CheckpointError: a head reads a channel that there is not.
-        """
+        """Freeze the mixing weights if they are not trained, and check the channels that a checkpoint holds."""
         super().finish_(module)
         channels = self.channels
         if not channels.is_meta and not bool(((channels >= 0) & (channels < self.config.rank)).all()):
@@ -374,11 +350,7 @@ class SharedQK(QKMap):
         self.join_(self.values)
 
     def join_(self, values: tuple[int, int] | None) -> None:
-        """Prepare for a layer of queries, keys and values, in place; also after channels have changed.
-
-        Args:
-            values: first row of the values in that layer and width of a head; None if there is no such layer.
-        """
+        """Prepare for a layer of queries, keys and values, in place; also after channels have changed."""
         self.values, self.joint, self.ones = values, None, None
         if values is None:
             return

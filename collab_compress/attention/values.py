@@ -60,13 +60,7 @@ class NarrowConfig(MapConfig):
 
     @classmethod
     def of(cls, site: Any, dv: int, value_bias: bool) -> Self:
-        """Return the config of what replaces the values and outputs of a module.
-
-        Args:
-            site: the module, as `architectures` finds it.
-            dv: channels of all heads of values together, rounded down to a multiple of them, but to one at least.
-            value_bias: whether values have a bias.
-        """
+        """Return the config of what replaces the values and outputs of a module."""
         heads = site.key_value_heads
         cross = site.kind == "cross"
         return cls(site.heads, site.head_width, max(1, dv // heads), value_bias, site.heads // heads, cross=cross)
@@ -113,11 +107,7 @@ class NarrowOV(ConvertedMap):
 
     @classmethod
     def build(cls, config: NarrowConfig, module: Any, parent: Any) -> tuple["NarrowOV", Layers]:
-        """Return an uninitialised map and its projections, as `ConvertedMap.build`.
-
-        Raises:
-            CompressionError: the output projection is no plain `nn.Linear` or `Conv1D`.
-        """
+        """Return an uninitialised map and its projections, as `ConvertedMap.build`."""
         family = family_of(module)
         dense, in_features = projection_like(module, family.paths.value)
         value = nn.Linear(in_features, config.dv, config.value_bias, device=dense.device, dtype=dense.dtype)
@@ -198,14 +188,7 @@ class NarrowOV(ConvertedMap):
             setattr(module, JOINT_WIDTH, self.config.heads * self.config.head_width)
 
     def heads(self, value: Tensor) -> Tensor:
-        """Split values into heads.
-
-        Args:
-            value: as the module lays out what its projection returns, (B, n, S, ·).
-
-        Returns:
-            (B, H, S, s); Hkv heads where queries are grouped.
-        """
+        """Split values into heads."""
         joined = channels_of(value)[..., : self.config.dv]  # (B, S, dv)
         heads: Tensor = joined.unflatten(-1, (-1, self.config.size)).transpose(1, 2)
         return heads
@@ -231,11 +214,7 @@ NarrowConfig.module = NarrowOV
 
 
 def output_of(module: Any, parent: Any) -> nn.Linear | Conv1D:
-    """Return the output projection of an attention module, also if heads are mixed before it.
-
-    Raises:
-        CompressionError: it is no plain `nn.Linear` or `Conv1D`.
-    """
+    """Return the output projection of an attention module, also if heads are mixed before it."""
     path = family_of(module).paths.output
     output: nn.Linear | Conv1D = attrgetter(path.removeprefix(".."))(parent if path.startswith("..") else module)
     output = getattr(output, "proj", output)

@@ -239,8 +239,8 @@ class Recorder(HeadHooks):
         queries = None
         if "queries" in self.parts:
             queries = call.query.transpose(1, 2)  # (B, T, H, d)
-            if qk := maps_of(call.module)[0]:
-                queries = qk("head_queries", call.query)
+            if maps_of(call.module)[0]:
+                queries = call.module.qk("head_queries", call.query)
         self._readings.append(
             HeadRecord(
                 site=site,

@@ -78,7 +78,7 @@ def test_trains_saves_loads_and_merges(converted, batches, tmp_path):
 
 
 def test_the_stock_models_names_are_refused(classifier):
-    with pytest.raises(ValueError, match=r"Target modules .*query.* not found in the base model"):
+    with pytest.raises(ValueError, match=r"No modules were targeted|not found in the base model"):
         get_peft_model(classifier, LoraConfig(task_type="SEQ_CLS"))  # PEFT's choice for BERT: query and value
 
 
@@ -122,18 +122,20 @@ def test_adapters_are_never_lost_silently(classifier, make_tiny, batch):
 
 
 FORMS = {
-    "`--dk` or `--dv`": [Compression(dk=9), Compression(dv=12), Compression(dk=9, dv=12)],
-    "`--dff`, `--layers`, `--vocabulary`": [Compression(dff=16, layers=1)],
+    "`--dk`": Compression(dk=9),
+    "`--dv`": Compression(dv=12),
+    "`--dk` and `--dv`": Compression(dk=9, dv=12),
+    "`--dff`, `--layers`, `--vocabulary`": Compression(dff=16, layers=1),
 }
 
 
-@pytest.mark.parametrize(("form", "widths"), [(form, widths) for form in FORMS for widths in FORMS[form]], ids=str)
-def test_the_names_of_the_documentation_take_adapters(form, widths, make_tiny, calibration):
+@pytest.mark.parametrize("form", FORMS)
+def test_the_names_of_the_documentation_take_adapters(form, make_tiny, calibration):
     page = (Path(__file__).parents[2] / "docs/compatibility.md").read_text(encoding="utf-8")
-    targets = re.findall(r"`([\w.]+)`", re.findall(rf"^\| {re.escape(form)} \| ([^|]*) \|", page, re.M)[0])
-    assert targets
+    targets = re.findall(r"`([\w.]+)`", re.findall(rf"^\| {re.escape(form)} \| (.*) \|$", page, re.M)[0])
+    assert len(targets) == (3 if "dff" in form else 1)
     model = make_tiny("bert", BertForSequenceClassification)
-    compress(model, widths, calibration)
+    compress(model, FORMS[form], calibration)
     wrapped = adapted(model, target_modules=targets)
     wrapped(**calibration[0]).logits.square().sum().backward()
     trained = {name for name, parameter in wrapped.named_parameters() if parameter.grad is not None}
