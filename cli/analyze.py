@@ -3,15 +3,14 @@
 from contextlib import ExitStack
 from pathlib import Path
 
-from collab_compress.checkpoint.directory import atomic_file
-from collab_compress.checkpoint.pretrained import find_directory, title_of
+from collab_compress.checkpoint.files import atomic_file
 from collab_compress.errors import DataError
 from collab_compress.report import ReportResult, make_report, to_json, write_report
 
 from .arguments import AnalyzeArguments as Arguments
-from .command import main_of
 from .data import load_data
 from .model import check_outputs, load_source, put_on
+from .pretrained import find_directory, title_of
 from .progress import progress
 
 
@@ -60,6 +59,3 @@ def run(arguments: Arguments) -> ReportResult:
     common.say(*(f"Not shown: {section}: {reason}." for section, reason in result.omitted.items()))
     common.say(f"\nPage: {output / 'index.html'}")
     return result
-
-
-main = main_of("collab-analyze", Arguments, run)

@@ -38,18 +38,7 @@ def model_card(
     notes: Sequence[str] = (),
     sentence_transformers: bool = False,
 ) -> ModelCard:
-    """Return the card of an edited model, or of one that was edited and is stock again.
-
-    Args:
-        model: edited.
-        title: heading, and the model's path in the lines that load it.
-        source: name of the model that it was made from.
-        compression: how it was converted, if it was.
-        calibration: data of the conversion, in words.
-        report: of the conversion.
-        notes: other changes, a paragraph each.
-        sentence_transformers: whether Sentence Transformers loads it.
-    """
+    """Return the card of an edited model, or of one that is stock again; `notes` are paragraphs on other changes."""
     words = edited_words(model)
     data = ModelCardData(
         library_name="sentence-transformers" if sentence_transformers else "transformers",

@@ -19,10 +19,8 @@ from collab_compress import (
 )
 from collab_compress.analysis import Latency, model_latency, plan
 from collab_compress.architectures import find_attention
-from collab_compress.calibration.batches import resolved, text_files
-from collab_compress.calibration.builtin import reads_single_texts
-from collab_compress.checkpoint.directory import to_json, write_new
-from collab_compress.checkpoint.pretrained import find_directory
+from collab_compress.calibration.source import resolve, text_files
+from collab_compress.checkpoint.files import to_json, write_new
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import Part
 from collab_compress.conversion.expand import refuse_stock, to_stock
@@ -30,7 +28,7 @@ from collab_compress.conversion.report import PartReport, RefitReport
 from collab_compress.errors import one_line
 
 from .arguments import CompressArguments as Arguments
-from .command import main_of, table
+from .command import table
 from .model import (
     Source,
     begin,
@@ -39,6 +37,7 @@ from .model import (
     load_source,
     put_on,
 )
+from .pretrained import find_directory
 from .progress import progress
 
 NOT_REFITTED = (
@@ -62,9 +61,8 @@ def run(arguments: Arguments) -> Report | None:
     if arguments.stock and arguments.compression.dk is not None:
         refuse_stock(source.model)
         arguments = _with_stock_heads(arguments, source)
-    calibration = [resolved(name, source.model, source.tokenizer) for name in arguments.calibration]
     lines: list[str] = []
-    trimming, report = None, None
+    trimming, report, words = None, None, None
     if tokens is not None:
         texts = _texts(arguments) or ("builtin",)
         progress("counting tokens")
@@ -72,7 +70,8 @@ def run(arguments: Arguments) -> Report | None:
         lines += [*str(trimming).splitlines(), ""]
     if arguments.compression.converts:
         report, latency = _convert(source, arguments)
-        lines += _report_lines(report, calibration, latency, _embeds(source.model))
+        words = _calibration_words(source, arguments)
+        lines += _report_lines(report, words, latency, _embeds(source.model))
     if arguments.mix:
         mix_heads_(source.model)
     if arguments.stock and report is not None and report.of("dk"):
@@ -93,13 +92,10 @@ def run(arguments: Arguments) -> Report | None:
         notes=[] if trimming is None else [str(trimming)],
         new_tokens=trimming is not None,
         compression=None if report is None else _compression(arguments, report),
-        calibration=None if report is None else _calibration_words(source, calibration),
+        calibration=words,
         report=report,
     )
     return report
-
-
-main = main_of("collab-compress", Arguments, run)
 
 
 def _texts(arguments: Arguments) -> tuple[str, ...]:
@@ -109,11 +105,7 @@ def _texts(arguments: Arguments) -> tuple[str, ...]:
 
 
 def _tokens(arguments: Arguments) -> int | list[str]:
-    """Return how many tokens stay, or which.
-
-    Raises:
-        CollabCompressError: the file cannot be read, or there are no texts to count tokens in.
-    """
+    """Return how many tokens stay, or which."""
     words = arguments.vocabulary or ""
     if words.isdecimal():
         if not _texts(arguments):
@@ -193,15 +185,10 @@ def _conversion_record(arguments: Arguments, report: Report | None) -> dict[str,
     }
 
 
-def _calibration_words(source: Source, calibration: Sequence[str]) -> str | None:
-    """Return the calibration data in the words of a card; None without any."""
-    random = "random tokens" if source.model.main_input_name == "input_ids" else "noise"
-    builtin = "the texts that come with collab_compress"
-    builtin += "" if reads_single_texts(source.model) else " and random tokens"
-    words = {"builtin": builtin, "synthetic": random, "generated": "texts of its own"}
-    files = {name: file.name for name in calibration for file in text_files((name,)) if file.is_file()}
-    names = [words.get(name, f"texts ({files.get(name, name)})") for name in calibration if name != "none"]
-    return " and ".join(dict.fromkeys(names)) or None
+def _calibration_words(source: Source, arguments: Arguments) -> str | None:
+    """Return the calibration data in the words of a report and a card; None without any."""
+    sources = resolve(arguments.calibration, source.model, source.tokenizer, arguments.calibration_options)
+    return " and ".join(dict.fromkeys(part.words for part in sources)) or None
 
 
 def _with_stock_heads(arguments: Arguments, source: Source) -> Arguments:
@@ -219,7 +206,7 @@ def _embeds(model: PreTrainedModel) -> bool:
     return reads_texts and model.base_model is model
 
 
-def _report_lines(report: Report, calibration: Sequence[str], latency: Latency | None, embeds: bool) -> list[str]:
+def _report_lines(report: Report, calibration: str | None, latency: Latency | None, embeds: bool) -> list[str]:
     """Return the lines to print about a conversion: the whole model, then attention, then tables of modules."""
     lines = [*_whole_model(report, calibration, latency, embeds), ""]
     lines += [report.choice] if report.choice else []
@@ -250,7 +237,7 @@ def _row(module: PartReport) -> list[str]:
     ]
 
 
-def _whole_model(report: Report, calibration: Sequence[str], latency: Latency | None, embeds: bool) -> list[str]:
+def _whole_model(report: Report, calibration: str | None, latency: Latency | None, embeds: bool) -> list[str]:
     """Return size, time and output error of the whole model, compared with the dense one."""
     lines = [
         f"Whole model: {report.parameters_before:,} → {report.parameters_after:,} parameters "
@@ -262,11 +249,11 @@ def _whole_model(report: Report, calibration: Sequence[str], latency: Latency | 
         error = report.output_error
         lines.append(
             f"Output error: its {error.output} move by {error.relative_error:.1%} of their size on {error.sequences} "
-            f"held-back sequences ({' and '.join(calibration)}). {MEANING}{f' {ANEW}' * embeds}"
+            f"held-back sequences ({calibration}). {MEANING}{f' {ANEW}' * embeds}"
         )
     if report.refits:
         lines.append(refit_line(report.refits))
-    if set(calibration) == {"synthetic"} and not report.refits:
+    if calibration == "random tokens" and not report.refits:
         lines.append(NOT_REFITTED)
     return lines
 
@@ -320,7 +307,3 @@ def _mixing_lines(heads: dict[str, int]) -> list[str]:
         f"{sum(h * h for h in heads.values()):,} parameters more.",
         "They are the identity until they are trained, so outputs stay the same; merge_alphas_(model) folds them in.",
     ]
-
-
-if __name__ == "__main__":
-    main()

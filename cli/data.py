@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from collab_compress.calibration import Batch, calibration_batches, evaluation_mode, run_batch
 from collab_compress.calibration.batches import sequence_count
+from collab_compress.calibration.encode import batch_slices, reads_tokens_alone, usable_length
 from collab_compress.calibration.files import Text, read_texts
 from collab_compress.calibration.gather import forward_arguments
-from collab_compress.calibration.tokenization import batch_slices, usable_length
 from collab_compress.errors import DataError
 from collab_compress.report import TaskScore
 
@@ -31,14 +31,7 @@ _logger = logging.getLogger("collab_compress.cli")  # held with the warnings of 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Data for a study.
-
-    Args:
-        batches: keyword arguments for the model.
-        words: description of the batches.
-        sentence: text, or pair, whose attention is shown if no other is given; None if the model reads no text.
-        score: of the task, if there is one.
-    """
+    """Data for a study: batches and their description, a text or pair whose attention is shown, the task's score."""
 
     batches: list[Batch]
     words: str
@@ -47,12 +40,7 @@ class Loaded:
 
 
 def load_data(data: Inputs, model: PreTrainedModel, tokenizer: Any, seed: int) -> Loaded:
-    """Read the data that the arguments name.
-
-    Raises:
-        CalibrationError: a file cannot be read or has no text, the model has no tokenizer, or it reads no texts.
-        DataError: the task is unknown or not a classification, or its data are missing or malformed.
-    """
+    """Read the data that the arguments name."""
     if data.task is not None:
         return _labelled(data.task, data, model, tokenizer, seed)
     if data.data is None:
@@ -66,23 +54,16 @@ def load_data(data: Inputs, model: PreTrainedModel, tokenizer: Any, seed: int) -
 
 
 def _synthetic(data: Inputs, model: PreTrainedModel, tokenizer: Any, seed: int) -> Loaded:
-    tokens = model.main_input_name == "input_ids"
     length: int | None = min(data.length, SYNTHETIC_LENGTH)
-    if tokens and tokenizer is not None:
+    if reads_tokens_alone(model) and tokenizer is not None:
         length = usable_length(length, model, tokenizer)
     sequences = min(data.sentences, SYNTHETIC)
     batches = calibration_batches("synthetic", model, tokenizer, sequences=sequences, length=length, seed=seed)
-    sentence = SENTENCE if tokens and not model.config.is_encoder_decoder else None
-    return Loaded(batches, "random tokens" if tokens else "noise", sentence)
+    return Loaded(batches, "random tokens", None if model.config.is_encoder_decoder else SENTENCE)
 
 
 def _labelled(name: str, data: Inputs, model: PreTrainedModel, tokenizer: Any, seed: int) -> Loaded:
-    """Load a task's validation data, and the score of a model on them.
-
-    Raises:
-        DataError: the task is unknown or not a classification, its data are missing or malformed, or the model is
-            not a classifier for it.
-    """
+    """Load a task's validation data, and the score of a model on them."""
     # only tasks need the extra `data`
     from collab_compress_glue_runs.metrics import load_metric
     from collab_compress_glue_runs.tasks import TASKS, encode_classification, load_task

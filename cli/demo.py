@@ -11,7 +11,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from collab_compress.analysis import model_latency
 from collab_compress.calibration.builtin import builtin_texts
-from collab_compress.checkpoint.pretrained import EMBEDDED, find_directory, load_model, load_tokenizer
+
+from .pretrained import EMBEDDED, find_directory, load_tokenizer, load_weights
 
 SHOWN = 4  # texts whose nearest neighbours are printed
 BATCH = 64
@@ -42,7 +43,7 @@ def main() -> None:
     disable_progress_bar()
     torch.set_num_threads(1)  # several wait for each other where the machine has other work
     path = Path(sys.argv[1])
-    dense, converted = (load_model(AutoModel, where)[0].eval() for where in (find_directory(EMBEDDED), path))
+    dense, converted = (load_weights(AutoModel, where)[0].eval() for where in (find_directory(EMBEDDED), path))
     tokenizer = load_tokenizer(path)
     texts = [side for pair in builtin_texts(pairs=True) if not isinstance(pair, str) for side in pair]
     before, after = (neighbours(embed(model, tokenizer, texts)) for model in (dense, converted))

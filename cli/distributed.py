@@ -14,11 +14,7 @@ PATIENCE = timedelta(days=2)  # for which processes wait while one converts, sco
 
 
 def process_state() -> PartialState:
-    """Return the state of the processes that run together; without a GPU they communicate on the CPU.
-
-    Raises:
-        CollabCompressError: the environment describes processes that were not started.
-    """
+    """Return the state of the processes that run together; without a GPU they communicate on the CPU."""
     names = [name for name in LAUNCHED if name in os.environ]  # Accelerate sets others itself
     try:
         return PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)

@@ -16,7 +16,6 @@ from collab_compress.heads import confidence, least_important
 from collab_compress.heads.importance import end_tokens
 
 from .arguments import ExpandArguments, MergeArguments, PruneArguments
-from .command import main_of
 from .data import load_data
 from .model import Source, begin, finish, read_record
 from .progress import progress
@@ -84,11 +83,6 @@ def run_prune(arguments: PruneArguments) -> dict[str, list[int]]:
     return heads
 
 
-expand_main = main_of("collab-expand", ExpandArguments, run_expand)
-merge_main = main_of("collab-merge", MergeArguments, run_merge)
-prune_main = main_of("collab-prune", PruneArguments, run_prune)
-
-
 def _importance(source: Source, arguments: PruneArguments) -> tuple[dict[str, torch.Tensor], str]:
     """Return the importance of each head, and its measure in words."""
     progress("measuring how important heads are")
@@ -101,11 +95,7 @@ def _importance(source: Source, arguments: PruneArguments) -> tuple[dict[str, to
 
 
 def _named_heads(words: Sequence[str]) -> dict[str, list[int]]:
-    """Parse `MODULE=0,3` words to module → heads.
-
-    Raises:
-        CollabCompressError: a word is malformed.
-    """
+    """Parse `MODULE=0,3` words to module → heads."""
     heads: dict[str, list[int]] = {}
     for word in words:
         name, _, listed = word.partition("=")

@@ -1,10 +1,10 @@
 """Models and outputs of the commands: what they load and check before the work, and what they save after it."""
 
-import inspect
+import fnmatch
 import json
-import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,47 +14,40 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import HfApi
 from transformers import PreTrainedModel
 
 from collab_compress import CheckpointError, CollabCompressError
-from collab_compress.checkpoint import pretrained
-from collab_compress.checkpoint.directory import (
-    MODULES,
-    atomic_directory,
-    atomic_file,
-    companions_of,
-    copy_companions,
-    has_tokenizer,
-    not_copied,
-    push_to_hub,
-    refuse_place,
-    to_json,
-)
-from collab_compress.checkpoint.edits import is_edits
-from collab_compress.checkpoint.pretrained import find_directory, title_of
+from collab_compress.checkpoint.files import atomic_directory, atomic_file, refuse_place, resolved, to_json
 from collab_compress.errors import CompressionError, install, one_line
 
 from .arguments import AUTO, EditArguments, Saving
 from .card import CARD, edited_words, loading_lines, model_card
 from .distributed import process_state
+from .pretrained import (
+    FETCHED,
+    FOLDERS_WITHOUT_MODEL,
+    find_directory,
+    has_tokenizer,
+    load_model,
+    load_processor,
+    title_of,
+)
 from .progress import progress
 
-_logger = logging.getLogger("collab_compress.cli")  # held with the warnings of the library
 RECORD = "collab_compress.json"
-SHOWN = 8  # names of files that are not copied
-RUNS_AS = (None, "eager", "sdpa")  # attention implementations that a config may name
+MODULES = "modules.json"  # of sentence-transformers
+SKIPPED = shutil.ignore_patterns(".*", *FOLDERS_WITHOUT_MODEL)
+WEIGHTS = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json")
+OF_TOKENS = shutil.ignore_patterns(
+    "vocab*", "merges.txt", "*.model", "*.spm", "*tokens*.json", "tekken.json", "generation_config.json"
+)
+"""Files that hold tokens or their ids."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A loaded model.
-
-    Args:
-        name: short name for titles and output directories.
-        directory: where its files are.
-        model: in its own class and dtype, in evaluation mode.
-        tokenizer: its tokenizer, or None if it has none.
-    """
+    """A loaded model in its own class and dtype, in evaluation mode, and its tokenizer, or None if it has none."""
 
     name: str
     directory: Path
@@ -65,42 +58,19 @@ class Source:
 def begin(
     arguments: EditArguments, suffix: str, edited: bool = True, inputs: Sequence[Path] = ()
 ) -> tuple[Source, Path]:
-    """Check the outputs of a command, then load its model.
-
-    Args:
-        arguments: of the command.
-        suffix: of the default output, after the name of the model.
-        edited: whether the model may be converted already.
-        inputs: what is read beside the model, in which no output may lie.
-
-    Returns:
-        The model, and the output directory.
-
-    Raises:
-        CheckpointError: there is no such model, or no place for an output.
-        CollabCompressError: an output lies in the other.
-    """
+    """Check the outputs of a command, which may not lie in `inputs`; return its model and the output."""
     saving = arguments.saving
     output = arguments.output or Path(title_of(arguments.model) + suffix)
     directory = find_directory(arguments.model, saving.revision)
     check_outputs({"--output": output, "--json": saving.json}, directory, *inputs)
-    companions_of(directory)
+    refuse_pickled_modules(directory)
     source = load_source(arguments.model, edited, saving.revision)
     put_on(source.model, arguments.device)
     return source, output
 
 
 def check_outputs(outputs: Mapping[str, Path | None], *inputs: Path | None) -> None:
-    """Refuse outputs that exist, that cannot be written, or that lie in an input or in one another.
-
-    Args:
-        outputs: option → its path, if given.
-        inputs: files and directories that the command reads.
-
-    Raises:
-        CheckpointError: the path exists, lies in an input, or cannot be written.
-        CollabCompressError: two outputs are the same, or one lies in the other.
-    """
+    """Refuse outputs (option → path) that exist, cannot be written, or lie in an input or in one another."""
     refuse_nested(outputs)
     for path in outputs.values():
         if path is not None:
@@ -108,12 +78,8 @@ def check_outputs(outputs: Mapping[str, Path | None], *inputs: Path | None) -> N
 
 
 def refuse_nested(outputs: Mapping[str, Path | None]) -> None:
-    """Refuse outputs that are the same or lie in one another.
-
-    Raises:
-        CollabCompressError: two of them do.
-    """
-    places = {option: Path(os.path.realpath(path)) for option, path in outputs.items() if path is not None}
+    """Refuse outputs that are the same or lie in one another."""
+    places = {option: resolved(path) for option, path in outputs.items() if path is not None}
     for (inner, path), (outer, directory) in permutations(places.items(), 2):
         if path == directory:
             raise CollabCompressError(f"{inner} and {outer} are both {outputs[outer]}; choose two places")
@@ -121,140 +87,58 @@ def refuse_nested(outputs: Mapping[str, Path | None]) -> None:
             raise CollabCompressError(f"{inner} {outputs[inner]} lies in {outer} {outputs[outer]}; choose two places")
 
 
+def refuse_pickled_modules(directory: Path) -> None:
+    """Refuse a model of sentence-transformers with pickled weights of a further module, which are not copied."""
+    for path in directory.glob("*/pytorch_model.bin") if (directory / MODULES).is_file() else ():
+        if not any(path.parent.glob("*.safetensors")):
+            raise CheckpointError(
+                f"{path.parent} has weights that are no safetensors; load and save the model by "
+                "sentence-transformers first"
+            )
+
+
+def copy_companions(directory: Path, target: Path, tokens: bool = True) -> None:
+    """Copy what would be fetched of a model on the hub but its weights, with or without files that hold tokens."""
+
+    def left_out(folder: str, names: list[str]) -> set[str]:
+        top = Path(folder) == directory
+        patterns = [SKIPPED, *([WEIGHTS] if top else []), *([OF_TOKENS] if top and not tokens else [])]
+        wanted = {name for pattern in FETCHED for name in fnmatch.filter(names, pattern)}
+        others = {name for name in names if name not in wanted and not os.path.isdir(os.path.join(folder, name))}
+        return others.union(*(ignored(folder, names) for ignored in patterns))
+
+    shutil.copytree(directory, target, ignore=left_out, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    for path in target.rglob("*.json"):
+        stored = path.read_bytes()
+        if b'"auto_map"' in stored:  # names code that is not copied
+            with suppress(ValueError, RecursionError):  # no JSON
+                settings = json.loads(stored)
+                settings.pop("auto_map", None)
+                path.write_text(to_json(settings), encoding="utf-8")
+
+
+def push_to_hub(directory: Path, name: str) -> str:
+    """Upload the directory of a saved model to the hub in one commit, and return its address."""
+    api, message = HfApi(), "Upload a model made with collab-compress"
+    try:
+        repository = api.create_repo(name, exist_ok=True).repo_id
+        api.upload_folder(folder_path=directory, repo_id=repository, commit_message=message)
+    except Exception as error:  # errors of the hub, of the connection, and of files
+        raise CheckpointError(f"saved to {directory}, but the hub does not take {name}: {one_line(error)}") from error
+    return f"{api.endpoint}/{repository}"
+
+
 def load_source(name: str, edited: bool = False, revision: str | None = None) -> Source:
-    """Load MODEL: `minilm`, a local directory, or a name on the hub.
-
-    Args:
-        name: as typed by the user.
-        edited: whether the model may be converted already.
-        revision: of a model on the hub.
-
-    Raises:
-        CheckpointError: it cannot be found or read, or is incomplete.
-    """
+    """Load MODEL: `minilm`, a local directory, or a name on the hub; `edited`: it may be converted already."""
     progress(f"loading {name}")
     directory = find_directory(name, revision)
     model = load_model(directory, edited)
-    return Source(title_of(name), directory, model, load_tokenizer(directory))
-
-
-def load_model(directory: Path, edited: bool = False) -> PreTrainedModel:
-    """Load a model in the checkpoint's own dtype, from safetensors only.
-
-    Its class is the one that the config names; the base model if none of the weights of the head is stored. A pooler
-    without weights is left out.
-
-    Args:
-        directory: where its files are.
-        edited: whether it may be converted already.
-
-    Raises:
-        CheckpointError: config or weights are missing, damaged, incomplete, not finite, or already converted.
-    """
-    config = pretrained.load_config(directory)
-    _refuse_quantized(directory, config, edited)
-    implementation = getattr(config, "_attn_implementation", None)
-    if implementation not in RUNS_AS:
-        raise CheckpointError(
-            f"{directory / 'config.json'}: attn_implementation is {implementation!r}; expected eager or sdpa, so "
-            "remove that entry"
-        )
-    model, loading = pretrained.load_model(_model_class(directory, config), directory, dtype="auto")
-    if _lacks_head(model, loading["missing_keys"]):
-        named, head = type(model), min(loading["missing_keys"])
-        model, loading = pretrained.load_model(type(model.base_model), directory, dtype="auto")
-        message = "%s: the config names %s, but no weights of its head are stored, such as %s; loaded as %s"
-        _logger.warning(message, directory, named.__name__, head, type(model).__name__)
-    if _lacks_pooler(model, loading["missing_keys"]):
-        model, loading = pretrained.load_model(type(model), directory, dtype="auto", add_pooling_layer=False)
-        _logger.warning("%s: no weights of the pooler are stored; %s has none", directory, type(model).__name__)
-    missing, unexpected = sorted(loading["missing_keys"]), sorted(loading["unexpected_keys"])
-    if missing:
-        raise CheckpointError(
-            f"{directory} lacks weights that {type(model).__name__} needs, such as {missing[0]}, which would be "
-            "random; use a complete checkpoint"
-        )
-    if unexpected:
-        message = "%s: ignored %d tensors that %s does not use, such as %s"
-        _logger.warning(message, directory, len(unexpected), type(model).__name__, unexpected[0])
-    for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(f"{directory}: {name} holds NaN or infinite values; the checkpoint is damaged")
-    model.eval()
-    return model
-
-
-def _lacks_head(model: PreTrainedModel, missing: Collection[str]) -> bool:
-    """Return whether all weights that a checkpoint lacks are those of the head, and none of the head is stored."""
-    head = {name for name in model.state_dict() if not name.startswith(f"{model.base_model_prefix}.")}
-    stored = head - set(missing) - set(model.all_tied_weights_keys)
-    return bool(missing) and model.base_model is not model and head.issuperset(missing) and not stored
-
-
-def _lacks_pooler(model: PreTrainedModel, missing: Collection[str]) -> bool:
-    """Return whether a checkpoint lacks a pooler alone, and the class can be built without one."""
-    is_optional = "add_pooling_layer" in inspect.signature(type(model).__init__).parameters
-    return bool(missing) and is_optional and all(name.startswith("pooler.") for name in missing)
-
-
-def _refuse_quantized(directory: Path, config: Any, edited: bool) -> None:
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is None:
-        return
-    if is_edits(quantization) and edited:
-        return
-    if is_edits(quantization):
-        raise CheckpointError(
-            f"{directory} is already converted, or its heads mixed or pruned; start from the dense checkpoint"
-        )
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-    raise CheckpointError(f"{directory} is quantized ({method}); use the unquantized checkpoint instead")
-
-
-def _model_class(directory: Path, config: Any) -> type[PreTrainedModel]:
-    """Return the model class that a config names.
-
-    Raises:
-        CheckpointError: it is not a class of Transformers, or belongs to another kind of config.
-    """
-    names = config.architectures or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"{directory / 'config.json'}: architectures is {names!r}; expected names of classes")
-    named = [getattr(transformers, name, None) for name in names]
-    classes = [named_class for named_class in named if isinstance(named_class, type)]
-    classes = [model_class for model_class in classes if issubclass(model_class, PreTrainedModel)]
-    if names and not classes:
-        raise CheckpointError(
-            f"{directory} needs the class {names[0]}, which is no model of Transformers; code that comes with a "
-            "model is not run"
-        )
-    model_class: type[PreTrainedModel] = classes[0] if classes else transformers.AutoModel
-    expected = getattr(model_class, "config_class", None)
-    if expected is not None and not isinstance(config, expected):
-        raise CheckpointError(
-            f"{directory / 'config.json'} names {model_class.__name__}, which takes a {expected.__name__}, but "
-            f"describes a {config.model_type}"
-        )
-    return model_class
-
-
-def load_tokenizer(directory: Path) -> Any:
-    """Load the tokenizer, from its processor if there is one; None if the model has none."""
-    if not has_tokenizer(directory):
-        return None
-    processor = pretrained.load_processor(directory)
-    return getattr(processor, "tokenizer", processor)
+    processor = load_processor(directory) if has_tokenizer(directory) else None
+    return Source(title_of(name), directory, model, getattr(processor, "tokenizer", processor))
 
 
 def device_of(device: str) -> str:
-    """Return the device of this process; each of several processes on one machine has its own.
-
-    Args:
-        device: as torch names it; "auto" for the accelerator, or the CPU if there is none.
-
-    Raises:
-        CompressionError: one device is named for several processes.
-    """
+    """Return the device of this process, of several on one machine; "auto" is the accelerator, if there is one."""
     if device == AUTO:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = "cpu" if accelerator is None else accelerator.type
@@ -270,11 +154,7 @@ def device_of(device: str) -> str:
 
 
 def put_on(model: PreTrainedModel, device: str) -> None:
-    """Move a model, in place, to the device that `device_of` returns.
-
-    Raises:
-        CompressionError: there is no such device, it is full, or one is named for several processes.
-    """
+    """Move a model, in place, to the device that `device_of` returns."""
     device = device_of(device)
     try:
         torch.zeros(1, device=device).item()  # fails on devices without memory, such as meta
@@ -297,20 +177,8 @@ def finish(
 ) -> None:
     """Save the model with its companion files, its card and its record; print lines; upload it if `saving` says so.
 
-    Only the main one of several processes does this.
-
-    Args:
-        source: the edited model.
-        output: where to save it.
-        saving: options of the command.
-        record: for `collab_compress.json` and `--json`.
-        lines: to print.
-        notes: paragraphs for the card.
-        new_tokens: whether the tokenizer has changed, and is saved too.
-        conversion: compression, calibration and report for `model_card`.
-
-    Raises:
-        CheckpointError: it cannot be written, or the hub does not take it.
+    Only the main one of several processes does this. `record` is for `collab_compress.json` and `--json`; `notes` and
+    `conversion` are for the card; `new_tokens` says that the tokenizer has changed, and is saved too.
     """
     state = process_state()
     state.wait_for_everyone()
@@ -336,21 +204,13 @@ def finish(
         (partial / CARD).write_text(str(card), encoding="utf-8")
         (partial / RECORD).write_text(text, encoding="utf-8")
     saving.say(*lines, f"\nSaved to {output}.")
-    is_embedded = pretrained.repository_of(record["model"]) == pretrained.EMBEDDED_REPOSITORY
-    if left_out := [] if is_embedded else not_copied(source.directory):
-        more = f" and {len(left_out) - SHOWN} more" if len(left_out) > SHOWN else ""
-        saving.say(f"Not copied from {source.directory}: {', '.join(left_out[:SHOWN])}{more}.")
     if is_edited:
         saving.say(f"Wherever it is loaded: {install()}.")
     loading = loading_lines(model, output, sentence_transformers=(output / MODULES).is_file())
     saving.say("To use it:\n", *(f"    {line}" for line in loading))
     if saving.push_to_hub is not None:
         progress(f"uploading to {saving.push_to_hub}")
-        try:
-            address = push_to_hub(output, saving.push_to_hub)
-        except CheckpointError as error:
-            raise CheckpointError(f"saved to {output}, but {error}") from error
-        saving.say(f"\nOn the hub: {address}")
+        saving.say(f"\nOn the hub: {push_to_hub(output, saving.push_to_hub)}")
 
 
 def read_record(directory: Path) -> dict[str, Any]:

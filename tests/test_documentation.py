@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -21,8 +21,7 @@ import pytest
 import tiny_families
 import torch
 from collab_compress_cli import arguments, command
-from collab_compress_cli.command import arguments_of, parse
-from collab_compress_cli.start import COMMANDS
+from collab_compress_cli.command import parse
 from collab_compress_glue_runs.tasks import catalogue
 from tiny_words import sentences, write_mrpc
 from tokenizers.pre_tokenizers import ByteLevel
@@ -50,6 +49,10 @@ from collab_compress.training import DropHeadOptions, HeadTraining, head_trainin
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMMANDS = {
+    f"collab-{kind.lower()}": getattr(arguments, f"{kind}Arguments")
+    for kind in ("Analyze", "Compress", "Expand", "Merge", "Prune")
+}
 PAGES = [page for page in PAGES if "packages" not in page.parts]  # the build writes them
 
 
@@ -69,11 +72,15 @@ def test_imports_of_the_documentation_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("package", ["analysis", "heads", "report", "training"])
 def test_what_packages_export_has_an_example(package: str) -> None:
-    """Examples are run with the tests (`--doctest-modules`)."""
+    """Examples are run with the tests (`--doctest-modules`); those of functions show the results that they return."""
     module = importlib.import_module(f"collab_compress.{package}")
     for name in module.__all__:
         value = getattr(module, name)
-        if isinstance(value, type | FunctionType) and value.__module__.startswith(module.__name__):
+        if (
+            isinstance(value, type | FunctionType)
+            and not is_dataclass(value)
+            and value.__module__.startswith(module.__name__)
+        ):
             assert ">>>" in value.__doc__, name
 
 
@@ -165,7 +172,7 @@ def test_snippets_run(
     for source in folder.iterdir():
         (tmp_path / source.name).symlink_to(source.resolve())
     monkeypatch.chdir(tmp_path)
-    for name in ("SWEEPS", "MOST_SWEEPS"):
+    for name in ("ITERATIONS", "MAX_ITERATIONS"):
         monkeypatch.setattr(f"collab_compress.factorization.als.{name}", 5)
     monkeypatch.setattr("collab_compress.analysis.module_latency", partial(module_latency, rounds=2))
     for name in ("my-classifier-128", "my-whisper-1024"):
@@ -303,7 +310,7 @@ def shown_commands() -> list[Example]:
     """Return the library's commands in the pages and in the examples of help texts, each once."""
     lines = [line for page in PAGES for block in blocks(page, "") for line in block.splitlines()]
     for name in COMMANDS:
-        lines += [line.strip() for line in (arguments_of(name, arguments).__doc__ or "").splitlines()]
+        lines += [line.strip() for line in (COMMANDS[name].__doc__ or "").splitlines()]
     words = [shlex.split(line, comments=True) for line in lines if line.partition(" ")[0] in COMMANDS]
     return list(dict.fromkeys(Example(name, tuple(rest)) for name, *rest in words))
 
@@ -313,24 +320,22 @@ EXAMPLES = shown_commands()
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=str)
 def test_shown_commands_are_understood(example: Example) -> None:
-    parse(arguments_of(example.command, arguments), example.command, example.words)
+    parse(COMMANDS[example.command], example.command, example.words)
 
 
 FEW = """
 import json, os, sys
-import collab_compress_cli.start as start
+import collab_compress.factorization.als as als
+from collab_compress.calibration import builtin
+from collab_compress_cli import start
 share = int(sys.argv[1])
+als.ITERATIONS = als.MAX_ITERATIONS = 2
+lines = builtin._lines
+builtin._lines = lambda name: lines(name)[::share]
 for command, *words in json.loads(sys.argv[2]):
     sys.argv = [command, *words]
-    if "collab_compress.factorization.als" not in sys.modules:
-        start.parsed(command)
-        import collab_compress.factorization.als as als
-        from collab_compress.calibration import builtin
-        als.SWEEPS = als.MOST_SWEEPS = 2
-        lines = builtin._lines
-        builtin._lines = lambda name: lines(name)[::share]
     print("$", command, *words, flush=True)
-    start.start(command)
+    getattr(start, command.removeprefix("collab-"))()
 """
 
 

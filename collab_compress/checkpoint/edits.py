@@ -1,12 +1,10 @@
-"""Model edits: the versioned list in a checkpoint, and how live models and their configs keep it.
+"""Model edits: the versioned list in a checkpoint, and how live models keep it.
 
 A live model keeps each edit on the innermost model that holds the edited modules, by paths inside that model's base.
-So the edits are saved with that model, by itself or inside another one. The config of each model describes the edits
-of the model, so that a config that is passed on rebuilds them.
+So the edits are saved with that model, by itself or inside another one. Configs describe them while they are saved.
 """
 
 import copy
-import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +24,7 @@ STORED_METHOD = (
 )
 """`quant_method` of stored configs; Transformers without this package shows it before advice to delete the edits."""
 MARK = "collab_edits"  # attribute of live models: their edits
+BEFORE = "collab_configs_before"  # attribute of models that got a config of their own: those before
 VERSION = 2
 
 
@@ -35,34 +34,27 @@ class ModelEdit(Protocol):
     @property
     def kind(self) -> str:
         """Name in checkpoints, the key in `EDITS`."""
-        ...
 
     @property
     def modules(self) -> Mapping[str, Any]:
         """Path inside the base model of each changed module → the change."""
-        ...
 
     @property
     def heads(self) -> Mapping[str, int]:
         """Path of each changed module → the number of heads that its attention has before the edit."""
-        ...
 
     def to_dict(self) -> dict[str, Any]:
         """Return the edit in JSON types."""
-        ...
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "ModelEdit":
         """Rebuild the edit from its kind and what `to_dict` returned."""
-        ...
 
     def apply_(self, model: PreTrainedModel) -> None:
         """Change the structure of `model` in place; modules that are changed already stay as they are."""
-        ...
 
     def finish_(self, model: PreTrainedModel) -> None:
         """Restore, in place, what loading weights does not, such as frozen parameters."""
-        ...
 
 
 EDITS: dict[str, type[ModelEdit]] = {}
@@ -77,10 +69,6 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     Raises:
         CheckpointError: the checkpoint was written by another version, or holds an unknown or invalid edit.
-
-    Example:
-        >>> EditConfig().to_dict()
-        {'quant_method': 'collab_compress (no quantization: install ...)', 'version': 2, 'edits': []}
     """
 
     def __init__(self, edits: list[Any] | None = None, version: int = VERSION, **_: Any) -> None:
@@ -110,24 +98,12 @@ class EditConfig(QuantizationConfigMixin):  # type: ignore[misc]
         edits = [{"kind": edit.kind, **edit.to_dict()} for edit in self.edits]
         return {"quant_method": STORED_METHOD, "version": VERSION, "edits": edits}
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a field of `to_dict`, which Transformers reads if `from_pretrained` gets a live config."""
-        return self.to_dict().get(name, default)
-
 
 # Edits on live models.
 
 
 def path_in_base(model: PreTrainedModel, module: nn.Module) -> str:
-    """Return the path of `module` inside the base model, which is the same with and without a head.
-
-    Raises:
-        UnsupportedModelError: it lies outside.
-
-    Example:
-        >>> path_in_base(model, model.encoder.layer[0].attention.self)
-        'encoder.layer.0.attention.self'
-    """
+    """Return the path of `module` inside the base model, which is the same with and without a head."""
     for name, candidate in model.base_model.named_modules():
         if candidate is module:
             return str(name)
@@ -140,12 +116,7 @@ def path_in_base(model: PreTrainedModel, module: nn.Module) -> str:
 
 
 def models_in(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """List `model` and the models inside it, outer ones first.
-
-    Example:
-        >>> [type(inner).__name__ for inner in models_in(model)]
-        ['BertModel']
-    """
+    """List `model` and the models inside it, outer ones first."""
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
@@ -156,20 +127,7 @@ def with_modules(edit: ModelEdit, modules: Mapping[str, Any]) -> ModelEdit:
 
 
 def edits_of(model: PreTrainedModel) -> list[ModelEdit]:
-    """Return the edits of `model`, by paths in its base model; empty for a stock model.
-
-    Raises:
-        CheckpointError: the model was rebuilt by the modelling code that its checkpoint ships.
-        UnsupportedModelError: an edited model inside lies outside the base model.
-
-    Example:
-        >>> from collab_compress import prune_heads_
-        >>> edits_of(model)
-        []
-        >>> prune_heads_(model, {"encoder.layer.0.attention.self": [1]})
-        >>> [edit.kind for edit in edits_of(model)]
-        ['pruned']
-    """
+    """Return the edits of `model`, by paths in its base model; empty for a stock model."""
     config = getattr(model.config, "quantization_config", None)
     if getattr(config, "quant_method", None) == METHOD and not isinstance(config, EditConfig):
         raise CheckpointError(
@@ -218,16 +176,12 @@ def keep_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
     for inner in models_in(model):
         if id(inner) in owned:
             setattr(inner, MARK, [*vars(inner).get(MARK, ()), with_modules(edit, owned[id(inner)])])
+    _keep_weights_(model)
 
 
 def record_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
-    """Record on a live model, in place, that `edit` was applied, so that `save_pretrained` stores it.
-
-    The model gets its own copy of a config that it may share with other models.
-    """
-    copy_configs_(model)
+    """Record on a live model, in place, that `edit` was applied, so that `save_pretrained` stores it."""
     keep_edit_(model, edit)
-    describe_all_(model)
     keep_on_one_device_(model, edit)
 
 
@@ -237,11 +191,17 @@ def forget_edits_(model: PreTrainedModel, kind: str) -> None:
         kept = [edit for edit in vars(inner).pop(MARK, ()) if edit.kind != kind]
         if kept:
             setattr(inner, MARK, kept)
-    describe_all_(model)
     parts = (type(model), *model.children())
     model._no_split_modules = {name for part in parts for name in getattr(part, "_no_split_modules", None) or ()}
     for edit in edits_of(model):
         keep_on_one_device_(model, edit)
+    _keep_weights_(model)
+
+
+def _keep_weights_(model: PreTrainedModel) -> None:
+    """Keep a model that is built around `model` from initialising its new parts again, in place."""
+    for part in model.modules():
+        part._is_hf_initialized = True
 
 
 def keep_on_one_device_(model: PreTrainedModel, edit: ModelEdit) -> None:
@@ -258,24 +218,15 @@ def all_or_nothing(model: PreTrainedModel, weights: Iterable[Tensor] = ()) -> It
 
     Args:
         weights: parameters that stay, and get new `data`.
-
-    Example:
-        >>> try:
-        ...     with all_or_nothing(model):
-        ...         model.pooler = None
-        ...         raise ValueError
-        ... except ValueError:
-        ...     print(type(model.pooler).__name__)
-        BertPooler
     """
     classes = [(module, type(module)) for module in model.modules()]
-    attributes = _config_holders(model)
+    attributes = [vars(module) for module in model.modules()]
     for value in [value for holder in attributes for value in holder.values()]:
         if isinstance(value, dict):  # parameters, modules inside, hooks
             attributes.append(value)
         elif isinstance(value, PretrainedConfig):
             attributes += map(vars, configs_inside(value))
-    before = [(holder, list(holder.items())) for holder in attributes]  # copies would be taken for holders
+    before = [(holder, dict(holder)) for holder in attributes]
     data = [(weight, weight.data) for weight in weights]
     try:
         yield
@@ -314,45 +265,9 @@ def describes_edits(config: PretrainedConfig) -> bool:
 
 
 def is_quantized(model: PreTrainedModel) -> bool:
-    """Return whether `model` is quantized by something other than this package, by its config.
-
-    Raises:
-        CheckpointError: as `edits_of`.
-
-    Example:
-        >>> is_quantized(model)
-        False
-    """
+    """Return whether `model` is quantized by something other than this package, by its config."""
     edits_of(model)
     return getattr(model.config, "quantization_config", None) is not None and not describes_edits(model.config)
-
-
-def configs_of(model: PreTrainedModel) -> list[tuple[PretrainedConfig, PreTrainedModel]]:
-    """List the configs of `model` and the models inside it, each once, with its outermost model."""
-    configs: dict[int, tuple[PretrainedConfig, PreTrainedModel]] = {}
-    for inner in models_in(model):
-        configs.setdefault(id(inner.config), (inner.config, inner))
-    return list(configs.values())
-
-
-def describe_(config: PretrainedConfig, model: PreTrainedModel) -> None:
-    """Store the edits of `model` in a config, in place; without edits the config is a stock one."""
-    edits = edits_of(model)
-    if edits:
-        config.quantization_config = EditConfig(edits)
-    elif describes_edits(config):
-        del config.quantization_config
-
-
-def describe_all_(model: PreTrainedModel) -> None:
-    """Store the edits in the configs of `model` and of the models inside it, in place."""
-    for config, owner in configs_of(model):
-        describe_(config, owner)
-    for part in model.modules():
-        part._is_hf_initialized = True  # else a model built around this one would initialise new parts again
-    if edits_of(model):
-        for inner in models_in(model):
-            save_apart_(inner)
 
 
 def save_apart_(model: PreTrainedModel) -> None:
@@ -378,27 +293,21 @@ def kept_conversions(conversions: Sequence[Any]) -> list[Any]:
 
 
 def copy_configs_(model: PreTrainedModel) -> None:
-    """Copy the configs of `model`, of the models inside it and of those around it, in place.
+    """Give `model` and the models inside it configs of their own, in place, as models built from one config share it.
 
-    Models built from one config share the object, and edits of one must not be stored with another. A model around
-    `model` (a classifier whose body is edited) holds the same object and must follow. Only the garbage collector's
-    records lead from a module to the one that holds it.
+    A model around `model` takes the copy when it is saved (`follow_configs_`).
     """
     copied: dict[int, Any] = {}
-    for attributes in _config_holders(model):
-        for name, value in attributes.items():
-            if name == "config" or isinstance(value, PretrainedConfig):
-                attributes[name] = copy.deepcopy(value, copied)
+    for inner in models_in(model):
+        setattr(inner, BEFORE, (*vars(inner).get(BEFORE, ()), inner.config))
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name == "config" or (isinstance(value, PretrainedConfig)):
+                vars(module)[name] = copy.deepcopy(value, copied)
 
 
-def _config_holders(model: PreTrainedModel) -> list[dict[str, Any]]:
-    """Return the attributes of all modules in `model`, and of modules around it that hold its config."""
-    holders = {id(vars(module)): vars(module) for module in model.modules()}
-    for referrer in gc.get_referrers(model.config):
-        attributes = vars(referrer) if issubclass(type(referrer), nn.Module) else referrer
-        children = attributes.get("_modules") if issubclass(type(attributes), dict) else None
-        inside = [part for child in (children or {}).values() if child is not None for part in child.modules()]
-        if any(part is model for part in inside):
-            holders[id(attributes)] = attributes
-            holders.update({id(vars(part)): vars(part) for part in inside})
-    return list(holders.values())
+def follow_configs_(model: PreTrainedModel) -> None:
+    """Give `model` the config of a model inside that was built with the same one and has its own now, in place."""
+    for inner in models_in(model):
+        if any(before is model.config for before in vars(inner).get(BEFORE, ())):
+            model.config = inner.config

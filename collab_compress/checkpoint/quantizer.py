@@ -24,10 +24,10 @@ from collab_compress.checkpoint.edits import (
     STORED_METHOD,
     EditConfig,
     ModelEdit,
-    configs_of,
-    describe_,
-    describe_all_,
+    configs_inside,
     describes_edits,
+    edits_of,
+    follow_configs_,
     is_edits,
     keep_edit_,
     keep_on_one_device_,
@@ -65,12 +65,7 @@ DESCRIBES = "collab_describes_edits"  # attribute of a `save_pretrained` that st
 
 
 def describe_edits_when_saving() -> None:
-    """Make `save_pretrained` store edits in configs, together with the guard.
-
-    A model may have got an edited body after its config was made, or share its config with a model inside; only
-    `save_pretrained` knows which of them is saved. Transformers removes the name of a weights file from each config
-    that it saves.
-    """
+    """Make `save_pretrained` store edits in configs, with the guard, which Transformers itself leaves out."""
     save, describe = PreTrainedModel.save_pretrained, PretrainedConfig.to_diff_dict
     if getattr(save, DESCRIBES, False):  # the package is imported again
         return
@@ -92,6 +87,7 @@ def describe_edits_when_saving() -> None:
 @contextmanager
 def _describing(model: PreTrainedModel) -> Iterator[None]:
     """Make the configs of `model` and of its parts describe their edits within this context."""
+    follow_configs_(model)
     description = vars(model.config).get("quantization_config")
     is_edited = any(MARK in vars(inner) for inner in models_in(model))
     if not (is_edited if description is None else describes_edits(model.config)):  # it is quantized otherwise
@@ -100,14 +96,15 @@ def _describing(model: PreTrainedModel) -> Iterator[None]:
     if is_edited:
         for inner in models_in(model):
             save_apart_(inner)
-    owners = _config_owners(model)
-    before = [vars(config).get("quantization_config") for config, _ in owners]
-    for config, owner in owners:
-        describe_(config, owner)
+    described = [(config, edits_of(owner)) for config, owner in _config_owners(model)]
+    before = [vars(config).pop("quantization_config", None) for config, _ in described]
     try:
+        for config, edits in described:
+            if edits:
+                config.quantization_config = EditConfig(edits)
         yield
     finally:
-        for (config, _), description in zip(owners, before, strict=True):
+        for (config, _), description in zip(described, before, strict=True):
             vars(config).pop("quantization_config", None)
             if description is not None:
                 config.quantization_config = description
@@ -116,14 +113,13 @@ def _describing(model: PreTrainedModel) -> Iterator[None]:
 def _config_owners(model: PreTrainedModel) -> list[tuple[PretrainedConfig, PreTrainedModel]]:
     """Pair the config of `model`, and those in it, with the outermost model that each belongs to.
 
-    A model inside that was edited by itself has a copy of the config that the outer config holds.
+    A model inside may have a copy of the config that the outer config holds.
     """
-    _, *inside = configs_of(model)
     owners = [(model.config, model)]
     for config in vars(model.config).values():
         if isinstance(config, PretrainedConfig):
-            same = [owner for other, owner in inside if other is config]
-            equal = [owner for other, owner in inside if _settings(other) == _settings(config)]
+            same = [inner for inner in models_in(model) if inner.config is config]
+            equal = [inner for inner in models_in(model) if _settings(inner.config) == _settings(config)]
             owners += [(config, owner) for owner in (*same, *equal)[:1]]
     return owners
 
@@ -242,14 +238,15 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         super()._process_model_after_weight_loading(model, **options)
         for edit in self.edits:
             keep_edit_(model, edit)
-        describe_all_(model)
         if self.quantizes:
             model.config.quantization_config = self.quantization_config
-        else:
-            for name in ("hf_quantizer", "quantization_method", "is_quantized"):  # the weights are ordinary floats
+        else:  # the weights are ordinary floats
+            for name in ("hf_quantizer", "quantization_method", "is_quantized"):
                 vars(model).pop(name, None)
-            for config, _ in configs_of(model):
-                vars(config).pop("_is_quantized", None)
+            for inner in models_in(model):
+                for config in configs_inside(inner.config):
+                    for name in ("_is_quantized", "quantization_config"):
+                        vars(config).pop(name, None)
         for edit in self.edits:
             edit.finish_(model)
         return model

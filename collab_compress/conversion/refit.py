@@ -7,6 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import transformers_model
 from collab_compress.calibration import Batch, Calibration, calibration_batches
+from collab_compress.calibration.batches import in_parts
 from collab_compress.checkpoint import all_or_nothing
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.data import split_held_back
@@ -56,7 +57,7 @@ def refit_(
         weights = ((f"{name} of the {role} model", weight) for name, weight in part.named_parameters())
         check_weights(weights, HeadError)
     batches = calibration_batches(calibration, dense, tokenizer, sequences=sequences, length=length, seed=seed)
-    used, held_back = split_held_back(batches)
+    used, held_back = map(in_parts, split_held_back(batches))
     results = refit(model, dense, used, held_back, progress or silent)
     with all_or_nothing(model):
         install_refits(model, results)
@@ -70,20 +71,7 @@ def refit(
     held_back: Sequence[Batch],
     progress: Progress = silent,
 ) -> list[Refit]:
-    """Compute new weights for the residual linear layers; neither model is changed.
-
-    Args:
-        model: converted.
-        dense: the model it was converted from.
-        used: batches to fit to.
-        held_back: batches to choose dampings and to measure errors on.
-        progress: as for `refit_`.
-
-    Raises:
-        UnsupportedModelError: the model's layers cannot be called alone.
-        CalibrationError: there are no batches, or they take different ways through the model.
-        HeadError: the dense model lacks a layer of the other, or has it in another width.
-    """
+    """Compute new weights for the residual linear layers; neither model is changed."""
     if not held_back:
         raise CalibrationError("refitting takes at least two sequences, one of them held back; pass more data")
     refitted = sharing_copy(model)

@@ -3,18 +3,20 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import entry_points
 
-from collab_compress_cli import start
-from collab_compress_glue_runs.commands import start as experiments
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from sphinx.application import Sphinx
 
 TERMINAL = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
-PROGRAM = "import sys; from collab_compress_cli.start import print_help; print_help(*sys.argv[1:])"
-PACKAGES = dict.fromkeys(start.COMMANDS, start.__package__)
-PACKAGES |= dict.fromkeys(experiments.COMMANDS, experiments.__package__)
-"""Command → the package that has it."""
+PROGRAM = "from {} import {} as command; command()"
+COMMANDS = {
+    script.name: script.value.split(":")
+    for script in entry_points(group="console_scripts")
+    if script.value.startswith("collab_compress")
+}
+"""Command → its module and function."""
 
 
 class CommandHelp(Directive):
@@ -22,10 +24,10 @@ class CommandHelp(Directive):
 
     def run(self) -> list[nodes.Node]:
         """Return the sections."""
-        return [self._section(name) for name in sorted(PACKAGES)]
+        return [self._section(name) for name in sorted(COMMANDS)]
 
     def _section(self, name: str) -> nodes.section:
-        command = [sys.executable, "-c", PROGRAM, name, PACKAGES[name]]
+        command = [sys.executable, "-c", PROGRAM.format(*COMMANDS[name]), "--help"]
         done = subprocess.run(command, env={**os.environ, **TERMINAL}, capture_output=True, text=True, check=True)
         text = done.stdout.strip()
         section = nodes.section(ids=[name], names=[name])

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 from collab_compress_cli.arguments import AUTO, Common, Count, Device, Directory, File, Model
 
-from collab_compress.errors import DataError
+from collab_compress_options.errors import DataError
 
 
 @dataclass(frozen=True)

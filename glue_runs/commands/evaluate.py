@@ -9,11 +9,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from collab_compress_cli.command import main_of, table
-from collab_compress_cli.model import check_outputs, device_of, load_source, put_on
+from collab_compress_cli import pretrained
+from collab_compress_cli.command import table
+from collab_compress_cli.model import MODULES, check_outputs, device_of, load_source, put_on
 
-from collab_compress.checkpoint import pretrained
-from collab_compress.checkpoint.directory import MODULES, to_json, write_new
+from collab_compress.checkpoint.files import to_json, write_new
 from collab_compress.errors import CheckpointError
 
 from ..external_evaluation import Score, lm_eval_scores, mteb_scores
@@ -43,9 +43,6 @@ def run(arguments: Arguments) -> list[Score]:
         rows.append([score.task, score.metric, f"{score.value:.4f}", error])
     common.say(*table(["task", "metric", "score", "± (standard error)"], rows))
     return scores
-
-
-main = main_of("collab-evaluate", Arguments, run)
 
 
 def _mteb(arguments: Arguments, directory: Path) -> list[Score]:

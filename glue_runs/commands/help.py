@@ -5,17 +5,16 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 
-import collab_compress_cli.help
-from collab_compress_cli.help import fill
+from collab_compress_cli.command import fill
 
-import collab_compress
+import collab_compress_options
 
-LIBRARY = Path(collab_compress.__file__).parent
+OPTIONS = Path(collab_compress_options.__file__).parent
+LIBRARY = OPTIONS.with_name("collab_compress")  # not imported, which takes long
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 SOURCES = (
-    LIBRARY / "options.py",
+    OPTIONS / "options.py",
     LIBRARY / "conversion/from_scratch.py",
     LIBRARY / "heads/rotation.py",
     LIBRARY / "training/head_training.py",
@@ -70,14 +69,12 @@ arguments:
 """
 
 
-def help_text(name: str, arguments: ModuleType) -> str:
-    """Return the help of a command, as wide as the terminal, at most 100 columns."""
+def help_text(name: str) -> str:
+    """Return the help of `collab-run` or `collab-sweep`, as wide as the terminal, at most 100 columns."""
     if name == "collab-run":
         return "\n".join([RUN, "fields of a recipe:", *_fields("Recipe")])
-    if name == "collab-sweep":
-        recipe_fields = "fields of base, tasks, methods and conversions are those of a recipe: collab-run --help"
-        return "\n".join([SWEEP, "fields of a sweep:", *_fields("Sweep"), "", recipe_fields])
-    return str(collab_compress_cli.help.help_text(name, arguments))
+    recipe_fields = "fields of base, tasks, methods and conversions are those of a recipe: collab-run --help"
+    return "\n".join([SWEEP, "fields of a sweep:", *_fields("Sweep"), "", recipe_fields])
 
 
 def _fields(name: str, prefix: str = "") -> Iterator[str]:
@@ -88,7 +85,7 @@ def _fields(name: str, prefix: str = "") -> Iterator[str]:
             continue
         path = f"{prefix}{ast.unparse(field.target)}"
         words = " ".join(str(ast.literal_eval(docstring.value)).split())
-        yield fill(f"  {path}  {words}{_default(field)}", subsequent_indent=" " * 6)
+        yield fill(f"  {path}  {words}{_default(field)}", rest=" " * 6)
         inner = [node.id for node in ast.walk(field.annotation) if isinstance(node, ast.Name) and node.id in classes]
         for nested in inner[:1]:
             yield from _fields(nested, f"{path}.")

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from collab_compress_cli.distributed import process_state
+from collab_compress_cli.pretrained import find_directory
 from transformers import PreTrainedModel
 
-from collab_compress.checkpoint.directory import atomic_directory, write_json
-from collab_compress.checkpoint.pretrained import find_directory
+from collab_compress.checkpoint.files import atomic_directory, write_json
 from collab_compress.conversion.compress import compress, install_unset_
 from collab_compress.errors import CheckpointError, RecipeError
 
@@ -33,9 +33,6 @@ def run(recipe: Recipe) -> list[dict[str, Any]]:
     `given`, a model evaluated as it is), the conversion's name, and the same with `-again` (`tuned-again` without a
     conversion). Finished stages are not repeated, and an interrupted one continues from its last checkpoint; so any
     number of conversions may share the tuned model of one output.
-
-    Args:
-        recipe: the experiment.
 
     Returns:
         The record of each stage: task, method, stage, conversion, whether it was tuned again, seed, metrics of each
@@ -119,7 +116,8 @@ def _find_start(workload: Workload) -> Path:
     recipe = workload.recipe
     if recipe.model is None:
         return _make_fresh(workload)
-    return on_every_process(find_directory)(recipe.model, recipe.revision)
+    directory: Path = on_every_process(find_directory)(recipe.model, recipe.revision)
+    return directory
 
 
 @on_main_process
@@ -232,24 +230,18 @@ def _write_result(
         "recipe": asdict(recipe),
         "environment": environment(),
         "hub": commits,
-        **_log(folder),
+        **_read_log(folder),
     }
     write_record(folder / "result.json", record)
 
 
-def _log(folder: Path) -> dict[str, Any]:
+def _read_log(folder: Path) -> dict[str, Any]:
     """Return the log of a fine-tuning, or the time and error of a conversion; nothing for a given model."""
     if (folder / LOG).is_file():
         return read_record(folder / LOG)
     if not (folder / "report.json").is_file():
         return {}
     report = read_record(folder / "report.json")
-    errors = [
-        part["weight_error" if part["data_error"] is None else "data_error"]
-        for part in report["parts"]
-        if part["part"] == "dk"
-    ]
-    return {
-        "seconds": report["seconds"],
-        "error": sum(errors) / len(errors) if errors else None,
-    }
+    scores = [part for part in report["parts"] if part["part"] == "dk"]
+    errors = [part["weight_error" if part["data_error"] is None else "data_error"] for part in scores]
+    return {"seconds": report["seconds"], "error": sum(errors) / len(errors) if errors else None}

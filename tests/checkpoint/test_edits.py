@@ -23,14 +23,14 @@ def test_an_interrupted_edit_changes_nothing(name, make_tiny, batch, tmp_path, m
     classes = [type(part) for part in model.modules()]
     with torch.no_grad():
         expected = model(**batch)[0]
-    describe_all_ = edits.describe_all_
+    _keep_weights_ = edits._keep_weights_
 
     def interrupt(of):
-        describe_all_(of)
+        _keep_weights_(of)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(edits, "describe_all_", interrupt)
+        patched.setattr(edits, "_keep_weights_", interrupt)
         with pytest.raises(KeyboardInterrupt):
             EDITS[name](model)
     after = dict(model.named_parameters())

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from collab_compress_cli import compress as command
+from collab_compress_cli import start
 from commands import ran
 from transformers import BertForSequenceClassification, PreTrainedModel
 
@@ -21,7 +21,7 @@ def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    return lambda *arguments: ran(command.main, arguments, capsys)
+    return lambda *arguments: ran(start.compress, arguments, capsys)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from collab_compress_cli import analyze as command
+from collab_compress_cli import start
 from commands import ran
 from tiny_words import bert_config, sentences, word_tokenizer, write_mrpc
 from transformers import BertForSequenceClassification, MarianConfig, MarianModel
@@ -48,7 +48,7 @@ def run(folder, tmp_path, capsys, monkeypatch):
         """Run the command in the folder of the models; return exit code, both outputs and the JSON numbers."""
         monkeypatch.chdir(folder)
         output = () if "--output" in arguments else ("--output", tmp_path / "heads")
-        outcome = ran(command.main, (*arguments, *output), capsys)
+        outcome = ran(start.analyze, (*arguments, *output), capsys)
         numbers = tmp_path / "heads" / "numbers.json"
         content = json.loads(numbers.read_text(encoding="utf-8")) if numbers.is_file() else None
         return *outcome, content
@@ -91,7 +91,7 @@ def test_the_page_has_a_default_place(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for expected in (0, 2):  # a second page does not replace the first
         code, _, error = ran(
-            command.main, (folder / "dense", "--sections", "widths", "--sentences", 3, *QUICK), capsys
+            start.analyze, (folder / "dense", "--sections", "widths", "--sentences", 3, *QUICK), capsys
         )
         assert code == expected, error
     assert error == "collab-analyze: dense-heads exists; choose another output or remove it\n"

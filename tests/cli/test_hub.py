@@ -8,9 +8,9 @@ from threading import Thread
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from collab_compress_cli.pretrained import EMBEDDED, EMBEDDED_REPOSITORY, SHORT_NAMES, find_directory
 from huggingface_hub import constants
 
-from collab_compress.checkpoint.pretrained import EMBEDDED, EMBEDDED_REPOSITORY, SHORT_NAMES, find_directory
 from collab_compress.errors import CheckpointError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

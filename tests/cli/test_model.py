@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from collab_compress_cli import model as command_model
-from collab_compress_cli.model import check_outputs, device_of, load_model
+from collab_compress_cli.model import check_outputs, device_of
+from collab_compress_cli.pretrained import load_model
 from collab_compress_cli.progress import Progress
 from safetensors.torch import load_file, save_file
 from transformers import BertForSequenceClassification, BertModel, MPNetConfig, MPNetModel

@@ -11,9 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from collab_compress_cli import compress
+from collab_compress_cli import start
 from collab_compress_cli.command import errors_in_one_line
-from collab_compress_cli.start import COMMANDS
 
 from collab_compress.errors import CheckpointError
 
@@ -47,8 +46,8 @@ sys.meta_path.insert(0, Slow())
 
 def program(command):
     """Return a program that starts a command."""
-    package = "collab_compress_cli" if command in COMMANDS else "collab_compress_glue_runs.commands"
-    return START.format(package, command.removeprefix("collab-"))
+    name = command.removeprefix("collab-")
+    return START.format("collab_compress_cli" if hasattr(start, name) else "collab_compress_glue_runs.commands", name)
 
 
 def steps(printed):
@@ -106,17 +105,10 @@ assert not loaded, loaded
 def test_a_typing_error_costs_no_import_of_torch():
     done = subprocess.run([sys.executable, "-c", TYPED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    option, output, model = done.stderr.splitlines()
-    assert "Unrecognized options: --dkk" in option
+    *option, output, model = done.stderr.splitlines()
+    assert "Unrecognized options: --dkk" in "".join(option)
     assert ". exists; choose another output or remove it" in output
     assert "./modle is not a directory; pass a model directory or a hub name" in model
-
-
-def test_versions(run):
-    for command in COMMANDS:
-        done = run(command, "--version")
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout.startswith(f"{command} 0.")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +138,7 @@ def test_an_output_that_is_full_or_gone(run):
     done = run("collab-results", RECORDS, before=full)
     assert (done.returncode, done.stderr) == (
         2,
-        "collab-results: everything is done, but standard output cannot be written: No space left on device\n",
+        "collab-results: cannot write the output: No space left on device\n",
     )
     gone = "import os; read, write = os.pipe(); os.close(read); os.dup2(write, 1)\n"
     done = run("collab-results", RECORDS, before=gone)
@@ -163,53 +155,32 @@ def interrupted(work, capsys):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)], ids=str
-)
-def test_a_second_signal_does_not_disturb_the_cleanup(capsys, first, second):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_command_after_its_cleanup(capsys, number):
     cleared = []
 
     def work():
         try:
-            signal.raise_signal(first)
+            signal.raise_signal(number)
         finally:
-            signal.raise_signal(second)
             cleared.append(True)
 
     interrupted(work, capsys)
     assert cleared == [True]
 
 
-def test_an_interrupt_that_python_swallows_is_not_lost(capsys):
-    class Goes:
-        def __del__(self):
-            signal.raise_signal(signal.SIGINT)
-
-    def work():
-        Goes()
-        time.sleep(10)
-
-    interrupted(work, capsys)
-
-
-class PanicException(BaseException):
-    """As Rust libraries raise them."""
-
-
 @pytest.mark.parametrize(
-    ("error", "code", "words"),
+    ("error", "words"),
     [
-        (ZeroDivisionError("a\nb"), 70, "unexpected ZeroDivisionError in command.py, line"),
-        (PanicException("no token"), 2, "x: the tokenizer cannot encode the texts (no token); its tokenizer.json"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 2, "out of memory: "),
-        (ImportError("pip install liger-kernel"), 2, "x: pip install liger-kernel\n"),
-        (OverflowError("int too big"), 2, "a number is too large: int too big"),
-        (OSError(2, "No such file", "a\x1b[2J"), 2, "x: a\\x1b[2J: No such file\n"),
-        (CheckpointError("a\x07b"), 2, "x: a\\x07b\n"),
-        (CheckpointError("a" * 5000 + " exists"), 2, "a … a"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "x: out of memory: "),
+        (MemoryError(), "x: out of memory"),
+        (ImportError("pip install liger-kernel"), "x: pip install liger-kernel\n"),
+        (OverflowError("int too big"), "x: a number is too large: int too big"),
+        (OSError(2, "No such file", "a\x1b[2J"), "x: a\\x1b[2J: No such file\n"),
+        (CheckpointError("a\x07\nb"), "x: a\\x07 b\n"),
     ],
 )
-def test_every_error_is_one_line(capsys, monkeypatch, error, code, words):
+def test_an_error_that_users_can_mend_is_one_line(capsys, error, words):
     def fail():
         logging.getLogger("collab_compress.calibration").warning("not beside an error")
         raise error
@@ -217,12 +188,13 @@ def test_every_error_is_one_line(capsys, monkeypatch, error, code, words):
     with pytest.raises(SystemExit) as stop, errors_in_one_line("x"):
         fail()
     shown = capsys.readouterr().err
-    assert (stop.value.code, shown.count("\n")) == (code, 1)
+    assert (stop.value.code, shown.count("\n")) == (2, 1)
     assert words in shown
-    monkeypatch.setenv("COLLAB_COMPRESS_TRACEBACK", "1")
-    with pytest.raises(SystemExit), errors_in_one_line("x"):
-        raise error
-    assert "Traceback" in capsys.readouterr().err
+
+
+def test_another_error_is_raised():
+    with pytest.raises(ZeroDivisionError), errors_in_one_line("x"):
+        raise ZeroDivisionError
 
 
 def test_warnings_are_shown_once_at_the_end(capsys):
@@ -233,59 +205,13 @@ def test_warnings_are_shown_once_at_the_end(capsys):
     assert capsys.readouterr().err == "x: 3 texts are cut\n"
 
 
-@pytest.fixture
-def hang_up():
-    """Set how SIGHUP is handled, however the tests themselves were started."""
-    before = signal.getsignal(signal.SIGHUP)
-    yield lambda handler: signal.signal(signal.SIGHUP, handler)
-    signal.signal(signal.SIGHUP, before)
-
-
-def test_an_error_after_a_signal_is_an_interrupt(capsys, hang_up):
-    def work():
-        try:
-            signal.raise_signal(signal.SIGHUP)
-        except KeyboardInterrupt:
-            raise ValueError("a library's own words for it") from None
-
-    hang_up(signal.SIG_DFL)
-    interrupted(work, capsys)
-
-
-def test_under_nohup_a_hang_up_is_ignored(hang_up):
-    hang_up(signal.SIG_IGN)
-    with errors_in_one_line("x"):
-        signal.raise_signal(signal.SIGHUP)
-
-
-@pytest.mark.parametrize(
-    ("before", "printed"),
-    [("", "\\u2192"), ("import os; os.close(0); os.close(1); sys.stdin = sys.stdout = None\n", "")],
-)
-def test_streams_that_are_closed_or_ascii(run, tmp_path, make_tiny, before, printed):
+def test_an_output_in_ascii(run, tmp_path, make_tiny):
     make_tiny("bert").save_pretrained(tmp_path / "tiny")
-    ascii_only = before or "sys.stdout.reconfigure(encoding='ascii', errors='strict')\n"
     options = ("--dk", 8, "--calibration", "none", "--output", "out")
+    ascii_only = "import sys; sys.stdout.reconfigure(encoding='ascii', errors='strict')\n"
     done = run("collab-compress", "tiny", *options, before=ascii_only, folder=tmp_path)
     assert (done.returncode, without_steps(done.stderr)) == (0, [])
-    assert printed in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        ("o\0", "argument o\\x00: expected UTF-8 text without NUL characters\n"),
-        ("o\udcff", "argument o\\udcff: expected UTF-8 text without NUL characters\n"),
-        ("9" * 400, f"argument {'9' * 30}…: got a number of 400 digits; expected at most 30\n"),
-        ("--length=-" + "9" * 400, "got a number of 400 digits; expected at most 30\n"),
-    ],
-)
-def test_arguments_that_no_option_takes(capsys, argument, words):
-    with pytest.raises(SystemExit) as stop:
-        compress.main(["minilm", "--dk", "8", "--output", argument])
-    shown = capsys.readouterr().err
-    assert (stop.value.code, shown.count("\n")) == (2, 1)
-    assert words in shown
+    assert "\\u2192" in done.stdout
 
 
 @pytest.mark.parametrize("names", [("LOCAL_RANK",), ("WORLD_SIZE", "RANK", "LOCAL_RANK")])

@@ -4,10 +4,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from collab_compress_cli.edit import expand_main
+from collab_compress_cli import model as command_model
+from collab_compress_cli.start import expand
 
 from collab_compress import Compression, Solver, compress
-from collab_compress.checkpoint import directory
 
 
 class Api:
@@ -28,7 +28,7 @@ class Api:
 
 @pytest.fixture
 def hub(monkeypatch):
-    monkeypatch.setattr(directory, "HfApi", Api)
+    monkeypatch.setattr(command_model, "HfApi", Api)
     return Api
 
 
@@ -43,7 +43,7 @@ def small(make_tiny, tmp_path):
 
 def test_a_command_puts_its_result_on_the_hub(hub, small, tmp_path, capsys):
     output = tmp_path / "out"
-    expand_main([str(small), "--output", str(output), "--push-to-hub", "me/small"])
+    expand([str(small), "--output", str(output), "--push-to-hub", "me/small"])
     assert hub.received == {path.name: path.read_bytes() for path in output.iterdir()}
     assert {"README.md", "config.json", "model.safetensors", "collab_compress.json"} <= set(hub.received)
     assert b"# out" in hub.received["README.md"]
@@ -53,7 +53,7 @@ def test_a_command_puts_its_result_on_the_hub(hub, small, tmp_path, capsys):
 def test_what_the_hub_does_not_take(hub, small, tmp_path, capsys):
     output = tmp_path / "out"
     with pytest.raises(SystemExit, match="2"):
-        expand_main([str(small), "--output", str(output), "--push-to-hub", "other/small", "--quiet"])
+        expand([str(small), "--output", str(output), "--push-to-hub", "other/small", "--quiet"])
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert f"saved to {output}, but the hub does not take other/small: 403 Forbidden: not yours" in printed.err

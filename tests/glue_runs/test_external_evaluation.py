@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from collab_compress_glue_runs.commands import evaluate as command
+from collab_compress_glue_runs.commands import start
 from collab_compress_glue_runs.external_evaluation import lm_eval_scores, mteb_scores
 from commands import ran
 from tiny_words import word_tokenizer
@@ -18,7 +19,7 @@ from collab_compress.errors import DataError, install
 
 @pytest.fixture
 def run(capsys):
-    return lambda *arguments: ran(command.main, arguments, capsys)
+    return lambda *arguments: ran(start.evaluate, arguments, capsys)
 
 
 def module(monkeypatch, name, **content):

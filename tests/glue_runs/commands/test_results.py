@@ -7,7 +7,7 @@ import os
 import statistics
 
 import pytest
-from collab_compress_glue_runs.commands import results as command
+from collab_compress_glue_runs.commands import start
 from collab_compress_glue_runs.experiments.results import read_results
 from commands import ran
 from scipy import stats
@@ -34,7 +34,7 @@ def write(tmp_path):
 
 
 def run(capsys, *arguments):
-    return ran(command.main, arguments, capsys)
+    return ran(start.results, arguments, capsys)
 
 
 def grids(text):

@@ -1,0 +1,163 @@
+"""Files and directories that are written as a whole: beside their place, then renamed."""
+
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from collab_compress.errors import CheckpointError
+
+RUST_OS_ERROR = re.compile(r"\(os error \d+\)")  # in errors of safetensors and tokenizers, such as a full disk
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a path to write to, which is renamed to `path` if the block succeeds, and removed if it fails.
+
+    A process that is killed can leave `.<name>.partial-<random>`, never `path`. Missing directories are made.
+
+    Raises:
+        CheckpointError: `path` exists, or cannot be written.
+    """
+    refuse_existing(path)
+    with _write_errors(path):
+        final = resolved(path)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        partial = _partial(final)
+        try:
+            yield partial
+            refuse_existing(path)
+            partial.rename(final)
+        finally:
+            _remove(partial)
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Yield an empty directory that becomes `path`, as `atomic_file` does with a file.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     with atomic_directory(Path(folder) / "model") as partial:
+        ...         model.save_pretrained(partial)
+        ...     sorted(path.name for path in (Path(folder) / "model").iterdir())
+        ['config.json', 'model.safetensors']
+    """
+    with atomic_file(path) as partial:
+        partial.mkdir()
+        yield partial
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write text to a file that must not exist, by `atomic_file`."""
+    with atomic_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write to a file, replacing an earlier one as a whole, which keeps its permissions.
+
+    Raises:
+        CheckpointError: `path` is no regular file, or cannot be written.
+    """
+    with _write_errors(path):
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise CheckpointError(f"cannot write {path}: it is no regular file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = _partial(path)
+        try:
+            partial.write_bytes(content.encode() if isinstance(content, str) else content)
+            if path.exists():
+                shutil.copymode(path, partial)
+            partial.replace(path)
+        finally:
+            _remove(partial)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a value as JSON, by `write_atomically`."""
+    write_atomically(path, to_json(value))
+
+
+def to_json(value: object) -> str:
+    """Return a value as JSON for a file; values that JSON cannot hold become strings."""
+    return json.dumps(value, indent=2, default=str) + "\n"
+
+
+def mapped(leaf: Callable[[Any], Any], value: Any) -> Any:
+    """Apply `leaf` to every value in nested mappings and lists; tuples become lists.
+
+    Example:
+        >>> mapped(str, {"widths": (1, 2)})
+        {'widths': ['1', '2']}
+    """
+    if isinstance(value, Mapping):
+        return {name: mapped(leaf, inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [mapped(leaf, inner) for inner in value]
+    return leaf(value)
+
+
+def refuse_existing(path: Path) -> None:
+    """Refuse to overwrite anything: a file, a directory, a link, a device or a pipe.
+
+    Example:
+        >>> refuse_existing(Path("."))
+        Traceback (most recent call last):
+            ...
+        collab_compress.errors.CheckpointError: . exists; choose another output or remove it
+    """
+    with _write_errors(path):
+        if os.path.lexists(path) or os.path.lexists(resolved(path)):  # `new/..` exists, though `new` does not
+            raise CheckpointError(f"{path} exists; choose another output or remove it")
+
+
+def refuse_place(path: Path, *inputs: Path) -> None:
+    """Refuse an output that exists, lies in one of `inputs`, or cannot be written, before the work starts."""
+    refuse_existing(path)
+    with _write_errors(path):
+        final = resolved(path)
+        for read in inputs:
+            if final.is_relative_to(resolved(read)):
+                raise CheckpointError(f"{path} lies in {read}, which is read; choose an output elsewhere")
+        parent = next(parent for parent in final.parents if os.path.lexists(parent))
+        if not parent.is_dir():
+            raise CheckpointError(f"cannot write {path}: {parent} is not a directory")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise CheckpointError(f"cannot write {path}: Permission denied")
+
+
+@contextmanager
+def _write_errors(path: Path) -> Iterator[None]:
+    """Raise errors of the file system, including those of Rust libraries, as `CheckpointError`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+    except Exception as error:
+        if isinstance(error, CheckpointError) or not RUST_OS_ERROR.search(str(error)):
+            raise
+        raise CheckpointError(f"cannot write {path}: {error}") from error
+
+
+def resolved(path: Path) -> Path:
+    """Resolve links and `..`; unlike `Path.resolve`, a circle of links raises no error."""
+    return Path(os.path.realpath(path))
+
+
+def _partial(path: Path) -> Path:
+    """Return a unique temporary path beside `path`."""
+    return path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:12]}")
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a directory, if it exists."""
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink()

@@ -1,0 +1,1 @@
+"""Options and errors of `collab_compress`, which import nothing large, so that commands start at once."""
