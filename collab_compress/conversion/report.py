@@ -150,7 +150,8 @@ class Report:
             moved = f"outputs ({output_error.output}) move by {output_error.relative_error:.1%}"
             lines.append(f"{moved} on {output_error.sequences} held-back sequences")
         if self.removed_layers:
-            lines.append(f"without {', '.join(self.removed_layers)}")
+            removed = ", ".join(self.removed_layers)
+            lines.append(f"without {removed}; adapters of the dense model no longer fit, though they load")
         for part in get_args(Part):
             if reports := self.of(part):
                 widths = width_range(report.width or 0 for report in reports)
