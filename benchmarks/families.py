@@ -31,10 +31,9 @@ from typing import Any
 
 import torch
 from speed import parse_row
-from timing import append_record, is_recorded, read_records
+from timing import make_parser, measure_new
 from torch import Tensor
 from transformers import AlbertForMaskedLM, AutoTokenizer, PreTrainedModel, T5ForConditionalGeneration
-from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
 from collab_compress.conversion import to_stock
@@ -43,56 +42,23 @@ REACTIONS = 256  # to calibrate on
 SCORED, CALIBRATED = 50, 100  # titles
 
 TEXTBOOK = """
-CC(=O)O.OCC>>CC(=O)OCC
-CC(=O)OCC.[OH-]>>CC(=O)[O-].OCC
-CC(=O)Cl.NCC>>CC(=O)NCC
-CC(=O)OC(C)=O.Nc1ccccc1>>CC(=O)Nc1ccccc1
-CC(=O)OC(C)=O.O=C(O)c1ccccc1O>>CC(=O)Oc1ccccc1C(=O)O
-O=C(O)c1ccccc1.O=S(Cl)Cl>>O=C(Cl)c1ccccc1
-O=C(Cl)c1ccccc1.OC>>COC(=O)c1ccccc1
-BrCCCC.[OH-]>>OCCCC
-BrCCCC.[C-]#N>>N#CCCCC
-BrCC.[O-]c1ccccc1>>CCOc1ccccc1
-ICC.CC[O-]>>CCOCC
-BrCc1ccccc1.N>>NCc1ccccc1
-ClCc1ccccc1.CNC>>CN(C)Cc1ccccc1
-CC(C)(C)Br.O>>CC(C)(C)O
-CC(C)(C)O.Cl>>CC(C)(C)Cl
-CCCO.BrP(Br)Br>>CCCBr
-CC(=O)C.[BH4-].[Na+]>>CC(C)O
-O=Cc1ccccc1.[BH4-].[Na+]>>OCc1ccccc1
-COC(=O)c1ccccc1.[AlH4-].[Li+]>>OCc1ccccc1
-N#Cc1ccccc1.[AlH4-].[Li+]>>NCc1ccccc1
-O=[N+]([O-])c1ccccc1.[H][H]>>Nc1ccccc1
-c1ccccc1.O=[N+]([O-])O>>O=[N+]([O-])c1ccccc1
-c1ccccc1.BrBr>>Brc1ccccc1
-c1ccccc1.CC(=O)Cl>>CC(=O)c1ccccc1
-c1ccccc1.CCCl>>CCc1ccccc1
-Cc1ccccc1.O=[N+]([O-])O>>Cc1ccc([N+](=O)[O-])cc1
-Oc1ccccc1.BrBr>>Oc1ccc(Br)cc1
-C=C.BrBr>>BrCCBr
-C=CC.Br>>CC(C)Br
-CC=C.O>>CC(C)O
-C1=CCCCC1.[H][H]>>C1CCCCC1
-C#CC.[H][H]>>C=CC
-C=CC=C.C=C>>C1=CCCCC1
-C=CC=C.O=C1C=CC(=O)O1>>O=C1OC(=O)C2CC=CCC12
-CC(=O)C.C[Mg]Br>>CC(C)(C)O
-O=Cc1ccccc1.C[Mg]Br>>CC(O)c1ccccc1
-O=C=O.Br[Mg]c1ccccc1>>O=C(O)c1ccccc1
-O=Cc1ccccc1.CC(C)=O>>CC(=O)C=Cc1ccccc1
-CC=O.CC=O>>CC(O)CC=O
-CCOC(C)=O.CCOC(C)=O>>CCOC(=O)CC(C)=O
-O=Cc1ccccc1.C=P(c1ccccc1)(c1ccccc1)c1ccccc1>>C=Cc1ccccc1
-O=Cc1ccccc1.Nc1ccccc1>>C(=Nc1ccccc1)c1ccccc1
-O=C1CCCCC1.NO>>ON=C1CCCCC1
-O=C1CCCCC1.C1CCNC1>>C1=C(N2CCCC2)CCCC1
-Brc1ccccc1.OB(O)c1ccccc1>>c1ccc(-c2ccccc2)cc1
-Brc1ccccc1.C=CC(=O)OC>>COC(=O)C=Cc1ccccc1
-Ic1ccccc1.C#Cc1ccccc1>>C(#Cc1ccccc1)c1ccccc1
-Fc1ccccc1[N+](=O)[O-].NCC>>CCNc1ccccc1[N+](=O)[O-]
-CC(C)(C)OC(=O)OC(=O)OC(C)(C)C.NCc1ccccc1>>CC(C)(C)OC(=O)NCc1ccccc1
-CC(C)(C)OC(=O)NCc1ccccc1.Cl>>NCc1ccccc1
+CC(=O)O.OCC>>CC(=O)OCC CC(=O)OCC.[OH-]>>CC(=O)[O-].OCC CC(=O)Cl.NCC>>CC(=O)NCC
+CC(=O)OC(C)=O.Nc1ccccc1>>CC(=O)Nc1ccccc1 CC(=O)OC(C)=O.O=C(O)c1ccccc1O>>CC(=O)Oc1ccccc1C(=O)O
+O=C(O)c1ccccc1.O=S(Cl)Cl>>O=C(Cl)c1ccccc1 O=C(Cl)c1ccccc1.OC>>COC(=O)c1ccccc1 BrCCCC.[OH-]>>OCCCC
+BrCCCC.[C-]#N>>N#CCCCC BrCC.[O-]c1ccccc1>>CCOc1ccccc1 ICC.CC[O-]>>CCOCC BrCc1ccccc1.N>>NCc1ccccc1
+ClCc1ccccc1.CNC>>CN(C)Cc1ccccc1 CC(C)(C)Br.O>>CC(C)(C)O CC(C)(C)O.Cl>>CC(C)(C)Cl CCCO.BrP(Br)Br>>CCCBr
+CC(=O)C.[BH4-].[Na+]>>CC(C)O O=Cc1ccccc1.[BH4-].[Na+]>>OCc1ccccc1 COC(=O)c1ccccc1.[AlH4-].[Li+]>>OCc1ccccc1
+N#Cc1ccccc1.[AlH4-].[Li+]>>NCc1ccccc1 O=[N+]([O-])c1ccccc1.[H][H]>>Nc1ccccc1
+c1ccccc1.O=[N+]([O-])O>>O=[N+]([O-])c1ccccc1 c1ccccc1.BrBr>>Brc1ccccc1 c1ccccc1.CC(=O)Cl>>CC(=O)c1ccccc1
+c1ccccc1.CCCl>>CCc1ccccc1 Cc1ccccc1.O=[N+]([O-])O>>Cc1ccc([N+](=O)[O-])cc1 Oc1ccccc1.BrBr>>Oc1ccc(Br)cc1
+C=C.BrBr>>BrCCBr C=CC.Br>>CC(C)Br CC=C.O>>CC(C)O C1=CCCCC1.[H][H]>>C1CCCCC1 C#CC.[H][H]>>C=CC C=CC=C.C=C>>C1=CCCCC1
+C=CC=C.O=C1C=CC(=O)O1>>O=C1OC(=O)C2CC=CCC12 CC(=O)C.C[Mg]Br>>CC(C)(C)O O=Cc1ccccc1.C[Mg]Br>>CC(O)c1ccccc1
+O=C=O.Br[Mg]c1ccccc1>>O=C(O)c1ccccc1 O=Cc1ccccc1.CC(C)=O>>CC(=O)C=Cc1ccccc1 CC=O.CC=O>>CC(O)CC=O
+CCOC(C)=O.CCOC(C)=O>>CCOC(=O)CC(C)=O O=Cc1ccccc1.C=P(c1ccccc1)(c1ccccc1)c1ccccc1>>C=Cc1ccccc1
+O=Cc1ccccc1.Nc1ccccc1>>C(=Nc1ccccc1)c1ccccc1 O=C1CCCCC1.NO>>ON=C1CCCCC1 O=C1CCCCC1.C1CCNC1>>C1=C(N2CCCC2)CCCC1
+Brc1ccccc1.OB(O)c1ccccc1>>c1ccc(-c2ccccc2)cc1 Brc1ccccc1.C=CC(=O)OC>>COC(=O)C=Cc1ccccc1
+Ic1ccccc1.C#Cc1ccccc1>>C(#Cc1ccccc1)c1ccccc1 Fc1ccccc1[N+](=O)[O-].NCC>>CCNc1ccccc1[N+](=O)[O-]
+CC(C)(C)OC(=O)OC(=O)OC(C)(C)C.NCc1ccccc1>>CC(C)(C)OC(=O)NCc1ccccc1 CC(C)(C)OC(=O)NCc1ccccc1.Cl>>NCc1ccccc1
 """
 
 PATTERNS = (
@@ -143,19 +109,22 @@ def made_reactions(seed: int) -> list[str]:
     return random.Random(seed).sample(reactions, REACTIONS)
 
 
-def reactions(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each row."""
+def reactions(args: argparse.Namespace) -> None:
+    """Measure each row."""
     dense = AlbertForMaskedLM.from_pretrained(args.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows = args.rows or ["dense", "shared dk=171", "shared dk=128", "shared dff=256", "shared dk=171 dff=256"]
-    for case in cases(args, rows):
+
+    def measure(case: dict[str, Any]) -> dict[str, Any]:
         model, kind = copy.deepcopy(dense), case.get("calibration")
         if case["row"] != "dense":
             data: Any = made_reactions(case["seed"]) if kind == "texts" else kind
             options = None if kind in ("texts", "none") else CalibrationOptions(sequences=REACTIONS)
             convert_(model, case, data, tokenizer, options)
         right, total = filled(model, tokenizer, TEXTBOOK.split())
-        yield case | {"right": right, "tokens": total, "parameters": model.num_parameters()}
+        return {"right": right, "tokens": total, "parameters": model.num_parameters()}
+
+    measure_new(args.records, cases(args, rows), measure)
 
 
 def filled(model: PreTrainedModel, tokenizer: Any, texts: Sequence[str], apart: int = 6) -> tuple[int, int]:
@@ -188,15 +157,16 @@ def functions() -> list[str]:
     return texts
 
 
-def titles(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each row."""
+def titles(args: argparse.Namespace) -> None:
+    """Measure each row."""
     dense = T5ForConditionalGeneration.from_pretrained(args.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     texts = functions()[: SCORED + CALIBRATED]
     wanted = written(args.model, args.model, texts)
     scored, pairs = texts[:SCORED], list(zip(texts[SCORED:], wanted[SCORED:], strict=True))
     rows = args.rows or ["shared dff=512", "stock dk=192 dv=192", "stock dk=192 dv=192 dff=512"]
-    for case in cases(args, rows):
+
+    def measure(case: dict[str, Any]) -> dict[str, Any]:
         model = copy.deepcopy(dense)
         convert_(model, case, pairs if case["calibration"] == "texts" else case["calibration"], tokenizer)
         model = to_stock(model) if case["row"].startswith("stock") else model
@@ -204,13 +174,10 @@ def titles(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             model.save_pretrained(folder)
             same = [one == other for one, other in zip(wanted, written(folder, args.model, scored), strict=False)]
         right, total = agreement(model, tokenizer, scored, wanted)
-        yield case | {
-            "same": sum(same),
-            "titles": len(same),
-            "right": right,
-            "tokens": total,
-            "parameters": model.num_parameters(),
-        }
+        figures = {"same": sum(same), "titles": len(same), "right": right, "tokens": total}
+        return figures | {"parameters": model.num_parameters()}
+
+    measure_new(args.records, cases(args, rows), measure)
 
 
 def written(folder: Path | str, tokenizer: Path, texts: Sequence[str]) -> list[str]:
@@ -233,15 +200,12 @@ def agreement(model: Any, tokenizer: Any, texts: Sequence[str], wanted: Sequence
 
 
 def cases(args: argparse.Namespace, rows: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield what is not in the records."""
-    done = read_records(args.records)
+    """Yield each row with each calibration and seed."""
     for row, kind, seed in product(rows, args.calibrations, args.seeds):
         case = {"model": args.model.name, "row": row}
         if row != "dense":
             case |= {"calibration": kind, "seed": seed}
-        if not is_recorded(case, done):
-            done.append(case)
-            yield case
+        yield case
 
 
 def convert_(model: Any, case: dict[str, Any], data: Any, tokenizer: Any, options: Any = None) -> None:
@@ -254,19 +218,14 @@ def convert_(model: Any, case: dict[str, Any], data: Any, tokenizer: Any, option
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["reactions", "titles"])
+    parser = make_parser(__doc__, ["reactions", "titles"])
     parser.add_argument("model", type=Path)
     parser.add_argument("--rows", nargs="+")
     parser.add_argument("--calibrations", nargs="+", choices=["texts", "synthetic", "none"], default=["texts"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records" / "families.jsonl")
     args = parser.parse_args()
-    set_verbosity_error()
-    disable_progress_bar()
-    for record in {"reactions": reactions, "titles": titles}[args.command](args):
-        print(json.dumps(record), flush=True)
-        append_record(args.records, record)
+    {"reactions": reactions, "titles": titles}[args.command](args)
 
 
 if __name__ == "__main__":

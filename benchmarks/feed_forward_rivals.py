@@ -45,19 +45,12 @@ TEMPERATURE, REPRESENTATION = 2.0, 2.5e-4  # K-prune's: of the divergence, and t
 
 @dataclass(frozen=True)
 class Block:
-    """A feed-forward block whose neurons are to be chosen, or attention whose heads are.
+    """A feed-forward block whose neurons are to be chosen, or attention whose heads are."""
 
-    Args:
-        index: of its layer.
-        layer: of the model that gets narrower.
-        weight: of the linear layer that adds to the residual stream, transposed, (N, D), in float64.
-        moments: of the activations, and of the error of the residual stream.
-    """
-
-    index: int
-    layer: Any
-    weight: Tensor
-    moments: ResidualMoments
+    index: int  # of its layer
+    layer: Any  # of the model that gets narrower
+    weight: Tensor  # of the linear layer that adds to the residual stream, transposed, (N, D), in float64
+    moments: ResidualMoments  # of the activations, and of the error of the residual stream
 
 
 Choose = Callable[[Block], Tensor]
@@ -83,16 +76,10 @@ def narrow_blocks_(
     labelled: tuple[Iterable[Mapping[str, Any]], Loss | None, int] | None = None,
     refitted: bool = False,
 ) -> None:
-    """Narrow all feed-forward blocks as a rival does, in place.
+    """Narrow all feed-forward blocks to `width` neurons as a rival does, in place.
 
-    Args:
-        kind: one of KINDS.
-        model: dense, of the BERT family, or an MPNet.
-        width: neurons that each block keeps.
-        batches: to fit to.
-        heads: that each layer keeps, for `kwon`; None keeps all, without scalars.
-        labelled: for `kwon`, the last arguments of `mask_gradients`.
-        refitted: whether `flap` is refitted as ours is.
+    `kwon` keeps `heads` of each layer (None keeps all, without scalars), and `labelled` are its last arguments of
+    `mask_gradients`; `refitted` says whether `flap` is refitted as ours is.
     """
     if kind == "kwon":
         assert labelled is not None
@@ -148,19 +135,12 @@ def kwon(model: Any, width: int, heads: int | None, labelled: tuple[Any, ...]) -
 
 @dataclass
 class Pass:
-    """One batch on its way through both models.
+    """One batch on its way through both models."""
 
-    Args:
-        hidden: hidden states in the model that gets narrower, (B, T, D).
-        dense: hidden states in the dense model, (B, T, D).
-        mask: added to attention scores, (B, 1, 1, T), or (B, H, T, T) with MPNet's biases of positions.
-        fitted: tokens to fit to, (B, T).
-    """
-
-    hidden: Tensor
-    dense: Tensor
-    mask: Tensor
-    fitted: Tensor
+    hidden: Tensor  # states in the model that gets narrower, (B, T, D)
+    dense: Tensor  # states in the dense model, (B, T, D)
+    mask: Tensor  # added to attention scores, (B, 1, 1, T), or (B, H, T, T) with MPNet's biases of positions
+    fitted: Tensor  # tokens to fit to, (B, T)
 
     @classmethod
     def of(cls, model: Any, batch: Batch) -> "Pass":
@@ -174,20 +154,11 @@ class Pass:
 
 
 @torch.no_grad()
-def narrow_(
-    model: Any,
-    batches: Sequence[Batch],
-    steps: Mapping[str, Step],
-    *,
-    cls_only: bool = False,
-) -> None:
+def narrow_(model: Any, batches: Sequence[Batch], steps: Mapping[str, Step], *, cls_only: bool = False) -> None:
     """Choose neurons of every block, or heads, and tune the remaining weights, from the lowest layer up, in place.
 
-    Args:
-        model: dense; narrower afterwards.
-        batches: to fit to; an eighth is held back.
-        steps: of the parts "feed-forward" and "attention"; one that is not named stays as it is.
-        cls_only: whether a classifier's last block is fitted to the first tokens alone, the only ones it reads.
+    A part without a step ("feed-forward" or "attention") stays as it is. With `cls_only` a classifier's last block is
+    fitted to the first tokens alone, the only ones it reads.
     """
     dense = copy.deepcopy(model)
     used, held_back = split_held_back(batches)
@@ -288,13 +259,7 @@ def knowledge(block: Block, model: Any, batches: Sequence[Batch], targets: Seque
         Σ_batches ½ (∂L/∂m_j)² / sequences + λ E[a_j²] mean_d(w_jd²)
 
     where L is the KL divergence of a classifier's probabilities from the dense model's, or the mean squared error of
-    grades and vectors.
-
-    Args:
-        block: the lowest dense one.
-        model: with narrower blocks below it.
-        batches: to measure on.
-        targets: the dense model's outputs for them.
+    grades and vectors, whose dense ones are the `targets`.
     """
     is_classes = model is not model.base_model and targets[0].shape[1] > 1
     predictive = torch.zeros(len(block.weight), dtype=torch.float64)
@@ -353,12 +318,7 @@ def mask_gradients(
 ) -> list[Tensor]:
     """Return for each linear layer the gradients ∂L_s/∂m of its inputs' masks, one row for each sample s, (S, N).
 
-    Args:
-        model: dense.
-        linears: of the model.
-        batches: with labels.
-        loss: of the outputs and a batch, one for each row (B,); by default the model's mean.
-        rows: successive rows of a batch that form one sample.
+    `loss` returns one number for each row of a labelled batch, (B,); so many successive `rows` form a sample.
     """
     collected: list[list[Tensor]] = [[] for _ in linears]
     for batch in batches:
@@ -376,11 +336,7 @@ def rearranged(gradients: Tensor, width: int) -> Tensor:
     """Return the neurons to keep so that Σ_s (Σ_removed g_sj)², the Fisher information of the removed ones, is small.
 
     Start with those of the largest Σ_s g_sj². Then move each of them, the least first, to the removed ones, and take
-    back the one whose return leaves the least information (Kwon et al., 3.2).
-
-    Args:
-        gradients: of the masks, (S, N).
-        width: neurons to keep.
+    back the one whose return leaves the least information (Kwon et al., 3.2). The gradients are (S, N).
     """
     squares = gradients.square().sum(0)
     order = squares.argsort()
@@ -414,14 +370,9 @@ def refit(
 def scaled(
     used: ResidualMoments, held_back: ResidualMoments, weight: Tensor, kept: Tensor, size: int = 1
 ) -> tuple[Tensor, None]:
-    """Multiply the weights of each neuron or head by a scalar, by least squares damped towards 1 (Kwon et al., 3.3).
+    """Multiply the weights of each neuron, or of `size` channels, by a scalar (Kwon et al., 3.3).
 
-    Args:
-        used: moments to fit to.
-        held_back: moments that choose the damping.
-        weight: Wᵀ, (N, D).
-        kept: neurons or channels to keep.
-        size: kept channels in a row that share their scalar.
+    It is fitted by least squares damped towards 1.
     """
     second, crossed = used.moments(centred=False)
     crossed = crossed + second @ lost(weight, kept)

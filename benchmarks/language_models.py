@@ -36,7 +36,6 @@ keys, and with "values" at the end for values too.
 
 import argparse
 import copy
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -55,10 +54,9 @@ from datasets import Dataset
 from feed_forward_rivals import chosen_by
 from rivals import Batches, dropped, pooled
 from speed import parse_row
-from timing import append_record, is_recorded, read_records
+from timing import make_parser, measure_new, read_records
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
 
 from collab_compress import Compression, Solver, compress
 from collab_compress.calibration import Batch, calibration_batches
@@ -82,11 +80,8 @@ def load(folder: Path) -> tuple[PreTrainedModel, Any, bool]:
     """Return a model, its tokenizer, and whether it fills in masked words."""
     masked = AutoConfig.from_pretrained(folder).model_type == "modernbert"
     model_class = AutoModelForMaskedLM if masked else AutoModelForCausalLM
-    return (
-        model_class.from_pretrained(folder, dtype=torch.float32).eval(),
-        AutoTokenizer.from_pretrained(folder),
-        masked,
-    )
+    model = model_class.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(folder), masked
 
 
 def perplexity(model: PreTrainedModel, batches: Iterable[Batch], masked: bool = False) -> float:
@@ -124,7 +119,7 @@ def shared(
 
 def equal(dense: PreTrainedModel, share: float, values: bool, batches: Batches) -> PreTrainedModel:
     """Convert a copy with equally many channels for each frequency, which the library does not offer."""
-    with patch.object(rotary, "allocated", equally):
+    with patch.object(rotary, "allocate_channels", equally):
         return shared(dense, share, values, batches)
 
 
@@ -137,13 +132,7 @@ def equally(errors: Sequence[Tensor], channels: int) -> list[int]:
 
 
 class Bench:
-    """One model, and the cases that are measured already.
-
-    Args:
-        folder: of the model and its tokenizer.
-        data: folder of the data sets.
-        records: file of measured cases.
-    """
+    """One model in a folder, the folder of the data sets, and the file of cases that are measured already."""
 
     def __init__(self, folder: Path, data: Path, records: Path) -> None:
         self.dense, self.tokenizer, self.masked = load(folder)
@@ -155,7 +144,6 @@ class Bench:
             else encode_language_model(text["validation"], tokenizer, length=LENGTH)
         )
         self.train = torch.tensor(encode_language_model(text["train"], tokenizer, length=LENGTH)["input_ids"][:-1])
-        self.done = read_records(records)
 
     def texts(self, seed: int) -> Batches:
         """Draw blocks of training text."""
@@ -164,20 +152,17 @@ class Bench:
 
     def measure(self, make: Callable[[], PreTrainedModel], **case: Any) -> None:
         """Measure a case that is not in the records, and append it."""
-        case = {"model": self.name, **case}
-        if is_recorded(case, self.done):
-            return
-        record = {**case, "perplexity": round(perplexity(make(), batches_of(self.rows), self.masked), 2)}
-        self.done.append(record)
-        print(json.dumps(record), flush=True)
-        append_record(self.records, record)
+
+        def figures(_: dict[str, Any]) -> dict[str, Any]:
+            return {"perplexity": round(perplexity(make(), batches_of(self.rows), self.masked), 2)}
+
+        measure_new(self.records, [{"model": self.name, **case}], figures)
 
     def run(self, seeds: list[int]) -> None:
         """Measure all cases, seed after seed."""
         self.measure(lambda: self.dense, way="dense")
         for seed, values, share in product(seeds, (False, True), SHARES):
-            size = {"share": share, "values": values}
-            self.calibrated(size, seed)
+            self.calibrated({"share": share, "values": values}, seed)
 
     def calibrated(self, size: dict[str, Any], seed: int) -> None:
         """Measure conversions of one size."""
@@ -198,14 +183,7 @@ class Bench:
         return not self.masked and self.dense.config.num_attention_heads % (share * 8) == 0
 
 
-COLUMNS = (
-    "shared, random tokens",
-    "shared, text",
-    "equal",
-    "dropped",
-    "dropped alike",
-    "pooled",
-)
+COLUMNS = ("shared, random tokens", "shared, text", "equal", "dropped", "dropped alike", "pooled")
 
 
 def column_of(record: dict[str, Any]) -> str:
@@ -277,7 +255,7 @@ def cache(folder: Path, args: argparse.Namespace) -> None:
     """Measure one rotary model with smaller caches."""
     bench = Bench(folder, args.data_dir, args.records)
     bench.run(args.seeds)
-    print_table(bench.name, [record for record in bench.done if record["model"] == bench.name])
+    print_table(bench.name, [record for record in read_records(args.records) if record["model"] == bench.name])
 
 
 def pretrained(folder: Path, args: argparse.Namespace) -> None:
@@ -292,18 +270,17 @@ def pretrained(folder: Path, args: argparse.Namespace) -> None:
 
     test = stretches(scored_split, 20, 512)
     data: dict[str, Any] = {"text": stretches("train", 64, 256), "default": "auto", "generated": "generated"}
-    done = read_records(args.records)
-    for row, kind in product(args.rows, args.calibrations):
-        case = {"model": folder.name, "task": args.task, "row": row, "calibration": kind}
-        if is_recorded(case, done):
-            continue
-        model = smaller(dense, row, data[kind], tokenizer)
-        case["perplexity"] = round(perplexity(model, test), 2)
-        print(json.dumps(case), flush=True)
-        append_record(args.records, case)
+
+    def measure(case: dict[str, Any]) -> dict[str, Any]:
+        model = smaller(dense, case["row"], data[case["calibration"]], tokenizer)
         for prompt in PROMPTS if args.prompts else ():
             ids = tokenizer(prompt, return_tensors="pt")
             print("   ", repr(tokenizer.decode(model.generate(**ids, max_new_tokens=24, do_sample=False)[0])))
+        return {"perplexity": round(perplexity(model, test), 2)}
+
+    of_model = {"model": folder.name, "task": args.task}
+    cases = [{**of_model, "row": row, "calibration": kind} for row, kind in product(args.rows, args.calibrations)]
+    measure_new(args.records, cases, measure)
 
 
 def smaller(dense: PreTrainedModel, row: str, batches: Any, tokenizer: Any) -> PreTrainedModel:
@@ -322,8 +299,7 @@ def smaller(dense: PreTrainedModel, row: str, batches: Any, tokenizer: Any) -> P
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["cache", "blocks", "pretrained"])
+    parser = make_parser(__doc__, ["cache", "blocks", "pretrained"])
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--models", type=Path, nargs="+", required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="cache")
@@ -333,8 +309,6 @@ def main() -> None:
     parser.add_argument("--prompts", action="store_true", help="pretrained: print how the model goes on")
     parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records" / "rotary.jsonl")
     args = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     for folder in args.models:
         {"cache": cache, "blocks": blocks, "pretrained": pretrained}[args.command](folder, args)
 

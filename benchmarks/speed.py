@@ -31,6 +31,7 @@ from timing import (
     add_timing_arguments,
     fresh_process,
     has_wall_time,
+    make_parser,
     paired_times,
     print_row,
     ratio,
@@ -49,7 +50,6 @@ from transformers import (
     LlamaConfig,
     LlamaModel,
 )
-from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from collab_compress import Compression, Solver, compress
 from collab_compress.heads import mix_heads_
@@ -274,8 +274,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=list(COMMANDS))
+    parser = make_parser(__doc__, COMMANDS)
     parser.add_argument("--rows", nargs="+", help='conversions, such as "shared dk=128 head_dim=32"')
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of a sequence, or of the cache")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), help="decoding: all if not given")
@@ -288,8 +287,6 @@ def main() -> None:
         sys.exit("no GPU found, so nothing was measured; run it on a machine with one, or pass --device cpu")
     args.wall = args.wall or args.device == "cuda"
     torch.manual_seed(0)
-    disable_progress_bar()
-    set_verbosity_error()
     if args.child:
         folder, length, batch, threads = args.child
         torch.set_num_threads(int(threads))

@@ -14,8 +14,19 @@ from typing import Any
 
 import torch
 from collab_compress_glue_runs.experiments.outputs import environment
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 Calls = Mapping[str, Callable[[], Any]]
+
+
+def make_parser(description: str | None, commands: Iterable[str] = ()) -> argparse.ArgumentParser:
+    """Return a parser with the script's docstring as its help; Transformers is quiet from now on."""
+    set_verbosity_error()
+    disable_progress_bar()
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if commands:
+        parser.add_argument("command", choices=list(commands))
+    return parser
 
 
 def add_timing_arguments(parser: argparse.ArgumentParser, seconds: float = 10) -> None:
@@ -32,10 +43,7 @@ def has_wall_time(args: argparse.Namespace) -> bool:
 
 
 def paired_times(calls: Calls, args: argparse.Namespace, min_rounds: int = 5) -> dict[str, list[float]]:
-    """Return the seconds of each call in every round; a round runs all calls in random order.
-
-    Rounds go on for about `args.seconds`.
-    """
+    """Return the seconds of each call in every round of all calls in random order, for about `args.seconds`."""
     clock = perf_counter if has_wall_time(args) else process_time
     order = list(calls)
     times: dict[str, list[float]] = {name: [] for name in order}
@@ -55,13 +63,8 @@ def ratio(times: Mapping[str, list[float]], name: str, baseline: str = "dense") 
     """Return the median and quartiles of a call's time over the baseline's, round by round."""
     ratios = [seconds / base for seconds, base in zip(times[name], times[baseline], strict=True)]
     low, middle, high = quantiles(ratios, n=4)
-    return {
-        "ratio": middle,
-        "low": low,
-        "high": high,
-        "rounds": len(ratios),
-        "baseline_ms": 1e3 * median(times[baseline]),
-    }
+    figures = {"ratio": middle, "low": low, "high": high, "rounds": len(ratios)}
+    return figures | {"baseline_ms": 1e3 * median(times[baseline])}
 
 
 def report(cell: Mapping[str, Any], calls: Calls, args: argparse.Namespace, baseline: str = "dense") -> None:
@@ -99,9 +102,17 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def is_recorded(case: Mapping[str, Any], records: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether a record has all that a case says."""
-    return any(case.items() <= record.items() for record in records)
+def measure_new(
+    path: Path, cases: Iterable[dict[str, Any]], measure: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """Measure the cases that no record holds; print each with its figures, and append it to the records."""
+    done = read_records(path)
+    for case in cases:
+        if any(case.items() <= record.items() for record in done):
+            continue
+        done.append(case | measure(case))
+        print(json.dumps(done[-1], ensure_ascii=False), flush=True)
+        append_record(path, done[-1])
 
 
 def fresh_process(script: str, *arguments: object, **environment: str) -> str:

@@ -20,8 +20,6 @@ the first ones in the tokenizer's order. Bytes are those of the weights, in floa
   counted in the built-in texts, or in the training text.
 """
 
-import argparse
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -35,10 +33,9 @@ from collab_compress_glue_runs.tasks import load_task
 from language_models import load
 from quality import Embeddings, embed
 from scipy.stats import spearmanr
-from timing import append_record, is_recorded, read_records
+from timing import make_parser, measure_new
 from torch import Tensor, nn
 from transformers import AutoConfig
-from transformers.utils.logging import disable_progress_bar
 
 from collab_compress import trim_vocabulary_
 from collab_compress.calibration.builtin import builtin_texts
@@ -140,30 +137,27 @@ def measure(bench: Encoder | LanguageModel, share: float, texts: Sequence[str]) 
 
 def main() -> None:
     """Measure what is not in the records, and append it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--model", type=Path, help="default: MiniLM")
     parser.add_argument("--prefix", default="")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.25])
     parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records" / "vocabulary.jsonl")
     args = parser.parse_args()
-    disable_progress_bar()
     bench: Encoder | LanguageModel
     if args.model and "CausalLM" in AutoConfig.from_pretrained(args.model).architectures[0]:
         bench = LanguageModel(args.model, args.data_dir)
     else:
         bench = Encoder(args.model, args.data_dir, args.prefix)
-    done = read_records(args.records)
     builtin = [text for text in builtin_texts(pairs=False) if isinstance(text, str)]
     counted = {"built-in texts": builtin, **bench.counted()}
     cases: list[tuple[float, str]] = [(1.0, "nothing"), *product(args.shares, reversed(counted))]
-    for share, name in cases:
-        case = {"model": args.model.name if args.model else "minilm", "share": share, "counted": name}
-        if is_recorded(case, done):
-            continue
-        record = case | measure(bench, share, counted.get(name, ()))
-        print(json.dumps(record, ensure_ascii=False), flush=True)
-        append_record(args.records, record)
+    of_model = {"model": args.model.name if args.model else "minilm"}
+    measure_new(
+        args.records,
+        ({**of_model, "share": share, "counted": name} for share, name in cases),
+        lambda case: measure(bench, case["share"], counted.get(case["counted"], ())),
+    )
 
 
 if __name__ == "__main__":

@@ -79,7 +79,8 @@ class Inputs:
 
     data: Annotated[Path | None, tyro.conf.arg(metavar="FILE[:COLUMN]")] = None
     """A text file with one sentence a line, or a source and a target with a tab between them for an encoder–decoder;
-    FILE:COLUMN of a .csv, .tsv or .jsonl file; by default random tokens (noise, for images)."""
+    FILE:COLUMN of a .csv, .tsv or .jsonl file; by default random tokens. Models of images and
+    sounds are studied in Python."""
 
     task: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """A classification task (cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli, trec): its validation data are read,
@@ -198,13 +199,13 @@ class CompressArguments(EditArguments):
 
     calibration: Annotated[tuple[str, ...], tyro.conf.arg(metavar=CALIBRATIONS)] = (AUTO,)
     """Data to calibrate on. builtin: English texts that come with the package; a model with a head also reads pairs
-    of them, and random tokens. synthetic: random tokens alone (noise for images and sounds). auto: builtin if the
-    model reads English, else synthetic, but for --dff, --layers and --keep of a model of images or sounds, which want
-    examples. generated: texts that a model with a language-model head writes itself. none: the bare weights. Or a
+    of them, and random tokens. synthetic: random tokens alone. auto: builtin if the model reads English, else
+    synthetic. generated: texts that a model with a language-model head writes itself. none: the bare weights. Or a
     file with one text a line (or two, with a tab between: text pairs, or source and target of an encoder–decoder);
     FILE:COLUMN or FILE:FIRST,SECOND of a .csv, .tsv or .jsonl file; NAME:COLUMN or NAME:CONFIGURATION:COLUMN of the
     training rows of a data set on the hub. Several are used together, as `MODEL --calibration builtin docs.txt`:
-    texts of one narrow kind alone harm all others."""
+    texts of one narrow kind alone harm all others. Models of images and sounds need batches of their processor, in
+    Python, or none."""
 
     calibration_options: tyro.conf.OmitArgPrefixes[CalibrationOptions] = field(default_factory=CalibrationOptions)
 

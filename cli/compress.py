@@ -19,8 +19,7 @@ from collab_compress import (
 )
 from collab_compress.analysis import Latency, model_latency, plan
 from collab_compress.architectures import find_attention
-from collab_compress.calibration.batches import resolved, text_files
-from collab_compress.calibration.builtin import reads_single_texts
+from collab_compress.calibration.source import resolve, text_files
 from collab_compress.checkpoint.files import to_json, write_new
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import Part
@@ -62,9 +61,8 @@ def run(arguments: Arguments) -> Report | None:
     if arguments.stock and arguments.compression.dk is not None:
         refuse_stock(source.model)
         arguments = _with_stock_heads(arguments, source)
-    calibration = [resolved(name, source.model, source.tokenizer) for name in arguments.calibration]
     lines: list[str] = []
-    trimming, report = None, None
+    trimming, report, words = None, None, None
     if tokens is not None:
         texts = _texts(arguments) or ("builtin",)
         progress("counting tokens")
@@ -72,7 +70,8 @@ def run(arguments: Arguments) -> Report | None:
         lines += [*str(trimming).splitlines(), ""]
     if arguments.compression.converts:
         report, latency = _convert(source, arguments)
-        lines += _report_lines(report, calibration, latency, _embeds(source.model))
+        words = _calibration_words(source, arguments)
+        lines += _report_lines(report, words, latency, _embeds(source.model))
     if arguments.mix:
         mix_heads_(source.model)
     if arguments.stock and report is not None and report.of("dk"):
@@ -93,7 +92,7 @@ def run(arguments: Arguments) -> Report | None:
         notes=[] if trimming is None else [str(trimming)],
         new_tokens=trimming is not None,
         compression=None if report is None else _compression(arguments, report),
-        calibration=None if report is None else _calibration_words(source, calibration),
+        calibration=words,
         report=report,
     )
     return report
@@ -186,15 +185,10 @@ def _conversion_record(arguments: Arguments, report: Report | None) -> dict[str,
     }
 
 
-def _calibration_words(source: Source, calibration: Sequence[str]) -> str | None:
-    """Return the calibration data in the words of a card; None without any."""
-    random = "random tokens" if source.model.main_input_name == "input_ids" else "noise"
-    builtin = "the texts that come with collab_compress"
-    builtin += "" if reads_single_texts(source.model) else " and random tokens"
-    words = {"builtin": builtin, "synthetic": random, "generated": "texts of its own"}
-    files = {name: file.name for name in calibration for file in text_files((name,)) if file.is_file()}
-    names = [words.get(name, f"texts ({files.get(name, name)})") for name in calibration if name != "none"]
-    return " and ".join(dict.fromkeys(names)) or None
+def _calibration_words(source: Source, arguments: Arguments) -> str | None:
+    """Return the calibration data in the words of a report and a card; None without any."""
+    sources = resolve(arguments.calibration, source.model, source.tokenizer, arguments.calibration_options)
+    return " and ".join(dict.fromkeys(part.words for part in sources)) or None
 
 
 def _with_stock_heads(arguments: Arguments, source: Source) -> Arguments:
@@ -212,7 +206,7 @@ def _embeds(model: PreTrainedModel) -> bool:
     return reads_texts and model.base_model is model
 
 
-def _report_lines(report: Report, calibration: Sequence[str], latency: Latency | None, embeds: bool) -> list[str]:
+def _report_lines(report: Report, calibration: str | None, latency: Latency | None, embeds: bool) -> list[str]:
     """Return the lines to print about a conversion: the whole model, then attention, then tables of modules."""
     lines = [*_whole_model(report, calibration, latency, embeds), ""]
     lines += [report.choice] if report.choice else []
@@ -243,7 +237,7 @@ def _row(module: PartReport) -> list[str]:
     ]
 
 
-def _whole_model(report: Report, calibration: Sequence[str], latency: Latency | None, embeds: bool) -> list[str]:
+def _whole_model(report: Report, calibration: str | None, latency: Latency | None, embeds: bool) -> list[str]:
     """Return size, time and output error of the whole model, compared with the dense one."""
     lines = [
         f"Whole model: {report.parameters_before:,} → {report.parameters_after:,} parameters "
@@ -255,11 +249,11 @@ def _whole_model(report: Report, calibration: Sequence[str], latency: Latency | 
         error = report.output_error
         lines.append(
             f"Output error: its {error.output} move by {error.relative_error:.1%} of their size on {error.sequences} "
-            f"held-back sequences ({' and '.join(calibration)}). {MEANING}{f' {ANEW}' * embeds}"
+            f"held-back sequences ({calibration}). {MEANING}{f' {ANEW}' * embeds}"
         )
     if report.refits:
         lines.append(refit_line(report.refits))
-    if set(calibration) == {"synthetic"} and not report.refits:
+    if calibration == "random tokens" and not report.refits:
         lines.append(NOT_REFITTED)
     return lines
 

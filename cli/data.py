@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from collab_compress.calibration import Batch, calibration_batches, evaluation_mode, run_batch
 from collab_compress.calibration.batches import sequence_count
+from collab_compress.calibration.encode import batch_slices, reads_tokens_alone, usable_length
 from collab_compress.calibration.files import Text, read_texts
 from collab_compress.calibration.gather import forward_arguments
-from collab_compress.calibration.tokenization import batch_slices, usable_length
 from collab_compress.errors import DataError
 from collab_compress.report import TaskScore
 
@@ -54,14 +54,12 @@ def load_data(data: Inputs, model: PreTrainedModel, tokenizer: Any, seed: int) -
 
 
 def _synthetic(data: Inputs, model: PreTrainedModel, tokenizer: Any, seed: int) -> Loaded:
-    tokens = model.main_input_name == "input_ids"
     length: int | None = min(data.length, SYNTHETIC_LENGTH)
-    if tokens and tokenizer is not None:
+    if reads_tokens_alone(model) and tokenizer is not None:
         length = usable_length(length, model, tokenizer)
     sequences = min(data.sentences, SYNTHETIC)
     batches = calibration_batches("synthetic", model, tokenizer, sequences=sequences, length=length, seed=seed)
-    sentence = SENTENCE if tokens and not model.config.is_encoder_decoder else None
-    return Loaded(batches, "random tokens" if tokens else "noise", sentence)
+    return Loaded(batches, "random tokens", None if model.config.is_encoder_decoder else SENTENCE)
 
 
 def _labelled(name: str, data: Inputs, model: PreTrainedModel, tokenizer: Any, seed: int) -> Loaded:

@@ -8,42 +8,27 @@ WITHOUT_FLOAT64 = ("mps",)
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Return the device itself, or the CPU if the device has no float64 (Apple's MPS).
-
-    Example:
-        >>> float64_device(torch.device("mps"))
-        device(type='cpu')
-    """
+    """Return the device itself, or the CPU if the device has no float64 (Apple's MPS)."""
     return device if has_float64(device) else torch.device("cpu")
 
 
 def work_device(device: torch.device | str | None, weights: torch.Tensor) -> torch.device:
     """Return a device for work in float64: the given one, or by default that of the weights, or the CPU.
 
-    Raises:
-        ValueError: the device is unknown or absent, has no float64, or is `meta`.
-
-    Example:
-        >>> work_device(None, torch.ones(2))
-        device(type='cpu')
+    Raises a ValueError for a device that is unknown or absent, has no float64, or is `meta`.
     """
     try:
-        place = float64_device(weights.device) if device is None else torch.device(device)
-        torch.empty(0, dtype=torch.float64, device=place)
+        device = float64_device(weights.device) if device is None else torch.device(device)
+        torch.empty(0, dtype=torch.float64, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ValueError(f"cannot work on device {device}: {str(error).partition(chr(10))[0]}") from error
-    if "meta" in (place.type, weights.device.type):
+    if "meta" in (device.type, weights.device.type):
         raise ValueError("tensors on the meta device have no values; load the weights first")
-    return place
+    return device
 
 
 def free_memory(device: torch.device) -> float:
-    """Return the bytes that are free on a GPU, those that PyTorch has reserved and does not use included; else ∞.
-
-    Example:
-        >>> free_memory(torch.device("cpu"))
-        inf
-    """
+    """Return the bytes that are free on a GPU, those that PyTorch has reserved and does not use included; else ∞."""
     if device.type != "cuda":
         return inf
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -51,10 +36,5 @@ def free_memory(device: torch.device) -> float:
 
 
 def has_float64(device: torch.device) -> bool:
-    """Return whether a device supports float64.
-
-    Example:
-        >>> has_float64(torch.device("cpu")), has_float64(torch.device("mps"))
-        (True, False)
-    """
+    """Return whether a device supports float64."""
     return device.type not in WITHOUT_FLOAT64

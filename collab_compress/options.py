@@ -3,7 +3,6 @@
 from collab_compress_options.options import (
     KEEP,
     KINDS,
-    LARGEST_SEED,
     SECTION_NAMES,
     CalibrationOptions,
     Compression,
@@ -11,12 +10,13 @@ from collab_compress_options.options import (
     ReportOptions,
     Solver,
     check_counts,
+    check_kinds,
+    check_known,
 )
 
 __all__ = [
     "KEEP",
     "KINDS",
-    "LARGEST_SEED",
     "SECTION_NAMES",
     "CalibrationOptions",
     "Compression",
@@ -24,4 +24,6 @@ __all__ = [
     "ReportOptions",
     "Solver",
     "check_counts",
+    "check_kinds",
+    "check_known",
 ]

@@ -17,11 +17,7 @@ UNLABELLED = -100  # label of what a loss leaves out
 
 
 def _part(module: str, name: str) -> Any:
-    """Return `transformers.module.name`.
-
-    Raises:
-        ImportError: the installed version does not have it.
-    """
+    """Return `transformers.module.name`, or raise an ImportError that names it."""
     try:
         return getattr(import_module(f"transformers.{module}"), name)
     except (ImportError, AttributeError) as error:

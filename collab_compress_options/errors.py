@@ -4,16 +4,11 @@ from math import inf, isfinite
 from numbers import Real
 from typing import Any
 
-LONGEST = 400  # characters of a message
+MAX_MESSAGE_CHARS = 400
 
 
 def install(extra: str = "") -> str:
-    """Return how to install this package, with one of its extras, until a release puts it on an index.
-
-    Example:
-        >>> install("data")
-        "pip install '.[data]' in a checkout of collab-compress"
-    """
+    """Return how to install this package, with one of its extras, until a release puts it on an index."""
     source = f"'.[{extra}]'" if extra else "."
     return f"pip install {source} in a checkout of collab-compress"
 
@@ -55,28 +50,15 @@ for _error in (CollabCompressError, *CollabCompressError.__subclasses__()):
 
 
 def shown(value: Any) -> str:
-    """Return a value as messages show it: a number of NumPy as a plain one.
-
-    Example:
-        >>> import numpy
-        >>> shown(numpy.float64(0.5)), shown("half")
-        ('0.5', "'half'")
-    """
+    """Return a value as messages show it: a number of NumPy as a plain one."""
     is_numpy_scalar = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
     return repr(value.item() if is_numpy_scalar else value)
 
 
 def check_type(name: str, value: Any, expected: type, error: type[CollabCompressError]) -> None:
-    """Raise `error` for an argument of another type than expected, such as a dict of options in place of a class.
-
-    Example:
-        >>> check_type("solver", {"sweeps": 9}, tuple, CompressionError)
-        Traceback (most recent call last):
-            ...
-        collab_compress.errors.CompressionError: solver is of type dict: {'sweeps': 9}; expected tuple
-    """
+    """Raise `error` for an argument of another type than expected, such as a dict of options in place of a class."""
     if not isinstance(value, expected):
-        got = f"{name} is of type {type(value).__name__}: {shown(value)}"[:LONGEST]
+        got = f"{name} is of type {type(value).__name__}: {shown(value)}"[:MAX_MESSAGE_CHARS]
         raise error(f"{got}; expected {expected.__name__}")
 
 
@@ -90,12 +72,7 @@ def check_number(name: str, value: Any, least: float = -inf, most: float = inf, 
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error in one line of at most 400 characters; of the file system, the reason alone.
-
-    Example:
-        >>> one_line(ValueError("too   wide"))
-        'too wide'
-    """
+    """Return the message of an error in one line of at most 400 characters; of the file system, the reason alone."""
     reason = error.strerror if isinstance(error, OSError) and error.filename is not None else None
     words = " ".join((reason or str(error)).split())
-    return words if len(words) <= LONGEST else words[: LONGEST - 1] + "…"
+    return words if len(words) <= MAX_MESSAGE_CHARS else words[: MAX_MESSAGE_CHARS - 1] + "…"

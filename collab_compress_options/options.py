@@ -3,6 +3,7 @@
 Nothing large is imported here, so that a command can print its help at once.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
 from numbers import Integral, Real
@@ -29,9 +30,9 @@ SECTION_NAMES = (
 )
 """Sections of a report, in the order of the page."""
 
-LARGEST_DAMPING = 1e6
+MAX_DAMPING = 1e6
 KEEP = 0.5  # share of the layers' operations that a conversion keeps by default
-MOST_SWEEPS = 1_000_000
+MAX_SWEEPS = 1_000_000
 LARGEST_SEED = 2**32 - 1  # of NumPy's generators, which take the fewest
 
 
@@ -52,6 +53,20 @@ def check_counts(options: Any, error: type[Exception], *names: str, least: int =
         if count > most:
             raise error(f"{name} is {count}; expected at most {most:,}")
         object.__setattr__(options, name, count)
+
+
+def check_known(what: str, name: str, known: Iterable[str]) -> None:
+    """Raise a HeadError unless a name is one of those that are known."""
+    if name not in (names := sorted(known)):
+        raise HeadError(f"unknown {what} {name!r}; expected one of {', '.join(names)}")
+
+
+def check_kinds(what: str, kinds: tuple[Kind, ...]) -> None:
+    """Raise a HeadError unless these are kinds of attention, each once."""
+    if isinstance(kinds, str) or not kinds or len(set(kinds)) < len(kinds):
+        raise HeadError(f"{what}: kinds are {kinds!r}; expected some of {', '.join(KINDS)}, each once")
+    for kind in kinds:
+        check_known(f"kind of attention for {what}", kind, KINDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +103,11 @@ class Solver:
     def __post_init__(self) -> None:
         if self.method not in get_args(Method):
             raise CompressionError(f"unknown solver {self.method!r}; expected one of {', '.join(get_args(Method))}")
-        check_counts(self, CompressionError, "sweeps", most=MOST_SWEEPS)
+        check_counts(self, CompressionError, "sweeps", most=MAX_SWEEPS)
         check_counts(self, CompressionError, "seed", least=0, most=LARGEST_SEED)
-        if not isinstance(self.damping, Real) or not 0 <= self.damping <= LARGEST_DAMPING:
+        if not isinstance(self.damping, Real) or not 0 <= self.damping <= MAX_DAMPING:
             raise CompressionError(
-                f"damping is {shown(self.damping)}; expected 0 or more, up to {LARGEST_DAMPING:g} (calibration "
+                f"damping is {shown(self.damping)}; expected 0 or more, up to {MAX_DAMPING:g} (calibration "
                 "'none' weighs all directions alike)"
             )
         if self.refit not in (None, True, False):

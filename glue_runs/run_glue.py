@@ -95,16 +95,17 @@ def load_texts(data: DataArguments, model_labels: list[str]) -> tuple[DatasetDic
     if data.dataset is not None:
         tables = {split: list(read_data_set(rows, split)) for split, rows in load_dataset(data.dataset).items()}
     else:
-        tables = {split: list(read_file(path)) for split, path in files.items() if path}
+        tables = {
+            split: [(f"{path}, line {line}", row) for line, row in read_table(path)]
+            for split, path in files.items()
+            if path
+        }
     for split, rows in tables.items():
         check_rows(rows, split, data)
-    labelled = [
-        (place, row[data.label_column])
-        for place, row in next(iter(tables.values()))
-        if not is_missing(row.get(data.label_column))
-    ]
-    scores = are_scores(labelled) if labelled else len(model_labels) == 1
-    classes = [] if scores else sorted({str(label) for _, label in labelled})
+    labels = [row.get(data.label_column) for _, row in next(iter(tables.values()))]
+    labels = [label for label in labels if not is_missing(label)]
+    scores = any(map(is_decimal, labels)) if labels else len(model_labels) == 1
+    classes = [] if scores else sorted({str(label) for label in labels})
     if not scores and ("train" not in tables or set(classes) == set(model_labels)):
         classes = model_labels  # in the order of the model's outputs
     numbers = {name: number for number, name in enumerate(classes)}
@@ -121,11 +122,6 @@ def load_texts(data: DataArguments, model_labels: list[str]) -> tuple[DatasetDic
         ]
         splits[split] = Dataset.from_dict(columns, features)
     return splits, classes
-
-
-def read_file(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for line, row in read_table(path):
-        yield f"{path}, line {line}", row
 
 
 def read_data_set(rows: Dataset, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -161,15 +157,6 @@ def check_rows(rows: Rows, split: str, data: DataArguments) -> None:
 
 def is_missing(label: Any) -> bool:
     return label is None or label == "" or (isinstance(label, float) and isnan(label))
-
-
-def are_scores(labelled: list[tuple[str, Any]]) -> bool:
-    """Return whether labels are scores: all are numbers, and one of them has a decimal point."""
-    if not any(is_decimal(label) for _, label in labelled):
-        return False
-    for place, label in labelled:
-        as_number(place, label, {})
-    return True
 
 
 def is_decimal(label: Any) -> bool:

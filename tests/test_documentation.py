@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -72,11 +72,15 @@ def test_imports_of_the_documentation_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("package", ["analysis", "heads", "report", "training"])
 def test_what_packages_export_has_an_example(package: str) -> None:
-    """Examples are run with the tests (`--doctest-modules`)."""
+    """Examples are run with the tests (`--doctest-modules`); those of functions show the results that they return."""
     module = importlib.import_module(f"collab_compress.{package}")
     for name in module.__all__:
         value = getattr(module, name)
-        if isinstance(value, type | FunctionType) and value.__module__.startswith(module.__name__):
+        if (
+            isinstance(value, type | FunctionType)
+            and not is_dataclass(value)
+            and value.__module__.startswith(module.__name__)
+        ):
             assert ">>>" in value.__doc__, name
 
 
@@ -168,7 +172,7 @@ def test_snippets_run(
     for source in folder.iterdir():
         (tmp_path / source.name).symlink_to(source.resolve())
     monkeypatch.chdir(tmp_path)
-    for name in ("SWEEPS", "MOST_SWEEPS"):
+    for name in ("ITERATIONS", "MAX_ITERATIONS"):
         monkeypatch.setattr(f"collab_compress.factorization.als.{name}", 5)
     monkeypatch.setattr("collab_compress.analysis.module_latency", partial(module_latency, rounds=2))
     for name in ("my-classifier-128", "my-whisper-1024"):
@@ -232,6 +236,25 @@ def test_readme_converts_the_real_model(
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     quality = importlib.import_module("quality")
     assert quality.Embeddings(glue).score(names["model"].eval(), names["tokenizer"], every=4) > 85.9
+
+
+def test_the_readmes_picture_and_its_numbers_are_those_of_the_records(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    picture = importlib.import_module("picture")
+    picture.main(tmp_path / "quality.svg")
+    made, committed = (path.read_text(encoding="utf-8") for path in (tmp_path / "quality.svg", picture.PICTURE))
+    assert made == committed, "run benchmarks/picture.py"
+    minilm, mpnet = (panel[1] for panel in picture.PANELS)
+    rows = {minilm: ("default", None), mpnet: ("default", None, "text")}
+    said = (ROOT / "README.md").read_text(encoding="utf-8").partition("![Quality")[2].partition("In Python")[0]
+    scores = [
+        picture.quality(task, "shared keep=0.5" if calibration else "dense", calibration)
+        for task, calibrations in rows.items()
+        for calibration in calibrations
+    ]
+    assert re.findall(r"\d\d\.\d", said) == [f"{score:.1f}" for score in scores]
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -306,7 +329,7 @@ import collab_compress.factorization.als as als
 from collab_compress.calibration import builtin
 from collab_compress_cli import start
 share = int(sys.argv[1])
-als.SWEEPS = als.MOST_SWEEPS = 2
+als.ITERATIONS = als.MAX_ITERATIONS = 2
 lines = builtin._lines
 builtin._lines = lambda name: lines(name)[::share]
 for command, *words in json.loads(sys.argv[2]):

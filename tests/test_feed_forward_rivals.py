@@ -1,23 +1,17 @@
 """Rivals for feed-forward blocks choose and tune what their papers say."""
 
 import copy
-import sys
 from functools import partial
-from pathlib import Path
 
+import feed_forward_rivals as rivals
 import pytest
 import torch
+from forms import outputs
 from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForSequenceClassification, BertModel, MPNetModel
 
 from collab_compress import Compression, Solver, compress
 from collab_compress.factorization.least_squares import ResidualMoments, choose_neurons
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-try:
-    import feed_forward_rivals as rivals
-finally:
-    sys.path.pop(0)
 
 NEURONS, WIDTH, LAYERS = 20, 12, 2
 SIZES = {"hidden_size": WIDTH, "num_attention_heads": 3, "num_hidden_layers": LAYERS, "intermediate_size": NEURONS}
@@ -46,11 +40,6 @@ def batches():
         mask[:4, 7:] = 0
         result.append({"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)})
     return result
-
-
-def outputs(model, batch):
-    with torch.no_grad():
-        return model(**batch)[0]
 
 
 def labels(batch, step=0):

@@ -1,30 +1,24 @@
 """The main job on the real model."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from forms import hidden
+from quality import Embeddings
 
 from collab_compress import Compression, compress, expand
 
 TEXTS = ["A man is playing a guitar.", "The quick brown fox jumps over the lazy dog, twice, and then it rests."]
 
 
-def hidden(model, tokenizer):
-    batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
-    with torch.no_grad():
-        return model(**batch).last_hidden_state[batch["attention_mask"].bool()]
-
-
 def test_full_rank_is_exact_with_padding(minilm, minilm_tokenizer):
-    expected = hidden(minilm, minilm_tokenizer)
+    batch = minilm_tokenizer(TEXTS, padding=True, return_tensors="pt")
+    expected = hidden(minilm, batch)
     compress(minilm, Compression(dk=384), calibration=None)
     for implementation in ("eager", "sdpa"):
         minilm.set_attn_implementation(implementation)
-        torch.testing.assert_close(hidden(minilm, minilm_tokenizer), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(hidden(minilm, batch), expected, atol=1e-4, rtol=0)
     expand(minilm)
-    torch.testing.assert_close(hidden(minilm, minilm_tokenizer), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(hidden(minilm, batch), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
@@ -33,11 +27,6 @@ def test_sts_b_without_retraining(minilm, minilm_tokenizer, glue):
 
     One rank and seed here; benchmarks/quality.py runs more.
     """
-    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-    try:
-        from quality import Embeddings
-    finally:
-        sys.path.pop(0)
     task = Embeddings(glue)
     assert task.score(minilm, minilm_tokenizer) == pytest.approx(86.72, abs=0.02)
     compress(minilm, Compression(dk=64), "synthetic", minilm_tokenizer)

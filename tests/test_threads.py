@@ -116,6 +116,7 @@ def flat(value: object, place: str = "") -> Iterator[tuple[str, object]]:
         yield place, value
 
 
+@pytest.mark.slow
 def test_commands_on_the_real_model(python, tmp_path):
     """At its width, with as few sweeps and modules as may be."""
     start = "import sys, torch; torch.set_num_threads(2); from collab_compress_cli import start; start.{}()"

@@ -52,11 +52,6 @@ class JointCovariance:
         count: number of tokens N.
         leading: number of blocks at the beginning, such as those of the first of two models, that are compared only
             with the other blocks; 0 to compare all with all.
-
-    Example:
-        >>> joint = JointCovariance.of([torch.randn(50, 2), torch.randn(50, 3)])
-        >>> joint.matrix.shape, joint.widths, joint.count
-        (torch.Size([5, 5]), (2, 3), 50)
     """
 
     labels: tuple[str, ...]
@@ -206,10 +201,6 @@ def layer_covariance(
     Returns:
         The covariance, labelled with the keys of `head_covariances`, or with `key:head`.
 
-    Raises:
-        HeadError: layers see different tokens.
-        UnsupportedModelError: the model has no attention of these types.
-
     Example:
         >>> layer_covariance(model, [batch]).labels
         ('encoder.layer.0.attention.self', 'encoder.layer.1.attention.self')
@@ -225,8 +216,8 @@ def model_covariances(
 ) -> dict[str, JointCovariance]:
     """Return the covariance of each layer of one model with one of another, for `svcca` and `cka` between models.
 
-    Both models read the same batches, so they must share a tokenizer. They may differ in heads and widths; modules of
-    the same type and position are compared. Other arguments and errors are those of `head_covariances`.
+    Both models read the same batches, so they must share a tokenizer, and have the same number of layers. They may
+    differ in heads and widths. Other arguments and errors are those of `head_covariances`.
 
     Args:
         model: stock or edited; its layers are the rows of the results.
@@ -236,9 +227,6 @@ def model_covariances(
     Returns:
         Module path in `model` → covariance, whose first `leading` blocks are `model`'s. For a module that serves
         several layers, one for each use, paired in order.
-
-    Raises:
-        HeadError: the models differ in their number of layers, or see different tokens.
 
     Example:
         >>> joint = model_covariances(model, model, [batch])["encoder.layer.0.attention.self"]

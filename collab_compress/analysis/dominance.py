@@ -35,12 +35,6 @@ class Dominance:
             silenced.
         kinds: module path → attention type.
         greater_is_better: whether a greater score is a better one.
-
-    Example:
-        >>> changes = {"a": torch.tensor([0.25, 0.5]), "b": torch.tensor([0.75, 0.0])}
-        >>> dominance = Dominance(0.0, changes, {"a": "encoder", "b": "encoder"}, greater_is_better=False)
-        >>> dominance.dominant, dominance.mean_change({"a": 0, "b": 1})
-        ({'a': 1, 'b': 0}, {'encoder': 0.125})
     """
 
     baseline: float
@@ -81,11 +75,6 @@ class PruningPoint:
         removed: number of silenced heads.
         score: the score without them.
         random_score: the score without as many random heads, mean over `random_orders`; NaN if not measured.
-
-    Example:
-        >>> (point,) = pruning_curve(model, random_importance(model), batches=[batch], shares=(1,))
-        >>> point.heads, point.removed
-        ({'encoder.layer.0.attention.self': [0, 1, 2], 'encoder.layer.1.attention.self': [0, 1, 2]}, 6)
     """
 
     share: float
@@ -122,9 +111,6 @@ def dominant_heads(
         progress: called with the number of finished scores, or of batches for the output error, and their total (None
             if unknown).
 
-    Raises:
-        HeadError: neither or both of score and batches, or a score that is no finite number.
-
     Example:
         >>> dominance = dominant_heads(model, batches=[batch])
         >>> dominance.baseline, dominance.changes["encoder.layer.0.attention.self"].shape
@@ -135,7 +121,7 @@ def dominant_heads(
     single = every if heads is None else list(heads.items())
     masks: list[Masks] = [{}, *(masks_without(model, {name: [head]}) for name, head in single)]
     with HeadMask(model) as mask:
-        baseline, *scores = _scores(model, mask, masks, score, batches, progress)
+        baseline, *scores = _measure_scores(model, mask, masks, score, batches, progress)
     changes = {site.name: torch.full((site.heads,), nan, dtype=torch.float64, device="cpu") for site in sites}
     for (name, head), value in zip(single, scores, strict=True):
         changes[name][head] = value - baseline
@@ -165,9 +151,6 @@ def pruning_curve(
         shares: shares of the heads, 0 to 1, each rounded to a number of heads.
         random_orders: number of random orders of heads (`random_importance`) to score too.
 
-    Raises:
-        HeadError: a share, a module or an importance is wrong.
-
     Example:
         >>> importance = random_importance(model)
         >>> points = pruning_curve(model, importance, batches=[batch], shares=(0, 0.5))
@@ -178,7 +161,7 @@ def pruning_curve(
     silenced = [least_important(order, share) for share in shares for order in orders]
     masks = [masks_without(model, heads) for heads in silenced]
     with HeadMask(model) as mask:
-        scores = _scores(model, mask, masks, score, batches, progress)
+        scores = _measure_scores(model, mask, masks, score, batches, progress)
     points = []
     for index, share in enumerate(shares):
         start = index * len(orders)
@@ -193,9 +176,6 @@ def random_importance(model: PreTrainedModel, *, kinds: Collection[Kind] = KINDS
 
     Returns:
         Module path → (H,), uniform between 0 and 1.
-
-    Raises:
-        UnsupportedModelError: the model's family is not known, or it has no attention of these types.
 
     Example:
         >>> random_importance(model, seed=1).keys()
@@ -227,7 +207,7 @@ def split_sequences(batches: Batches) -> tuple[list[Batch], list[Batch]]:
     return choosing, scoring
 
 
-def _scores(
+def _measure_scores(
     model: PreTrainedModel,
     mask: HeadMask,
     masks: Sequence[Masks],
@@ -241,7 +221,7 @@ def _scores(
             "pass either score=, a function of the model, or batches=, on which changes of its outputs are measured"
         )
     if score is None:
-        return _output_errors(model, mask, masks, batches or (), progress)
+        return _measure_output_errors(model, mask, masks, batches or (), progress)
     scores = []
     for silenced in with_progress(masks, progress):
         mask.set(silenced)
@@ -252,25 +232,25 @@ def _scores(
     return scores
 
 
-def _output_errors(
+def _measure_output_errors(
     model: PreTrainedModel, mask: HeadMask, masks: Sequence[Masks], batches: Batches, progress: Progress | None
 ) -> list[float]:
     """Return the output error under each mask; every batch is read once."""
     differences, norm = [0.0] * len(masks), 0.0
     for batch in map(as_batch, with_progress(batches, progress)):
         mask.set({})
-        dense = _unpadded_output(model, batch)
+        dense = _read_output(model, batch)
         norm += float(dense.square().sum())
         for index, silenced in enumerate(masks):
             if silenced:
                 mask.set(silenced)
-                differences[index] += float((_unpadded_output(model, batch) - dense).square().sum())
+                differences[index] += float((_read_output(model, batch) - dense).square().sum())
     if not norm:
         raise HeadError("no output error can be measured: there are no batches, or the outputs are all zero")
     return [(difference / norm) ** 0.5 for difference in differences]
 
 
-def _unpadded_output(model: PreTrainedModel, batch: Batch) -> Tensor:
+def _read_output(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Return the model's main output in float64, without padding where it has a token axis."""
     name, output = main_output(model, batch)
     mask = token_mask(model, batch, name, output)

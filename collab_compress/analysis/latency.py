@@ -47,7 +47,7 @@ class Latency:
         >>> print(Latency("", 128, 2.0, 1.5, ratio=0.75, low=0.74, high=0.77, rounds=20, device="cpu"))
         0.75 of the dense model's (processor time of one thread; half of 20 rounds between 0.74 and 0.77)
         >>> print(Latency("", 128, 2.0, 3.5, ratio=1.75, low=1.59, high=1.90, rounds=20, device="cpu"))
-        not measurable beside other work on this machine: half of 20 rounds between 1.59 and 1.90 of the dense model's
+        not measurable while other programs run: half of 20 rounds between 1.59 and 1.90 of the dense model's
     """
 
     name: str
@@ -68,7 +68,7 @@ class Latency:
     def __str__(self) -> str:
         rounds = f"half of {self.rounds} rounds between {self.low:.2f} and {self.high:.2f}"
         if not self.is_steady:
-            return f"not measurable beside other work on this machine: {rounds} of the dense model's"
+            return f"not measurable while other programs run: {rounds} of the dense model's"
         clock = "processor time of one thread" if self.device == "cpu" else f"time on {self.device}"
         return f"{self.ratio:.2f} of the dense model's ({clock}; {rounds})"
 
@@ -123,8 +123,8 @@ def module_latency(
         for length in with_progress(lengths, progress):
             batch = random_tokens(dense, batch_size, length, seed) if inputs is None else dict(inputs(length))
             for site, args, kwargs in _first_calls(dense, sites, batch):
-                calls = [partial(_call, either, args, kwargs) for either in (site, counterparts[site.name])]
-                timed = _timed(site.name, length, calls, device=dense.device, rounds=rounds, draw=draw)
+                calls = [partial(_run, either, args, kwargs) for either in (site, counterparts[site.name])]
+                timed = _time_in_turns(site.name, length, calls, device=dense.device, rounds=rounds, draw=draw)
                 latencies.append(timed)
     return latencies
 
@@ -150,10 +150,6 @@ def model_latency(
         seconds: time to measure for; each model runs 10 to 40 times, because fewer can agree by chance.
         seed: of the order and the tokens.
 
-    Raises:
-        HeadError: the model does not read tokens.
-        CalibrationError: the length is beyond the model's positions.
-
     Example:
         >>> latency = model_latency(model, model, length=8, batch_size=1, seconds=0.01)
         >>> latency.rounds >= 10, latency.dense_ms > 0
@@ -162,18 +158,15 @@ def model_latency(
     batch = random_tokens(dense, batch_size, length, seed)
     with evaluation_mode(dense), evaluation_mode(converted), _one_thread():
         calls = [partial(run_batch, model, batch) for model in (dense, converted)]
-        once = sum(_seconds(call, dense.device) for call in calls)
+        once = sum(_measure_seconds(call, dense.device) for call in calls)
         rounds = min(40, max(10, int(seconds / once)))
-        return _timed("", length, calls, device=dense.device, rounds=rounds, draw=random.Random(seed))
+        return _time_in_turns("", length, calls, device=dense.device, rounds=rounds, draw=random.Random(seed))
 
 
 def _first_calls(
     model: PreTrainedModel, sites: Sequence[AttentionSite], batch: dict[str, Any]
 ) -> list[tuple[AttentionSite, tuple[Any, ...], dict[str, Any]]]:
-    """Return each module with the arguments of its first call while the model runs, without a cache.
-
-    A cache would grow with every further call.
-    """
+    """Return each module with the arguments of its first call, without a cache, which grows with each call."""
     calls: dict[nn.Module, Any] = {}
 
     def keep_first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -187,14 +180,14 @@ def _first_calls(
     return [(site, *calls[site.module]) for site in sites if site.module in calls]
 
 
-def _call(site: AttentionSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _run(site: AttentionSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run a module, and its output projection where it is outside the module."""
     outputs = site.module(*args, **kwargs)
     if site.paths.output.startswith(".."):
         site.part(site.paths.output)(outputs[0])
 
 
-def _timed(
+def _time_in_turns(
     name: str,
     length: int,
     calls: Sequence[Callable[[], Any]],
@@ -207,7 +200,7 @@ def _timed(
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds + 1):
         for which in draw.sample((0, 1), 2):
-            times[which].append(1e3 * _seconds(calls[which], device))
+            times[which].append(1e3 * _measure_seconds(calls[which], device))
     dense, converted = times[0][1:], times[1][1:]
     low, middle, high = statistics.quantiles([after / before for before, after in zip(dense, converted, strict=True)])
     medians = statistics.median(dense), statistics.median(converted)
@@ -225,7 +218,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+def _measure_seconds(call: Callable[[], Any], device: torch.device) -> float:
     """Return the processor time of one call on the CPU, or its time on another device."""
     clock: Callable[[], float] = thread_time if device.type == "cpu" else perf_counter
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None

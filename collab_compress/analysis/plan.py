@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,11 +12,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import DenseSite, ValueSite, find_attention, tokenizer_of, transformers_model
 from collab_compress.calibration import Batch, Calibration
-from collab_compress.calibration.batches import refuse_noise, sample_sequences
+from collab_compress.calibration.batches import sample_sequences
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import Part, PartCost, block_cost, costs_at, part_costs
 from collab_compress.conversion.data import read
-from collab_compress.conversion.feed_forward import FeedForward
 from collab_compress.conversion.inventory import Inventory, refuse_unconvertible
 from collab_compress.conversion.maps import READING, Progress, silent
 from collab_compress.conversion.report import to_frame
@@ -23,8 +23,8 @@ from collab_compress.conversion.widths import MAX_LOSS_SEQUENCES, LossCurves, lo
 from collab_compress.errors import CalibrationError, UnsupportedModelError
 from collab_compress.options import CalibrationOptions
 
-SHARES = (3 / 4, 1 / 2, 3 / 8, 1 / 4)  # of the dense widths
-BAR = 20  # characters of the longest bar
+WIDTH_SHARES = (3 / 4, 1 / 2, 3 / 8, 1 / 4)  # of the dense widths
+BAR_CHARACTERS = 20  # of the longest bar
 _logger = logging.getLogger(__name__)
 
 
@@ -39,10 +39,6 @@ class Row:
             some of it.
         parameters: of the whole model, over dense.
         operations: of all attention modules and feed-forward blocks, over dense, at the plan's length.
-
-    Example:
-        >>> Row(part="dv", width=16, loss=0.03, parameters=0.9, operations=0.7).width
-        16
     """
 
     part: Part
@@ -85,7 +81,7 @@ class Plan:
             "part  width  parameters  operations  loss in a layer",
         ]
         for row in self.rows:
-            bar = "█" * max(1, round(BAR * row.loss / largest))
+            bar = "█" * max(1, round(BAR_CHARACTERS * row.loss / largest))
             lines.append(
                 f"{row.part:<4}  {row.width:>5}  {row.parameters:>10.1%}  {row.operations:>10.1%}  "
                 f"{row.loss:>6.2%} {bar}"
@@ -94,32 +90,10 @@ class Plan:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class PartLosses:
-    """What the parts of a model that can be converted lose at every width, and why the others cannot be."""
-
-    scores: Sequence[DenseSite]
-    values: Sequence[ValueSite]
-    blocks: Sequence[FeedForward]
-    losses: LossCurves
-    left_out: dict[str, str]
-
-    def costs(self, model: PreTrainedModel, part: Part, widths: Mapping[str, int], length: int) -> list[PartCost]:
-        """Return the costs of all parts of one kind at some widths, given by the path of the part."""
-        if part == "dff":
-            return [block_cost(model, block, widths[block.down], length) for block in self.blocks]
-        costs = []
-        for site in self.scores if part == "dk" else self.values:
-            option = {part: widths[site.name]}
-            costs += [cost for cost in costs_at(site, length, **option) if cost.part == part]
-        return costs
-
-
-def part_losses(inventory: Inventory, batches: Sequence[Batch], progress: Progress = silent) -> PartLosses:
-    """Return what each part of a model that can be converted loses at every width, and why others cannot.
-
-    Raises the errors of `plan`, and CompressionError where moments of a module are singular.
-    """
+def part_losses(
+    inventory: Inventory, batches: Sequence[Batch], progress: Progress = silent
+) -> tuple[LossCurves, dict[str, str]]:
+    """Return what each part of a model that can be converted loses at every width, and why others cannot be."""
     left_out: dict[str, str] = {}
     scores: list[DenseSite] = []
     values: list[ValueSite] = []
@@ -133,7 +107,17 @@ def part_losses(inventory: Inventory, batches: Sequence[Batch], progress: Progre
         left_out["dv"] = str(error)
     blocks, left_out["dff"] = inventory.narrowable_blocks
     losses = loss_curves(inventory, scores, values, blocks, batches, progress)
-    return PartLosses(scores, values, blocks, losses, {part: why for part, why in left_out.items() if why})
+    return losses, {part: why for part, why in left_out.items() if why}
+
+
+def _costs(inventory: Inventory, part: Part, widths: Mapping[str, int], length: int) -> list[PartCost]:
+    """Return the costs of all parts of one kind at some widths, given by the path of the part."""
+    if part == "dff":
+        blocks = [block for block in inventory.narrowable_blocks[0] if block.down in widths]
+        return [block_cost(inventory.model, block, widths[block.down], length) for block in blocks]
+    sites = [site for site in inventory.attention if site.name in widths]
+    costs = chain.from_iterable(costs_at(site, length, **{part: widths[site.name]}) for site in sites)
+    return [cost for cost in costs if cost.part == part]
 
 
 @torch.inference_mode(False)
@@ -144,7 +128,7 @@ def plan(
     progress: Progress | None = None,
     *,
     calibration_options: CalibrationOptions | None = None,
-    shares: Sequence[float] = SHARES,
+    shares: Sequence[float] = WIDTH_SHARES,
 ) -> Plan:
     """Return what widths of queries and keys, of values and of feed-forward blocks cost and lose.
 
@@ -174,7 +158,6 @@ def plan(
     refuse_unconvertible(model, "plan")
     model = sharing_copy(model)  # so that other threads may run the model meanwhile
     find_attention(model)  # refuses unknown families before any data are read
-    refuse_noise(model, calibration)
     progress = progress or silent
     progress(READING, 0, None)
     data = read(model, calibration, tokenizer, calibration_options, seed=0)
@@ -184,16 +167,17 @@ def plan(
         raise CalibrationError("a plan takes calibration data of at least two sequences; pass more")
     batches, length = sample_sequences(data.used, MAX_LOSS_SEQUENCES), data.length
     inventory = Inventory(model, batches[0])
-    parts = part_losses(inventory, batches, progress)
-    dense = part_costs(model, length) + [block_cost(model, block, None, length) for block in parts.blocks]
+    losses, left_out = part_losses(inventory, batches, progress)
+    blocks = inventory.narrowable_blocks[0]
+    dense = part_costs(model, length) + [block_cost(model, block, None, length) for block in blocks]
     operations = sum(cost.macs_after for cost in dense)
     rows = []
-    for part, curves in parts.losses.items():
+    for part, curves in losses.items():
         for share in sorted(shares, reverse=True):
             widths = {name: math.ceil(share * (len(curve) - 1)) for name, curve in curves.items()}
             if all(width == len(curves[name]) - 1 for name, width in widths.items()):
                 continue  # dense, or there is no such part
-            costs = parts.costs(model, part, widths, length)
+            costs = _costs(inventory, part, widths, length)
             saved = sum(cost.parameters_before - cost.parameters_after for cost in costs)
             rows.append(
                 Row(
@@ -204,4 +188,4 @@ def plan(
                     operations=1 - sum(cost.macs_before - cost.macs_after for cost in costs) / operations,
                 )
             )
-    return Plan(tuple(rows), length, parts.left_out)
+    return Plan(tuple(rows), length, left_out)

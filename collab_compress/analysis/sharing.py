@@ -16,11 +16,7 @@ from collab_compress.heads import alphas_of
 
 
 def score_factors(model: PreTrainedModel) -> dict[str, tuple[HeadTensor, Tensor | None]]:
-    """Return module path → heads T_i of the scores without the scale, in float64 on the CPU, and the mixing matrix M.
-
-    T_i is the query (H, D, d) and key (H, D, d); in a collaborative module W̃q·diag(m_i) and W̃k. M is (H, R), None for
-    a dense module.
-    """
+    """Return the query and key (H, D, d) of each module's heads, W̃q·diag(m_i) and W̃k if converted, and M (H, R)."""
     shared = read_factors(model)
     factors: dict[str, tuple[HeadTensor, Tensor | None]] = {}
     for site in find_attention(model):
@@ -49,11 +45,6 @@ class Energy:
         query: of all heads' $W_Q$, side by side.
         key: of $W_K$.
         product: of $W_Q W_K^\top = \sum_i W_Q^{(i)} W_K^{(i)\top}$.
-
-    Example:
-        >>> energy = head_energy(model)["encoder.layer.0.attention.self"]
-        >>> energy.heads.shape, energy.query.shape, energy.product[-1]
-        (torch.Size([3, 9]), torch.Size([25]), tensor(1., dtype=torch.float64))
     """
 
     heads: Tensor
@@ -124,9 +115,6 @@ def mixing_matrices(model: PreTrainedModel, *, order: bool = False) -> dict[str,
     Returns:
         Module path → (H, R), or (H, H·d) for a dense module, in float64 on the CPU.
 
-    Raises:
-        UnsupportedModelError: the model's family is not known, or it has a rotary embedding.
-
     Example:
         >>> mixing_matrices(model)["encoder.layer.0.attention.self"].shape
         torch.Size([3, 24])
@@ -156,7 +144,6 @@ def alpha_matrices(model: PreTrainedModel) -> dict[str, Tensor]:
 
     Raises:
         HeadError: no heads are mixed.
-        UnsupportedModelError: the model's family is not known.
 
     Example:
         >>> from collab_compress.heads import mix_heads_

@@ -30,12 +30,6 @@ class SVCCA:
         coefficients: (n, m, w), between 0 and 1, descending; 0 beyond the number of directions of the narrower one.
         directions: number of coefficients of each pair that count, (n, m).
         within: whether rows and columns are the same representations.
-
-    Example:
-        >>> x = torch.randn(100, 3, 4)  # tokens, heads, width
-        >>> result = svcca(JointCovariance.of(list(x.unbind(1))))
-        >>> result.similarity.shape, result.curve.shape, 0 < result.mean < 1
-        (torch.Size([3, 3]), torch.Size([4]), True)
     """
 
     labels: tuple[str, ...]
@@ -50,21 +44,14 @@ class SVCCA:
 
     @property
     def mean(self) -> float:
-        """Mean similarity over pairs: i < j, or all where rows and columns differ.
-
-        Raises:
-            HeadError: there is no pair.
-        """
+        """Mean similarity over pairs: i < j, or all where rows and columns differ; a HeadError if there is none."""
         return mean_over_pairs(self.similarity) if self.within else float(self.similarity.mean())
 
     @property
     def curve(self) -> Tensor:
-        """Mean over pairs of the first, second, … coefficient, (k,); "Inter-Head Diversity", Figs. 2–4.
+        """Mean over pairs of the first, second, … coefficient, 0 where a pair has fewer, (k,).
 
-        Pairs with fewer coefficients than others count with zeros at the end.
-
-        Raises:
-            HeadError: there is no pair.
+        "Inter-Head Diversity", Figs. 2–4.
         """
         pairs = torch.ones_like(self.directions, dtype=torch.bool)
         if self.within:
@@ -116,10 +103,10 @@ def svcca(
         >>> round(svcca(x, x @ torch.randn(4, 4), variance=1).mean, 6)  # the same for any invertible map
         1.0
     """
-    responses = _joint(responses, other)
+    responses = _to_covariance(responses, other)
     if not 0 < variance <= 1:
         raise HeadError(f"share of variance to keep is {variance}; expected above 0, up to 1")
-    slices, whitening = responses.slices, _whitening(responses, variance)
+    slices, whitening = responses.slices, _compute_whitening(responses, variance)
     rows, columns, within = responses.rows, responses.columns, not responses.leading
     coefficients = torch.zeros(len(rows), len(columns), max(responses.widths), dtype=torch.float64, device="cpu")
     directions = torch.zeros(len(rows), len(columns), dtype=torch.long, device="cpu")
@@ -134,7 +121,7 @@ def svcca(
     return SVCCA(tuple(responses.labels[row] for row in rows), coefficients, directions, within)
 
 
-def _whitening(responses: JointCovariance, variance: float) -> list[Tensor]:
+def _compute_whitening(responses: JointCovariance, variance: float) -> list[Tensor]:
     """Return a whitening matrix (d, k) of each block, of its k kept directions."""
     matrices = []
     for block, floor in zip(responses.slices, responses.floors, strict=True):
@@ -175,14 +162,14 @@ def cka(responses: JointCovariance | Tensor, other: Tensor | None = None) -> Ten
         >>> bool(cka(x, torch.randn(100, 4)) < 0.2)
         True
     """
-    responses = _joint(responses, other)
+    responses = _to_covariance(responses, other)
     squares = responses.sum_blocks(responses.sum_blocks(responses.matrix.square()).mT)  # (n, n)
     norms = squares.diagonal().sqrt() * (responses.variances > responses.floors)
     rows, columns = responses.rows, responses.columns
-    return _ratio(squares[: rows.stop, columns.start :], norms[: rows.stop], norms[columns.start :])
+    return _divide(squares[: rows.stop, columns.start :], norms[: rows.stop], norms[columns.start :])
 
 
-def _joint(responses: JointCovariance | Tensor, other: Tensor | None) -> JointCovariance:
+def _to_covariance(responses: JointCovariance | Tensor, other: Tensor | None) -> JointCovariance:
     """Return the covariance of what similarities compare, or raise a HeadError."""
     if isinstance(responses, Tensor) and isinstance(other, Tensor):
         return JointCovariance.of([responses, other], leading=1)
@@ -194,7 +181,7 @@ def _joint(responses: JointCovariance | Tensor, other: Tensor | None) -> JointCo
     return responses
 
 
-def _ratio(squares: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+def _divide(squares: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Divide (n, m) by (n,) and (m,), 0 where one of these is 0."""
     norms = rows[:, None] * columns
     return torch.where(norms > 0, squares / torch.where(norms > 0, norms, 1.0), 0.0)
@@ -208,13 +195,6 @@ class Discrepancy:
         cosine: cosine + 1, as "Multi-Head Rotation" section 5.3 words it: 2 for heads that point the same way, 0 for
             opposite ones. It grows as heads become more similar.
         l2: Euclidean distance.
-
-    Example:
-        >>> cosine, l2 = torch.tensor([[2.0, 0.5], [0.5, 2.0]]), torch.tensor([[0.0, 3.0], [3.0, 0.0]])
-        >>> apart = Discrepancy(cosine, l2)
-        >>> apart.difference, apart.norm("l2")
-        (tensor([[0.0000, 1.5000],
-                [1.5000, 0.0000]]), 6.0)
     """
 
     cosine: Tensor
@@ -226,11 +206,7 @@ class Discrepancy:
         return 2 - self.cosine
 
     def norm(self, measure: Measure) -> float:
-        """Return the L₁,₁ norm by `cosine`, `difference` or `l2`: the layer's discrepancy, diagonal included.
-
-        Raises:
-            HeadError: the measure is unknown.
-        """
+        """Return the L₁,₁ norm by `cosine`, `difference` or `l2`: the layer's discrepancy, diagonal included."""
         if measure not in get_args(Measure):
             raise HeadError(f"unknown measure {measure!r}; expected one of {', '.join(get_args(Measure))}")
         matrix: Tensor = getattr(self, measure)

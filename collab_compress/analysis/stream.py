@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, Kind
 from collab_compress.calibration import as_batch, evaluation_mode, run_batch
+from collab_compress.calibration.encode import vocabulary_size
 from collab_compress.calibration.gather import forward_arguments
-from collab_compress.calibration.tokenization import vocabulary_size
 from collab_compress.devices import float64_device
 from collab_compress.errors import HeadError
 from collab_compress.heads import HeadRecord, Part, Recorder
@@ -75,7 +75,7 @@ def read_heads(
             ran = True
             for model in models:
                 run_batch(model, as_batch(batch))
-            yield [_by_name(recorder.take(), modules) for recorder in recorders]
+            yield [_name_records(recorder.take(), modules) for recorder in recorders]
     if not ran:
         raise HeadError("no batches to run the model on; pass some, and a list where they are read more than once")
 
@@ -129,7 +129,7 @@ def random_tokens(model: PreTrainedModel, count: int, length: int, seed: int) ->
     return batch
 
 
-def _by_name(readings: Sequence[HeadRecord], modules: str) -> HeadRecords:
+def _name_records(readings: Sequence[HeadRecord], modules: str) -> HeadRecords:
     """Return the readings of modules that match the glob, by name."""
     counts = Counter(reading.site.name for reading in readings)
     uses: Counter[str] = Counter()

@@ -202,8 +202,10 @@ _T5 = _Base(
     _paths("q k v o", "n_heads", "key_value_proj_dim", cross="EncDecAttention", free_width="d_kv"), limits=_ONE_BIAS
 )
 _UMT5 = replace(_T5, layout=Layout(fixed_head_count=True), limits=_OWN_BIAS)
-_PIX2STRUCT = _Base(_paths("query key value output", "n_heads", "key_value_proj_dim"))
-_PIX2STRUCT_TEXT = replace(_with_paths(_PIX2STRUCT, cross="encoder_decoder_attention"), limits=_ONE_BIAS)
+_PIX2STRUCT = _Base(_paths("query key value output", "n_heads", "key_value_proj_dim", free_width="d_kv"))
+_PIX2STRUCT_TEXT = replace(
+    _with_paths(_PIX2STRUCT, cross="encoder_decoder_attention", free_width=""), limits=_ONE_BIAS
+)
 _GPT2 = _Base(  # one transposed layer holds queries, keys and values
     _paths("c_attn c_proj", "num_heads", "head_dim", cross="crossattention"),
     limits=Limits(undescribed={"cross": "it keeps queries in one layer and keys and values together in another"}),
@@ -371,13 +373,7 @@ _ROWS = (
     _row("OWL-ViT vision", "owlvit_vision_model", "OwlViTAttention", _CLIP, since="5.5"),
     _row("Idefics3 vision", "idefics3_vision", "Idefics3VisionAttention", _CLIP, since="5.10"),
     _row("Pix2Struct text", "pix2struct_text_model", "Pix2StructTextAttention", _PIX2STRUCT_TEXT, since="5.15"),
-    _row(
-        "Pix2Struct vision",
-        "pix2struct_vision_model",
-        "Pix2StructVisionAttention",
-        _with_paths(_PIX2STRUCT, free_width="d_kv"),
-        since="5.15",
-    ),
+    _row("Pix2Struct vision", "pix2struct_vision_model", "Pix2StructVisionAttention", _PIX2STRUCT, since="5.15"),
     _row("SigLIP text", "siglip_text_model", "SiglipAttention", _CLIP, since="5.10"),
     _row("SigLIP vision", "siglip_vision_model", "SiglipAttention", _CLIP, since="5.10"),
     _row("SigLIP 2 text", "siglip2_text_model", "Siglip2Attention", _CLIP, since="5.10"),
@@ -401,13 +397,7 @@ _ROWS = (
     _row("Apertus", "apertus", "ApertusAttention", _QK_NORM, since="5.5"),
     _row("Arcee", "arcee", "ArceeAttention", _LLAMA),
     _row("Cohere", "cohere", "CohereAttention", _COHERE),
-    _row(
-        "Cohere 2",
-        "cohere2",
-        "Cohere2Attention",
-        _COHERE,
-        rotary=Rotary("neighbours, tables too", where="sliding_window"),
-    ),
+    _row("Cohere 2", "cohere2", "Cohere2Attention", _COHERE2),
     _row("CWM", "cwm", "CwmAttention", _LLAMA),
     _row("ERNIE 4.5 MoE", "ernie4_5_moe", "Ernie4_5_MoeAttention", _NEIGHBOURS),
     _row("ERNIE 4.5", "ernie4_5", "Ernie4_5Attention", _NEIGHBOURS),
@@ -436,14 +426,7 @@ _ROWS = (
     _row("Mixtral", "mixtral", "MixtralAttention", _LLAMA),
     _row("ModernBERT", "modernbert", "ModernBertAttention", _MODERNBERT, since="5.5"),
     _row("ModernBERT decoder", "modernbert-decoder", "ModernBertDecoderAttention", _with_paths(_NOMIC, output="Wo")),
-    _row(
-        "Nemotron",
-        "nemotron",
-        "NemotronAttention",
-        _LLAMA,
-        rotary=Rotary(width="partial_rotary_factor"),
-        since="5.15",
-    ),
+    _row("Nemotron", "nemotron", "NemotronAttention", _NEMOTRON, since="5.15"),
     _row("nomic-bert", "nomic_bert", "NomicBertAttention", _NOMIC, since="5.5"),
     _row("OLMo 2", "olmo2", "Olmo2Attention", _QK_NORM),
     _row("OLMo 3", "olmo3", "Olmo3Attention", _QK_NORM),

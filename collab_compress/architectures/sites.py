@@ -1,6 +1,6 @@
 """Find the attention modules of a live model, read their projections, separate or fused, and refuse all others."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from operator import attrgetter
@@ -107,11 +107,11 @@ def fused_slice(module: Any, family: AttentionFamily, path: str) -> FusedSlice |
     groups = attrgetter(family.paths.key_value_heads)(module) if family.paths.key_value_heads else heads
     if layer.weight.shape[int(isinstance(layer, Conv1D))] != (heads + 2 * groups) * width:
         return None
-    place = paths.index(path)
+    index = paths.index(path)
     if family.layout.interleaved:
-        return FusedSlice(layer, place * width, 3 * width, heads, width)
-    before = (0, heads, heads + groups)[place]
-    return FusedSlice(layer, before * width, width, groups if place else heads, width)
+        return FusedSlice(layer, index * width, 3 * width, heads, width)
+    before = (0, heads, heads + groups)[index]
+    return FusedSlice(layer, before * width, width, groups if index else heads, width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,12 +272,7 @@ class ValueSite(AttentionSite):
 
 
 def split_heads(weight: Tensor, heads: int) -> Tensor:
-    """Split an `nn.Linear` weight (H·d, D) into per-head matrices (H, D, d).
-
-    Example:
-        >>> split_heads(torch.randn(24, 16), heads=3).shape
-        torch.Size([3, 16, 8])
-    """
+    """Split an `nn.Linear` weight (H·d, D) into per-head matrices (H, D, d)."""
     return weight.detach().view(heads, -1, weight.shape[1]).transpose(1, 2)
 
 
@@ -308,18 +303,14 @@ def find_attention(model: nn.Module, modules: str = "*", kinds: Collection[Kind]
     owners = _owners(model)
     described = _described(owners)
     if not described:
-        attention = [(name, module) for name, module in model.named_modules() if _is_attention(module)]
-        first = "".join(
-            f"; its first attention module is {name} ({_class(module)})" for name, module in attention[:1]
+        raise UnsupportedModelError(
+            f"{_class(model)}: model type {_type(model)!r} has no description{_first_attention(model)}; {SEE}"
         )
-        raise UnsupportedModelError(f"{_class(model)}: model type {_type(model)!r} has no description{first}; {SEE}")
     sites: list[AttentionSite] = []
     for name, module in model.named_modules():
         family = described.get(name)
         if family is not None and _class(module) in family.attention_classes:
-            path = name.split(".")
-            holders = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
-            site = _site(name, module, family, holders, owners[name])
+            site = _site(name, module, family, model.get_submodule(name.rpartition(".")[0]), owners[name])
             sites.append(replace(site, layer=[other.kind for other in sites].count(site.kind)))
     chosen = [site for site in sites if fnmatch(site.name, modules) and site.kind in kinds]
     if not chosen:
@@ -345,6 +336,12 @@ def _is_attention(module: nn.Module) -> bool:
     return "attention" in _class(module).lower()
 
 
+def _first_attention(model: nn.Module) -> str:
+    """Return words on the first module of a model that may be attention, or ""."""
+    attention = ((name, module) for name, module in model.named_modules() if _is_attention(module))
+    return next((f"; its first attention module is {name} ({_class(module)})" for name, module in attention), "")
+
+
 def _owners(model: nn.Module) -> dict[str, nn.Module]:
     """Return the innermost model that holds each module of `model`, by the path of the module."""
     owners: dict[str, nn.Module] = {}
@@ -355,11 +352,7 @@ def _owners(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _described(owners: dict[str, nn.Module]) -> dict[str, AttentionFamily]:
-    """Return the family of each module by its path, without modules of unknown families.
-
-    Raises:
-        UnsupportedModelError: the family needs a newer version of Transformers.
-    """
+    """Return the family of each module by its path, without modules of unknown families."""
     described = {name: FAMILIES[type_] for name, owner in owners.items() if (type_ := _type(owner)) in FAMILIES}
     for name, family in described.items():
         if family.since and Version(transformers.__version__) < Version(family.since):
@@ -371,9 +364,9 @@ def _described(owners: dict[str, nn.Module]) -> dict[str, AttentionFamily]:
 
 
 def _site(
-    name: str, module: nn.Module, family: AttentionFamily, holders: Sequence[nn.Module], owner: nn.Module
+    name: str, module: nn.Module, family: AttentionFamily, parent: nn.Module, owner: nn.Module
 ) -> AttentionSite:
-    """Return the first site of its kind, of a module inside `holders`, the innermost last."""
+    """Return an attention module of the model `owner` as the first of its kind."""
     causal = family.causal or getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
     kind: Kind = "decoder" if causal else "encoder"
     if family.paths.cross and family.paths.cross in name.split("."):
@@ -397,18 +390,14 @@ def _site(
         heads=heads,
         head_width=head_width,
         scaling=scaling,
-        parent=holders[-1],
+        parent=parent,
         key_value_heads=groups,
         reads_tokens=hasattr(getattr(owner, "config", None), "vocab_size"),
     )
 
 
 def read(name: str, module: nn.Module, family: AttentionFamily, path: str, kind: Any) -> Any:
-    """Read `module.path`, the attribute of an attention module at path `name`, and check its type.
-
-    Raises:
-        UnsupportedModelError: it is missing or of another type.
-    """
+    """Read `module.path`, the attribute of an attention module at path `name`, and check its type."""
     value = _attribute(name, module, family, path)
     own_forward = isinstance(value, nn.Linear) and type(value).forward is not nn.Linear.forward
     if not isinstance(value, kind | FusedSlice if kind is nn.Linear else kind) or own_forward:
@@ -538,14 +527,7 @@ def _refuse_quantized(path: str, weight: Tensor) -> None:
 
 
 def refuse_kept_attention(site: AttentionSite) -> None:
-    """Refuse an attention module that cannot be edited.
-
-    Raises:
-        UnsupportedModelError: it computes its scores itself.
-
-    Example:
-        >>> refuse_kept_attention(find_attention(model)[0])  # attention of BERT can be edited
-    """
+    """Refuse an attention module that cannot be edited, because it computes its scores itself."""
     if site.family.limits.feed_forward_only:
         raise UnsupportedModelError(
             f"{site.name}: attention of {site.family.name} can be neither converted nor hooked, because it computes "
@@ -574,11 +556,7 @@ def _refuse_scores(name: str, module: nn.Module, reason: str) -> NoReturn:
 def _refuse_interposed(model: nn.Module, sites: Iterable[AttentionSite]) -> None:
     """Refuse operations between projection and dot product, other than a rotary embedding that the family describes.
 
-    The collaborative form factors Wq·Wkᵀ, so nothing else may stand between the two. Only the models that `sites`
-    belong to are searched.
-
-    Raises:
-        UnsupportedModelError: naming the first such module and the reason.
+    The collaborative form factors Wq·Wkᵀ, so nothing else may stand between the two.
     """
     owners = _owners(model)
     families = {owners[site.name]: site.family for site in sites}
@@ -604,11 +582,7 @@ def _refuse_interposed(model: nn.Module, sites: Iterable[AttentionSite]) -> None
 
 
 def _refuse_unknown_parts(model: nn.Module, modules: str) -> None:
-    """Refuse selected attention in a model inside `model` whose family has no description.
-
-    Raises:
-        UnsupportedModelError: naming the first such module.
-    """
+    """Refuse selected attention in a model inside `model` whose family has no description."""
     for name, owner in _owners(model).items():
         module = model.get_submodule(name)
         if name and _type(owner) not in FAMILIES and _is_attention(module) and fnmatch(name, modules):
@@ -622,24 +596,7 @@ def refuse_hooks(path: str, layer: nn.Module, stays: bool = False) -> None:
     """Refuse a projection with hooks, a forward pass or parts of its own, which a conversion would lose.
 
     Weight reparametrizations by hooks (`torch.nn.utils.prune`, `weight_norm`) are refused too. Accelerate's forward
-    passes only move tensors, and are allowed.
-
-    Args:
-        path: of the layer, for the message.
-        layer: the projection.
-        stays: whether the layer stays in the model with the same outputs, so that hooks on them may stay too.
-
-    Raises:
-        UnsupportedModelError: there is one.
-
-    Example:
-        >>> layer = torch.nn.Linear(2, 2)
-        >>> refuse_hooks("layer", layer)
-        >>> handle = layer.register_forward_hook(print)
-        >>> refuse_hooks("layer", layer)
-        Traceback (most recent call last):
-            ...
-        collab_compress.errors.UnsupportedModelError: layer (Linear) has a forward hook, which would not survive; ...
+    passes only move tensors, and are allowed. A layer that `stays` in the model keeps hooks on its outputs.
     """
     hooks: dict[str, Any] = {
         "a forward pre-hook": layer._forward_pre_hooks,
@@ -669,12 +626,7 @@ def _sentence_parts(model: Any) -> dict[str, Any]:
 
 
 def tokenizer_of(model: Any) -> Any:
-    """Return the tokenizer of a SentenceTransformer, or a part of one, for its Transformers model; None for others.
-
-    Example:
-        >>> tokenizer_of(model) is None
-        True
-    """
+    """Return the tokenizer of a SentenceTransformer, or of a part of one; None for others."""
     parts = _sentence_parts(model)
     return getattr(next(iter(parts.values())) if len(parts) == 1 else model, "tokenizer", None)
 

@@ -151,7 +151,7 @@ class PaddedProjection(Replacement):
         return pad(projected, (0, self.padding)) if self.padding else projected
 
 
-class Layout(NamedTuple):
+class FusedLayout(NamedTuple):
     """How a fused layer of a stock module holds queries, keys and values in its output channels.
 
     Args:
@@ -163,7 +163,7 @@ class Layout(NamedTuple):
             width of the widest.
 
     Example:
-        >>> query, key, value = Layout(heads=3, head_width=8).split(torch.randn(2, 6, 72), dim=-1)
+        >>> query, key, value = FusedLayout(heads=3, head_width=8).split(torch.randn(2, 6, 72), dim=-1)
         >>> query.shape
         torch.Size([2, 6, 24])
     """
@@ -195,7 +195,7 @@ class QKVProjection(Replacement):
     """Separate queries, keys and values in place of a stock module's fused layer, because some are converted."""
 
     def __init__(
-        self, query: nn.Module, key: nn.Module, value: nn.Module, *, layout: Layout, transposed: bool
+        self, query: nn.Module, key: nn.Module, value: nn.Module, *, layout: FusedLayout, transposed: bool
     ) -> None:
         super().__init__()
         self.query, self.key, self.value = query, key, value
@@ -252,7 +252,7 @@ def projection_like(module: Any, path: str) -> tuple[Tensor, int]:
 # Layers of a module with its stock forward pass.
 
 
-def replace_(module: Any, projections: Mapping[str, nn.Module], layout: Layout) -> None:
+def replace_(module: Any, projections: Mapping[str, nn.Module], layout: FusedLayout) -> None:
     """Install projections in an attention module, path → projection, in place.
 
     A fused layer of queries, keys and values becomes three layers, or one layer again if all three are dense.
@@ -289,7 +289,7 @@ def _set_fused_(module: Any, path: str, layer: nn.Module) -> None:
         module.split_size = layer.widths
 
 
-def _split_layer(layer: nn.Linear | Conv1D, layout: Layout) -> list[nn.Linear]:
+def _split_layer(layer: nn.Linear | Conv1D, layout: FusedLayout) -> list[nn.Linear]:
     """Copy the parts of a fused layer into separate layers; device, dtype and frozenness are kept."""
     weight: Tensor = layer.weight
     weights = layout.split(weight.T if isinstance(layer, Conv1D) else weight, 0)

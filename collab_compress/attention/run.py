@@ -33,7 +33,7 @@ from collab_compress.attention.decoding import HALVES, cached_scores, can_decode
 from collab_compress.attention.forward import hand_back_, take_over_
 from collab_compress.attention.maps import ConvertedMap, Layers
 from collab_compress.attention.projections import (
-    Layout,
+    FusedLayout,
     PaddedProjection,
     Weights,
     add_pre_hook_,
@@ -599,12 +599,12 @@ def prepare_(module: Any) -> None:
         qk.join_((start, (stop - start) // qk.config.heads) if "qkv" in module._modules else None)
 
 
-def _layout(module: Any, config: Any = None) -> Layout:
+def _layout(module: Any, config: Any = None) -> FusedLayout:
     """Return how a fused layer of the stock module is laid out."""
     family = family_of(module)
     if config is None:
         config = next(converted.config for converted in maps_of(module) if converted is not None)
-    return Layout(config.heads, config.head_width, family.layout.interleaved, family.layout.equal_widths)
+    return FusedLayout(config.heads, config.head_width, family.layout.interleaved, family.layout.equal_widths)
 
 
 # Stock forward passes: what their modules view as heads.

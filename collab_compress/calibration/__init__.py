@@ -1,7 +1,7 @@
 """Calibration data, and the moments of attention inputs on them."""
 
-from collab_compress.calibration.batches import Calibration, calibration_batches
 from collab_compress.calibration.gather import Batch, as_batch, evaluation_mode, gather_moments, run_batch
+from collab_compress.calibration.source import Calibration, calibration_batches
 
 __all__ = [
     "Batch",

@@ -2,25 +2,18 @@
 
 from importlib.resources import files
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from collab_compress.calibration.encode import encode
 from collab_compress.calibration.files import Text
-from collab_compress.calibration.tokenization import encode
 
 MOST_UNKNOWN = 0.1  # share of tokens that a tokenizer does not know, in texts of a language that it knows
 LEAST_CHARACTERS = 2.0  # a token, likewise; a tokenizer that spells English words has about one
-SAMPLE = 64  # texts that show it
+PROBED = 64  # texts that show it
 
 
 def builtin_texts(pairs: bool, short: bool = True) -> list[Text]:
-    """Return the texts; the two texts of a pair as a tuple if `pairs`, else each by itself; then the short ones.
-
-    Example:
-        >>> len(builtin_texts(pairs=True)), len(builtin_texts(pairs=False))
-        (2470, 2950)
-        >>> len(builtin_texts(pairs=True, short=False))
-        1120
-    """
+    """Return the texts; the two texts of a pair as a tuple if `pairs`, else each by itself; then the short ones."""
     texts: list[Text] = [*_lines("sentences.txt")]
     for line in _lines("pairs.tsv"):
         first, second = line.split("\t")
@@ -28,28 +21,9 @@ def builtin_texts(pairs: bool, short: bool = True) -> list[Text]:
     return [*texts, *_lines("short.txt")] if short else texts
 
 
-def reads_single_texts(model: PreTrainedModel) -> bool:
-    """Return whether a model reads all built-in texts one by one, without random tokens: if it has no head.
-
-    Its hidden states are then the outputs, as embeddings are made; a classifier of pairs needs the others too.
-    """
-    return model.base_model is model
-
-
-def why_not_builtin(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return what keeps a model that reads tokens from the built-in texts, as a clause; None if nothing does.
-
-    An encoder–decoder needs sources with their targets, and others a tokenizer whose tokens are pieces of English
-    words: less than a tenth of them unknown, and two characters of text each.
-    """
-    if model.config.is_encoder_decoder:
-        return f"{type(model).__name__} reads a source and a target"
-    return why_not_english(tokenizer)
-
-
 def why_not_english(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return what keeps a tokenizer from English texts, as a clause; None if nothing does."""
-    texts = _lines("sentences.txt")[:SAMPLE]
+    """Return why a tokenizer does not suit English texts, as a clause, or None."""
+    texts = _lines("sentences.txt")[:PROBED]
     try:
         rows = encode(tokenizer, texts, add_special_tokens=False, verbose=False)["input_ids"]
     except Exception:  # tokenizers raises plain exceptions

@@ -4,9 +4,8 @@ import csv
 import io
 import json
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from itertools import islice
 from math import isnan
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,18 +21,11 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 JSON_LINES = (".jsonl", ".ndjson")
 TABLES = ".csv, .tsv or .jsonl"
 LONGEST_NAME = 255  # characters of a path that messages show in full
-MOST_CHARACTERS = 2**28  # of texts that are read, and of one line of a file
+LONGEST_VALUE = 2**28  # characters of a value in a table
 
 
 def split_columns(source: str | Path) -> tuple[str, list[str]]:
-    """Split `FILE:column` or `FILE:first,second` into the file and its columns.
-
-    A source that exists under its full name, or has no colon, has no columns.
-
-    Example:
-        >>> split_columns("reviews.csv:text"), split_columns("mnli.tsv:premise,hypothesis")
-        (('reviews.csv', ['text']), ('mnli.tsv', ['premise', 'hypothesis']))
-    """
+    """Split `FILE:column` or `FILE:first,second` into the file and its columns; a file's full name has none."""
     name, _, columns = str(source).rpartition(":")
     if not name or os.path.exists(source) or any(separator in columns for separator in "/\\"):
         return str(source), []
@@ -41,18 +33,11 @@ def split_columns(source: str | Path) -> tuple[str, list[str]]:
 
 
 def read_texts(source: str | Path) -> tuple[list[Text], list[str]]:
-    """Read texts or text pairs of a file or a data set, by the rule of `texts_of`.
+    """Read texts or text pairs of a file or a data set, and return what `texts_of` does.
 
-    Args:
-        source: a file with one text a line, or two with a tab between them; `FILE:column`, or `FILE:first,second` for
-            pairs, of a csv, tsv or jsonl file; `NAME:column` or `NAME:configuration:column` of the training split of
-            a data set, on the hub or in a folder that `datasets` reads.
-
-    Returns:
-        The texts, and a sentence for each thing left out.
-
-    Raises:
-        CalibrationError: the source cannot be read, is not UTF-8, has no text, or lacks the columns.
+    The source is a file with one text a line, or two with a tab between them; `FILE:column`, or `FILE:first,second`
+    for pairs, of a csv, tsv or jsonl file; `NAME:column` or `NAME:configuration:column` of the training split of a
+    data set, on the hub or in a folder that `datasets` reads.
     """
     try:
         return texts_of(_read_rows(source), str(source))
@@ -61,59 +46,34 @@ def read_texts(source: str | Path) -> tuple[list[Text], list[str]]:
 
 
 def texts_of(rows: Iterable[Any], source: str, most: int | None = None) -> tuple[list[Text], list[str]]:
-    """Return the texts and text pairs of rows from anywhere, without rows that lack a text.
+    """Return up to `most` texts and pairs of rows that lack no text, and a sentence on rows that do."""
+    count = 0
 
-    A text that is blank or missing (None, NaN) is left out, and so is a pair without one of its texts. Reading ends
-    after 268 million characters.
+    def whole() -> Iterator[Text]:
+        nonlocal count
+        for row in rows:
+            parts = _parts(row, source, count)
+            count += 1
+            if all(part.strip() for part in parts):
+                yield parts[0] if len(parts) == 1 else (parts[0], parts[1])
 
-    Args:
-        rows: texts, or pairs of them.
-        source: of the rows, for messages.
-        most: number of texts to read; None for all.
-
-    Returns:
-        The texts as they are, and a sentence for each thing left out.
-
-    Raises:
-        CalibrationError: a row is something else, or there is no text.
-
-    Example:
-        >>> texts_of(["one", "", ("a source", "a target")], "the list")
-        (['one', ('a source', 'a target')], ['1 of 3 texts are blank, or lack one text of a pair, and are left out'])
-    """
-    texts: list[Text] = []
-    count = characters = 0
-    notes = []
-    for row in rows:
-        if characters > MOST_CHARACTERS:
-            notes.append(f"only the first {count:,} texts of {source} are read: {characters:,} characters")
-            break
-        parts = _parts(row, source, count)
-        count += 1
-        if all(part and part.strip() for part in parts):
-            texts.append(parts[0] if len(parts) == 1 else (parts[0], parts[1]))
-            characters += sum(map(len, parts))
-            if len(texts) == most:  # the rows may have no end
-                break
+    texts = list(islice(whole(), most))  # rows may have no end
     if not texts:
         blank = f"; all {count:,} are blank, or lack one text of a pair" if count else ""
         raise CalibrationError(f"{source} has no texts{blank}; pass at least one")
-    if len(texts) < count:
-        notes.append(
-            f"{count - len(texts):,} of {count:,} texts are blank, or lack one text of a pair, and are left out"
-        )
-    return texts, notes
+    left_out = f"{count - len(texts):,} of {count:,} texts are blank, or lack one text of a pair, and are left out"
+    return texts, [left_out] if len(texts) < count else []
 
 
-def _parts(row: Any, source: str, place: int) -> tuple[str, ...]:
-    """Return the text or the two texts of a row, "" for a missing one."""
+def _parts(row: Any, source: str, number: int) -> tuple[str, ...]:
+    """Return the text or the two texts of a row, "" for a missing one (None, NaN)."""
     row = row.tolist() if isinstance(row, np.ndarray) else row
     values = tuple(row) if isinstance(row, tuple | list) and len(row) == 2 else (row,)
     parts = ["" if value is None or (isinstance(value, float) and isnan(value)) else value for value in values]
     wrong = next((part for part in parts if not isinstance(part, str)), None)
     if wrong is not None:
         raise CalibrationError(
-            f"{source}: item {place} is or holds a {type(wrong).__name__}; expected a text, or a pair of texts"
+            f"{source}: item {number} is or holds a {type(wrong).__name__}; expected a text, or a pair of texts"
         )
     return tuple(map(str, parts))  # NumPy strings are a subclass
 
@@ -125,8 +85,6 @@ def _read_rows(source: str | Path) -> Iterator[Any]:
     suffix = path.suffix.lower()
     if len(columns) > 2:
         raise CalibrationError(f"{source} names {len(columns)} columns; expected one of texts, or two of pairs")
-    if os.path.exists(path) and not (os.path.isfile(path) or (columns and os.path.isdir(path))):
-        raise CalibrationError(f"cannot read calibration texts from {path}: expected a file")  # a pipe may never end
     if columns and not os.path.isfile(path) and suffix not in (*SEPARATORS, *JSON_LINES, ".txt"):
         return _select(_load_data_set(name, columns), name, columns)
     if suffix in JSON_LINES or suffix == ".csv" or (suffix in SEPARATORS and columns):
@@ -137,13 +95,10 @@ def _read_rows(source: str | Path) -> Iterator[Any]:
 
 
 def read_table(path: str | Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Read the rows of a .csv, .tsv or .jsonl file; the columns of the first two are those of the first line.
+    """Read the rows of a .csv, .tsv or .jsonl file: the number of the line that each ends at, and column → value.
 
-    Values of a .csv may stand in double quotes; in a .tsv quotes are text, as in GLUE's files. Blank lines are left
-    out. A value that a line lacks is None.
-
-    Yields:
-        The number of the line that a row ends at, and column → value.
+    The first line of a .csv or .tsv names the columns. Values of a .csv may stand in double quotes; in a .tsv quotes
+    are text, as in GLUE's files. Blank lines are left out. A value that a line lacks is None.
 
     Raises:
         DataError: the file cannot be read, is not UTF-8, or a line of it is malformed.
@@ -159,11 +114,10 @@ def _read_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a file, with their ends."""
     number = 0
     try:
+        if path.exists() and not path.is_file():  # a pipe may never end
+            raise OSError("expected a file")
         with path.open("rb") as file:
-            while raw := file.readline(MOST_CHARACTERS + 1):
-                number += 1
-                if len(raw) > MOST_CHARACTERS:
-                    raise DataError(f"{path}, line {number}: more than {MOST_CHARACTERS:,} bytes; divide it")
+            for number, raw in enumerate(file, 1):
                 if b"\0" in raw:
                     raise DataError(f"{path}, line {number}: NUL characters, as in UTF-16; expected UTF-8")
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -192,15 +146,10 @@ def _parse_table(path: Path, separator: str) -> Iterator[tuple[int, Mapping[str,
     quoting: Any = csv.QUOTE_NONE if separator == "\t" else csv.QUOTE_MINIMAL
     table = csv.DictReader(_read_lines(path), delimiter=separator, quoting=quoting, strict=True)
     try:
-        with _long_fields():
-            repeated = [name for name, count in Counter(table.fieldnames or ()).items() if count > 1]
-        if repeated:
+        names = list(table.fieldnames or ())
+        if repeated := [name for name in names if names.count(name) > 1]:
             raise DataError(f"{path} has several columns {repeated[0]!r}; expected one of each name")
-        while True:
-            with _long_fields():
-                row = next(table, None)
-            if row is None:
-                return
+        while (row := _next_row(table)) is not None:
             if None in row:
                 raise DataError(
                     f"{path}, line {table.line_num}: more columns than the first line names; quote texts that hold "
@@ -213,12 +162,11 @@ def _parse_table(path: Path, separator: str) -> Iterator[tuple[int, Mapping[str,
         ) from error
 
 
-@contextmanager
-def _long_fields() -> Iterator[None]:
-    """Let the csv module read long fields: its limit is that of the process, so it changes for one row at a time."""
-    limit = csv.field_size_limit(MOST_CHARACTERS)
+def _next_row(table: Any) -> Any:
+    """Read a row with values of any length; the csv module's limit is the process's, and is restored at once."""
+    limit = csv.field_size_limit(LONGEST_VALUE)
     try:
-        yield
+        return next(table, None)
     finally:
         csv.field_size_limit(limit)
 
@@ -250,22 +198,16 @@ def _load_data_set(name: str, columns: Sequence[str]) -> Any:
         raise CalibrationError(
             f"{name} is no file, and as a data set it cannot be loaded: {one_line(error)}"
         ) from error
-    _check_columns(name, columns, rows.column_names)
-    return rows.select_columns(list(columns))
-
-
-def _check_columns(name: str, columns: Sequence[str], present: Sequence[str]) -> None:
-    if not columns or not set(columns) <= set(present):
-        raise CalibrationError(
-            f"{name} has the columns {', '.join(map(str, present)) or 'none'}; say which holds the texts, as in "
-            f"{name}:{present[0] if present else 'text'}, or two with a comma between them for pairs"
-        )
+    return rows.select_columns(list(columns)) if set(columns) <= set(rows.column_names) else rows
 
 
 def _select(rows: Iterable[Mapping[str, Any]], name: str, columns: Sequence[str]) -> Iterator[Any]:
     """Yield the values of one column, or the pairs of two."""
     for number, row in enumerate(rows):
-        if number == 0:
-            _check_columns(name, columns, list(row))
+        if number == 0 and (not columns or not set(columns) <= set(row)):
+            raise CalibrationError(
+                f"{name} has the columns {', '.join(map(str, row)) or 'none'}; say which holds the texts, as in "
+                f"{name}:{next(iter(row), 'text')}, or two with a comma between them for pairs"
+            )
         values = tuple(row.get(column) for column in columns)
         yield values if len(values) == 2 else values[0]

@@ -46,25 +46,11 @@ def takes_argument(model: nn.Module, name: str) -> bool:
 def attention_masks(
     model: PreTrainedModel, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[MaskKind, AttentionMasks]:
-    """Return the attention masks of one call of `model`, by kind of attention.
+    """Return the attention masks of one call of `model`, whose arguments have these names, by kind of attention.
 
     Without a mask all tokens count. If the decoder of an encoder-decoder has none, the pad tokens of
     `decoder_input_ids` are padding (but for the first token, which starts the sequence), or else -100 in `labels`,
     shifted to the right.
-
-    Args:
-        model: a Transformers model.
-        names: `forward_arguments(model)`.
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
-
-    Raises:
-        HeadError: a mask is not (B, T), so it does not say which tokens are padding.
-
-    Example:
-        >>> masks = attention_masks(model, (), (), batch)
-        >>> masks["encoder"].key.sum(1)
-        tensor([6, 4])
     """
     inputs = {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -137,11 +123,7 @@ def _concatenated(*parts: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
 
 
 def batch_masks(model: PreTrainedModel, batch: Batch) -> dict[MaskKind, AttentionMasks]:
-    """Return the attention masks of a batch, as `attention_masks`.
-
-    Raises:
-        CalibrationError: a mask is not (B, T).
-    """
+    """Return the attention masks of a batch, or raise a CalibrationError if one is not (B, T)."""
     try:
         return attention_masks(model, (), (), batch)
     except HeadError as error:
@@ -160,15 +142,7 @@ def masks_of(site: AttentionSite, masks: Mapping[MaskKind, AttentionMasks]) -> A
 
 
 def resize_mask(mask: Tensor | None, positions: int) -> Tensor | None:
-    """Resize a mask to the positions that attention reads, where a model pools several inputs to one position.
-
-    Args:
-        mask: of tokens or frames (B, T), or of pixels (B, height, width).
-        positions: number of positions that attention reads.
-
-    Returns:
-        The mask (B, positions); None without a mask, or if the positions are no grid of the pixels.
-    """
+    """Pool a mask (B, T) or (B, height, width) to (B, positions); None if those are no grid of the pixels."""
     if mask is None:
         return None
     if mask.dim() == 2:
@@ -183,15 +157,7 @@ def resize_mask(mask: Tensor | None, positions: int) -> Tensor | None:
 
 
 def unpadded(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the vectors of `values` (…, D) that are no padding, (n, D).
-
-    Raises:
-        CalibrationError: the mask has another number of positions, and there is padding.
-
-    Example:
-        >>> unpadded(torch.randn(2, 6, 24), batch["attention_mask"] != 0).shape
-        torch.Size([10, 24])
-    """
+    """Return the vectors of `values` (…, D) that are no padding, (n, D)."""
     vectors = values.reshape(-1, values.shape[-1])
     resized = None if mask is None else resize_mask(mask, max(1, len(vectors) // len(mask)))
     if resized is None or bool(resized.all()):
@@ -316,21 +282,10 @@ def gather_moments(
 
 
 class InputMoments:
-    """Moments of the inputs of attention projections, summed while modules run inside a `with` block.
+    """Moments of the inputs of attention projections without padding, summed while modules run in a `with` block.
 
-    Padding does not count. A module that serves several layers (ALBERT) pools them. If queries and keys read the same
-    tensor, as in self-attention, it is summed once.
-
-    Args:
-        sites: attention modules.
-
-    Example:
-        >>> from collab_compress.architectures import find_dense_values
-        >>> with InputMoments(find_dense_values(model)) as gathered:
-        ...     gathered.masks = batch_masks(model, batch)
-        ...     outputs = model(**batch)
-        >>> [moments.count for (moments,) in gathered.moments()]  # of each layer's outputs, without padding
-        [10.0, 10.0]
+    A module that serves several layers (ALBERT) pools them. If queries and keys read the same tensor, as in
+    self-attention, it is summed once.
     """
 
     masks: Mapping[MaskKind, AttentionMasks] = {}

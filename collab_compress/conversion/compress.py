@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -16,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from collab_compress.architectures import tokenizer_of, transformers_model
 from collab_compress.attention import MapConfig, MapEdit
 from collab_compress.calibration import Calibration
-from collab_compress.calibration.batches import refuse_noise, sample_sequences, sequence_count
+from collab_compress.calibration.batches import sample_sequences, sequence_count
 from collab_compress.checkpoint import all_or_nothing, path_in_base, record_edit_
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import block_cost
@@ -27,16 +28,13 @@ from collab_compress.conversion.inventory import Inventory, refuse_unconvertible
 from collab_compress.conversion.layers import layer_of
 from collab_compress.conversion.maps import (
     READING,
-    Planned,
     Progress,
-    Task,
-    empty_plan,
-    replacement,
+    Replacement,
+    empty_replacement,
     silent,
-    warnings_of,
 )
 from collab_compress.conversion.output_error import measure_output_error
-from collab_compress.conversion.report import OutputError, PartReport, Report
+from collab_compress.conversion.report import OutputError, PartReport, RefitReport, Report
 from collab_compress.conversion.sequential import (
     Parts,
     Refit,
@@ -44,6 +42,14 @@ from collab_compress.conversion.sequential import (
     convert_layers_,
     install_maps_,
     install_refits,
+)
+from collab_compress.conversion.warnings import (
+    breakdowns,
+    few_vectors,
+    random_choices,
+    rounded_widths,
+    tied_weights,
+    untied_weights,
 )
 from collab_compress.conversion.widths import MAX_LOSS_SEQUENCES, Choice, choose_widths
 from collab_compress.errors import CompressionError, UnsupportedModelError, check_type, one_line
@@ -85,7 +91,8 @@ def compress(
         compression: widths or the share to keep, and how it is computed; half of the layers' operations by default.
         calibration: data that says which input directions matter (`calibration_batches`), of which an eighth is held
             back to measure the output error: "auto" (for a model that reads English, texts that come with the
-            package; else random tokens or noise), a file of texts, texts or text pairs, batches, or None.
+            package; else random tokens), a file of texts, texts or text pairs, batches, or None. Models of images or
+            sounds need batches of their processor, or None.
         tokenizer: of the model; not needed for batches, None, and a SentenceTransformer.
         progress: called with what is being done, how many layers are done, and how many there are, or None.
         calibration_options: number and length of the calibration sequences.
@@ -97,8 +104,7 @@ def compress(
         UnsupportedModelError: the model, or a module of it, cannot be converted.
         CompressionError: no stack has more than `layers`, dk or dv beyond H·d, weights that are not finite, a module
             that is already converted, a quantized model.
-        CalibrationError: calibration data is missing or unusable, or too little; "auto" for a model of images or
-            sounds whose neurons, layers or widths are to be chosen.
+        CalibrationError: calibration data is missing or unusable, or too little.
     """
     check_type("compression", compression, Compression, CompressionError)
     if tokenizer is None:
@@ -108,24 +114,24 @@ def compress(
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # new layers are initialised before they are filled
         device = working_device(compression.solver.device)
-        _refuse_early(model, compression, calibration)
+        _refuse_early(model, compression)
         dense = sharing_copy(model)  # so that other threads may run the model meanwhile
         progress = progress or silent
         progress(READING, 0, None)
         data = read(dense, calibration, tokenizer, calibration_options, compression.solver.seed)
         inventory = Inventory(dense, data.used[0] if data.used else None, compression.modules)
         with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
-            choice = _chosen(inventory, data, compression.with_solver(device=device), progress)
-            conversion = _converted(inventory, data, choice, progress)
+            choice = _choose(inventory, data, compression.with_solver(device=device), progress)
+            conversion = _convert(inventory, data, choice, progress)
         before, ties = model.num_parameters(), tied_weights(model)
         with all_or_nothing(model):
             conversion.install_(model)
-    untied = _untied({group for group in map(conversion.remaining, ties) if len(group) > 1} - tied_weights(model))
-    warnings = (*data.notes, *conversion.notes, *untied, *_warnings(dense, data, compression, conversion))
+    untied = untied_weights(map(conversion.remaining, ties), tied_weights(model))
+    warnings = (*data.notes, *conversion.notes, *untied, *conversion.warnings(compression, data))
     for warning in warnings:
         _logger.warning(warning)
     return Report(
-        parts=tuple(replace(report, name=conversion.renamed(report.name)) for report in conversion.reports),
+        parts=conversion.in_model(conversion.reports),
         parameters_before=before,
         parameters_after=model.num_parameters(),
         length=data.length,
@@ -136,12 +142,12 @@ def compress(
         warnings=warnings,
         compression=choice.whole(compression).with_solver(device=compression.solver.device),
         choice=choice.reason,
-        refits=tuple(replace(fit.report, name=conversion.renamed(fit.report.name)) for fit in conversion.refits),
+        refits=conversion.in_model([fit.report for fit in conversion.refits]),
         removed_layers=tuple(conversion.depth.removed) if conversion.depth else (),
     )
 
 
-def _refuse_early(model: PreTrainedModel, compression: Compression, calibration: Calibration) -> None:
+def _refuse_early(model: PreTrainedModel, compression: Compression) -> None:
     """Refuse what cannot be converted, before any data are read."""
     refuse_unconvertible(model, "compress")
     inventory = Inventory(model, modules=compression.modules)
@@ -151,11 +157,9 @@ def _refuse_early(model: PreTrainedModel, compression: Compression, calibration:
         inventory.refuse_all()
     if compression.layers is not None:
         deep_stacks(model, compression.layers)
-    if compression.keep is not None or compression.dff is not None or compression.layers is not None:
-        refuse_noise(model, calibration)
 
 
-def _chosen(inventory: Inventory, data: Data, compression: Compression, progress: Progress) -> Choice:
+def _choose(inventory: Inventory, data: Data, compression: Compression, progress: Progress) -> Choice:
     """Return the widths of all modules: as passed, or chosen by what they lose on a part of the data."""
     if compression.keep is None:
         return Choice(compression)
@@ -168,38 +172,47 @@ def _chosen(inventory: Inventory, data: Data, compression: Compression, progress
     return choose_widths(inventory, compression, few, data.length, progress)
 
 
+Named = TypeVar("Named", PartReport, RefitReport)
+
+
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion that is ready to be installed.
+    """A conversion that is ready to be installed. Names are those of the dense model."""
 
-    Args:
-        maps: replacements of attention maps.
-        reports: on each part.
-        blocks: feed-forward blocks that become narrower.
-        config: of the model with narrower blocks; None where they stay.
-        refits: new weights of residual linear layers.
-        depth: which layers go; None where all stay.
-        output_error: error of the outputs; None without data.
-        notes: sentences for the report.
-    """
-
-    maps: Sequence[Planned]
-    reports: Sequence[PartReport]
-    blocks: Sequence[FeedForward] = ()
-    config: PretrainedConfig | None = None
-    refits: Sequence[Refit] = ()
-    depth: Depth | None = None
-    output_error: OutputError | None = None
-    notes: Sequence[str] = ()
+    maps: Sequence[Replacement]  # replacements of attention maps
+    refits: Sequence[Refit]  # new weights of residual linear layers
+    blocks: Sequence[FeedForward]  # that become narrower
+    config: PretrainedConfig | None  # of the model with narrower blocks; None where they stay
+    depth: Depth | None  # which layers are removed; None where all stay
+    reports: Sequence[PartReport]  # on each part
+    output_error: OutputError | None  # None without data
+    notes: Sequence[str]  # sentences for the report
 
     def renamed(self, name: str) -> str:
         """Return the path that a module has in the converted model."""
         return self.depth.renamed(name) if self.depth else name
 
+    def in_model(self, reports: Sequence[Named]) -> tuple[Named, ...]:
+        """Return reports by the names of the converted model."""
+        return tuple(replace(report, name=self.renamed(report.name)) for report in reports)
+
     def remaining(self, names: Iterable[str]) -> frozenset[str]:
-        """Return those of some parameters that the converted model keeps, by the names that they have there."""
+        """Return which of these parameters the converted model keeps, by its names."""
         removed = self.depth.removed if self.depth else ()
         return frozenset(self.renamed(name) for name in names if layer_of(name) not in removed)
+
+    def warnings(self, passed: Compression, data: Data) -> list[str]:
+        """Return warnings of rounded widths, few or random data, and solvers that broke down."""
+        configs = [item.map.config for item in self.maps]
+        chosen = [
+            what for what, some in (("neurons", self.blocks), ("layers", self.depth)) if some and not data.refit
+        ]
+        return [
+            *([] if passed.keep is not None else rounded_widths(configs, passed.dk, passed.dv)),
+            *few_vectors(self.maps, self.blocks, [fit.report for fit in self.refits]),
+            *breakdowns(self.reports),
+            *random_choices(chosen),
+        ]
 
     def install_(self, model: PreTrainedModel) -> None:
         """Install the conversion in the model, in place, and record it for checkpoints."""
@@ -218,62 +231,43 @@ class Conversion:
             record_edit_(model, MapEdit(kind, of_kind))
 
 
-def _converted(inventory: Inventory, data: Data, choice: Choice, progress: Progress) -> Conversion:
+def _convert(inventory: Inventory, data: Data, choice: Choice, progress: Progress) -> Conversion:
     """Compute a conversion in a copy that shares the model's weights."""
     model, compression = inventory.model, choice.compression
-    tasks = inventory.tasks(compression, choice.modules)
-    parts, config, depth, notes = _parts(inventory, data, compression, tasks, progress)
-    if not data.used:
-        maps = []
-        for number, task in enumerate(tasks):
-            progress(f"fitting {task.site.name}", number, len(tasks))
-            maps.append(replacement(task, None, None, data.length))
-        progress("fitted all layers", len(tasks), len(tasks))
-        return Conversion(maps, [item.report for item in maps])
-    converted = sharing_copy(model)
-    if depth is not None and (note := depth.drop_(converted)):
-        notes = (*notes, note)
-    maps, refits = convert_layers_(
-        converted, model, parts, data.used, data.held_back, length=data.length, progress=progress
-    )
-    blocks = [PartReport(**vars(block_cost(model, block, parts.dff, data.length))) for block in parts.blocks]
-    reports = [*(item.report for item in maps), *blocks]
-    progress("measuring output error", 0, None)
-    output_error = measure_output_error(converted, model, data.held_back)
-    return Conversion(maps, reports, parts.blocks, config, refits, depth, output_error, notes)
-
-
-def _parts(
-    inventory: Inventory, data: Data, compression: Compression, tasks: list[Task], progress: Progress
-) -> tuple[Parts, PretrainedConfig | None, Depth | None, Sequence[str]]:
-    """Return what to convert, the config of a model with narrower blocks, the layers that go, and notes."""
     refits = wants_refit(data, compression)
     blocks, config = narrower_blocks(inventory, compression.dff)
-    takes_layers = refits or compression.layers is not None
-    if not data.used or not (takes_layers or any(not task.is_exact for task in tasks)):
-        return Parts(tasks), config, None, ()
-    if takes_layers:
-        check_weights(inventory.model.named_parameters())
-    depth = None
+    parts = Parts(inventory.tasks(compression, choice.modules), blocks=blocks, dff=compression.dff or 0)
+    if refits or compression.layers is not None:
+        check_weights(model.named_parameters())
+    depth, notes = None, list[str]()
     try:
-        _ = inventory.layers  # raises if they cannot be called alone
-        linears = inventory.residual_linears if refits else []
-        if compression.layers is not None:
-            depth = find_depth(inventory, compression.layers, data, refits, progress)
+        if refits:
+            parts = replace(parts, linears=inventory.residual_linears)
+        elif data.used and (compression.layers or not all(task.is_exact for task in parts.tasks)):
+            _ = inventory.layers  # raises if they cannot be called alone
     except UnsupportedModelError as error:
         if compression.dff is not None or compression.layers is not None or compression.solver.refit:
             raise
-        return Parts(tasks, in_layers=False), None, None, [f"no layer was refitted: {error}"] if refits else ()
-    parts = Parts(tasks, linears, blocks, compression.dff or 0)
-    return parts if depth is None else parts.without(depth.removed, depth.targets), config, depth, ()
+        parts = replace(parts, in_layers=False)
+        notes += [f"no layer was refitted: {error}"] if refits else []
+    converted = sharing_copy(model)
+    if compression.layers is not None:
+        depth = find_depth(inventory, compression.layers, data, refits, progress)
+        parts = parts.without(depth.removed, depth.targets)
+        notes.append(depth.drop_(converted))
+    maps, results = convert_layers_(
+        converted, model, parts, data.used, data.held_back, length=data.length, progress=progress
+    )
+    costs = [block_cost(model, block, parts.dff, data.length) for block in parts.blocks]
+    reports = [*(item.report for item in maps), *(PartReport(**vars(cost)) for cost in costs)]
+    if data.held_back:
+        progress("measuring output error", 0, None)
+    output_error = measure_output_error(converted, model, data.held_back)
+    return Conversion(maps, results, parts.blocks, config, depth, reports, output_error, list(filter(None, notes)))
 
 
 def wants_refit(data: Data, compression: Compression) -> bool:
-    """Return whether layers are refitted.
-
-    Raises:
-        CompressionError: they should be, or layers or neurons are to be chosen, and there are too few data.
-    """
+    """Return whether layers are refitted; raise if refits, layers or neurons need more data."""
     needs = {"layers": compression.layers, "dff": compression.dff, "refit": compression.solver.refit}
     for name, value in needs.items():
         if value and not data.held_back:
@@ -284,12 +278,7 @@ def wants_refit(data: Data, compression: Compression) -> bool:
 
 
 def narrower_blocks(inventory: Inventory, dff: int | None) -> tuple[list[FeedForward], PretrainedConfig | None]:
-    """Return the feed-forward blocks to make narrower, and the config of a model with those.
-
-    Raises:
-        CompressionError: a block is narrower already.
-        UnsupportedModelError: the model has no blocks that can be made narrower.
-    """
+    """Return the feed-forward blocks to make narrower, and the config of a model with those."""
     if dff is None:
         return [], None
     for block in inventory.blocks:
@@ -300,47 +289,10 @@ def narrower_blocks(inventory: Inventory, dff: int | None) -> tuple[list[FeedFor
     return inventory.blocks, narrower_config(inventory.model, inventory.blocks, dff)
 
 
-def _warnings(model: PreTrainedModel, data: Data, compression: Compression, conversion: Conversion) -> list[str]:
-    """Return warnings of few or random data, and those of `warnings_of`."""
-    vectors = {fit.report.name: fit.report.vectors for fit in conversion.refits}
-    blocks = [(block.down, vectors[block.down], block.width) for block in conversion.blocks]
-    warnings = warnings_of(conversion.maps, compression, blocks)
-    chosen = [what for what, some in (("neurons", blocks), ("layers", conversion.depth)) if some]
-    if chosen and not data.refit:
-        random, texts = "noise alone, after which a model may be useless", "images or sounds like yours"
-        if model.main_input_name == "input_ids":
-            random = "random tokens alone, which loses more"
-            texts = "texts like yours, or on texts that a language model has 'generated'"
-        warnings.append(f"{' and '.join(chosen)} were chosen on {random}; calibrate on {texts}")
-    return warnings
-
-
-def tied_weights(model: PreTrainedModel) -> set[frozenset[str]]:
-    """Return the names of each parameter that several layers hold; a layer in several places counts once."""
-    names: dict[int, list[str]] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(path, recurse=False):
-            names.setdefault(id(parameter), []).append(name)
-    return {frozenset(group) for group in names.values() if len(group) > 1}
-
-
-def _untied(groups: set[frozenset[str]]) -> list[str]:
-    """Return a warning of weights that were one and no longer are, or none."""
-    pairs = sorted(sorted(group)[:2] for group in groups)
-    return [
-        f"{len(pairs)} weights that several layers shared, such as {first} and {second}, are separate now, which "
-        "takes more parameters"
-        for first, second in pairs[:1]
-    ]
-
-
 def working_device(device: str | None) -> str | None:
     """Return the device to decompose on; None, if none is given, leaves each module where its weights are.
 
     "cuda" is each process's own GPU if a launcher started several on one machine.
-
-    Raises:
-        CompressionError: there is no such device.
     """
     if device is None:
         return None
@@ -366,12 +318,12 @@ def install_unset_(
     What is to be done with the converted model can then be tried on its structure, before the work. The model cannot
     be run afterwards. Arguments and errors are those of `compress`.
     """
-    _refuse_early(model, compression, calibration)
+    _refuse_early(model, compression)
     data = read(model, calibration, tokenizer, options, compression.solver.seed)
     inventory = Inventory(model, data.used[0] if data.used else None, compression.modules)
     wants_refit(data, compression)
     narrower_blocks(inventory, compression.dff)
-    choice = _chosen(inventory, data, compression, silent)
+    choice = _choose(inventory, data, compression, silent)
     working_device(compression.solver.device)
     for task in inventory.tasks(choice.compression, choice.modules):
-        install_maps_(model, [empty_plan(task.site, task.config())])
+        install_maps_(model, [empty_replacement(task.site, task.config())])

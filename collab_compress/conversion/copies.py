@@ -11,12 +11,7 @@ from collab_compress.errors import UnsupportedModelError, one_line
 
 
 def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy of a model that shares its tensors. A compiled forward pass is not compiled in the copy.
-
-    Raises:
-        UnsupportedModelError: the model holds something that cannot be copied, or the forward pass of a module was
-            replaced by a function.
-    """
+    """Return a copy of a model that shares its tensors. A compiled forward pass is not compiled in the copy."""
     tensors = [*model.parameters(), *model.buffers()]
     for module in model.modules():
         tensors += [value for value in vars(module).values() if isinstance(value, torch.Tensor)]

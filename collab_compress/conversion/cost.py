@@ -109,13 +109,7 @@ def costs_at(
 
 
 def attention_costs(site: AttentionSite, length: int, *configs: MapConfig) -> tuple[PartCost, PartCost]:
-    """Return the cost of a module's queries and keys, and of its values and outputs.
-
-    Args:
-        site: dense or converted.
-        length: tokens T.
-        configs: of its converted maps; a map without one stays dense.
-    """
+    """Return the cost of a module's queries and keys, and of its values and outputs."""
     qk = next((config for config in configs if isinstance(config, QKConfig)), None)
     ov = next((config for config in configs if isinstance(config, NarrowConfig)), None)
     query, key, value, output = (
@@ -174,18 +168,14 @@ def _cached_channels(site: AttentionSite, key: int, value: int) -> tuple[int, in
 
 
 def block_cost(model: PreTrainedModel, block: FeedForward, width: int | None, length: int) -> PartCost:
-    """Return the cost of a feed-forward block with `width` neurons, biases included; None for all of them.
-
-    Raises:
-        HeadError: the block has fewer.
-    """
+    """Return the cost of a feed-forward block with `width` neurons, biases included; None for all of them."""
     if width is not None and not 1 <= width <= block.width:
         raise HeadError(f"{block.down} reads {block.width} neurons, and dff is {width}; pass up to {block.width}")
     parameters, macs = [0, 0], [0, 0]
-    for place, neurons in enumerate((block.width, width or block.width)):
+    for when, neurons in enumerate((block.width, width or block.width)):
         for shapes in block_shapes(model, block, neurons).values():
-            parameters[place] += sum(map(prod, shapes.values()))
-            macs[place] += length * prod(shapes["weight"])
+            parameters[when] += sum(map(prod, shapes.values()))
+            macs[when] += length * prod(shapes["weight"])
     return PartCost(block.down, "dff", width, *parameters, *macs)
 
 

@@ -10,34 +10,27 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, Calibration, evaluation_mode, run_batch
-from collab_compress.calibration.batches import in_parts, is_divisible, noted_batches, sequence_count, slice_batch
+from collab_compress.calibration.batches import in_parts, is_divisible, sequence_count, slice_batch
 from collab_compress.calibration.gather import batch_masks
+from collab_compress.calibration.source import mixed, resolve
 from collab_compress.errors import CalibrationError, check_type
 from collab_compress.options import CalibrationOptions
 
-TYPICAL = 128  # tokens, if nothing says how long inputs are
+DEFAULT_LENGTH = 128  # tokens, if nothing says how long inputs are
 HELD_BACK = 8  # one sequence in this many
 MOST_HELD_BACK = 64  # sequences
-COMMON = 0.9  # share of the calibration sequences that are no longer than the length that counts
+LENGTH_QUANTILE = 0.9  # share of the calibration sequences that are no longer than the length that counts
 
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Calibration data as a conversion takes them.
-
-    Args:
-        used: batches to calibrate on.
-        held_back: batches to measure errors on.
-        notes: sentences on data that were left out.
-        refit: whether layers are refitted by default: not to random tokens.
-        length: tokens for which costs count.
-    """
+    """Calibration data as a conversion takes them."""
 
     used: Sequence[Batch]
-    held_back: Sequence[Batch]
-    notes: Sequence[str]
-    refit: bool
-    length: int
+    held_back: Sequence[Batch]  # to measure errors on
+    notes: Sequence[str]  # on data that were left out
+    refit: bool  # by default: not to random tokens alone
+    length: int  # tokens for which costs count
 
 
 def read(
@@ -47,20 +40,18 @@ def read(
     options: CalibrationOptions | None,
     seed: int,
 ) -> Data:
-    """Read calibration data for `model`, and hold an eighth back.
-
-    Raises:
-        CalibrationError: the data are missing or unusable, or a mask is not (B, T).
-    """
+    """Read calibration data for `model`, and hold an eighth back."""
     options = CalibrationOptions() if options is None else options
     check_type("calibration_options", options, CalibrationOptions, CalibrationError)
-    batches, notes, given = noted_batches(
-        calibration, model, tokenizer, sequences=options.sequences, length=options.length, seed=seed
-    )
+    notes: list[str] = []
+    sources = resolve(calibration, model, tokenizer, options, seed)
+    parts = [source.batches(notes) for source in sources]
+    batches = mixed(model, parts, seed, notes)
     for batch in batches:
         batch_masks(model, batch)  # refuses masks that do not say what is padding
-    length = typical_length(options, model, given if model.main_input_name == "input_ids" else batches)
-    return Data(*split_held_back(batches), notes=notes, refit=bool(given), length=length)
+    real = [batch for source, part in zip(sources, parts, strict=True) if not source.is_random for batch in part]
+    length = typical_length(options, model, real)
+    return Data(*split_held_back(batches), list(dict.fromkeys(notes)), refit=bool(real), length=length)
 
 
 def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
@@ -94,19 +85,16 @@ def typical_length(options: CalibrationOptions, model: PreTrainedModel, batches:
     """Return the number of tokens, or positions of an image or a sound, for which costs count.
 
     That is `length` if given, else the length that nine in ten calibration sequences do not exceed, else the
-    positions of an image or a sound of the first batch, else 128.
-
-    Args:
-        batches: of texts, or of images or sounds, noise included.
+    positions of an image or a sound of the first batch, else 128. Random tokens are not among the batches.
     """
     given = [batch for batch in batches if isinstance(batch.get("attention_mask"), Tensor)]
     masks = [batch_masks(model, batch)["encoder"].query for batch in given if batch["attention_mask"].dim() == 2]
     lengths = [mask.sum(1).float().cpu() for mask in masks if mask is not None]
     if options.length is None and lengths:
-        return max(1, int(torch.cat(lengths).quantile(COMMON, interpolation="lower")))
+        return max(1, int(torch.cat(lengths).quantile(LENGTH_QUANTILE, interpolation="lower")))
     if options.length is None and batches and model.main_input_name != "input_ids":
         return _positions(model, batches[0])
-    return options.length or TYPICAL
+    return options.length or DEFAULT_LENGTH
 
 
 def _positions(model: PreTrainedModel, batch: Batch) -> int:

@@ -1,15 +1,13 @@
 r"""Remove whole layers from each stack of numbered layers, so that a stock model with fewer layers comes out.
 
-**Which layers.** One after the other goes the layer without which the last hidden states of its stack move least:
-each token is divided by its length, each channel by its spread. That is measured on the held-back sequences, with the
-gap refitted on up to 256 others. Layers run alone, from hidden states that are kept before each. So removing
-one layer from a stack of L takes about L/2 passes of the held-back sequences through the stack, and one of the
-sequences that gaps are refitted to: those before the last layer that went are not refitted again.
+**Which layers.** Greedily remove the layer whose removal changes the final hidden states of the stack least: each
+token's vector is normalised to length 1, and each channel's error is divided by its variance. That is measured on the
+held-back sequences, with the gap refitted on up to 256 others. Layers run alone, from stored hidden states, and only
+gaps behind the last removed layer are refitted again.
 
-**Across a gap.** The last layer that writes to the residual stream before a gap is refitted towards the dense stream
-behind the gap, in closed form (`fit`; where a LayerNorm follows, towards what that leaves of it). What its numbered
-layer does behind that linear (the last norm, where norms come last) is taken from the last removed layer. Where a
-stack begins with a gap, later refits repair what they can.
+**Across a gap.** The last residual linear layer before a gap is refitted towards the dense residual stream behind the
+gap, in closed form (`sequential`). What its numbered layer does behind that linear (the last norm of a post-norm
+model) is taken from the last removed layer. Where a stack begins with a gap, later refits repair what they can.
 
 **The config** follows: numbers of layers, and lists with an entry for each. A stock model of that config must have
 the same layers as the model; if it has not (where every second layer is of another kind), the model is refused.
@@ -21,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -45,10 +44,11 @@ from collab_compress.conversion.layers import (
     undivided,
 )
 from collab_compress.conversion.maps import RUNNING, Progress
-from collab_compress.conversion.residual import ResidualLinear
+from collab_compress.conversion.residual import ResidualLinear, watch
 from collab_compress.conversion.sequential import (
     Pair,
     ResidualSums,
+    gather_layer,
     install_refits,
     record_streams,
     solve,
@@ -72,49 +72,32 @@ Numbers: TypeAlias = Sequence[int | None]
 
 
 class End(NamedTuple):
-    """The end of a numbered layer.
+    """The end of a numbered layer."""
 
-    Args:
-        linear: the last of its linear layers that write to the residual stream.
-        behind: paths of its modules with parameters that are called when that has been added to the stream.
-        kind: equal at ends whose streams can stand for each other.
-    """
-
-    linear: ResidualLinear
-    behind: Sequence[str]
-    kind: str
+    linear: ResidualLinear  # the last of the layer
+    behind: Sequence[str]  # paths of modules with parameters that are called behind the sum
+    kind: str  # equal at ends whose streams can stand for each other
 
 
 class _Gapped(nn.ModuleList):
-    """A list whose modules keep their names where others are removed."""
+    """Layers that keep their dense numbers as names when others are removed; an index counts those that are left."""
 
-    def _get_abs_string_index(self, idx: int) -> str:
-        return [*self._modules][idx]
+    def __getitem__(self, index: Any) -> Any:
+        return nn.ModuleList(self._modules.values())[index]
 
 
 @dataclass(frozen=True)
 class Depth:
-    """The layers that a model loses, and what follows from that.
+    """The layers that a model loses, and what follows from that."""
 
-    Args:
-        stacks: path of each list of numbered layers that loses some → their new numbers.
-        removed: paths of the layers that go, in the model's order.
-        targets: path of the last linear before a gap → the last one in the gap, to whose dense stream it is fitted.
-        moved: path of a module in the layer before a gap → path of the module that takes its place.
-        attributes: path of a module and name of an attribute → its value in the shallower model.
-    """
-
-    stacks: Mapping[str, Numbers]
-    removed: Sequence[str]
-    targets: Mapping[str, ResidualLinear]
-    moved: Mapping[str, str]
-    attributes: Mapping[tuple[str, str], Any]
+    stacks: Mapping[str, Numbers]  # path of each list of numbered layers that loses some → their new numbers
+    removed: Sequence[str]  # paths of the layers, in the model's order
+    targets: Mapping[str, ResidualLinear]  # last linear before a gap → last one in it, to whose stream it is fitted
+    moved: Mapping[str, str]  # path of a module in the layer before a gap → path of the module that replaces it
+    attributes: Mapping[tuple[str, str], Any]  # path of a module, name of an attribute → value in the shallower model
 
     def drop_(self, model: PreTrainedModel) -> str:
-        """Remove the layers in place, and return a note for the report or "".
-
-        The others keep the names that they have in the dense model.
-        """
+        """Remove the layers in place; the others keep their dense names. Return a note for the report or ""."""
         copy_configs_(model)
 
         def renumbered(_: int, name: str, head: int) -> tuple[int, int] | None:
@@ -150,12 +133,7 @@ class Depth:
 
 
 def deep_stacks(model: PreTrainedModel, layers: int) -> dict[str, list[str]]:
-    """Return the lists of numbered layers that have more than `layers`: path → paths of the layers.
-
-    Raises:
-        CompressionError: none has more, or the model is edited or carries adapters.
-        UnsupportedModelError: the layers of a stack cannot be removed.
-    """
+    """Return the lists of numbered layers that have more than `layers`: path → paths of the layers."""
     class_name, values = type(model).__name__, model.config.to_dict()
     if edits_of(model):
         raise CompressionError(
@@ -181,20 +159,23 @@ def deep_stacks(model: PreTrainedModel, layers: int) -> dict[str, list[str]]:
             f"layers is {layers}, and the deepest stack of {class_name} has {most}; pass fewer than that"
         )
     stacks = {path: names for path, names in stacks.items() if len(names) > layers}
-    numbered = _numbered_layers_settings(model)
     for path in stacks:
-        around = [type(module).__name__ for module in _around(model, path)]
-        reasons = [f"{name} reads some of them by number" for name in around if any(one in name for one in READERS)]
-        if values.get("scale_attn_by_inverse_layer_idx"):
-            reasons.append("attention is scaled by their numbers")
-        reasons += [
-            f"{name} of the configs names layers by number"
-            for name in numbered
-            if not name.startswith("vision") or "vision" in path
-        ]
-        if reasons:
-            raise UnsupportedModelError(f"layers of {path} cannot be removed: {reasons[0]}; leave out layers")
+        if reason := _why_fixed(model, path):
+            raise UnsupportedModelError(f"layers of {path} cannot be removed: {reason}; leave out layers")
     return stacks
+
+
+def _why_fixed(model: PreTrainedModel, path: str) -> str:
+    """Return why the layers of a stack depend on their numbers, or ""."""
+    for holder in _holders(model, path):
+        if any(name in type(holder).__name__ for name in READERS):
+            return f"{type(holder).__name__} reads some of them by number"
+    if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):
+        return "attention is scaled by their numbers"
+    for name in _numbered_layers_settings(model):
+        if not name.startswith("vision") or "vision" in path:
+            return f"{name} of the configs names layers by number"
+    return ""
 
 
 def _numbered_layers_settings(model: PreTrainedModel) -> list[str]:
@@ -212,43 +193,33 @@ def _numbered_layers_settings(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def _around(model: PreTrainedModel, path: str) -> list[nn.Module]:
+def _holders(model: PreTrainedModel, path: str) -> list[nn.Module]:
     """Return the modules that hold the one at a path, the outermost first."""
     parts = path.split(".")
     return [model.get_submodule(".".join(parts[:end])) for end in range(len(parts))]
 
 
 def find_depth(inventory: Inventory, layers: int, data: Data, refits: bool, progress: Progress) -> Depth:
-    """Choose the layers that go, and return them with what follows from that.
-
-    Args:
-        inventory: of the dense model.
-        layers: number of layers that each stack keeps.
-        data: to refit to, up to 256 sequences, and to measure on.
-        refits: whether the layers before gaps are refitted.
-        progress: called with what is being done, how many layers of a stack are removed, and how many are to be.
-
-    Raises:
-        UnsupportedModelError: a layer does not read what the one before it returned, too many must stay, or no stock
-            model has those that would.
-        CalibrationError: batches take different ways through the model.
-    """
+    """Choose the layers to remove so that each stack keeps `layers`, and return them with what follows from that."""
     model = inventory.model
     stacks = deep_stacks(model, layers)
     last = {linear.layer: linear for linear in inventory.residual_linears if refits}
     with undivided(model):
         ends = {layer: _end(model, linear, inventory.layers[layer]) for layer, linear in last.items()}
-    return _without(model, stacks, choose_layers(model, stacks, layers, ends, data, progress), ends)
+    return _depth_without(model, stacks, choose_layers(model, stacks, layers, ends, data, progress), ends)
 
 
 def _end(model: PreTrainedModel, linear: ResidualLinear, run: Callable[[], Tensor]) -> End:
     """Return the end of a layer with this last linear, by calling the layer alone."""
     calls: list[tuple[str, str]] = []
+
+    def note(name: str, shown: str, _: object) -> None:
+        calls.append((name, shown))
+
     with ExitStack() as hooks:
         for name, module in model.get_submodule(linear.layer).named_modules(prefix=linear.layer):
-            read, returned = (lambda *_, call=(name, shown): calls.append(call) for shown in ("inputs", "outputs"))
-            hooks.enter_context(module.register_forward_pre_hook(read))
-            hooks.enter_context(module.register_forward_hook(returned))
+            for shown in ("inputs", "outputs"):
+                hooks.enter_context(watch(module, shown, partial(note, name, shown)))
         run()
     added = calls.index((linear.at, linear.shown), calls.index((linear.name, "outputs")))
     before = {name for name, _ in calls[:added]}
@@ -267,7 +238,7 @@ def _kind(module: nn.Module, recurse: bool = True) -> str:
     return f"{type(module).__name__} {shapes}"
 
 
-def _without(
+def _depth_without(
     model: PreTrainedModel, stacks: Mapping[str, Sequence[str]], removed: Sequence[str], ends: Mapping[str, End]
 ) -> Depth:
     """Return what follows from the removal of some layers; without ends, nothing is refitted."""
@@ -278,7 +249,7 @@ def _without(
         stay = [number for number, name in enumerate(names) if name not in removed]
         new_numbers[path] = [stay.index(number) if number in stay else None for number in range(len(names))]
         for number, following in pairwise((*stay, len(names))):
-            before, end = (ends.get(names[place]) for place in (number, following - 1))
+            before, end = ends.get(names[number]), ends.get(names[following - 1])
             if before and end and before is not end and before.kind == end.kind:
                 targets[before.linear.name] = end.linear
                 moved.update(zip(before.behind, end.behind, strict=True))
@@ -290,7 +261,7 @@ def _shorten_(configs: Iterable[PretrainedConfig], model: PreTrainedModel, stack
     """Set the numbers of layers in configs of a model, and shorten lists with an entry for each layer, in place."""
     by_config: dict[type, list[Numbers]] = {}  # by the class of the innermost config around a stack
     for path, numbers in stacks.items():
-        around = [getattr(module, "config", None) for module in _around(model, path)]
+        around = [getattr(module, "config", None) for module in _holders(model, path)]
         innermost = [config for config in around if isinstance(config, PretrainedConfig)][-1]
         by_config.setdefault(type(innermost), []).append(numbers)
     parts = {id(part): part for config in configs for part in configs_inside(config)}
@@ -310,12 +281,9 @@ def _shorten_(configs: Iterable[PretrainedConfig], model: PreTrainedModel, stack
 
 
 def _changed_attributes(model: PreTrainedModel, depth: Depth) -> dict[tuple[str, str], Any]:
-    """Build stock models before and after the removal; return the attributes of modules that differ.
+    """Return the attributes of modules that differ in a stock model without the layers, or refuse it.
 
-    These are numbers of layers, and dropout that depends on them.
-
-    Raises:
-        UnsupportedModelError: anything else differs.
+    These are numbers of layers, and dropout that depends on them. Everything else must be the same.
     """
     config, class_name = copy.deepcopy(model.config), type(model).__name__
     _shorten_([config], model, depth.stacks)
@@ -337,8 +305,7 @@ def _changed_attributes(model: PreTrainedModel, depth: Depth) -> dict[tuple[str,
         raise UnsupportedModelError(f"the layers of {class_name} are not those of its config; leave out layers")
     others, changed = dict(shallow.named_modules()), {}
     for path, module in dense.named_modules():
-        layer = layer_of(path)
-        if layer in depth.removed:
+        if (layer := layer_of(path)) in depth.removed:
             continue
         name = depth.renamed(path)
         other = others.pop(name, None)
@@ -346,12 +313,12 @@ def _changed_attributes(model: PreTrainedModel, depth: Depth) -> dict[tuple[str,
             raise refusal(
                 f"its {name} is another than {path}" if path else f"{class_name} has weights for each layer"
             )
-        shift = 0 if name == path else int(layer.rpartition(".")[2]) - int(layer_of(name).rpartition(".")[2])
+        shift = int(layer.rpartition(".")[2]) - int(layer_of(name).rpartition(".")[2]) if layer else 0
         for attribute, value in vars(module).items():
             new = vars(other).get(attribute, None if layer else value)
             if not isinstance(value, int | float | str | None) or attribute.startswith("_") or new == value:
                 continue
-            is_number = type(value) is type(new) is int and value - new in (shift, 0 if layer else value - layers)
+            is_number = type(value) is type(new) is int and new == (value - shift if layer else layers)
             if not is_number and "drop" not in attribute:
                 at = f"{attribute} of its {name}" if path else f"its {attribute}"
                 raise refusal(f"{at} is {new!r}, that of {path or 'the dense model'} {value!r}")
@@ -371,7 +338,7 @@ def choose_layers(
 ) -> list[str]:
     """Return the layers to remove: those without which the last hidden states of their stack move least."""
     trial, removed = sharing_copy(model), set()
-    with undivided(trial), HiddenStateStore() as store:
+    with undivided(model), undivided(trial), HiddenStateStore() as store:
         few = sample_sequences(data.used, MAX_LOSS_SEQUENCES)
         progress(RUNNING, 0, None)
         calls = capture_calls(model, in_parts(few), in_parts(data.held_back), store)
@@ -394,107 +361,105 @@ class _Search:
 
     def __init__(self, models: Pair, names: Sequence[str], ends: Mapping[str, End]) -> None:
         self.models, self.names, self.ends = models, names, [ends.get(name) for name in names]
-        self.model, self.held_back = models.converted, models.calls.held_back
-        self.site = next(site for site in find_attention(self.model) if layer_of(site.name) in names)
+        self.site = next(site for site in find_attention(models.dense) if layer_of(site.name) in names)
         start = models.calls.layers[names[0]].start
         self.calls = [calls[start : start + len(names)] for calls in models.calls.by_batch]
         if [call.name for call in self.calls[0]] != names:
             raise UnsupportedModelError(
                 f"{names[0]} and the layers behind it are not called in turn; leave out layers"
             )
-        kinds = [_kind(self.model.get_submodule(name)) for name in names]
+        kinds = [_kind(models.dense.get_submodule(name)) for name in names]
         usual = Counter(reversed(kinds)).most_common(1)[0][0]  # of two, the second: often the first has a part more
         self.fixed = {number for number, kind in enumerate(kinds) if kind != usual}
         self.kept = list(range(len(names) + 1))  # numbers of the remaining layers, and that of the stack's end
-        self.before = {0: [calls[0].hidden for calls in self.calls if calls[0].hidden is not None]}
-        self.streams: list[list[Tensor]] = [[] for _ in names]  # of the dense model, after the last linear
+        self.before = {0: models.calls.read_by(start)}  # number of a layer → for each batch, what it reads
+        self.streams: dict[int, list[Tensor]] = {}  # of the dense model, after the last linear of each layer
         self.refitted: dict[int, nn.Module] = {}  # number of a layer → the one before it, fitted to its absence
-        for number, end in enumerate(self.ends):
-            self.before[number + 1] = []
-            with record_streams(self.model, [end.linear] if end else []) as recorded:
-                for batch, calls in enumerate(self.calls):
-                    hidden, read = self.before[number][batch], calls[number].hidden
-                    is_same = read is None or read.shape == hidden.shape
-                    if not is_same or (
-                        read is not None and bool((read.to(hidden) - hidden).norm() > SAME_RTOL * hidden.norm())
-                    ):
-                        raise UnsupportedModelError(
-                            f"{names[number]} does not read what the layer before it returned; leave out layers"
-                        )
-                    output = calls[number].run(self.model, hidden)
-                    if output.shape != hidden.shape:
-                        raise UnsupportedModelError(
-                            f"{names[number]} reads hidden states of shape {tuple(hidden.shape)} and returns "
-                            f"{tuple(output.shape)}; expected the same, so that a layer can be removed; leave out "
-                            "layers"
-                        )
-                    self.before[number + 1].append(models.store.keep(output))
-                    self.streams[number] += [models.store.keep(call.stream) for call in recorded.values()]
-                    recorded.clear()
+        for number in range(len(names)):
+            self.before[number + 1] = self._run_dense(number)
         outputs = self.before.pop(len(names))
-        self.dense = [self._directions(batch, outputs[batch]) for batch in self.held_back]
+        self.dense = [self._directions(batch, outputs[batch]) for batch in models.calls.held_back]
         self.variance = torch.cat(self.dense).var(0, correction=0).clamp(min=1e-12)
 
+    def _run_dense(self, number: int) -> list[Tensor]:
+        """Run a layer of the dense model; store the stream after its last linear, and return its outputs."""
+        end, name, before = self.ends[number], self.names[number], self.before[number]
+        for calls, hidden in zip(self.calls, before, strict=True):
+            read = calls[number].hidden
+            read = hidden if read is None else read.to(hidden)
+            if read.shape != hidden.shape or bool((read - hidden).norm() > SAME_RTOL * hidden.norm()):
+                raise UnsupportedModelError(
+                    f"{name} does not read what the layer before it returned; leave out layers"
+                )
+        linears = [end.linear] if end else []
+        data = gather_layer(self.models, self.models.calls.layers[name], before, [], linears)
+        for hidden, output in zip(before, data.outputs, strict=True):
+            if output.shape != hidden.shape:
+                raise UnsupportedModelError(
+                    f"{name} reads hidden states of shape {tuple(hidden.shape)} and returns {tuple(output.shape)}; "
+                    "expected the same, so that a layer can be removed; leave out layers"
+                )
+        self.streams[number] = [streams[linear.name] for (streams,) in data.streams for linear in linears]
+        return data.outputs
+
     def _directions(self, batch: int, hidden: Tensor) -> Tensor:
-        """Return hidden states (n, D) at unpadded tokens, each divided by its length."""
-        tokens = unpadded(
-            hidden.to(self.model.device), masks_of(self.site, self.models.calls.masks[batch]).query
-        ).float()
-        return nn.functional.normalize(tokens, dim=-1)
+        """Return hidden states (n, D) at unpadded tokens, each normalised to length 1."""
+        mask = masks_of(self.site, self.models.calls.masks[batch]).query
+        tokens = unpadded(hidden.to(self.models.dense.device), mask)
+        return nn.functional.normalize(tokens.float(), dim=-1)
 
     def remove_one(self) -> str:
         """Remove the layer without which the last hidden states move least; return its path."""
-        places = [place for place, number in enumerate(self.kept[:-1]) if number not in self.fixed]
-        place = min(places, key=self._moved_without)
-        first = max(place - 1, 0)
-        self.model.set_submodule(self.names[self.kept[first]], self._refitted(place))
-        start, number = self.before[self.kept[first]], self.kept.pop(place)
+        model = self.models.converted
+        indices = [index for index, number in enumerate(self.kept[:-1]) if number not in self.fixed]
+        index = min(indices, key=self._error_without)
+        first = max(index - 1, 0)
+        model.set_submodule(self.names[self.kept[first]], self._refit_before(index))
+        start, number = self.before[self.kept[first]], self.kept.pop(index)
         self.before[self.kept[first]] = start
         for layer, following in pairwise(self.kept[first:-1]):
             reads = zip(self.calls, self.before[layer], strict=True)
-            self.before[following] = [
-                self.models.store.keep(calls[layer].run(self.model, read)) for calls, read in reads
-            ]
+            self.before[following] = [self.models.store.keep(calls[layer].run(model, read)) for calls, read in reads]
         self.refitted = {gone: layer for gone, layer in self.refitted.items() if gone < self.kept[first]}
         return self.names[number]
 
-    def _moved_without(self, place: int) -> float:
-        """Return by how much the last hidden states move without a layer, given by its place among the remaining."""
-        first, error = max(place - 1, 0), torch.zeros_like(self.variance)
-        name = self.names[self.kept[first]]
-        layer = self.model.get_submodule(name)
-        self.model.set_submodule(name, self._refitted(place))
-        for dense, batch in zip(self.dense, self.held_back, strict=True):
+    def _error_without(self, index: int) -> float:
+        """Return by how much the last hidden states move without a layer, given by its index in `kept`."""
+        model, first = self.models.converted, max(index - 1, 0)
+        error, name = torch.zeros_like(self.variance), self.names[self.kept[first]]
+        layer = model.get_submodule(name)
+        model.set_submodule(name, self._refit_before(index))
+        for dense, batch in zip(self.dense, self.models.calls.held_back, strict=True):
             hidden = self.before[self.kept[first]][batch]
-            for number in (*self.kept[first:place], *self.kept[place + 1 : -1]):
-                hidden = self.calls[batch][number].run(self.model, hidden)
+            for number in (*self.kept[first:index], *self.kept[index + 1 : -1]):
+                hidden = self.calls[batch][number].run(model, hidden)
             error += (self._directions(batch, hidden) - dense).square().sum(0)
-        self.model.set_submodule(name, layer)
+        model.set_submodule(name, layer)
         return float((error / self.variance).mean())
 
-    def _refitted(self, place: int) -> nn.Module:
-        """Return a copy of the layer before a gap, fitted to the dense stream behind it; itself if nothing is."""
-        number, gone, last = self.kept[max(place - 1, 0)], self.kept[place], self.kept[place + 1] - 1
-        layer: nn.Module = self.model.get_submodule(self.names[number])
+    def _refit_before(self, index: int) -> nn.Module:
+        """Return a copy of the layer before a gap, refitted to the dense stream behind it; itself if it cannot be."""
+        model, calls = self.models.converted, self.models.calls
+        number, gone, last = self.kept[max(index - 1, 0)], self.kept[index], self.kept[index + 1] - 1
+        layer: nn.Module = model.get_submodule(self.names[number])
         before, end = self.ends[number], self.ends[last]
-        if not (place and before and end and before.kind == end.kind):
+        if not (index and before and end and before.kind == end.kind):
             return layer
         if gone in self.refitted:
             return self.refitted[gone]
-        linear, gathered = before.linear, ResidualSums()
-        with record_streams(self.model, [linear]) as recorded:
+        linear, sums = before.linear, ResidualSums()
+        with record_streams(model, [linear]) as recorded:
             for batch, hidden in enumerate(self.before[number]):
-                self.calls[batch][number].run(self.model, hidden)
+                self.calls[batch][number].run(model, hidden)
                 call = recorded.pop(linear.name)
-                mask = masks_of(linear.site, self.models.calls.masks[batch]).query
-                target = target_across_gap(self.model, linear, call.stream, self.streams[last][batch])
-                gathered.add(call, target, linear, mask, batch in self.models.calls.used)
-        fitted = solve(gathered, linear, self.model.get_submodule(linear.name), None, self.models.calls.sequences)
+                target = target_across_gap(model, linear, call.stream, self.streams[last][batch])
+                sums.add(call, target, linear, masks_of(linear.site, calls.masks[batch]).query, batch in calls.used)
+        fitted = solve(sums, linear, model.get_submodule(linear.name), None, calls.sequences)
         tensors = layer.state_dict(keep_vars=True).values()
         copied: nn.Module = copy.deepcopy(layer, {id(tensor): tensor for tensor in tensors})
-        self.model.set_submodule(self.names[number], copied)
-        install_refits(self.model, [fitted])
+        model.set_submodule(self.names[number], copied)
+        install_refits(model, [fitted])
         for name, source in zip(before.behind, end.behind, strict=True):
-            self.model.set_submodule(name, self.model.get_submodule(source))
-        self.model.set_submodule(self.names[number], layer)
+            model.set_submodule(name, model.get_submodule(source))
+        model.set_submodule(self.names[number], layer)
         return self.refitted.setdefault(gone, copied)

@@ -147,11 +147,7 @@ def to_stock(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_stock(model: PreTrainedModel) -> None:
-    """Raise if no stock model can be made of this model, converted or not.
-
-    Raises:
-        CompressionError: the family's config has no head width, or heads have a rotary embedding.
-    """
+    """Raise if no stock model can be made of this model, converted or not."""
     family = FAMILIES.get(model.config.model_type)
     advice = "narrow its feed-forward blocks alone (dff), which gives a stock model, or expand it"
     if family is not None and family.rotary:
@@ -186,8 +182,9 @@ def _expand(model: PreTrainedModel, head_width: int | None) -> None:
         for converted in maps_of(site.module):
             if converted is None:
                 continue
-            for layer in {rows.layer.removesuffix(".proj") for rows in rows_of(site.module).values()}:
-                _refuse_hooks(site, layer)
+            for path in {rows.layer.removesuffix(".proj") for rows in rows_of(site.module).values()}:
+                for name, layer in site.module.get_submodule(path).named_modules(prefix=f"{site.name}.{path}"):
+                    refuse_hooks(name, layer)
             try:
                 dense_parts.append((site, converted.at, converted.to_dense(site, head_width)))
             except torch.linalg.LinAlgError as failed:  # type: ignore[attr-defined]
@@ -202,9 +199,3 @@ def _expand(model: PreTrainedModel, head_width: int | None) -> None:
             uninstall_(site.module, at, dense, site.parent)
         for kind in MAP_KINDS:
             forget_edits_(model, kind)
-
-
-def _refuse_hooks(site: AttentionSite, *paths: str) -> None:
-    for path in paths:
-        for part, layer in site.module.get_submodule(path).named_modules(prefix=f"{site.name}.{path}"):
-            refuse_hooks(part, layer)

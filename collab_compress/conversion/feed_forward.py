@@ -60,16 +60,7 @@ class FeedForward:
 
 
 def find_blocks(model: PreTrainedModel, linears: Sequence[ResidualLinear], layers: SingleLayers) -> list[FeedForward]:
-    """Find the feed-forward blocks whose neurons do not depend on each other, in the order of calls.
-
-    Args:
-        model: in evaluation mode.
-        linears: its residual linear layers.
-        layers: its numbered layers, as `single_layers` returns them.
-
-    Raises:
-        UnsupportedModelError: the model has no such block.
-    """
+    """Find the feed-forward blocks whose neurons do not depend on each other, in the order of calls."""
     projections = {linear.site.path(linear.site.paths.output) for linear in linears}
     blocks = []
     for linear in linears:
@@ -137,12 +128,7 @@ def _neurons(down: nn.Module, run: Callable[[], Tensor], change: tuple[nn.Module
 
 
 def narrower_config(model: PreTrainedModel, blocks: Sequence[FeedForward], width: int) -> PretrainedConfig:
-    """Return a copy of the dense model's config in which all feed-forward blocks have this width.
-
-    Raises:
-        UnsupportedModelError: no attribute of the config sets the width of all blocks, and of nothing else; the
-            weight of a layer is computed from others.
-    """
+    """Return a copy of the dense model's config in which all feed-forward blocks have this width."""
     wanted = _shapes(model)
     for block in blocks:
         for name, shapes in block_shapes(model, block, width).items():
@@ -217,7 +203,7 @@ def cut_(model: PreTrainedModel, block: FeedForward, kept: Tensor) -> None:
 
 
 def adopt_(model: PreTrainedModel, config: PretrainedConfig) -> None:
-    """Set the widths of `config` in the model's own config, and in the numbers that modules keep of it, in place."""
+    """Set the widths of `config` in the model's own configs and in the attributes of its modules, in place."""
     with torch.device("meta"):
         narrower, dense = (type(model)(copy.deepcopy(width_config)) for width_config in (config, model.config))
     copy_configs_(model)

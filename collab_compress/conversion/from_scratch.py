@@ -14,7 +14,7 @@ from collab_compress.architectures import DenseSite, find_dense_attention
 from collab_compress.attention import ConvertedMap, MapConfig, MapEdit, RotaryConfig, SharedConfig, install_
 from collab_compress.attention.maps import Layers
 from collab_compress.checkpoint import path_in_base, record_edit_
-from collab_compress.conversion.maps import rounding
+from collab_compress.conversion.warnings import rounded_widths
 from collab_compress.errors import CompressionError
 from collab_compress.options import check_counts
 
@@ -65,7 +65,7 @@ def from_config(
         configs.setdefault(made.config.kind, {})[path_in_base(model, site.module)] = made.config
     for kind, modules in configs.items():
         record_edit_(model, MapEdit(kind, modules))
-        for warning in rounding([*modules.values()], attention.dk):
+        for warning in rounded_widths([*modules.values()], attention.dk):
             _logger.warning(warning)
     return model
 

@@ -23,7 +23,7 @@ from collab_compress.calibration import Batch
 from collab_compress.checkpoint import is_quantized
 from collab_compress.conversion.feed_forward import FeedForward, find_blocks, narrower_config
 from collab_compress.conversion.layers import SingleLayers, single_layers, undivided
-from collab_compress.conversion.maps import Task
+from collab_compress.conversion.maps import MapTask
 from collab_compress.conversion.residual import ResidualLinear, find_residual_linears
 from collab_compress.conversion.sequential import check_weights
 from collab_compress.errors import CompressionError, UnsupportedModelError
@@ -37,15 +37,8 @@ CONVERTED = "it is already converted"
 class Inventory:
     """What of a model can be converted. Each part is found once, when it is first needed.
 
-    Args:
-        model: stock or edited; left in the mode it was in. Its layers must not be replaced meanwhile.
-        batch: keyword arguments for the model, of which two sequences are run; without it only attention is found.
-        modules: glob on the paths of attention modules.
-
-    Example:
-        >>> inventory = Inventory(model, batch)
-        >>> [block.width for block in inventory.blocks], len(inventory.residual_linears)
-        ([32, 32], 4)
+    Two sequences of `batch` are run to find layers and blocks; without it only attention is found. Parts are those of
+    a stock or edited model whose layers are not replaced meanwhile.
     """
 
     def __init__(self, model: PreTrainedModel, batch: Batch | None = None, modules: str = "*") -> None:
@@ -122,18 +115,8 @@ class Inventory:
         }
         self.tasks(Compression(dk=1, dv=1), narrowest)
 
-    def tasks(self, compression: Compression, by_module: Mapping[str, Compression] | None = None) -> list[Task]:
-        """Return the maps to convert, queries and keys first, after checking that all of them can be converted.
-
-        Args:
-            compression: widths of all modules.
-            by_module: path of a module → its own compression, where widths differ.
-
-        Raises:
-            UnsupportedModelError: a module cannot be converted.
-            CompressionError: a width is beyond the dense one, a module is converted already, or its weights are not
-                finite.
-        """
+    def tasks(self, compression: Compression, by_module: Mapping[str, Compression] | None = None) -> list[MapTask]:
+        """Return the maps to convert, queries and keys first, after checking that all of them can be converted."""
         widths = {site.name: (by_module or {}).get(site.name, compression) for site in self.attention}
         for site in self.attention:
             _refuse_converted(site, widths[site.name])
@@ -141,14 +124,14 @@ class Inventory:
         scores = find_dense_attention(self.model, self.modules, stay) if len(stay) < len(widths) else []
         values: Sequence[ValueSite] = self.values if compression.dv is not None else []
         for scored in scores:
-            _check_scores(Task(scored, widths[scored.name]))
+            _check_scores(MapTask(scored, widths[scored.name]))
         for valued in values:
             _check_width(valued, "dv", widths[valued.name].dv, (valued.value,))
             _check_layers(valued, ((valued.paths.value, valued.value), (valued.paths.output, valued.output)))
         sites: list[DenseSite | ValueSite] = [*scores, *values]
         for site in sites:
             _refuse_joined(site)
-        return [Task(site, widths[site.name]) for site in sites]
+        return [MapTask(site, widths[site.name]) for site in sites]
 
 
 def find_feed_forward(model: PreTrainedModel, batch: Batch) -> list[FeedForward]:
@@ -167,13 +150,7 @@ def find_feed_forward(model: PreTrainedModel, batch: Batch) -> list[FeedForward]
 
 
 def refuse_unconvertible(model: PreTrainedModel, caller: str) -> None:
-    """Refuse a model whose layers can be neither changed nor measured, whatever the widths.
-
-    Raises:
-        CompressionError: it is quantized or sharded, was made in inference mode, or attends by another implementation
-            than "eager" or "sdpa".
-        UnsupportedModelError: the weight of a layer is computed from others.
-    """
+    """Refuse a model whose layers can be neither changed nor measured, whatever the widths."""
     if is_quantized(model):
         raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
     refuse_unwritable(model, caller, CompressionError)
@@ -205,7 +182,7 @@ def _refuse_joined(site: AttentionSite) -> None:
             refuse_hooks(site.path(path), getattr(projection, "layer", projection))
 
 
-def _check_scores(task: Task) -> None:
+def _check_scores(task: MapTask) -> None:
     """Check that the queries and keys of a module can be converted as asked."""
     site = task.site
     assert isinstance(site, DenseSite)

@@ -37,21 +37,13 @@ SingleLayers: TypeAlias = Mapping[str, Callable[[], Tensor]]
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a numbered layer in a forward pass.
+    """One call of a numbered layer in a forward pass."""
 
-    Args:
-        name: path of the layer.
-        args: positional arguments but the hidden states; without a cache.
-        kwargs: keyword arguments but the hidden states; without a cache.
-        hidden: hidden states (B, T, D) that it read; None if the call before it returned them.
-        keyword: name of the argument of hidden states; empty if they are the first positional one.
-    """
-
-    name: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    hidden: Tensor | None
-    keyword: str
+    name: str  # path of the layer
+    args: tuple[Any, ...]  # positional arguments but the hidden states; without a cache
+    kwargs: Mapping[str, Any]  # keyword arguments but the hidden states; without a cache
+    hidden: Tensor | None  # hidden states (B, T, D) that it read; None if the call before it returned them
+    keyword: str  # name of the argument of hidden states; empty if they are the first positional one
 
     def run(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
         """Call the layer of `model` on hidden states (B, T, D), and return those that it returns."""
@@ -62,26 +54,21 @@ class LayerCall:
 
 
 class Plain(NamedTuple):
-    """Layers that pass on hidden states alone.
+    """Layers that pass on hidden states alone."""
 
-    Args:
-        calls: number of calls in a forward pass.
-        in_tuples: whether hidden states are returned as tuples of one.
-    """
-
-    calls: int
-    in_tuples: bool
+    calls: int  # number of calls in a forward pass
+    in_tuples: bool  # whether hidden states are returned as tuples of one
 
 
 def layer_of(path: str) -> str:
     """Return the path of the numbered layer that holds the module at `path`; empty if none does."""
     parts = path.split(".")
-    number = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+    number = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
     return "" if number is None else ".".join(parts[: number + 1])
 
 
 def numbered_layers(model: PreTrainedModel) -> list[str]:
-    """Return the paths of the numbered layers beside and among those with attention, in the model's order."""
+    """Return the paths of the layers in each numbered list with attention, in the model's order."""
     lists = {layer_of(site.name).rpartition(".")[0] for site in find_attention(model)} - {""}
     return [
         f"{path}.{name}"
@@ -117,25 +104,19 @@ def capture(
 ) -> list[LayerCall]:
     """Run the model on a batch, in evaluation mode, and return the calls of its numbered layers in order.
 
-    Args:
-        model: as for `find_attention`; while layers are skipped, nothing else may run it.
-        layers: of the model, as `numbered_layers` returns them.
-        batch: keyword arguments for it.
-        keep: copies hidden states to where they are kept.
-        plain: how layers are skipped (`plain_stack`), so that nothing is computed behind the embeddings; None to run
-            them.
+    With `plain`, layers are skipped, so that nothing is computed behind the embeddings.
     """
     calls: list[LayerCall] = []
     returned: list[Tensor] = []
 
     def before(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        others, named = list(args), {key: _without_cache(value) for key, value in kwargs.items()}
+        others, named = list(args), {key: _drop_cache(value) for key, value in kwargs.items()}
         keyword = "" if args else "hidden_states" if "hidden_states" in named else next(iter(named))
         hidden = named.pop(keyword) if keyword else others.pop(0)
         follows = bool(calls) if plain else bool(returned) and hidden is returned[-1]
         reads_more = any(value is output for value in (*others, *named.values()) for output in returned)
         start = None if follows and not reads_more else hidden if keep is None else keep(hidden)
-        calls.append(LayerCall(name, tuple(map(_without_cache, others)), named, start, keyword))
+        calls.append(LayerCall(name, tuple(map(_drop_cache, others)), named, start, keyword))
         if plain and len(calls) == plain.calls:
             raise _AllCaptured
 
@@ -157,25 +138,15 @@ def capture(
 
 @dataclass(frozen=True, eq=False)
 class LayerCalls:
-    """The calls of a model's numbered layers on calibration batches: those to fit to, then those held back.
+    """The calls of a model's numbered layers on calibration batches: those to fit to, then those held back."""
 
-    Args:
-        batches: keyword arguments of the model.
-        used: numbers of the batches to fit to.
-        masks: attention masks of each batch.
-        by_batch: for each batch, the calls in order.
-        layers: path of each layer → the numbers of its calls.
-        numbered: paths of the numbered layers, as `numbered_layers` returns them.
-        plain: how layers are skipped, as for `capture`.
-    """
-
-    batches: Sequence[Batch]
-    used: range
-    masks: Sequence[Mapping[MaskKind, AttentionMasks]]
-    by_batch: list[list[LayerCall]]
-    layers: Mapping[str, range]
-    numbered: Sequence[str]
-    plain: "Plain | None"
+    batches: Sequence[Batch]  # keyword arguments of the model
+    used: range  # numbers of the batches to fit to
+    masks: Sequence[Mapping[MaskKind, AttentionMasks]]  # attention masks of each batch
+    by_batch: list[list[LayerCall]]  # for each batch, the calls in order
+    layers: Mapping[str, range]  # path of each layer → the numbers of its calls
+    numbered: Sequence[str]  # paths of the numbered layers, as `numbered_layers` returns them
+    plain: Plain | None  # how layers are skipped, as for `capture`
 
     @property
     def held_back(self) -> range:
@@ -201,7 +172,7 @@ class LayerCalls:
         read = [calls[number].hidden for calls in self.by_batch]
         return [hidden for hidden in read if hidden is not None]
 
-    def again(
+    def capture_again(
         self, model: PreTrainedModel, removed: Collection[str], store: "HiddenStateStore"
     ) -> list[list[LayerCall]]:
         """Capture the calls of another model without the removed layers, and return them by the same numbers.
@@ -209,7 +180,7 @@ class LayerCalls:
         The numbers of removed layers keep the calls of the first model, which are never made.
         """
         kept = [name for name in self.numbered if name not in removed]
-        captured = _captured(model, kept, self.batches, store, self.plain)
+        captured = _capture_batches(model, kept, self.batches, store, self.plain)
         return [
             [call if call.name in removed else next(others) for call in calls]
             for calls, others in zip(self.by_batch, map(iter, captured), strict=True)
@@ -219,25 +190,20 @@ class LayerCalls:
 def capture_calls(
     model: PreTrainedModel, used: Sequence[Batch], held_back: Sequence[Batch], store: "HiddenStateStore"
 ) -> LayerCalls:
-    """Run a model on calibration batches, and return the calls of its numbered layers.
-
-    Raises:
-        CalibrationError: batches take different ways through the model.
-        UnsupportedModelError: a layer is called again after others.
-    """
+    """Run a model on calibration batches, and return the calls of its numbered layers."""
     batches, numbered = [*used, *held_back], numbered_layers(model)
     plain = plain_stack(model, numbered, batches[0])
-    calls = _captured(model, numbered, batches, store, plain)
+    calls = _capture_batches(model, numbered, batches, store, plain)
     masks = [batch_masks(model, batch) for batch in batches]
     return LayerCalls(batches, range(len(used)), masks, calls, by_layer(calls[0]), numbered, plain)
 
 
-def _captured(
+def _capture_batches(
     model: PreTrainedModel,
     layers: Sequence[str],
     batches: Sequence[Batch],
     store: "HiddenStateStore",
-    plain: "Plain | None",
+    plain: Plain | None,
 ) -> list[list[LayerCall]]:
     calls = [capture(model, layers, batch, store.keep, plain) for batch in batches]
     if len({tuple(call.name for call in of_batch) for of_batch in calls}) > 1:
@@ -290,17 +256,7 @@ def plain_stack(model: PreTrainedModel, layers: Sequence[str], batch: Batch) -> 
 
 
 def single_layers(model: PreTrainedModel, batch: Batch) -> SingleLayers:
-    """Return the numbered layers of a model, to be called alone on the first sequences of a batch.
-
-    Args:
-        model: in evaluation mode.
-        batch: keyword arguments for the model.
-
-    Raises:
-        UnsupportedModelError: a layer returns something else where it is called alone, or is called again after
-            others.
-        CalibrationError: the model does not take such batches.
-    """
+    """Return the numbered layers of a model, to be called alone on the first sequences of a batch."""
     if sequence_count(batch) > PROBE_SEQUENCES and is_divisible(batch):
         batch = slice_batch(batch, slice(PROBE_SEQUENCES))
     names, outputs = numbered_layers(model), list[Tensor]()
@@ -327,11 +283,7 @@ def single_layers(model: PreTrainedModel, batch: Batch) -> SingleLayers:
 
 
 def by_layer(calls: Sequence[LayerCall]) -> dict[str, range]:
-    """Return each layer with the numbers of its calls, several in turn where it serves as several (ALBERT).
-
-    Raises:
-        UnsupportedModelError: a layer is called again after others.
-    """
+    """Return each layer with the numbers of its calls, one after the other if there are several (ALBERT)."""
     layers: dict[str, range] = {}
     for number, call in enumerate(calls):
         first = layers.get(call.name, range(number, number))
@@ -341,7 +293,7 @@ def by_layer(calls: Sequence[LayerCall]) -> dict[str, range]:
     return layers
 
 
-def _without_cache(value: Any) -> Any:
+def _drop_cache(value: Any) -> Any:
     return None if isinstance(value, Cache) else value
 
 
@@ -370,11 +322,7 @@ class HiddenStateStore:
             self._folder.cleanup()
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor, on its device if it is in memory, on the CPU if it is in a file.
-
-        Raises:
-            CalibrationError: it cannot be written.
-        """
+        """Return a copy of a tensor, on its device if it is in memory, on the CPU if it is in a file."""
         if self.taken + tensor.nbytes <= self.size and tensor.nbytes <= free_memory(tensor.device) * SHARE_OF_FREE:
             kept = tensor.clone()
             self.taken += tensor.nbytes

@@ -3,7 +3,7 @@
 The model stays as it is.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -16,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress.architectures import AttentionSite, DenseSite, ValueSite
 from collab_compress.attention import ConvertedMap, MapConfig, NarrowConfig, QKConfig, RotaryConfig, SharedConfig
 from collab_compress.attention.maps import Layers
-from collab_compress.attention.projections import width_in
 from collab_compress.attention.run import HeadCall, for_each_head
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.batches import sample_sequences
@@ -47,11 +46,10 @@ SiteMoments: TypeAlias = tuple[Moments, ...] | None
 
 HEAD_WEIGHT_SEQUENCES = 128  # that head weights are measured on
 LEAST_WEIGHT = 1e-3  # of the mean square of head weights: every head's scores count
-MIN_VECTORS_PER_DIM = 4  # with fewer vectors for each dimension of the inputs, a covariance is mostly chance
 
 
 @dataclass(frozen=True)
-class Task:
+class MapTask:
     """A map to convert, and how."""
 
     site: Site
@@ -76,7 +74,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Planned:
+class Replacement:
     """A map whose replacement is ready."""
 
     site: Site
@@ -85,18 +83,8 @@ class Planned:
     report: PartReport
 
 
-def replacement(task: Task, moments: SiteMoments, head_weights: Tensor | None, length: int) -> Planned:
-    """Solve for the replacement of one map, and build it.
-
-    Args:
-        task: the map.
-        moments: of the inputs of its projections; None to count all their directions alike.
-        head_weights: weight of each head's score error, (H,); all alike by default.
-        length: tokens for which the report counts multiply-accumulates.
-
-    Raises:
-        CompressionError: the map cannot be decomposed.
-    """
+def replace_map(task: MapTask, moments: SiteMoments, head_weights: Tensor | None, length: int) -> Replacement:
+    """Solve for the replacement of one map, and build it; without moments, all directions of inputs count alike."""
     site, config, started = task.site, task.config(), perf_counter()
     try:
         found, layers, result = config.module.from_dense(site, config, moments, head_weights, task.compression.solver)
@@ -115,77 +103,13 @@ def replacement(task: Task, moments: SiteMoments, head_weights: Tensor | None, l
         vectors=tuple(int(part.count) for part in moments) if moments else (0,) * len(site.inputs),
         **solver,
     )
-    return Planned(site, found, layers, report)
+    return Replacement(site, found, layers, report)
 
 
-def rounding(configs: Sequence[MapConfig], dk: int | None, dv: int | None = None) -> list[str]:
-    """Return warnings of a dk that rotary heads round, and of a dv that narrow values round."""
-    rotary = [config for config in configs if isinstance(config, RotaryConfig) and config.rank != dk]
-    narrow = [config for config in configs if isinstance(config, NarrowConfig) and config.dv != dv]
-    return [
-        f"dk {dk} was rounded up to {config.rank}: a rotary embedding rotates whole heads of {config.head_width} "
-        "channels"
-        for config in rotary[:1]
-    ] + [
-        f"dv {dv} was rounded to {config.dv}: its {config.key_value_heads} heads of values have {config.size} "
-        "channels each"
-        for config in narrow[:1]
-    ]
-
-
-def few_vectors(seen: Iterable[tuple[str, int, int]]) -> list[str]:
-    """Return a warning of modules whose moments are of few vectors, or none.
-
-    Args:
-        seen: path, number of vectors, and width of the vectors of each module.
-    """
-    few = [
-        (vectors / width, vectors, width, name)
-        for name, vectors, width in seen
-        if 0 < vectors < MIN_VECTORS_PER_DIM * width
-    ]
-    if not few:
-        return []
-    _, vectors, width, name = min(few, key=lambda entry: entry[0])
-    others = len({name for *_, name in few}) - 1
-    more = f" and {others} more modules" if others else ""
-    return [
-        f"{name}{more} saw few calibration vectors: {vectors} of width {width}, where {MIN_VECTORS_PER_DIM} times "
-        f"the width would be {MIN_VECTORS_PER_DIM * width}; pass more data, or more sequences of it"
-    ]
-
-
-def warnings_of(
-    planned: Sequence[Planned], compression: Compression, others: Iterable[tuple[str, int, int]] = ()
-) -> list[str]:
-    """Return warnings of rounded widths, few vectors, and solvers that broke down.
-
-    Args:
-        planned: replacements of attention maps.
-        compression: as passed: widths that `keep` chose are rounded already, and differ by module.
-        others: modules that are not planned, but saw vectors too, as for `few_vectors`.
-    """
-    seen = list(others)
-    for item in planned:
-        for vectors, (projection, _) in zip(item.report.vectors, item.site.inputs, strict=True):
-            seen.append((item.site.name, vectors, width_in(projection)))
-    configs = [item.map.config for item in planned]
-    warnings = [] if compression.keep is not None else rounding(configs, compression.dk, compression.dv)
-    warnings += few_vectors(seen)
-    for item in planned:
-        if item.report.breakdowns:
-            outcome = "it went on with a shifted one" if item.report.sweeps else "it kept its start"
-            warnings.append(
-                f"{item.site.name}: {item.report.breakdowns} sweeps of the solver met a singular system; {outcome}; "
-                "look at the module's error, or raise the damping"
-            )
-    return warnings
-
-
-def empty_plan(site: Site, config: MapConfig) -> Planned:
+def empty_replacement(site: Site, config: MapConfig) -> Replacement:
     """Return a replacement whose weights are not set yet, and which has no report."""
     report: Any = None
-    return Planned(site, *config.module.build(config, site.module, site.parent), report)
+    return Replacement(site, *config.module.build(config, site.module, site.parent), report)
 
 
 def head_weights(
@@ -200,18 +124,7 @@ def head_weights(
     $$w^2 = E_i \sum_j p_{ij}^2 \|(v_j - o_i) O\|^2$$
 
     which is small for a head that attends to tokens without content, and large for one that picks few tokens and adds
-    much.
-
-    Args:
-        model: dense; left in the mode it was in.
-        sites: attention modules of `model`. One that serves several layers (ALBERT) pools them.
-        batches: keyword arguments for the model, of which enough, evenly spaced, are run; padding does not count.
-
-    Returns:
-        Path of each module → w (H,) in float64 with mean square 1; None if no head adds anything.
-
-    Raises:
-        CalibrationError: the model does not take such batches.
+    much. Weights (H,) are in float64 with mean square 1; None if no head adds anything.
     """
     if not sites or not batches:
         return {}
@@ -223,11 +136,7 @@ def head_weights(
 
 
 class HeadWeights(HeadHooks):
-    """The weights of `head_weights`, summed while modules run inside a `with` block.
-
-    Args:
-        sites: dense attention modules.
-    """
+    """The weights of `head_weights`, summed while modules run inside a `with` block."""
 
     needs_probs = True
     masks: Mapping[MaskKind, AttentionMasks] = {}
@@ -236,7 +145,7 @@ class HeadWeights(HeadHooks):
     def __init__(self, sites: Sequence[AttentionSite]) -> None:
         self._tokens = {site.name: 0 for site in sites}
         self._squares = {site.name: torch.zeros(site.heads, dtype=torch.float64, device="cpu") for site in sites}
-        self._add(sites)
+        super().__init__(sites)
 
     def act(self, site: AttentionSite, outputs: Tensor, call: HeadCall) -> Tensor:
         """Add w² of one call of a module."""
@@ -259,7 +168,7 @@ class HeadWeights(HeadHooks):
 
     def weights(self) -> dict[str, Tensor | None]:
         """Return the weights by path of the module, as `head_weights`."""
-        return {name: _normalised(squares) for name, squares in self._squares.items()}
+        return {name: _normalise(squares) for name, squares in self._squares.items()}
 
 
 def _gram(site: AttentionSite, width: int) -> Tensor | None:
@@ -274,7 +183,7 @@ def _gram(site: AttentionSite, width: int) -> Tensor | None:
     return heads @ heads.mT
 
 
-def _normalised(squares: Tensor) -> Tensor | None:
+def _normalise(squares: Tensor) -> Tensor | None:
     """Return w (H,) with mean square 1 of sums of w²; None if no head adds anything."""
     mean = squares.mean()
     if not bool(torch.isfinite(mean)) or float(mean) <= 0:

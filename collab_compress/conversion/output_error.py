@@ -20,18 +20,6 @@ def measure_output_error(
 
     Logits that a softmax reads are compared as log probabilities, which a constant added to all of them does not
     change. Padding does not count. The outputs of one batch are in memory at a time.
-
-    Args:
-        model: converted.
-        dense: the model it was converted from; another object.
-        batches: keyword arguments for both models.
-
-    Returns:
-        The output error; None without batches, or if the dense output is 0 everywhere but at padding, or its classes
-        are all equally probable.
-
-    Raises:
-        CalibrationError: an output is not finite, or the two have different shapes.
     """
     measured = [_squared_errors(model, dense, batch) for batch in batches]
     if not any(norm for *_, norm in measured):
@@ -51,9 +39,9 @@ def _squared_errors(model: PreTrainedModel, dense: PreTrainedModel, batch: Batch
     mask = token_mask(dense, batch, name, old)
     are_probabilities = _has_classes(dense, name, old)
     difference = norm = 0.0
-    for place in range(len(old)):  # one sequence at a time in float64
-        tokens = slice(None) if mask is None else mask[place]
-        before, after = (_float64(output[place][tokens]) for output in (old, new))
+    for index in range(len(old)):  # one sequence at a time in float64
+        tokens = slice(None) if mask is None else mask[index]
+        before, after = (_float64(output[index][tokens]) for output in (old, new))
         if are_probabilities and before.numel():
             before, after = before.log_softmax(-1), after.log_softmax(-1)
         difference += float((after - before).square().sum())
@@ -70,11 +58,7 @@ def _has_classes(model: PreTrainedModel, name: str, output: Tensor) -> bool:
 
 
 def main_output(model: PreTrainedModel, batch: Batch) -> tuple[str, Tensor]:
-    """Run the model on one batch, and return the name and value of its logits, or of its first output but a loss.
-
-    Raises:
-        CalibrationError: the output is not finite.
-    """
+    """Run the model on one batch, and return the name and value of its logits, or of its first output but a loss."""
     with evaluation_mode(model):
         output = run_batch(model, batch)
     if not isinstance(output, Mapping):  # of a class that takes no return_dict

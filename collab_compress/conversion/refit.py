@@ -70,20 +70,7 @@ def refit(
     held_back: Sequence[Batch],
     progress: Progress = silent,
 ) -> list[Refit]:
-    """Compute new weights for the residual linear layers; neither model is changed.
-
-    Args:
-        model: converted.
-        dense: the model it was converted from.
-        used: batches to fit to.
-        held_back: batches to choose dampings and to measure errors on.
-        progress: as for `refit_`.
-
-    Raises:
-        UnsupportedModelError: the model's layers cannot be called alone.
-        CalibrationError: there are no batches, or they take different ways through the model.
-        HeadError: the dense model lacks a layer of the other, or has it in another width.
-    """
+    """Compute new weights for the residual linear layers; neither model is changed."""
     if not held_back:
         raise CalibrationError("refitting takes at least two sequences, one of them held back; pass more data")
     refitted = sharing_copy(model)

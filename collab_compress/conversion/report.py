@@ -16,11 +16,7 @@ def width_range(widths: Iterable[int]) -> str:
 
 
 def to_frame(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Return rows as a `pandas.DataFrame`.
-
-    Raises:
-        CollabCompressError: pandas is not installed.
-    """
+    """Return rows as a `pandas.DataFrame`."""
     try:
         import pandas as pd
     except ImportError as error:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -29,39 +30,25 @@ LINEAR_RTOL, LINEAR_RTOL_HALF = 1e-3, 5e-2  # error of a sum that counts as line
 class ResidualLinear:
     """A linear layer whose outputs are added to the residual stream, as they are or normalised first.
 
-    Args:
-        name: path of the linear layer.
-        layer: path of the numbered layer that holds it.
-        at: path of the first module that reads or returns the sum; the linear layer itself if its outputs are
-            normalised first, as those are what can be compared.
-        shown: whether the sum is among the module's "inputs" or "outputs".
-        gain: factor of each channel before outputs are added, (D,).
-        site: attention module called before it, whose masks say what is padding.
+    The sum is found in the inputs or outputs of a module behind the layer. Where outputs are normalised before they
+    are added, that module is the linear layer itself, whose outputs alone can be compared.
     """
 
-    name: str
-    layer: str
-    at: str
-    shown: str
-    gain: Tensor
-    site: AttentionSite
+    name: str  # path of the linear layer
+    layer: str  # path of the numbered layer that holds it
+    at: str  # path of the first module that reads or returns the sum
+    shown: str  # where the sum is: in the "inputs" or "outputs" of that module
+    gain: Tensor  # factor of each channel before outputs are added, (D,)
+    site: AttentionSite  # attention module called before it, whose masks say what is padding
 
 
 def find_residual_linears(model: PreTrainedModel, layers: SingleLayers) -> list[ResidualLinear]:
     """Find the residual linear layers: those whose outputs are added to the residual stream, in the order of calls.
 
     Candidates are the output projections of attention, and linear layers of the same width inside numbered layers. A
-    candidate writes to the stream if a change of its outputs appears unchanged, or times a constant for each channel,
-    in what a later module of its layer reads or returns, added to something else. So does one whose outputs a
-    normalisation reads, as in Gemma 3.
-
-    Args:
-        model: in evaluation mode.
-        layers: of the model, as `single_layers` returns them.
-
-    Raises:
-        UnsupportedModelError: a candidate's weight is no parameter of it, or it is called several times in its layer,
-            so that it could not be refitted.
+    candidate is one if a change of its outputs appears unchanged, or times a constant for each channel, in what a
+    later module of its layer reads or returns, added to something else; or if a normalisation reads its outputs
+    (Gemma 3).
     """
     sites = find_attention(model)
     return [
@@ -75,11 +62,7 @@ def find_residual_linears(model: PreTrainedModel, layers: SingleLayers) -> list[
 def _candidates(
     model: PreTrainedModel, sites: Sequence[AttentionSite], layer: str, run: Callable[[], Tensor]
 ) -> list[tuple[str, AttentionSite]]:
-    """Return the linear layers of a numbered layer that may write to the stream, in the order of calls.
-
-    Returns:
-        Path, and the attention module called before; the layer's first, or the model's, if none is.
-    """
+    """Return the linear layers of a numbered layer that may write to the stream, in the order of calls."""
     outputs = [site.path(site.paths.output) for site in sites]
     projections: list[Any] = [model.get_submodule(path) for path in outputs]
     widths = {width_out(getattr(projection, "proj", projection)) for projection in projections} - {0}  # mixed heads
@@ -172,19 +155,21 @@ def _watched(model: PreTrainedModel, layer: str, linear: str, change: Tensor | N
         if stream is not None:
             recorded.append(_Seen(name, shown, stream.clone()))
 
-    def on_inputs(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        record(name, "inputs", (*args, *kwargs.values()))
-
-    def on_outputs(name: str, _: nn.Module, __: Any, output: object) -> None:
-        record(name, "outputs", output)
-
     with ExitStack() as hooks:
         hooks.enter_context(model.get_submodule(linear).register_forward_hook(begin))
         for name, module in model.get_submodule(layer).named_modules(prefix=layer):
-            hooks.enter_context(module.register_forward_pre_hook(partial(on_inputs, name), with_kwargs=True))
-            if name != linear:
-                hooks.enter_context(module.register_forward_hook(partial(on_outputs, name)))
+            for shown in ("inputs", "outputs") if name != linear else ("inputs",):
+                hooks.enter_context(watch(module, shown, partial(record, name, shown)))
         yield recorded
+
+
+def watch(module: nn.Module, shown: str, act: Callable[[object], None]) -> RemovableHandle:
+    """Call `act` with the "inputs" or the "outputs" of each call of a module; return the handle of the hook."""
+    if shown == "inputs":
+        return module.register_forward_pre_hook(
+            lambda _, args, kwargs: act((*args, *kwargs.values())), with_kwargs=True
+        )
+    return module.register_forward_hook(lambda _, __, output: act(output))
 
 
 def stream_of(values: object, shape: torch.Size) -> Tensor | None:

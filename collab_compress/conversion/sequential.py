@@ -46,20 +46,20 @@ from collab_compress.conversion.maps import (
     HEAD_WEIGHT_SEQUENCES,
     RUNNING,
     HeadWeights,
-    Planned,
+    MapTask,
     Progress,
+    Replacement,
     SiteMoments,
-    Task,
     head_weights,
-    replacement,
+    replace_map,
     silent,
 )
 from collab_compress.conversion.report import RefitReport
-from collab_compress.conversion.residual import ResidualLinear, stream_of
+from collab_compress.conversion.residual import ResidualLinear, stream_of, watch
 from collab_compress.devices import float64_device
 from collab_compress.errors import CalibrationError, CollabCompressError, CompressionError, UnsupportedModelError
 from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, choose_neurons, fit
-from collab_compress.factorization.narrowing import CONSTANT
+from collab_compress.factorization.narrowing import MIN_VARIANCE_SHARE
 
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # shares of the inputs' mean variance; held-back data choose one
 ROUNDING = 1e-5  # relative error of the residual stream that is rounding alone
@@ -68,25 +68,16 @@ NO_MOMENTS: Mapping[str, ResidualMoments] = {}
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a model to convert.
+    """The parts of a model to convert."""
 
-    Args:
-        tasks: attention maps.
-        linears: residual linear layers to refit, in the order of calls; none to refit nothing.
-        blocks: feed-forward blocks to make narrower.
-        dff: number of neurons that these keep.
-        removed: paths of layers that the converted model lacks.
-        targets: path of the last residual linear layer before a gap → the one to whose dense stream it is fitted.
-        in_layers: whether the model's numbered layers can be called alone (`single_layers`).
-    """
-
-    tasks: Sequence[Task] = ()
-    linears: Sequence[ResidualLinear] = ()
-    blocks: Sequence[FeedForward] = ()
-    dff: int = 0
-    removed: Collection[str] = ()
+    tasks: Sequence[MapTask] = ()  # attention maps
+    linears: Sequence[ResidualLinear] = ()  # to refit, in the order of calls; none to refit nothing
+    blocks: Sequence[FeedForward] = ()  # to make narrower
+    dff: int = 0  # number of neurons that the blocks keep
+    removed: Collection[str] = ()  # paths of layers that the converted model lacks
+    # Path of the last residual linear layer before a gap → the one in the gap to whose dense stream it is fitted.
     targets: Mapping[str, ResidualLinear] = field(default_factory=dict)
-    in_layers: bool = True
+    in_layers: bool = True  # whether the model's numbered layers can be called alone (`single_layers`)
 
     def without(self, removed: Collection[str], targets: Mapping[str, ResidualLinear]) -> "Parts":
         """Return the parts of a model that loses some layers."""
@@ -106,36 +97,30 @@ def convert_layers_(
     same_inputs: bool = True,
     length: int = 128,
     progress: Progress = silent,
-) -> tuple[list[Planned], list["Refit"]]:
+) -> tuple[list[Replacement], list["Refit"]]:
     """Convert the layers of a model in place; return the new maps, in the order of `parts.tasks`, and the refits.
 
-    Args:
-        converted: a copy of the dense model without the removed layers, or a converted model to refit.
-        dense: the dense model; another object, which may share tensors.
-        parts: what to convert.
-        used: batches to fit to.
-        held_back: batches to choose dampings and to measure errors on.
-        same_inputs: whether everything before the first layer is the same in both models.
-        length: tokens for which reports count multiply-accumulates.
-        progress: called with what is being done, how many layers are done, and how many there are, or None.
-
-    Raises:
-        CalibrationError: batches take different ways through the model, or a module saw no token.
-        CompressionError: a map cannot be decomposed.
+    `converted` is a copy of the dense model without the removed layers, or a converted model to refit, where
+    `same_inputs` says whether everything before the first layer is the same in both.
     """
     used, held_back = in_parts(used), in_parts(held_back)
-    planned: dict[tuple[str, type], Planned] = {}
+    replaced: dict[tuple[str, type], Replacement] = {}
     refits: list[Refit] = []
+    blocks = {block.down for block in parts.blocks}
 
-    def convert_attention_(tasks: Sequence[Task], moments: Sequence[SiteMoments], weights: HeadWeightsByPath) -> None:
+    def convert_attention_(
+        tasks: Sequence[MapTask], moments: Sequence[SiteMoments], weights: HeadWeightsByPath
+    ) -> None:
         for task, of_task in zip(tasks, moments, strict=True):
-            item = replacement(task, of_task, weights.get(task.site.name), length)
-            planned[task.site.name, type(task.site)] = item
+            item = replace_map(task, of_task, weights.get(task.site.name), length)
+            replaced[task.site.name, type(task.site)] = item
             install_maps_(converted, [item])
 
-    exact = [task for task in parts.tasks if task.is_exact]
-    convert_attention_(exact, [None] * len(exact), {})
-    tasks = [task for task in parts.tasks if not task.is_exact]
+    without_data = [task for task in parts.tasks if task.is_exact or not used]
+    for done, task in enumerate(without_data):
+        progress(f"fitting {task.site.name}", done, len(without_data))
+        convert_attention_([task], [None], {})
+    tasks = [task for task in parts.tasks if task not in without_data]
     with undivided(dense), undivided(converted), HiddenStateStore() as store:
         calls = None
         if parts.in_layers and (tasks or parts.linears):
@@ -150,9 +135,8 @@ def convert_layers_(
         if calls is not None:
             models = Pair(dense, converted, calls, store, parts.removed)
             hidden, reached = HiddenStates([], [], []), 0
-            for done, layer in enumerate(layers):
+            for done, (layer, numbers) in enumerate(layers.items()):
                 progress(f"fitting {layer}", done, len(layers))
-                numbers = layers[layer]
                 if reached > numbers.start:  # removed, and passed with the gap before it
                     continue
                 if calls.begins_stack(numbers.start):
@@ -160,36 +144,34 @@ def convert_layers_(
                 of_layer = [task for task in tasks if layer_of(task.site.name) == layer]
                 linears = [linear for linear in parts.linears if linear.layer == layer and layer not in parts.removed]
                 data = gather_layer(models, numbers, hidden.dense, of_layer, linears)
-                targets = {
-                    linear.name: parts.targets[linear.name] for linear in linears if linear.name in parts.targets
-                }
-                gap = cross_gap(models, numbers, data.outputs, targets)
+                gap = cross_gap(models, numbers, data.outputs, parts.targets)
                 convert_attention_(of_layer, data.moments, data.head_weights)
                 for linear in linears:
-                    neurons = parts.dff if linear.name in {block.down for block in parts.blocks} else None
                     sums = _residual_sums(models, numbers, hidden, data, gap, linear)
                     module: Any = converted.get_submodule(linear.name)
+                    neurons = parts.dff if linear.name in blocks else None
                     refits.append(solve(sums, linear, module, neurons, calls.sequences))
                     install_refits(converted, refits[-1:], parts.blocks)
                 reached, hidden = gap.reached, hidden._replace(dense=gap.hidden)
                 if parts.linears and layer not in parts.removed and not calls.begins_stack(reached):
                     hidden = hidden._replace(converted=models.advance(numbers, hidden))
-        progress("fitted all layers", len(layers), len(layers))
-    return [planned[task.site.name, type(task.site)] for task in parts.tasks], refits
+        count = len(layers) or len(without_data)
+        progress("fitted all layers", count, count)
+    return [replaced[task.site.name, type(task.site)] for task in parts.tasks], refits
 
 
 HeadWeightsByPath = Mapping[str, Tensor | None]
 
 
-def install_maps_(model: PreTrainedModel, planned: Sequence[Planned]) -> None:
+def install_maps_(model: PreTrainedModel, replaced: Sequence[Replacement]) -> None:
     """Install replacements of attention maps in a model or in its copy, in place."""
-    for item in planned:
+    for item in replaced:
         name = item.site.name
         install_(model.get_submodule(name), item.map, item.layers, model.get_submodule(name.rpartition(".")[0]))
 
 
-def _weighted_sites(tasks: Sequence[Task]) -> list[AttentionSite]:
-    """Return the modules whose score errors are weighted by head."""
+def _weighted_sites(tasks: Sequence[MapTask]) -> list[AttentionSite]:
+    """Return the attention modules whose score errors are weighted by head."""
     return [task.site for task in tasks if isinstance(task.site, DenseSite) and not task.is_exact]
 
 
@@ -206,28 +188,20 @@ class HiddenStates(NamedTuple):
 
 @dataclass(frozen=True)
 class Pair:
-    """A dense model and its conversion, with the calls of the dense model's layers.
-
-    Args:
-        dense: the dense model.
-        converted: the converted model; the dense one where nothing is converted.
-        calls: of the dense model's layers.
-        store: keeps hidden states.
-        removed: paths of layers that the converted model lacks.
-    """
+    """A dense model and its conversion, with the calls of the dense model's layers."""
 
     dense: PreTrainedModel
-    converted: PreTrainedModel
-    calls: LayerCalls
+    converted: PreTrainedModel  # the dense model itself where nothing is converted
+    calls: LayerCalls  # of the dense model's layers
     store: HiddenStateStore
-    removed: Collection[str] = ()
+    removed: Collection[str] = ()  # paths of layers that the converted model lacks
 
     def start_stack(self, first: int, same_inputs: bool) -> HiddenStates:
         """Return the hidden states before the first call of a stack of layers."""
         dense, calls = self.calls.read_by(first), self.calls.by_batch
         if not first and same_inputs:
             return HiddenStates(dense, dense, calls)
-        captured = self.calls.again(self.converted, self.removed, self.store)
+        captured = self.calls.capture_again(self.converted, self.removed, self.store)
         kept = next(number for number in range(first, len(calls[0])) if calls[0][number].name not in self.removed)
         read = [of_batch[kept].hidden for of_batch in captured]
         return HiddenStates(dense, [hidden for hidden in read if hidden is not None], captured)
@@ -247,45 +221,28 @@ class Pair:
 
 @dataclass(frozen=True, eq=False)
 class LayerData:
-    """What one run of a dense layer on all batches gives.
+    """What one run of a dense layer on all batches gives."""
 
-    Args:
-        moments: for each task, of the inputs of its projections.
-        head_weights: path of a module → weight of each head's score error, (H,).
-        mean_squares: path of a module → mean of the squares of these weights, before they are normalised.
-        inputs: for each batch, the hidden states that each call of the layer reads; empty if it is called once.
-        streams: for each batch and call, path of a residual linear layer → the residual stream after it.
-        outputs: for each batch, the hidden states behind the layer.
-    """
-
-    moments: Sequence[SiteMoments]
-    head_weights: HeadWeightsByPath
-    mean_squares: Mapping[str, float]
-    inputs: list[list[Tensor]]
-    streams: list[list[dict[str, Tensor]]]
-    outputs: list[Tensor]
+    moments: Sequence[SiteMoments]  # for each task, of the inputs of its projections
+    head_weights: HeadWeightsByPath  # path of a module → weight of each head's score error, (H,)
+    mean_squares: Mapping[str, float]  # mean of the squares of these weights, before they are normalised
+    inputs: list[list[Tensor]]  # for each batch, the input of each call of the layer; empty if it is called once
+    streams: list[list[dict[str, Tensor]]]  # for each batch and call, the residual stream after each linear
+    outputs: list[Tensor]  # for each batch, the hidden states behind the layer
 
 
 def gather_layer(
     models: Pair,
     numbers: range,
     hidden: Sequence[Tensor],
-    tasks: Sequence[Task],
+    tasks: Sequence[MapTask],
     linears: Sequence[ResidualLinear],
     neurons: Mapping[str, ResidualMoments] = NO_MOMENTS,
 ) -> LayerData:
-    """Run a dense layer on all batches, and gather what its conversion needs.
+    """Run a dense layer on all batches, and gather what its conversion needs; add inputs of linears to `neurons`.
 
-    A layer that is called several times in turn (ALBERT) is run as often. If it is, what each call reads is kept: the
-    refits of each call start from the dense model's hidden states, so that errors do not add up.
-
-    Args:
-        models: the two models.
-        numbers: numbers of the layer's calls.
-        hidden: hidden states before it, for each batch.
-        tasks: attention maps of the layer.
-        linears: residual linear layers of the layer.
-        neurons: path of a residual linear layer → moments of its inputs, to which the inputs are added.
+    If a layer is called more than once (ALBERT), the input of each call is stored too: the refits of each call start
+    from the dense model's hidden states, so that errors do not add up.
     """
     calls = models.calls
     moments = InputMoments([task.site for task in tasks])
@@ -325,27 +282,17 @@ def gather_layer(
 
 
 class Gap(NamedTuple):
-    """The removed layers behind a layer.
+    """The removed layers behind a layer."""
 
-    Args:
-        reached: number of the first call behind them.
-        hidden: for each batch, the dense model's hidden states there.
-        streams: path of the last residual linear layer before the gap → for each batch, the dense stream to fit to.
-    """
-
-    reached: int
-    hidden: list[Tensor]
-    streams: Mapping[str, list[Tensor]]
+    reached: int  # number of the first call behind them
+    hidden: list[Tensor]  # for each batch, the dense model's hidden states there
+    streams: Mapping[str, list[Tensor]]  # path of the last linear before the gap → its target for each batch
 
 
 def cross_gap(models: Pair, numbers: range, hidden: Sequence[Tensor], targets: Mapping[str, ResidualLinear]) -> Gap:
     """Run the dense layers behind a layer that the converted model lacks, up to the next one that it has.
 
-    Args:
-        models: the two models.
-        numbers: numbers of the layer's calls.
-        hidden: the dense model's hidden states behind it.
-        targets: path of a residual linear layer before the gap → the one in the gap to whose stream it is fitted.
+    Linears in `targets` are refitted to the dense residual stream behind the gap.
     """
     calls, reached, outputs = models.calls.by_batch, numbers.stop, list(hidden)
     stack = calls[0][numbers.start].name.rpartition(".")[0]
@@ -354,12 +301,12 @@ def cross_gap(models: Pair, numbers: range, hidden: Sequence[Tensor], targets: M
         name = calls[0][reached].name
         if name not in models.removed or name.rpartition(".")[0] != stack:
             break
-        here = {path: target for path, target in targets.items() if target.layer == name}
-        streams |= {path: [] for path in here}
-        with record_streams(models.dense, list(here.values())) as recorded:
+        in_layer = {path: target for path, target in targets.items() if target.layer == name}
+        streams |= {path: [] for path in in_layer}
+        with record_streams(models.dense, list(in_layer.values())) as recorded:
             for batch, of_batch in enumerate(calls):
                 outputs[batch] = models.store.keep(of_batch[reached].run(models.dense, outputs[batch]))
-                for path, target in here.items():
+                for path, target in in_layer.items():
                     streams[path].append(models.store.keep(recorded.pop(target.name).stream))
         reached += 1
     return Gap(reached, outputs, streams)
@@ -376,14 +323,14 @@ def stream_variance(models: Pair, data: LayerData, linear: ResidualLinear) -> fl
             squares += float(stream.square().sum())
             count += len(stream)
     variance = squares / count - float((total / count).square().sum())
-    return variance if variance > CONSTANT * squares / count else 0.0
+    return variance if variance > MIN_VARIANCE_SHARE * squares / count else 0.0
 
 
 # Refits.
 
 
 class ResidualSums:
-    """The moments that a residual linear layer is fitted by: of its inputs, and of what the stream lacks after it."""
+    """Moments to fit a residual linear layer by: of its inputs, and of the dense minus the converted stream."""
 
     def __init__(self) -> None:
         self.used = ResidualMoments()  # of the sequences to fit to
@@ -393,15 +340,7 @@ class ResidualSums:
     def add(
         self, call: "StreamCall", target: Tensor, linear: ResidualLinear, mask: Tensor | None, used: bool
     ) -> None:
-        """Add one call of the layer, without padding.
-
-        Args:
-            call: of the converted layer: inputs (B, T, N), and the stream after it (B, T, D).
-            target: the dense stream there, (B, T, D).
-            linear: the layer; residuals are divided by its gain, which gives them the units of its outputs.
-            mask: padding mask (B, T), or None.
-            used: whether the layer is fitted to the sequences; else errors are measured on them.
-        """
+        """Add one call of the converted layer, without padding; residuals are divided by the layer's gain."""
         wanted = target.to(call.stream.device).reshape(-1, target.shape[-1]).float()
         gain = torch.where(linear.gain == 0, torch.inf, linear.gain).to(wanted)
         lacking = (wanted - call.stream.reshape(wanted.shape).float()) / gain
@@ -414,7 +353,7 @@ class ResidualSums:
 def _residual_sums(
     models: Pair, numbers: range, hidden: HiddenStates, data: LayerData, gap: Gap, linear: ResidualLinear
 ) -> ResidualSums:
-    """Run the converted layer on all batches, up to a residual linear layer, and sum what that is fitted by."""
+    """Run the converted layer on all batches, up to a residual linear layer; return the moments to fit that by."""
     sums = ResidualSums()
     with record_streams(models.converted, [linear], stop=True) as recorded:
         for batch, masks in enumerate(models.calls.masks):
@@ -435,8 +374,8 @@ def _residual_sums(
 def target_across_gap(model: PreTrainedModel, linear: ResidualLinear, stream: Tensor, target: Tensor) -> Tensor:
     """Return a target (B, T, D) from behind a gap for the stream (B, T, D) after a layer before it.
 
-    Where a LayerNorm reads the stream, that is the target with the mean and the deviation that each token has in the
-    stream: the norm removes both, and a linear layer cannot change them token by token.
+    Where a LayerNorm reads the stream, the target gets the mean and the deviation that each token has in the stream:
+    the norm removes both, and a linear layer cannot change them token by token.
     """
     if not isinstance(model.get_submodule(linear.at), nn.LayerNorm):
         return target
@@ -458,19 +397,9 @@ class Refit:
 def solve(
     sums: ResidualSums, linear: ResidualLinear, module: nn.Linear | Conv1D, neurons: int | None, sequences: int
 ) -> Refit:
-    """Fit a layer with the damping that has the smallest error on held-back sequences.
+    """Fit a layer, with `neurons` of its inputs, by the damping that has the smallest error on held-back sequences.
 
-    The layer stays as it is if no damping lowers that error, unless it is to lose neurons.
-
-    Args:
-        sums: what to fit it by.
-        linear: the layer.
-        module: its module.
-        neurons: number of its inputs to keep, those whose loss would cost most; None for all.
-        sequences: number of sequences that it is fitted to, for the report.
-
-    Raises:
-        CalibrationError: no token was held back, or there are too few data to choose neurons by.
+    A layer that keeps all neurons stays as it is if no damping lowers that error.
     """
     used, held_back, biased = sums.used, sums.held_back, module.bias is not None
     if not held_back.count:
@@ -478,7 +407,7 @@ def solve(
             f"{linear.name} saw no token of the sequences held back, which are padding alone; pass more data"
         )
     weight = module.weight.detach() if isinstance(module, Conv1D) else module.weight.detach().mT  # (N, D)
-    exact = weight.to(used.place, torch.float64)
+    exact = weight.to(used.device, torch.float64)
     before, scale = held_back.squared / held_back.count, max(sums.spread / held_back.count, 1e-30)
     kept, best = None, before
     if neurons is not None:
@@ -520,7 +449,7 @@ def solve(
 
 
 def install_refits(model: PreTrainedModel, refits: Sequence[Refit], blocks: Sequence[FeedForward] = ()) -> None:
-    """Install refitted layers in place; the blocks of those that keep some neurons only become narrower.
+    """Install refitted layers in place, with narrower blocks where neurons were removed.
 
     Parameters are replaced, so that models that share them keep theirs.
     """
@@ -534,7 +463,7 @@ def install_refits(model: PreTrainedModel, refits: Sequence[Refit], blocks: Sequ
 
 
 def check_weights(weights: Iterable[tuple[str, Tensor]], error: type[CollabCompressError] = CompressionError) -> None:
-    """Raise `error` for the first of the weights, given by their names, that is offloaded or not finite."""
+    """Raise `error` for the first of these named weights that is offloaded or not finite."""
     for name, weight in weights:
         if weight.is_meta:
             raise error(f"{name} is offloaded; load the model into memory")
@@ -553,18 +482,14 @@ class StreamCall(NamedTuple):
 
 
 class _Stop(Exception):
-    """Raised in a layer when all that is wanted of it is recorded."""
+    """Raised in a layer to end its forward pass once the stream is recorded."""
 
 
 @contextmanager
 def record_streams(
     model: PreTrainedModel, linears: Sequence[ResidualLinear], stop: bool = False
 ) -> Iterator[dict[str, StreamCall]]:
-    """Record the call of each residual linear layer by its path; if `stop`, end the layer after the last.
-
-    Raises:
-        UnsupportedModelError: one is called again before its call has been taken.
-    """
+    """Record the call of each residual linear layer by its path; if `stop`, end the layer after the last."""
     calls: dict[str, StreamCall] = {}
     pending: dict[str, tuple[Tensor, Tensor]] = {}  # inputs, and outputs that are not yet added to the stream
 
@@ -575,30 +500,19 @@ def record_streams(
 
     def on_stream(at: tuple[str, str], values: object) -> None:
         for linear in linears:
-            if (linear.at, linear.shown) != at or linear.name not in pending:
-                continue
-            inputs, output = pending[linear.name]
-            stream = stream_of(values, output.shape)
-            if stream is not None:
-                del pending[linear.name]
-                calls[linear.name] = StreamCall(inputs, stream.clone())
+            if (linear.at, linear.shown) == at and linear.name in pending:
+                inputs, output = pending[linear.name]
+                stream = stream_of(values, output.shape)
+                if stream is not None:
+                    del pending[linear.name]
+                    calls[linear.name] = StreamCall(inputs, stream.clone())
         if stop and len(calls) == len(linears):
             raise _Stop
-
-    def on_inputs(at: tuple[str, str], _: nn.Module, args: Any, kwargs: Any) -> None:
-        on_stream(at, (*args, *kwargs.values()))
-
-    def on_outputs(at: tuple[str, str], _: nn.Module, __: Any, output: object) -> None:
-        on_stream(at, output)
 
     with ExitStack() as hooks:
         for linear in linears:
             layer = model.get_submodule(linear.name)
             hooks.enter_context(layer.register_forward_hook(partial(on_call, linear.name)))
-        for at in dict.fromkeys((linear.at, linear.shown) for linear in linears):
-            module = model.get_submodule(at[0])
-            if at[1] == "inputs":
-                hooks.enter_context(module.register_forward_pre_hook(partial(on_inputs, at), with_kwargs=True))
-            else:
-                hooks.enter_context(module.register_forward_hook(partial(on_outputs, at)))
+        for at, shown in dict.fromkeys((linear.at, linear.shown) for linear in linears):
+            hooks.enter_context(watch(model.get_submodule(at), shown, partial(on_stream, (at, shown))))
         yield calls

@@ -26,17 +26,17 @@ from collab_compress.conversion.cost import Part, attention_costs, block_cost
 from collab_compress.conversion.feed_forward import FeedForward
 from collab_compress.conversion.inventory import Inventory
 from collab_compress.conversion.layers import HiddenStateStore, capture_calls, undivided
-from collab_compress.conversion.maps import RUNNING, Progress, Task, silent
+from collab_compress.conversion.maps import RUNNING, MapTask, Progress, silent
 from collab_compress.conversion.report import width_range
 from collab_compress.conversion.residual import ResidualLinear
-from collab_compress.conversion.sequential import DAMPINGS, Pair, gather_layer, stream_variance
+from collab_compress.conversion.sequential import DAMPINGS, LayerData, Pair, gather_layer, stream_variance
 from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError, UnsupportedModelError
 from collab_compress.factorization import HeadTensor, Moments
 from collab_compress.factorization.factors import singular_channels
-from collab_compress.factorization.least_squares import BLOCK, ResidualMoments, choice_moments, eliminate
+from collab_compress.factorization.least_squares import BLOCK_NEURONS, ResidualMoments, choice_moments, eliminate
 from collab_compress.factorization.moments import Weighting, damp
-from collab_compress.factorization.narrowing import CONSTANT, captured
+from collab_compress.factorization.narrowing import MIN_VARIANCE_SHARE, explained_energy
 from collab_compress.options import Compression
 
 NEURON_MULTIPLE = 32  # of neurons in wide blocks: products of odd widths take longer
@@ -58,20 +58,12 @@ LossCurves: TypeAlias = Mapping[Part, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Choice:
-    """The widths of a conversion.
+    """The widths of a conversion: of the whole model, or by path of the attention modules where these differ."""
 
-    Args:
-        compression: of the whole model; dk and dv are those of the first attention module, with a dk if any.
-        modules: path of each attention module → its compression, where widths differ by module or only some are
-            converted.
-        kept: share of the layers' operations that the model keeps.
-        reason: a sentence for the report on what was chosen and why; empty if nothing was.
-    """
-
-    compression: Compression
+    compression: Compression  # dk and dv are those of the first attention module, with a dk if any
     modules: Mapping[str, Compression] = field(default_factory=dict)
-    kept: float = 1.0
-    reason: str = ""
+    kept: float = 1.0  # share of the layers' operations that the model keeps
+    reason: str = ""  # a sentence for the report on what was chosen and why; empty if nothing was
 
     def whole(self, passed: Compression) -> Compression:
         """Return the chosen compression if it is that of every module, else the one that was passed."""
@@ -120,13 +112,16 @@ class HeadShares:
         costs = attention_costs(self.site, self.length, *configs)
         return costs[0].macs_after, costs[1].macs_after
 
+    def compression(self, base: Compression, split: Split, dff: int | None) -> Compression:
+        """Return the compression of this module at shares of its channels."""
+        dk, dv = self.dk(split.scores), self.dv(split.values)
+        # Without a dk no solver iterates.
+        solver = base.solver if dk is not None else replace(base.solver, method="als", sweeps=None)
+        return replace(base, keep=None, dk=dk, head_dim=self.head_dim(split.scores), dv=dv, dff=dff, solver=solver)
+
 
 class Budget:
-    """The operations of a dense model's layers for inputs of `length` tokens, and what widths leave of them.
-
-    Raises:
-        UnsupportedModelError: an attention module cannot be converted.
-    """
+    """The operations of a dense model's layers for inputs of `length` tokens, and what widths leave of them."""
 
     def __init__(self, inventory: Inventory, length: int) -> None:
         self.scores, why_no_scores = inventory.scores
@@ -139,10 +134,7 @@ class Budget:
         dense_attention = sum(sum(module.macs(None, None)) for module in self.attention)
         self.macs = dense_attention + sum(cost.macs_before for cost in costs)
         self.length = length
-        reasons = {
-            "queries and keys": why_no_scores,
-            "feed-forward blocks": why_no_blocks,
-        }
+        reasons = {"queries and keys": why_no_scores, "feed-forward blocks": why_no_blocks}
         words = [f"{what} stay as they are: {why}" for what, why in reasons.items() if why]
         self.why = f" ({'; '.join(words)})" if words else ""
 
@@ -174,17 +166,12 @@ class Budget:
     def choice(self, split: Split, neurons: int | None, compression: Compression) -> Choice:
         """Return the widths of a split, and of blocks with so many neurons."""
         dff = None if neurons == self.neurons else neurons
-        by_module = {
-            module.name: _compression(
-                compression, module.dk(split.scores), module.head_dim(split.scores), module.dv(split.values), dff
-            )
-            for module in self.attention
-        }
+        by_module = {module.name: module.compression(compression, split, dff) for module in self.attention}
         changed = {name: one for name, one in by_module.items() if one.dk is not None or one.dv is not None}
-        chosen = list(changed.values()) or [_compression(compression, None, None, None, dff)]
+        chosen = [*changed.values()] or [*by_module.values()]
         widths = {
-            "dk": [one.dk for one in changed.values() if one.dk is not None],
-            "dv": [one.dv for one in changed.values() if one.dv is not None],
+            "dk": [one.dk for one in chosen if one.dk is not None],
+            "dv": [one.dv for one in chosen if one.dv is not None],
             "dff": [] if dff is None else [dff],
         }
         words = ", ".join(f"{name} {width_range(numbers)}" for name, numbers in widths.items() if numbers)
@@ -192,16 +179,6 @@ class Budget:
         reason = f"Kept {kept:.0%} of the layers' operations at {self.length} tokens{self.why}: {words}."
         first = next((one for one in chosen if one.dk is not None), chosen[0])
         return Choice(first, changed, kept, reason)
-
-
-def _compression(
-    compression: Compression, dk: int | None, head_dim: int | None, dv: int | None, dff: int | None
-) -> Compression:
-    """Return the compression of one module to these widths."""
-    solver = compression.solver
-    if dk is None:  # no solver iterates
-        solver = replace(solver, method="als", sweeps=None)
-    return replace(compression, keep=None, dk=dk, head_dim=head_dim, dv=dv, dff=dff, solver=solver)
 
 
 def choose_widths(
@@ -214,17 +191,6 @@ def choose_widths(
     """Choose the widths that keep a share of the layers' operations and lose least.
 
     All attention modules keep the same share of the channels of a head, and all feed-forward blocks as many neurons.
-
-    Args:
-        inventory: of the dense model.
-        compression: with the share, `keep`.
-        batches: to measure losses on.
-        length: tokens for which operations count.
-        progress: called with what is being done, how many layers are done, and how many there are, or None.
-
-    Raises:
-        CompressionError: no widths keep so little.
-        UnsupportedModelError: an attention module cannot be converted.
     """
     assert compression.keep is not None
     budget = Budget(inventory, length)
@@ -258,25 +224,13 @@ def loss_curves(
     batches: Sequence[Batch],
     progress: Progress = silent,
 ) -> LossCurves:
-    """Return what parts of a model lose at every width.
-
-    Args:
-        inventory: of the dense model, which is left in the mode it was in.
-        scores: attention modules whose queries and keys count.
-        values: attention modules whose values count.
-        blocks: feed-forward blocks that count.
-        batches: keyword arguments for the model.
-        progress: called with what is being done, how many layers are done, and how many there are, or None.
-
-    Raises:
-        UnsupportedModelError: the model's layers cannot be called alone, or one adds to no residual stream.
-        CalibrationError: a module saw no token, or an input was not finite.
-        CompressionError: moments of a module are singular.
-    """
+    """Return what parts of a model lose at every width."""
     model = inventory.model
     losses: dict[Part, dict[str, Tensor]] = {"dk": {}, "dv": {}, "dff": {}}
-    tasks = [Task(site, Compression(dk=1)) for site in scores] + [Task(site, Compression(dv=1)) for site in values]
-    by_down = {block.down: block for block in blocks}
+    tasks = [MapTask(site, Compression(dk=1)) for site in scores] + [
+        MapTask(site, Compression(dv=1)) for site in values
+    ]
+    downs = {block.down for block in blocks}
     with torch.no_grad(), undivided(model), HiddenStateStore() as store:
         try:
             linears = inventory.residual_linears
@@ -290,35 +244,47 @@ def loss_curves(
             if calls.begins_stack(numbers.start):
                 hidden = calls.read_by(numbers.start)
             of_layer = [task for task in tasks if task.site.name.startswith(f"{layer}.")]
-            here = {linear.name: linear for linear in linears if linear.layer == layer}
-            if of_layer and not here:
+            by_name = {linear.name: linear for linear in linears if linear.layer == layer}
+            if of_layer and not by_name:
                 raise UnsupportedModelError(
                     f"{layer} of {type(model).__name__} writes to no residual stream, so that losses of its parts "
                     "cannot be compared; pass dk, dv or dff"
                 )
-            neurons = {name: ResidualMoments() for name in here if name in by_down}
-            data = gather_layer(models, numbers, hidden, of_layer, list(here.values()), neurons)
+            neurons = {name: ResidualMoments() for name in by_name if name in downs}
+            data = gather_layer(models, numbers, hidden, of_layer, list(by_name.values()), neurons)
             hidden = data.outputs
-            # where the stream is the same at all tokens, nothing can be lost
-            variances = {name: stream_variance(models, data, linear) or math.inf for name, linear in here.items()}
-            for task, moments in zip(of_layer, data.moments, strict=True):
-                site, name = task.site, task.site.name
-                output = site.path(site.paths.output)
-                linear = here.get(output) or here.get(f"{output}.proj") or next(iter(here.values()))
-                assert moments is not None
-                with _named(name):
-                    if isinstance(site, ValueSite):
-                        losses["dv"][name] = _value_losses(site, moments[0], linear) / variances[linear.name]
-                    else:
-                        scale = data.mean_squares[name] * float(linear.gain.square().mean())
-                        lost = _score_losses(site, moments, data.head_weights[name])
-                        losses["dk"][name] = scale * lost / variances[linear.name]
-            for name, of_block in neurons.items():
-                with _named(name):
-                    lost = _neuron_losses(model.get_submodule(name), here[name], of_block)
-                    losses["dff"][name] = lost / variances[name]
+            for part, name, curve in _layer_losses(models, data, of_layer, by_name, neurons):
+                losses[part][name] = curve
         progress("measured all layers", len(calls.layers), len(calls.layers))
     return losses
+
+
+def _layer_losses(
+    models: Pair,
+    data: LayerData,
+    tasks: Sequence[MapTask],
+    linears: Mapping[str, ResidualLinear],
+    neurons: Mapping[str, ResidualMoments],
+) -> Iterator[tuple[Part, str, Tensor]]:
+    """Yield what each part of a layer loses at every width, over the variance of the residual stream there."""
+    # Where the stream is the same at all tokens, nothing can be lost.
+    variances = {name: stream_variance(models, data, linear) or math.inf for name, linear in linears.items()}
+    for task, moments in zip(tasks, data.moments, strict=True):
+        site, name = task.site, task.site.name
+        output = site.path(site.paths.output)
+        linear = linears.get(output) or linears.get(f"{output}.proj") or next(iter(linears.values()))
+        assert moments is not None
+        with _named(name):
+            if isinstance(site, ValueSite):
+                yield "dv", name, _value_losses(site, moments[0], linear) / variances[linear.name]
+            else:
+                scale = data.mean_squares[name] * float(linear.gain.square().mean())
+                lost = _score_losses(site, moments, data.head_weights[name])
+                yield "dk", name, scale * lost / variances[linear.name]
+    for name, of_block in neurons.items():
+        with _named(name):
+            lost = _neuron_losses(models.dense.get_submodule(name), linears[name], of_block)
+            yield "dff", name, lost / variances[name]
 
 
 @contextmanager
@@ -333,15 +299,15 @@ def _named(module: str) -> Iterator[None]:
 def _score_losses(site: DenseSite, moments: tuple[Moments, ...], head_weights: Tensor | None) -> Tensor:
     """Return Σ w² E(δs)² at every dk, (H·d+1,), for weights w with mean square 1."""
     group = site.heads // site.key_value_heads
-    place = float64_device(site.query.weight.device)
-    query, key = (heads.to(place, torch.float64) for heads in (site.query_heads(), site.key_heads()))
+    device = float64_device(site.query.weight.device)
+    query, key = (heads.to(device, torch.float64) for heads in (site.query_heads(), site.key_heads()))
     key = key.repeat_interleave(group, 0)
     weighting = Weighting.of(*moments, damping=DAMPING, centre_query=site.query.bias is not None, device=query.device)
     weighted = weighting.apply(HeadTensor(query, key))
     if head_weights is not None:
         weighted = HeadTensor(weighted.query * head_weights.to(query)[:, None, None], weighted.key)
     _, values = singular_channels(weighted)
-    return site.scaling**2 * _lost(values.square().flatten().sort(descending=True).values, site.width)
+    return site.scaling**2 * _tail_sums(values.square().flatten().sort(descending=True).values, site.width)
 
 
 def _value_losses(site: ValueSite, moments: Moments, linear: ResidualLinear) -> Tensor:
@@ -349,11 +315,11 @@ def _value_losses(site: ValueSite, moments: Moments, linear: ResidualLinear) -> 
     output = site.output
     group = site.heads // site.key_value_heads
     joint = moments.covariance() if output.bias is not None else moments.second
-    if float(joint.trace()) <= CONSTANT * float(moments.second.trace()):  # the output's bias takes over all
-        return torch.zeros(site.key_value_width + 1, dtype=torch.float64)
+    if float(joint.trace()) <= MIN_VARIANCE_SHARE * float(moments.second.trace()):  # the output's bias takes over all
+        return torch.zeros(site.key_value_width + 1, dtype=torch.float64, device="cpu")
     heads = [head * linear.gain.to(head) for head in site.output_heads().to(joint)]
-    _, contributions = captured(damp(joint, DAMPING), heads, group)
-    return _lost(contributions, site.key_value_width)
+    _, contributions = explained_energy(damp(joint, DAMPING), heads, group)
+    return _tail_sums(contributions, site.key_value_width)
 
 
 def _neuron_losses(layer: nn.Linear | Conv1D, linear: ResidualLinear, moments: ResidualMoments) -> Tensor:
@@ -362,15 +328,15 @@ def _neuron_losses(layer: nn.Linear | Conv1D, linear: ResidualLinear, moments: R
     What a fit of k weights to n vectors leaves of these is (n − k) / (n + k) of what it leaves of others.
     """
     weight = (layer.weight.detach() if isinstance(layer, Conv1D) else layer.weight.detach().mT).to(
-        moments.place, torch.float64
+        moments.device, torch.float64
     )
     chosen = choice_moments(moments, weight, linear.gain, DAMPINGS[0], layer.bias is not None)
-    losses = eliminate(*chosen, block=max(1, min(BLOCK, len(weight) // MIN_RANKINGS))).losses.cpu()
-    kept = torch.arange(len(losses))
+    losses = eliminate(*chosen, block=max(1, min(BLOCK_NEURONS, len(weight) // MIN_RANKINGS))).losses.cpu()
+    kept = torch.arange(len(losses), device="cpu")
     return losses * (moments.count + kept) / (moments.count - kept).clamp(min=1)
 
 
-def _lost(contributions: Tensor, width: int) -> Tensor:
+def _tail_sums(contributions: Tensor, width: int) -> Tensor:
     """Return the sums of all but the first 0, 1, …, `width` contributions, (width+1,); there may be fewer."""
     sums = torch.zeros(width + 1, dtype=torch.float64, device="cpu")
     lost = contributions.cpu().double().flip(0).cumsum(0).flip(0)

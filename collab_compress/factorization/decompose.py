@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from collab_compress.factorization.als import als
-from collab_compress.factorization.factors import Factorization, Factors, HeadTensor, checked_weights
+from collab_compress.factorization.factors import Factorization, Factors, HeadTensor, check_weights
 from collab_compress.factorization.moments import Moments, Weighting, check_moments
 from collab_compress.factorization.parafac import parafac
 from collab_compress.options import Solver
@@ -63,7 +63,7 @@ def factorize(
         >>> result.factors.query.shape, result.factors.mixing.shape, result.factors.key.shape
         (torch.Size([16, 16]), torch.Size([4, 16]), torch.Size([16, 16]))
     """
-    tensor = HeadTensor(checked_weights("query", query, solver.device), checked_weights("key", key, solver.device))
+    tensor = HeadTensor(check_weights("query", query, solver.device), check_weights("key", key, solver.device))
     device, heads, width = tensor.query.device, tensor.heads, tensor.head_width
     if not 1 <= rank <= tensor.full_rank:
         raise ValueError(
@@ -75,20 +75,12 @@ def factorize(
         )
     content_bias = None
     if query_bias is not None:
-        query_bias = checked_weights("query_bias", query_bias, device)
-        if query_bias.shape != (heads, width):
-            raise ValueError(
-                f"query_bias does not fit the heads: got {tuple(query_bias.shape)}, "
-                f"expected (H, d) = {(heads, width)}"
-            )
+        query_bias = _check_shape("query_bias", query_bias, (heads, width), device)
         content_bias = torch.einsum("hkd,hd->hk", tensor.key, query_bias)
     if head_weights is not None:
-        head_weights = checked_weights("head_weights", head_weights, device)
-        if head_weights.shape != (heads,) or not bool((head_weights > 0).all()):
-            raise ValueError(
-                f"head_weights do not fit the heads: got {tuple(head_weights.shape)}, "
-                f"expected ({heads},), all above 0"
-            )
+        head_weights = _check_shape("head_weights", head_weights, (heads,), device)
+        if not bool((head_weights > 0).all()):
+            raise ValueError(f"head_weights do not fit the heads: got {head_weights.tolist()}, expected all above 0")
     check_moments("query_moments", query_moments, tensor.query.shape[1])
     check_moments("key_moments", key_moments, tensor.key.shape[1])
     has_data = query_moments is not None or key_moments is not None
@@ -135,3 +127,11 @@ def factorize(
         weight_error=tensor.relative_error(factors),
         data_error=weighted.relative_error(solution.factors) if has_data else None,
     )
+
+
+def _check_shape(name: str, values: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return weights in float64 on a device, or raise a ValueError unless they have this shape."""
+    values = check_weights(name, values, device)
+    if values.shape != shape:
+        raise ValueError(f"{name} do not fit the heads: got {tuple(values.shape)}, expected {shape}")
+    return values

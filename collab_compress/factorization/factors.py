@@ -12,20 +12,16 @@ from torch import Tensor
 from collab_compress.devices import work_device
 
 
-def checked_weights(name: str, values: Tensor, device: torch.device | str | None) -> Tensor:
-    """Return weights in float64 on a device (`work_device`).
-
-    Raises:
-        ValueError: they are no tensor of finite floats, or the device cannot be used.
-    """
+def check_weights(name: str, values: Tensor, device: torch.device | str | None) -> Tensor:
+    """Return finite floating-point weights in float64 on a device (`work_device`), or raise a ValueError."""
     if not isinstance(values, Tensor):
         raise ValueError(f"{name} is no tensor: got {type(values).__name__}, expected torch.Tensor")
     if not values.is_floating_point():
         raise ValueError(f"{name} is not floating point: got {values.dtype}, expected a floating dtype")
-    place = work_device(device, values)
+    device = work_device(device, values)
     if not bool(torch.isfinite(values).all()):
         raise ValueError(f"{name} is not finite: got nan or inf, expected finite weights")
-    return values.detach().to(place).to(torch.float64)  # in this order: not every device has float64
+    return values.detach().to(device).to(torch.float64)  # in this order: not every device has float64
 
 
 @dataclass(frozen=True)
@@ -229,33 +225,21 @@ class Factorization(Solution):
     data_error: float | None
 
 
-def strongest(values: Tensor, count: int, equal: bool = False) -> Tensor:
-    """Return the flat indices of the largest singular values over all heads, descending.
-
-    Args:
-        values: of each head, descending, (H, r).
-        count: how many; all where there are no more.
-        equal: as many for one head as for another, or one more for the first heads.
-    """
+def choose_channels(values: Tensor, count: int, equal: bool = False) -> Tensor:
+    """Return the flat indices of the largest singular values (H, r), descending; of all heads alike if `equal`."""
     if equal:  # the i-th of every head before the (i + 1)-th of any
-        places = torch.arange(values.shape[1], 0, -1, dtype=values.dtype, device=values.device)
-        values = places.expand_as(values)
+        ranks = torch.arange(values.shape[1], 0, -1, dtype=values.dtype, device=values.device)
+        values = ranks.expand_as(values)
     return values.flatten().argsort(descending=True, stable=True)[:count]
 
 
 def one_hot(channels: Tensor, values: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return coefficients (H·r, R) and mixing (H, R) of components that are one channel of one head each.
-
-    Args:
-        channels: flat indices of up to R channels.
-        values: their singular values, (H, r), for shape and dtype.
-        rank: R.
-    """
+    """Return coefficients (H·r, R) and mixing (H, R) of components that are one channel each, by flat indices."""
     heads, width = values.shape
-    place = torch.arange(len(channels), device=channels.device)
+    columns = torch.arange(len(channels), device=channels.device)
     coefficients, mixing = values.new_zeros(heads * width, rank), values.new_zeros(heads, rank)
-    coefficients[channels, place] = 1.0
-    mixing[channels.div(width, rounding_mode="floor"), place] = 1.0
+    coefficients[channels, columns] = 1.0
+    mixing[channels.div(width, rounding_mode="floor"), columns] = 1.0
     return coefficients, mixing
 
 

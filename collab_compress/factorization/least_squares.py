@@ -23,8 +23,8 @@ from torch import Tensor
 from collab_compress.devices import float64_device
 from collab_compress.factorization.moments import Moments, cholesky
 
-STRIP = 512  # columns of a symmetric product that are computed together, from the diagonal on
-BLOCK = 64  # neurons that are eliminated between two rankings
+STRIP_COLUMNS = 512  # columns of a symmetric product that are computed together, from the diagonal on
+BLOCK_NEURONS = 64  # neurons that are eliminated between two rankings
 
 
 class ResidualMoments:
@@ -32,20 +32,16 @@ class ResidualMoments:
 
     Vectors are taken relative to one near their mean, so that a large mean costs no digits. Products are made in
     float32, or in float64 for such vectors; sums are in float64.
-
-    Example:
-        >>> inputs = torch.randn(100, 4)
-        >>> moments = ResidualMoments()
-        >>> moments.add(inputs, residuals=2 * inputs)
-        >>> change, shift = fit(moments, damping=1e-6, bias=True)
-        >>> change.diagonal().round(decimals=3).tolist()
-        [2.0, 2.0, 2.0, 2.0]
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.squared = 0.0
-        self.place = torch.device("cpu")
+        self.device = torch.device("cpu")
+        # Empty until the first vectors come.
+        self._near = self._inputs = self._residuals = self._products = self._crossed = torch.empty(
+            0, device=self.device
+        )
 
     def add(self, inputs: Tensor, residuals: Tensor | None = None) -> None:
         """Add vectors a (n, N) and residuals e (n, D), if there are any."""
@@ -56,31 +52,27 @@ class ResidualMoments:
         residuals = inputs[:, :0] if residuals is None else residuals.detach().to(wide)
         if not self.count:
             self._near = inputs.mean(0)
-            self.place = float64_device(inputs.device)
+            self.device = float64_device(inputs.device)
             width, outputs = inputs.shape[1], residuals.shape[1]
-            zeros = partial(torch.zeros, dtype=torch.float64, device=self.place)
+            zeros = partial(torch.zeros, dtype=torch.float64, device=self.device)
             self._inputs, self._residuals = zeros(width), zeros(outputs)
             self._products, self._crossed = zeros(width, width), zeros(width, outputs)
         centred = inputs - self._near
-        self._inputs += centred.to(self.place).sum(0, dtype=torch.float64)
-        self._residuals += residuals.to(self.place).sum(0, dtype=torch.float64)
-        for start in range(0, centred.shape[1], STRIP):
-            strip = centred[:, start : start + STRIP].mT @ centred[:, start:]
-            self._products[start : start + STRIP, start:] += strip.to(self.place, torch.float64)
-        self._crossed += (centred.mT @ residuals).to(self.place)
+        self._inputs += centred.to(self.device).sum(0, dtype=torch.float64)
+        self._residuals += residuals.to(self.device).sum(0, dtype=torch.float64)
+        for start in range(0, centred.shape[1], STRIP_COLUMNS):
+            strip = centred[:, start : start + STRIP_COLUMNS].mT @ centred[:, start:]
+            self._products[start : start + STRIP_COLUMNS, start:] += strip.to(self.device, torch.float64)
+        self._crossed += (centred.mT @ residuals).to(self.device)
         self.squared += float(residuals.square().sum())
         self.count += len(inputs)
 
     def means(self) -> tuple[Tensor, Tensor]:
         """Return the means of a (N,) and e (D,), in float64."""
-        return self._near.to(self.place).double() + self._inputs / self.count, self._residuals / self.count
+        return self._near.to(self.device).double() + self._inputs / self.count, self._residuals / self.count
 
     def input_moments(self) -> Moments:
-        """Return the moments of the vectors alone.
-
-        Raises:
-            ValueError: they are not finite.
-        """
+        """Return the moments of the vectors alone."""
         return Moments(self.means()[0], self.moments(centred=False)[0], float(self.count))
 
     def moments(self, centred: bool) -> tuple[Tensor, Tensor]:
@@ -103,11 +95,11 @@ class ResidualMoments:
         dropped = weight[removed]
         products = self._symmetric_products()
         # The removed inputs add mean + vary; the sum over vectors of (a − near)·vary is `added`.
-        mean = self._near.to(self.place).double()[removed] @ dropped
+        mean = self._near.to(self.device).double()[removed] @ dropped
         added = products[:, removed] @ dropped
         vary = self._inputs[removed] @ dropped
         narrowed = type(self)()
-        narrowed.count, narrowed.place, narrowed._near = self.count, self.place, self._near[kept]
+        narrowed.count, narrowed.device, narrowed._near = self.count, self.device, self._near[kept]
         narrowed._inputs = self._inputs[kept]
         narrowed._products = products[kept][:, kept]
         narrowed._residuals = self._residuals + vary + self.count * mean
@@ -128,18 +120,7 @@ class ResidualMoments:
 
 
 def fit(moments: ResidualMoments, damping: float, bias: bool) -> tuple[Tensor, Tensor | None]:
-    """Return Δᵀ (N, D) and δ (D,), or None for δ without a bias; λ is as `damped_` adds it.
-
-    Raises:
-        ValueError: the moments are singular, or not finite.
-
-    Example:
-        >>> moments = ResidualMoments()
-        >>> moments.add(torch.randn(100, 4), torch.ones(100, 2))
-        >>> change, shift = fit(moments, damping=1e-3, bias=True)
-        >>> shift.round(decimals=3).tolist()
-        [1.0, 1.0]
-    """
+    """Return Δᵀ (N, D) and δ (D,), or None for δ without a bias; λ is as `damped_` adds it."""
     second, crossed = moments.moments(centred=bias)
     message = "the inputs' moments are singular; pass a larger damping, or more data"
     if not bool(torch.isfinite(crossed).all()):
@@ -162,60 +143,33 @@ def choice_moments(
 ) -> tuple[Tensor, Tensor]:
     """Return damped moments E[a aᵀ] (N, N) of the activations, and E[a tᵀ] (N, D) with the outputs wanted.
 
-    Args:
-        moments: of the activations and of the residuals of the outputs.
-        weight: Wᵀ of the second layer, (N, D), in float64.
-        gain: factor of each output before it is added to the residual stream, (D,).
-        damping: share of the activations' mean variance that is added to each variance.
-        bias: whether the layer has a bias, which takes the means.
+    `weight` is Wᵀ of the second layer, (N, D), and `gain` (D,) scales its outputs before they are added up.
     """
     second, crossed = moments.moments(centred=bias)
     wanted = (crossed + second @ weight) * gain.to(crossed)
     return damped_(second, damping), wanted
 
 
-def choose_neurons(second: Tensor, crossed: Tensor, count: int, block: int = BLOCK) -> Tensor:
-    """Return the indices of the neurons to keep, in ascending order, (count,); as `eliminate`.
-
-    Example:
-        >>> second, crossed = torch.eye(4).double(), torch.diag(torch.tensor([4.0, 1.0, 3.0, 2.0])).double()
-        >>> choose_neurons(second, crossed, count=2)
-        tensor([0, 2])
-    """
+def choose_neurons(second: Tensor, crossed: Tensor, count: int, block: int = BLOCK_NEURONS) -> Tensor:
+    """Return the indices of the neurons to keep, in ascending order, (count,); as `eliminate`."""
     order = eliminate(second, crossed, count, block).order
     return order[len(order) - count :].sort().values
 
 
 class Elimination(NamedTuple):
-    """Neurons in the order of their elimination, and what is lost.
+    """Neurons in the order of their elimination, and what is lost."""
 
-    Args:
-        order: indices of all neurons, (N,); the last k are the best k to keep.
-        losses: increase of the squared error with the last k neurons kept and refitted, (N+1,); linear between two
-            rankings. NaN for fewer than are never eliminated.
-    """
-
-    order: Tensor
-    losses: Tensor
+    order: Tensor  # indices of all neurons, (N,); the last k are the best k to keep
+    losses: (
+        Tensor  # of the squared error with the last k neurons kept and refitted, (N+1,); NaN for fewer than `least`
+    )
 
 
-def eliminate(second: Tensor, crossed: Tensor, least: int = 0, block: int = BLOCK) -> Elimination:
-    """Eliminate neurons, block by block, those first without which the squared error rises least.
+def eliminate(second: Tensor, crossed: Tensor, least: int = 0, block: int = BLOCK_NEURONS) -> Elimination:
+    """Eliminate all but `least` neurons, in blocks, those first without which the squared error rises least.
 
-    Args:
-        second: moments E[a aᵀ] of all N activations, damped, (N, N).
-        crossed: E[a tᵀ] with the outputs wanted, (N, D).
-        least: number of neurons that are never eliminated; these are the last, in ascending order.
-        block: most neurons to eliminate between two rankings.
-
-    Raises:
-        ValueError: the moments are singular.
-
-    Example:
-        >>> second, crossed = torch.eye(4).double(), torch.diag(torch.tensor([4.0, 1.0, 3.0, 2.0])).double()
-        >>> elimination = eliminate(second, crossed, block=1)
-        >>> elimination.order.tolist(), elimination.losses.tolist()
-        ([1, 3, 2, 0], [30.0, 14.0, 5.0, 1.0, 0.0])
+    Takes damped moments E[a aᵀ] (N, N) of all activations, and E[a tᵀ] (N, D) with the outputs wanted. Losses are
+    linear between two rankings.
     """
     root = cholesky(second, "the activations' moments are singular; pass a larger damping, or more data")
     inverse = torch.cholesky_inverse(root, out=root)

@@ -68,11 +68,7 @@ class Moments:
 
 
 def check_moments(name: str, moments: Moments | None, width: int) -> None:
-    """Refuse what are no moments of this width.
-
-    Raises:
-        ValueError: naming both.
-    """
+    """Raise a ValueError for what are no moments of this width."""
     if not isinstance(moments, Moments | None):
         raise ValueError(f"{name} are no moments: got {type(moments).__name__}, expected Moments.of(inputs)")
     if moments is not None and moments.width != width:
@@ -80,11 +76,7 @@ def check_moments(name: str, moments: Moments | None, width: int) -> None:
 
 
 def cholesky(matrix: Tensor, message: str, upper: bool = False) -> Tensor:
-    """Return the triangular root of a positive definite matrix.
-
-    Raises:
-        ValueError: with this message, where the matrix is singular or not finite.
-    """
+    """Return the triangular root of a positive definite matrix, or raise a ValueError with this message."""
     root: Tensor
     root, info = torch.linalg.cholesky_ex(matrix, upper=upper)
     if int(info) or not bool(root.diagonal().isfinite().all()):  # any other entry that is not finite shows there
@@ -103,21 +95,11 @@ class Weighting:
     up to the damping, for independent x and y. Decomposing the heads $(S_Q Q_i, S_K K_i)$ and mapping the
     factors back by the inverses minimises it.
 
-    Args:
-        query: $S_Q$, upper triangular (Dq, Dq), or None for the identity.
-        key: $S_K$, upper triangular (Dk, Dk), or None for the identity.
-
-    Example:
-        >>> from collab_compress.factorization import HeadTensor
-        >>> moments = Moments.of(torch.randn(100, 16).double())
-        >>> heads = HeadTensor(*torch.randn(2, 4, 16, 2).double())
-        >>> weighting = Weighting.of(moments, moments, damping=1e-3, centre_query=True)
-        >>> weighting.apply(heads).query.shape
-        torch.Size([4, 16, 2])
+    Either side may be None for the identity.
     """
 
-    query: Tensor | None
-    key: Tensor | None
+    query: Tensor | None  # S_Q, upper triangular (Dq, Dq)
+    key: Tensor | None  # S_K, upper triangular (Dk, Dk)
 
     @classmethod
     def of(
@@ -129,20 +111,10 @@ class Weighting:
         centre_query: bool,
         device: torch.device | None = None,
     ) -> Self:
-        r"""Build the weighting from the moments of the query and key inputs; None leaves a side unweighted.
+        r"""Build the weighting from moments with `damping` of the mean diagonal added, or raise a ValueError.
 
-        Keys are weighed by their covariance: the softmax ignores what is constant over them.
-
-        Args:
-            query: moments of the inputs of the query projection, width Dq.
-            key: moments of the inputs of the key projection, width Dk.
-            damping: multiple of the mean diagonal added to the diagonal. Without it, directions that the sample
-                never visits get no weight at all.
-            centre_query: weigh queries by their covariance; what is constant over them goes into the content bias.
-            device: of the result, with float64; None for that of the moments.
-
-        Raises:
-            ValueError: a moment matrix is singular even after damping, or too large.
+        Keys are weighed by their covariance, for the softmax ignores what is constant over them; queries are if
+        `centre_query`, where what is constant over them goes into the content bias.
         """
         roots: list[Tensor | None] = []
         for side, moments, centre in (("query", query, centre_query), ("key", key, True)):

@@ -7,10 +7,10 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from collab_compress.factorization.factors import checked_weights, relative
+from collab_compress.factorization.factors import check_weights, relative
 from collab_compress.factorization.moments import Moments, check_moments, cholesky, damp
 
-CONSTANT = 1e-10  # share of the variance in the second moments below which there is only rounding
+MIN_VARIANCE_SHARE = 1e-10  # share of the variance in the second moments below which there is only rounding
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def narrow_values(
         >>> narrow.heads.shape, narrow.output.shape
         (torch.Size([3, 8, 5]), torch.Size([15, 24]))
     """
-    value, output = checked_weights("value", value, device), checked_weights("output", output, device)
+    value, output = check_weights("value", value, device), check_weights("output", output, device)
     if value.ndim != 3 or output.ndim != 3 or len(output) % len(value) or value.shape[2] != output.shape[1]:
         raise ValueError(
             f"value and output heads do not fit together: got {tuple(value.shape)} and {tuple(output.shape)}; "
@@ -100,7 +100,7 @@ def narrow_values(
     joint = white
     if moments is not None:
         given = (moments.covariance() if fold else moments.second).to(white)
-        varies = float(given.trace()) > CONSTANT * float(moments.second.trace())
+        varies = float(given.trace()) > MIN_VARIANCE_SHARE * float(moments.second.trace())
         joint = given if varies else white
     dense = output.flatten(0, 1)  # (H·d, D)
     damped = damp(joint, damping)
@@ -108,8 +108,8 @@ def narrow_values(
     kept = torch.eye(width, dtype=joint.dtype, device=joint.device).expand(count, -1, -1)
     refit, residual = dense, torch.zeros_like(dense)
     if size < width:
-        heads_of_values = grouped(damped, list(output), group)
-        kept = torch.stack([ranked_channels(*head)[0][:, :size] for head in heads_of_values])
+        heads_of_values = group_heads(damped, list(output), group)
+        kept = torch.stack([rank_channels(*head)[0][:, :size] for head in heads_of_values])
         channels = torch.block_diag(*kept.repeat_interleave(group, 0))  # (H·d, dv·group)
         crossed = damped @ channels
         refit = torch.cholesky_solve(crossed.mT @ dense, _lower_root(channels.mT @ crossed))
@@ -123,12 +123,10 @@ def narrow_values(
     )
 
 
-def grouped(moments: Tensor, outputs: Sequence[Tensor], group: int) -> list[tuple[Tensor, Tensor]]:
-    """Merge every `group` heads that share their values; arguments as for `captured`.
+def group_heads(moments: Tensor, outputs: Sequence[Tensor], group: int) -> list[tuple[Tensor, Tensor]]:
+    """Merge every `group` heads that share their values, with outputs o_i of damped moments (n, n) and W^O (d_i, D).
 
-    Returns:
-        For each head of values: the mean moments of its heads' outputs o_i, (d_i, d_i); and their W^O side by side,
-        (d_i, D·group).
+    Returns for each head of values the mean moments of its o_i, (d_i, d_i), and W^O side by side, (d_i, D·group).
     """
     blocks = [moments[start:stop, start:stop] for start, stop in pairwise(accumulate(map(len, outputs), initial=0))]
     return [
@@ -143,48 +141,37 @@ def _relative(residual: Tensor, dense: Tensor, weights: Tensor) -> float:
     return relative(error, total)
 
 
-def ranked_channels(moments: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Rank the channels of a head, with output o of damped moments (d, d), by their contribution to o·W^O, (d, D).
+def rank_channels(moments: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Return P (d, d), the channels o·P by their contribution to E‖o·W^O‖², descending, and these contributions.
 
-    Returns:
-        P (d, d), whose channels o·P are uncorrelated with variance 1, in descending order; and the contribution of
-        each to E‖o·W^O‖².
+    The output o of a head has damped moments (d, d), and o·P are uncorrelated with variance 1.
     """
     root = _lower_root(moments).mT
     directions, sizes, _ = torch.linalg.svd(root @ output, full_matrices=False)
     return torch.linalg.solve_triangular(root, directions, upper=True), sizes.square()
 
 
-def captured(moments: Tensor, outputs: Sequence[Tensor], group: int = 1) -> tuple[list[Tensor], Tensor]:
-    """Return the share of a layer's output that values of every width capture, in the narrow form of equal widths.
+def explained_energy(moments: Tensor, outputs: Sequence[Tensor], group: int = 1) -> tuple[list[Tensor], Tensor]:
+    """Return what channels of values contribute to a layer's output, in the narrow form of equal widths.
 
     The channels that values of dv channels keep are among those that dv + 1 keep, so that one factorization serves
     every width: with the channels in the order in which they are kept and LLᵀ their moments, channel j adds the
     square of row j of L⁻¹ E[f (Σ o_i W_i)].
 
-    Args:
-        moments: of the output projection's input, heads side by side, (n, n), damped.
-        outputs: W^O of each head, (d_i, D).
-        group: number of heads that share their values, one after the other.
-
-    Returns:
-        The contribution of each channel to E‖o_i W_i‖² of its head of values alone, (d_i,) for each; and the
-        contribution of each further channel of all heads of values to E‖Σ o_i W_i‖² once outputs are refitted,
-        (n / group,): the first head's best, the second head's, …, then the first head's second, ….
-
-    Raises:
-        ValueError: the moments are singular.
+    Arguments are as for `group_heads`. Returns the contribution of each channel to E‖o_i W_i‖² of its head of values
+    alone, (d_i,) for each; and that of each further channel of all heads of values to E‖Σ o_i W_i‖² once outputs are
+    refitted, (n / group,): the first head's best, the second head's, …, then the first head's second.
     """
-    ranked = [ranked_channels(*head) for head in grouped(moments, outputs, group)]
+    ranked = [rank_channels(*head) for head in group_heads(moments, outputs, group)]
     of_heads = [channels for channels, _ in ranked for _ in range(group)]  # (d_i, at most d_i) each
     starts = accumulate((channels.shape[1] for channels in of_heads), initial=0)
-    places = sorted(  # by place, then head of values, then head
-        (place, start + place)
+    order = sorted(  # by rank, then head of values, then head
+        (rank, start + rank)
         for start, channels in zip(starts, of_heads, strict=False)
-        for place in range(channels.shape[1])
+        for rank in range(channels.shape[1])
     )
     channels = torch.block_diag(*of_heads)
-    channels = channels[:, [column for _, column in places]]
+    channels = channels[:, [column for _, column in order]]
     crossed = moments @ channels
     products = crossed.mT @ torch.cat(list(outputs))  # (n, D)
     added = torch.linalg.solve_triangular(_lower_root(channels.mT @ crossed), products, upper=False)

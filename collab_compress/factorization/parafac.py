@@ -7,29 +7,15 @@ import torch
 
 from collab_compress.factorization.factors import Factors, HeadTensor, Solution
 
-SWEEPS = 100
-TOLERANCE = 1e-6
+MAX_ITERATIONS = 100
+MIN_GAIN = 1e-6
 
 
 def parafac(tensor: HeadTensor, rank: int, sweeps: int | None = None, seed: int = 0) -> Solution:
-    """Decompose the dense tensor as "Multi-Head Attention: Collaborate Instead of Concatenate" does.
+    """Decompose the dense tensor as "Multi-Head Attention: Collaborate Instead of Concatenate" does: the yardstick.
 
-    The yardstick: alternating least squares from a random start, stopped at tolerance 1e-6 or after 100
-    sweeps. It forms the H×Dq×Dk tensor and three Khatri-Rao products of H·D rows.
-
-    Args:
-        tensor: the heads.
-        rank: R.
-        sweeps: most passes over the three factors; None for 100.
-        seed: of the random start.
-
-    Returns:
-        The factors, mixing as the first mode's. Where a system is singular or
-        gives NaNs, the factors are those of the sweep before it, or else the random start's.
-
-    Raises:
-        ImportError: tensorly is not installed.
-        ValueError: the random start's error is not finite.
+    Alternating least squares from a random start, stopped at tolerance 1e-6 or after 100 iterations (`sweeps`). Where
+    a system is singular or gives NaNs, the factors are those of the iteration before it, or else the random start's.
     """
     try:
         import tensorly
@@ -39,8 +25,8 @@ def parafac(tensor: HeadTensor, rank: int, sweeps: int | None = None, seed: int 
             "the parafac solver needs tensorly, which is not installed; expected `pip install tensorly`, "
             'or solver="als", which needs nothing more'
         ) from error
-    sweeps = SWEEPS if sweeps is None else sweeps
-    points: list[Any] = []  # the random start, and the point after each sweep
+    sweeps = MAX_ITERATIONS if sweeps is None else sweeps
+    points: list[Any] = []  # the random start, and the point after each iteration
 
     def record(point: Any, error: Any) -> bool:
         if not isfinite(error):
@@ -55,7 +41,7 @@ def parafac(tensor: HeadTensor, rank: int, sweeps: int | None = None, seed: int 
                 rank,
                 n_iter_max=sweeps,
                 init="random",
-                tol=TOLERANCE,
+                tol=MIN_GAIN,
                 random_state=seed,
                 callback=record,
             )

@@ -104,8 +104,8 @@ def factorize_rotary(
         >>> factorize_rotary(query, key, channels=8).weight_error
         0.0
     """
-    place = work_device(solver.device, query)
-    query, key = (side.detach().to(place).to(torch.complex128) for side in (query, key))
+    device = work_device(solver.device, query)
+    query, key = (side.detach().to(device).to(torch.complex128) for side in (query, key))
     heads, groups, frequencies = len(query), len(key), query.shape[-1]
     if heads % groups or key.shape[-1] != frequencies or not 1 <= channels <= groups * frequencies:
         raise ValueError(
@@ -125,18 +125,18 @@ def factorize_rotary(
     weighted_key = torch.cat([key_root @ key[..., :rotated], centred_root @ key[..., rotated:]], -1)
     has_data = query_moments is not None or key_moments is not None
     if channels == groups * frequencies:
-        eye = torch.eye(groups, dtype=key.dtype, device=place).repeat(1, frequencies)
+        eye = torch.eye(groups, dtype=key.dtype, device=device).repeat(1, frequencies)
         labels = tuple(j for j in range(frequencies) for _ in range(groups))
-        factors = _normalised(RotaryFactors(eye, key.permute(1, 2, 0).flatten(1), labels))
+        factors = _normalise(RotaryFactors(eye, key.permute(1, 2, 0).flatten(1), labels))
         return RotaryFactorization(factors, 0.0, 0.0 if has_data else None)
     weighted = _best_keys(weighted_query, weighted_key, channels)
-    is_rotated = torch.tensor([frequency < rotated for frequency in weighted.frequencies], device=place)
+    is_rotated = torch.tensor([frequency < rotated for frequency in weighted.frequencies], device=device)
     keys = torch.where(
         is_rotated,
         torch.linalg.solve_triangular(key_root, weighted.key, upper=True),
         torch.linalg.solve_triangular(centred_root, weighted.key, upper=True),
     )
-    factors = _normalised(RotaryFactors(weighted.mixing, keys, weighted.frequencies))
+    factors = _normalise(RotaryFactors(weighted.mixing, keys, weighted.frequencies))
     return RotaryFactorization(
         factors,
         weight_error=rotary_error(query, key, factors),
@@ -154,7 +154,7 @@ def _best_keys(query: Tensor, key: Tensor, channels: int) -> RotaryFactors:
     left, values, right = torch.linalg.svd(core)
     left = basis @ left[:, :, : values.shape[1]]
     losses = pad(values.square().flip(1).cumsum(1).flip(1), (0, 1))  # with 0, 1, … channels
-    counts = allocated(losses, channels)
+    counts = allocate_channels(losses, channels)
     mixing = [
         right[j, :count].mH * values[j, :count] / weights[:, j, None] for j, count in enumerate(counts)
     ]  # (G, n)
@@ -165,7 +165,7 @@ def _best_keys(query: Tensor, key: Tensor, channels: int) -> RotaryFactors:
     )
 
 
-def _normalised(factors: RotaryFactors) -> RotaryFactors:
+def _normalise(factors: RotaryFactors) -> RotaryFactors:
     """Return the same products with keys of length 1."""
     lengths = factors.key.norm(dim=0).clamp_min(torch.finfo(torch.float64).tiny)
     return RotaryFactors(factors.mixing * lengths, factors.key / lengths, factors.frequencies)
@@ -186,7 +186,7 @@ def rotary_error(query: Tensor, key: Tensor, factors: RotaryFactors) -> float:
     return relative(residual, total)
 
 
-def allocated(errors: Sequence[Tensor] | Tensor, channels: int) -> list[int]:
+def allocate_channels(errors: Sequence[Tensor] | Tensor, channels: int) -> list[int]:
     """Divide channels among frequencies so that the sum of their errors, with 0, 1, … channels each, is the least."""
     best = errors[0].cpu().new_full((channels + 1,), torch.inf)  # least error so far with 0, 1, … channels
     best[0] = 0.0
@@ -209,12 +209,12 @@ def _augmented_root(side: str, moments: Moments | None, heads: Tensor, damping: 
 
     Without moments it is the identity.
     """
-    place, width = heads.device, heads.shape[1]
+    device, width = heads.device, heads.shape[1]
     if moments is None:
-        return torch.eye(width, dtype=heads.dtype, device=place)
+        return torch.eye(width, dtype=heads.dtype, device=device)
     if moments.width not in (width, width - 1):
         raise ValueError(f"moments of the {side} inputs are {moments.width} wide; expected {width}")
-    mean, second = moments.mean.to(place).double(), moments.second.to(place).double()
+    mean, second = moments.mean.to(device).double(), moments.second.to(device).double()
     if moments.width < width:
         mean, second = torch.cat([mean, mean.new_ones(1)]), pad(second, (0, 1, 0, 1))
         second[-1] = second[:, -1] = mean

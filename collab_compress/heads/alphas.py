@@ -1,6 +1,6 @@
 """Head mixing before the output projection ("alphas"), and the model edit that rebuilds it in a checkpoint."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -62,13 +62,9 @@ class MixedProjection(Replacement):
 
 @dataclass(frozen=True)
 class AlphasEdit:
-    """Output projections that mix heads.
+    """Output projections that mix heads."""
 
-    Args:
-        modules: path of each output projection inside the base model → number of heads H.
-    """
-
-    modules: dict[str, int]
+    modules: dict[str, int]  # path inside the base model → number of heads H
     kind: ClassVar[str] = "alphas"
 
     @property
@@ -134,17 +130,8 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
     if is_quantized(model):
         raise HeadError(f"{type(model).__name__} is quantized; mix the heads of the unquantized checkpoint instead")
     sites = find_attention(model, kinds=kinds)
-    heads_by_path: dict[str, int] = {}
-    weights: set[int] = set()
-    for site in sites:
-        output: Any = site.part(site.paths.output)
-        plain_weight(site.path(site.paths.output), output, HeadError)
-        weights.add(id(output.weight))
-        heads_by_path[path_in_base(model, output)] = site.heads
-    if len(weights) < len(sites):
-        raise HeadError(
-            f"{type(model).__name__}: output projections share weights, which only one α can mix; untie them"
-        )
+    output_weights(model, sites, "one α alone can mix")
+    heads_by_path = {path_in_base(model, site.part(site.paths.output)): site.heads for site in sites}
     edit = AlphasEdit(heads_by_path)
     with all_or_nothing(model):
         edit.apply_(model)
@@ -170,10 +157,10 @@ def alphas_of(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> dict[s
                 [0., 1., 0.],
                 [0., 0., 1.]])
     """
-    return {site.name: projection.alphas for site, projection in mixed_projections(model, kinds)}
+    return {site.name: projection.alphas for site, projection in find_mixed_projections(model, kinds)}
 
 
-def mixed_projections(
+def find_mixed_projections(
     model: PreTrainedModel, kinds: Collection[Kind] = KINDS
 ) -> list[tuple[AttentionSite, MixedProjection]]:
     """List the attention modules whose heads are mixed, each with its mixing output projection."""
@@ -208,7 +195,7 @@ def merge_alphas_(model: PreTrainedModel) -> None:
     """
     model = transformers_model(model)
     refuse_unwritable(model, "merge_alphas_")
-    mixed = {site.path(site.paths.output): projection for site, projection in mixed_projections(model)}
+    mixed = {site.path(site.paths.output): projection for site, projection in find_mixed_projections(model)}
     if not mixed:
         raise HeadError(f"{type(model).__name__} has no alphas to merge; mix_heads_(model) adds them")
     merged: list[tuple[nn.Parameter, Tensor]] = []  # weights, and what replaces their data
@@ -229,3 +216,18 @@ def output_weight(path: str, projection: Any) -> tuple[nn.Parameter, int]:
     """Return the weight of a plain output projection and its dimension of H·d, or raise HeadError."""
     plain_weight(path, projection, HeadError)
     return projection.weight, 0 if isinstance(projection, Conv1D) else 1
+
+
+def output_weights(
+    model: PreTrainedModel, sites: Sequence[AttentionSite], purpose: str
+) -> list[tuple[nn.Parameter, int]]:
+    """Return what reads each module's heads, α or an output weight, and its dimension of heads; shared ones raise."""
+    weights = []
+    for site in sites:
+        projection = site.part(site.paths.output)
+        mixed = isinstance(projection, MixedProjection)
+        path = site.path(site.paths.output)
+        weights.append((projection.alphas, 1) if mixed else output_weight(path, projection))
+    if len({weight.data_ptr() for weight, _ in weights}) < len(weights):
+        raise HeadError(f"{type(model).__name__}: output projections share weights, which {purpose}; untie them")
+    return weights

@@ -47,7 +47,7 @@ class DropHead(HeadHooks):
         devices = {parameter.device for site in sites for parameter in site.module.parameters()}
         self._tensors = {device: torch.zeros((), device=device) for device in devices | {torch.device("cpu")}}
         self.p, self.rescale = p, rescale
-        self._add(sites)
+        super().__init__(sites)
 
     @property
     def p(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from math import log
 
 import torch
@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.attention.run import HeadCall
 from collab_compress.checkpoint import all_or_nothing
-from collab_compress.errors import HeadError, check_number
-from collab_compress.heads.alphas import MixedProjection, output_weight
+from collab_compress.errors import check_number
+from collab_compress.heads.alphas import output_weights
 from collab_compress.heads.hooks import HeadHooks
 from collab_compress.heads.sharding import refuse_unwritable
 
 STRETCH = (-0.1, 1.1)  # γ and ζ, so that a gate is 0 or 1 with a probability above 0
 TEMPERATURE = 0.33  # β
+PURPOSE = "cannot hold the gates of one module alone"
 
 
 class HeadGates(HeadHooks):
@@ -57,14 +58,15 @@ class HeadGates(HeadHooks):
         check_number("start of head gates", start)
         self._model = transformers_model(model)
         sites = find_attention(model, kinds=kinds)
-        _check(self._model, sites)
+        refuse_unwritable(self._model, "head gates")
+        output_weights(self._model, sites, PURPOSE)
         self.log_alphas = {
             site.name: nn.Parameter(
                 torch.full((site.heads,), start, device=site.part(site.paths.output).weight.device)
             )
             for site in sites
         }
-        self._add(sites)
+        super().__init__(sites)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return ln α of each module, (H,), for an optimizer; they are not parameters of the model."""
@@ -110,11 +112,14 @@ class HeadGates(HeadHooks):
             HeadError: as for the class, or the gates have been removed; nothing has changed then.
         """
         self._check_present()
-        values = self.values()
+        refuse_unwritable(self._model, "head gates")
+        sites = [hook.site for hook in self._hooks]
         folded: list[tuple[nn.Parameter, Tensor]] = []  # weights, and what replaces their data
-        for name, weight, inputs, size in _check(self._model, [hook.site for hook in self._hooks]):
-            factors = values[name].to(weight.device, weight.dtype).repeat_interleave(size)
-            folded.append((weight, weight.detach() * (factors if inputs == 1 else factors[:, None])))
+        for gates, (weight, dim) in zip(
+            self.values().values(), output_weights(self._model, sites, PURPOSE), strict=True
+        ):
+            factors = gates.to(weight.device, weight.dtype).repeat_interleave(weight.shape[dim] // len(gates))
+            folded.append((weight, weight.detach() * (factors if dim == 1 else factors[:, None])))
         with all_or_nothing(self._model, [weight for weight, _ in folded]):
             for weight, product in folded:
                 weight.data = product
@@ -124,25 +129,3 @@ class HeadGates(HeadHooks):
 def _gate(logits: Tensor) -> Tensor:
     low, high = STRETCH
     return (logits.sigmoid() * (high - low) + low).clamp(0, 1)
-
-
-def _check(model: PreTrainedModel, sites: Iterable[AttentionSite]) -> list[tuple[str, nn.Parameter, int, int]]:
-    """Return for each module what reads its heads, or raise if that cannot take gates.
-
-    That is the module's path, a weight (D, H·s), or (H·s, D), its dimension of H·s, and s.
-    """
-    refuse_unwritable(model, "head gates")
-    columns: list[tuple[str, nn.Parameter, int, int]] = []
-    for site in sites:
-        projection = site.part(site.paths.output)
-        if isinstance(projection, MixedProjection):
-            columns.append((site.name, projection.alphas, 1, 1))
-        else:
-            weight, inputs = output_weight(site.path(site.paths.output), projection)
-            columns.append((site.name, weight, inputs, weight.shape[inputs] // site.heads))
-    if len({weight.data_ptr() for _, weight, *_ in columns}) < len(columns):
-        raise HeadError(
-            f"{type(model).__name__}: output projections share weights, into which the gates of one module alone can "
-            "be folded; untie them"
-        )
-    return columns

@@ -41,9 +41,9 @@ class HeadHooks:
 
     needs_probs = False
     training = False  # whether they act in training mode only
-    _hooks: Sequence["SiteHook"] = ()
+    _hooks: Sequence["SiteHook"] = ()  # none in a copy
 
-    def _add(self, sites: Sequence[AttentionSite], *, first: bool = False) -> None:
+    def __init__(self, sites: Sequence[AttentionSite], *, first: bool = False) -> None:
         self.rank, self.processes = 0, 1
         if distributed.is_initialized():
             self.rank, self.processes = distributed.get_rank(), distributed.get_world_size()
@@ -58,10 +58,8 @@ class HeadHooks:
             raise
 
     def _draw(self, outputs: Tensor) -> Tensor:
-        """Return uniform draws (B, H) of torch's global generator for head outputs (B, T, H, dv).
-
-        Trainers seed all processes alike, so each process draws for all of them and uses its own part.
-        """
+        """Return uniform draws (B, H) of torch's global generator for head outputs (B, T, H, dv)."""
+        # Trainers seed all processes alike: each draws for all of them and uses its own part.
         sequences, heads = outputs.shape[0], outputs.shape[2]
         return torch.rand(self.processes, sequences, heads, device=outputs.device)[self.rank]
 
@@ -113,7 +111,7 @@ class HeadRecord:
     """Tensors recorded in one call of an attention module; parts that were not requested are None.
 
     Args:
-        site: the module. One that serves several layers (ALBERT) gives a reading for each.
+        site: the module. One that serves several layers (ALBERT) has a record for each call.
         outputs: head outputs before other hooks change them, (B, T, H, s).
         values: (B, S, H, s).
         probs: attention probabilities before dropout, (B, H, T, S).
@@ -124,10 +122,10 @@ class HeadRecord:
     Example:
         >>> with Recorder(model, ("queries", "values")) as recorder:
         ...     outputs = model(**batch)
-        ...     reading = recorder.take()[0]
-        >>> reading.queries.shape, reading.site.layer, reading.probs
+        ...     record = recorder.take()[0]
+        >>> record.queries.shape, record.site.layer, record.probs
         (torch.Size([2, 6, 3, 8]), 0, None)
-        >>> reading.mask_of("queries").sum(1)
+        >>> record.mask_of("queries").sum(1)
         tensor([6, 4])
     """
 
@@ -147,7 +145,7 @@ class HeadRecord:
 class Recorder(HeadHooks):
     """Record the heads of a model during its forward passes, with their gradients.
 
-    `take` returns the readings of the last forward pass of `model` and forgets them, whether the model is called or
+    `take` returns the records of the last forward pass of `model` and forgets them, whether the model is called or
     its `forward`, as Sentence Transformers and PEFT do. Calls of a part of the model are not recorded, nor the
     repeated forward passes of gradient checkpointing. Run a recorded model in one thread. Works under
     `torch.compile`, under `DistributedDataParallel` and in a `Trainer`.
@@ -165,14 +163,14 @@ class Recorder(HeadHooks):
     Example:
         >>> with Recorder(model, "probs") as recorder:
         ...     outputs = model(**batch)
-        ...     readings = recorder.take()
-        >>> [reading.site.name for reading in readings]
+        ...     records = recorder.take()
+        >>> [record.site.name for record in records]
         ['encoder.layer.0.attention.self', 'encoder.layer.1.attention.self']
-        >>> readings[0].probs.shape  # (B, H, T, S)
+        >>> records[0].probs.shape  # (B, H, T, S)
         torch.Size([2, 3, 6, 6])
     """
 
-    keeps_passes = False  # whether readings of earlier passes are kept until `take`
+    keeps_passes = False  # whether records of earlier passes are kept until `take`
     _forward: "RecordedForward | None" = None
 
     def __init__(
@@ -192,32 +190,32 @@ class Recorder(HeadHooks):
         for site in self.sites:
             if "keys" in self.parts and maps_of(site.module)[0]:
                 raise HeadError(f"{site.name} is converted: its heads have no keys of equal width to read")
-        self._readings: list[HeadRecord] = []
+        self._records: list[HeadRecord] = []
         self._passes = 0  # since the last `take`
         self._masks: dict[MaskKind, AttentionMasks] | None = None  # None between forward passes
         self._differentiable = False
         self._argument_names = forward_arguments(model)
-        self._add(self.sites, first=True)
+        super().__init__(self.sites, first=True)
         self._forward = RecordedForward(self, model)
 
     def take(self) -> list[HeadRecord]:
-        """Return the readings of the last forward pass, in the order of the modules' calls, and forget them."""
-        readings, self._readings, self._passes = self._readings, [], 0
-        return readings
+        """Return the records of the last forward pass, in the order of the modules' calls, and forget them."""
+        records, self._records, self._passes = self._records, [], 0
+        return records
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
         super().remove()
         if self._forward is not None:
             self._forward.remove()
-        self._readings, self._forward = [], None
+        self._records, self._forward = [], None
 
     def begin(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a forward pass of the model."""
         if self.training and not (model.training and torch.is_grad_enabled()):
-            return  # an evaluation in between keeps the readings of the training step
+            return  # an evaluation in between keeps the records of the training step
         if not self.keeps_passes:
-            self._readings, self._passes = [], 0
+            self._records, self._passes = [], 0
         self._passes += 1
         self._masks = attention_masks(model, self._argument_names, args, kwargs)
         self._differentiable = torch.is_grad_enabled()
@@ -241,7 +239,7 @@ class Recorder(HeadHooks):
             queries = call.query.transpose(1, 2)  # (B, T, H, d)
             if maps_of(call.module)[0]:
                 queries = call.module.qk("head_queries", call.query)
-        self._readings.append(
+        self._records.append(
             HeadRecord(
                 site=site,
                 outputs=outputs if "outputs" in self.parts else None,
@@ -346,9 +344,9 @@ class HeadMask(HeadHooks):
     ) -> None:
         sites = find_attention(model, kinds=kinds)
         self.heads = {site.name: site.heads for site in sites}
-        self._masks = self._checked({} if masks is None else masks)
+        self._masks = self._check({} if masks is None else masks)
         self._handle = transformers_model(model).register_forward_pre_hook(self._refuse_head_mask, with_kwargs=True)
-        self._add(sites)  # which removes everything if it fails
+        super().__init__(sites)  # which removes everything if it fails
 
     def remove(self) -> None:
         """Remove the masks from the model."""
@@ -367,9 +365,9 @@ class HeadMask(HeadHooks):
                 masks have been removed.
         """
         self._check_present()
-        self._masks = self._checked(masks)
+        self._masks = self._check(masks)
 
-    def _checked(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _check(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name, mask in masks.items():
             if name not in self.heads:
                 raise HeadError(f"no attention module {name!r} to mask; there are {', '.join(self.heads)}")
@@ -383,13 +381,12 @@ class HeadMask(HeadHooks):
 
     def act(self, site: AttentionSite, outputs: Tensor, call: HeadCall) -> Tensor:
         """Mask the heads of outputs (B, T, H, dv)."""
-        name = site.name
-        mask = self._masks.get(name)
+        mask = self._masks.get(site.name)
         if mask is None:
             return outputs
         if mask.dim() == 2 and len(mask) != len(outputs):
             raise HeadError(
-                f"mask of {name}: got {len(mask)} rows for {len(outputs)} samples; pass one row a sample "
+                f"mask of {site.name}: got {len(mask)} rows for {len(outputs)} samples; pass one row a sample "
                 "(for generation with beams, one a beam), or one mask (heads,) for all"
             )
         return outputs * mask.to(outputs)[..., None, :, None]  # (B, T, H, dv) · (1 or B, 1, H, 1)

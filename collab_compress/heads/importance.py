@@ -97,23 +97,23 @@ def average_distance(
 
 
 Measure: TypeAlias = Callable[[HeadRecord, Tensor | None, list[int]], Tensor]
-"""Function of a reading, its keys' token ids (B, S) and excluded ids, to one number a query and head, (B, T, H)."""
+"""Function of a record, its keys' token ids (B, S) and excluded ids, to one number a query and head, (B, T, H)."""
 
 
-def _largest(reading: HeadRecord, key_ids: Tensor | None, excluded: list[int]) -> Tensor:
-    probs = reading.probs
+def _largest(record: HeadRecord, key_ids: Tensor | None, excluded: list[int]) -> Tensor:
+    probs = record.probs
     assert probs is not None
-    hidden = _is_excluded(reading, key_ids, (len(probs), probs.shape[3]), excluded)
+    hidden = _is_excluded(record, key_ids, (len(probs), probs.shape[3]), excluded)
     if hidden is not None:
         probs = probs.masked_fill(hidden[:, None, None].to(probs.device), 0.0)
     return probs.amax(-1).transpose(1, 2)
 
 
-def _distances(reading: HeadRecord, *_: object) -> Tensor:
-    heads = reading.site.heads
+def _distances(record: HeadRecord, *_: object) -> Tensor:
+    heads = record.site.heads
     if heads < 2:
-        raise HeadError(f"{reading.site.name} has a single head, which has no distance to others; leave its kind out")
-    vectors = reading.outputs if reading.probs is None else reading.probs.transpose(1, 2)  # (B, T, H, dv or S)
+        raise HeadError(f"{record.site.name} has a single head, which has no distance to others; leave its kind out")
+    vectors = record.outputs if record.probs is None else record.probs.transpose(1, 2)  # (B, T, H, dv or S)
     assert vectors is not None
     # By differences: by products, rounding alone would separate heads that nearly agree.
     distances = torch.cdist(vectors.float(), vectors.float(), compute_mode="donot_use_mm_for_euclid_dist")
@@ -134,35 +134,15 @@ def _mean_over_queries(
     model = transformers_model(model)
     excluded = sorted(end_tokens(model) if exclude is None else exclude)
     across_processes = across_processes and distributed.is_initialized()
-    results: list[Any] = [None] * distributed.get_world_size() if across_processes else [None]
-    sums: dict[str, Tensor] = {}  # of each head, and the number of queries, (H + 1,)
+    results: list[Any] = [None] * (distributed.get_world_size() if across_processes else 1)
     try:
-        with Recorder(model, [part], kinds) as recorder, evaluation_mode(model):
-            for batch in batches:
-                if not sums:
-                    sums = {
-                        site.name: torch.zeros(site.heads + 1, dtype=torch.float64, device="cpu")
-                        for site in recorder.sites
-                    }
-                run_batch(model, as_batch(batch))
-                token_ids = _token_ids(model, batch) if excluded else {}
-                for reading in recorder.take():
-                    query_ids, key_ids = token_ids.get(reading.site.kind, (None, None))
-                    values = measure(reading, key_ids, excluded)  # (B, T, H)
-                    shape, mask = values.shape[:2], reading.masks.query
-                    counts = torch.ones(shape, dtype=torch.bool, device="cpu") if mask is None else mask
-                    hidden = _is_excluded(reading, query_ids, tuple(shape), excluded)
-                    counts = counts if hidden is None else counts & ~hidden.to(counts.device)
-                    values = values[counts.to(values.device)]  # (N, H)
-                    sums[reading.site.name][:-1] += values.cpu().double().sum(0)
-                    sums[reading.site.name][-1] += len(values)
+        results[0] = _sum_over_queries(model, batches, part, measure, kinds, excluded)
     except Exception as error:
         if across_processes:
             distributed.all_gather_object(results, f"{type(error).__name__}: {error}")  # the others wait for it
         raise
-    results[0] = sums
     if across_processes:
-        distributed.all_gather_object(results, sums)
+        distributed.all_gather_object(results, results[0])
     for rank, message in enumerate(results):
         if isinstance(message, str):
             raise HeadError(f"process {rank} could not measure the importance of heads: {message}")
@@ -185,12 +165,37 @@ def _mean_over_queries(
     return means
 
 
-def end_tokens(model: PreTrainedModel, tokenizer: Any = None) -> set[int]:
-    """Return the ids of the tokens that end a sequence: those of the model's config, and of a tokenizer, if any.
+def _sum_over_queries(
+    model: PreTrainedModel,
+    batches: Iterable[Mapping[str, Tensor]],
+    part: Part,
+    measure: Measure,
+    kinds: Collection[Kind],
+    excluded: list[int],
+) -> dict[str, Tensor]:
+    """Return the sum of a measure for each head and the number of queries that count, (H + 1,), of each module."""
+    sums: dict[str, Tensor] = {}
+    with Recorder(model, [part], kinds) as recorder, evaluation_mode(model):
+        for batch in batches:
+            for site in recorder.sites:
+                sums.setdefault(site.name, torch.zeros(site.heads + 1, dtype=torch.float64, device="cpu"))
+            run_batch(model, as_batch(batch))
+            token_ids = _token_ids(model, batch) if excluded else {}
+            for record in recorder.take():
+                query_ids, key_ids = token_ids.get(record.site.kind, (None, None))
+                values = measure(record, key_ids, excluded)  # (B, T, H)
+                shape, mask = values.shape[:2], record.masks.query
+                counts = torch.ones(shape, dtype=torch.bool, device="cpu") if mask is None else mask
+                hidden = _is_excluded(record, query_ids, tuple(shape), excluded)
+                counts = counts if hidden is None else counts & ~hidden.to(counts.device)
+                values = values[counts.to(values.device)]  # (N, H)
+                sums[record.site.name][:-1] += values.cpu().double().sum(0)
+                sums[record.site.name][-1] += len(values)
+    return sums
 
-    Args:
-        tokenizer: or a processor that has one; others, as of images, have no such tokens.
-    """
+
+def end_tokens(model: PreTrainedModel, tokenizer: Any = None) -> set[int]:
+    """Return the ids of tokens that end a sequence: of the config, and of a tokenizer or a processor that has one."""
     of_config = getattr(model.config, "eos_token_id", None)  # some configs, as MobileBERT's, name none
     ends = {of_config} if isinstance(of_config, int | None) else set(of_config)
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
@@ -212,14 +217,14 @@ def _token_ids(
 
 
 def _is_excluded(
-    reading: HeadRecord, ids: Tensor | None, shape: tuple[int, ...], excluded: list[int]
+    record: HeadRecord, ids: Tensor | None, shape: tuple[int, ...], excluded: list[int]
 ) -> Tensor | None:
     """Return which queries (B, T) or keys (B, S) are excluded tokens; None where token ids are not known."""
     if ids is None:
         return None
     if ids.shape != shape:
         raise HeadError(
-            f"{reading.site.name} attends at {shape} positions, and token ids are of shape {tuple(ids.shape)}, so "
+            f"{record.site.name} attends at {shape} positions, and token ids are of shape {tuple(ids.shape)}, so "
             "tokens to exclude cannot be found; pass exclude=()"
         )
     return torch.isin(ids, torch.tensor(excluded, device=ids.device))

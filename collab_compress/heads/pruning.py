@@ -79,15 +79,9 @@ class KeptHeads:
 
 @dataclass(frozen=True)
 class PrunedEdit:
-    """Attention modules that have lost heads.
+    """Attention modules that have lost heads, counted as when the edit was made: edits are replayed in order."""
 
-    Heads are counted as when the edit was made, so several such edits are replayed in their order.
-
-    Args:
-        modules: path of each module inside the base model → the heads it keeps.
-    """
-
-    modules: dict[str, KeptHeads]
+    modules: dict[str, KeptHeads]  # by path inside the base model
     kind: ClassVar[str] = "pruned"
 
     @property
@@ -249,16 +243,16 @@ def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -
         holders.update({id(part) for part in (*module._parameters.values(), *module._modules.values())})
     holders.pop(id(None), None)
     shared = {part for part, count in holders.items() if count > 1}
-    edit = PrunedEdit({path_in_base(model, site.module): _kept(site, heads, shared) for site, heads in chosen})
+    edit = PrunedEdit({path_in_base(model, site.module): _keep(site, heads, shared) for site, heads in chosen})
     kept = {site.name: edit.modules[path_in_base(model, site.module)].kept for site, _ in chosen}
 
-    def renumbered(layer: int, name: str, head: int) -> tuple[int, int] | None:
+    def renumber(layer: int, name: str, head: int) -> tuple[int, int] | None:
         if name not in kept:
             return layer, head
         return (layer, kept[name].index(head)) if head in kept[name] else None
 
     with all_or_nothing(model):
-        note = renumber_alignment_heads_(model, renumbered)
+        note = renumber_alignment_heads_(model, renumber)
         edit.apply_(model)
         record_edit_(model, edit)
     if note:
@@ -266,20 +260,17 @@ def prune_heads_(model: PreTrainedModel, heads: Mapping[str, Collection[int]]) -
 
 
 def renumber_alignment_heads_(
-    model: PreTrainedModel, renumbered: Callable[[int, str, int], tuple[int, int] | None]
+    model: PreTrainedModel, renumber: Callable[[int, str, int], tuple[int, int] | None]
 ) -> str:
     """Renumber the cross-attention heads that generation settings name (Whisper), in place; return a note or "".
 
-    Args:
-        model: with all its layers and heads.
-        renumbered: maps the number of a layer, the path of its cross-attention and the number of a head to the new
-            numbers, or to None if the head is removed.
+    `renumber` maps the number of a layer, the path of its cross-attention and the number of a head to new numbers.
     """
     before = getattr(getattr(model, "generation_config", None), "alignment_heads", None)
     if not before:
         return ""
     crossing = dict(enumerate(site.name for site in find_attention(model) if site.kind == "cross"))
-    moved = [renumbered(layer, crossing[layer], head) for layer, head in before if layer in crossing]
+    moved = [renumber(layer, crossing[layer], head) for layer, head in before if layer in crossing]
     after = [list(pair) for pair in moved if pair is not None]
     model.generation_config = copy.deepcopy(model.generation_config)
     if after:
@@ -293,38 +284,39 @@ def renumber_alignment_heads_(
     return f"{removed} of the {len(before)} heads in generation_config.alignment_heads are removed: {timestamps}"
 
 
-def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) -> KeptHeads:
+def _keep(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) -> KeptHeads:
     """Return the heads that a module keeps, or raise if the others cannot be removed."""
     refuse_kept_attention(site)
-    family = site.family
+    family, masks = site.family, "mask them instead (HeadMask)"
     kept = tuple(head for head in range(site.heads) if head not in removed)
-    if not kept:
-        raise HeadError(f"{site.name}: removing heads {list(removed)} leaves none; keep at least one head")
-    if head_hooks(site.module):
-        raise HeadError(f"{site.name}: something acts on its heads (a mask, a recorder, dropout); remove that first")
-    if family.limits.no_pruning:
-        raise HeadError(
-            f"{site.name}: heads cannot be removed from {family.name}, because {family.limits.no_pruning}; mask them "
-            "instead (HeadMask)"
-        )
-    if site.key_value_heads != site.heads:
-        raise HeadError(
-            f"{site.name}: {site.heads} heads share {site.key_value_heads} heads of keys and values, so none can be "
-            "removed alone; mask them instead (HeadMask)"
-        )
-    if family.paths.fused and is_converted(site.module):
-        raise HeadError(
-            f"{site.name} is converted, and {family.name} has one layer for queries, keys and values; remove heads "
-            "first, then convert, or mask them instead (HeadMask)"
-        )
-    if hasattr(site.part(family.paths.output), "alphas"):
-        raise HeadError(
-            f"{site.path(family.paths.output)} mixes the heads, so none can be removed alone; call merge_alphas_ "
-            "first, then remove heads"
-        )
+    output_path = site.path(family.paths.output)
+    for is_refused, reason in (
+        (not kept, f"removing heads {list(removed)} leaves none; keep at least one head"),
+        (head_hooks(site.module), "something acts on its heads (a mask, a recorder, dropout); remove that first"),
+        (
+            family.limits.no_pruning,
+            f"heads cannot be removed from {family.name}, because {family.limits.no_pruning}; {masks}",
+        ),
+        (
+            site.key_value_heads != site.heads,
+            f"{site.heads} heads share {site.key_value_heads} heads of keys and values, so none can be removed "
+            f"alone; {masks}",
+        ),
+        (
+            family.paths.fused and is_converted(site.module),
+            f"it is converted, and {family.name} has one layer for queries, keys and values; remove heads first, "
+            f"then convert, or {masks}",
+        ),
+        (
+            hasattr(site.part(family.paths.output), "alphas"),
+            f"{output_path} mixes the heads, so none can be removed alone; call merge_alphas_ first",
+        ),
+    ):
+        if is_refused:
+            raise HeadError(f"{site.name}: {reason}")
     qk, ov = maps_of(site.module)
     for path in (family.paths.query, family.paths.key):
-        _linear(site, path, shared)
+        _read_linear(site, path, shared)
     if qk is not None:
         try:
             qk.config.without(kept).check_room(family)
@@ -332,27 +324,19 @@ def _kept(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
             raise HeadError(
                 f"{site.name} cannot work with {len(kept)} heads: {error}; or remove fewer heads"
             ) from error
-    value = _linear(site, family.paths.value, shared)
-    output = _linear(site, family.paths.output, shared)
+    value = _read_linear(site, family.paths.value, shared)
+    output = _read_linear(site, family.paths.output, shared)
     if width_in(output) != value.out_features:
         raise HeadError(
             f"{site.name}: values are {value.out_features} wide and the output projection reads "
             f"{width_in(output)}; expected the same; the {family.name} description does not fit this model"
         )
-    return KeptHeads(
-        kept=kept,
-        before=site.heads,
-        head_width=site.head_width,
-        value_width=value.out_features // site.heads if ov is None else site.head_width,
-        heads=family.paths.heads,
-        query=family.paths.query,
-        key=family.paths.key,
-        value=family.paths.value,
-        output=family.paths.output,
-    )
+    paths = {name: getattr(family.paths, name) for name in ("heads", "query", "key", "value", "output")}
+    value_width = value.out_features // site.heads if ov is None else site.head_width
+    return KeptHeads(kept, site.heads, site.head_width, value_width, **paths)
 
 
-def _linear(site: AttentionSite, path: str, shared: Collection[int]) -> nn.Linear | FusedSlice:
+def _read_linear(site: AttentionSite, path: str, shared: Collection[int]) -> nn.Linear | FusedSlice:
     """Return a projection, or raise unless it is a plain one, in memory, and not shared with another module."""
     where = site.path(path)
     projection: nn.Linear | FusedSlice = fused_slice(site.module, site.family, path) or site.part(path)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention, transformers_model
-from collab_compress.errors import HeadError
+from collab_compress.errors import HeadError, check_number
 from collab_compress.heads.importance import average_distance, confidence, end_tokens
 from collab_compress.heads.swap import (
     Head,
@@ -21,15 +21,15 @@ from collab_compress.heads.swap import (
     as_pairs,
     check_optimizer,
     head_blocks,
+    match_blocks,
     match_heads,
-    matched_blocks,
     swap_heads_,
 )
-from collab_compress.options import check_counts
+from collab_compress.options import check_counts, check_kinds, check_known
 
 Strategy = Literal["manual", "hard", "soft", "random"]
 Importance = Literal["distance", "confidence"]
-ROUNDING = 1e-9  # in epochs: far below a step, far above the rounding errors of sums of fractions
+EPOCH_ATOL = 1e-9  # far below a step, far above the rounding errors of sums of fractions
 
 
 @dataclass(frozen=True)
@@ -106,15 +106,14 @@ class RotationOptions:
             ) from error
         for name, value in normalised.items():
             object.__setattr__(self, name, value)
-        for name, known in (("strategy", get_args(Strategy)), ("importance", get_args(Importance))):
-            if getattr(self, name) not in known:
-                raise HeadError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
+        check_known("strategy", self.strategy, get_args(Strategy))
+        check_known("importance", self.importance, get_args(Importance))
+        check_kinds("rotation", self.kinds)
+        check_counts(self, HeadError, "k", "t_max")
+        check_number("rest", self.rest, 0)
         valid = all(0 <= epoch < inf for epoch in self.epochs) and len(set(self.epochs)) == len(self.epochs)
         if not self.epochs or not valid:
             raise HeadError(f"epochs are {self.epochs}; expected at least one, each once, counted from 0")
-        check_counts(self, HeadError, "k", "t_max")
-        if not 0 <= self.rest < inf:
-            raise HeadError(f"rest is {self.rest}; expected at least 0")
         if self.swap_back_after is not None and not 0 < self.swap_back_after < inf:
             raise HeadError(f"swap_back_after is {self.swap_back_after}; expected more than 0 epochs")
         if self.of_training and max(self.epochs) >= 1:
@@ -124,9 +123,6 @@ class RotationOptions:
                 f"strategy {self.strategy!r} got {len(self.pairs)} pairs; the manual strategy needs pairs, and "
                 "others take none"
             )
-        if not self.kinds or set(self.kinds) - set(KINDS):
-            kinds = ", ".join(map(str, self.kinds)) or "none"
-            raise HeadError(f"kinds are {kinds}; expected some of {', '.join(KINDS)}")
 
     @property
     def within_epochs(self) -> bool:
@@ -153,7 +149,7 @@ Scores = Mapping[str, Tensor]
 
 def hard_pairs(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
     """Pair the k least important heads of all layers with the k most important (algorithm 1)."""
-    heads = _by_importance(sites, scores)
+    heads = _sort_heads(sites, scores)
     _check_k(rotation, len(heads) // 2, sites)
     return list(zip(heads[: rotation.k], heads[::-1], strict=False))
 
@@ -173,7 +169,7 @@ def soft_pairs(rotation: RotationOptions, sites: Sequence[AttentionSite], scores
     pairs: list[Pair] = []
     for lower, upper in zip(sites[: rotation.t_max], reversed(sites), strict=False):
         _check_k(rotation, min(lower.heads, upper.heads), sites)
-        lower_heads, upper_heads = _by_importance([lower], scores), _by_importance([upper], scores)
+        lower_heads, upper_heads = _sort_heads([lower], scores), _sort_heads([upper], scores)
         pairs += zip(lower_heads[: rotation.k], upper_heads[: rotation.k], strict=True)
     return pairs
 
@@ -197,7 +193,7 @@ STRATEGIES: dict[Strategy, Callable[[RotationOptions, Sequence[AttentionSite], S
 is twice. Raises HeadError where the options need more heads or layers than there are."""
 
 
-def _by_importance(sites: Sequence[AttentionSite], scores: Scores) -> list[Head]:
+def _sort_heads(sites: Sequence[AttentionSite], scores: Scores) -> list[Head]:
     """Return all heads, the least important first, equal ones in the model's order."""
     heads = [(site.name, head) for site in sites for head in range(site.heads)]
     return sorted(heads, key=lambda head: float(scores[head[0]][head[1]]))
@@ -228,8 +224,8 @@ class RotationEvent:
     pairs: tuple[Pair, ...]
 
 
-def _reached(time: float, now: float) -> bool:
-    return now >= time - ROUNDING
+def _is_reached(time: float, now: float) -> bool:
+    return now >= time - EPOCH_ATOL
 
 
 class Rotator:
@@ -265,7 +261,7 @@ class Rotator:
         self._swapped: tuple[Pair, ...] = ()  # pairs to swap back
         self._due: float = 0  # epoch of swapping back
         self._awake: float = 0  # epoch at which the rest ends
-        matched_blocks(model, rotation.pairs)
+        match_blocks(model, rotation.pairs)
         if rotation.strategy == "manual":
             return
         for sites in self._sites_by_kind().values():
@@ -310,16 +306,16 @@ class Rotator:
         if self._latest is not None and now <= self._latest:
             return ()
         before = len(self.history)
-        if self._swapped and _reached(self._due, now):
+        if self._swapped and _is_reached(self._due, now):
             self._swap(RotationEvent(now, "swap-back", self._swapped), optimizer)
             late = now >= self._due + 1  # whole epochs without a call
             self._swapped, self._awake = (), (now if late else self._due) + self.rotation.rest
-        times = [time for time in self.rotation.epochs if _reached(time, now)]
+        times = [time for time in self.rotation.epochs if _is_reached(time, now)]
         if self._latest is None:  # only a time that is due now
-            time = next((time for time in times if _reached(now, time)), None)
+            time = next((time for time in times if _is_reached(now, time)), None)
         else:
-            time = max((time for time in times if not _reached(time, self._latest)), default=None)
-        if time is not None and not self._swapped and _reached(self._awake, time):
+            time = max((time for time in times if not _is_reached(time, self._latest)), default=None)
+        if time is not None and not self._swapped and _is_reached(self._awake, time):
             pairs = self._pairs(time, batches)
             self._swap(RotationEvent(now, "swap", pairs), optimizer)
             if self.rotation.swap_back_after is not None:
@@ -329,7 +325,7 @@ class Rotator:
 
     def check(self, optimizer: Optimizer | None) -> None:
         """Raise a HeadError, before training, if an optimizer's state could not move with the heads."""
-        blocks = [block for pair in matched_blocks(self.model, self.rotation.pairs) for block in pair]
+        blocks = [block for pair in match_blocks(self.model, self.rotation.pairs) for block in pair]
         if not self.rotation.pairs:
             for site in find_attention(self.model, kinds=self.rotation.kinds):
                 blocks += head_blocks(site, 0)
@@ -355,7 +351,7 @@ class Rotator:
             raise HeadError(
                 f"cannot read the state of a Rotator ({error!r}); pass what its state_dict() gave"
             ) from error
-        matched_blocks(self.model, swapped)
+        match_blocks(self.model, swapped)
         self._latest, self._swapped, self._due, self._awake, self.history = latest, swapped, due, awake, history
 
     def _swap(self, event: RotationEvent, optimizer: Optimizer | None) -> None:

@@ -26,10 +26,7 @@ def write_(tensor: Tensor, full: Tensor) -> None:
 
 
 def reshard_(model: nn.Module) -> None:
-    """Reshard the parameters of FSDP2 modules that a forward pass left gathered.
-
-    Writes into the gathered copies would be lost, and optimizers do not know them.
-    """
+    """Reshard what a forward pass under FSDP2 left gathered: writes there would be lost to the optimizer."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -61,12 +58,7 @@ def refuse_computed(name: str, layer: nn.Module) -> None:
 
 
 def refuse_unwritable(model: nn.Module, what: str, kind: type[CollabCompressError] = HeadError) -> None:
-    """Refuse a model that cannot be changed or saved, before the call named `what`.
-
-    Raises:
-        CollabCompressError: of class `kind`: it is sharded, or was made in inference mode.
-        UnsupportedModelError: the weight of a layer is computed from others, which no checkpoint describes.
-    """
+    """Raise `kind` in the call named `what` if a model cannot be changed or saved: sharded, or of inference mode."""
     reshard_(model)
     for name, parameter in model.named_parameters():
         if parameter.is_inference():

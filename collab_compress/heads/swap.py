@@ -44,10 +44,6 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
     Not the output projection. In the dense form: its rows of the query, key and value weights and biases. In the
     collaborative form, where heads share queries and keys: its mixing weights with the numbers of the channels that
     it reads, its content bias, and its rows of the value weight and bias.
-
-    Raises:
-        HeadError: the module has no such head, or its parameters do not hold it, as in FSDP1 and ZeRO-3.
-        UnsupportedModelError: a projection is no plain `nn.Linear`.
     """
     if not 0 <= head < site.heads:
         raise HeadError(f"{site.name} has no head {head}; its {site.heads} heads are 0 to {site.heads - 1}")
@@ -119,9 +115,9 @@ def swap_heads_(model: nn.Module, pairs: Sequence[Pair], optimizer: Optimizer | 
         >>> torch.equal(model.encoder.layer[1].attention.self.value.weight[16:], before)
         True
     """
-    matched = matched_blocks(model, pairs)
+    matched = match_blocks(model, pairs)
     check_optimizer(optimizer, [block for blocks in matched for block in blocks])
-    state = {} if optimizer is None else inner_optimizer(optimizer).state
+    state = {} if optimizer is None else unwrap_optimizer(optimizer).state
     with torch.no_grad():
         swaps: list[tuple[HeadBlock, Tensor, HeadBlock, Tensor]] = []
         for one, other in matched:
@@ -147,7 +143,7 @@ def swap_heads_(model: nn.Module, pairs: Sequence[Pair], optimizer: Optimizer | 
 
 
 def as_pairs(pairs: Any) -> tuple[Pair, ...]:
-    """Read pairs of heads that may be lists, as from JSON."""
+    """Return pairs of heads that may be lists, as from JSON, or raise a HeadError."""
 
     def as_head(name: Any, number: Any) -> Head:
         if not isinstance(name, str) or not isinstance(number, Integral) or isinstance(number, bool):
@@ -160,7 +156,7 @@ def as_pairs(pairs: Any) -> tuple[Pair, ...]:
         raise HeadError(f"pairs are {pairs!r}; expected ((module, head), (module, head)) for each") from error
 
 
-def matched_blocks(model: nn.Module, pairs: Sequence[Pair]) -> list[Matched]:
+def match_blocks(model: nn.Module, pairs: Sequence[Pair]) -> list[Matched]:
     """Return the matched parameter slices of paired heads, or raise a HeadError if they cannot be swapped."""
     reshard_(model)
     sites = {site.name: site for site in find_attention(model)}
@@ -183,12 +179,12 @@ def matched_blocks(model: nn.Module, pairs: Sequence[Pair]) -> list[Matched]:
 
 def match_heads(one: AttentionSite, i: int, other: AttentionSite, j: int) -> list[Matched]:
     """Return the matched parameter slices of head i of one module and head j of another, or raise a HeadError."""
-    place = f"cannot swap head {i} of {one.name} with head {j} of {other.name}"
+    case = f"cannot swap head {i} of {one.name} with head {j} of {other.name}"
     if one.kind != other.kind:
-        raise HeadError(f"{place}: one is {one.kind} attention, the other {other.kind}; pair heads of the same kind")
+        raise HeadError(f"{case}: one is {one.kind} attention, the other {other.kind}; pair heads of the same kind")
     if one.module is not other.module and any(maps_of(site.module)[0] for site in (one, other)):
         raise HeadError(
-            f"{place}: heads of a collaborative module share its queries and keys, and cannot move to another; "
+            f"{case}: heads of a collaborative module share its queries and keys, and cannot move to another; "
             "pair heads of the same module, or expand the model to its dense form first"
         )
     blocks, other_blocks = head_blocks(one, i), head_blocks(other, j)
@@ -198,13 +194,13 @@ def match_heads(one: AttentionSite, i: int, other: AttentionSite, j: int) -> lis
     )
     if shapes != other_shapes:
         raise HeadError(
-            f"{place}: their parameters differ, {shapes} against {other_shapes}; "
+            f"{case}: their parameters differ, {shapes} against {other_shapes}; "
             "pair heads of modules with the same widths, biases and types"
         )
     return list(zip(blocks, other_blocks, strict=True))
 
 
-def inner_optimizer(optimizer: Optimizer | None) -> Any:
+def unwrap_optimizer(optimizer: Optimizer | None) -> Any:
     """Return the optimizer itself, without Accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
@@ -218,7 +214,7 @@ def check_optimizer(optimizer: Optimizer | None, blocks: Sequence[HeadBlock]) ->
     """Raise a HeadError if an optimizer does not step the parameters of heads, so that it would undo a swap."""
     if optimizer is None:
         return
-    inner = inner_optimizer(optimizer)
+    inner = unwrap_optimizer(optimizer)
     if type(inner).__name__ == "ZeroRedundancyOptimizer":
         raise HeadError("ZeroRedundancyOptimizer keeps its state in other processes; shard by FSDP2 instead")
     stepped = stepped_by(optimizer)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from collab_compress import analysis
 from collab_compress.analysis import Latency, PartCost
-from collab_compress.analysis.plan import SHARES, part_losses
+from collab_compress.analysis.plan import WIDTH_SHARES, part_losses
 from collab_compress.architectures import find_attention
 from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch
@@ -38,16 +38,16 @@ def widths(model: PreTrainedModel, batches: Sequence[Batch], label: Label, progr
     if sum(map(sequence_count, batches)) < 2:
         raise HeadError("what widths lose is measured on sequences that differ; pass two sequences at least")
     inventory = Inventory(model, batches[0])
-    parts = part_losses(inventory, batches, lambda _, done, total: progress("widths")(done, total))
-    left_out = [f"{part} stays as it is: {reason}" for part, reason in parts.left_out.items()]
+    curves_of, reasons = part_losses(inventory, batches, lambda _, done, total: progress("widths")(done, total))
+    left_out = [f"{part} stays as it is: {reason}" for part, reason in reasons.items()]
     tables: dict[str, Table] = {}
     pictures, highlights = [], []
-    for part, losses in parts.losses.items():
+    for part, losses in curves_of.items():
         rows: list[dict[str, Any]] = []
         curves = []
         for name, loss in losses.items():
             dense, percent = len(loss) - 1, (100 * loss).tolist()
-            at_shares = {f"at {share:.3g} of it [%]": percent[ceil(share * dense)] for share in SHARES}
+            at_shares = {f"at {share:.3g} of it [%]": percent[ceil(share * dense)] for share in WIDTH_SHARES}
             rows.append({"layer": label(name), "module": name, "dense width": dense, **at_shares})
             drawn = range(0, dense + 1, -(-(dense + 1) // POINTS))
             curves.append((f"layer {label(name)}", [(width, percent[width]) for width in drawn]))
@@ -78,13 +78,12 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
     """Return what attention and feed-forward blocks cost, dense and converted."""
     sites, notes = find_attention(model), ""
     converted = any(is_converted(site.module) for site in sites)
-    chosen: dict[str, Any] = {} if converted else {"dk": options.dk, "dv": options.dv}  # widths of dense attention
-    if not converted and options.dk is None and options.dv is None:
+    given = {} if converted else {part: getattr(options, part) for part in ("dk", "dv") if getattr(options, part)}
+    if not converted and not given:
         part = "dv" if any(site.family.limits.no_dk for site in sites) else "dk"
-        chosen[part] = max(1, min(site.key_value_width for site in sites) // 3)
+        given[part] = max(1, min(site.key_value_width for site in sites) // 3)
     dff = options.dff
-    given = {part: width for part, width in chosen.items() if width is not None}
-    costs = analysis.part_costs(model, LENGTH, **chosen)
+    costs = analysis.part_costs(model, LENGTH, **given)
     try:
         blocks = Inventory(model, batch).blocks
         if dff is None and not converted:
@@ -93,9 +92,9 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
     except UnsupportedModelError as error:
         notes += f" Feed-forward blocks were not counted: {error}."
     by_part = {part: [cost for cost in costs if cost.part == part] for part in PARTS}
-    parts = [{"part": PARTS[part], **_totals(of_part)} for part, of_part in by_part.items() if of_part]
+    parts = [{"part": PARTS[part], **_sum_costs(of_part)} for part, of_part in by_part.items() if of_part]
     rows = [
-        {"part": PARTS[part], "layer": label(one.name), "module": one.name, "width": one.width, **_totals([one])}
+        {"part": PARTS[part], "layer": label(one.name), "module": one.name, "width": one.width, **_sum_costs([one])}
         for part, of_part in by_part.items()
         for one in of_part
     ]
@@ -106,17 +105,15 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
     dense, after, parameters, kept = (sum(part[heading] for part in parts) for heading in list(parts[0])[1:5])
     shares = ", ".join(f"{part['part']} {100 * part[DENSE] / dense:.0f} %" for part in parts)
     highlights = [f"Operations of all dense layers at T = {LENGTH}: {shares}."]
-    form, attention = (
-        f"with {', '.join(f'{part} = {width}' for part, width in widths.items())}" if widths else "as converted"
-        for widths in ({**given, "dff": dff} if dff is not None else given, given)
-    )
+    attention = _describe_widths(given)
+    form = _describe_widths(given if dff is None else {**given, "dff": dff})
     if after != dense:
         highlights.append(
             f"Layers {form} have {100 * after / dense:.0f} % of the operations of dense layers, and "
             f"{100 * kept / parameters:.0f} % of their parameters."
         )
     try:
-        latencies = _latencies(model, chosen, options, progress)
+        latencies = _measure_latencies(model, given, options, progress)
     except CollabCompressError as error:
         latencies, notes = [], f"{notes} Latency was not measured: {error}."
     if latencies:
@@ -128,9 +125,7 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
         if 2 * len(steady) > len(timed):
             time = f"takes {median(steady):.2f} of dense time at T = {longest}, measured here"
         else:
-            time = (
-                f"was timed beside other work on this machine: its rounds at T = {longest} differ too much to compare"
-            )
+            time = f"was timed while other programs ran: rounds at T = {longest} differ too much to compare"
         highlights.append(f"Attention {attention} {time}.")
     return Section(
         "What a layer costs",
@@ -142,7 +137,11 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
     )
 
 
-def _totals(costs: Sequence[PartCost]) -> dict[str, Any]:
+def _describe_widths(widths: Mapping[str, int]) -> str:
+    return f"with {', '.join(f'{part} = {width}' for part, width in widths.items())}" if widths else "as converted"
+
+
+def _sum_costs(costs: Sequence[PartCost]) -> dict[str, Any]:
     """Return the columns of a table of costs."""
     return {
         DENSE: sum(cost.macs_before for cost in costs) / 1e6,
@@ -154,14 +153,14 @@ def _totals(costs: Sequence[PartCost]) -> dict[str, Any]:
     }
 
 
-def _latencies(
-    model: PreTrainedModel, chosen: Mapping[str, Any], options: ReportOptions, progress: Progress
+def _measure_latencies(
+    model: PreTrainedModel, widths: Mapping[str, Any], options: ReportOptions, progress: Progress
 ) -> list[Latency]:
     """Time the model and a copy in the other form: a dense one is converted to the chosen widths, others expanded."""
     dense, converted = model, deepcopy(model)
-    if chosen:
-        solver = Solver(sweeps=1 if chosen["dk"] else None)
-        compress(converted, Compression(**chosen, solver=solver), calibration=None)
+    if widths:
+        solver = Solver(sweeps=1 if "dk" in widths else None)
+        compress(converted, Compression(**widths, solver=solver), calibration=None)
     else:
         dense, converted = converted, dense
         expand(dense)

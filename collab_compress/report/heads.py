@@ -46,12 +46,6 @@ class TaskScore:
         score: function from a model to its score.
         choose: the same on other data, which chooses heads.
         batches: labelled batches that choose heads, for the gradient of the loss.
-
-    Example:
-        >>> def score(model):
-        ...     return float(model(**batch).last_hidden_state.mean())
-        >>> TaskScore("mean output", score, score, [batch]).name
-        'mean output'
     """
 
     name: str
@@ -79,7 +73,7 @@ def mixing(model: PreTrainedModel, label: Label) -> Section:
             "A column of one strong cell belongs to one head; the largest 2 % are cut off (Collaborate, Fig. 2)."
         )
         pictures.append(Heatmaps("Mixing matrices", reading, maps, high, True, column_label="component, by strength"))
-        users, heads = fmean(map(_users, shared.values())), max(map(len, shared.values()))
+        users, heads = fmean(map(_count_users, shared.values())), max(map(len, shared.values()))
         highlights.append(f"A shared component serves {users:.1f} of {heads} heads on average.")
     if mixed:
         high = max(float(alphas.abs().max()) for alphas in mixed.values())
@@ -95,7 +89,7 @@ def mixing(model: PreTrainedModel, label: Label) -> Section:
     )
 
 
-def _users(matrix: Tensor) -> float:
+def _count_users(matrix: Tensor) -> float:
     """Return how many heads use a component, mean over used ones: 1 for one head, H for all of them equally."""
     squares = matrix.square()
     used = squares[:, squares.sum(0) > 0]

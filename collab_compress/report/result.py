@@ -33,13 +33,7 @@ from collab_compress.report.similarity import diversity, similarity
 
 @dataclass(frozen=True)
 class ReportResult:
-    """The results of all sections of a report.
-
-    Example:
-        >>> result = make_report(model, [batch], ["patterns"])
-        >>> result.sections["patterns"].tables["patterns"].rows[0]["layer"]
-        '0'
-    """
+    """The results of all sections of a report."""
 
     title: str
     facts: Mapping[str, str]  # model and data, in words
@@ -89,8 +83,7 @@ def make_report(
         on_progress: called with the section or measure, the number of finished items and their total (or None).
 
     Raises:
-        HeadError: a section is unknown, none of them can be measured on this model and data, there are no batches,
-            or the models read different vocabularies.
+        HeadError: a section is unknown, none can be measured, or the models read different vocabularies.
         CalibrationError: a model does not take the batches.
         UnsupportedModelError: a model's family is not known.
 
@@ -170,10 +163,7 @@ def take_sequences(batches: Sequence[Batch], count: int) -> list[Batch]:
 
 
 def module_labels(model: PreTrainedModel) -> Label:
-    """Return a function of a module's path, or use (`path[2]`), to its layer, and its type if there are several.
-
-    A feed-forward block has the label of the attention module with the most of its path in common.
-    """
+    """Return a function of a path, or use (`path[2]`), to its layer, by the attention module nearest in the tree."""
     sites = find_attention(model)
     one_kind = len({site.kind for site in sites}) == 1
 

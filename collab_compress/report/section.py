@@ -123,8 +123,8 @@ def draw_curves(picture: Curves) -> str:
     """Return the curves of a picture as SVG."""
     points = [(x, y) for _, curve in picture.curves for x, y in curve if isfinite(y)]
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
-    across, x_ticks = _axis([x for x, _ in points], LEFT, right)
-    up, y_ticks = _axis([0.0, *(y for _, y in points)], bottom, TOP)
+    across, x_ticks = _make_axis([x for x, _ in points], LEFT, right)
+    up, y_ticks = _make_axis([0.0, *(y for _, y in points)], bottom, TOP)
     parts = []
     for tick in y_ticks:
         y = up(tick)
@@ -149,7 +149,7 @@ def colours(count: int) -> list[str]:
     return [f"hsl({(215 + 170 * index / max(1, count - 1)) % 360:.0f} 65% 42%)" for index in range(count)]
 
 
-def _axis(values: Sequence[float], start: float, stop: float) -> tuple[Callable[[float], float], list[float]]:
+def _make_axis(values: Sequence[float], start: float, stop: float) -> tuple[Callable[[float], float], list[float]]:
     """Return a function from numbers to pixels along an axis that shows all values, and the axis's ticks."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if low == high:

@@ -1,7 +1,7 @@
 """Options of the methods that act on heads during training, their schedules, and the table of losses over heads."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -14,25 +14,20 @@ from collab_compress.architectures import KINDS, Kind, find_attention
 from collab_compress.errors import HeadError, check_number
 from collab_compress.heads import Part, Recorder, RotationOptions
 from collab_compress.losses import agreement, agreement_probs, bhattacharyya, hsic, orthogonality
+from collab_compress.options import check_kinds, check_known
 
 Schedule = Callable[[float, float], float]
 
 
 @dataclass(frozen=True)
 class Loss:
-    """One loss over heads.
-
-    Args:
-        function: of one part of a reading, (B, T, H, d) vectors or (B, H, T, S) probabilities, and its mask (B, T).
-        part: the part.
-        reduction: over attention modules.
-        weight: the paper's.
-        kinds: the kinds of attention the paper uses it on.
-    """
+    """One loss over heads, with the paper's weight and the kinds of attention that the paper uses it on."""
 
     function: Callable[[Tensor, Tensor | None], Tensor]
+    """Of one part of a record, (B, T, H, d) vectors or (B, H, T, S) probabilities, and its mask (B, T)."""
+
     part: Part
-    reduction: Literal["mean", "sum"]
+    reduction: Literal["mean", "sum"]  # over attention modules
     weight: float
     kinds: tuple[Kind, ...] = KINDS
 
@@ -71,8 +66,8 @@ class DropHeadOptions:
 
     def __post_init__(self) -> None:
         check_number("DropHead's p", self.p, 0, below=1)
-        _known("schedule", self.schedule, SCHEDULES)
-        _known_kinds("DropHead", self.kinds)
+        check_known("schedule", self.schedule, SCHEDULES)
+        check_kinds("DropHead", self.kinds)
 
 
 @dataclass(frozen=True)
@@ -97,11 +92,11 @@ class PenaltyOptions:
     """Kinds of attention: encoder, decoder, cross; the paper's choice if not given."""
 
     def __post_init__(self) -> None:
-        _known("loss", self.name, LOSSES)
-        _known("schedule", self.schedule, SCHEDULES)
+        check_known("loss", self.name, LOSSES)
+        check_known("schedule", self.schedule, SCHEDULES)
         check_number(f"the weight of {self.name}", self.strength, 0)
         if self.kinds is not None:
-            _known_kinds(f"penalty {self.name}", self.kinds)
+            check_kinds(f"penalty {self.name}", self.kinds)
 
     @property
     def acts_on(self) -> tuple[Kind, ...]:
@@ -144,8 +139,8 @@ class AlphasOptions:
         check_number("frozen_ratio of alphas", self.frozen_ratio, 0, 1)
         check_number("growth_weight of alphas", self.growth_weight, 0)
         check_number("growth of alphas", self.growth, 0)
-        _known("growth_beside", self.growth_beside, ("mean", "sum"))
-        _known_kinds("alphas", self.kinds)
+        check_known("growth_beside", self.growth_beside, ("mean", "sum"))
+        check_kinds("alphas", self.kinds)
 
 
 @dataclass(frozen=True)
@@ -170,10 +165,14 @@ class HeadTraining:
     rotation: RotationOptions | None = None
     """Head rotation."""
 
-    loss_normalization: Literal["auto", "stock", "mean"] = "auto"
-    """How a Trainer's loss adds up over the passes and processes of a step. `stock`: as in a plain Trainer. `mean`:
-    as the mean over passes and processes. `auto`: `mean` for models that ignore `num_items_in_batch`, whose gradients
-    a plain Trainer sums, so that the weight of penalties does not depend on their number; else `stock`."""
+    loss_normalization: Literal["stock", "mean"] = "stock"
+    """How a Trainer's loss adds up over the passes and processes of a step.
+
+    `stock`: as in a plain Trainer, bit for bit, so that a run differs from a plain one by its methods alone. Models
+    that ignore `num_items_in_batch` (regression, BERT's classifiers, Marian) get the sum over passes and processes,
+    beside which a penalty weighs less. `mean`: the mean over passes and processes of each batch's mean, so that a
+    penalty weighs the same however a step is divided; tokens of a short batch weigh more, and a custom loss function
+    gets None for `num_items_in_batch`."""
 
     def __post_init__(self) -> None:
         for name, member in (("drophead", DropHeadOptions), ("penalties", PenaltyOptions)):
@@ -181,14 +180,12 @@ class HeadTraining:
             if not isinstance(methods, tuple | list) or not all(isinstance(method, member) for method in methods):
                 raise HeadError(f"{name} is {methods!r}; expected a tuple, as in {name}=({member.__name__}(…),)")
             object.__setattr__(self, name, tuple(methods))  # lists come from JSON and YAML
-        kinds = [kind for options in self.drophead for kind in options.kinds]
-        if len(set(kinds)) < len(kinds):
-            raise HeadError(f"DropHead acts on {', '.join(kinds)} attention; give each kind once")
-        losses = Counter((options.name, kind) for options in self.penalties for kind in options.acts_on)
-        for (name, kind), count in losses.items():
+        acts = Counter(("DropHead", kind) for options in self.drophead for kind in options.kinds)
+        acts.update((f"penalty {options.name}", kind) for options in self.penalties for kind in options.acts_on)
+        for (name, kind), count in acts.items():
             if count > 1:
-                raise HeadError(f"penalty {name} acts {count} times on {kind} attention; give each kind once")
-        _known("loss normalization", self.loss_normalization, ("auto", "stock", "mean"))
+                raise HeadError(f"{name} acts {count} times on {kind} attention; give each kind once")
+        check_known("loss normalization", self.loss_normalization, ("stock", "mean"))
 
     @property
     def acts(self) -> bool:
@@ -201,54 +198,21 @@ def of_kinds(name: str, kinds: tuple[Kind, ...], usual: tuple[Kind, ...]) -> str
     return name if set(kinds) == set(usual) else f"{name}/{'+'.join(kind for kind in KINDS if kind in kinds)}"
 
 
-def constant(progress: float, warmup: float) -> float:
-    """Stay at 1."""
-    return 1.0
-
-
-def curriculum(progress: float, warmup: float) -> float:
-    """Grow from 0 to 1."""
-    return progress
-
-
-def anti_curriculum(progress: float, warmup: float) -> float:
-    """Fall from 1 to 0."""
-    return 1 - progress
-
-
-def scheduled(progress: float, warmup: float) -> float:
-    """Fall from 1 to 0 over the learning rate's warmup, then grow to 1 at the last step."""
-    return 1 - progress / warmup if progress < warmup else (progress - warmup) / (1 - warmup)
-
-
+# From progress (0 at the first step, 1 at the last) and the share of the warmup, below 1, to the share of p or of a
+# weight.
 SCHEDULES: dict[str, Schedule] = {
-    "constant": constant,
-    "curriculum": curriculum,
-    "anti-curriculum": anti_curriculum,
-    "scheduled": scheduled,
+    "constant": lambda progress, warmup: 1.0,
+    "curriculum": lambda progress, warmup: progress,
+    "anti-curriculum": lambda progress, warmup: 1 - progress,
+    # From 1 to 0 over the learning rate's warmup, then to 1 at the last step.
+    "scheduled": lambda progress, warmup: (
+        1 - progress / warmup if progress < warmup else (progress - warmup) / (1 - warmup)
+    ),
 }
-"""Name → function of progress (0 at the first step, 1 at the last) and the share of the warmup, below 1, to the share
-of p or of a weight."""
-
-
-def _known(what: str, name: str, table: Iterable[str]) -> None:
-    known = sorted(table)
-    if name not in known:
-        raise HeadError(f"unknown {what} {name!r}; expected one of {', '.join(known)}")
-
-
-def _known_kinds(what: str, kinds: tuple[Kind, ...]) -> None:
-    if isinstance(kinds, str) or not kinds or len(set(kinds)) < len(kinds):
-        raise HeadError(f"{what}: kinds are {kinds!r}; expected some of {', '.join(KINDS)}, each once")
-    for kind in kinds:
-        _known(f"kind of attention for {what}", kind, KINDS)
 
 
 class HeadLosses(Recorder):
-    """Evaluate losses on the heads of forward passes, or only of those in training mode.
-
-    `losses` maps any name to a loss in `LOSSES` and its kinds of attention.
-    """
+    """Evaluate losses, name → (loss in `LOSSES`, kinds of attention), on the heads of forward passes."""
 
     keeps_passes = True  # a contrastive loss has a pass for each of its texts
 
@@ -263,21 +227,18 @@ class HeadLosses(Recorder):
         super().__init__(model, {loss.part for loss, _ in self.losses.values()}, recorded, training)
 
     def values(self, measured: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return the unweighted losses, means over the forward passes since the last call.
+        """Return the unweighted losses, means over the passes since the last call; `measured` ones without gradient.
 
         Losses whose modules were not called are left out.
-
-        Args:
-            measured: names of losses that need no gradient.
         """
-        passes, readings = self._passes, self.take()
+        passes, records = self._passes, self.take()
         losses = {}
         for name, (loss, kinds) in self.losses.items():
             values: list[Tensor] = []
             with torch.set_grad_enabled(torch.is_grad_enabled() and name not in measured):
-                for reading in readings:
-                    if reading.site.kind in kinds:
-                        value = loss.function(getattr(reading, loss.part), reading.mask_of(loss.part))
+                for record in records:
+                    if record.site.kind in kinds:
+                        value = loss.function(getattr(record, loss.part), record.mask_of(loss.part))
                         values.append(value.to(values[0].device) if values else value)
             if values:
                 stacked = torch.stack(values)

@@ -16,9 +16,9 @@ from collab_compress.architectures import KINDS, transformers_model
 from collab_compress.checkpoint import models_in
 from collab_compress.errors import HeadError, check_number
 from collab_compress.heads import DropHead, Rotator
-from collab_compress.heads.alphas import MixedProjection, mixed_projections
+from collab_compress.heads.alphas import MixedProjection, find_mixed_projections
 from collab_compress.heads.sharding import full_tensor, refuse_split, reshard_
-from collab_compress.heads.swap import inner_optimizer, stepped_by
+from collab_compress.heads.swap import stepped_by, unwrap_optimizer
 from collab_compress.losses import nuclear_growth
 from collab_compress.training.head_training import (
     LOSSES,
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _in_training: WeakSet[PreTrainedModel] = WeakSet()  # models, and those inside them, on which a session is open
 TASK = "task_loss"
 GROWTH = "nuclear-growth"
-FAINT = 1e-4  # a penalty below this share of the loss hardly acts
+MIN_PENALTY_SHARE = 1e-4  # of the loss, below which a penalty hardly acts
 
 
 class HeadSession:
@@ -99,7 +99,7 @@ class HeadSession:
         self._warned: set[str] = set()
         self._device = next(model.parameters()).device
         self._closed = False
-        of_deepspeed = any("deepspeed" in type(part).__module__ for part in (optimizer, inner_optimizer(optimizer)))
+        of_deepspeed = any("deepspeed" in type(part).__module__ for part in (optimizer, unwrap_optimizer(optimizer)))
         if training.acts and (of_deepspeed or any(hasattr(weight, "ds_id") for weight in model.parameters())):
             raise HeadError(
                 "DeepSpeed is not supported: ZeRO steps copies of the weights, or splits them across head "
@@ -114,13 +114,13 @@ class HeadSession:
         _in_training.update(self._parts)
         reshard_(model)  # an optimizer knows the sharded parameters of FSDP2, not the gathered ones
         try:
+            if optimizer is None and (training.rotation is not None or training.alphas is not None):
+                raise HeadError("alphas and rotation act on the optimizer's state; pass optimizer=")
             if training.rotation is not None:
-                if optimizer is None:
-                    raise HeadError("rotation moves the optimizer's state with the heads; pass optimizer=")
                 self._rotator = Rotator(model, training.rotation, tokenizer)
                 self._rotator.check(optimizer)
-            if training.alphas is not None:
-                mixed = [projection for _, projection in mixed_projections(model, training.alphas.kinds)]
+            if training.alphas is not None and optimizer is not None:
+                mixed = [projection for _, projection in find_mixed_projections(model, training.alphas.kinds)]
                 self._alphas = AlphasTraining(mixed, training.alphas, optimizer)
             if training.penalties:
                 losses = {name: (options.name, options.acts_on) for name, options in self._penalties.items()}
@@ -224,7 +224,7 @@ class HeadSession:
         self._sums = {}
         for name, penalty in self._penalties.items():
             share = means.get(f"{name}/share", 0.0)
-            if penalty.schedule == "constant" and 0 < share < FAINT:
+            if penalty.schedule == "constant" and 0 < share < MIN_PENALTY_SHARE:
                 self._warn(name, f"penalty {name} is {share:.1e} of the loss; if it began so low, raise its weight")
         for drophead, options in zip(self._dropheads, self.training.drophead, strict=False):  # none once closed
             means[of_kinds("drophead", options.kinds, KINDS)] = drophead.p
@@ -277,13 +277,11 @@ class HeadSession:
 class AlphasTraining:
     """Freeze alphas for the first part of training, and return the nuclear growth loss after it.
 
-    Frozen alphas stay in the optimizer and in the graph, so that distributed training always sees the same
-    parameters; their gradient is zero, and removed before the optimizer steps.
+    Frozen alphas stay in the optimizer and in the graph, with gradients of zero that are removed before each step:
+    distributed training must always see the same parameters.
     """
 
-    def __init__(
-        self, projections: Sequence[MixedProjection], options: AlphasOptions, optimizer: Optimizer | None
-    ) -> None:
+    def __init__(self, projections: Sequence[MixedProjection], options: AlphasOptions, optimizer: Optimizer) -> None:
         if not projections:
             raise HeadError("the model has no alphas to train; call mix_heads_(model) before making the optimizer")
         for projection in projections:
@@ -292,8 +290,6 @@ class AlphasTraining:
             raise HeadError(
                 "alphas do not require gradients (adapters freeze what they do not know); set requires_grad"
             )
-        if optimizer is None:
-            raise HeadError("alphas are frozen through their optimizer; pass optimizer=")
         stepped = stepped_by(optimizer)
         if not all(id(projection.alphas) in stepped for projection in projections):
             raise HeadError(
@@ -301,7 +297,7 @@ class AlphasTraining:
             )
         self.projections, self.options = projections, options
         self._frozen = False
-        inner = inner_optimizer(optimizer)
+        inner = unwrap_optimizer(optimizer)
         new = [p.alphas for p in projections if isinstance(p.alphas, DTensor) and p.alphas not in inner.state]
         if new:
             _init_state_(inner, new)
@@ -338,10 +334,7 @@ class AlphasTraining:
 
 
 def _init_state_(optimizer: Optimizer, alphas: Sequence[nn.Parameter]) -> None:
-    """Initialise zero optimizer state for frozen alphas.
-
-    PyTorch loads a checkpoint of sharded training only if every parameter has a state.
-    """
+    """Initialise zero optimizer state for frozen alphas: PyTorch loads sharded training only with a state for all."""
     groups = optimizer.param_groups
     gradients = [(parameter, parameter.grad) for group in groups for parameter in group["params"]]
     rates = [group["lr"] for group in groups]

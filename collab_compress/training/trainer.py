@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import (
     PreTrainedModel,
@@ -25,7 +24,6 @@ from transformers.trainer_utils import has_length
 from transformers.utils import CONFIG_NAME
 
 from collab_compress.architectures import transformers_model
-from collab_compress.calibration import evaluation_mode
 from collab_compress.checkpoint import EditConfig, edits_of, is_edits
 from collab_compress.errors import CheckpointError, HeadError
 from collab_compress.heads import alphas_of, mix_heads_
@@ -44,17 +42,8 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
     """Mixin that makes a trainer act on the heads of its model; it comes before the trainer's class.
 
     Penalties are added to the loss that the trainer computes, so labels, label smoothing and custom loss functions
-    work as before. They are means over a batch, and over the passes and processes of a step. How the loss itself adds
-    up is set by `HeadTraining.loss_normalization`:
-
-    - `stock`: as in the plain trainer. Where the model takes `num_items_in_batch`, losses of passes and processes are
-      summed, as shares of one mean. Many models take it and ignore it (regression, BERT's classifiers, Marian): their
-      gradient grows with the number of passes and processes, and a penalty weighs less beside it.
-    - `mean`: the mean over passes and processes of each batch's mean. Tokens of a short batch weigh more. A custom
-      loss function gets None for `num_items_in_batch`.
-    - `auto` (default): `mean` for a model that ignores `num_items_in_batch`, else `stock`. This is tested in the
-      first step that has several passes or processes: the loss of its first batch is computed for two numbers of
-      items. Without any method that acts on heads, `stock`.
+    work as before. They are means over a batch, and over the passes and processes of a step;
+    `HeadTraining.loss_normalization` sets how the loss itself adds up.
 
     Logs hold each penalty, and `loss` is the sum. Checkpoints hold what a resumed run needs. Alphas are added to the
     model in the constructor, so that the optimizer gets them.
@@ -78,11 +67,8 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, head_training: HeadTraining | None = None, **kwargs: Any) -> None:
         self.head_training = HeadTraining() if head_training is None else head_training
-        self._takes_mean: bool | None = {"stock": False, "mean": True}.get(self.head_training.loss_normalization)
-        if self._takes_mean is None and not self.head_training.acts:
-            self._takes_mean = False
+        self.head_session: HeadSession | None = None  # while it trains
         super().__init__(*args, **kwargs)
-        self._callback = _HeadCallback(self)
         if self.args.n_gpu > 1 and self.head_training.acts:
             raise HeadError(
                 "DataParallel copies the model in each step; start one process for each GPU instead (torchrun)"
@@ -99,8 +85,7 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
                 "rotation measures the importance of heads on validation data; pass eval_dataset to the trainer"
             )
         self._mix(self.model)
-        self.add_callback(HeadState)
-        self.add_callback(self._callback)
+        self.add_callback(type(STATE, (HeadState,), {"trainer": self}))
 
     def _mix(self, model: PreTrainedModel) -> None:
         alphas = self.head_training.alphas
@@ -127,30 +112,15 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def close(self) -> None:
         """Remove everything but the trained weights from the model."""
-        self._callback.close()
+        if self.head_session is not None:
+            self.head_session.close()
+            self.head_session = None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
         """Run a training pass as the trainer does, with the loss normalized as `loss_normalization` says."""
-        if self._takes_mean is None:
-            self._takes_mean = self._ignores_items(model, inputs, num_items_in_batch)
-        items = None if self._takes_mean else num_items_in_batch
+        items = None if self.head_training.loss_normalization == "mean" else num_items_in_batch
         loss: Tensor = super().training_step(model, inputs, items, **kwargs)
         return loss
-
-    def _ignores_items(self, model: Any, inputs: Any, items: Any) -> bool | None:
-        """Return whether the loss is the same for any `num_items_in_batch`; None while that makes no difference."""
-        if self.current_gradient_accumulation_steps * self.args.world_size == 1 or items is None:
-            return None
-        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
-            return True  # the trainer itself takes the mean
-        losses = []
-        with evaluation_mode(model), torch.random.fork_rng():
-            for factor in (1, 2):
-                batch = dict(self._prepare_inputs(inputs))
-                count = factor * torch.as_tensor(items, device=self.args.device)
-                losses.append(super().compute_loss(model, batch, num_items_in_batch=count))
-        informative = bool(losses[0].isfinite() & (losses[0] != 0))
-        return torch.equal(*losses) if all(gather_object([informative])) else None  # alike in all processes
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
@@ -160,7 +130,7 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
         result = super().compute_loss(
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
         )
-        session = self._callback.session
+        session = self.head_session
         if not model.training or session is None:
             return result
         loss = result[0] if return_outputs else result
@@ -171,7 +141,7 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
             scaled = self.compute_loss_func is not None or counted
         # The accumulation divisor: the passes of a step, or 1 if the trainer divides the loss itself.
         passes = int(self.current_gradient_accumulation_steps) if scaled else 1
-        if self._takes_mean and unknown:
+        if self.head_training.loss_normalization == "mean" and unknown:
             loss = loss / passes
         if session.has_penalties:
             loss = loss + session.penalty(loss.detach() * passes, labels).to(loss.device) / passes
@@ -179,9 +149,8 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log the penalties beside the loss."""
-        session = self._callback.session
-        if session is not None and "loss" in logs:
-            logs = {**logs, **session.logs()}
+        if self.head_session is not None and "loss" in logs:
+            logs = {**logs, **self.head_session.logs()}
         super().log(logs, *args, **kwargs)
 
 
@@ -237,94 +206,74 @@ class HeadSeq2SeqTrainer(HeadTrainerMixin, Seq2SeqTrainer):  # type: ignore[misc
 
 
 class HeadState(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Callback that stores the state of head methods in a checkpoint's `trainer_state.json`."""
+    """Opens the trainer's session, calls it for each step and epoch, and stores its state in `trainer_state.json`.
 
-    session: HeadSession | None = None
+    Each trainer has a subclass that knows it: from a checkpoint Transformers restores callbacks by their class alone.
+    """
+
+    trainer: HeadTrainerMixin
+    epoch = 0
 
     def state(self) -> dict[str, Any]:
         """Return the state in JSON types, as Transformers expects it of callbacks."""
-        return {"args": {}, "attributes": {"saved": {} if self.session is None else self.session.state_dict()}}
-
-
-STATE = HeadState.__name__  # Transformers looks for it by the name of the class
-
-
-class _HeadCallback(TrainerCallback):  # type: ignore[misc]
-    """Opens a `HeadSession` when training begins, calls it for each step and epoch, and closes it."""
-
-    def __init__(self, trainer: "HeadTrainer") -> None:
-        self.trainer = trainer
-        self.session: HeadSession | None = None
-        self.epoch = 0
-        rotation = trainer.head_training.rotation
-        self.rotates_within_epochs = rotation is not None and rotation.within_epochs
-        self.rotates_by_steps = rotation is not None and rotation.of_training
+        session = self.trainer.head_session
+        return {"args": {}, "attributes": {"saved": {} if session is None else session.state_dict()}}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Open the session, and restore its state from a checkpoint."""
-        self.close()  # of a batch that was too large, where the trainer then tries a smaller one
         trainer, steps = self.trainer, max(state.max_steps, 1)
+        trainer.close()  # of a batch that was too large, where the trainer then tries a smaller one
         warmup = args.get_warmup_steps(steps) / steps
-        self.session = HeadSession(
+        session = trainer.head_session = HeadSession(
             trainer.model, trainer.head_training, trainer.optimizer, warmup, trainer.processing_class
         )
         self.epoch = int((state.epoch or 0) + 1e-6)
         if STATE in state.stateful_callbacks:
-            self.session.load_state_dict(state.stateful_callbacks[STATE]["attributes"]["saved"])
+            session.load_state_dict(state.stateful_callbacks[STATE]["attributes"]["saved"])
         elif trainer.head_training.acts:
             logger.warning("the checkpoint has no state of head methods; they start as in a new run")
-        counts_epochs = self.rotates_within_epochs and not self.rotates_by_steps
+        rotation = trainer.head_training.rotation
+        counts_epochs = rotation is not None and rotation.within_epochs and not rotation.of_training
         if counts_epochs and not has_length(kwargs.get("train_dataloader")):
             raise HeadError(
                 "rotation within epochs needs the length of an epoch, and the training data have none; give them "
                 "__len__, set epochs, rest and swap_back_after to whole numbers, or use of_training"
             )
-        self._state_callback().session = self.session
-        state.stateful_callbacks[STATE] = self._state_callback().state()
+        state.stateful_callbacks[STATE] = self.state()
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin an epoch."""
-        if not self.rotates_by_steps:
+        rotation = self.trainer.head_training.rotation
+        if rotation is not None and not rotation.of_training:
             self._rotate(self.epoch)
         self.epoch += 1  # `state.epoch` is a share of the steps where the data has no length
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin an optimizer step."""
-        if self.session is not None:
-            if self.rotates_within_epochs:
-                now = state.global_step / state.max_steps if self.rotates_by_steps else state.epoch
-                self._rotate(now or 0)
-            self.session.step(state.global_step / max(state.max_steps - 1, 1))
+        rotation, session = self.trainer.head_training.rotation, self.trainer.head_session
+        if rotation is not None and rotation.within_epochs:
+            self._rotate((state.global_step / state.max_steps if rotation.of_training else state.epoch) or 0)
+        if session is not None:
+            session.step(state.global_step / max(state.max_steps - 1, 1))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Raise if `compute_loss` left the penalties out."""
-        if self.session is not None and self.session.has_penalties and not self.session.penalty_called:
-            name = type(self.trainer).__name__
+        session = self.trainer.head_session
+        if session is not None and session.has_penalties and not session.penalty_called:
             raise HeadError(
-                f"{name}.compute_loss adds no penalties; put HeadTrainerMixin before the class that has it, or "
-                "let it call super().compute_loss"
+                f"{type(self.trainer).__name__}.compute_loss adds no penalties; put HeadTrainerMixin before the "
+                "class that has it, or let it call super().compute_loss"
             )
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Export the state for checkpoints that are saved after training."""
-        state.stateful_callbacks[STATE] = self._state_callback().state()
-
-    def close(self) -> None:
-        """Close the session, if one is open."""
-        if self.session is not None:
-            self.session.close()
-            self.session = self._state_callback().session = None
-
-    def _state_callback(self) -> "HeadState":
-        """Return the callback that saves the state; restoring callbacks from a checkpoint creates a new one."""
-        callbacks = self.trainer.callback_handler.callbacks
-        return next(callback for callback in callbacks if isinstance(callback, HeadState))
+        state.stateful_callbacks[STATE] = self.state()
 
     def _rotate(self, epoch: float) -> None:
-        trainer, rotation = self.trainer, self.trainer.head_training.rotation
-        if self.session is None or rotation is None:
+        trainer, rotation, session = self.trainer, self.trainer.head_training.rotation, self.trainer.head_session
+        if session is None or rotation is None:
             return
         with torch.random.fork_rng(devices=[]):  # data loaders draw a seed, which a resumed run would not
             batches: Iterable[Mapping[str, Tensor]] | None = None
@@ -332,4 +281,7 @@ class _HeadCallback(TrainerCallback):  # type: ignore[misc]
                 data = trainer.eval_dataset
                 names = [(name,) for name in data] if isinstance(data, dict) else [()]
                 batches = chain.from_iterable(trainer.get_eval_dataloader(*name) for name in names)  # made when read
-            self.session.epoch(epoch, batches)
+            session.epoch(epoch, batches)
+
+
+STATE = HeadState.__name__  # Transformers looks for it by the name of the class

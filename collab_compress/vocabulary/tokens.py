@@ -4,7 +4,7 @@ A text whose tokens all stay keeps them, in each of the three models that `token
 
 * WordPiece takes the longest token that matches. If that one stays, it is still the longest.
 * BPE merges the pair of the lowest rank. Inside a token of the result, the merges are those of that token by itself,
-  so they are kept for every token that stays, with the tokens between (`Vocabulary.closed`).
+  so they are kept for every token that stays, with the tokens between (`Vocabulary.with_parts`).
 * Unigram takes the tokens of the largest sum of scores. If these stay, so does their sum, and no other one rises: the
   token of the lowest score stays too, because the score of an unknown character is counted from it.
 
@@ -28,19 +28,12 @@ from collab_compress.errors import CompressionError
 
 MODELS = ("WordPiece", "BPE", "Unigram")
 BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-BESIDE = frozenset(map(chr, range(128))) | {"▁"}  # "▁" becomes a space only where it is a token, not bytes
-READ = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+ALSO_WITH_BYTES = frozenset(map(chr, range(128))) | {"▁"}  # "▁" becomes a space only where it is a token, not bytes
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 class Vocabulary:
-    """The tokens of a fast tokenizer, with the ids and the rules of its `tokenizer.json`.
-
-    Args:
-        tokenizer: with a backend of `tokenizers`.
-
-    Raises:
-        CompressionError: the tokenizer is a slow one, or its model is not WordPiece, BPE or Unigram.
-    """
+    """The tokens of a fast tokenizer, with the ids and the rules of its `tokenizer.json`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -64,22 +57,18 @@ class Vocabulary:
         self.suffix = self.model.get("end_of_word_suffix") or ""
         pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in self.model.get("merges", ()))
         self._ranks = {(first, second): rank for rank, (first, second) in enumerate(pairs)}
-        self._merges = cache(self._merged)
+        self._merges = cache(self._find_merges)
         self._always = {*tokenizer.all_special_ids, *(token["id"] for token in self.state["added_tokens"])}
         self._always |= {*backend.encode("").ids, *backend.encode("", "").ids}  # of the post-processor and of padding
         if self.state["padding"] is not None:
             self._always.add(self.state["padding"]["pad_id"])
 
     def must_stay(self, named: Iterable[int]) -> set[int]:
-        """Return the ids of the tokens that stay whatever the texts are.
-
-        Args:
-            named: further ids, as those in the config of the model.
-        """
+        """Return the ids of the tokens that stay whatever the texts are."""
         tokens = {self.tokens[number] for number in {*self._always, *named} if number in self.tokens}
         writes_bytes = self.model.get("byte_fallback") and "ByteFallback" in json.dumps(self.state["decoder"])
         if writes_bytes and self.pieces >= BYTES:
-            tokens |= BYTES | (self.pieces & BESIDE)
+            tokens |= BYTES | (self.pieces & ALSO_WITH_BYTES)
         else:
             symbols = {piece: self._symbols(piece) for piece in self.pieces}
             tokens |= {piece for piece, own in symbols.items() if len(own) == 1 or not self.pieces.issuperset(own)}
@@ -88,9 +77,9 @@ class Vocabulary:
             tokens.add(self.model["vocab"][self.model["unk_id"] or 0][0])
         elif self.model.get("unk_token") in self.ids:
             tokens.add(self.model["unk_token"])
-        return self.closed(self.ids[token] for token in tokens)
+        return self.with_parts(self.ids[token] for token in tokens)
 
-    def closed(self, numbers: Iterable[int]) -> set[int]:
+    def with_parts(self, numbers: Iterable[int]) -> set[int]:
         """Return ids together with those of the tokens that BPE merges these from."""
         closed = set(numbers)
         for number in list(closed) if self.kind == "BPE" else ():
@@ -101,11 +90,6 @@ class Vocabulary:
         """Return `size` ids: those that stay, then the most frequent ones, then the first in the tokenizer's order.
 
         That is the order of scores in Unigram, else that of ids, which trainers give by frequency.
-
-        Args:
-            counts: id → how often the texts have it.
-            size: number of tokens; a few less may be left where a token needs others.
-            stay: what `must_stay` returns.
         """
         scores = dict(map(tuple, self.model["vocab"])) if self.kind == "Unigram" else {}
         order = sorted(self.tokens, key=lambda number: (-counts[number], -scores.get(self.tokens[number], 0), number))
@@ -115,7 +99,7 @@ class Vocabulary:
                 break
             if self.kind == "BPE" and not counts[number] and self._merges(self.tokens[number]) is None:
                 continue  # no text has a token that merges do not reach
-            needed = self.closed([number]) - kept
+            needed = self.with_parts([number]) - kept
             if len(kept) + len(needed) <= size:
                 kept |= needed
         return kept
@@ -124,28 +108,24 @@ class Vocabulary:
         """Return the characters of a token as its model writes them: with a prefix inside, a suffix at the end."""
         body = token.removeprefix(self.prefix) or token
         word = body.removesuffix(self.suffix) or body
-        symbols = [self.prefix * (place > 0 or body != token) + character for place, character in enumerate(word)]
+        symbols = [self.prefix * (index > 0 or body != token) + character for index, character in enumerate(word)]
         return [*symbols[:-1], *(last + body.removeprefix(word) for last in symbols[-1:])]
 
-    def _merged(self, token: str) -> list[tuple[str, str]] | None:
+    def _find_merges(self, token: str) -> list[tuple[str, str]] | None:
         """Return the merges that BPE makes a token with, in order; None if they do not lead to it."""
         parts, merges = self._symbols(token), list[tuple[str, str]]()
         while len(parts) > 1:
             pairs = list(pairwise(parts))
-            place = min(range(len(pairs)), key=lambda place: self._ranks.get(pairs[place], len(self._ranks)))
-            if pairs[place] not in self._ranks:
+            index = min(range(len(pairs)), key=lambda index: self._ranks.get(pairs[index], len(self._ranks)))
+            if pairs[index] not in self._ranks:
                 return None
-            first, second = pairs[place]
-            merges.append(pairs[place])
-            parts[place : place + 2] = [first + second.removeprefix(self.prefix)]
+            first, second = pairs[index]
+            merges.append(pairs[index])
+            parts[index : index + 2] = [first + second.removeprefix(self.prefix)]
         return merges if parts == [token] else None
 
-    def reduced(self, new: Mapping[int, int]) -> dict[str, Any]:
-        """Return the `tokenizer.json` that has some of the tokens, in the order of their ids.
-
-        Args:
-            new: id of each token that stays → its new id.
-        """
+    def reduce(self, new: Mapping[int, int]) -> dict[str, Any]:
+        """Return the `tokenizer.json` that has some of the tokens, in the order of their ids."""
         model = dict(self.model)
         if self.kind == "Unigram":
             model["vocab"] = [pair for number, pair in enumerate(model["vocab"]) if number in new]
@@ -156,7 +136,7 @@ class Vocabulary:
             used = {pair for number in new for pair in self._merges(self.tokens[number]) or ()}
             model["merges"] = [list(pair) for pair in sorted(used, key=self._ranks.__getitem__)]
 
-        def renumbered(part: dict[str, Any]) -> dict[str, Any]:
+        def renumber(part: dict[str, Any]) -> dict[str, Any]:
             for name, value in part.items():
                 if name in ("id", "pad_id") and isinstance(value, int):  # of added tokens, of padding
                     part[name] = new[value]
@@ -167,28 +147,22 @@ class Vocabulary:
             return part
 
         others = {name: part for name, part in self.state.items() if name != "model"}
-        state: dict[str, Any] = json.loads(json.dumps(others), object_hook=renumbered)
+        state: dict[str, Any] = json.loads(json.dumps(others), object_hook=renumber)
         return state | {"model": model}
 
 
-def reloaded(tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any], new: Mapping[int, int]) -> Any:
-    """Return the tokenizer that its class reads from another `tokenizer.json`, with all its other settings.
-
-    Args:
-        tokenizer: as it was.
-        state: what `Vocabulary.reduced` returns.
-        new: id of each token that stays → its new id.
-    """
+def reload(tokenizer: PreTrainedTokenizerBase, state: Mapping[str, Any], new: Mapping[int, int]) -> Any:
+    """Return the tokenizer that its class reads from another `tokenizer.json`, with all its other settings."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         tokenizer.save_pretrained(folder)
         for path in folder.iterdir():
-            if path.is_file() and path.name not in READ:
+            if path.is_file() and path.name not in TOKENIZER_FILES:
                 path.unlink()  # vocabularies in other forms
-        (folder / READ[0]).write_text(json.dumps(state, ensure_ascii=False), encoding="utf-8")
-        config = json.loads((folder / READ[1]).read_text(encoding="utf-8"))
+        (folder / TOKENIZER_FILES[0]).write_text(json.dumps(state, ensure_ascii=False), encoding="utf-8")
+        config = json.loads((folder / TOKENIZER_FILES[1]).read_text(encoding="utf-8"))
         if "added_tokens_decoder" in config:
             tokens = config["added_tokens_decoder"].items()
             config["added_tokens_decoder"] = {str(new[int(number)]): token for number, token in tokens}
-            (folder / READ[1]).write_text(json.dumps(config), encoding="utf-8")
+            (folder / TOKENIZER_FILES[1]).write_text(json.dumps(config), encoding="utf-8")
         return type(tokenizer).from_pretrained(folder)

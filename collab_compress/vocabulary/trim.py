@@ -19,26 +19,26 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from collab_compress.architectures import tokenizer_of, transformers_model
 from collab_compress.calibration import evaluation_mode, run_batch
-from collab_compress.calibration.batches import evenly_spaced, sources_of
+from collab_compress.calibration.batches import evenly_spaced
 from collab_compress.calibration.builtin import builtin_texts, why_not_english
+from collab_compress.calibration.encode import encode, reads_tokens_alone
 from collab_compress.calibration.files import Text, read_texts, texts_of
 from collab_compress.calibration.gather import forward_arguments
-from collab_compress.calibration.synthetic import reads_images_too
-from collab_compress.calibration.tokenization import encode
+from collab_compress.calibration.source import kinds_of
 from collab_compress.checkpoint import all_or_nothing, is_quantized
 from collab_compress.checkpoint.edits import configs_inside, models_in
 from collab_compress.errors import CalibrationError, CompressionError, UnsupportedModelError, one_line
 from collab_compress.heads.sharding import refuse_unwritable
-from collab_compress.vocabulary.tokens import Vocabulary, reloaded
+from collab_compress.vocabulary.tokens import Vocabulary, reload
 
 _logger = logging.getLogger(__name__)
 
 Texts: TypeAlias = str | Path | Sequence[Text]
 
 HELD_BACK = 8  # one text in so many is not counted
-PROBED = 16  # tokens that the model reads before and after
-TOLERANCE = 1e-3  # of the hidden states on them, relative to the largest
-SIZES = ("vocab_size", "decoder_vocab_size", "n_words", "num_embeddings", "out_features")
+PROBE_TOKENS = 16  # that the model reads before and after
+STATES_RTOL = 1e-3  # error of the hidden states on them, relative to the largest
+SIZE_NAMES = ("vocab_size", "decoder_vocab_size", "n_words", "num_embeddings", "out_features")
 NAMES_IDS = re.compile(
     r"(token_ids?|token_index|^(pad|bos|eos|unk|mask)_index|padding_idx|suppress_tokens|(bad|force)_words_ids"
     r"|sequence_bias|(lang|task|lang_code)_to_id|lang_to_code_id|forced_decoder_ids)$"
@@ -127,7 +127,7 @@ def trim_vocabulary_(
     model = transformers_model(model)
     refuse_unwritable(model, "trim_vocabulary_", CompressionError)
     vocabulary = Vocabulary(tokenizer)
-    size = _rows(model)
+    size = _count_rows(model)
     _refuse_body(model, size)
     if max(vocabulary.tokens) >= size:
         raise CompressionError(
@@ -137,29 +137,29 @@ def trim_vocabulary_(
     _refuse_unknown_ids(model, size)
     named: set[int] = set()
     for _, name, value in _settings(model):
-        _with_ids(name, value, named.add)
+        _change_ids(name, value, named.add)
     named &= set(range(size))
-    counted, held_back = _divided(texts, tokenizer)
-    kept = _chosen(vocabulary, tokens, vocabulary.must_stay(named), _encoded(tokenizer, counted))
+    counted, held_back = _split(texts, tokenizer)
+    kept = _choose(vocabulary, tokens, vocabulary.must_stay(named), _encode(tokenizer, counted))
     rows = [*sorted(kept), *sorted(named - vocabulary.tokens.keys())]
-    new = {old: place for place, old in enumerate(rows)}
-    trimmed = reloaded(tokenizer, vocabulary.reduced({old: new[old] for old in kept}), new)
+    new = {old: index for index, old in enumerate(rows)}
+    trimmed = reload(tokenizer, vocabulary.reduce({old: new[old] for old in kept}), new)
     if trimmed.get_vocab() != {vocabulary.tokens[old]: new[old] for old in kept}:
         raise CompressionError(
             f"{type(tokenizer).__name__} gives tokens other ids than its tokenizer.json; load it as a "
             "PreTrainedTokenizerFast first"
         )
-    before, after = _encoded(tokenizer, held_back), _encoded(trimmed, held_back)
-    same = _unchanged(before, after, new, tokenizer.unk_token_id)
+    before, after = _encode(tokenizer, held_back), _encode(trimmed, held_back)
+    same = _count_unchanged(before, after, new, tokenizer.unk_token_id)
     parameters = model.num_parameters()
-    probe = evenly_spaced(sorted(kept - set(tokenizer.all_special_ids)), PROBED)
+    probe = evenly_spaced(sorted(kept - set(tokenizer.all_special_ids)), PROBE_TOKENS)
     attributes = vars(trimmed) | {"name_or_path": tokenizer.name_or_path}
     with all_or_nothing(model), _restored_on_errors(tokenizer):
         states = _states(model, probe)
         _cut_(model, size, rows, new)
         changed = _states(model, [new[number] for number in probe])
         states = states[..., rows] if states.shape[-1] == size else states  # logits
-        if not torch.allclose(states, changed, rtol=0, atol=TOLERANCE * float(states.abs().max())):
+        if not torch.allclose(states, changed, rtol=0, atol=STATES_RTOL * float(states.abs().max())):
             raise UnsupportedModelError(
                 f"{type(model).__name__} computes something else with a smaller vocabulary, so it depends on the ids "
                 "of tokens in a way that is not known here; keep its vocabulary"
@@ -182,14 +182,14 @@ def _restored_on_errors(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
         raise
 
 
-def _divided(
+def _split(
     texts: Texts | tuple[Texts, ...], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Sequence[str], Sequence[str]]:
     """Return the texts to count, and those held back."""
-    rows = [row for source in sources_of(texts, "texts") for row in _read(source, tokenizer)]
+    rows = [row for source in kinds_of(texts, "texts") for row in _read(source, tokenizer)]
     singles = list(chain.from_iterable((row,) if isinstance(row, str) else row for row in rows))
     held_back = singles[HELD_BACK - 1 :: HELD_BACK]
-    counted = [text for place, text in enumerate(singles) if (place + 1) % HELD_BACK]
+    counted = [text for index, text in enumerate(singles) if (index + 1) % HELD_BACK]
     return counted, held_back or counted
 
 
@@ -210,7 +210,7 @@ def _read(texts: Any, tokenizer: PreTrainedTokenizerBase) -> list[Text]:
     return rows
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     try:
         rows: list[list[int]] = encode(tokenizer, list(texts), add_special_tokens=False, verbose=False)["input_ids"]
     except Exception as error:  # tokenizers raises plain exceptions
@@ -218,7 +218,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[l
     return rows
 
 
-def _chosen(
+def _choose(
     vocabulary: Vocabulary, tokens: int | Iterable[str], stay: Collection[int], rows: Sequence[Sequence[int]]
 ) -> set[int]:
     """Return the ids of the tokens that stay."""
@@ -233,7 +233,7 @@ def _chosen(
                 f"the tokenizer has no token {unknown!r}; expected tokens as it writes them, such as "
                 f"{vocabulary.tokens[most // 2]!r}"
             )
-        return {*stay, *vocabulary.closed(vocabulary.ids[token] for token in named)}
+        return {*stay, *vocabulary.with_parts(vocabulary.ids[token] for token in named)}
     if not len(stay) <= int(tokens) < most:
         raise CompressionError(
             f"a vocabulary of {tokens} tokens is asked for; expected at least {len(stay)}, as many as must stay "
@@ -242,7 +242,7 @@ def _chosen(
     return vocabulary.most_frequent(Counter(chain.from_iterable(rows)), int(tokens), stay)
 
 
-def _unchanged(
+def _count_unchanged(
     before: Sequence[Sequence[int]], after: Sequence[Sequence[int]], new: Mapping[int, int], unknown: int | None
 ) -> int:
     """Return how many texts keep their tokens, or raise if one should and does not, or has more that is unknown."""
@@ -269,12 +269,12 @@ def _embeddings(model: PreTrainedModel) -> list[Any]:
     return [layer for layer in layers if layer is not None]
 
 
-def _rows(model: PreTrainedModel) -> int:
+def _count_rows(model: PreTrainedModel) -> int:
     """Return the number of rows of the embeddings, or raise unless these can be cut."""
     what = type(model).__name__
     if is_quantized(model):
         raise CompressionError(f"{what} is quantized; trim the vocabulary of the unquantized checkpoint instead")
-    if model.main_input_name != "input_ids" or reads_images_too(model):
+    if not reads_tokens_alone(model):
         raise UnsupportedModelError(f"{what} reads more than texts; its vocabulary cannot be trimmed")
     layers = _embeddings(model)
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -304,7 +304,7 @@ def _refuse_unknown_ids(model: PreTrainedModel, size: int) -> None:
         settings = vars(getattr(inner, "generation_config", None) or object.__new__(GenerationConfig))
         for name, value in settings.items():
             numbers: set[int] = set()
-            _mapped(value, numbers.add)
+            _map_ids(value, numbers.add)
             if MAY_NAME_IDS.search(name) and not NAMES_IDS.search(name) and numbers & set(range(size)):
                 raise UnsupportedModelError(
                     f"generation_config.{name} of {type(inner).__name__} may hold ids of tokens, in a form that is "
@@ -346,24 +346,24 @@ def _outside(model: PreTrainedModel, size: int) -> list[str]:
     ]
 
 
-def _with_ids(name: str, value: Any, change: Any) -> Any:
+def _change_ids(name: str, value: Any, change: Any) -> Any:
     """Return a setting with the ids of tokens in it changed; others as they are."""
     if name.endswith("forced_decoder_ids") and value:
-        return [[position, _mapped(number, change)] for position, number in value]
+        return [[position, _map_ids(number, change)] for position, number in value]
     if NAMES_IDS.search(name):
-        return _mapped(value, change)
+        return _map_ids(value, change)
     if type(value) is dict and not name.startswith("_"):  # task_specific_params has settings by their names
-        return {key: _with_ids(str(key), part, change) for key, part in value.items()}
+        return {key: _change_ids(str(key), part, change) for key, part in value.items()}
     return value
 
 
-def _mapped(value: Any, change: Any) -> Any:
+def _map_ids(value: Any, change: Any) -> Any:
     """Return nested ids, each changed."""
     if isinstance(value, int) and not isinstance(value, bool):
         return change(value)
     if isinstance(value, dict):
-        return {_mapped(key, change): _mapped(part, change) for key, part in value.items()}
-    return type(value)(_mapped(part, change) for part in value) if isinstance(value, list | tuple) else value
+        return {_map_ids(key, change): _map_ids(part, change) for key, part in value.items()}
+    return type(value)(_map_ids(part, change) for part in value) if isinstance(value, list | tuple) else value
 
 
 def _cut_(model: PreTrainedModel, size: int, rows: Sequence[int], new: Mapping[int, int]) -> None:
@@ -373,7 +373,7 @@ def _cut_(model: PreTrainedModel, size: int, rows: Sequence[int], new: Mapping[i
     embeddings = [module for module in modules if isinstance(module, nn.Embedding)]
     positions = {id(vars(module)) for module in embeddings if id(module.weight) not in shared}  # padding is no token
     cut = {
-        id(tensor): _remaining(path, tensor, rows, size, id(tensor) in shared)
+        id(tensor): _cut_tensor(path, tensor, rows, size, id(tensor) in shared)
         for path, tensor in chain(model.named_parameters(), model.named_buffers())
         if size in tensor.shape
     }
@@ -384,13 +384,13 @@ def _cut_(model: PreTrainedModel, size: int, rows: Sequence[int], new: Mapping[i
         if getattr(inner, "generation_config", None) is not None:
             inner.generation_config = copy.deepcopy(inner.generation_config)  # the old one is restored after an error
     for attributes, name, value in _settings(model):
-        if name in SIZES and value == size:
+        if name in SIZE_NAMES and value == size:
             attributes[name] = len(rows)
         elif id(attributes) not in positions:
-            attributes[name] = _with_ids(name, value, lambda number: new.get(number, number))
+            attributes[name] = _change_ids(name, value, lambda number: new.get(number, number))
 
 
-def _remaining(path: str, tensor: Tensor, rows: Sequence[int], size: int, is_embedding: bool) -> Tensor:
+def _cut_tensor(path: str, tensor: Tensor, rows: Sequence[int], size: int, is_embedding: bool) -> Tensor:
     """Return some rows of an embedding, or some numbers of a bias of the head; raise if the tensor is neither."""
     if not is_embedding and not (path.endswith("bias") and tensor.numel() == size):
         raise UnsupportedModelError(

@@ -9,14 +9,14 @@ from typing import Any
 from collab_compress_cli.command import table
 from collab_compress_cli.model import check_outputs
 
-from collab_compress.checkpoint.files import atomic_file, to_json
+from collab_compress.checkpoint.files import atomic_file, mapped, to_json
 from collab_compress.errors import RecipeError
 
 from ..experiments.comparison import compare
-from ..experiments.outputs import read_records, record_lines
+from ..experiments.outputs import finite_or_none, read_records, record_lines
 from ..experiments.results import read_results
 from .arguments import ResultsArguments as Arguments
-from .tables import comparison_blocks, csv_text, plain, to_markdown
+from .tables import comparison_blocks, csv_text, to_markdown
 
 
 def run(arguments: Arguments) -> None:
@@ -29,7 +29,7 @@ def run(arguments: Arguments) -> None:
     text = f"{to_markdown(blocks)}\n" if arguments.format == "markdown" else csv_text(lines)
     contents = {
         arguments.output: text,
-        arguments.json: to_json([{name: plain(value) for name, value in line.items()} for line in lines]),
+        arguments.json: to_json(mapped(finite_or_none, lines)),
         arguments.records: gather(arguments.records_in),
     }
     with ExitStack() as files:  # all of them are written, or none

@@ -24,7 +24,7 @@ from .help import RUN, SWEEP
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `collab-run`: the stages of a recipe, with a line for each; errors are one line and exit code 2."""
     with errors_in_one_line("collab-run", hold_warnings=False), _bars_closed():
-        path, settings, json, quiet = _arguments(RUN, argv, "recipes")
+        path, settings, json, quiet = _parse(RUN, argv, "recipes")
         recipe = read_recipe(path, settings)
         refuse_nested({"--json": json, "output": recipe.output})
         silence_libraries()
@@ -42,7 +42,7 @@ def sweep_main(argv: Sequence[str] | None = None) -> None:
     The exit code is 1 if some runs fail, and 2 if the sweep cannot be run at all.
     """
     with errors_in_one_line("collab-sweep", hold_warnings=False), _bars_closed():
-        path, settings, json, quiet = _arguments(SWEEP, argv, "sweeps")
+        path, settings, json, quiet = _parse(SWEEP, argv, "sweeps")
         if path is None:
             raise RecipeError("give the file of a sweep")
         settings = [f"base.{setting}" if setting.startswith("revision=") else setting for setting in settings]
@@ -71,7 +71,7 @@ def _bars_closed() -> Iterator[None]:
         raise
 
 
-def _arguments(usage: str, argv: Sequence[str] | None, kind: str) -> tuple[Path | None, list[str], Path | None, bool]:
+def _parse(usage: str, argv: Sequence[str] | None, kind: str) -> tuple[Path | None, list[str], Path | None, bool]:
     """Return the file, the settings of its fields, the path of `--json`, and whether `--quiet` is given."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
@@ -79,7 +79,7 @@ def _arguments(usage: str, argv: Sequence[str] | None, kind: str) -> tuple[Path 
     path = None if _is_setting(words[0]) else _file(words.pop(0), kind)
     quiet = "--quiet" in words
     settings, json = [], None
-    for setting in _settings([word for word in words if word != "--quiet"]):
+    for setting in _parse_settings([word for word in words if word != "--quiet"]):
         if setting.startswith("json="):
             json = Path(setting.removeprefix("json="))
             refuse_place(json)
@@ -103,7 +103,7 @@ def _file(name: str, kind: str) -> Path:
     return shipped if shipped.is_file() else path
 
 
-def _settings(words: Sequence[str]) -> Iterator[str]:
+def _parse_settings(words: Sequence[str]) -> Iterator[str]:
     """Yield settings as `field=value`, from `field=value`, `--field=value` or `--field value`."""
     remaining = iter(words)
     for word in remaining:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 
@@ -67,26 +65,26 @@ def comparison_blocks(comparison: Comparison) -> list[str | Grid]:
     names = ["model", "method", "stage"]
     blocks: list[str | Grid] = [
         "Mean ± sample standard deviation over seeds (number of seeds).",
-        _grid(comparison.lines, [*names, MILLIONS], comparison.columns, _score, "lower"),
+        _make_grid(comparison.lines, [*names, MILLIONS], comparison.columns, _format_score, "lower"),
     ]
     if differences := [line for line in comparison.lines if "difference" in line]:
         blocks += [
             f"Difference to {comparison.reference} of the same model, task and seed: mean ± half of its "
             "95 % t-interval (number of pairs).",
-            _grid(differences, names, comparison.columns, _difference, "negative"),
+            _make_grid(differences, names, comparison.columns, _format_difference, "negative"),
         ]
     if comparison.notes:
         blocks.append("\n".join(f"* {note}." for note in comparison.notes))
     return blocks
 
 
-def _grid(
+def _make_grid(
     lines: Sequence[Line], names: Sequence[str], columns: Sequence[Column], cell: Callable[[Line], str], better: str
 ) -> Grid:
     """Return a table with a row for each combination of names, and a column for each task."""
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for line in lines:
-        row = {**line, MILLIONS: _millions(line)}
+        row = {**line, MILLIONS: _format_millions(line)}
         cells.setdefault(tuple(row[name] for name in names), {})[line["task"]] = cell(line)
     header = list(names)
     for column in columns:
@@ -96,27 +94,22 @@ def _grid(
     return Grid(header, rows, text_columns=len(names) - (MILLIONS in names))
 
 
-def _millions(line: Line) -> str:
+def _format_millions(line: Line) -> str:
     count = line["parameters"]
     if count is None:
         return ""
     return f"{count / 1e6:.2f}"
 
 
-def _score(line: Line) -> str:
+def _format_score(line: Line) -> str:
     spread = "" if line["sd"] is None else f" ± {line['sd']:.2f}"
     return f"{line['mean']:.2f}{spread} ({line['n']})"
 
 
-def _difference(line: Line) -> str:
+def _format_difference(line: Line) -> str:
     spread = f" ± {line['difference'] - line['low']:.2f}" if "low" in line else ""
     pairs = f" ({line['pairs']})" if "pairs" in line else ""
     return f"{line['difference']:+.2f}{spread}{pairs}"
-
-
-def plain(value: Any) -> Any:
-    """Return a value for JSON: numbers that are not finite become None."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def csv_text(lines: Sequence[Line]) -> str:

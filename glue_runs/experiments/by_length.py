@@ -20,13 +20,7 @@ ROWS_PER_CHUNK = 10_000
 
 
 class ByLength(Sampler[int]):
-    """Rows in random order, with similar lengths in each batch.
-
-    Args:
-        lengths: of each row.
-        batch: rows of one optimizer step.
-        seed: of the order.
-    """
+    """Rows in random order, with similar lengths in each batch; a batch holds the rows of one optimizer step."""
 
     def __init__(self, lengths: list[int], batch: int, seed: int) -> None:
         self.lengths, self.batch, self.seed, self.epoch = lengths, batch, seed, 0

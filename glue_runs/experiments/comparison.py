@@ -83,14 +83,14 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
     if against is not None and against not in labels:
         raise RecipeError(f"nothing to compare with: no result is {against!r}; expected one of {', '.join(labels)}")
     reference = against or next((label for label in (REFERENCE, UNTUNED_REFERENCE) if label in labels), None)
-    recipes = {variant: _recipes_by_column(of_variant) for variant, of_variant in grouped.items()}
+    recipes = {variant: _group_recipes(of_variant) for variant, of_variant in grouped.items()}
     references = {variant.model: variant for variant in grouped if variant.label == reference}
-    baselines = _baselines(recipes, references, with_controls=against is None)
-    scores = _scores(results, tasks)
-    means, differences = _estimates(scores), _estimates(_paired(scores, baselines))
+    baselines = _find_baselines(recipes, references, with_controls=against is None)
+    scores = _tabulate_scores(results, tasks)
+    means, differences = _estimate_means(scores), _estimate_means(_subtract_baselines(scores, baselines))
     columns = (*tasks, *(column for column in dict.fromkeys(scores["column"]) if column.name == AVERAGE))
     lines = []
-    for variant in sorted(grouped, key=lambda variant: _order(variant, references.get(variant.model))):
+    for variant in sorted(grouped, key=lambda variant: _sort_key(variant, references.get(variant.model))):
         baseline = baselines.get(variant)
         counts = [result.parameters for result in grouped[variant] if result.parameters is not None]
         for column in columns:
@@ -113,7 +113,7 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
                 if (half := difference.interval) is not None:
                     line["low"], line["high"] = difference.mean - half, difference.mean + half
             lines.append(line)
-    notes = (*_notes_on_numbers(results), *_notes_on_seeds(recipes))
+    notes = (*_note_numbers(results), *_note_seeds(recipes))
     return Comparison(columns, tuple(lines), reference, notes)
 
 
@@ -121,7 +121,7 @@ def _task_order(column: Column) -> tuple[int, str]:
     return list(TASKS).index(column.name.split()[0]), column.name
 
 
-def _order(variant: Variant, reference: Variant | None) -> tuple[object, ...]:
+def _sort_key(variant: Variant, reference: Variant | None) -> tuple[object, ...]:
     """Return a key that sorts conversions by the numbers in their names, the largest, such as a rank, first."""
     method = REFERENCE.rpartition("/")[0] if reference is None else reference.method
     return (
@@ -137,7 +137,7 @@ def _order(variant: Variant, reference: Variant | None) -> tuple[object, ...]:
     )
 
 
-def _scores(results: Sequence[Result], tasks: Sequence[Column]) -> pd.DataFrame:
+def _tabulate_scores(results: Sequence[Result], tasks: Sequence[Column]) -> pd.DataFrame:
     """Return a row for each score, and for the average of each seed that has all tasks."""
     rows = [(result.variant, result.column, result.seed, result.score) for result in results]
     scores = pd.DataFrame(rows, columns=["variant", "column", "seed", "score"])
@@ -152,7 +152,7 @@ def _scores(results: Sequence[Result], tasks: Sequence[Column]) -> pd.DataFrame:
     return pd.concat([scores, pd.DataFrame(averages, columns=scores.columns)]) if averages else scores
 
 
-def _paired(scores: pd.DataFrame, baselines: Mapping[Variant, Variant]) -> pd.DataFrame:
+def _subtract_baselines(scores: pd.DataFrame, baselines: Mapping[Variant, Variant]) -> pd.DataFrame:
     """Return a row for each score whose baseline has the same column and seed, with the difference."""
     bases = [baselines.get(variant) for variant in scores["variant"]]
     compared = [base not in (None, variant) for variant, base in zip(scores["variant"], bases, strict=True)]
@@ -162,26 +162,22 @@ def _paired(scores: pd.DataFrame, baselines: Mapping[Variant, Variant]) -> pd.Da
     return pairs.assign(score=pairs["score"] - pairs["theirs"])
 
 
-def _estimates(scores: pd.DataFrame) -> dict[tuple[Variant, Column], Estimate]:
+def _estimate_means(scores: pd.DataFrame) -> dict[tuple[Variant, Column], Estimate]:
     """Return means over seeds."""
     return {key: estimate(values) for key, values in scores.groupby(["variant", "column"], sort=False)["score"]}
 
 
-def _recipes_by_column(results: Iterable[Result]) -> dict[Column, list[Mapping[str, Any]]]:
+def _group_recipes(results: Iterable[Result]) -> dict[Column, list[Mapping[str, Any]]]:
     recipes: dict[Column, list[Mapping[str, Any]]] = defaultdict(list)
     for result in results:
         recipes[result.column].append(result.recipe)
     return recipes
 
 
-def _baselines(
+def _find_baselines(
     variants: Iterable[Variant], references: Mapping[str, Variant], *, with_controls: bool
 ) -> dict[Variant, Variant]:
-    """Return the baseline of each variant that has one.
-
-    It is the reference of its model. With controls, that of a converted model that was tuned again is the dense model
-    tuned again.
-    """
+    """Return the reference of each variant's model; with controls, for `-again` conversions the dense one again."""
     again = {variant.model: variant for variant in variants if _is_control(variant, references.get(variant.model))}
     bases = {
         variant: (again if with_controls and variant.again and variant.conversion else references).get(variant.model)
@@ -195,7 +191,7 @@ def _is_control(variant: Variant, reference: Variant | None) -> bool:
     return reference is not None and variant.method == reference.method and variant.again and not variant.conversion
 
 
-def _notes_on_numbers(results: Iterable[Result]) -> Iterator[str]:
+def _note_numbers(results: Iterable[Result]) -> Iterator[str]:
     """Yield the scores that are not finite."""
     for result in results:
         if not math.isfinite(result.score):
@@ -203,14 +199,14 @@ def _notes_on_numbers(results: Iterable[Result]) -> Iterator[str]:
             yield f"{where}: the score of seed {result.seed} is {result.score}, and so are the means that include it"
 
 
-def _notes_on_seeds(recipes: Recipes) -> Iterator[str]:
+def _note_seeds(recipes: Recipes) -> Iterator[str]:
     """Yield the settings in which seeds differ that are averaged."""
     for variant, columns in recipes.items():
         for column, of_column in columns.items():
-            if differing := _differing(of_column, set().union(*of_column)):
+            if differing := _list_differing(of_column, set().union(*of_column)):
                 yield f"{variant.label} of {variant.model} on {column.name}: seeds differ in {differing}"
 
 
-def _differing(recipes: Sequence[Mapping[str, Any]], fields: Iterable[str]) -> str:
+def _list_differing(recipes: Sequence[Mapping[str, Any]], fields: Iterable[str]) -> str:
     settings = [without_nulls(recipe) for recipe in recipes]
     return ", ".join(name for name in sorted(fields) if any(s.get(name) != settings[0].get(name) for s in settings))

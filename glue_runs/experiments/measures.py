@@ -29,6 +29,7 @@ from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.checkpoint.files import mapped
+from collab_compress.conversion.expand import read_factors
 from collab_compress.heads import alphas_of, confidence, head_importance
 from collab_compress.heads.importance import end_tokens
 from collab_compress.transformers_parts import UNLABELLED
@@ -54,21 +55,13 @@ class Subject:
         self.workload, self.model, self.tokenizer = workload, model, workload.new_tokenizer()
         scored = workload.scored()
         self.split = next((name for name in scored if name.startswith("validation")), scored[0])
-        self.texts: Dataset = workload.texts[self.split]
-        if not isinstance(workload, TokenModel):  # whose rows are blocks of all texts
-            self.texts = self._draw(self.texts)
+        has_blocks = isinstance(workload, TokenModel)  # of all texts
+        self.texts = workload.texts[self.split] if has_blocks else _draw(workload.texts[self.split])
         rows: Dataset = workload.encode(DatasetDict({self.split: self.texts}))[self.split]
-        rows = self._draw(rows) if isinstance(workload, TokenModel) else rows
+        rows = _draw(rows) if has_blocks else rows
         arguments = {*forward_arguments(model), "labels"}
         self._rows = rows.select_columns([name for name in rows.column_names if name in arguments])
         self._collate = workload.collator(model, self.tokenizer)
-
-    @staticmethod
-    def _draw(rows: Dataset) -> Dataset:
-        """Return up to `MEASURED_ROWS` random rows, the same for all models."""
-        generator = torch.Generator().manual_seed(0)
-        order = torch.randperm(len(rows), generator=generator, device="cpu")[:MEASURED_ROWS]
-        return rows.select(order.tolist())
 
     def indices(self, first: int = 0, end: int = MEASURED_ROWS) -> list[int]:
         """Return the indices of measured rows; long rows come first."""
@@ -110,8 +103,7 @@ class Subject:
         grouped: dict[str, list[Value]] = {}
         for site in find_attention(self.model):
             # a module that ALBERT shares among layers has several values, "NAME[0]" and so on
-            of_site = [value for name, value in values.items() if name.partition("[")[0] == site.name]
-            if of_site:
+            if of_site := [value for name, value in values.items() if name.partition("[")[0] == site.name]:
                 grouped.setdefault(site.kind, []).extend(of_site)
         return grouped
 
@@ -151,11 +143,15 @@ class Subject:
         return self.workload.metric.benchmark_score(self.workload.compute_metrics(prediction))
 
 
-def measure_svcca(subject: Subject) -> Any:
-    """Similarity of heads by SVCCA, mean over pairs, of each layer; and the last layers' curves of coefficients.
+def _draw(rows: Dataset) -> Dataset:
+    """Return up to `MEASURED_ROWS` random rows, the same for all models."""
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(rows), generator=generator, device="cpu")[:MEASURED_ROWS]
+    return rows.select(order.tolist())
 
-    "Inter-Head Diversity", Tables 3 and 5 and Figures 3 and 4.
-    """
+
+def measure_svcca(subject: Subject) -> Any:
+    """Similarity of heads by SVCCA, and the last layers' curves: "Inter-Head Diversity", Table 3, Figures 3 and 4."""
     results = subject.by_kind({name: svcca(covariance) for name, covariance in subject.covariances.items()})
     return results and {
         "layers": {kind: [result.mean for result in layers] for kind, layers in results.items()},
@@ -178,10 +174,8 @@ def measure_confidence(subject: Subject) -> Any:
 def measure_discrepancy(subject: Subject) -> Any:
     """Total discrepancy of the heads of each layer: "Multi-Head Rotation", Figures 6 and 7."""
     measures: tuple[DiscrepancyMeasure, ...] = ("cosine", "difference", "l2")
-    norms = {}
-    for name, result in discrepancy(subject.model, subject.all_batches).items():
-        norms[name] = {measure: result.norm(measure) for measure in measures}
-    return subject.by_kind(norms)
+    layers = discrepancy(subject.model, subject.all_batches)
+    return subject.by_kind({name: {of: layer.norm(of) for of in measures} for name, layer in layers.items()})
 
 
 def measure_overlap(subject: Subject) -> Any:
@@ -200,10 +194,7 @@ def measure_dominance(subject: Subject) -> Any:
 
 
 def measure_pruning(subject: Subject) -> Any:
-    """The task's score without more and more of the least important heads: "Scheduled DropHead", Figure 3.
-
-    As `random`, the score without as many random heads, mean over several orders.
-    """
+    """The score without more and more heads, least important first or random: "Scheduled DropHead", Figure 3."""
     importance = head_importance(subject.model, subject.batches(subject.choosing))
     scorer = subject.scorer(subject.scoring)
     points = pruning_curve(subject.model, importance, scorer, shares=PRUNED_SHARES, random_orders=RANDOM_ORDERS)
@@ -216,11 +207,9 @@ def measure_pruning(subject: Subject) -> Any:
 
 def measure_mixing(subject: Subject) -> Any:
     """Mixing matrices of the layers whose heads share projections: "Collaborate Instead of Concatenate", Figure 2."""
-    mixed = {site.name for site in find_attention(subject.model) if hasattr(site.module, "mixing")}
-    if not mixed:
-        return None
-    matrices = mixing_matrices(subject.model)
-    return subject.by_kind({name: matrix for name, matrix in matrices.items() if name in mixed})
+    shared = read_factors(subject.model)
+    matrices = mixing_matrices(subject.model) if shared else {}
+    return subject.by_kind({name: matrix for name, matrix in matrices.items() if name in shared})
 
 
 def measure_alphas(subject: Subject) -> Any:
@@ -243,11 +232,7 @@ MEASURES: dict[str, Callable[[Subject], Any]] = {
 
 
 def add_measures(workload: Workload, directory: str | Path, folder: Path) -> None:
-    """Take the measures that the record of a stage lacks, and write the record after each.
-
-    Its `measures` are the results. Its `measured` names the measures that were taken, also those without result, with
-    the split, the number of its rows, and on how many of them the model was scored.
-    """
+    """Take the measures that a record lacks into its `measures`, and note in `measured` on what they were taken."""
     path = folder / "result.json"
     names = missing_measures(read_record(path), workload.recipe.measures)
     if not names:

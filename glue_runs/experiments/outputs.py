@@ -58,11 +58,7 @@ PREPARED = re.compile(r"/([0-9a-f]{40})/[^/]+\.arrow$")  # in the cache of `data
 
 @contextmanager
 def reserve_output(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
-    """Lock the output of an experiment, and yield whether all its stages are finished and measured.
-
-    A stage belongs to a recipe if the recipe in its folder is the same in all that decides the stage's results.
-    Nothing is written where all stages are finished.
-    """
+    """Lock the output of an experiment, and yield whether all its stages are finished and measured."""
     output = recipe.output
 
     def finished() -> bool:
@@ -126,22 +122,16 @@ def _refuse_other(recipe: Recipe, stage: str) -> None:
     fields = TUNED_FIELDS if stage in ("given", "tuned") else CONVERTED_FIELDS
     if stage == recipe.again_name:
         fields = (*fields, "again")
-    differing = [
-        name
-        for name in fields
-        if without_nulls(without_neutral(name, saved.get(name)))
-        != without_nulls(without_neutral(name, wanted.get(name)))
+    deciding = [
+        {name: without_nulls(without_neutral(name, of.get(name))) for name in fields} for of in (saved, wanted)
     ]
-    if differing:
+    if differing := [name for name in fields if deciding[0][name] != deciding[1][name]]:
         raise RecipeError(f"{folder} was made with another {', '.join(differing)}; choose another output")
 
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Lock a folder against other processes; it is created if needed, and removed again if it stays empty.
-
-    The lock is the operating system's: it ends with the process that holds it, even if that is killed.
-    """
+    """Lock a folder, made if needed, against other processes; the lock ends with this one, even if that is killed."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     lock = FileLock(folder / LOCK, is_singleton=False)
     try:
@@ -192,7 +182,7 @@ def hub_commits(model: Path, data: Mapping[str, Dataset]) -> dict[str, str | Non
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record as JSON, with null for numbers that are not finite."""
-    write_json(path, mapped(_finite, record))
+    write_json(path, mapped(finite_or_none, record))
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -229,7 +219,7 @@ def read_records(path: Path) -> dict[str, dict[str, Any]]:
 
 def record_lines(records: Iterable[dict[str, Any]]) -> str:
     """Return records as JSON Lines, with null for numbers that are not finite."""
-    return "".join(f"{json.dumps(mapped(_finite, record), ensure_ascii=False)}\n" for record in records)
+    return "".join(f"{json.dumps(mapped(finite_or_none, record), ensure_ascii=False)}\n" for record in records)
 
 
 def missing_measures(record: Mapping[str, Any], measures: Iterable[str]) -> list[str]:
@@ -237,7 +227,7 @@ def missing_measures(record: Mapping[str, Any], measures: Iterable[str]) -> list
     return [name for name in measures if name not in record.get("measured", {})]
 
 
-def _finite(value: Any) -> Any:
+def finite_or_none(value: Any) -> Any:
     """Return a value, or None for a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -263,10 +253,7 @@ def _parse(text: str, source: str) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """Return the versions of packages, the hardware, and the revision of this package.
-
-    The mixed precision is that of `accelerate launch`; a recipe's own is among its training arguments.
-    """
+    """Return the versions of packages, the hardware, and the revision of this package."""
     state = process_state()
     return {
         **{name: version(name) for name in ("collab-compress", *LIBRARIES, *SCORERS)},

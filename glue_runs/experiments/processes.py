@@ -25,18 +25,12 @@ def on_main_process(work: Callable[Arguments, Result]) -> Callable[Arguments, Re
         state = process_state()
         if state.num_processes == 1:
             return work(*args, **kwargs)
-        outcome: list[Any] = [None, None]  # the result, the error's message
-        error: Exception | None = None
-        if state.is_main_process:
-            try:
-                outcome[0] = work(*args, **kwargs)
-            except Exception as raised:
-                error, outcome[1] = raised, message_of(raised)
-        broadcast_object_list(outcome)
-        result, message = outcome
-        if message is not None:
-            raise error or RecipeError(message)
-        return result  # type: ignore[no-any-return]
+        result, error = _attempt(work, *args, **kwargs) if state.is_main_process else (None, None)
+        shared: list[Any] = [result, error and message_of(error)]
+        broadcast_object_list(shared)
+        if shared[1] is not None:
+            raise error or RecipeError(shared[1])
+        return shared[0]  # type: ignore[no-any-return]
 
     return run
 
@@ -48,18 +42,21 @@ def on_every_process(work: Callable[Arguments, Result]) -> Callable[Arguments, R
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if process_state().num_processes == 1:
             return work(*args, **kwargs)
-        error: Exception | None = None
-        try:
-            result = work(*args, **kwargs)
-        except Exception as raised:
-            error = raised
-        messages = gather_object([None if error is None else message_of(error)])
-        for number, message in enumerate(messages):
+        result, error = _attempt(work, *args, **kwargs)
+        for number, message in enumerate(gather_object([error and message_of(error)])):
             if message is not None:
                 raise error or RecipeError(f"process {number}: {message}")
-        return result
+        return result  # type: ignore[return-value]
 
     return run
+
+
+def _attempt(work: Callable[..., Result], *args: Any, **kwargs: Any) -> tuple[Result | None, Exception | None]:
+    """Return the result of a function, or its error."""
+    try:
+        return work(*args, **kwargs), None
+    except Exception as error:
+        return None, error
 
 
 def message_of(error: Exception) -> str:

@@ -34,9 +34,6 @@ def run(recipe: Recipe) -> list[dict[str, Any]]:
     conversion). Finished stages are not repeated, and an interrupted one continues from its last checkpoint; so any
     number of conversions may share the tuned model of one output.
 
-    Args:
-        recipe: the experiment.
-
     Returns:
         The record of each stage: task, method, stage, conversion, whether it was tuned again, seed, metrics of each
         split, score (their mean, in the benchmark's scale), parameters, the recipe, the versions it ran with, the
@@ -233,24 +230,18 @@ def _write_result(
         "recipe": asdict(recipe),
         "environment": environment(),
         "hub": commits,
-        **_log(folder),
+        **_read_log(folder),
     }
     write_record(folder / "result.json", record)
 
 
-def _log(folder: Path) -> dict[str, Any]:
+def _read_log(folder: Path) -> dict[str, Any]:
     """Return the log of a fine-tuning, or the time and error of a conversion; nothing for a given model."""
     if (folder / LOG).is_file():
         return read_record(folder / LOG)
     if not (folder / "report.json").is_file():
         return {}
     report = read_record(folder / "report.json")
-    errors = [
-        part["weight_error" if part["data_error"] is None else "data_error"]
-        for part in report["parts"]
-        if part["part"] == "dk"
-    ]
-    return {
-        "seconds": report["seconds"],
-        "error": sum(errors) / len(errors) if errors else None,
-    }
+    scores = [part for part in report["parts"] if part["part"] == "dk"]
+    errors = [part["weight_error" if part["data_error"] is None else "data_error"] for part in scores]
+    return {"seconds": report["seconds"], "error": sum(errors) / len(errors) if errors else None}

@@ -123,13 +123,13 @@ def read_results(*paths: Path) -> list[Result]:
     records: dict[str, Record] = {}
     for path in paths:
         contents = read_records(path)
-        records |= {source: _check(source, content) for source, content in contents.items()}
-    names = _model_names(record.recipe.model for record in records.values() if record.recipe.model)
-    fresh = _fresh_names(records)
+        records |= {source: _check_record(source, content) for source, content in contents.items()}
+    names = _name_models(record.recipe.model for record in records.values() if record.recipe.model)
+    fresh = _name_fresh_models(records)
     results: dict[tuple[Variant, Column, int], Result] = {}
     for source, record in records.items():
         model = fresh.get(source) or names[str(record.recipe.model)]
-        result = _result(source, record, model)
+        result = _make_result(source, record, model)
         variant, column, seed = result.variant, result.column, result.seed
         earlier = results.setdefault((variant, column, seed), result)
         if earlier is not result:
@@ -140,7 +140,7 @@ def read_results(*paths: Path) -> list[Result]:
     return list(results.values())
 
 
-def _check(source: str, content: dict[str, Any]) -> Record:
+def _check_record(source: str, content: dict[str, Any]) -> Record:
     """Return a record with all fields of the right types."""
     try:
         record = Record.model_validate(content)
@@ -151,13 +151,13 @@ def _check(source: str, content: dict[str, Any]) -> Record:
     return record
 
 
-def _result(source: str, record: Record, model: str) -> Result:
+def _make_result(source: str, record: Record, model: str) -> Result:
     recipe, revision = record.recipe.model_dump(exclude_unset=True), record.environment.revision
     deciding = {*(CONVERTED_FIELDS if record.conversion else TUNED_FIELDS), *(["again"] if record.again else [])}
     deciding -= {"seed", "data_dir"}  # what seeds share, wherever the data are
     return Result(
         variant=Variant(model, record.method, record.stage, record.conversion, record.again),
-        column=_column(record),
+        column=_find_column(record),
         seed=record.seed,
         score=math.nan if record.score is None else record.score,
         parameters=record.parameters,
@@ -183,7 +183,7 @@ def _check_numbers(source: str, field: str, values: Any) -> Any:
     return mapped(number, values)
 
 
-def _column(record: Record) -> Column:
+def _find_column(record: Record) -> Column:
     """Return the column of a task, named with the languages of a translation."""
     task, name = TASKS[record.task], record.task
     if task.kind == "translation":
@@ -194,7 +194,7 @@ def _column(record: Record) -> Column:
     return Column(name, task.metric, METRICS[task.metric].greater_is_better)
 
 
-def _model_names(models: Iterable[str]) -> dict[str, str]:
+def _name_models(models: Iterable[str]) -> dict[str, str]:
     """Return the last parts of absolute paths: two, or as many as it takes to distinguish them."""
     names = {model: model for model in models}
     paths = {model: Path(model).parts for model in names if Path(model).is_absolute()}
@@ -204,18 +204,15 @@ def _model_names(models: Iterable[str]) -> dict[str, str]:
     return names | {model: "/".join(parts[-length:]) for model, parts in paths.items()}
 
 
-def _fresh_names(records: Mapping[str, Record]) -> dict[str, str]:
-    """Return the names of untrained models: source → "fresh", with what models on a task differ in, shape or device.
-
-    The same seed draws other numbers on another kind of device, so such models are not compared.
-    """
+def _name_fresh_models(records: Mapping[str, Record]) -> dict[str, str]:
+    """Return source → "fresh", with the shape or kind of device in which untrained models on a task differ."""
     columns: dict[Column, dict[str, dict[str, Any]]] = defaultdict(dict)
     for source, record in records.items():
         if not record.recipe.model:
             fresh = {**asdict(Fresh()), **(record.recipe.fresh or {})}
             shape = {name: value for name, value in fresh.items() if name not in NOT_SHAPE}
             device = record.environment.device.partition(":")[0]
-            columns[_column(record)][source] = {**shape, "device": device}
+            columns[_find_column(record)][source] = {**shape, "device": device}
     names = {}
     for shapes in columns.values():
         first = next(iter(shapes.values()))

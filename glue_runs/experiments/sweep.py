@@ -83,8 +83,8 @@ class Sweep:
 
     def recipes(self) -> Iterator[Recipe]:
         """Yield the recipes of the runs seed by seed, so that a stopped sweep has whole seeds."""
-        for seed, task, method in product(*(self._chosen(axis) for axis in ("seeds", "tasks", "methods"))):
-            for conversion in self._chosen("conversions") or [None]:
+        for seed, task, method in product(*(self._select(axis) for axis in ("seeds", "tasks", "methods"))):
+            for conversion in self._select("conversions") or [None]:
                 merged: Settings = {"progress": False}
                 for part in (self.base, self.tasks[task], self.methods[method]):
                     merged = _merge(merged, part or {})
@@ -94,7 +94,7 @@ class Sweep:
                     merged = _merge(merged, self.conversions[conversion] or {})
                 yield parse(Recipe, merged, f"{task}, {method}, {conversion or 'not converted'}")
 
-    def _chosen(self, axis: str) -> list[Any]:
+    def _select(self, axis: str) -> list[Any]:
         return [name for name in getattr(self, axis) if name in self.only.get(axis, [name])]
 
 
@@ -107,7 +107,7 @@ def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     Raises:
         RecipeError: the file cannot be read, there is no such scale, or a field is unknown.
     """
-    settings = _at_scale(read_settings(path, overrides), str(path))
+    settings = _apply_scale(read_settings(path, overrides), str(path))
     for override in overrides:
         value = set_field(settings, override)
         if value is None and override.startswith("base."):
@@ -118,7 +118,7 @@ def read_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
     return parse(Sweep, settings, str(path))
 
 
-def _at_scale(settings: Settings, where: str) -> Settings:
+def _apply_scale(settings: Settings, where: str) -> Settings:
     """Return the fields of a sweep, replaced by those of its scale."""
     scales = settings.get("scales") or {}
     chosen = settings.get("scale", next(iter(scales), None)) if isinstance(scales, Mapping) else None
@@ -135,9 +135,6 @@ def run_sweep(sweep: Sweep) -> list[str]:
     """Run what is not finished yet. It can be stopped at any point, and started again.
 
     If a run fails, the others go on; where several processes run together, the sweep stops at the first failure.
-
-    Args:
-        sweep: the sweep.
 
     Returns:
         The errors, each with its folder.

@@ -50,12 +50,9 @@ EVALUATION_ARGUMENTS = {
 
 
 def fine_tune(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder: Path) -> None:
-    """Fine-tune a model in place and save it into `folder/model`, from the last checkpoint if there is one.
-
-    The Trainer's log is written to `folder/log.json`, with the seconds of training, null if it was interrupted.
-    """
+    """Fine-tune a model, from the last checkpoint if there is one, and save it in `folder/model` with its log."""
     checkpoints, recipe = folder / CHECKPOINTS, workload.recipe
-    trainer = _trainer(workload, model, tuning, checkpoints, recipe.heads)
+    trainer = _make_trainer(workload, model, tuning, checkpoints, recipe.heads)
     if trainer.accelerator.mixed_precision == "bf16" and _is_emulated(trainer.accelerator.device):
         logger.warning("this CPU only emulates bfloat16, and float32 is faster; pass tuning.arguments.bf16=false")
     keep_logs(trainer, recipe, folder)
@@ -66,7 +63,7 @@ def fine_tune(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder
     final = None if latest is None else on_main_process(_final_checkpoint)(latest, best)
     if latest is not None and final is not None:  # the run was killed between its last step and saving the model
         trained, _ = load_weights(type(model), final, dtype=model.dtype)
-        history = _state(latest)["log_history"]
+        history = _read_state(latest)["log_history"]
     else:
         done = trainer.train(resume_from_checkpoint=None if latest is None else str(latest))
         seconds, history = None if latest else done.metrics["train_runtime"], trainer.state.log_history
@@ -95,7 +92,7 @@ def rehearse(workload: Workload, model: PreTrainedModel, tuning: Tuning) -> None
     heads = workload.recipe.heads
     try:
         with TemporaryDirectory() as folder:
-            trainer = _trainer(workload, model, tuning, Path(folder), heads)
+            trainer = _make_trainer(workload, model, tuning, Path(folder), heads)
             trainer.create_optimizer_and_scheduler(num_training_steps=1000)
             next(iter(trainer.get_train_dataloader()))
             if trainer.eval_dataset is not None:
@@ -104,9 +101,8 @@ def rehearse(workload: Workload, model: PreTrainedModel, tuning: Tuning) -> None
     except CollabCompressError:
         raise
     except Exception as error:  # whatever Transformers, Accelerate and PyTorch raise
-        raise RecipeError(
-            f"the fine-tuning cannot be set up with these settings: {type(error).__name__}: {one_line(error)}"
-        ) from error
+        message = f"{type(error).__name__}: {one_line(error)}"
+        raise RecipeError(f"the fine-tuning cannot be set up with these settings: {message}") from error
 
 
 def _check_dropout(config: PretrainedConfig) -> None:
@@ -133,7 +129,7 @@ def _check_best(trainer: Trainer, workload: Workload) -> None:
 def evaluate(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder: Path) -> dict[str, dict[str, float]]:
     """Return the task's metrics on each labelled split except the training data, in full precision."""
     arguments = {name: value for name, value in tuning.arguments.items() if name in EVALUATION_ARGUMENTS}
-    trainer = _trainer(workload, model, Tuning(arguments=arguments), folder)
+    trainer = _make_trainer(workload, model, Tuning(arguments=arguments), folder)
     results = {split: workload.score(trainer, split, workload.data[split], folder) for split in workload.scored()}
     log_scores(trainer, workload.recipe, folder, results)
     # they are still there if the process was killed after it saved the model
@@ -143,20 +139,20 @@ def evaluate(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder:
 
 def whole_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in the order of their steps, without one that was still being written."""
-    numbered = ((path.name.rpartition("-")[2], path) for path in folder.glob("checkpoint-*") if _state(path))
+    numbered = ((path.name.rpartition("-")[2], path) for path in folder.glob("checkpoint-*") if _read_state(path))
     return [path for _, path in sorted((int(number), path) for number, path in numbered if number.isdigit())]
 
 
 def _final_checkpoint(latest: Path, best: bool) -> Path | None:
     """Return the checkpoint with the result, the `best` or the latest, if training is complete; else None."""
-    state = _state(latest)
+    state = _read_state(latest)
     if not state["global_step"] >= state["max_steps"] > 0:
         return None
     named = state["best_model_checkpoint"] if best else None
     return latest if named is None else latest.parent / Path(named).name
 
 
-def _state(checkpoint: Path) -> dict[str, Any]:
+def _read_state(checkpoint: Path) -> dict[str, Any]:
     """Return the Trainer's state, which it writes last; empty if it is not whole."""
     try:
         state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
@@ -165,7 +161,7 @@ def _state(checkpoint: Path) -> dict[str, Any]:
         return {}
 
 
-def _trainer(
+def _make_trainer(
     workload: Workload, model: PreTrainedModel, tuning: Tuning, folder: Path, heads: HeadTraining | None = None
 ) -> Trainer:
     """Return a trainer; without `heads` it evaluates in full precision."""

@@ -32,9 +32,7 @@ REPLACED_FIELDS = ("layers", "width", "heads", "feed_forward", "dropout", "atten
 
 @dataclass(frozen=True)
 class Fresh:
-    """An untrained model: Marian's encoder–decoder for translation, BERT otherwise, as a decoder for language
-    modelling, with a classifier where there are labels; or what another model's config says.
-    """
+    """An untrained model: Marian for translation, else BERT with a classifier or as a decoder; or by a config."""
 
     config: str | dict[str, Any] | None = None
     """A model directory, or a name on the hub, whose config.json says what the model is like: family, layers, widths,
@@ -89,7 +87,7 @@ class Fresh:
 def make_fresh(fresh: Fresh, task: Task, auto_class: Any, train: Dataset, seed: int, folder: Path) -> None:
     """Save a tokenizer trained on a task's texts and an untrained model into `folder`."""
     tokenizer = train_tokenizer(
-        _texts(train, task.text_columns),
+        _iterate_texts(train, task.text_columns),
         fresh.vocab_size,
         fresh.tokenizer,
         lowercase=fresh.lowercase,
@@ -97,14 +95,14 @@ def make_fresh(fresh: Fresh, task: Task, auto_class: Any, train: Dataset, seed: 
         mask=task.kind == "masked language modelling",
     )
     tokenizer.model_max_length = fresh.max_length
-    config = _config(fresh, task)
+    config = _make_config(fresh, task)
     family = auto_class._model_mapping
     if type(config) not in family:
         source = fresh.config if isinstance(fresh.config, str) else "config"
         raise RecipeError(f"Transformers has no {config.model_type} model for {task.kind} ({source})")
     model_class = family[type(config)]
-    _fit(config, task, tokenizer)
-    _check(model_class, config)
+    _set_tokens_and_labels(config, task, tokenizer)
+    _check_buildable(model_class, config)
     set_seed(seed)
     model = model_class(config) if fresh.attention is None else from_config(config, fresh.attention, model_class)
     if task.kind == "translation":
@@ -113,7 +111,7 @@ def make_fresh(fresh: Fresh, task: Task, auto_class: Any, train: Dataset, seed: 
     tokenizer.save_pretrained(folder)
 
 
-def _check(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
+def _check_buildable(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
     """Refuse a config that no model can be built from."""
     try:
         with torch.device("meta"):
@@ -123,19 +121,19 @@ def _check(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None
         raise RecipeError(f"no {model_class.__name__} can be built from the config: {one_line(error)}") from error
 
 
-def _texts(rows: Dataset, columns: Iterable[str]) -> Iterator[str]:
+def _iterate_texts(rows: Dataset, columns: Iterable[str]) -> Iterator[str]:
     """Yield the texts of one column after another, with a batch of them in memory at a time."""
     for name in columns:
         for batch in rows.select_columns([name]).iter(TEXTS_PER_BATCH):
             yield from batch[name]
 
 
-def _config(fresh: Fresh, task: Task) -> PretrainedConfig:
+def _make_config(fresh: Fresh, task: Task) -> PretrainedConfig:
     """Return the config that the recipe gives; else one with its sizes, of Marian for translation, or of BERT."""
     if isinstance(fresh.config, dict):
-        return _described(fresh.config)
+        return _build_config(fresh.config)
     if fresh.config is not None:
-        return _read(fresh.config)
+        return _read_config(fresh.config)
     feed_forward = fresh.feed_forward or 4 * fresh.width
     deviation = fresh.width**-0.5  # Xavier's for square matrices; the usual 0.02 is too little for narrow models
     if task.kind == "translation":
@@ -169,17 +167,14 @@ def _config(fresh: Fresh, task: Task) -> PretrainedConfig:
     )
 
 
-def _fit(config: PretrainedConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Set the vocabulary and special tokens of the tokenizer, and the number of labels of the task, in place.
-
-    A decoder starts with the end token if it did before, else with padding.
-    """
+def _set_tokens_and_labels(config: PretrainedConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set the vocabulary and special tokens of the tokenizer, and the number of labels of the task, in place."""
     tokens = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     for name, source in (("cls_token_id", "bos_token_id"), ("sep_token_id", "eos_token_id")):
         if hasattr(config, name):
             tokens[name] = tokens[source]
     if config.is_encoder_decoder:
-        ends = getattr(config, "decoder_start_token_id", None) == config.eos_token_id
+        ends = getattr(config, "decoder_start_token_id", None) == config.eos_token_id  # else it starts with padding
         tokens["decoder_start_token_id"] = tokens["eos_token_id" if ends else "pad_token_id"]
     if getattr(config, "forced_eos_token_id", None) is not None:
         tokens["forced_eos_token_id"] = tokens["eos_token_id"]
@@ -190,7 +185,7 @@ def _fit(config: PretrainedConfig, task: Task, tokenizer: PreTrainedTokenizerBas
         config.decoder_vocab_size = len(tokenizer)
 
 
-def _read(source: str) -> PretrainedConfig:
+def _read_config(source: str) -> PretrainedConfig:
     try:
         config = load_config(source)
     except CheckpointError as error:
@@ -200,7 +195,7 @@ def _read(source: str) -> PretrainedConfig:
     return config
 
 
-def _described(settings: dict[str, Any]) -> PretrainedConfig:
+def _build_config(settings: dict[str, Any]) -> PretrainedConfig:
     """Return a config with these fields; one that the family does not have would have no effect, so it is refused."""
     if (family := settings.get("model_type")) not in CONFIG_MAPPING:
         raise RecipeError(f"config says model_type {family!r}; expected a family of Transformers, such as llama")

@@ -59,14 +59,7 @@ HELD_OUT_SEED = 0
 
 
 class Workload(ABC):
-    """The task of a recipe, with its texts.
-
-    Args:
-        recipe: the experiment.
-
-    Raises:
-        DataError: the data are missing or malformed.
-    """
+    """The task of a recipe, with its texts."""
 
     model_class: ClassVar[Any]
     trainer_class: ClassVar[type[Trainer]] = HeadTrainer
@@ -94,9 +87,7 @@ class Workload(ABC):
             self.texts = _hold_out(self.texts, recipe.held_out)
         target = recipe.translation.target or (self.task.languages or ("", ""))[1]
         self.target = target.partition("_")[0]  # without its country
-        by_characters: dict[str, Any] = (
-            {"tokenize": "zh"} if self.target == "zh" else {}
-        )  # there are no spaces between words
+        by_characters = {"tokenize": "zh"} if self.target == "zh" else {}  # there are no spaces between words
         self.metric: Metric = load_metric(self.task.metric, **by_characters)
 
     def encode_splits(self) -> None:
@@ -110,11 +101,7 @@ class Workload(ABC):
     def load_model(
         self, directory: str | Path, trained: bool = True, *, new_head: bool = False, **head: Any
     ) -> PreTrainedModel:
-        """Load a model with a head for the task.
-
-        The head is drawn with the seed if the checkpoint lacks its weights, which is refused of a `trained` model, or
-        if `new_head` says that the one there is of another task. `head` holds fields of the config.
-        """
+        """Load a model with a head for the task, by the config's fields `head`; `new_head` draws a new one."""
         set_seed(self.recipe.seed)
         chosen = self.recipe.attn_implementation
         attention = {} if chosen is None else {"attn_implementation": chosen}
@@ -200,24 +187,17 @@ class Classification(Workload):
     def load_model(
         self, directory: str | Path, trained: bool = True, *, new_head: bool = False, **head: Any
     ) -> PreTrainedModel:
-        """Load a model with an output for each class of the task, or one for a score.
-
-        A model of another task gets a new head if it is not `trained`.
-        """
+        """Load a model with an output for each class, or one for a score; a new head unless it is `trained`."""
         labels = [label for _, label in sorted(load_config(directory).id2label.items())]
         if trained:
             self.task.check_classes(labels, str(directory))
         new_head = new_head or not self.task.has_classes(labels)
-        if self.task.kind == "regression":
-            return super().load_model(directory, trained, new_head=new_head, num_labels=1, problem_type="regression")
-        return super().load_model(
-            directory,
-            trained,
-            new_head=new_head,
-            problem_type="single_label_classification",
-            id2label=dict(enumerate(self.task.labels)),
-            label2id={label: number for number, label in enumerate(self.task.labels)},
-        )
+        head = {"num_labels": 1, "problem_type": "regression"}
+        if self.task.kind == "classification":
+            names = dict(enumerate(self.task.labels))
+            head = {"problem_type": "single_label_classification", "id2label": names}
+            head["label2id"] = {name: number for number, name in names.items()}
+        return super().load_model(directory, trained, new_head=new_head, **head)
 
     def encode(self, texts: DatasetDict) -> DatasetDict:
         """Return texts, or pairs of them, with their labels."""
@@ -231,24 +211,22 @@ class Classification(Workload):
         """Return the metrics of the likeliest classes, or of the regression; NaN if a logit is not finite."""
         if not np.isfinite(_logits(prediction)).all():  # argmax would choose the first class
             return dict.fromkeys(self.metric.scores, math.nan)
-        predicted = self._predicted(prediction)
-        scores: dict[str, float] = self.metric.compute(predictions=predicted, references=prediction.label_ids)
-        return scores
+        predicted = self._predict(prediction)
+        return self.metric.compute(predictions=predicted, references=prediction.label_ids)
 
-    def _predicted(self, prediction: EvalPrediction) -> np.ndarray:
+    def _predict(self, prediction: EvalPrediction) -> np.ndarray:
         logits = _logits(prediction)
         return np.squeeze(logits, -1) if self.task.kind == "regression" else logits.argmax(-1)
 
     def outcomes(self, prediction: EvalPrediction) -> Arrays:
         """Return predictions and labels."""
         kind = np.float32 if self.task.kind == "regression" else np.int16
-        return {"predictions": self._predicted(prediction).astype(kind), "labels": prediction.label_ids.astype(kind)}
+        return {"predictions": self._predict(prediction).astype(kind), "labels": prediction.label_ids.astype(kind)}
 
 
 def _logits(prediction: EvalPrediction) -> np.ndarray:
-    logits: np.ndarray = (
-        prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-    )
+    outputs = prediction.predictions
+    logits: np.ndarray = outputs[0] if isinstance(outputs, tuple) else outputs
     return logits
 
 
@@ -260,18 +238,16 @@ class TokenModel(Workload):
 
     def options(self, tokenizer: PreTrainedTokenizerBase, tuning: Tuning) -> dict[str, Any]:
         """Reduce the logits of each row to its loss and number of labels before they are gathered."""
-        return {
-            **super().options(tokenizer, tuning),
-            "preprocess_logits_for_metrics": partial(_losses, shift=self.shift),
-        }
+        losses = partial(_sum_losses, shift=self.shift)
+        return {**super().options(tokenizer, tuning), "preprocess_logits_for_metrics": losses}
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Return the perplexity."""
-        return _perplexity(self.metric, prediction.predictions)
+        return _score_perplexity(self.metric, prediction.predictions)
 
     def outcomes(self, prediction: EvalPrediction) -> Arrays:
         """Return losses and numbers of tokens."""
-        return _token_outcomes(prediction.predictions)
+        return _make_token_outcomes(prediction.predictions)
 
 
 class LanguageModel(TokenModel):
@@ -312,15 +288,11 @@ class MaskedLanguageModel(TokenModel):
 
     def encode(self, texts: DatasetDict) -> DatasetDict:
         """Return running text cut into blocks, with masks where it is scored."""
+        options = {"length": self.recipe.max_length, **self.encoding}
         encoded = {}
         for split, rows in texts.items():
-            encoded[split] = encode_masked_language_model(
-                rows,
-                self.new_tokenizer(),
-                length=self.recipe.max_length,
-                seed=None if split == "train" else MASK_SEED,
-                **self.encoding,
-            )
+            seed = None if split == "train" else MASK_SEED
+            encoded[split] = encode_masked_language_model(rows, self.new_tokenizer(), seed=seed, **options)
         return DatasetDict(encoded)
 
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -333,17 +305,16 @@ def _pad_or_mask(pad: Any, mask: Any, rows: list[dict[str, Any]]) -> Any:
     return pad(rows) if "labels" in rows[0] else mask(rows)
 
 
-def _losses(logits: Tensor | tuple[Tensor, ...], labels: Tensor, *, shift: bool) -> Tensor:
+def _sum_losses(logits: Tensor | tuple[Tensor, ...], labels: Tensor, *, shift: bool) -> Tensor:
     """Return the summed loss and the number of labels of each row; (rows, 2)."""
     return token_losses(logits[0] if isinstance(logits, tuple) else logits, labels, shift=shift)
 
 
-def _perplexity(metric: Metric, losses: np.ndarray) -> dict[str, float]:
-    scores: dict[str, float] = metric.compute(predictions=losses[:, 0], references=losses[:, 1].astype(int))
-    return scores
+def _score_perplexity(metric: Metric, losses: np.ndarray) -> dict[str, float]:
+    return metric.compute(predictions=losses[:, 0], references=losses[:, 1].astype(int))
 
 
-def _token_outcomes(losses: np.ndarray) -> Arrays:
+def _make_token_outcomes(losses: np.ndarray) -> Arrays:
     return {"losses": losses[:, 0].astype(np.float32), "tokens": losses[:, 1].astype(np.int32)}
 
 
@@ -360,9 +331,7 @@ class Translation(Workload):
         search = self.recipe.translation
         positions = getattr(model.config, "max_position_embeddings", None)
         if positions is not None and search.max_length > positions:
-            raise RecipeError(
-                f"translation.max_length is {search.max_length}; the model has positions for {positions}"
-            )
+            raise RecipeError(f"translation.max_length is {search.max_length}; the model has {positions} positions")
         model.generation_config.update(
             num_beams=search.beams, length_penalty=search.length_penalty, max_length=search.max_length
         )
@@ -400,11 +369,7 @@ class Translation(Workload):
         return written
 
     def score(self, trainer: Trainer, split: str, rows: Dataset, folder: Path) -> dict[str, float]:
-        """Translate and score a split; write `folder/SPLIT.txt`, its references, and the outcomes of sentences.
-
-        The perplexity is over the tokens of the references, ends of sentences included. German also has BLEU with
-        compounds split.
-        """
+        """Translate and score a split; write `folder/SPLIT.txt`, its references, and the outcomes of sentences."""
         references = self.texts[split]["target"]
         trainer.args.predict_with_generate = True
         trainer.compute_metrics = trainer.preprocess_logits_for_metrics = None
@@ -417,11 +382,11 @@ class Translation(Workload):
         if self.target == "de":
             scores |= load_metric("bleu-compounds-split").compute(predictions=written, references=references)
         trainer.args.predict_with_generate = False
-        trainer.preprocess_logits_for_metrics = partial(_losses, shift=False)
+        trainer.preprocess_logits_for_metrics = partial(_sum_losses, shift=False)
         losses = trainer.predict(rows).predictions[: len(rows)]
         if trainer.is_world_process_zero():
-            write_atomically(folder / f"{split}{ENDING}", pack(_token_outcomes(losses)))
-        return {**scores, "perplexity": _perplexity(load_metric("perplexity"), losses)["perplexity"]}
+            write_atomically(folder / f"{split}{ENDING}", pack(_make_token_outcomes(losses)))
+        return {**scores, "perplexity": _score_perplexity(load_metric("perplexity"), losses)["perplexity"]}
 
 
 WORKLOADS: dict[str, type[Workload]] = {

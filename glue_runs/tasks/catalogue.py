@@ -17,7 +17,7 @@ from .layouts import LabelFirst, Layout, Parallel, Place, Table, Text, malformed
 Kind: TypeAlias = Literal[
     "classification", "regression", "translation", "language modelling", "masked language modelling"
 ]
-SCORES = (0.0, 5.0)  # range of STS-B, the only regression task
+MAX_SCORE = 5.0  # from 0 on, of STS-B, the only regression task
 NO_LABEL = -1
 _TEXT = Value("string")
 
@@ -98,26 +98,13 @@ class Task:
         return label
 
     def has_classes(self, labels: Sequence[Any]) -> bool:
-        """Return whether a model's outputs are the task's; case does not count, and numbers are no names.
-
-        Args:
-            labels: the names of the model's outputs, in their order; LABEL_0, LABEL_1, … if they have none. That of a
-                regression does not count.
-        """
+        """Return whether these names of a model's outputs are the task's classes, whatever their case, or numbers."""
         names = [str(label).lower().removeprefix("label_") for label in labels]
         named, numbered = [label.lower() for label in self.labels], list(map(str, range(len(self.labels))))
         return len(names) == self.num_labels and (self.kind == "regression" or names in (named, numbered))
 
     def check_classes(self, labels: Sequence[Any], of: str) -> None:
-        """Refuse a model with other outputs, or with the task's classes in another order (`has_classes`).
-
-        Args:
-            labels: the names of the model's outputs, in their order.
-            of: the model, in words.
-
-        Raises:
-            DataError: naming both.
-        """
+        """Raise a DataError if a model, `of` in words, has other outputs, or the classes in another order."""
         if not self.has_classes(labels):
             raise DataError(
                 f"{of} has the classes {', '.join(map(str, labels))[:200]}; {self.name} has "
@@ -134,8 +121,8 @@ class Task:
                 score = float(written)
             except ValueError:
                 raise malformed(place, f"score {written!r} is not a number") from None
-            if not SCORES[0] <= score <= SCORES[1]:
-                raise malformed(place, f"score {written} is out of range; expected {SCORES[0]:g} to {SCORES[1]:g}")
+            if not 0 <= score <= MAX_SCORE:
+                raise malformed(place, f"score {written} is out of range; expected 0 to {MAX_SCORE:g}")
             return score
         if not layout.numbered:
             if written not in self.labels:

@@ -21,17 +21,7 @@ def malformed(place: Place, what: str) -> DataError:
 
 
 def read_lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[Place, str]]:
-    r"""Read the lines of a file, gzipped where its name ends in .gz.
-
-    Lines end at \n or \r\n only: at other characters that Unicode counts as line ends, parallel files would fall out
-    of step. A byte-order mark is left out.
-
-    Yields:
-        The place of each line, and the line without its end.
-
-    Raises:
-        DataError: it cannot be opened, is no whole gzip file, or a line is not in that encoding.
-    """
+    r"""Yield the place of each line of a file, plain or .gz, and the line without its end, \n or \r\n."""
     line = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
@@ -57,19 +47,14 @@ Placed: TypeAlias = tuple[Place, Row]
 class Layout:
     """Base class of layouts.
 
-    Args:
-        files: split → its parts, read one after another; a part is a path in the task's folder, plain or with .gz
-            added, or several separated by `|`, of which the first that exists is read.
-        optional: splits that may be missing.
-        unlabelled: splits that may lack labels; these become −1.
-        numbered: whether labels are numbers of classes, from 0; otherwise they are names.
-        encoding: of the text.
+    `files` maps a split to its parts, read one after another. A part is a path in the task's folder, plain or with
+    .gz added, or several paths separated by `|`, of which the first that exists is read.
     """
 
     files: Mapping[str, tuple[str, ...]]
-    optional: tuple[str, ...] = ()
-    unlabelled: tuple[str, ...] = ()
-    numbered: bool = False
+    optional: tuple[str, ...] = ()  # splits that may be missing
+    unlabelled: tuple[str, ...] = ()  # splits that may lack labels; these become −1
+    numbered: bool = False  # whether labels are numbers of classes, from 0; otherwise they are names
     encoding: str = "utf-8"
 
     def candidates(self, part: str, languages: tuple[str, str] | None) -> list[tuple[str, ...]]:
@@ -83,21 +68,13 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Table(Layout):
-    """Rows of columns, split at tabs; quotes are text, and blank lines are left out.
+    """Rows of columns, split at tabs; quotes are text, and blank lines are left out."""
 
-    Args:
-        text: column with the text.
-        label: column with the label.
-        pair: column with the second text.
-        columns: names of the columns where the first line does not name them; in unlabelled splits it always does.
-        broken: whether rows with another number of columns are left out instead of raising.
-    """
-
-    text: str
+    text: str  # column with the text
     label: str
-    pair: str | None = None
-    columns: tuple[str, ...] = ()
-    broken: bool = False
+    pair: str | None = None  # column with the second text
+    columns: tuple[str, ...] = ()  # where the first line does not name them; in unlabelled splits it always does
+    broken: bool = False  # whether rows with another number of columns are left out instead of raising
 
     def rows(self, paths: Sequence[Path], unlabelled: bool) -> Iterator[Placed]:
         """Read the rows of a file."""
@@ -165,13 +142,9 @@ class Parallel(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class Text(Layout):
-    """A text a line.
+    """A text a line."""
 
-    Args:
-        strip: whether white space at the ends of a line is removed.
-    """
-
-    strip: bool = False
+    strip: bool = False  # whether white space at the ends of a line is removed
 
     def rows(self, paths: Sequence[Path], unlabelled: bool) -> Iterator[Placed]:
         """Read the lines of a file."""

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TypeAlias
 
@@ -30,10 +31,7 @@ EXPORT = "refs/convert/parquet"  # where the hub keeps conversions to Parquet
 def find_files(
     task: Task, data_dir: Path, languages: Languages, splits: Sequence[str] | None
 ) -> tuple[Layout, Files]:
-    """Return the layout of a task's files, and the files, or raise a DataError that says which were expected.
-
-    If `splits` are given, all of them must exist; otherwise optional ones may be missing.
-    """
+    """Return the layout of a task's files, and the files: of all `splits`, or else at least of required ones."""
     layouts = task.layouts
     if not data_dir.is_dir():
         raise DataError(f"{task.name}: no folder {data_dir}; {expected_files(layouts, languages)}")
@@ -41,19 +39,15 @@ def find_files(
     if unknown := [split for split in splits or () if split not in names]:
         raise DataError(f"{task.name} has no split {unknown[0]!r}; expected {', '.join(names)}")
     folders = [data_dir / name for name in task.folders if (data_dir / name).is_dir()] + [data_dir]
-    most, message = 0, ""
-    for folder in folders:
-        for layout in layouts:
-            files, missing = _search(layout, folder, languages, splits)
-            if files and missing is None:
-                return layout, files
-            if len(files) > most:  # of incomplete layouts, describe the most complete one
-                most = len(files)
-                message = f"no {missing} in {folder}; {expected_files([layout], languages)}"
-    if not message:
-        of = f" of {', '.join(splits)}" if splits else ""
-        places = ", ".join(map(str, folders))
-        message = f"none of its files{of} in {places}; {expected_files(layouts, languages)}"
+    of = f" of {', '.join(splits)}" if splits else ""
+    searched = ", ".join(map(str, folders))
+    most, message = 0, f"none of its files{of} in {searched}; {expected_files(layouts, languages)}"
+    for folder, layout in product(folders, layouts):
+        files, missing = _search(layout, folder, languages, splits)
+        if files and missing is None:
+            return layout, files
+        if len(files) > most:  # of incomplete layouts, describe the most complete one
+            most, message = len(files), f"no {missing} in {folder}; {expected_files([layout], languages)}"
     raise DataError(f"{task.name}: {message}")
 
 
@@ -103,10 +97,7 @@ def expected_files(layouts: Sequence[Layout], languages: Languages) -> str:
 
 @contextmanager
 def progress_bars(shown: bool) -> Iterator[None]:
-    """Show or hide the progress bars of `datasets` and of downloads inside, and restore them afterwards.
-
-    The environment variables that force them on or off take precedence.
-    """
+    """Show or hide the progress bars of `datasets` and of downloads in a `with` block."""
     before = not datasets.are_progress_bars_disabled(), not are_progress_bars_disabled()
     _show_bars(shown, shown)
     try:
@@ -122,17 +113,8 @@ def _show_bars(mapping: bool, downloads: bool) -> None:
         (enable_progress_bars if downloads else disable_progress_bars)()
 
 
-def load_hub(
-    task: Task,
-    languages: Languages,
-    splits: Sequence[str] | None,
-    progress: bool = False,
-) -> DatasetDict:
-    """Load a data set from the hub, or from its cache.
-
-    Raises:
-        DataError: the task is not on the hub, the hub cannot be reached, or its data set has other columns or splits.
-    """
+def load_hub(task: Task, languages: Languages, splits: Sequence[str] | None, progress: bool) -> DatasetDict:
+    """Load a data set from the hub, or from its cache."""
     advice = f"pass --data-dir (data_dir=…) with a folder; {expected_files(task.layouts, languages)}"
     if task.hub is None:
         raise DataError(f"{task.name} is not on the hub; {advice}")
@@ -147,11 +129,11 @@ def load_hub(
             raise DataError(f"{task.hub.path} has no split {missing[0]!r}; it has {', '.join(stored)}")
         wanted = splits or dict.fromkeys(split for layout in task.layouts for split in layout.files)
         return DatasetDict(
-            {split: _canonical(task, task.hub, stored[split], languages) for split in wanted if split in stored}
+            {split: _select_columns(task, task.hub, stored[split], languages) for split in wanted if split in stored}
         )
 
 
-def _canonical(task: Task, hub: Hub, data: Dataset, languages: Languages) -> Dataset:
+def _select_columns(task: Task, hub: Hub, data: Dataset, languages: Languages) -> Dataset:
     """Convert a data set to the canonical columns and drop all others."""
     source, target = languages or ("", "")
     columns = {column.format(source=source, target=target): name for name, column in hub.columns.items()}
@@ -180,8 +162,6 @@ def load_task(
     for translation, text for language modelling. Splits are train, validation and test; MNLI has validation_matched
     and validation_mismatched. Labels of a test split without labels are −1, as on the hub.
 
-    Files are read into memory.
-
     Args:
         name: of a task in `TASKS`.
         data_dir: the folder of the task, or one that holds it under its usual name; the hub if not given.
@@ -207,7 +187,7 @@ def load_task(
 
     loaded = DatasetDict()
     for split, parts in paths.items():
-        rows = _rows(task, layout, parts, split)
+        rows = _read_rows(task, layout, parts, split)
         shown = tqdm(rows, desc=f"{name} {split}", unit=" rows", disable=not progress)
         loaded[split] = Dataset.from_list(list(shown), task.features, split=NamedSplit(split))
     return loaded
@@ -227,11 +207,8 @@ def _resolve(
             raise DataError(f"{name}: files of {empty[0]} name no path; pass one, or leave the split out")
         layouts = (replace(layouts[0], files=parts, optional=()),)
     if not train:
-        for_evaluation = []
-        for layout in layouts:
-            kept = {split: parts for split, parts in layout.files.items() if split != "train"}
-            for_evaluation.append(replace(layout, files=kept))
-        layouts = tuple(for_evaluation)
+        others = [{split: files for split, files in of.files.items() if split != "train"} for of in layouts]
+        layouts = tuple(replace(layout, files=files) for layout, files in zip(layouts, others, strict=True))
     task = replace(task, layouts=layouts)
     if task.kind != "translation":
         if source or target:
@@ -244,14 +221,13 @@ def _resolve(
     return task, (source, target)
 
 
-def _rows(task: Task, layout: Layout, parts: Sequence[tuple[Path, ...]], split: str) -> Iterator[Row]:
+def _read_rows(task: Task, layout: Layout, parts: Sequence[tuple[Path, ...]], split: str) -> Iterator[Row]:
     """Read a split, with labels as numbers; raises a DataError where a file is malformed."""
     for paths in parts:
-        empty = True
+        row = None
         for place, row in layout.rows(paths, split in layout.unlabelled):
-            empty = False
             if "label" in row:
                 row["label"] = task.label(row["label"], layout, place)
             yield row
-        if empty:
+        if row is None:
             raise malformed((paths[0], 1), "the file is empty; expected rows of data")

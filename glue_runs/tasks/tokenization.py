@@ -2,15 +2,13 @@
 
 Rows keep their length, and are padded when they are batched: by `DataCollatorWithPadding` for classification, by
 `DataCollatorForSeq2Seq`, which pads labels too, for translation and language modelling. For masked language modelling
-`DataCollatorForLanguageModeling` masks tokens anew in each batch.
+`DataCollatorForLanguageModeling` masks other tokens in each batch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow as pa
 from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -22,8 +20,8 @@ from .load import progress_bars
 
 PAD, UNKNOWN, START, END = SPECIAL = ("<pad>", "<unk>", "<s>", "</s>")
 MASK = "<mask>"
-KINDS = ("bpe", "unigram", "word")
-LARGEST_VOCABULARY = 10_000_000
+TOKENIZER_KINDS = ("bpe", "unigram", "word")
+MAX_VOCAB_SIZE = 10_000_000
 Data = TypeVar("Data", Dataset, DatasetDict)
 
 
@@ -56,22 +54,21 @@ def train_tokenizer(
     Raises:
         DataError: the kind is unknown, the vocabulary is too small, or there is no text.
     """
-    if kind not in KINDS:
-        raise DataError(f"unknown kind of tokenizer {kind!r}; expected one of {', '.join(KINDS)}")
+    if kind not in TOKENIZER_KINDS:
+        raise DataError(f"unknown kind of tokenizer {kind!r}; expected one of {', '.join(TOKENIZER_KINDS)}")
     if vocab_size is None and kind != "word":
         raise DataError(f"a tokenizer of kind {kind!r} needs a vocab_size")
     special = [*SPECIAL, MASK] if mask else [*SPECIAL]
-    if vocab_size is not None and not len(special) < vocab_size <= LARGEST_VOCABULARY:
+    if vocab_size is not None and not len(special) < vocab_size <= MAX_VOCAB_SIZE:
         raise DataError(
             f"vocab_size is {vocab_size}; expected more than the {len(special)} special tokens, up to "
-            f"{LARGEST_VOCABULARY:,}"
+            f"{MAX_VOCAB_SIZE:,}"
         )
-    tokenizer, trainer = _untrained(kind, vocab_size, special, progress)
-    steps = [normalizers.NFC(), *([normalizers.Lowercase()] if lowercase else [])]
-    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer, trainer = _make_untrained(kind, vocab_size, special, progress)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), *([normalizers.Lowercase()] * lowercase)])
     tokenizer.train_from_iterator(texts, trainer)
     if kind == "word":
-        tokenizer = _renumbered(tokenizer, special)
+        tokenizer = _renumber(tokenizer, special)
     if tokenizer.get_vocab_size() <= len(special):
         raise DataError("no text to train a tokenizer on")
     first = f"{START} " if start else ""
@@ -92,7 +89,7 @@ def train_tokenizer(
     )
 
 
-def _untrained(kind: str, vocab_size: int | None, special: list[str], progress: bool) -> tuple[Tokenizer, Any]:
+def _make_untrained(kind: str, vocab_size: int | None, special: list[str], progress: bool) -> tuple[Tokenizer, Any]:
     """Return a tokenizer without a vocabulary, and its trainer."""
     options: dict[str, Any] = {
         "vocab_size": 2**31 - 1 if vocab_size is None else vocab_size,
@@ -117,7 +114,7 @@ def _untrained(kind: str, vocab_size: int | None, special: list[str], progress: 
     return tokenizer, trainer
 
 
-def _renumbered(words: Tokenizer, special: list[str]) -> Tokenizer:
+def _renumber(words: Tokenizer, special: list[str]) -> Tokenizer:
     """Remove the second number that training gives to words written like special tokens, such as PTB's `<unk>`."""
     vocabulary = words.get_vocab(with_added_tokens=False)
     ordinary = [word for word in sorted(vocabulary, key=vocabulary.__getitem__) if word not in special]
@@ -129,11 +126,7 @@ def _renumbered(words: Tokenizer, special: list[str]) -> Tokenizer:
 
 
 def encode_classification(
-    data: Data,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_length: int = 128,
-    progress: bool = False,
+    data: Data, tokenizer: PreTrainedTokenizerBase, *, max_length: int = 128, progress: bool = False
 ) -> Data:
     """Encode texts, or pairs of texts, with their labels.
 
@@ -142,13 +135,18 @@ def encode_classification(
         max_length: tokens of a row; longer texts are truncated, of a pair the longer one first.
 
     Returns:
-        Columns input_ids, attention_mask, others of the tokenizer, and labels if there are any.
+        Columns input_ids, attention_mask, what else the tokenizer returns, and labels if there are any.
 
     Raises:
         DataError: columns are missing, or the length is impossible.
     """
     _check_length(max_length, tokenizer, 1 + tokenizer.num_special_tokens_to_add(pair=True))
-    encode = partial(_classification, tokenizer=tokenizer, max_length=max_length)
+
+    def encode(batch: dict[str, Any]) -> dict[str, Any]:
+        texts = [batch[name] for name in ("text", "text_pair") if name in batch]
+        labels = {"labels": batch["label"]} if "label" in batch else {}
+        return {**tokenizer(*texts, truncation=True, max_length=max_length), **labels}
+
     return _encode(data, encode, ("text", "label"), progress=progress)
 
 
@@ -174,19 +172,19 @@ def encode_translation(
     Raises:
         DataError: columns are missing, or a length is impossible.
     """
-    lengths = (max_source_length, max_target_length)
-    for length in lengths:
+    for length in (max_source_length, max_target_length):
         _check_length(length, tokenizer, 1 + tokenizer.num_special_tokens_to_add())
-    encode = partial(_translation, tokenizer=tokenizer, lengths=lengths)
+
+    def encode(batch: dict[str, Any]) -> dict[str, Any]:
+        cut = {"truncation": True, "max_length": max_source_length, "return_token_type_ids": False}
+        targets = tokenizer(text_target=batch["target"], truncation=True, max_length=max_target_length)
+        return {**tokenizer(batch["source"], **cut), "labels": targets["input_ids"]}
+
     return _encode(data, encode, ("source", "target"), progress=progress)
 
 
 def encode_language_model(
-    data: Data,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    length: int = 128,
-    progress: bool = False,
+    data: Data, tokenizer: PreTrainedTokenizerBase, *, length: int = 128, progress: bool = False
 ) -> Data:
     """Encode texts for a model that predicts each next token.
 
@@ -212,13 +210,17 @@ def encode_language_model(
         raise DataError("the tokenizer has no end token (eos), which language modelling needs after each text")
     start = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
-    def blocks(rows: Dataset) -> Dataset:
-        stream = np.concatenate([np.array([start]), _stream(rows)])
-        cut = list(_cut(stream, length, length - 1))
-        return _block_data(rows, input_ids=cut, labels=cut)
+    def encode(batch: dict[str, Any]) -> dict[str, Any]:
+        encoded: Any = tokenizer(batch["text"], add_special_tokens=False, verbose=False)
+        for text in encoded["input_ids"]:
+            text.append(end)
+        return {"input_ids": encoded["input_ids"]}
 
-    encode = partial(_text_tokens, tokenizer=tokenizer, end=end)
-    return _encode(data, encode, ("text",), blocks, progress=progress)
+    def group(rows: Dataset) -> Dataset:
+        blocks = _cut_blocks(np.append([start], _concatenate(rows)), length, length - 1)
+        return Dataset.from_dict({"input_ids": blocks, "labels": blocks}, split=rows.split)
+
+    return _encode(data, encode, ("text",), group, progress=progress)
 
 
 def encode_masked_language_model(
@@ -252,33 +254,32 @@ def encode_masked_language_model(
     if tokenizer.mask_token_id is None:
         raise DataError("the tokenizer has no mask token, which masked language modelling needs")
 
-    def blocks(rows: Dataset) -> Dataset:
-        cut = list(_cut(_stream(rows), length, length))
-        if seed is None:
-            return _block_data(rows, input_ids=cut)
-        mask = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15, seed=seed)
-        masked = [mask([{"input_ids": block}]) for block in cut]
-        columns = {name: [row[name][0].numpy() for row in masked] for name in ("input_ids", "labels")}
-        return _block_data(rows, **columns)
+    def encode(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"input_ids": tokenizer(batch["text"], verbose=False)["input_ids"]}
 
-    encode = partial(_with_special_tokens, tokenizer=tokenizer)
-    return _encode(data, encode, ("text",), blocks, progress=progress)
+    def group(rows: Dataset) -> Dataset:
+        columns: dict[str, Any] = {"input_ids": _cut_blocks(_concatenate(rows), length, length)}
+        if seed is not None:
+            mask = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15, seed=seed)
+            masked = [mask([{"input_ids": block}]) for block in columns["input_ids"]]
+            columns = {name: [row[name][0].numpy() for row in masked] for name in ("input_ids", "labels")}
+        return Dataset.from_dict(columns, split=rows.split)
+
+    return _encode(data, encode, ("text",), group, progress=progress)
 
 
 def _encode(
     data: Data,
-    encode: Callable[..., dict[str, Any]],
+    encode: Callable[[dict[str, Any]], dict[str, Any]],
     columns: Sequence[str],
-    finish: Callable[[Dataset], Dataset] | None = None,
+    group: Callable[[Dataset], Dataset] | None = None,
     *,
     progress: bool,
 ) -> Data:
-    """Replace the columns of a data set, or of each split, by those of `encode`, batch by batch; then finish it."""
+    """Replace the columns of a data set, or of each split, by those of `encode`, batch by batch; then group rows."""
     if isinstance(data, DatasetDict):
-        splits = {}
-        for split, part in data.items():
-            splits[split] = _encode(part, encode, columns, finish, progress=progress)
-        return DatasetDict(splits)
+        parts = {split: _encode(part, encode, columns, group, progress=progress) for split, part in data.items()}
+        return DatasetDict(parts)
     for name in columns:
         if name not in data.column_names:
             raise DataError(
@@ -291,12 +292,8 @@ def _encode(
     with progress_bars(progress):
         # The state of the tokenizer names the cache of data sets on disk, and its first use changes it.
         encode(data[:1])
-        rows = data.map(
-            encode,
-            batched=True,
-            remove_columns=data.column_names,
-        )
-    return rows if finish is None else finish(rows)
+        rows = data.map(encode, batched=True, remove_columns=data.column_names)
+    return rows if group is None else group(rows)
 
 
 def _check_length(length: int, tokenizer: PreTrainedTokenizerBase, least: int) -> None:
@@ -307,49 +304,15 @@ def _check_length(length: int, tokenizer: PreTrainedTokenizerBase, least: int) -
         raise DataError(f"max_length is {length} tokens; expected {limit}")
 
 
-def _classification(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int) -> dict[str, Any]:
-    texts = [batch[name] for name in ("text", "text_pair") if name in batch]
-    labels = {"labels": batch["label"]} if "label" in batch else {}
-    return {**tokenizer(*texts, truncation=True, max_length=max_length), **labels}
-
-
-def _translation(
-    batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, lengths: tuple[int, int]
-) -> dict[str, Any]:
-    inputs = tokenizer(batch["source"], truncation=True, max_length=lengths[0], return_token_type_ids=False)
-    targets = tokenizer(text_target=batch["target"], truncation=True, max_length=lengths[1])
-    return {**inputs, "labels": targets["input_ids"]}
-
-
-def _text_tokens(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase, end: int) -> dict[str, Any]:
-    texts = tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]
-    return {"input_ids": [[*ids, end] for ids in texts]}
-
-
-def _with_special_tokens(batch: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    return {"input_ids": tokenizer(batch["text"], verbose=False)["input_ids"]}
-
-
-def _stream(rows: Dataset) -> np.ndarray:
-    """Concatenate the tokens of all rows."""
-    chunks = rows.data.column("input_ids").chunks
-    stream = np.concatenate([chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks])
-    if not len(stream):
+def _concatenate(rows: Dataset) -> np.ndarray:
+    """Return the tokens of all rows, one after another."""
+    texts = rows.with_format("numpy")["input_ids"][:]
+    tokens = np.concatenate(texts, dtype=np.int32, casting="unsafe")  # an empty text is of floats
+    if not len(tokens):
         raise DataError(f"the tokenizer returns no token for the {len(rows)} rows; expected text in some of them")
-    return stream
+    return tokens
 
 
-def _cut(stream: np.ndarray, length: int, step: int) -> Iterator[np.ndarray]:
-    """Cut blocks that start `step` tokens apart."""
-    for first in range(0, max(len(stream) - length + step, 1), step):
-        yield stream[first : first + length]
-
-
-def _block_data(rows: Dataset, **columns: list[np.ndarray]) -> Dataset:
-    """Return blocks as a data set of the rows' split."""
-    lists = {}
-    for name, blocks in columns.items():
-        offsets = np.cumsum([0, *map(len, blocks)])
-        values = pa.array(np.concatenate(blocks), pa.int32())
-        lists[name] = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values)
-    return Dataset(pa.table(lists), split=rows.split)
+def _cut_blocks(tokens: np.ndarray, length: int, step: int) -> list[np.ndarray]:
+    """Return blocks that start `step` tokens apart."""
+    return [tokens[first : first + length] for first in range(0, max(len(tokens) - length + step, 1), step)]

@@ -12,7 +12,6 @@ from collab_compress import HeadMask, head_importance, prune_heads_
 from collab_compress.analysis import Dominance, dominant_heads, pruning_curve, random_importance, split_sequences
 from collab_compress.architectures import find_attention
 from collab_compress.attention.run import head_hooks
-from collab_compress.errors import HeadError
 
 NAME = "encoder.layer.0.attention.self"
 
@@ -102,8 +101,9 @@ def test_only_the_given_heads_are_silenced(either):
     assert dominance.mean_change(heads) == pytest.approx(every.mean_change(heads))
     last = dict([heads.popitem()])
     assert dominant_heads(model, score, heads=last).dominant == last
-    with pytest.raises(HeadError, match="nowhere"):
-        dominant_heads(model, score, heads={"nowhere": 0})
+    with pytest.raises(ZeroDivisionError):
+        dominant_heads(model, lambda _: 1 / 0)
+    assert not any(head_hooks(site.module) for site in find_attention(model))
 
 
 def test_other_heads_have_their_own_mean_change():
@@ -184,22 +184,6 @@ def test_progress_is_reported(bert, batch):
     steps.clear()
     dominant_heads(bert, batches=[batch], progress=lambda *step: steps.append(step))
     assert steps == [(1, 1)]
-
-
-def test_what_cannot_be_scored_is_refused(bert, batch):
-    with pytest.raises(HeadError, match="pass either score="):
-        dominant_heads(bert)
-    with pytest.raises(HeadError, match="pass either score="):
-        dominant_heads(bert, lambda model: 1.0, batches=[batch])
-    with pytest.raises(HeadError, match="the score is nan"):
-        dominant_heads(bert, lambda model: float("nan"))
-    with pytest.raises(HeadError, match="no output error can be measured"):
-        dominant_heads(bert, batches=[])
-    with pytest.raises(HeadError, match=r"share of heads is 1\.5"):
-        pruning_curve(bert, {NAME: torch.ones(3)}, batches=[batch], shares=[1.5])
-    with pytest.raises(HeadError, match="no attention module 'nowhere'"):
-        pruning_curve(bert, {"nowhere": torch.ones(3)}, batches=[batch])
-    assert not any(head_hooks(site.module) for site in find_attention(bert))
 
 
 def test_random_heads_are_scored_too(make_tiny, batch):

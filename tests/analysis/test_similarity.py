@@ -15,7 +15,6 @@ from collab_compress.analysis import (
     svcca,
 )
 from collab_compress.analysis.similarity import Discrepancy
-from collab_compress.errors import HeadError
 from collab_compress.heads import Recorder
 from collab_compress.losses import bhattacharyya as loss
 
@@ -110,15 +109,16 @@ def test_a_head_with_itself_is_1_and_few_tokens_are_1_too(draw):
     assert (few.directions == 3).all()
 
 
+@pytest.mark.parametrize("measure", [cka, lambda joint: svcca(joint).similarity])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_svcca_of_a_head_that_never_varies_is_0(draw, dtype):
+def test_a_head_that_never_varies_has_similarity_0(draw, dtype, measure):
     x = draw(dtype=dtype)
     x[:, 1] = 0.1
-    result = svcca(JointCovariance.of(list(x.unbind(1))))
-    assert not result.similarity[1].any()
-    assert not result.similarity[:, 1].any()
-    assert float(result.similarity[0, 2]) > 0.1
-    assert result.coefficients.isfinite().all()
+    similarity = measure(JointCovariance.of(list(x.unbind(1))))
+    assert not similarity[1].any()
+    assert not similarity[:, 1].any()
+    assert float(similarity[0, 2]) > 0.01
+    assert similarity.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -131,36 +131,12 @@ def test_directions_that_are_rounding_only_are_never_kept(draw, dtype):
     np.testing.assert_allclose(result.coefficients[0, 1, :3], expected, atol=1e-5)
 
 
-def test_a_single_head_has_no_pairs(draw):
-    result = svcca(JointCovariance.of([draw()[:, 0]]))
-    torch.testing.assert_close(result.similarity, torch.ones(1, 1, dtype=torch.float64))
-    with pytest.raises(HeadError, match="a single head has no pairs"):
-        _ = result.mean
-    with pytest.raises(HeadError, match="a single head has no pairs"):
-        _ = result.curve
-
-
-@pytest.mark.parametrize("variance", [0, -1, 1.01, float("nan")])
-def test_the_variance_must_be_in_range(draw, variance):
-    with pytest.raises(HeadError, match="share of variance to keep"):
-        svcca(JointCovariance.of(list(draw().unbind(1))), variance=variance)
-
-
 @pytest.mark.parametrize("measure", [cka, lambda *x: svcca(*x).similarity])
 def test_two_matrices_can_be_compared_as_they_are(draw, measure):
     one, other = draw(heads=2).unbind(1)
     expected = measure(JointCovariance.of([one, other]))[0, 1]
     assert measure(one, other).shape == (1, 1)
     torch.testing.assert_close(measure(one, other)[0, 0], expected)
-    for arguments, message in (
-        ((one,), "cannot compare Tensor and NoneType; expected one JointCovariance, or two tensors"),
-        ((one, [1]), "cannot compare Tensor and list"),
-        ((JointCovariance.of([one, other]), one), "cannot compare JointCovariance and Tensor"),
-        ((one, other[1:]), r"do not fit together: got .*expected \(N, d\)"),
-        ((one, other[:, :0]), r"do not fit together: got .*expected \(N, d\)"),
-    ):
-        with pytest.raises(HeadError, match=message):
-            measure(*arguments)
 
 
 def linear(x):
@@ -216,20 +192,6 @@ def test_cka_of_independent_noise():
     x = torch.randn(2000, 12, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     similarity = mean_over_pairs(cka(JointCovariance.of(list(x.unbind(1)))))
     assert similarity == pytest.approx(20 / 2000, rel=0.1)  # √(d·d)/N
-
-
-def test_cka_of_a_head_that_never_varies_is_0(draw):
-    x = draw(dtype=torch.float32)
-    x[:, 1] = 0.1
-    similarity = cka(JointCovariance.of(list(x.unbind(1))))
-    assert not similarity[1].any()
-    assert not similarity[:, 1].any()
-    assert float(similarity[0, 2]) > 0
-
-
-def test_a_mean_over_pairs_is_of_a_square_matrix():
-    with pytest.raises(HeadError, match="expected a matrix"):
-        mean_over_pairs(torch.ones(2, 3))
 
 
 NAME = "encoder.layer.0.attention.self"
@@ -338,15 +300,4 @@ def test_one_head_and_one_token(make_tiny):
     assert pairs.l2.tolist() == [[0]]
     assert float(pairs.cosine) == pytest.approx(2)
     assert float(bhattacharyya(model, [batch])[NAME]) == pytest.approx(1)
-    with pytest.raises(HeadError, match="a single head has no pairs"):
-        mean_over_pairs(pairs.l2)
-
-
-def test_what_cannot_be_measured_is_refused(bert, batch):
-    with pytest.raises(HeadError, match="unknown measure 'l3'"):
-        discrepancy(bert, [batch])[NAME].norm("l3")
-    with pytest.raises(HeadError, match="saw only padding"):
-        bhattacharyya(bert, [{"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[0, 0]])}])
-    bert.get_submodule(NAME).value.weight.data[0, 0] = torch.nan
-    with pytest.raises(HeadError, match=f"{NAME}: what its heads compute is not finite"):
-        discrepancy(bert, [batch])
+    torch.testing.assert_close(svcca(JointCovariance.of([torch.randn(9, 2)])).similarity, torch.ones(1, 1).double())

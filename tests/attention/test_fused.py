@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.architectures.families import AttentionFamily
+from collab_compress.architectures.families import AttentionFamily, Layout, Paths
 from collab_compress.architectures.sites import fused_slice
 from collab_compress.attention.projections import (
-    Layout,
+    FusedLayout,
     PaddedProjection,
     QKVProjection,
     fused_layer,
@@ -29,9 +29,8 @@ class Attention(nn.Module):
 
 
 def family(interleaved):
-    return AttentionFamily(
-        "Some", ("some",), ("Attention",), *PARTS, "", "heads", "width", fused="qkv", interleaved=interleaved
-    )
+    paths = Paths(*PARTS, "", "heads", "width", fused="qkv")
+    return AttentionFamily("Some", ("some",), ("Attention",), paths, layout=Layout(interleaved=interleaved))
 
 
 def expected(x, channels, interleaved):
@@ -49,7 +48,7 @@ def expected(x, channels, interleaved):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", ["Conv1D", "Linear"])
 def test_split_layers_equal_the_fused_one_and_fuse_back(kind, bias, interleaved):
-    module, layout, x = Attention(kind, bias), Layout(HEADS, WIDTH, interleaved), torch.randn(5, IN)
+    module, layout, x = Attention(kind, bias), FusedLayout(HEADS, WIDTH, interleaved), torch.randn(5, IN)
     fused = module.qkv
     weights = {name: tensor.clone() for name, tensor in fused.state_dict().items()}
     parts = expected(x, fused(x), interleaved)
@@ -77,7 +76,7 @@ def test_split_layers_equal_the_fused_one_and_fuse_back(kind, bias, interleaved)
 
 def test_keys_and_values_may_be_narrower_than_queries():
     layer = nn.Linear(IN, HEADS * WIDTH + 2 * WIDTH)
-    parts = Layout(HEADS, WIDTH).split(layer.weight, 0)
+    parts = FusedLayout(HEADS, WIDTH).split(layer.weight, 0)
     assert [len(part) for part in parts] == [HEADS * WIDTH, WIDTH, WIDTH]
     assert torch.equal(torch.cat(parts), layer.weight)
 

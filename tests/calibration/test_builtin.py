@@ -14,16 +14,13 @@ from transformers import (
     MarianConfig,
     MarianModel,
     PreTrainedTokenizerFast,
-    ViTConfig,
-    ViTModel,
 )
 
+from collab_compress import CalibrationOptions
 from collab_compress.calibration import calibration_batches
-from collab_compress.calibration.batches import noted_batches, resolved
 from collab_compress.calibration.builtin import builtin_texts
+from collab_compress.calibration.source import resolve
 from collab_compress.errors import CalibrationError
-
-SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def characters():
@@ -40,6 +37,15 @@ def unpadded(batches):
         for batch in batches
         for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
     )
+
+
+def parts(calibration, model, tokenizer, sequences=None, seed=0):
+    """Return the words and the batches of each source, of which nothing is left out."""
+    notes = []
+    sources = resolve(calibration, model, tokenizer, CalibrationOptions(sequences=sequences), seed)
+    made = [(source.words, source.batches(notes)) for source in sources]
+    assert notes == []
+    return made
 
 
 def marian():
@@ -68,16 +74,17 @@ def classifier(minilm_tokenizer):
 
 
 def test_random_tokens_stand_beside_the_texts(classifier, minilm_tokenizer):
-    batches, notes, given = noted_batches("auto", classifier, minilm_tokenizer, sequences=None, length=None, seed=3)
+    batches = calibration_batches("auto", classifier, minilm_tokenizer, seed=3)
+    (words, texts), (random_words, random) = parts("auto", classifier, minilm_tokenizer, seed=3)
+    assert (words, random_words) == ("the texts that come with collab_compress", "random tokens")
     alone = calibration_batches("synthetic", classifier, minilm_tokenizer, seed=3)
     encoded = minilm_tokenizer(builtin_texts(pairs=True, short=False))
-    assert unpadded(given) == sorted(map(tuple, encoded["input_ids"]))
-    assert unpadded(batches) == sorted([*unpadded(given), *unpadded(alone)])
-    assert sum(int(batch["token_type_ids"].sum()) for batch in given) == sum(map(sum, encoded["token_type_ids"]))
-    assert notes == []
+    assert unpadded(texts) == sorted(map(tuple, encoded["input_ids"]))
+    assert unpadded(random) == unpadded(alone)
+    assert unpadded(batches) == sorted([*unpadded(texts), *unpadded(alone)])
+    assert sum(int(batch["token_type_ids"].sum()) for batch in texts) == sum(map(sum, encoded["token_type_ids"]))
     named = calibration_batches("builtin", classifier, minilm_tokenizer, seed=3)
     assert all(torch.equal(one["input_ids"], two["input_ids"]) for one, two in zip(batches, named, strict=True))
-    assert resolved("auto", classifier, minilm_tokenizer) == "builtin"
 
 
 def test_a_model_without_a_head_reads_single_texts_alone(minilm, minilm_tokenizer):
@@ -90,18 +97,15 @@ def test_a_model_without_a_head_reads_single_texts_alone(minilm, minilm_tokenize
 
 def test_a_decoder_reads_the_texts_of_a_pair_one_by_one(minilm_tokenizer):
     config = GPT2Config(vocab_size=len(minilm_tokenizer), n_embd=8, n_head=2, n_layer=1)
-    *_, given = noted_batches("auto", GPT2LMHeadModel(config), minilm_tokenizer, sequences=None, length=None, seed=0)
+    (_, texts), _ = parts("auto", GPT2LMHeadModel(config), minilm_tokenizer)
     encoded = minilm_tokenizer(builtin_texts(pairs=False, short=False))
-    assert unpadded(given) == sorted(map(tuple, encoded["input_ids"]))
+    assert unpadded(texts) == sorted(map(tuple, encoded["input_ids"]))
 
 
 @pytest.mark.parametrize(("sequences", "texts"), [(100, 74), (2000, 1120)])
 def test_fewer_sequences_are_the_same_mixture(sequences, texts, classifier, minilm_tokenizer):
-    options = {"sequences": sequences, "length": None, "seed": 0}
-    batches, notes, given = noted_batches("builtin", classifier, minilm_tokenizer, **options)
-    assert len(unpadded(given)) == texts
-    assert len(unpadded(batches)) == sequences
-    assert notes == []
+    (_, given), (_, random) = parts("builtin", classifier, minilm_tokenizer, sequences)
+    assert (len(unpadded(given)), len(unpadded(random))) == (texts, sequences - texts)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +124,8 @@ def test_a_tokenizer_that_does_not_know_english_gets_random_tokens(make, reason,
     assert unpadded(batches) == unpadded(calibration_batches("synthetic", model, tokenizer))
     with pytest.raises(CalibrationError, match=f"the built-in texts are English, and {reason}; pass texts"):
         calibration_batches("builtin", model, tokenizer)
-    assert resolved("auto", model, tokenizer) == "synthetic"
+    (source,) = resolve("auto", model, tokenizer, CalibrationOptions())
+    assert source.is_random
 
 
 def test_an_encoder_decoder_gets_random_tokens(minilm_tokenizer):
@@ -129,13 +134,3 @@ def test_an_encoder_decoder_gets_random_tokens(minilm_tokenizer):
     assert unpadded(batches) == unpadded(calibration_batches("synthetic", model, minilm_tokenizer))
     with pytest.raises(CalibrationError, match="MarianModel reads a source and a target; pass texts, or 'synthetic'"):
         calibration_batches("builtin", model, minilm_tokenizer)
-
-
-def test_images_get_noise():
-    model = ViTModel(ViTConfig(image_size=4, patch_size=2, **SIZES))
-    batches, noise = (calibration_batches(name, model, sequences=3) for name in ("auto", "synthetic"))
-    assert torch.equal(batches[0]["pixel_values"], noise[0]["pixel_values"])
-    assert resolved("auto", model, None) == "synthetic"
-    for calibration in ("builtin", "photos"):
-        with pytest.raises(CalibrationError, match="ViTModel reads pixel_values, not texts; pass batches"):
-            calibration_batches(calibration, model)

@@ -9,8 +9,8 @@ import pytest
 from datasets import Dataset
 
 from collab_compress.calibration import calibration_batches
-from collab_compress.calibration.batches import text_files
 from collab_compress.calibration.files import read_table, read_texts, split_columns, texts_of
+from collab_compress.calibration.source import text_files
 from collab_compress.errors import CalibrationError
 
 ROWS = [
@@ -152,20 +152,6 @@ def test_rows_without_a_text_are_left_out_wherever_they_come_from(tmp_path):
     assert note.startswith("4 of 7 texts are blank")
     with pytest.raises(CalibrationError, match="calibration has no texts; all 2 are blank"):
         texts_of(["", " "], "calibration")
-
-
-def test_more_texts_than_memory_takes_are_not_read(tmp_path, monkeypatch):
-    def rows():
-        while True:
-            yield "a dog runs"
-
-    monkeypatch.setattr("collab_compress.calibration.files.MOST_CHARACTERS", 100)
-    texts, notes = texts_of(rows(), "calibration")
-    assert texts == ["a dog runs"] * 11
-    assert notes == ["only the first 11 texts of calibration are read: 110 characters"]
-    (tmp_path / "line.txt").write_text("a dog " * 100)
-    with pytest.raises(CalibrationError, match=r"line\.txt, line 1: more than 100 bytes; divide it"):
-        read_texts(tmp_path / "line.txt")
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "pipe.csv:text"])

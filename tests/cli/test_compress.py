@@ -175,7 +175,7 @@ def test_several_sources_of_calibration_data(run, model_dir, tmp_path):
     code, printed, error = run(model_dir, *options, "--output", tmp_path / "out")
     assert code == 0, error
     assert "Calibrated on 28 sequences" in printed
-    assert f"held-back sequences ({tmp_path / 'docs.txt'} and synthetic)" in printed
+    assert "held-back sequences (texts (docs.txt) and random tokens)" in printed
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert "calibrated on texts (docs.txt) and random tokens" in card
     stored = json.loads((tmp_path / "out" / "collab_compress.json").read_text(encoding="utf-8"))

@@ -646,48 +646,68 @@ class WithAdapter(nn.Linear):
         return super().forward(x) + 1
 
 
-def spoil_key_(model):
-    torch.nn.init.constant_(model.encoder.layer[1].attention.self.key.weight, float("inf"))
+def first(model):
+    return model.encoder.layer[0].attention.self
 
 
-SPOILED = {
+REFUSED = {
     "quantized": (
         lambda model: setattr(model.config, "quantization_config", {"quant_method": "bitsandbytes"}),
-        "is quantized; convert the unquantized checkpoint",
-    ),
-    "not finite": (spoil_key_, r"layer\.1\.attention\.self\.key\.weight holds NaN or infinite"),
-    "of eight bits": (
-        lambda model: model.encoder.layer[0].attention.self.query.to(torch.float8_e4m3fn),
-        "self.query: weights are .* of torch.float8_e4m3fn; convert before",
-    ),
-    "other class": (
-        lambda model: setattr(model.encoder.layer[0].attention.self, "query", WithAdapter(24, 24)),
-        "got WithAdapter, expected a plain Linear",
+        "BertModel is quantized; convert the unquantized checkpoint",
     ),
     "flex attention": (
         lambda model: setattr(model.config, "_attn_implementation", "flex_attention"),
-        "the model is set to 'flex_attention'",
+        r"the model is set to 'flex_attention'; call model\.set_attn_implementation\('sdpa'\) first",
     ),
     "config": (
         lambda model: setattr(model.config, "lock", threading.Lock()),
         r"BertModel cannot be copied, .* \(cannot pickle",
     ),
+    "not finite": (
+        lambda model: torch.nn.init.constant_(first(model).key.weight, float("inf")),
+        r"layer\.0\.attention\.self\.key\.weight holds NaN or infinite",
+    ),
+    "of eight bits": (
+        lambda model: first(model).query.to(torch.float8_e4m3fn),
+        "self.query: weights are .* of torch.float8_e4m3fn; convert before",
+    ),
+    "other class": (
+        lambda model: setattr(first(model), "query", WithAdapter(24, 24)),
+        "got WithAdapter, expected a plain Linear",
+    ),
     "buffer": (
-        lambda model: model.encoder.layer[1].attention.self.value.register_buffer("extra", torch.ones(2)),
-        r"layer\.1\.attention\.self\.value \(Linear\) has extra, a parameter, buffer or module of its own",
+        lambda model: first(model).value.register_buffer("extra", torch.ones(2)),
+        r"layer\.0\.attention\.self\.value \(Linear\) has extra, a parameter, buffer or module of its own",
+    ),
+    "hook": (
+        lambda model: first(model).query.register_forward_hook(lambda *_: None),
+        r"layer\.0\.attention\.self\.query \(Linear\) has a forward hook",
+    ),
+    "converted": (
+        lambda model: compress(model, Compression(dk=8), calibration=None),
+        r"layer\.0\.attention\.self: its queries and keys are already converted",
     ),
 }
 
 
-@pytest.mark.parametrize("case", SPOILED)
-def test_models_that_cannot_be_converted_are_refused(case, make_tiny):
-    spoil_, message = SPOILED[case]
+def unread():
+    pytest.fail("data were read")
+    yield
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_is_checked_before_data_are_read_whatever_is_chosen(case, make_tiny):
+    spoil_, message = REFUSED[case]
     model = make_tiny("bert")
     spoil_(model)
     weights = {name: id(parameter) for name, parameter in model.named_parameters()}
-    with pytest.raises(CollabCompressError, match=message):
-        compress(model, Compression(dk=8, dv=12), calibration=None)
+    for options in ({"dk": 8, "dv": 12, "dff": 16}, {"keep": 0.5}):
+        with pytest.raises(CollabCompressError, match=message):
+            compress(model, Compression(**options), unread())
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == weights
+    if case in ("quantized", "flex attention", "config"):
+        with pytest.raises(CollabCompressError, match=message):
+            plan(model, unread())
 
 
 class TwoBodies(BertPreTrainedModel):
@@ -870,7 +890,9 @@ def test_models_made_for_inference_are_refused(make_tiny):
     with torch.inference_mode():
         model = make_tiny("bert")
     for function in (
-        lambda: compress(model, Compression(dk=8), calibration=None),
+        lambda: compress(model, Compression(dk=8), unread()),
+        lambda: compress(model, Compression(keep=0.5), unread()),
+        lambda: plan(model, unread()),
         lambda: mix_heads_(model),
         lambda: prune_heads_(model, {"encoder.layer.0.attention.self": [0]}),
         lambda: expand(model),
@@ -909,69 +931,3 @@ def test_weights_that_layers_shared_are_said_to_be_separate(make_tiny, calibrati
     again.encoder.layer[1] = again.encoder.layer[0]
     with pytest.raises(UnsupportedModelError, match=r"else \(its encoder\.layer\.1\..* is missing, or shared"):
         compress(again, Compression(dff=8), calibration)
-
-
-class NeverCopied:
-    def __deepcopy__(self, _):
-        raise RuntimeError("no copy")
-
-
-def made_in_inference_mode(make):
-    with torch.inference_mode():
-        return make("bert")
-
-
-def with_uncopyable_config(make):
-    model = make("bert")
-    model.config.extra = NeverCopied()
-    return model
-
-
-def with_flex_attention(make):
-    model = make("bert")
-    model.config._attn_implementation = "flex_attention"
-    return model
-
-
-def already_converted(make):
-    model = make("bert")
-    compress(model, Compression(dk=8), calibration=None)
-    return model
-
-
-def with_hook(make):
-    model = make("bert")
-    model.encoder.layer[1].attention.self.query.register_forward_hook(lambda *_: None)
-    return model
-
-
-def quantized(make):
-    model = make("bert")
-    model.config.quantization_config = {"quant_method": "bitsandbytes"}
-    return model
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message", "by_plan"),
-    [
-        (made_in_inference_mode, r"was made inside torch\.inference_mode", True),
-        (with_uncopyable_config, r"BertModel cannot be copied, .*\(no copy\)", True),
-        (with_flex_attention, r"call model\.set_attn_implementation\('sdpa'\) first", True),
-        (already_converted, r"layer\.0\.attention\.self: its queries and keys are already converted", False),
-        (with_hook, r"layer\.1\.attention\.self\.query \(Linear\) has a forward hook", False),
-        (quantized, "BertModel is quantized; convert the unquantized checkpoint", True),
-    ],
-)
-def test_a_model_is_checked_before_data_are_read_whatever_is_chosen(spoil, message, by_plan, make_tiny):
-    model = spoil(make_tiny)
-
-    def unread():
-        pytest.fail("data were read")
-        yield
-
-    for options in ({"dk": 8, "dff": 16}, {"keep": 0.5}):
-        with pytest.raises((CompressionError, UnsupportedModelError), match=message):
-            compress(model, Compression(**options), unread())
-    if by_plan:
-        with pytest.raises((CompressionError, UnsupportedModelError), match=message):
-            plan(model, unread())

@@ -19,7 +19,7 @@ from collab_compress.conversion.depth import Depth
 from collab_compress.conversion.refit import refit_
 from collab_compress.errors import HeadError
 
-WRITERS = {"bert": "encoder.layer.{}.output.dense", "gpt2": "h.{}.mlp.c_proj"}
+LINEARS = {"bert": "encoder.layer.{}.output.dense", "gpt2": "h.{}.mlp.c_proj"}
 SUMS = {"bert": "encoder.layer.{}.output.LayerNorm", "gpt2": "h.{}"}  # reads the sum, or returns it
 
 
@@ -51,9 +51,9 @@ def removing(monkeypatch, *names):
 
 
 def shown(model, name, layer, batch):
-    """Return the inputs (n, N) of a layer's last writer and the stream (n, D) after it, at unpadded tokens."""
+    """Return the inputs (n, N) of a layer's last linear and the stream (n, D) after it, at unpadded tokens."""
     seen, real = {}, batch["attention_mask"].bool()
-    writer, total = (model.get_submodule(paths[name].format(layer)) for paths in (WRITERS, SUMS))
+    linear, total = (model.get_submodule(paths[name].format(layer)) for paths in (LINEARS, SUMS))
 
     def read(_, args):
         seen["inputs"] = args[0][real].double()
@@ -63,7 +63,7 @@ def shown(model, name, layer, batch):
         seen["stream"] = value[real].double()
 
     on_sum = total.register_forward_pre_hook if name == "bert" else total.register_forward_hook
-    handles = [writer.register_forward_pre_hook(read), on_sum(summed)]
+    handles = [linear.register_forward_pre_hook(read), on_sum(summed)]
     with torch.no_grad():
         model(**batch)
     for handle in handles:
@@ -73,7 +73,7 @@ def shown(model, name, layer, batch):
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 @pytest.mark.parametrize("gap", [[1], [1, 2]])
-def test_the_writer_before_a_gap_is_fitted_to_the_stream_behind_it(name, gap, monkeypatch):
+def test_the_residual_linear_before_a_gap_is_fitted_to_the_stream_behind_it(name, gap, monkeypatch):
     """By least squares, with the ridge that is best on held-back sequences; BERT's norm takes each token's length."""
     dense, data = make(name), batches()
     model = copy.deepcopy(dense)
@@ -92,7 +92,7 @@ def test_the_writer_before_a_gap_is_fitted_to_the_stream_behind_it(name, gap, mo
             rows.append((read, target - stream))
         groups.append([torch.cat(columns) for columns in zip(*rows, strict=True)])
     expected = slow_fit(*groups)
-    before, after = (one.get_submodule(WRITERS[name].format(0)) for one in (dense, model))
+    before, after = (one.get_submodule(LINEARS[name].format(0)) for one in (dense, model))
     weight = (after.weight - before.weight).mT if name == "bert" else after.weight - before.weight
     torch.testing.assert_close(weight, expected[0].float(), atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(after.bias - before.bias, expected[1].float(), atol=1e-4, rtol=1e-3)

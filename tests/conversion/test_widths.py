@@ -115,7 +115,7 @@ def test_one_conversion_follows_one_pass(make_tiny, monkeypatch):
     calls = []
     monkeypatch.setattr(LayerCall, "run", lambda *args, run=LayerCall.run: calls.append(args[0].name) or run(*args))
     choose_widths(Inventory(make_tiny("bert"), batches()[0]), Compression(keep=0.6), batches(), 16)
-    assert len(calls) <= 2 * len(batches()) + 60  # the rest finds writers and neurons
+    assert len(calls) <= 2 * len(batches()) + 60  # the rest finds linears and neurons
 
 
 @pytest.mark.parametrize("options", [{"keep": 0.4, "solver": FAST}, {"dff": 16, "layers": 1}])
@@ -241,10 +241,10 @@ def test_losses_fall_with_the_width_and_end_at_nothing(name):
     assert all(torch.equal(tensor, before[path]) for path, tensor in model.state_dict().items())
 
 
-def streams(model, batches, writer):
+def streams(model, batches, linear):
     """Return the residual stream after a layer of BERT's attention, and what it adds to, without padding."""
     seen = []
-    at = model.get_submodule(writer.removesuffix("dense") + "LayerNorm")
+    at = model.get_submodule(linear.removesuffix("dense") + "LayerNorm")
     with at.register_forward_pre_hook(lambda _, args: seen.append(args[0])), torch.no_grad():
         for batch in batches:
             model(**batch)

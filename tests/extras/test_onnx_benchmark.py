@@ -1,20 +1,13 @@
 """What benchmarks time and score as ONNX is the model that they export."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import BertConfig, BertModel
 
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-try:
-    from serving import Encoder, Session
-    from speed import token_batch
-finally:
-    sys.path.pop(0)
+from serving import Encoder, Session
+from speed import token_batch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from collab_compress.factorization import Factors, HeadTensor
-from collab_compress.factorization.iterate import Channels, Direction, Iterate
+from collab_compress.factorization.point import Channels, Point, Step
 
 
 @pytest.fixture(scope="session")
@@ -31,8 +31,8 @@ def make_factors() -> Callable[..., Factors]:
 
 
 @pytest.fixture(scope="session")
-def factors_of() -> Callable[[HeadTensor, Direction], Factors]:
-    def factors(tensor: HeadTensor, point: Direction) -> Factors:
+def factors_of() -> Callable[[HeadTensor, Step], Factors]:
+    def factors(tensor: HeadTensor, point: Step) -> Factors:
         """Return the factors that the solver's coefficients stand for."""
         return Factors(tensor.flat_query @ point.query, point.mixing, tensor.flat_key @ point.key)
 
@@ -40,13 +40,13 @@ def factors_of() -> Callable[[HeadTensor, Direction], Factors]:
 
 
 @pytest.fixture(scope="session")
-def make_point(factors_of) -> Callable[..., tuple[Iterate, Factors]]:
-    def make(tensor: HeadTensor, rank: int, seed: int = 1) -> tuple[Iterate, Factors]:
+def make_point(factors_of) -> Callable[..., tuple[Point, Factors]]:
+    def make(tensor: HeadTensor, rank: int, seed: int = 1) -> tuple[Point, Factors]:
         """Return a random point of the solver and its factors."""
         generator = torch.Generator().manual_seed(seed)
         rows = (tensor.full_rank, tensor.heads, tensor.full_rank)
         drawn = (torch.randn(n, rank, generator=generator, dtype=torch.float64) for n in rows)
-        point = Iterate.at(Direction.of(Channels(tensor), *drawn))
+        point = Point.at(Step.of(Channels(tensor), *drawn))
         return point, factors_of(tensor, point)
 
     return make
@@ -74,9 +74,9 @@ def truncation() -> Callable[..., Factors]:
         triplets = []
         for head, dense in enumerate(tensor.dense()):
             left, values, right = torch.linalg.svd(dense, full_matrices=False)
-            for place, value in enumerate(values.tolist()):
-                order = (place, head) if equal else (-value, head)
-                triplets.append((order, left[:, place] * value, torch.eye(tensor.heads).double()[head], right[place]))
+            for index, value in enumerate(values.tolist()):
+                order = (index, head) if equal else (-value, head)
+                triplets.append((order, left[:, index] * value, torch.eye(tensor.heads).double()[head], right[index]))
         _, query, mixing, key = zip(*sorted(triplets, key=lambda triplet: triplet[0])[:rank], strict=True)
         return Factors(torch.stack(query, 1), torch.stack(mixing, 1), torch.stack(key, 1))
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collab_compress.factorization import HeadTensor
-from collab_compress.factorization.als import als, ridge_of, width_of
-from collab_compress.factorization.iterate import Channels, Direction, Iterate, Line
+from collab_compress.factorization.als import als, ridge_at, width_at
+from collab_compress.factorization.point import Channels, LineSearch, Point, Step
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
 
@@ -98,7 +98,7 @@ def test_exact_low_rank_is_found(make_factors, make_heads, monkeypatch):
     """A tensor that is a sum of three components over four heads, not aligned with any head."""
     hidden = make_factors(make_heads(4, 9, 8, 3), 3, seed=5)
     tensor = HeadTensor(hidden.query * hidden.mixing[:, None], hidden.key.expand(4, -1, -1))
-    monkeypatch.setattr(f"{SOLVER}.TOLERANCE", 0.0)
+    monkeypatch.setattr(f"{SOLVER}.MIN_GAIN", 0.0)
     solution = als(tensor, 3, sweeps=300)
     assert tensor.relative_error(solution.factors) < 1e-6
     assert solution.converged
@@ -126,7 +126,7 @@ def test_tolerance_ends_the_run_and_progress_is_reported(make_heads):
     solution = als(tensor, 5, sweeps=500, progress=lambda *report: reports.append(report))
     assert solution.converged
     assert solution.sweeps < 500
-    assert [sweep for sweep, _ in reports] == list(range(1, solution.sweeps + 1))
+    assert [iteration for iteration, _ in reports] == list(range(1, solution.sweeps + 1))
     assert reports[-1][1] == pytest.approx(tensor.relative_error(solution.factors), rel=1e-6)
     assert not als(tensor, 5, sweeps=5).converged
 
@@ -188,7 +188,7 @@ def test_float32_products_end_where_float64_ends(make_heads, monkeypatch):
     """Products are in float32 while there is a ridge; the last sweeps and the returned error are in float64."""
     tensor = make_heads(8, 40, 40, 6)
     _, exact = followed(tensor, 16)
-    monkeypatch.setattr(f"{SOLVER}.LARGE", 1)
+    monkeypatch.setattr(f"{SOLVER}.MIN_FLOAT32_COEFFICIENTS", 1)
     solution, rough = followed(tensor, 16)
     assert rough != exact
     assert rough[-1] == pytest.approx(exact[-1], rel=2e-3)
@@ -207,28 +207,28 @@ def test_ridge_fades_and_ends(monkeypatch):
     with monkeypatch.context() as patch:
         for name, value in schedule.items():
             patch.setattr(f"{SOLVER}.{name}", value)
-        values = [ridge_of(sweep, 100) for sweep in range(100)]
+        values = [ridge_at(iteration, 100) for iteration in range(100)]
     assert values[0] == 0.1
     assert values[40] == pytest.approx(0.01)
     assert all(later <= earlier for earlier, later in itertools.pairwise(values))
     assert not any(values[80:])
-    assert ridge_of(0, 1) == 0.0
+    assert ridge_at(0, 1) == 0.0
     for sweeps in range(2, 100):
-        assert max(ridge_of(sweep, sweeps) for sweep in range(sweeps)) <= ridge_of(0, 100)
+        assert max(ridge_at(iteration, sweeps) for iteration in range(sweeps)) <= ridge_at(0, 100)
 
 
 @pytest.mark.parametrize("failing", [(4, 7, 8), (30,)])
 def test_repeated_sweeps_are_the_same(make_heads, monkeypatch, failing):
-    """A sweep whose numbers are not finite is made again from the same point."""
-    monkeypatch.setattr(f"{SOLVER}.LARGE", 1)
-    tensor, calls, of = make_heads(8, 40, 40, 6), itertools.count(), Line.of
+    """A iteration whose numbers are not finite is made again from the same point."""
+    monkeypatch.setattr(f"{SOLVER}.MIN_FLOAT32_COEFFICIENTS", 1)
+    tensor, calls, of = make_heads(8, 40, 40, 6), itertools.count(), LineSearch.of
     unbroken = als(tensor, 16, sweeps=60)
 
     def line(*arguments):
         made = of(*arguments)
         return replace(made, squared=made.squared * float("nan")) if next(calls) in failing else made
 
-    monkeypatch.setattr(Line, "of", line)
+    monkeypatch.setattr(LineSearch, "of", line)
     solution = als(tensor, 16, sweeps=60)
     assert solution.sweeps == unbroken.sweeps
     assert solution.breakdowns == len([call for call in failing if call != 8])
@@ -237,26 +237,26 @@ def test_repeated_sweeps_are_the_same(make_heads, monkeypatch, failing):
 
 
 def test_the_best_point_is_kept(make_heads, monkeypatch):
-    calls, tensor, of = itertools.count(), make_heads(3, 12, 11, 4), Line.of
+    calls, tensor, of = itertools.count(), make_heads(3, 12, 11, 4), LineSearch.of
 
     def worse(*arguments):
         made = of(*arguments)
         made.squared[0] += next(calls) >= 10  # at every step length
         return made
 
-    monkeypatch.setattr(Line, "of", worse)
+    monkeypatch.setattr(LineSearch, "of", worse)
     solution, errors = followed(tensor, 5, sweeps=20)
     assert len(set(errors[9:])) == 1
     assert tensor.relative_error(solution.factors) == pytest.approx(errors[9], rel=1e-9)
 
 
 def test_spare_components_are_there_for_a_part_of_the_search_only(monkeypatch):
-    for name, value in {"SPARE_FROM": 0.1, "SEARCH_TO": 0.25, "SPARE": 1.25}.items():
+    for name, value in {"SPARE_FROM": 0.1, "SEARCH_TO": 0.25, "SPARE_RATIO": 1.25}.items():
         monkeypatch.setattr(f"{SOLVER}.{name}", value)
-    widths = [width_of(sweep, 80, 16, 99) for sweep in range(80)]
+    widths = [width_at(iteration, 80, 16, 99) for iteration in range(80)]
     assert [(width, len(list(group))) for width, group in itertools.groupby(widths)] == [(16, 8), (20, 12), (16, 60)]
-    assert width_of(10, 80, 16, 18) == 18
-    assert width_of(200, 80, 16, 99) == 16
+    assert width_at(10, 80, 16, 18) == 18
+    assert width_at(200, 80, 16, 99) == 16
 
 
 @pytest.mark.parametrize("first", [0.2, 10.0])
@@ -270,7 +270,7 @@ def test_components_that_the_first_ridge_kills_are_replaced(make_heads, monkeypa
 
 def test_the_end_is_a_fixed_point_of_plain_least_squares(make_heads, monkeypatch):
     tensor = make_heads(3, 12, 11, 4)
-    monkeypatch.setattr(f"{SOLVER}.TOLERANCE", 0.0)
+    monkeypatch.setattr(f"{SOLVER}.MIN_GAIN", 0.0)
     solution, (*_, error) = followed(tensor, 5, sweeps=2000)
     assert solution.converged
     norm = tensor.squared_norm().item()
@@ -280,9 +280,9 @@ def test_the_end_is_a_fixed_point_of_plain_least_squares(make_heads, monkeypatch
         for side, factor in ((unit.flat_query, solution.factors.query), (unit.flat_key, solution.factors.key))
     ]
     channels = Channels(unit)
-    point = Iterate.at(Direction.of(channels, coefficients[0], solution.factors.mixing, coefficients[1]))
+    point = Point.at(Step.of(channels, coefficients[0], solution.factors.mixing, coefficients[1]))
     after = point
     for _ in range(20):
-        after = Iterate.at(after.swept(channels, 0.0))
+        after = Point.at(after.solve(channels, 0.0))
     assert point.relative_error(channels) == pytest.approx(error, abs=1e-7)
     assert error - 1e-6 <= after.relative_error(channels) <= error + 1e-9

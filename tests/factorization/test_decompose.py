@@ -201,7 +201,7 @@ def test_bad_arguments_are_refused(make_heads):
     refused(make_heads, "query is not finite: got nan or inf", query=torch.full((2, 5, 2), torch.inf))
     refused(make_heads, "query is not floating point: got torch.int64", query=torch.ones(2, 5, 2).long())
     refused(make_heads, "query and key heads do not fit together: got query", key=torch.ones(3, 6, 2))
-    refused(make_heads, r"query_bias does not fit the heads: got \(2, 3\), expected", query_bias=torch.ones(2, 3))
+    refused(make_heads, r"query_bias do not fit the heads: got \(2, 3\), expected", query_bias=torch.ones(2, 3))
     refused(make_heads, "query_bias is not finite", query_bias=torch.full((2, 2), torch.nan))
     narrow = Moments.of(sample(9, 4, 0))
     refused(make_heads, "query_moments do not fit the heads: got width 4, expected 5", query_moments=narrow)

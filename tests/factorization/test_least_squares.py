@@ -60,10 +60,10 @@ def test_error_is_that_of_the_vectors(bias):
 @pytest.mark.parametrize("strip", [4, 1024])
 @pytest.mark.parametrize("kept", [[0, 2, 5], [0, 1, 2, 3, 4, 5], []])
 def test_narrowed_moments_are_those_of_the_remaining_inputs(kept, strip, monkeypatch):
-    monkeypatch.setattr("collab_compress.factorization.least_squares.STRIP", strip)
+    monkeypatch.setattr("collab_compress.factorization.least_squares.STRIP_COLUMNS", strip)
     inputs, residuals = vectors()
     weight = torch.randn(6, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    gone = [place for place in range(6) if place not in kept]
+    gone = [index for index in range(6) if index not in kept]
     narrowed = moments_of(inputs, residuals).narrowed(weight, torch.tensor(kept, dtype=torch.long))
     expected = moments_of(inputs[:, kept], residuals + inputs[:, gone] @ weight[gone])
     assert (narrowed.count, narrowed.squared) == (50, pytest.approx(expected.squared))
@@ -104,8 +104,8 @@ def slow_choice(activations, targets, count):
     kept = list(range(activations.shape[1]))
     while len(kept) > count:
         errors = []
-        for place in kept:
-            others = activations[:, [other for other in kept if other != place]]
+        for index in kept:
+            others = activations[:, [other for other in kept if other != index]]
             fitted = others @ torch.linalg.lstsq(others, targets).solution
             errors.append((targets - fitted).square().sum().item())
         kept.pop(errors.index(min(errors)))

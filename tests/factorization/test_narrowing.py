@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from collab_compress.factorization import Moments, narrow_values
-from collab_compress.factorization.narrowing import captured, damp
+from collab_compress.factorization.narrowing import damp, explained_energy
 
 HEADS, WIDTH, MODEL, SIZE = 3, 5, 11, 2
 
@@ -149,7 +149,7 @@ def test_what_shared_values_capture_is_what_narrowing_keeps(layer):
     outputs = torch.cat([outputs, outputs[:, :WIDTH].roll(1, 0) * 0.7 + outputs[:, -WIDTH:]], 1)
     moments = Moments.of(outputs)
     damped = damp(moments.covariance(), 1e-3)
-    alone, together = captured(damped, list(output), 2)
+    alone, together = explained_energy(damped, list(output), 2)
     assert [len(energies) for energies in alone] == [WIDTH, WIDTH]
     flat = output.flatten(0, 1)
     assert float(together.sum()) == pytest.approx(float((flat * (damped @ flat)).sum()), rel=1e-6)

@@ -7,7 +7,7 @@ import torch
 
 from collab_compress import Solver
 from collab_compress.factorization import Moments, RotaryFactors, factorize_rotary, rotary
-from collab_compress.factorization.rotary import allocated, rotary_error
+from collab_compress.factorization.rotary import allocate_channels, rotary_error
 
 
 def heads(count, width, frequencies, seed=0, common=2):
@@ -42,9 +42,9 @@ def slow_error(query, key, factors, angles, distances):
             for j, angle in enumerate(angles):
                 turn = turned(angle * distance)
                 exact = exact + pair(query[head, :, j]) @ turn @ pair(key[head // group, :, j]).T
-            for place, j in enumerate(factors.frequencies):
-                mixed = query[head, :, j] * factors.mixing[head // group, place]
-                approximate = approximate + pair(mixed) @ turned(angles[j] * distance) @ pair(factors.key[:, place]).T
+            for index, j in enumerate(factors.frequencies):
+                mixed = query[head, :, j] * factors.mixing[head // group, index]
+                approximate = approximate + pair(mixed) @ turned(angles[j] * distance) @ pair(factors.key[:, index]).T
             lost, total = lost + float((exact - approximate).square().sum()), total + float(exact.square().sum())
     return (lost / total) ** 0.5
 
@@ -74,7 +74,7 @@ def test_more_channels_are_better_divided_among_frequencies(groups, monkeypatch)
     query, key = heads(4, 9, 4), heads(groups, 9, 4, seed=1)
     errors = [factorize_rotary(query, key, count).weight_error for count in range(1, 4 * groups)]
     assert all(after < before + 1e-6 for before, after in itertools.pairwise(errors))
-    monkeypatch.setattr(rotary, "allocated", lambda errors, channels: [1] * channels)
+    monkeypatch.setattr(rotary, "allocate_channels", lambda errors, channels: [1] * channels)
     equal = factorize_rotary(query, key, 4)
     assert sorted(equal.factors.frequencies) == [0, 1, 2, 3]
     assert errors[3] < equal.weight_error
@@ -83,7 +83,7 @@ def test_more_channels_are_better_divided_among_frequencies(groups, monkeypatch)
 @pytest.mark.parametrize("groups", [4, 2])
 def test_they_are_the_best_keys_there_are(groups, monkeypatch):
     query, key = heads(4, 9, 2), heads(groups, 9, 2, seed=1)
-    monkeypatch.setattr(rotary, "allocated", lambda errors, channels: [1] * channels)
+    monkeypatch.setattr(rotary, "allocate_channels", lambda errors, channels: [1] * channels)
     solution = factorize_rotary(query, key, 2)
     weights = query.norm(dim=1).square().view(groups, -1, 2).sum(1).sqrt()  # (G, J)
     weighted = [(key[:, :, j] * weights[:, j, None]).mT for j in range(2)]
@@ -101,7 +101,7 @@ def test_allocation_is_the_best_of_all():
     generator = torch.Generator().manual_seed(0)
     errors = torch.rand(4, 4, generator=generator).sort(1, descending=True).values
     for channels in range(13):
-        counts = allocated(errors, channels)
+        counts = allocate_channels(errors, channels)
         assert sum(counts) == channels
         best = min(
             sum(errors[j, count].item() for j, count in enumerate(allocation))

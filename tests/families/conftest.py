@@ -1,9 +1,8 @@
 """The tiniest model of every family that can be converted, and what it reads.
 
-One rule says which tests run for which: tests marked `every_family` are the contracts, and run for all; those marked
-`every_family(heavy=True)` run for families that are a `copy_of` another with the slow tests only. The others run for
-one family of each kind. Tests marked `structures` do not depend on how a family names its parts: they run for
-STRUCTURES, and for the other families with the slow tests.
+Tests marked `every_family` run for all; the others for one family of each kind, because modules that are a `copy_of`
+another family's differ in nothing else. Tests marked `structures` do not depend on how a family names its parts: they
+run for STRUCTURES, and for the other families with the slow tests.
 """
 
 import pytest
@@ -17,16 +16,15 @@ STRUCTURES += ("t5", "vit", "whisper")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "structures: for a family of each structure; for the others, a slow test")
-    config.addinivalue_line("markers", "every_family: a contract, which families that are copies of another keep too")
+    config.addinivalue_line("markers", "every_family: for families that are copies of another too")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize `kin` with every family, or one of each kind, and `generator` with those that generate."""
     every = metafunc.definition.get_closest_marker("every_family")
+    structures = metafunc.definition.get_closest_marker("structures")
     names = sorted(name for name, tiny in TINIES.items() if every or not tiny.copy_of)
-    slow = [name for name in names if every and every.kwargs.get("heavy") and TINIES[name].copy_of]
-    if metafunc.definition.get_closest_marker("structures"):
-        slow = [name for name in names if name not in STRUCTURES]
+    slow = [name for name in names if structures and name not in STRUCTURES]
     values = {name: pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names}
     if "kin" in metafunc.fixturenames:
         metafunc.parametrize("kin", values.values())

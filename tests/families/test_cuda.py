@@ -1,11 +1,12 @@
 """Conversion, attention and heads on a GPU: the same as on the CPU."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
 from kernel_inputs import draw_inputs, oracle
-from tiny_families import TINIES, build, inputs, run
+from tiny_families import TINIES, build, generated, inputs, run
 
 from collab_compress import Compression, HeadMask, Solver, compress, expand, head_importance, read_factors
 from collab_compress.calibration import calibration_batches
@@ -27,18 +28,13 @@ def on_gpu(batch):
     return {name: value.cuda() for name, value in batch.items()}
 
 
-@pytest.fixture
-def some():
-    return lambda name: [inputs(name, seed) for seed in range(4)]
-
-
 @pytest.mark.parametrize("head_dim", [9, 4])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_conversion_on_the_gpu_is_that_of_the_cpu(name, head_dim, some):
-    model = build(name)
+def test_conversion_outputs_and_gradients_are_those_of_the_cpu(name, head_dim):
+    model, data = build(name), [inputs(name, seed) for seed in range(4)]
     ours = copy.deepcopy(model).cuda()
     options = Compression(dk=9, head_dim=head_dim)
-    expected, actual = compress(model, options, some(name)), compress(ours, options, some(name))
+    expected, actual = compress(model, options, data), compress(ours, options, data)
     assert {parameter.device.type for parameter in ours.parameters()} == {"cuda"}
     for one, other in zip(actual.of("dk"), expected.of("dk"), strict=True):
         assert one.data_error == pytest.approx(other.data_error, rel=0.05)
@@ -47,28 +43,17 @@ def test_a_conversion_on_the_gpu_is_that_of_the_cpu(name, head_dim, some):
     for factors in read_factors(ours).values():
         assert factors.query.device.type == "cuda"
 
+    batch = data[0]
+    compress(model := build(name), options, calibration=None)
+    for implementation, dtype in product(("eager", "sdpa"), CLOSE):
+        model.set_attn_implementation(implementation)
+        expected = run(model, batch)
+        rounded = {path: part.to(dtype) if part.is_floating_point() else part for path, part in on_gpu(batch).items()}
+        outputs = run(copy.deepcopy(model).to("cuda", dtype), rounded)
+        assert outputs.dtype == dtype
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(outputs.float().cpu() / scale, expected / scale, **CLOSE[dtype])
 
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize("head_dim", [9, 4])
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", NAMES)
-def test_outputs_are_those_of_the_cpu(name, implementation, head_dim, dtype):
-    model, batch = build(name), inputs(name)
-    compress(model, Compression(dk=9, head_dim=head_dim), calibration=None)
-    model.set_attn_implementation(implementation)
-    expected = run(model, batch)
-    rounded = {name: part.to(dtype) if part.is_floating_point() else part for name, part in on_gpu(batch).items()}
-    outputs = run(copy.deepcopy(model).to("cuda", dtype), rounded)
-    assert outputs.dtype == dtype
-    scale = expected.abs().max().item()
-    torch.testing.assert_close(outputs.float().cpu() / scale, expected / scale, **CLOSE[dtype])
-
-
-@pytest.mark.parametrize("head_dim", [9, 4])
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_those_of_the_cpu(name, head_dim):
-    model, batch = build(name), inputs(name)
-    compress(model, Compression(dk=9, head_dim=head_dim), calibration=None)
     ours = copy.deepcopy(model).cuda()
     for network, arguments in ((model, batch), (ours, on_gpu(batch))):
         network(**arguments)[0].square().mean().backward()
@@ -79,19 +64,15 @@ def test_gradients_are_those_of_the_cpu(name, head_dim):
             torch.testing.assert_close(other.grad.cpu() / scale, one.grad / scale, atol=2e-3, rtol=2e-2, msg=path)
 
 
-@pytest.mark.parametrize("head_dim", [9, 4])
-def test_generation_is_that_of_the_cpu(generator, head_dim):
+def test_generation_is_that_of_the_cpu(generator):
     model, batch = build(generator, TINIES[generator].generates), inputs(generator)
-    if "encoder_hidden_states" in batch:
-        pytest.skip("stock BERT cannot generate with a cache when it gets encoder states by hand")
-    compress(model, Compression(dk=9, head_dim=head_dim), calibration=None)
-    ours = copy.deepcopy(model).cuda()
-    prompt = {key: value for key, value in batch.items() if not key.startswith("decoder")}
-    if not model.config.is_encoder_decoder:
-        prompt["attention_mask"] = torch.ones_like(prompt["attention_mask"])
-    for options in ({}, {"num_beams": 3}):
-        settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, **options}
-        assert torch.equal(ours.generate(**on_gpu(prompt), **settings).cpu(), model.generate(**prompt, **settings))
+    narrow = copy.deepcopy(model)
+    compress(model, Compression(dk=9), calibration=None)
+    compress(narrow, Compression(dk=9, head_dim=4), calibration=None)
+    for one, beams in product((model, narrow), (1, 3)):
+        options = {"do_sample": False, "num_beams": beams}
+        ours = generated(copy.deepcopy(one).cuda(), on_gpu(batch), **options)
+        assert torch.equal(ours.cpu(), generated(one, batch, **options))
 
 
 @pytest.mark.parametrize("name", ["bert", "marian", "gpt2"])
@@ -155,11 +136,9 @@ def test_a_checkpoint_goes_through_the_gpu_and_back(make_tiny, batch, tmp_path, 
 
 def test_the_real_model(minilm, minilm_tokenizer):
     batches = calibration_batches("synthetic", minilm, minilm_tokenizer)
-    expected = compress(copy.deepcopy(minilm), Compression(dk=128, solver=Solver(sweeps=20)), batches)
-    full = compress(copy.deepcopy(minilm).cuda(), Compression(dk=128, solver=Solver(sweeps=20)), batches)
-    half = compress(
-        copy.deepcopy(minilm).to("cuda", torch.bfloat16), Compression(dk=128, solver=Solver(sweeps=20)), batches
-    )
+    options = Compression(dk=128, solver=Solver(sweeps=20))
+    full, half = copy.deepcopy(minilm).cuda(), copy.deepcopy(minilm).to("cuda", torch.bfloat16)
+    expected, full, half = (compress(model, options, batches) for model in (minilm, full, half))
     for report in (full, half):
         assert report.output_error.relative_error == pytest.approx(expected.output_error.relative_error, rel=0.1)
         for one, other in zip(report.of("dk"), expected.of("dk"), strict=True):

@@ -60,6 +60,7 @@ def test_each_block_is_searched_in_its_own_layer():
     assert runs.count(3) - runs.count(2) == runs.count(2) - runs.count(1)
 
 
+@pytest.mark.structures
 def test_neurons_are_cut_where_they_are_silenced(kin):
     model, batch = build(kin), inputs(kin)
     if kin in NO_WIDTH:

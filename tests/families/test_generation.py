@@ -1,10 +1,11 @@
 """Generation with converted models, and what their key caches hold."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
-from tiny_families import TINIES, build, inputs, run
+from tiny_families import TINIES, WAYS, build, generated, inputs, run
 from transformers import OPTConfig, OPTModel, StaticCache
 
 from collab_compress import (
@@ -23,23 +24,7 @@ from collab_compress.architectures import find_attention, find_dense_attention
 from collab_compress.heads import masks_without
 from collab_compress.transformers_parts import CACHE_NAME
 
-WAYS = {
-    "greedy": {"do_sample": False},
-    "beam": {"do_sample": False, "num_beams": 3},
-    "sampling": {"do_sample": True},
-}
 
-
-def generated(model, batch, cached=True, **options):
-    arguments = {name: tensor for name, tensor in batch.items() if not name.startswith("decoder")}
-    if not model.config.is_encoder_decoder:
-        arguments["attention_mask"] = torch.ones_like(arguments["attention_mask"])
-    cached &= "encoder_hidden_states" not in arguments  # stock BERT cannot use a cache when it gets them by hand
-    torch.manual_seed(5)
-    return model.generate(**arguments, max_new_tokens=6, min_new_tokens=6, use_cache=cached, **options)
-
-
-@pytest.mark.every_family(heavy=True)
 def test_full_rank_generates_what_the_dense_model_does(generator):
     """With narrower heads, it generates the same with a cache as without."""
     dense, batch = build(generator, TINIES[generator].generates), inputs(generator)
@@ -49,7 +34,7 @@ def test_full_rank_generates_what_the_dense_model_does(generator):
         assert torch.equal(generated(converted, batch, **options), generated(dense, batch, **options)), way
     compress(narrow, Compression(dk=9, dv=8, solver=Solver(sweeps=2, refit=False)), calibration=[batch, batch])
     expected = generated(narrow, batch, do_sample=False)
-    assert torch.equal(generated(narrow, batch, do_sample=False, cached=False), expected)
+    assert torch.equal(generated(narrow, batch, do_sample=False, use_cache=False), expected)
 
 
 def test_a_batch_may_hold_labels():
@@ -97,22 +82,17 @@ def test_key_cache_bytes_before_and_after(name, dk, keys):
     assert counted(model) == [4 * keys] * layers
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "biased", "calibrated"),
-    [(None, True, True), (None, False, True), (5, True, False), (5, False, True)],
-)
-def test_the_room_of_opt_is_known_before_any_work(head_dim, biased, calibrated, monkeypatch):
-    config = OPTConfig(**{**TINIES["opt"].settings, "enable_bias": biased})
-    batches = [inputs("opt", seed) for seed in range(3)] if calibrated else None
-    largest = 24 - 3 if biased else 24
-    refused = [22, 23, 24] if biased else []
-    for dk in (21, 22, 23, 24):
-        model = OPTModel(config)
+def test_the_room_of_opt_is_known_before_any_work(monkeypatch):
+    cases = [(None, True, True), (None, False, True), (5, True, False), (5, False, True)]
+    for (head_dim, biased, calibrated), dk in product(cases, (21, 22, 23, 24)):
+        batches = [inputs("opt", seed) for seed in range(3)] if calibrated else None
+        model = OPTModel(OPTConfig(**{**TINIES["opt"].settings, "enable_bias": biased}))
         options = Compression(dk=dk, head_dim=head_dim, solver=Solver(sweeps=1, refit=False))
-        if dk in refused:
+        if biased and dk > 24 - 3:
             with monkeypatch.context() as patched:
-                patched.setattr("collab_compress.conversion.data.noted_batches", None)  # not reached
-                with pytest.raises(CompressionError, match=f"got dk {dk} and 3 content biases .* up to {largest}"):
+                patched.setattr("collab_compress.conversion.data.resolve", None)  # not reached
+                message = f"got dk {dk} and 3 content biases .*exactly 3 heads of 8; pass dk up to 21"
+                with pytest.raises(CompressionError, match=message):
                     compress(model, options, batches)
         else:
             compress(model, options, batches)

@@ -25,7 +25,6 @@ from transformers import (
 
 from collab_compress import Compression, Solver, compress, expand, read_factors
 from collab_compress.architectures import find_attention, find_dense_attention
-from collab_compress.calibration import calibration_batches
 from collab_compress.errors import UnsupportedModelError
 from collab_compress.heads import Recorder
 
@@ -37,7 +36,9 @@ ENCODERS = {
 KINDS = ("encoder",) * 2 + ("decoder", "cross") * 2
 
 
-@pytest.fixture(params=sorted(ENCODERS))
+@pytest.fixture(
+    params=["EncoderDecoder", "VisionEncoderDecoder", pytest.param("SpeechEncoderDecoder", marks=pytest.mark.slow)]
+)
 def joined(request):
     """Return a model composed of two, and a batch for it."""
     name, encoder = ENCODERS[request.param]
@@ -55,12 +56,9 @@ def joined(request):
     return model, inputs(name) | target
 
 
-def test_one_part_or_both_are_converted(joined, tokenizer, tmp_path, load_cleanly):
+def test_one_part_or_both_are_converted(joined, tmp_path, load_cleanly):
     dense, batch = joined
     assert tuple(site.kind for site in find_dense_attention(dense)) == KINDS
-    synthetic = calibration_batches("synthetic", dense, tokenizer, sequences=2)[0]  # images of the encoder's size
-    assert run(dense, synthetic).isfinite().all()
-    assert set(synthetic) >= {"decoder_input_ids", "decoder_attention_mask"}
     part = copy.deepcopy(dense)
     compress(part, Compression(dk=9, modules="encoder.*", solver=Solver(sweeps=3)), calibration=[batch, batch])
     assert len(read_factors(part)) == 2

@@ -4,20 +4,9 @@ import copy
 
 import pytest
 import torch
-from tiny_families import ROTARY, make_rotary
+from tiny_families import ROTARY, WAYS, generated, make_rotary
 from tiny_families import ROTARY_SIZES as SIZES
-from transformers import (
-    EsmConfig,
-    EsmModel,
-    GemmaConfig,
-    GemmaModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-)
+from transformers import EsmConfig, EsmModel, GemmaConfig, GemmaModel, LlamaForCausalLM
 
 from collab_compress import Compression, FromScratch, Solver, compress, expand, from_config
 from collab_compress.analysis import part_costs
@@ -32,36 +21,21 @@ from collab_compress.transformers_parts import CACHE_NAME
 
 DISTINCT = ["cohere", "ernie4_5", "esm", "glm4", "gpt_neox", "granite", "helium", "jina_embeddings_v3", "llama"]
 DISTINCT += ["mixtral", "modernbert", "nemotron", "nomic_bert", "phi", "phimoe", "qwen2", "smollm3"]
-MODELS = {
-    "esm": lambda: EsmModel(
-        EsmConfig(**SIZES, position_embedding_type="rotary", mask_token_id=4, token_dropout=False)
-    ),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
-    "llama-grouped": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2)),
-    "mistral-grouped": lambda: MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=4)),
-    "phi": lambda: PhiForCausalLM(PhiConfig(**SIZES)),
-    "phi-grouped": lambda: PhiForCausalLM(PhiConfig(**SIZES, num_key_value_heads=2)),
-}
-
-
-@pytest.fixture(scope="module")
-def models():
-    made = {}
-    for name, make in MODELS.items():
-        torch.manual_seed(0)
-        made[name] = make().eval()
-        with torch.no_grad():
-            for path, parameter in made[name].named_parameters():
-                if path.endswith((".query.bias", ".key.bias", "q_proj.bias", "k_proj.bias")):
-                    parameter.normal_(std=0.5)
-                if path.endswith((".key.weight", "k_proj.weight")):  # frequencies differ in what they are worth
-                    parameter.view(-1, 8, 32)[:, [0, 4]] *= 3
-    return made
 
 
 @pytest.fixture
-def model(models):
-    return lambda name: copy.deepcopy(models[name])
+def model():
+    """Return what makes a model by name, such as "llama" or "llama-grouped"."""
+
+    def make(name):
+        made = make_rotary(name.removesuffix("-grouped"), grouped=name.endswith("-grouped"))
+        with torch.no_grad():
+            for path, parameter in made.named_parameters():
+                if path.endswith((".key.weight", "k_proj.weight")):  # frequencies differ in what they are worth
+                    parameter.view(-1, 8, 32)[:, [0, 4]] *= 3
+        return made
+
+    return make
 
 
 def batch(seed=0, length=9):
@@ -174,33 +148,20 @@ def test_fewer_heads_follow_the_formula_and_expand(name, dk, model):
     assert dk > 8 or any(pairs != (0, 1, 2, 3) for pairs in frequencies)  # some places hold another frequency
 
 
-WAYS = {
-    "greedy": {"do_sample": False},
-    "beams": {"do_sample": False, "num_beams": 3},
-    "sampled": {"do_sample": True},
-}
-
-
-def generated(model, **options):
-    torch.manual_seed(5)
-    inputs = {"input_ids": batch()["input_ids"], "attention_mask": torch.ones(3, 9, dtype=torch.long)}
-    return model.generate(**inputs, max_new_tokens=6, eos_token_id=-1, **options)
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral-grouped", "phi-grouped"])
 def test_generation(name, model):
     dense = model(name)
     converted, narrow = copy.deepcopy(dense), copy.deepcopy(dense)
     compress(converted, Compression(dk=8 * dense.config.num_key_value_heads), calibration=None)
     for way, options in WAYS.items():
-        assert torch.equal(generated(converted, **options), generated(dense, **options)), way
+        assert torch.equal(generated(converted, batch(), **options), generated(dense, batch(), **options)), way
     static = {"cache_implementation": "static", "disable_compile": True, "do_sample": False}
-    assert torch.equal(generated(converted, **static), generated(dense, do_sample=False))
+    assert torch.equal(generated(converted, batch(), **static), generated(dense, batch(), do_sample=False))
     for widths in (Compression(dk=8, solver=Solver(sweeps=3)), Compression(dv=8)):
         compress(narrow, widths, calibration=None)
-        expected = generated(narrow, do_sample=False)
-        assert torch.equal(generated(narrow, do_sample=False, use_cache=False), expected)
-        assert torch.equal(generated(narrow, **static), expected)
+        expected = generated(narrow, batch(), do_sample=False)
+        assert torch.equal(generated(narrow, batch(), do_sample=False, use_cache=False), expected)
+        assert torch.equal(generated(narrow, batch(), **static), expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-grouped"])
@@ -261,7 +222,7 @@ def test_every_rotary_family_is_exact_at_full_width(name):
         full.set_attn_implementation(implementation)
         torch.testing.assert_close(run(full, batch()), expected, atol=5e-5, rtol=1e-4)
     if dense.can_generate():
-        assert torch.equal(generated(full, do_sample=False), generated(dense, do_sample=False))
+        assert torch.equal(generated(full, batch(), do_sample=False), generated(dense, batch(), do_sample=False))
     expand(full)
     torch.testing.assert_close(run(full, batch()), expected, atol=1e-4, rtol=1e-3)
 
@@ -285,7 +246,7 @@ def test_fewer_channels_are_saved_trained_and_generated_with(name, tmp_path, loa
             trained = [module.qk.mixing, *(parameter for part in projections for parameter in part.parameters())]
             assert all(parameter.grad.abs().sum() > 0 for parameter in trained)
     if low.can_generate():
-        cached, anew = (generated(low, do_sample=False, use_cache=cache) for cache in (True, False))
+        cached, anew = (generated(low, batch(), do_sample=False, use_cache=cache) for cache in (True, False))
         assert torch.equal(cached, anew)
     slow = Slow(low, 2e-4)
     with torch.no_grad():
@@ -295,7 +256,7 @@ def test_fewer_channels_are_saved_trained_and_generated_with(name, tmp_path, loa
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_untrained_models_start_with_shared_heads(mixed, tmp_path, load_cleanly, caplog):
-    config = MODELS["llama-grouped"]().config
+    config = make_rotary("llama").config
     made = from_config(config, FromScratch(dk=8), LlamaForCausalLM).eval()
     shared = [module for module in made.modules() if hasattr(module, "qk")]
     assert {module.qk.config.kind for module in shared} == {"rotary"}

@@ -53,7 +53,6 @@ def load_stock(model_class, path):
     return names, report["missing_keys"]
 
 
-@pytest.mark.every_family
 @pytest.mark.structures
 def test_each_class_that_loads_the_stock_checkpoint_loads_this_one(kin, dense, model, tmp_path):
     dense.save_pretrained(tmp_path / "stock")

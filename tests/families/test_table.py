@@ -1,6 +1,6 @@
 """The table of families in the documentation is what the descriptions and the tests say.
 
-`python tests/families/test_table.py` writes it anew.
+`python tests/families/test_table.py` writes it.
 """
 
 import sys
@@ -30,7 +30,7 @@ def rows(models):
         key = ", ".join(order), "; ".join(limits(family, eager.get(family.name, False)))
         types = ", ".join(f"`{model_type}`" for model_type in family.model_types)
         since = f" ({family.since})" if family.since else ""
-        groups.setdefault(key, []).append(f"{family.name} {types}{since}")
+        groups.setdefault(key, []).append(types + since)
     for (attention, limit), families in sorted(groups.items()):
         yield f"| {attention} | {limit or 'none'} | {'; '.join(families)} |"
 
@@ -72,7 +72,7 @@ def written(text, made):
 
 def test_the_table_is_what_was_tried():
     text = PAGE.read_text(encoding="utf-8")
-    assert written(text, table()) == text, "python tests/families/test_table.py writes it anew"
+    assert written(text, table()) == text, "python tests/families/test_table.py writes it"
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def test_files_of_ones_own(run_glue, model, tmp_path, capsys):
     folder = run_glue(model, *data, columns, tuning)
     assert scores(folder, "validation")["validation_accuracy"] > 0.8
     assert 0 <= scores(folder, "validation_converted")["validation_converted_accuracy"] <= 1
-    for name, kind in ((".", "query"), ("converted", "mixing")):
+    for name, kind in ((".", "query"), ("converted", "qk")):
         trained = AutoModelForSequenceClassification.from_pretrained(folder / name)
         assert trained.config.id2label == {0: "feline", 1: "other"}
         assert hasattr(trained.bert.encoder.layer[0].attention.self, kind)
@@ -175,15 +175,11 @@ def test_scores_may_be_texts_and_those_of_a_test_may_be_missing(form, tmp_path):
         ("a.csv", "text,label\na cat,0\na dog,\n", r"a\.csv, line 3: label is missing"),
         ("a.csv", "text,label\na cat,0.5\n\na dog,\n", r"a\.csv, line 4: label is missing"),
         ("a.csv", "text,label\na cat,0.5\na dog,good\n", r"a\.csv, line 3 has the label 'good' among decimal numb"),
-        ("a.csv", "text,label\na cat,0,\na dog,1,\n", r"a\.csv, line 2: more columns than the first line names"),
-        ("a.csv", 'text,label\na cat,0\n"a dog,1\n', r"a\.csv, line 3: unexpected end of data"),
         ("a.csv", "text,label\n", "train has no rows"),
         ("a.jsonl", '{"text": "a", "label": 0}\n{"text": null, "label": 1}\n', r"a\.jsonl, line 2: text is nothing"),
         ("a.jsonl", '{"text": 5, "label": 0}\n', r"a\.jsonl, line 1: text is a int; expected a text"),
         ("a.jsonl", '{"text": "a", "label": null}\n', r"a\.jsonl, line 1: label is missing"),
-        ("a.jsonl", '[{"text": "a", "label": 0}]\n', r"a\.jsonl, line 1: a list; expected one JSON object a line"),
         ("a.json", '[{"text": "a", "label": 0}]\n', r"a\.json is no table; expected a \.csv, \.tsv or \.jsonl file"),
-        ("a.tsv", "text\tlabel\na cat\t1\n".encode("utf-16"), r"a\.tsv, line 1: NUL characters, as in UTF-16"),
         ("a.tsv", b"text\tlabel\n\xe9t\xe9\t1\n", r"a\.tsv, line 2: not UTF-8"),
     ],
 )

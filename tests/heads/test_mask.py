@@ -79,12 +79,12 @@ def test_gradients_of_masks_are_those_of_finite_differences(family, form, make_t
             return hidden(model, batch)[:, 0].square().sum()
 
         actual = torch.autograd.grad(loss(masks[name]), masks[name])[0]
-        for place in [(0, 0), (2, 1)]:
+        for index in [(0, 0), (2, 1)]:
             step = torch.zeros_like(masks[name])
-            step[place] = 1e-5
+            step[index] = 1e-5
             with torch.no_grad():
                 slope = (loss(masks[name] + step) - loss(masks[name] - step)) / 2e-5
-            torch.testing.assert_close(actual[place], slope, atol=1e-6, rtol=1e-4)
+            torch.testing.assert_close(actual[index], slope, atol=1e-6, rtol=1e-4)
 
 
 def test_setting_replaces_all_masks(make_tiny, batch):
@@ -168,7 +168,7 @@ def test_a_model_that_ran_compiled_follows_hooks_that_come_and_go(form, make_tin
             assert not torch.allclose(hidden(compiled, batch), before, atol=1e-2)
         with Recorder(model) as recorder:
             assert torch.equal(hidden(compiled, batch), before)
-            assert [reading.site.name for reading in recorder.take()] == list(random_masks(compiled))
+            assert [record.site.name for record in recorder.take()] == list(random_masks(compiled))
         assert torch.equal(hidden(compiled, batch), before)
 
 
@@ -206,34 +206,6 @@ def test_masks_without_heads(make_tiny):
     assert masks[name].tolist() == [0, 1, 0]
 
 
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (torch.ones(4), r"mask of encoder\.layer\.0\.attention\.self: got shape \(4,\); expected a tensor \(3,\)"),
-        (torch.ones(1, 2, 3), r"got shape \(1, 2, 3\)"),
-        ([1, 1, 1], "got list; expected a tensor"),
-    ],
-)
-def test_a_wrong_mask_is_refused_and_changes_nothing(mask, message, make_tiny, batch):
-    model = make_tiny("bert")
-    name, other = random_masks(model)
-    with torch.no_grad(), HeadMask(model, {other: torch.zeros(3)}) as masks:
-        before = hidden(model, batch)
-        with pytest.raises(HeadError, match=message):
-            masks.set({other: torch.ones(3), name: mask})
-        with pytest.raises(HeadError, match=r"no attention module 'nowhere' to mask; there are encoder\.layer\.0"):
-            masks.set({"nowhere": torch.ones(3)})
-        assert torch.equal(hidden(model, batch), before)
-    with pytest.raises(HeadError, match=message):
-        HeadMask(model, {name: mask})
-    with (
-        HeadMask(model, random_masks(model, 2)),
-        pytest.raises(HeadError, match="got 2 rows for 3 samples; pass one"),
-    ):
-        hidden(model, batch)
-    assert not any(head_hooks(site.module) for site in find_attention(model))
-
-
 @pytest.mark.parametrize("family", ["bert", "distilbert", "albert"])
 def test_head_mask_in_a_call_is_refused_while_heads_are_masked(family, make_tiny, batch):
     """Transformers 5 takes and ignores it."""
@@ -246,20 +218,3 @@ def test_head_mask_in_a_call_is_refused_while_heads_are_masked(family, make_tiny
         with pytest.raises(UnsupportedModelError, match="has hooks on its heads"):
             HeadMask(model)
         assert not model._forward_pre_hooks  # of masks that could not be set up
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda model: Recorder(model, kinds=None),
-            r"kinds is None; expected a tuple of some of encoder, decoder, cross",
-        ),
-        (lambda model: HeadMask(model, kinds="encoder"), r"kinds is 'encoder'; .* as \('encoder',\)"),
-    ],
-)
-def test_arguments_of_wrong_types_are_refused(make, message, make_tiny):
-    model = make_tiny("bert")
-    with pytest.raises(HeadError, match=message):
-        make(model)
-    assert not any(head_hooks(site.module) for site in find_attention(model))

@@ -181,32 +181,6 @@ def test_blocks_of_all_heads_cover_what_heads_own_once(family, make_tiny):
         assert all((count == 1).all() for count in covered.values())
 
 
-REFUSED = {
-    "no module": (
-        [(("encoder.layer.7", 0), (FIRST, 0))],
-        "'encoder.layer.7' is no attention module of this model; those are enc",
-    ),
-    "no head": ([((FIRST, 0), (SECOND, 3))], r"layer\.1\.attention\.self has no head 3; its 3 heads are 0 to 2"),
-    "negative": ([((FIRST, -1), (SECOND, 0))], "has no head -1"),
-    "no pair": ([((FIRST, 0),)], r"expected \(\(module, head\), \(module, head\)\) for each"),
-    "no whole number": ([((FIRST, 0), (FIRST, 0.5))], "pairs are "),
-    "two pairs": (
-        [((FIRST, 0), (FIRST, 1)), ((SECOND, 0), (FIRST, 1))],
-        "head 1 of .* is named twice; name each head in one pair only",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", sorted(REFUSED))
-def test_refusals_move_nothing(case, make_tiny):
-    pairs, message = REFUSED[case]
-    model = make_tiny("bert")
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(HeadError, match=message):
-        swap_heads_(model, [((FIRST, 2), (SECOND, 2)), *pairs])
-    assert same(model.state_dict(), before)
-
-
 def test_kinds_never_mix(make_tiny):
     model = make_tiny("marian")
     names = {site.kind: site.name for site in find_attention(model)}

@@ -70,9 +70,10 @@ def test_every_section_was_tried(result):
 
 
 def test_widths(model, batches, result):
-    widths, parts = result.sections["widths"], part_losses(Inventory(model, batches[0]), take_sequences(batches, 8))
+    widths = result.sections["widths"]
+    expected, _ = part_losses(Inventory(model, batches[0]), take_sequences(batches, 8))
     assert [*widths.tables] == ["dk", "dv", "dff"]
-    for place, (part, curves) in enumerate(parts.losses.items()):
+    for place, (part, curves) in enumerate(expected.items()):
         drawn = picture(widths, f"What {part} loses").curves
         for row, (_, points), (name, losses) in zip(rows(result, "widths", part), drawn, curves.items(), strict=True):
             dense = len(losses) - 1

@@ -1,8 +1,6 @@
 """A Python that imported large libraries once, and runs every program in a fork: a start takes no seconds."""
 
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -12,9 +10,11 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+SECONDS = 240  # until a program is killed
+
 # The child leaves the loop and runs its program as `python -c` would, with streams and arguments of its own; all but
-# the taking down of what was imported, which takes longer than most programs.
-SERVER = """
+# the taking down of what was imported, which takes longer than most programs. Its parent writes down its exit code.
+SERVER = f"""
 import atexit, gc, json, os, signal, sys, threading, traceback
 import torch
 import transformers.quantizers.auto
@@ -23,19 +23,22 @@ import datasets, scipy.stats, sklearn.metrics
 gc.collect()
 gc.freeze()
 for line in sys.stdin:
-    verb, job = json.loads(line)
-    if verb == "poll":
-        pid, status = os.waitpid(job, os.WNOHANG)
-        print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
-        continue
-    child = os.fork()
-    if child == 0:
+    if os.fork() == 0:
         break
-    print(child, flush=True)
 else:
     sys.exit()
-for stream, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY | os.O_CREAT), (2, os.O_WRONLY | os.O_CREAT)):
-    os.dup2(os.open(job["streams"][stream], mode), stream)
+job = json.loads(line)
+stdin, stdout, stderr, ended = (f"{{job['run']}}.{{name}}" for name in ("stdin", "stdout", "stderr", "code"))
+program = os.fork()
+if program:
+    code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+    with open(ended + ".partial", "w") as file:
+        file.write(str(code))
+    os.rename(ended + ".partial", ended)
+    os._exit(0)
+signal.alarm({SECONDS})
+for stream, path in enumerate((stdin, stdout, stderr)):
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT if stream else os.O_RDONLY), stream)
 sys.stdin = open(0)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.chdir(job["folder"])
@@ -43,7 +46,7 @@ os.environ |= job["environment"]
 sys.argv = ["-c", *job["arguments"]]
 code = 1
 try:
-    exec(compile(job["code"], "<string>", "exec"), {"__name__": "__main__", "sys": sys})
+    exec(compile(job["code"], "<string>", "exec"), {{"__name__": "__main__", "sys": sys}})
     code = 0
 except SystemExit as stop:
     code = stop.code or 0
@@ -59,20 +62,10 @@ try:
 finally:
     os._exit(code)
 """
-SCRIPT = """
-import runpy
-sys.argv[:] = sys.argv[1:]
-sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 class ForkingPython:
-    """Run programs: code, with `sys` there, or the file of a script.
-
-    Args:
-        folder: an empty one, for what programs read and write, and for Transformers' cache.
-    """
+    """Runs programs, code with `sys` there; an empty folder is for their streams and Transformers' cache."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.runs = folder, 0
@@ -83,99 +76,52 @@ class ForkingPython:
             "GOMP_SPINCOUNT": "1000",
             "PYTHONHASHSEED": "1",
         }
+        pipe = subprocess.PIPE  # standard output as well, for a file would be one to seek in
         self.server = subprocess.Popen(
-            [sys.executable, "-c", SERVER], env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-c", SERVER], env=environment, text=True, stdin=pipe, stdout=pipe
         )
-
-    def ask(self, verb: str, job: object) -> int | None:
-        """Send the server a request; return its answer."""
-        assert self.server.stdin is not None
-        assert self.server.stdout is not None
-        print(json.dumps([verb, job]), file=self.server.stdin, flush=True)
-        answer: int | None = json.loads(self.server.stdout.readline())
-        return answer
 
     def start(
         self,
-        program: str | Path,
+        code: str,
         *arguments: object,
         folder: Path | None = None,
         environment: Mapping[str, str] | None = None,
         stdin: str = "",
-    ) -> "Fork":
-        """Start a program in a fork.
-
-        Args:
-            program: code or a script.
-            arguments: of the program.
-            folder: where it runs.
-            environment: variables that it gets beside those of the server.
-            stdin: what it reads from standard input.
-        """
-        if isinstance(program, Path):
-            program, arguments = SCRIPT, (program, *arguments)
+    ) -> Path:
+        """Start a program in a fork, in `folder`, with further environment variables; return the path of its run."""
         self.runs += 1
-        streams = [str(self.folder / f"{self.runs}.{name}") for name in ("stdin", "stdout", "stderr")]
-        Path(streams[0]).write_text(stdin, encoding="utf-8")
-        job = {"code": program, "arguments": [str(argument) for argument in arguments], "streams": streams}
+        run = self.folder / str(self.runs)
+        run.with_suffix(".stdin").write_text(stdin, encoding="utf-8")
+        job = {"code": code, "arguments": [str(argument) for argument in arguments], "run": str(run)}
         job |= {"folder": str(folder or self.folder), "environment": dict(environment or {})}
-        pid = self.ask("start", job)
-        assert pid is not None
-        return Fork(self, pid, [Path(stream) for stream in streams])
+        assert self.server.stdin is not None
+        print(json.dumps(job), file=self.server.stdin, flush=True)
+        return run
 
-    def __call__(self, program: str | Path, *arguments: object, **options: Any) -> CompletedProcess[str]:
-        return self.start(program, *arguments, **options).ended()
+    def wait(self, run: Path) -> CompletedProcess[str]:
+        """Wait for the end of a program; return what it printed."""
+        while not run.with_suffix(".code").exists():
+            assert self.server.poll() is None
+            time.sleep(0.005)
+        code, *printed = (run.with_suffix(f".{name}").read_text("utf-8") for name in ("code", "stdout", "stderr"))
+        return CompletedProcess("", int(code), *printed)
 
-    def both(self, program: str | Path, *arguments: object, **options: Any) -> CompletedProcess[str]:
+    def __call__(self, code: str, *arguments: object, **options: Any) -> CompletedProcess[str]:
+        return self.wait(self.start(code, *arguments, **options))
+
+    def both(self, code: str, *arguments: object) -> CompletedProcess[str]:
         """Run a program in two processes, as `torchrun` does; return their joined output."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        forks = [
-            self.start(program, *arguments, environment={"RANK": rank, "LOCAL_RANK": rank, **shared}, **options)
-            for rank in "01"
+        runs = [
+            self.start(code, *arguments, environment={"RANK": rank, "LOCAL_RANK": rank, **shared}) for rank in "01"
         ]
-        one, other = (fork.ended() for fork in forks)
-        return CompletedProcess(
-            "", one.returncode or other.returncode, one.stdout + other.stdout, one.stderr + other.stderr
-        )
+        one, other = map(self.wait, runs)
+        code_of_both = one.returncode or other.returncode
+        return CompletedProcess("", code_of_both, one.stdout + other.stdout, one.stderr + other.stderr)
 
     def close(self) -> None:
         self.server.communicate()
-
-
-class Fork:
-    """A process that was started, with what is needed of `subprocess.Popen`."""
-
-    def __init__(self, python: ForkingPython, pid: int, streams: list[Path]) -> None:
-        self.python, self.pid, self.streams = python, pid, streams
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self.python.ask("poll", self.pid)
-        return self.returncode
-
-    def ended(self, seconds: float = 240) -> CompletedProcess[str]:
-        """Wait for its end; return what it printed."""
-        deadline = time.monotonic() + seconds
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                self.kill()
-                raise TimeoutError(f"not ended after {seconds} s: {self.printed()}")
-            time.sleep(0.005)
-        assert self.returncode is not None
-        return CompletedProcess("", self.returncode, *self.printed())
-
-    def printed(self) -> tuple[str, str]:
-        """Return what it has written so far to standard output and standard error."""
-        output, error = (path.read_text(encoding="utf-8") for path in self.streams[1:])
-        return output, error
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)

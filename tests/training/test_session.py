@@ -8,6 +8,7 @@ import torch
 from transformers import BertForSequenceClassification, MarianMTModel
 
 from collab_compress import Compression, compress
+from collab_compress.attention import run
 from collab_compress.errors import HeadError, UnsupportedModelError
 from collab_compress.heads import Recorder, RotationOptions, alphas_of, mix_heads_
 from collab_compress.training import LOSSES, AlphasOptions, DropHeadOptions, HeadSession, HeadTraining, PenaltyOptions
@@ -38,11 +39,11 @@ def test_a_penalty_is_its_loss_over_modules(loss, family, make_undropped, batch)
             model(**batch)
             values = [
                 chosen.function(
-                    getattr(reading, chosen.part),
-                    reading.masks.key if chosen.part in ("values", "keys") else reading.masks.query,
+                    getattr(record, chosen.part),
+                    record.masks.key if chosen.part in ("values", "keys") else record.masks.query,
                 )
-                for reading in recorder.take()
-                if reading.site.kind in chosen.kinds
+                for record in recorder.take()
+                if record.site.kind in chosen.kinds
             ]
         expected = (torch.stack(values).mean() if chosen.reduction == "mean" else sum(values)).detach()
         with HeadSession(model, training) as session:
@@ -83,9 +84,9 @@ def test_a_penalty_weighs_by_kind(make_undropped, make_batch):
     with Recorder(model, ("probs",)) as recorder:
         model(**batch)
         sums = dict.fromkeys(weights, 0.0)
-        for reading in recorder.take():
-            if reading.site.kind in weights:
-                sums[reading.site.kind] += LOSSES["bhattacharyya"].function(reading.probs, reading.masks.query)
+        for record in recorder.take():
+            if record.site.kind in weights:
+                sums[record.site.kind] += LOSSES["bhattacharyya"].function(record.probs, record.masks.query)
     penalties = tuple(PenaltyOptions("bhattacharyya", weight, kinds=(kind,)) for kind, weight in weights.items())
     session = HeadSession(model, HeadTraining(penalties=penalties))
     model(**batch)
@@ -163,13 +164,13 @@ def test_a_penalty_of_weight_0_is_measured_and_does_not_touch_the_loss(make_undr
 def test_probabilities_are_computed_only_where_penalties_act(mode, make_undropped, batch, monkeypatch):
     """Evaluation runs the fused attention of the stock model."""
     model = make_undropped("bert").train(mode == "training")
-    calls, fused = [], torch.nn.functional.scaled_dot_product_attention
+    calls, fused = [], run.scaled_dot_product_attention
 
     def counted(*args, **kwargs):
         calls.append(1)
         return fused(*args, **kwargs)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    monkeypatch.setattr(run, "scaled_dot_product_attention", counted)
     with HeadSession(model, HeadTraining(penalties=(PenaltyOptions("bhattacharyya", 1.0),))):
         model(**batch)
     assert len(calls) == (0 if mode == "training" else 2)
@@ -280,7 +281,7 @@ def test_a_session_that_cannot_open_leaves_nothing_behind(make_undropped):
     with pytest.raises(HeadError, match="t_max"):
         HeadSession(model, HeadTraining(alphas=AlphasOptions(frozen_ratio=0.5), rotation=rotation), optimizer)
     assert not any(getattr(module, "frozen", False) for module in model.modules())
-    with pytest.raises(HeadError, match="rotation moves the optimizer's state"):
+    with pytest.raises(HeadError, match="act on the optimizer's state; pass optimizer="):
         HeadSession(model, HeadTraining(rotation=RotationOptions("random", (0,))))
 
 

@@ -15,8 +15,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertForSequenceClassification,
     BertTokenizerFast,
-    GPT2Config,
-    GPT2LMHeadModel,
     MarianMTModel,
     Trainer,
     TrainerCallback,
@@ -248,30 +246,14 @@ def translation(make_tiny, set_dropout_):
     return model, data
 
 
-@pytest.mark.parametrize(
-    ("task", "smoothing", "normalization"),
-    [(regression, 0.0, "auto"), (translation, 0.0, "auto"), (translation, 0.0, "mean"), (translation, 0.1, "mean")],
-)
-def test_the_gradient_does_not_depend_on_accumulation(
-    task, smoothing, normalization, make_tiny, set_dropout_, tmp_path
-):
-    weights, acting = [], dataclasses.replace(PENALTIES, loss_normalization=normalization)
+@pytest.mark.parametrize(("task", "smoothing"), [(regression, 0.0), (translation, 0.0), (translation, 0.1)])
+def test_the_gradient_does_not_depend_on_accumulation(task, smoothing, make_tiny, set_dropout_, tmp_path):
+    weights = []
     for size, passes in ((8, 1), (2, 4)):
         model, data = task(make_tiny, set_dropout_)
         options = {**ONE_STEP, "size": size, "passes": passes, "label_smoothing_factor": smoothing}
-        weights.append(final_weights(trainer_of(model, tmp_path, acting, data, **options)))
+        weights.append(final_weights(trainer_of(model, tmp_path, PENALTIES, data, **options)))
     torch.testing.assert_close(weights[1], weights[0], atol=1e-6, rtol=1e-4)
-
-
-def test_a_language_model_that_counts_its_items_keeps_the_stock_loss(tmp_path):
-    torch.manual_seed(0)
-    config = GPT2Config(n_embd=24, n_head=3, n_layer=1, vocab_size=61, bos_token_id=1, eos_token_id=2)
-    model = GPT2LMHeadModel(config)
-    data = [{**row, "labels": row["input_ids"]} for row in dataset(8)]
-    acting = HeadTraining(penalties=(PenaltyOptions("agreement", 0.5),))
-    trainer = trainer_of(model, tmp_path, acting, data, **ONE_STEP, size=2, passes=4)
-    trainer.train()
-    assert trainer._takes_mean is False
 
 
 @pytest.mark.parametrize(("smoothing", "passes"), [(0.0, 1), (0.1, 4)])
@@ -322,7 +304,7 @@ def test_with_nothing_on_it_is_the_stock_trainer(task, loss_from, make_tiny, tmp
 @pytest.mark.parametrize("task", [regression, translation])
 def test_a_stock_loss_adds_up_and_the_penalty_does_not(task, make_tiny, set_dropout_, tmp_path):
     """The loss of a model that ignores `num_items_in_batch` counts once for each pass, a penalty is their mean."""
-    stock = dataclasses.replace(PENALTIES, loss_normalization="stock")
+    stock = HeadTraining(penalties=PENALTIES.penalties)  # the default
     model, data = task(make_tiny, set_dropout_)
     other, _ = task(make_tiny, set_dropout_)
     trainer_of(model, tmp_path, stock, data[:2] * 4, **ONE_STEP, size=2, passes=4).train()
@@ -431,8 +413,7 @@ def gradients_of(model, batch, network=None):
 
 
 def trained_in_step(model, folder, size):
-    acting = dataclasses.replace(PENALTIES, loss_normalization="mean")
-    return final_weights(trainer_of(model, folder, acting, dataset(8), InOrder, **ONE_STEP, size=size))
+    return final_weights(trainer_of(model, folder, PENALTIES, dataset(8), InOrder, **ONE_STEP, size=size))
 
 
 def one_of_two(rank, model, folder):

@@ -329,7 +329,7 @@ def test_an_interrupt_leaves_model_and_tokenizer_as_they_were(monkeypatch):
     model, tokenizer = pair_of("masked")
     words, attributes = tokenizer.get_vocab(), dict(vars(tokenizer))
 
-    reload = trim.reloaded
+    reload = trim.reload
 
     def reloaded(*args):
         made = reload(*args)
@@ -354,7 +354,7 @@ def test_an_interrupt_leaves_model_and_tokenizer_as_they_were(monkeypatch):
         def __getitem__(self, name):
             return self.attributes[name]
 
-    monkeypatch.setattr(trim, "reloaded", reloaded)
+    monkeypatch.setattr(trim, "reload", reloaded)
     with pytest.raises(KeyboardInterrupt):
         trim_vocabulary_(model, tokenizer, tokens=500)
     assert tokenizer.get_vocab() == words

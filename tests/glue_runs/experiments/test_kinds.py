@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from statistics import mean
 
 import numpy as np
@@ -224,24 +223,6 @@ def test_a_fresh_model_of_given_sizes(text, tmp_path):
         run(fresh_recipe(tmp_path / "out", *overrides, "fresh.config.hidden_size=12"))
 
 
-@pytest.mark.parametrize(
-    ("fresh", "message"),
-    [
-        ("{config: {model_type: lama}}", "config says model_type 'lama'; expected a family of Transformers"),
-        ("{config: {model_type: llama, n_head: 3}}", "the config of llama has no field n_head"),
-        ("{config: {model_type: llama, hidden_size: wide}}", "the config of llama: .*hidden_size"),
-        ("{config: {model_type: t5}}", "Transformers has no t5 model for language modelling .config."),
-        ("{config: T5, layers: 2}", "layers is what the config says; leave it or config out"),
-        ("{config: T5/nosuch}", "the config of .*nosuch cannot be read"),
-    ],
-)
-def test_configs_that_do_not_fit(text, tmp_path, fresh, message):
-    TINY["t5"][2].save_pretrained(tmp_path / "t5")
-    override = f"fresh={fresh.replace('T5', str(tmp_path / 't5'))}"
-    with pytest.raises(RecipeError, match=message):
-        run(fresh_recipe(tmp_path / "out", "task=text", f"data_dir={text}", override))
-
-
 def test_nothing_to_score(text, tmp_path):
     for name in ("valid", "test"):
         (text / "text" / f"{name}.txt").unlink()
@@ -283,31 +264,50 @@ def test_held_out_training_data_choose_the_best_epoch(questions, tmp_path):
     assert list(split[0]["test"]) == list(whole["test"])
 
 
-BEST = "{eval_strategy: epoch, load_best_model_at_end: true, metric_for_best_model: f1}"
+BEST = "tuning.arguments={eval_strategy: epoch, load_best_model_at_end: true, metric_for_best_model: f1}"
+LLAMA = "model_type: llama, num_hidden_layers: 1"
+FIXTURES = {"task=trec": "questions", "task=text": "text", "task=parallel": "sentences"}
 
 
 @pytest.mark.parametrize(
-    ("fixture", "settings", "message"),
+    ("task", "setting", "message"),
     [
+        ("task=text", "fresh={config: {model_type: lama}}", "config says model_type 'lama'; expected a family"),
+        ("task=text", f"fresh={{config: {{{LLAMA}, n_head: 3}}}}", "the config of llama has no field n_head"),
+        ("task=text", f"fresh={{config: {{{LLAMA}, hidden_size: wide}}}}", "the config of llama: .*hidden_size"),
         (
-            "questions",
-            ["task=trec", "held_out=0.25", f"tuning.arguments={BEST}"],
-            "metric_for_best_model is f1, and evaluations have loss, accuracy ",
+            "task=text",
+            f"fresh={{config: {{{LLAMA}, output_attentions: true}}}}",
+            "no LlamaForCausalLM can .*output_att",
         ),
-        ("questions", ["task=trec", "held_out=0.99"], "0.99, which leaves no training data; lower it"),
-        ("text", ["task=text", "held_out=0.25"], "held_out is 0.25, but there is validation data; leave it out"),
         (
-            "questions",
-            ["task=trec", "tuning.arguments={eval_strategy: epoch}"],
-            "eval_strategy is epoch, but trec has no validation data; leave it out",
+            "task=text",
+            "fresh={config: {model_type: t5}}",
+            "has no t5 model for language modelling .config.",
+        ),
+        ("task=text", "fresh={config: T5, layers: 2}", "layers is what the config says; leave it or config out"),
+        ("task=text", "fresh={config: T5/nosuch}", "the config of .*nosuch cannot be read"),
+        ("task=text", "fresh.tokenizer=letters", "unknown kind of tokenizer 'letters'"),
+        ("task=text", "attn_implementation=magic", "cannot be loaded for text: .*magic"),
+        ("task=text", "tuning=null", "a fresh model is trained first; give tuning"),
+        ("task=text", "held_out=0.25", "held_out is 0.25, but there is validation data; leave it out"),
+        ("task=trec", "held_out=0.99", "0.99, which leaves no training data; lower it"),
+        ("task=trec", BEST, "eval_strategy is epoch, but trec has no validation data; leave it out"),
+        ("task=trec", f"held_out=0.25\n{BEST}", "metric_for_best_model is f1, and evaluations have loss, accuracy "),
+        (
+            "task=parallel",
+            "translation={source: aa, target: bb, max_length: 50}",
+            r"translation\.max_length is 50; the model has 40 positions",
         ),
     ],
 )
-def test_what_does_not_fit_the_data_is_refused(fixture, settings, message, request, tmp_path, monkeypatch):
+def test_what_cannot_be_run_is_refused_before_training(task, setting, message, request, tmp_path, monkeypatch):
     monkeypatch.setattr(protocol, "fine_tune", lambda *_: pytest.fail("it was trained"))
-    folder = request.getfixturevalue(fixture)
-    with pytest.raises(RecipeError, match=re.escape(message)):
-        run(fresh_recipe(tmp_path / "out", f"data_dir={folder}", *settings))
+    TINY["t5"][2].save_pretrained(tmp_path / "t5")
+    settings = setting.replace("T5", str(tmp_path / "t5")).split("\n")
+    data_dir = request.getfixturevalue(FIXTURES[task])
+    with pytest.raises((DataError, RecipeError), match=message):
+        run(fresh_recipe(tmp_path / "out", task, f"data_dir={data_dir}", *settings))
 
 
 @pytest.fixture
@@ -387,26 +387,3 @@ def test_training_is_tracked(text, tmp_path):
     assert losses[-1].value < losses[0].value
     (perplexity,) = events.Scalars("test/perplexity")
     assert perplexity.value == pytest.approx(record["score"], rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        (["fresh.tokenizer=letters"], DataError, "unknown kind of tokenizer 'letters'"),
-        (
-            ["fresh={config: {model_type: llama, num_hidden_layers: 1, output_attentions: true}}"],
-            RecipeError,
-            "no LlamaForCausalLM can be built from the config: .*output_attentions",
-        ),
-        (["attn_implementation=magic"], RecipeError, "cannot be loaded for text: .*magic"),
-        (["tuning=null", "compression.dk=12"], RecipeError, "a fresh model is trained first; give tuning"),
-    ],
-)
-def test_what_cannot_be_made(text, tmp_path, settings, error, message):
-    with pytest.raises(error, match=message):
-        run(fresh_recipe(tmp_path / "out", "task=text", f"data_dir={text}", *settings))
-
-
-def test_a_search_beyond_the_model_s_positions(sentences, tmp_path):
-    with pytest.raises(RecipeError, match=r"translation\.max_length is 50; the model has positions for 40"):
-        run(translation(sentences, tmp_path / "out", "translation.max_length=50"))

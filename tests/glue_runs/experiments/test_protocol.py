@@ -41,7 +41,7 @@ def test_stages(start, data_dir, tmp_path):
         assert record["recipe"]["heads"]["drophead"][0]["p"] == 0.2
         assert record["environment"]["torch"] == torch.__version__
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "dk12-again" / "model")
-    assert model.bert.encoder.layer[0].attention.self.mixing.shape == (3, 7)
+    assert model.bert.encoder.layer[0].attention.self.qk.mixing.shape == (3, 7)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     assert run(recipe) == records  # read from the records; nothing runs again
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from tiny_families import build, inputs
 from tiny_words import bert_config, word_tokenizer
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import (
@@ -24,9 +25,9 @@ from transformers import (
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
 from collab_compress.calibration import calibration_batches, run_batch
-from collab_compress.calibration.batches import in_parts, noted_batches, sample_sequences, sequence_count
+from collab_compress.calibration.batches import MAX_TOKENS_PER_BATCH, in_parts, sample_sequences, sequence_count
 from collab_compress.calibration.files import read_texts
-from collab_compress.calibration.tokenization import MAX_TOKENS_PER_BATCH
+from collab_compress.calibration.source import resolve
 from collab_compress.errors import CalibrationError
 
 
@@ -248,25 +249,6 @@ def test_ready_batches_pass_through_and_need_no_tokenizer(minilm, batch):
 
 
 @pytest.mark.parametrize(
-    ("calibration", "tokenized", "message"),
-    [
-        ("synthetic", False, r"needs the model's tokenizer, and there is none: pass tokenizer="),
-        ("missing.txt", True, r"cannot read missing\.txt"),
-        ([], True, "calibration data is empty"),
-        (7, True, "calibration is a int; expected"),
-        (["text", 3], True, "calibration: item 1 is or holds a int; expected a text, or a pair"),
-        ([{"input_ids": torch.ones(1, 1)}, "text"], True, "item 1 is a str among batches; pass batches only"),
-        ([{"input_ids": [[1, 2]]}], True, "batch 0: input_ids is a list; expected a tensor"),
-        ({"input_ids": torch.ones(1, 4).long()}, True, "calibration is a dict; expected"),
-        (Dataset.from_dict({"text": ["a"]}), True, r"columns \['text'\]; pass the one with the texts"),
-    ],
-)
-def test_bad_calibration_says_what_to_do(minilm, minilm_tokenizer, calibration, tokenized, message):
-    with pytest.raises(CalibrationError, match=message):
-        calibration_batches(calibration, minilm, minilm_tokenizer if tokenized else None)
-
-
-@pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"\n \n", r"texts\.txt"),
@@ -320,12 +302,6 @@ def test_sequences_limits_ready_batches(make_tiny, make_batch):
     assert report.output_error.sequences == 1
 
 
-def test_batches_longer_than_length_are_warned_of(make_tiny, calibration):
-    batches, notes, _ = noted_batches(calibration, make_tiny("bert"), None, sequences=None, length=5, seed=0)
-    assert notes == ["calibration batches have up to 12 tokens a sequence; length 5 cuts texts only"]
-    assert batches[0]["input_ids"].shape == calibration[0]["input_ids"].shape
-
-
 def test_texts_without_a_pad_token_are_masked(minilm, minilm_tokenizer):
     texts = ["a dog runs", "two men play a long game of chess in the park", ("one", "two")]
     (padded,) = calibration_batches(texts, minilm, minilm_tokenizer, length=8)
@@ -335,19 +311,6 @@ def test_texts_without_a_pad_token_are_masked(minilm, minilm_tokenizer):
     assert masked.keys() == padded.keys()
     for name, tensor in padded.items():
         assert torch.equal(masked[name], tensor)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"calibration": "synthetic", "length": 2}, "length 2 leaves no room for texts beside the special tokens"),
-        ({"calibration": [("a", "dog")], "length": 3}, "beside the 3 special tokens"),
-        ({"calibration": "synthetic", "sequences": 10**12}, "1000000000000 random sequences .* pass fewer sequences"),
-    ],
-)
-def test_sizes_that_make_no_sense(options, message, minilm, minilm_tokenizer):
-    with pytest.raises(CalibrationError, match=message):
-        calibration_batches(model=minilm, tokenizer=minilm_tokenizer, **options)
 
 
 def test_a_tokenizer_that_cannot_read_the_texts(minilm):
@@ -395,51 +358,6 @@ def test_what_a_tokenizer_is_set_to_for_generation_does_not_count(words):
     for name, tensor in expected.items():
         assert torch.equal(batch[name], tensor)
     assert (tokenizer.padding_side, tokenizer.truncation_side) == ("left", "left")
-
-
-@pytest.mark.parametrize(("name", "warns"), [("GPT2", True), ("Llama", False)])
-def test_ready_batches_that_are_padded_on_the_left_are_warned_of(name, warns, batch, caplog):
-    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-    batch["attention_mask"][1:, :3] = 0
-    model = decoder(name)
-    calibration_batches([batch], model)
-    message = "2 calibration sequences are padded on the left without position_ids, so positions may count"
-    assert [text.startswith(message) for text in caplog.messages] == [True] * warns
-    caplog.clear()
-    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    calibration_batches([{**batch, "position_ids": positions}], model)
-    assert caplog.messages == []
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("input_ids", torch.ones(2, 4, dtype=torch.long, device="meta"), "input_ids is on the meta device"),
-        ("input_ids", torch.ones(2, 4).long().to_sparse(), r"input_ids is of layout torch\.sparse_coo"),
-        ("attention_mask", torch.full((2, 4), float("nan")), "attention_mask holds negative numbers or NaN"),
-        ("decoder_attention_mask", torch.full((2, 4), -1), "decoder_attention_mask holds negative numbers or NaN"),
-    ],
-)
-def test_batches_without_usable_values_are_refused(name, value, message, make_tiny):
-    batch = {"input_ids": torch.ones(2, 4).long(), name: value}
-    with pytest.raises(CalibrationError, match=f"calibration batch 0: {message}"):
-        calibration_batches([batch], make_tiny("bert"))
-
-
-@pytest.mark.parametrize(
-    ("calibration", "messages"),
-    [
-        (["a dog runs"] * 9 + ["a cat"], ["only 2 of 10 calibration sequences are distinct and longer"]),
-        (["a dog runs", "it rains", "two men play"], []),
-        (["a dog ☃ ☃"], ["50% of the tokens of the calibration data are unknown to the tokenizer"]),
-        ([{"input_ids": torch.arange(5)[:, None]}], ["only 0 of 5 calibration sequences are distinct and longer"]),
-        ([{"input_ids": torch.arange(10).view(5, 2)}], []),
-    ],
-)
-def test_data_that_are_alike_are_warned_of(calibration, messages, minilm, minilm_tokenizer, caplog):
-    calibration_batches(calibration, minilm, minilm_tokenizer)
-    assert len(caplog.messages) == len(messages)
-    assert all(text.startswith(start) for text, start in zip(caplog.messages, messages, strict=True))
 
 
 @pytest.mark.parametrize(("rows", "wanted", "expected"), [([16] * 21, 256, 256), ([16] * 2, 64, 32), ([9], 4, 9)])
@@ -490,10 +408,8 @@ def test_token_types_that_the_model_does_not_know(calibration, caplog):
     has_pairs = calibration != ["a cat", "a dog"]
     assert any("token types up to 1, and RobertaModel has 1" in line for line in caplog.messages) == has_pairs
     assert all(("token_type_ids" in batch) != has_pairs for batch in batches)
-    if has_pairs:
-        types = {"token_type_ids": torch.ones_like(batches[0]["input_ids"])}
-        with pytest.raises(CalibrationError, match=r"holds token type 1, but RobertaModel has 1, counted from 0"):
-            calibration_batches([batches[0] | types], model)
+    ready = {**batches[0], "token_type_ids": torch.ones_like(batches[0]["input_ids"])}
+    assert "token_type_ids" not in calibration_batches([ready], model)[0]
 
 
 def test_an_argument_that_the_model_lacks_is_left_out(monkeypatch):
@@ -524,28 +440,66 @@ def test_several_sources_together(tmp_path, minilm, minilm_tokenizer):
     assert first != [batch["input_ids"].tolist() for batches in apart for batch in batches][:20]  # mixed
     few = calibration_batches(("builtin", "synthetic"), minilm, minilm_tokenizer, sequences=20)
     assert sum(map(sequence_count, few)) == 40  # of each
-    _, _, given = noted_batches(
-        (["a dog", "a cat"], "synthetic"), minilm, minilm_tokenizer, sequences=None, length=None, seed=0
-    )
-    assert rows_of(given) == rows_of(calibration_batches(["a dog", "a cat"], minilm, minilm_tokenizer))
+    texts = (["a dog", "a cat"], "synthetic", tmp_path / "docs.txt", ready)
+    sources = resolve(texts, minilm, minilm_tokenizer, CalibrationOptions())
+    assert [source.words for source in sources] == ["texts", "random tokens", "texts (docs.txt)", "batches"]
+    assert [source.is_random for source in sources] == [False, True, False, False]
     assert calibration_batches(("none",), minilm) == []
 
 
+def ready(name="input_ids", value=None):
+    """Return a batch in which one argument has this value."""
+    return {"input_ids": torch.ones(2, 4).long(), name: torch.ones(2, 4).long() if value is None else value}
+
+
 @pytest.mark.parametrize(
-    ("sources", "message"),
+    ("calibration", "options", "message"),
     [
-        ((), "calibration is an empty tuple"),
-        (("none", "builtin"), "one of them is 'none'"),
-        ((None, "builtin"), "one of them is None"),
+        ("missing.txt", {}, r"cannot read missing\.txt"),
+        ([], {}, "calibration data is empty"),
+        (7, {}, "calibration is a int; expected"),
+        (["text", 3], {}, "calibration: item 1 is or holds a int; expected a text, or a pair"),
+        ([ready(), "text"], {}, "item 1 is a str among batches; pass batches only"),
+        (ready(), {}, "calibration is a dict; expected"),
+        (Dataset.from_dict({"text": ["a"]}), {}, r"columns \['text'\]; pass the one with the texts"),
+        ([ready(value=[[1, 2]])], {}, "batch 0: input_ids is a list; expected a tensor"),
+        ([ready(value=torch.ones(2, 4, device="meta"))], {}, "batch 0: input_ids is on the meta device"),
+        ([ready(value=torch.ones(2, 4).to_sparse())], {}, r"batch 0: input_ids is of layout torch\.sparse_coo"),
+        ([ready("attention_mask", torch.full((2, 4), float("nan")))], {}, "attention_mask holds negative numbers or"),
+        ([ready("decoder_attention_mask", torch.full((2, 4), -1))], {}, "decoder_attention_mask holds negative num"),
+        ("synthetic", {"length": 2}, "length 2 leaves no room for texts beside the 2 special tokens"),
+        ([("a", "dog")], {"length": 3}, "beside the 3 special tokens"),
+        ("synthetic", {"sequences": 10**12}, "1000000000000 random sequences .* pass fewer sequences"),
+        ("synthetic", {"tokenizer": None}, r"needs the model's tokenizer, and there is none: pass tokenizer="),
+        ((), {}, "calibration is an empty tuple"),
+        (("none", "builtin"), {}, "one of them is 'none'"),
+        ((None, "builtin"), {}, "one of them is None"),
         (
             (("a cat", "a dog"), ("a", "pair")),
-            "one of them is a tuple; expected names, files, or lists; pass texts, pai",
+            {},
+            "one of them is a tuple; expected names, files, or lists; pass texts",
         ),
-        (({"input_ids": torch.ones(1, 1)},), "one of them is a dict"),
-        (("a cat runs", "a dog"), "cannot read a cat runs.*if it is a text, pass a list of texts"),
-        (("builtin", 5), "calibration is a int"),
+        ((ready(),), {}, "one of them is a dict"),
+        (("a cat runs", "a dog"), {}, "cannot read a cat runs.*if it is a text, pass a list of texts"),
+        (("builtin", 5), {}, "calibration is a int"),
     ],
 )
-def test_sources_that_are_none(sources, message, minilm, minilm_tokenizer):
+def test_bad_calibration_says_what_to_do(calibration, options, message, minilm, minilm_tokenizer):
     with pytest.raises(CalibrationError, match=message):
-        calibration_batches(sources, minilm, minilm_tokenizer)
+        calibration_batches(calibration, minilm, **{"tokenizer": minilm_tokenizer, **options})
+
+
+@pytest.mark.parametrize("calibration", ["auto", "builtin", "synthetic", "generated", "photos", ["a dog"]])
+@pytest.mark.parametrize(
+    ("family", "read"),
+    [("vit", "pixel_values"), ("clip", "images besides tokens"), ("whisper", "input_features")],
+)
+def test_models_that_read_more_than_tokens_need_batches_of_their_processor(calibration, family, read):
+    model, ready = build(family), inputs(family)
+    message = (
+        rf"^{type(model).__name__} reads {read}; pass batches of your processor: calibration=\[dict\(processor\("
+    )
+    with pytest.raises(CalibrationError, match=message):
+        calibration_batches(calibration, model, word_tokenizer())
+    assert calibration_batches([ready], model)[0].keys() == ready.keys()
+    assert calibration_batches("none", model) == []

@@ -4,104 +4,83 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from math import inf
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from collab_compress.calibration.batches import BATCH_SIZE, batch_size, shuffled
 from collab_compress.calibration.files import Text
 from collab_compress.calibration.gather import Batch, forward_arguments, takes_argument
 from collab_compress.errors import CalibrationError, one_line
 
-BATCH_SIZE = 16  # sequences, at most
-MAX_TOKENS_PER_BATCH = 4096  # padding counts; a longer sequence is a batch by itself
 UNLIMITED = 10**9  # tokenizers without a limit have a larger model_max_length
-MOST_NUMBERS = 10**9  # of 4 or 8 bytes, in memory at once
 PROBES = 50  # texts tried to find out which special tokens a tokenizer adds
-
-_Item = TypeVar("_Item")
-SpecialTokens: TypeAlias = tuple[list[int], list[int]]
-"""Ids that a tokenizer puts before and after a text."""
 
 
 def text_batches(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[Text],
-    length: int | None,
-    seed: int,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], length: int | None, seed: int
 ) -> tuple[list[Batch], int]:
-    """Tokenize texts in batches of similar length, in random order; return how many were cut at `length` too.
-
-    Texts for an encoder–decoder are sources and targets.
-    """
-    single = next((text for text in texts if isinstance(text, str)), None)
+    """Tokenize texts in batches of similar length, in random order; return how many were cut at `length` too."""
     translates = model.config.is_encoder_decoder
+    single = next((text for text in texts if isinstance(text, str)), None)
     if translates and single is not None:
         raise CalibrationError(
             f"{single[:60]!r} is no pair; an encoder–decoder reads a source and a target: pass FILE:source,target, "
             "lines with a tab between the two, or a list of pairs"
         )
-    has_pairs = not all(isinstance(text, str) for text in texts)
-    special = tokenizer.num_special_tokens_to_add(pair=has_pairs and not translates)
-    if length is not None and length <= special:
-        raise CalibrationError(
-            f"length {length} leaves no room for texts beside the {special} special tokens of each; pass a larger one"
-        )
-    options: dict[str, Any] = {"truncation": length is not None, "max_length": length}
+    has_pairs = not translates and not all(isinstance(text, str) for text in texts)
+    _check_room(length, tokenizer.num_special_tokens_to_add(pair=has_pairs))
+    encode_part = _source_target_batches if translates else _single_batches
     texts = sorted(texts, key=lambda text: len(text) if isinstance(text, str) else len(text[0]) + len(text[1]))
+    batches: list[Batch] = []
     cut = 0
-    batches = []
     for start in range(0, len(texts), BATCH_SIZE):
-        part = list(texts[start : start + BATCH_SIZE])
         try:
-            if translates:
-                lengths = _lengths(tokenizer, part, translates)
-                cut += sum(length is not None and count > length for count in lengths)
-                batches += [
-                    encode_pairs(model, tokenizer, part[group], padding=True, **options)
-                    for group in batch_slices([count if length is None else min(count, length) for count in lengths])
-                ]
-            else:
-                columns = {
-                    name: [torch.tensor(row, dtype=torch.long, device="cpu") for row in rows]
-                    for name, rows in encode(tokenizer, part, **options).items()
-                    if takes_argument(model, name)
-                }
-                if length is not None and max(map(len, columns["input_ids"])) == length:
-                    cut += sum(count > length for count in _lengths(tokenizer, part, translates))
-                batches += pad(columns, "attention_mask", tokenizer)
+            made, cut_here = encode_part(model, tokenizer, texts[start : start + BATCH_SIZE], length)
         except Exception as error:  # tokenizers raises plain exceptions
             raise CalibrationError(f"the texts cannot be encoded: {one_line(error)}") from error
-    return sampled(batches, None, seed), cut
+        batches += made
+        cut += cut_here
+    return shuffled(batches, seed), cut
 
 
-def _lengths(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], translates: bool) -> list[int]:
-    """Return the number of tokens of each text or pair that is not cut; of a source or its target the larger."""
-    sides = zip(*texts, strict=True) if translates else [texts]
-    rows = [
-        encode(tokenizer, list(side), target=bool(place), verbose=False)["input_ids"]
-        for place, side in enumerate(sides)
+def _single_batches(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], length: int | None
+) -> tuple[list[Batch], int]:
+    """Return batches of texts and pairs of texts, and how many of these were cut."""
+    encoded = encode(tokenizer, list(texts), truncation=length is not None, max_length=length)
+    columns = {
+        name: [torch.tensor(row, dtype=torch.long, device="cpu") for row in rows]
+        for name, rows in encoded.items()
+        if takes_argument(model, name)
+    }
+    cut = 0
+    if length is not None and max(map(len, columns["input_ids"])) == length:
+        uncut = encode(tokenizer, list(texts), verbose=False)["input_ids"]
+        cut = sum(len(row) > length for row in uncut)
+    return pad(columns, "attention_mask", tokenizer), cut
+
+
+def _source_target_batches(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Any], length: int | None
+) -> tuple[list[Batch], int]:
+    """Return batches of sources and targets, and how many pairs were cut."""
+    sources, targets = (list(side) for side in zip(*pairs, strict=True))
+    sides = [
+        encode(tokenizer, sources, verbose=False)["input_ids"],
+        encode(tokenizer, targets, target=True, verbose=False)["input_ids"],
     ]
-    return [max(map(len, row)) for row in zip(*rows, strict=True)]
-
-
-def batch_size(length: int) -> int:
-    """Return how many sequences of `length` tokens a batch holds."""
-    return max(1, min(BATCH_SIZE, MAX_TOKENS_PER_BATCH // max(1, length)))
-
-
-def batch_slices(lengths: Sequence[int]) -> list[slice]:
-    """Divide sequences, in their order, into batches, given the number of tokens of each."""
-    starts, longest = [0], 0
-    for place, length in enumerate(lengths):
-        longest = max(longest, length)
-        if place - starts[-1] >= batch_size(longest):
-            starts.append(place)
-            longest = length
-    return [slice(*ends) for ends in pairwise([*starts, len(lengths)])]
+    lengths = [max(map(len, rows)) for rows in zip(*sides, strict=True)]
+    most = inf if length is None else length
+    options: dict[str, Any] = {"padding": True, "truncation": length is not None, "max_length": length}
+    slices = batch_slices([int(min(count, most)) for count in lengths])
+    return (
+        [encode_pairs(model, tokenizer, pairs[group], **options) for group in slices],
+        sum(count > most for count in lengths),
+    )
 
 
 def encode_pairs(
@@ -127,10 +106,7 @@ def encode_pairs(
 
 
 def encode(tokenizer: Any, text: Any, target: bool = False, **options: Any) -> Any:
-    """Tokenize a text or a list of texts, cut and padded on the right whatever the tokenizer is set to.
-
-    Targets of a translation are tokenized as such, if their language is set.
-    """
+    """Tokenize texts, cut and padded on the right; targets of a translation as such, if their language is set."""
     names = ("padding_side", "truncation_side", "tgt_lang")
     before = {name: getattr(tokenizer, name) for name in names if hasattr(tokenizer, name)}
     tokenizer.padding_side = tokenizer.truncation_side = "right"  # decoders that generate are set to "left"
@@ -142,6 +118,17 @@ def encode(tokenizer: Any, text: Any, target: bool = False, **options: Any) -> A
     finally:
         for name, value in before.items():  # some tokenizers overwrite tgt_lang
             setattr(tokenizer, name, value)
+
+
+def batch_slices(lengths: Sequence[int]) -> list[slice]:
+    """Divide sequences, in their order, into batches, given the number of tokens of each."""
+    starts, longest = [0], 0
+    for index, length in enumerate(lengths):
+        longest = max(longest, length)
+        if index - starts[-1] >= batch_size(longest):
+            starts.append(index)
+            longest = length
+    return [slice(*ends) for ends in pairwise([*starts, len(lengths)])]
 
 
 def pad(columns: Mapping[str, list[Tensor]], mask_name: str, tokenizer: PreTrainedTokenizerBase) -> list[Batch]:
@@ -159,11 +146,7 @@ def pad(columns: Mapping[str, list[Tensor]], mask_name: str, tokenizer: PreTrain
 
 
 def usable_length(length: int | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the length that model and tokenizer can take, at most `length`; None if nothing limits it.
-
-    Raises:
-        CalibrationError: the tokenizer's limit is no number, or leaves no room beside the special tokens.
-    """
+    """Return the length that model and tokenizer can take, at most `length`; None if nothing limits it."""
     limit: Any = tokenizer.model_max_length
     if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 1:
         raise CalibrationError(f"model_max_length of the tokenizer is {limit!r}; expected a number of tokens")
@@ -177,11 +160,21 @@ def usable_length(length: int | None, model: PreTrainedModel, tokenizer: PreTrai
     ]
     positions = next(filter(None, (*offset, *limits)), inf)
     shortest = min(inf if length is None else length, limit, positions)
-    if shortest <= tokenizer.num_special_tokens_to_add():
-        raise CalibrationError(
-            f"length {shortest} leaves no room for texts beside the special tokens of each; pass a larger one"
-        )
+    _check_room(shortest, tokenizer.num_special_tokens_to_add())
     return int(shortest) if shortest < UNLIMITED else None
+
+
+def _check_room(length: float | None, special: int) -> None:
+    if length is not None and length <= special:
+        raise CalibrationError(
+            f"length {length} leaves no room for texts beside the {special} special tokens of each; pass a larger one"
+        )
+
+
+def reads_tokens_alone(model: PreTrainedModel) -> bool:
+    """Return whether tokens are all that a model reads: no images or sounds, alone or with them."""
+    has_towers = all(hasattr(model.config, name) for name in ("text_config", "vision_config"))
+    return model.main_input_name == "input_ids" and not has_towers
 
 
 def vocabulary_size(model: PreTrainedModel, target: bool = False) -> int | None:
@@ -206,11 +199,7 @@ def token_type_count(model: PreTrainedModel) -> int | None:
 
 
 def ordinary_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: bool = False) -> list[int]:
-    """Return the ids, ascending, that both tokenizer and model (or its decoder) know and that are not special.
-
-    Raises:
-        CalibrationError: there are none.
-    """
+    """Return the ids, ascending, that both tokenizer and model (or its decoder) know and that are not special."""
     size = min(len(tokenizer), vocabulary_size(model, target) or len(tokenizer))
     special = set(tokenizer.all_special_ids)
     ids = [token for token in range(size) if token not in special]
@@ -219,8 +208,10 @@ def ordinary_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     return ids
 
 
-def special_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], target: bool = False) -> SpecialTokens:
-    """Return the special tokens around a text, or around the target of a translation if its language is set."""
+def special_tokens(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], target: bool = False
+) -> tuple[list[int], list[int]]:
+    """Return the ids before and after a text, or the target of a translation, given ids of ordinary tokens."""
     for text in ("a", *(tokenizer.decode([token]) for token in ids[:PROBES])):
         plain = list(encode(tokenizer, text, target, add_special_tokens=False)["input_ids"])
         full = list(encode(tokenizer, text, target, add_special_tokens=True)["input_ids"])
@@ -252,17 +243,3 @@ def start_token(config: PretrainedConfig, suffix: Sequence[int]) -> int:
     names = ("eos_token_id", "bos_token_id", "pad_token_id")
     tokens = (start, *suffix[-1:], *(getattr(config, name, None) for name in names))
     return next((token for token in tokens if isinstance(token, int)), 0)
-
-
-def sampled(items: Sequence[_Item], count: int | None, seed: int) -> list[_Item]:
-    """Draw at most `count` items, or all for None, in random order."""
-    order = torch.randperm(len(items), generator=torch.Generator().manual_seed(seed), device="cpu")
-    return [items[place] for place in order[:count].tolist()]
-
-
-def check_size(numbers: int, what: str) -> None:
-    """Refuse more numbers than fit into memory."""
-    if numbers > MOST_NUMBERS:
-        raise CalibrationError(
-            f"{what} are {numbers:.1e} numbers; at most {MOST_NUMBERS:.0e} fit, so pass fewer sequences"
-        )

@@ -2,7 +2,7 @@ r"""Points of the solver, the least squares that move them, and the exact line s
 
 Least squares for a projection always give a combination of the heads' own channels, $\tilde W_Q = F_Q Z_Q$ with
 $F_Q = [Q_1 \dots Q_H]$. So the solver holds coefficients $Z$, and their products with the channels' Gram matrix,
-$P_Q = F_Q^\top \tilde W_Q = (F_Q^\top F_Q) Z_Q$: one product with the tensor for each projection and sweep.
+$P_Q = F_Q^\top \tilde W_Q = (F_Q^\top F_Q) Z_Q$: one product with the tensor for each projection and iteration.
 
 Along a line the squared error is a polynomial of degree six, whose lowest point is computed exactly.
 """
@@ -21,17 +21,13 @@ from collab_compress.factorization.factors import HeadTensor, one_hot
 SHIFT = 16.0
 # Relative rounding of an entry of a Gram matrix whose products are made in that dtype: in float32 errors of 1e-7
 # average out.
-ROUNDING = {torch.float32: 1e-9, torch.float64: torch.finfo(torch.float64).eps}
-DEAD = 1e-2  # times the median norm of components: a smaller one has been killed by a ridge
-LONGEST_STEP = 100.0
+GRAM_RTOL = {torch.float32: 1e-9, torch.float64: torch.finfo(torch.float64).eps}
+DEAD_NORM_RATIO = 1e-2  # times the median norm of components: a smaller one has been killed by a ridge
+MAX_STEP = 100.0
 
 
 class Channels:
-    r"""The channels of all heads side by side, as the solver uses them.
-
-    Args:
-        heads: with $F_Q$, (Dq, n), and $F_K$, (Dk, n), of n = H·r channels.
-    """
+    """The channels of all heads side by side, F_Q (Dq, n) and F_K (Dk, n) of n = H·r, as the solver uses them."""
 
     def __init__(self, heads: HeadTensor) -> None:
         self.heads = heads
@@ -72,29 +68,22 @@ class Channels:
 
 
 @dataclass(frozen=True)
-class Direction:
+class Step:
     """Three factors, or a step in them, with both projections onto the heads.
 
-    Everything is linear in the factors, so sums of directions need no product with the tensor.
-
-    Args:
-        query: Z of queries, (n, R).
-        mixing: M, (H, R).
-        key: Z of keys, (n, R).
-        projected_query: P of queries, (n, R).
-        projected_key: P of keys, (n, R).
+    Everything is linear in the factors, so sums of steps need no product with the tensor.
     """
 
-    query: Tensor
-    mixing: Tensor
-    key: Tensor
-    projected_query: Tensor
-    projected_key: Tensor
+    query: Tensor  # Z of queries, (n, R)
+    mixing: Tensor  # M, (H, R)
+    key: Tensor  # Z of keys, (n, R)
+    projected_query: Tensor  # P of queries, (n, R)
+    projected_key: Tensor  # P of keys, (n, R)
 
     @classmethod
-    def of(cls, channels: Channels, query: Tensor, mixing: Tensor, key: Tensor) -> "Direction":
+    def of(cls, channels: Channels, query: Tensor, mixing: Tensor, key: Tensor) -> "Step":
         """Compute the projections of coefficients (n, R), (H, R), (n, R)."""
-        return Direction(query, mixing, key, channels.project_query(query), channels.project_key(key))
+        return Step(query, mixing, key, channels.project_query(query), channels.project_key(key))
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -106,28 +95,28 @@ class Direction:
         """Number of components R."""
         return self.mixing.shape[1]
 
-    def seen_by(self, channels: Channels) -> "Direction":
+    def project_by(self, channels: Channels) -> "Step":
         """Return the same factors with projections by these channels, in their dtype."""
-        return Direction.of(channels, *(part.to(channels.dtype) for part in self.parts[:3]))
+        return Step.of(channels, *(part.to(channels.dtype) for part in self.parts[:3]))
 
-    def plus(self, other: "Direction", scale: float | Tensor) -> "Direction":
+    def plus(self, other: "Step", scale: float | Tensor) -> "Step":
         """Return this plus a multiple of another direction."""
-        return Direction(*(part + scale * added for part, added in zip(self.parts, other.parts, strict=True)))
+        return Step(*(part + scale * added for part, added in zip(self.parts, other.parts, strict=True)))
 
-    def dot(self, other: "Direction") -> Tensor:
+    def dot(self, other: "Step") -> Tensor:
         """Return the sum of the three factors' inner products, a scalar."""
         query = (self.query * other.projected_query).sum()
         return query + (self.mixing * other.mixing).sum() + (self.key * other.projected_key).sum()
 
 
 @dataclass(frozen=True)
-class Iterate(Direction):
+class Point(Step):
     """A point with its Gram matrices: of query factor, mixing matrix and key factor, (3, R, R)."""
 
     grams: Tensor
 
     @classmethod
-    def at(cls, point: Direction) -> "Iterate":
+    def at(cls, point: Step) -> "Point":
         """Compute the Gram matrices of a point."""
         query, mixing, key = (
             point.query.mT @ point.projected_query,
@@ -142,7 +131,7 @@ class Iterate(Direction):
         squared = self.grams.prod(0).sum()
         return float((1 - 2 * inner + squared).clamp_min(0).sqrt())
 
-    def swept(self, channels: Channels, ridge: float, shift: float = SHIFT, reads: Tensor | None = None) -> Direction:
+    def solve(self, channels: Channels, ridge: float, shift: float = SHIFT, reads: Tensor | None = None) -> Step:
         r"""Return the point after least squares for mixing, query, mixing again, and key.
 
         With the other two fixed, each factor is the solution of normal equations, a Hadamard product of two Gram
@@ -151,13 +140,10 @@ class Iterate(Direction):
         $$Z_Q \big[(\tilde W_K^\top \tilde W_K) \odot (M^\top M) + \rho I\big] = \mathrm{mttkrp}(M, P_K)$$
 
         The mixing matrix costs next to nothing, and solving it before either projection saves about a third of the
-        sweeps.
+        iterations.
 
-        Args:
-            channels: of the heads.
-            ridge: weight $\rho$ of the factors' squared norms beside the squared error.
-            shift: as in `solve_normal_equations`; NaNs in the result mean that a system was singular all the same.
-            reads: components that each head reads, (H, k); None for all.
+        ρ is the weight `ridge` of the factors' squared norms beside the squared error, and `reads` (H, k) names the
+        components that each head reads. NaNs in the result mean that a system was singular in spite of the shift.
         """
         query_gram, _, key_gram = self.grams
         right = channels.mixing_mttkrp(self.projected_query, self.projected_key)
@@ -179,11 +165,11 @@ class Iterate(Direction):
         squares = query_gram.diagonal(), mixing.square().sum(0), (key * projected_key).sum(0).clamp_min(0)
         lengths = torch.stack(squares).sqrt()
         of_query, of_mixing, of_key = lengths.prod(0).pow(1 / 3) / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
-        return Direction(
+        return Step(
             query * of_query, mixing * of_mixing, key * of_key, projected_query * of_query, projected_key * of_key
         )
 
-    def widened(self, channels: Channels, count: int) -> "Iterate":
+    def widen(self, channels: Channels, count: int) -> "Point":
         r"""Return a point with further components: the singular channels that it fits worst, each for its own head.
 
         With $u_j$ and $v_j$ the singular vectors of a channel of head i and $\sigma_j$ its singular value, the point
@@ -200,28 +186,28 @@ class Iterate(Direction):
         size = lacking[chosen].abs().pow(1 / 3)
         columns *= size / values[chosen].sqrt().clamp_min(tiny)
         mixing *= size * lacking[chosen].sign()
-        added = Direction.of(channels, columns, mixing, columns)
+        added = Step.of(channels, columns, mixing, columns)
         pairs = zip(self.parts, added.parts, strict=True)
-        return Iterate.at(Direction(*(torch.cat(pair, 1) for pair in pairs)))
+        return Point.at(Step(*(torch.cat(pair, 1) for pair in pairs)))
 
-    def narrowed(self, rank: int) -> "Iterate":
+    def narrow(self, rank: int) -> "Point":
         """Return a point with the R components of largest norm, without those that a ridge has killed."""
         squares = self.grams.diagonal(dim1=1, dim2=2).prod(0)
         order = squares.argsort(descending=True, stable=True)[:rank]
-        alive = squares[order] > DEAD**2 * squares[order].median()
+        alive = squares[order] > DEAD_NORM_RATIO**2 * squares[order].median()
         kept = order[alive].sort().values
-        return Iterate.at(Direction(*(part[:, kept] for part in self.parts)))
+        return Point.at(Step(*(part[:, kept] for part in self.parts)))
 
-    def read_by(self, channels: Channels, reads: Tensor) -> "Iterate":
+    def restrict(self, channels: Channels, reads: Tensor) -> "Point":
         """Return the point with the best mixing matrix whose head i reads the components `reads[i]`, (H, k)."""
         query_gram, _, key_gram = self.grams
         right = channels.mixing_mttkrp(self.projected_query, self.projected_key)
         fitted = solve_mixing(query_gram * key_gram, right, 0.0, SHIFT, reads)
         as_before = torch.zeros_like(self.mixing).scatter(1, reads, self.mixing.gather(1, reads))
         mixing = torch.where(fitted.isfinite(), fitted, as_before)  # a singular system gives NaNs
-        return Iterate.at(Direction(self.query, mixing, self.key, self.projected_query, self.projected_key))
+        return Point.at(Step(self.query, mixing, self.key, self.projected_query, self.projected_key))
 
-    def strongest_reads(self, count: int, reads: Tensor | None = None) -> Tensor:
+    def choose_reads(self, count: int, reads: Tensor | None = None) -> Tensor:
         r"""Return the components, (H, count), that each head loses most by not reading, of those it reads.
 
         With G the Gram matrix of the components that head i reads, $G = (\tilde W_Q^\top \tilde W_Q) \circ
@@ -250,15 +236,7 @@ def submatrices(gram: Tensor, reads: Tensor) -> Tensor:
 
 
 def solve_mixing(gram: Tensor, right: Tensor, ridge: float, shift: float, reads: Tensor | None) -> Tensor:
-    """Solve for the mixing matrix (H, R), zero where a head does not read a component, as `solve_normal_equations`.
-
-    Args:
-        gram: of the components, (R, R).
-        right: (H, R).
-        ridge: added to the diagonal.
-        shift: likewise.
-        reads: components that each head reads, (H, k); None for all.
-    """
+    """Solve for the mixing matrix (H, R), zero where a head does not read a component (`reads`, (H, k), or all)."""
     if reads is None:
         return solve_normal_equations(gram, right, ridge, shift)
     rows = right.gather(1, reads).unsqueeze(1)  # (H, 1, k)
@@ -267,17 +245,11 @@ def solve_mixing(gram: Tensor, right: Tensor, ridge: float, shift: float, reads:
 
 
 def solve_normal_equations(gram: Tensor, right: Tensor, ridge: float, shift: float = SHIFT) -> Tensor:
-    """Return X minimising the quadratic whose normal equations are X (gram + ridge·I) = right; solved in float64.
+    """Return X (n, R), or (H, n, R), of the normal equations X (gram + ridge·I) = right; solved in float64.
 
-    Args:
-        gram: positive semidefinite, possibly singular, (R, R), or several, (H, R, R).
-        right: (n, R), or (H, n, R).
-        ridge: added to the diagonal.
-        shift: added to the diagonal once it is scaled to 1, in units of R times the rounding of one number.
-
-    Returns:
-        As `right`; all NaN where even the shifted system has no Cholesky factorization, so that no device is waited
-        for.
+    The positive semidefinite Gram matrix (R, R), or (H, R, R), may be singular: `shift`, in units of R times the
+    rounding of one number, is added to the diagonal once it is scaled to 1. The result is NaN where even the shifted
+    system has no Cholesky factorization, so that no device is waited for.
     """
     system = gram.to(torch.float64, copy=True)
     diagonal = system.diagonal(dim1=-2, dim2=-1)
@@ -285,7 +257,7 @@ def solve_normal_equations(gram: Tensor, right: Tensor, ridge: float, shift: flo
     # With a unit diagonal, one small shift covers the rounding of components of every size.
     scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt()
     system *= scale[..., :, None] * scale[..., None, :]
-    diagonal.add_(shift * ROUNDING[gram.dtype] * gram.shape[-1])
+    diagonal.add_(shift * GRAM_RTOL[gram.dtype] * gram.shape[-1])
     root, info = torch.linalg.cholesky_ex(system)
     scale = torch.where(info[..., None] == 0, scale, torch.nan).unsqueeze(-2)  # of columns
     if right.shape[-2] < right.shape[-1]:
@@ -296,27 +268,20 @@ def solve_normal_equations(gram: Tensor, right: Tensor, ridge: float, shift: flo
 
 
 @dataclass(frozen=True)
-class Line:
+class LineSearch:
     r"""The penalised squared error on the line $x + \alpha p$.
 
     $$\|T - \hat T(\alpha)\|_F^2 + \rho\,\big(\|\tilde W_Q\|^2 + \|M\|^2 + \|\tilde W_K\|^2\big)$$
-
-    Args:
-        point: x.
-        direction: p.
-        grams: per factor the matrices of $1, \alpha, \alpha^2$ in its Gram matrix along the line, (3, 3, R, R).
-        squared: coefficients of $1$ to $\alpha^6$ of the squared error of heads whose squared norm is 1, (7,).
-        penalty: of $1$ to $\alpha^6$ of the ridge's part, (7,).
     """
 
-    point: Iterate
-    direction: Direction
-    grams: Tensor
-    squared: Tensor
-    penalty: Tensor
+    point: Point  # x
+    direction: Step  # p
+    grams: Tensor  # of each factor the matrices of 1, α, α² in its Gram matrix along the line, (3, 3, R, R)
+    squared: Tensor  # coefficients of 1 to α⁶ of the squared error of heads whose squared norm is 1, (7,)
+    penalty: Tensor  # of 1 to α⁶ of the ridge's part, (7,)
 
     @classmethod
-    def of(cls, channels: Channels, point: Iterate, direction: Direction, ridge: float) -> Self:
+    def of(cls, channels: Channels, point: Point, direction: Step, ridge: float) -> Self:
         """Expand the polynomial; two R×R products per projection and none with the tensor."""
         sides = (
             (point.query, direction.query, direction.projected_query),
@@ -342,10 +307,10 @@ class Line:
         penalty[:3] = ridge * grams.diagonal(dim1=2, dim2=3).sum((0, 2))
         return cls(point, direction, grams, squared, penalty)
 
-    def at(self, step: float) -> Iterate:
+    def at(self, step: float) -> Point:
         """Return the point at one step length, its Gram matrices taken from the expansion."""
         fixed, linear, quadratic = self.grams.unbind(1)
-        return Iterate(*self.point.plus(self.direction, step).parts, fixed + step * (linear + step * quadratic))
+        return Point(*self.point.plus(self.direction, step).parts, fixed + step * (linear + step * quadratic))
 
 
 def _by_power(products: Tensor) -> Tensor:
@@ -368,7 +333,7 @@ def positive_minimiser(coefficients: Sequence[float]) -> float:
     if degree == 0 or not all(isfinite(value / slope[degree]) for value in slope):
         return 0.0
     roots: list[complex] = np.roots(slope[degree::-1]).tolist()
-    steps = [min(root.real, LONGEST_STEP) for root in roots if root.real > 0 and abs(root.imag) <= 1e-6 * abs(root)]
+    steps = [min(root.real, MAX_STEP) for root in roots if root.real > 0 and abs(root.imag) <= 1e-6 * abs(root)]
     reached = [(sum(c * step**power for power, c in enumerate(coefficients, 1)), step) for step in steps]
     value, step = min(reached, default=(0.0, 0.0))
     return step if value < 0 else 0.0

@@ -5,11 +5,11 @@ from hypothesis import strategies as st
 
 from collab_compress.factorization import Factors, HeadTensor
 from collab_compress.factorization.factors import singular_channels
-from collab_compress.factorization.iterate import (
+from collab_compress.factorization.point import (
     Channels,
-    Direction,
-    Iterate,
-    Line,
+    LineSearch,
+    Point,
+    Step,
     positive_minimiser,
     solve_normal_equations,
 )
@@ -52,7 +52,7 @@ def test_mttkrps_match_sums_over_the_dense_tensor(make_heads, make_point, shape,
 
 
 @given(SHAPES, st.integers(1, 3), st.integers(0, 99))
-def test_a_sweep_is_four_dense_least_squares(make_heads, make_point, factors_of, dense_of, shape, rank, seed):
+def test_an_iteration_is_four_dense_least_squares(make_heads, make_point, factors_of, dense_of, shape, rank, seed):
     tensor, ridge = make_heads(*shape, seed=seed), 0.5
     channels = Channels(tensor)
     point, factors = make_point(tensor, rank, seed=seed)
@@ -61,10 +61,10 @@ def test_a_sweep_is_four_dense_least_squares(make_heads, make_point, factors_of,
     query = dense_least_squares(dense, mixing, key, 1, ridge)
     mixing = dense_least_squares(dense, query, key, 0, ridge)
     key = dense_least_squares(dense, mixing, query, 2, ridge)
-    swept = point.swept(channels, ridge)
-    ours = factors_of(tensor, swept)
+    solved = point.solve(channels, ridge)
+    ours = factors_of(tensor, solved)
     torch.testing.assert_close(dense_of(ours), dense_of(Factors(query, mixing, key)), rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(swept.parts, swept.seen_by(channels).parts, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(solved.parts, solved.project_by(channels).parts, rtol=1e-7, atol=1e-8)
     torch.testing.assert_close(ours.query.norm(dim=0), ours.mixing.norm(dim=0), rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(ours.query.norm(dim=0), ours.key.norm(dim=0), rtol=1e-6, atol=1e-8)
 
@@ -82,7 +82,7 @@ def test_mixing_weights_of_the_components_read_are_dense_least_squares(
     point, factors = make_point(tensor, rank, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     reads = torch.stack([torch.randperm(rank, generator=generator)[:count] for _ in range(tensor.heads)])
-    mixing = factors_of(tensor, point.read_by(Channels(tensor), reads)).mixing
+    mixing = factors_of(tensor, point.restrict(Channels(tensor), reads)).mixing
     for head, dense in enumerate(tensor.dense()):
         design = entry_by_entry(factors, head, reads[head])
         fit = design @ torch.linalg.lstsq(design, dense.flatten()[:, None], driver="gelsd").solution
@@ -99,14 +99,14 @@ def test_a_head_goes_on_reading_what_it_would_lose_most_without(make_heads, make
     point, factors = make_point(tensor, 7, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     reads = torch.stack([torch.randperm(7, generator=generator)[: among or 7].sort().values for _ in range(3)])
-    point = point.read_by(Channels(tensor), reads)
+    point = point.restrict(Channels(tensor), reads)
 
     def lost(head, components):
         design, dense = entry_by_entry(factors, head, components), tensor.dense()[head].flatten()
         return float((dense - design @ torch.linalg.lstsq(design, dense[:, None]).solution[:, 0]).square().sum())
 
     for count in range(1, reads.shape[1]):
-        kept = point.strongest_reads(count, None if among is None else reads)
+        kept = point.choose_reads(count, None if among is None else reads)
         for head in range(3):
             losses = {int(r): lost(head, reads[head][reads[head] != r]) for r in reads[head]}
             assert sorted(losses, key=losses.get, reverse=True)[:count] == sorted(
@@ -164,16 +164,16 @@ def test_what_is_added_is_what_the_dense_residual_lacks(
     point, factors = make_point(tensor, rank, seed=seed + 1)
     residual = tensor.dense() - dense_of(factors)
     lacking = [
-        (tensor.query[head, :, place] @ residual[head] @ tensor.key[head, :, place] / value).abs().item() ** 2
+        (tensor.query[head, :, index] @ residual[head] @ tensor.key[head, :, index] / value).abs().item() ** 2
         for head, row in enumerate(values)
-        for place, value in enumerate(row)
+        for index, value in enumerate(row)
     ]
-    wide = point.widened(Channels(tensor), count)
+    wide = point.widen(Channels(tensor), count)
     assert wide.query.shape[1] == rank + count
     remainder = (tensor.dense() - dense_of(factors_of(tensor, wide))).square().sum()
     expected = residual.square().sum() - sum(sorted(lacking, reverse=True)[:count])
     torch.testing.assert_close(remainder, expected, rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(wide.parts, wide.seen_by(Channels(tensor)).parts, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(wide.parts, wide.project_by(Channels(tensor)).parts, rtol=1e-6, atol=1e-8)
 
 
 def test_the_largest_components_are_kept_and_dead_ones_never(make_heads, make_point):
@@ -181,10 +181,10 @@ def test_the_largest_components_are_kept_and_dead_ones_never(make_heads, make_po
     point, factors = make_point(tensor, 6)
     norms = factors.query.norm(dim=0) * factors.mixing.norm(dim=0) * factors.key.norm(dim=0)
     largest = norms.argsort(descending=True)[:4].sort().values
-    torch.testing.assert_close(point.narrowed(4).mixing, factors.mixing[:, largest])
+    torch.testing.assert_close(point.narrow(4).mixing, factors.mixing[:, largest])
     sizes = torch.ones(6).double()
     sizes[largest[:2]] = 1e-3
-    narrowed = Iterate.at(Direction(*(part * sizes for part in point.parts))).narrowed(5)
+    narrowed = Point.at(Step(*(part * sizes for part in point.parts))).narrow(5)
     assert narrowed.query.shape[1] == 4
 
 
@@ -201,12 +201,12 @@ def test_polynomial_matches_the_dense_objective(
     scale = tensor.squared_norm() ** 0.25
     tensor = HeadTensor(tensor.query / scale, tensor.key / scale)
     point, direction = make_point(tensor, rank, seed=2)[0], make_point(tensor, rank, seed=3)[0]
-    line = Line.of(Channels(tensor), point, direction, ridge)
+    line = LineSearch.of(Channels(tensor), point, direction, ridge)
     moved = line.at(step)
     for penalty, coefficients in ((0.0, line.squared), (ridge, line.squared + line.penalty)):
         ours = sum(c * step**power for power, c in enumerate(coefficients.tolist()))
         assert ours == pytest.approx(value(tensor, factors_of(tensor, moved), dense_of, penalty), rel=1e-8, abs=1e-8)
-    fresh = Iterate.at(moved.seen_by(Channels(tensor)))
+    fresh = Point.at(moved.project_by(Channels(tensor)))
     torch.testing.assert_close(moved.parts, fresh.parts, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(moved.grams, fresh.grams, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(moved.query, point.query + step * direction.query)

@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from collab_compress.calibration import calibration_batches
-from collab_compress.calibration.synthetic import likelihoods
-from collab_compress.calibration.tokenization import ordinary_tokens
+from collab_compress.calibration.encode import ordinary_tokens
+from collab_compress.calibration.random_tokens import likelihoods
 from collab_compress.errors import CalibrationError
 
 PIECES = ["[PAD]", "[UNK]", "[unused1]", "a", "!", "the", "of", "##ing", "##s", "<0x0A>", "▁was", "▁x", "__"]
