@@ -3,6 +3,7 @@
 from collab_compress_options.options import (
     KEEP,
     KINDS,
+    LARGEST_SEED,
     SECTION_NAMES,
     CalibrationOptions,
     Compression,
@@ -17,6 +18,7 @@ from collab_compress_options.options import (
 __all__ = [
     "KEEP",
     "KINDS",
+    "LARGEST_SEED",
     "SECTION_NAMES",
     "CalibrationOptions",
     "Compression",
