@@ -338,7 +338,7 @@ def test_a_card_and_the_licence_travel_along(run, model_dir, tmp_path):
     (model_dir / "README.md").write_text("# Theirs\n", encoding="utf-8")
     (model_dir / "LICENSE").write_text("do as you like", encoding="utf-8")
     (model_dir / "customers.csv").write_text("secret", encoding="utf-8")
-    code, printed, error = run(model_dir, "--dk", 8, "--output", tmp_path / "out")
+    code, _, error = run(model_dir, "--dk", 8, "--output", tmp_path / "out")
     assert code == 0, error
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.library_name == "transformers"
@@ -353,7 +353,6 @@ def test_a_card_and_the_licence_travel_along(run, model_dir, tmp_path):
     assert str(tmp_path) not in card.content
     assert (tmp_path / "out" / "LICENSE").read_text(encoding="utf-8") == "do as you like"
     assert not (tmp_path / "out" / "customers.csv").exists()
-    assert f"Not copied from {model_dir}: customers.csv." in printed
 
 
 @pytest.mark.parametrize(
