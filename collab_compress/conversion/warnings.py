@@ -65,8 +65,8 @@ def random_choices(chosen: Sequence[str]) -> list[str]:
     if not chosen:
         return []
     return [
-        f"{' and '.join(chosen)} were chosen on random tokens alone, which loses more; calibrate on texts like "
-        "or on texts that a language model has 'generated'"
+        f"{' and '.join(chosen)} were chosen on random tokens alone, which loses more; calibrate on texts "
+        "like yours, or on those that a language model has 'generated'"
     ]
 
 

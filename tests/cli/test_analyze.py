@@ -164,7 +164,7 @@ def test_a_translator_reads_pairs(run):
         (["dense", "--output", "dense"], "dense exists; choose another output"),
         (["dense", "--output", "dense/heads"], "dense/heads lies in dense"),
         (["dense", "--against", "converted", "--output", "converted/heads"], "converted/heads lies in"),
-        (["dense", "--json", "out", "--output", "out"], "--output and --json are both out"),
+        (["dense", "--json", "new", "--output", "new"], "--output and --json are both new"),
         (["dense", "--sections"], "unknown section none"),
         (["dense", "--sentences", "0"], "expected at least 1"),
         (["dense", "--sections", "cost", "--dff", "9999"], "neurons, and dff is 9999; pass up to"),

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from transformers import AutoModel, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+from transformers import AutoModel, BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from collab_compress import CompressionError, FromScratch, from_config, read_factors
 
@@ -76,7 +76,8 @@ def test_a_config_can_be_used_again(make_tiny, tmp_path):
     assert read_factors(BertForMaskedLM.from_pretrained(tmp_path / "dense")) == {}
 
 
-def test_a_converted_models_config_is_refused(make_tiny):
-    converted = fresh(make_tiny, dk=6)
+def test_the_config_of_a_saved_converted_model_is_refused(make_tiny, tmp_path):
+    fresh(make_tiny, dk=6).save_pretrained(tmp_path)
+    saved = BertConfig.from_pretrained(tmp_path)
     with pytest.raises(CompressionError, match="pass a stock model's config"):
-        from_config(converted.config, FromScratch(dk=6), BertForMaskedLM)
+        from_config(saved, FromScratch(dk=6), BertForMaskedLM)

@@ -166,4 +166,4 @@ def test_all_is_written_or_nothing(result, tmp_path, monkeypatch):
     monkeypatch.setattr("collab_compress.report.result.to_json", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_report(result, tmp_path / "new" / "heads")
-    assert [*tmp_path.iterdir()] == [folder]
+    assert [*tmp_path.rglob("new/*")] == []

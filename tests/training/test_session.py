@@ -164,13 +164,13 @@ def test_a_penalty_of_weight_0_is_measured_and_does_not_touch_the_loss(make_undr
 def test_probabilities_are_computed_only_where_penalties_act(mode, make_undropped, batch, monkeypatch):
     """Evaluation runs the fused attention of the stock model."""
     model = make_undropped("bert").train(mode == "training")
-    calls, fused = [], run.scaled_dot_product_attention
+    calls, fused = [], run.functional.scaled_dot_product_attention
 
     def counted(*args, **kwargs):
         calls.append(1)
         return fused(*args, **kwargs)
 
-    monkeypatch.setattr(run, "scaled_dot_product_attention", counted)
+    monkeypatch.setattr(run.functional, "scaled_dot_product_attention", counted)
     with HeadSession(model, HeadTraining(penalties=(PenaltyOptions("bhattacharyya", 1.0),))):
         model(**batch)
     assert len(calls) == (0 if mode == "training" else 2)
