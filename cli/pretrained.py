@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from safetensors import safe_open
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from collab_compress.checkpoint import is_edits
@@ -182,6 +183,7 @@ def load_model(directory: Path, edited: bool = False) -> PreTrainedModel:
     if unexpected:
         message = "%s: ignored %d tensors that %s does not use, such as %s"
         _logger.warning(message, directory, len(unexpected), type(model).__name__, unexpected[0])
+    _refuse_packed(directory)
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{directory}: {name} holds NaN or infinite values; the checkpoint is damaged")
@@ -214,6 +216,16 @@ def _refuse_quantized(directory: Path, config: Any, edited: bool) -> None:
         )
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
     raise CheckpointError(f"{directory} is quantized ({method}); use the unquantized checkpoint instead")
+
+
+def _refuse_packed(directory: Path) -> None:
+    """Refuse weights of 8 bits, whose scales nothing describes."""
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 - it is no mapping
+                dtype = stored.get_slice(name).get_dtype()
+                if dtype in ("I8", "U8") or dtype.startswith("F8"):
+                    raise CheckpointError(f"{path}: {name} is quantized ({dtype}); use the unquantized checkpoint")
 
 
 def _model_class(directory: Path, config: Any) -> type[PreTrainedModel]:

@@ -268,6 +268,10 @@ def test_names_that_cannot_be_a_model(name, message, fails, model_dir, monkeypat
             f"{QUERY} holds NaN or infinite values",
         ),
         (changed_weights(lambda tensors: tensors.pop("classifier.bias")), "lacks weights"),
+        (
+            changed_weights(lambda tensors: tensors.update({QUERY: tensors[QUERY].to(torch.int8)})),
+            f"{QUERY} is quantized (I8)",
+        ),
         (changed_config(quantization_config={"quant_method": "gptq", "bits": 4}), "is quantized (gptq)"),
         (changed_config(architectures=["ClassOfSomeoneElse"]), "is not run"),
         (changed_config(architectures=["pipeline"]), "needs the class pipeline, which is no model"),
