@@ -62,11 +62,11 @@ def test_int8(config, least, dtype, converted, embed):
     model = quantized(converted.to(dtype), config)
     assert least_cosine(embed(model), expected) > least
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    assert len(linear) == 6 * 6 + 1  # shared query and key, value, output and two of the feed-forward; the pooler
+    assert len(linear) == 6 * 4 + 1  # joined projections, output and two of the feed-forward; the pooler
     assert all(isinstance(module.weight, Int8Tensor) for module in linear)
     others = {id(p) for p in model.parameters()} - {id(module.weight) for module in linear}
     assert all(type(p) is nn.Parameter and p.dtype == dtype for p in model.parameters() if id(p) in others)
-    assert type(model.get_submodule(FIRST).mixing) is nn.Parameter
+    assert type(model.get_submodule(FIRST).qk.mixing) is nn.Parameter
 
 
 def test_int4_values_cost_what_they_cost_the_dense_model(minilm, embed):
