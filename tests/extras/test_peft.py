@@ -74,7 +74,7 @@ def test_trains_saves_loads_and_merges(converted, batches, tmp_path):
 
 
 def test_the_stock_models_names_are_refused(classifier):
-    with pytest.raises(ValueError, match="(?i)no modules were targeted|target modules .*query.* not found"):
+    with pytest.raises(ValueError, match=r"(?i)no modules were targeted|target modules .*query.* not found"):
         get_peft_model(classifier, LoraConfig(task_type="SEQ_CLS"))  # PEFT's choice for BERT: query and value
 
 
