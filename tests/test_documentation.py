@@ -324,7 +324,7 @@ def test_shown_commands_are_understood(example: Example) -> None:
 
 
 FEW = """
-import json, os, sys
+import json, os, shutil, sys
 import collab_compress.factorization.als as als
 from collab_compress.calibration import builtin
 from collab_compress_cli import start
@@ -332,10 +332,15 @@ share = int(sys.argv[1])
 als.ITERATIONS = als.MAX_ITERATIONS = 2
 lines = builtin._lines
 builtin._lines = lambda name: lines(name)[::share]
-for command, *words in json.loads(sys.argv[2]):
+examples = json.loads(sys.argv[2])
+given = {*os.listdir()}
+for number, (command, *words) in enumerate(examples, 1):
     sys.argv = [command, *words]
     print("$", command, *words, flush=True)
     getattr(start, command.removeprefix("collab-"))()
+    read = {later[1] for later in examples[number:]}
+    for made in {*filter(os.path.isdir, os.listdir())} - given - read:  # other examples write there too
+        shutil.rmtree(made)
 """
 
 
@@ -407,7 +412,7 @@ def test_shown_commands_run_on_the_real_model(user_folder: Path) -> None:
     examples = [example for example in EXAMPLES if example_names(example, "minilm") and example != before]
     after = [example for example in EXAMPLES if example_names(example, "minilm-dk128")]
     assert len(examples) > 12
-    run_examples([before, *examples, *after], user_folder, share=16)
+    run_examples([before, *after, *examples], user_folder, share=16)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
