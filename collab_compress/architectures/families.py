@@ -145,16 +145,9 @@ _ONE_COUNT = Limits(no_pruning="its config has one number of heads for all layer
 _BLOCKS_ALONE = Limits(feed_forward_only=True)
 
 
-@dataclass(frozen=True)
-class _Base:
-    """What several families have in common: fields of their rows."""
-
-    paths: Paths
-    forward: Literal["stock", "plain", "scores"] = "stock"
-    layout: Layout = Layout()
-    rotary: Rotary | None = None
-    limits: Limits = Limits()
-    key_bias: bool = True
+def _base(paths: Paths, **fields: Any) -> AttentionFamily:
+    """Return what several families have in common: a row without names."""
+    return AttentionFamily("", (), (), paths, **fields)
 
 
 def _paths(projections: str, heads: str, head_width: str, **others: str) -> Paths:
@@ -167,12 +160,12 @@ def _paths(projections: str, heads: str, head_width: str, **others: str) -> Path
     return Paths(query, key, value, output, heads, head_width, **others)
 
 
-def _with_paths(base: _Base, **paths: str) -> _Base:
+def _with_paths(base: AttentionFamily, **paths: str) -> AttentionFamily:
     """Return a base with some other paths."""
     return replace(base, paths=replace(base.paths, **paths))
 
 
-_BERT = _Base(
+_BERT = _base(
     _paths("query key value ..output.dense", "num_attention_heads", "attention_head_size", cross="crossattention"),
     forward="plain",
 )
@@ -180,8 +173,8 @@ _OWN_BERT = replace(_with_paths(_BERT, scaling=""), forward="scores")
 _BERT_ALONE = replace(_OWN_BERT, limits=_BLOCKS_ALONE)
 # One module of ALBERT serves every layer of its group; a normalisation follows in it.
 _ALBERT = replace(_with_paths(_BERT, output="dense", cross=""), forward="stock")
-_DISTILBERT = _Base(_paths("q_lin k_lin v_lin out_lin", "n_heads", "attention_head_size"), forward="plain")
-_BART = _Base(_paths("q_proj k_proj v_proj out_proj", "num_heads", "head_dim", cross="encoder_attn"), forward="plain")
+_DISTILBERT = _base(_paths("q_lin k_lin v_lin out_lin", "n_heads", "attention_head_size"), forward="plain")
+_BART = _base(_paths("q_proj k_proj v_proj out_proj", "num_heads", "head_dim", cross="encoder_attn"), forward="plain")
 _BART_ALONE = replace(_BART, limits=_BLOCKS_ALONE)
 _NLLB_MOE = _with_paths(_BART, cross="cross_attention")
 _WAV2VEC2 = _with_paths(_BART, cross="")
@@ -191,34 +184,34 @@ _OPT = replace(  # scales queries itself
 _WHISPER = replace(_with_paths(_OPT, cross="encoder_attn"), key_bias=False)
 _LISTENER = replace(_OPT, layout=Layout(fixed_head_count=True), key_bias=False)  # no cache to make smaller
 _CLIP = _with_paths(_WAV2VEC2, scaling="scale")
-_VIT = _Base(
+_VIT = _base(
     _paths("q_proj k_proj v_proj o_proj", "num_attention_heads", "head_dim", free_width="head_dim"), forward="plain"
 )
 _BEIT = replace(_VIT, key_bias=False, limits=_OWN_BIAS)
 _VIDEOMAE = replace(_with_paths(_BERT, cross=""), key_bias=False)
 _DPT = replace(_VIDEOMAE, key_bias=True)
 # Scores of T5 are not scaled, and a position bias is added to them.
-_T5 = _Base(
+_T5 = _base(
     _paths("q k v o", "n_heads", "key_value_proj_dim", cross="EncDecAttention", free_width="d_kv"), limits=_ONE_BIAS
 )
 _UMT5 = replace(_T5, layout=Layout(fixed_head_count=True), limits=_OWN_BIAS)
-_PIX2STRUCT = _Base(_paths("query key value output", "n_heads", "key_value_proj_dim", free_width="d_kv"))
+_PIX2STRUCT = _base(_paths("query key value output", "n_heads", "key_value_proj_dim", free_width="d_kv"))
 _PIX2STRUCT_TEXT = replace(
     _with_paths(_PIX2STRUCT, cross="encoder_decoder_attention", free_width=""), limits=_ONE_BIAS
 )
-_GPT2 = _Base(  # one transposed layer holds queries, keys and values
+_GPT2 = _base(  # one transposed layer holds queries, keys and values
     _paths("c_attn c_proj", "num_heads", "head_dim", cross="crossattention"),
     limits=Limits(undescribed={"cross": "it keeps queries in one layer and keys and values together in another"}),
 )
-_DETR = _Base(  # positions are added to the inputs of queries and keys, not to those of values
+_DETR = _base(  # positions are added to the inputs of queries and keys, not to those of values
     _paths("q_proj k_proj v_proj o_proj", "config.encoder_attention_heads", "head_dim", cross="encoder_attn"),
     limits=Limits(no_pruning="its modules do not count them"),
 )
-_BLIP_VISION = _Base(_paths("qkv projection", "num_heads", "head_dim", scaling="scale"), limits=_BLOCKS_ALONE)
-_MPNET = _Base(
+_BLIP_VISION = _base(_paths("qkv projection", "num_heads", "head_dim", scaling="scale"), limits=_BLOCKS_ALONE)
+_MPNET = _base(
     _paths("q k v o", "num_attention_heads", "attention_head_size", scaling=""), forward="scores", limits=_ONE_BIAS
 )
-_NOMIC = _Base(
+_NOMIC = _base(
     _paths("q_proj k_proj v_proj o_proj", "config.num_attention_heads", "head_dim"),
     rotary=Rotary(),
     limits=_ONE_COUNT,
@@ -252,13 +245,13 @@ _STABLELM = replace(
 _ESM = replace(  # scales queries itself, before they are rotated
     _with_paths(_BERT, cross=""), forward="stock", rotary=Rotary()
 )
-_GPT_NEOX = _Base(
+_GPT_NEOX = _base(
     _paths("query_key_value dense", "config.num_attention_heads", "head_size"),
     layout=Layout(interleaved=True, equal_widths=True),
     rotary=Rotary(width="rotary_ndims"),
     limits=_ONE_COUNT,
 )
-_MODERNBERT = _Base(
+_MODERNBERT = _base(
     _paths("Wqkv Wo", "config.num_attention_heads", "head_dim", scaling=""),
     layout=Layout(equal_widths=True),
     rotary=Rotary(),
@@ -266,9 +259,11 @@ _MODERNBERT = _Base(
 )
 
 
-def _row(name: str, model_types: str, classes: str, base: _Base, **others: Any) -> AttentionFamily:
+def _row(name: str, model_types: str, classes: str, base: AttentionFamily, **others: Any) -> AttentionFamily:
     """Return the row of a family: what it shares with others, and fields of its own."""
-    return AttentionFamily(name, tuple(model_types.split()), tuple(classes.split()), **{**vars(base), **others})
+    return replace(
+        base, name=name, model_types=tuple(model_types.split()), attention_classes=tuple(classes.split()), **others
+    )
 
 
 _ROWS = (
