@@ -24,12 +24,11 @@ from collab_compress.attention.projections import (
     add_pre_hook_,
     family_of,
     plain_rows,
-    projection_like,
     remaining,
     remove_pre_hook_,
     rows_of,
 )
-from collab_compress.attention.shared import QKConfig, QKMap, linear
+from collab_compress.attention.shared import QKConfig, QKMap, linear, uninitialised
 from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError, UnsupportedModelError
 from collab_compress.factorization import RotaryFactorization, factorize_rotary
@@ -322,20 +321,13 @@ class RotaryQK(QKMap):
     @classmethod
     def build(cls, config: RotaryConfig, module: Any, parent: Any) -> tuple["RotaryQK", Layers]:
         """Return an uninitialised map and its projections, as `ConvertedMap.build`."""
-        family = family_of(module)
-        (query_like, query_in), (key_like, key_in) = (
-            projection_like(module, path) for path in (family.paths.query, family.paths.key)
-        )
-        like: dict[str, Any] = {"device": query_like.device, "dtype": query_like.dtype}
-        query = nn.Linear(query_in, config.heads * config.head_width, config.query_bias, **like)
-        key = nn.Linear(key_in, config.rank, config.key_bias, **like)
-        is_trained = config.train_mixing and (query_like.requires_grad or key_like.requires_grad)
-        mixing = nn.Parameter(torch.empty(config.key_heads, config.rank, **like), is_trained)
-        query.requires_grad_(query_like.requires_grad)
-        return cls(config, mixing), {
-            family.paths.query: query,
-            family.paths.key: key.requires_grad_(key_like.requires_grad),
+        paths = family_of(module).paths
+        sizes = {
+            paths.query: (config.heads * config.head_width, config.query_bias),
+            paths.key: (config.rank, config.key_bias),
         }
+        mixing, layers = uninitialised(module, sizes, (config.key_heads, config.rank), config.train_mixing)
+        return cls(config, mixing), layers
 
     @classmethod
     def from_dense(

@@ -11,7 +11,7 @@ The channels that a head reads are gathered and weighted, and are then an ordina
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -193,6 +193,25 @@ class SharedConfig(QKConfig):
         return projected + (length + length**2) * self.heads * self.reads
 
 
+def uninitialised(
+    module: Any, sizes: Mapping[str, tuple[int, bool]], mixing: tuple[int, int], train_mixing: bool
+) -> tuple[nn.Parameter, Layers]:
+    """Return mixing weights of a shape, and layers (path → outputs, whether with bias), like those of a module.
+
+    They are trained as the module's own are, mixing weights where any of these is.
+    """
+    weights: list[Tensor] = []
+    layers: Layers = {}
+    for path, (outputs, bias) in sizes.items():
+        weight, inputs = projection_like(module, path)
+        layer = nn.Linear(inputs, outputs, bias, device=weight.device, dtype=weight.dtype)
+        weights.append(weight)
+        layers[path] = layer.requires_grad_(weight.requires_grad)
+    is_trained = train_mixing and any(weight.requires_grad for weight in weights)
+    first = weights[0]
+    return nn.Parameter(torch.empty(mixing, device=first.device, dtype=first.dtype), is_trained), layers
+
+
 class SharedQK(QKMap):
     """Heads that read shared channels: `mixing` (H, k) are their weights, `channels` (H, k) their ascending indices.
 
@@ -223,15 +242,9 @@ class SharedQK(QKMap):
         """Return an uninitialised map and its projections, as `ConvertedMap.build`."""
         family = family_of(module)
         config.check_room(family)
-        (query_weight, query_in), (key_weight, key_in) = (
-            projection_like(module, path) for path in (family.paths.query, family.paths.key)
-        )
-        like: dict[str, Any] = {"device": query_weight.device, "dtype": query_weight.dtype}
-        query = nn.Linear(query_in, config.rank, False, **like).requires_grad_(query_weight.requires_grad)
-        key = nn.Linear(key_in, config.key_channels, False, **like).requires_grad_(key_weight.requires_grad)
-        is_trained = config.train_mixing and (query_weight.requires_grad or key_weight.requires_grad)
-        mixing = nn.Parameter(torch.empty(config.heads, config.reads, **like), is_trained)
-        return cls(config, mixing), {family.paths.query: query, family.paths.key: key}
+        sizes = {family.paths.query: (config.rank, False), family.paths.key: (config.key_channels, False)}
+        mixing, layers = uninitialised(module, sizes, (config.heads, config.reads), config.train_mixing)
+        return cls(config, mixing), layers
 
     @classmethod
     def from_dense(
