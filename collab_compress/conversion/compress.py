@@ -208,8 +208,8 @@ class Conversion:
         ]
         return [
             *([] if passed.keep is not None else rounded_widths(configs, passed.dk, passed.dv)),
-            *few_vectors(self.maps, self.blocks, [fit.report for fit in self.refits]),
-            *breakdowns(self.reports),
+            *few_vectors(self.maps, self.blocks, [fit.report for fit in self.refits], self.renamed),
+            *breakdowns(self.in_model(self.reports)),
             *random_choices(chosen),
         ]
 
@@ -312,17 +312,18 @@ def install_unset_(
     tokenizer: PreTrainedTokenizerBase | None = None,
     options: CalibrationOptions | None = None,
 ) -> None:
-    """Check what `compress` checks before it decomposes, and install the same modules with uninitialised weights.
+    """Check what `compress` checks before it decomposes, and install the same attention maps, uninitialised.
 
-    What is to be done with the converted model can then be tried on its structure, before the work. The model cannot
-    be run afterwards. Arguments and errors are those of `compress`.
+    Layers stay, and feed-forward blocks keep their width. What is to be done with the converted model can then be
+    tried on its structure, before the work. The model cannot be run afterwards. Arguments and errors are those of
+    `compress`.
     """
+    working_device(compression.solver.device)
     _refuse_early(model, compression)
     data = read(model, calibration, tokenizer, options, compression.solver.seed)
     inventory = Inventory(model, data.used[0] if data.used else None, compression.modules)
     wants_refit(data, compression)
     narrower_blocks(inventory, compression.dff)
     choice = _choose(inventory, data, compression, silent)
-    working_device(compression.solver.device)
     for task in inventory.tasks(choice.compression, choice.modules):
         install_maps_(model, [empty_replacement(task.site, task.config())])

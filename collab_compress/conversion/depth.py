@@ -202,7 +202,7 @@ def find_depth(inventory: Inventory, layers: int, data: Data, refits: bool, prog
     """Choose the layers to remove so that each stack keeps `layers`, and return them with what follows from that."""
     model = inventory.model
     stacks = deep_stacks(model, layers)
-    last = {linear.layer: linear for linear in inventory.residual_linears if refits}
+    last = {linear.layer: linear for linear in inventory.residual_linears} if refits else {}
     with undivided(model):
         ends = {layer: _end(model, linear, inventory.layers[layer]) for layer, linear in last.items()}
     return _depth_without(model, stacks, choose_layers(model, stacks, layers, ends, data, progress), ends)

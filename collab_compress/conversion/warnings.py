@@ -1,6 +1,6 @@
 """What the report of a conversion warns of."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from transformers import PreTrainedModel
 
@@ -29,9 +29,12 @@ def rounded_widths(configs: Sequence[MapConfig], dk: int | None, dv: int | None 
 
 
 def few_vectors(
-    maps: Sequence[Replacement], blocks: Sequence[FeedForward], refits: Sequence[RefitReport]
+    maps: Sequence[Replacement],
+    blocks: Sequence[FeedForward],
+    refits: Sequence[RefitReport],
+    renamed: Callable[[str], str],
 ) -> list[str]:
-    """Warn of modules whose moments are of few vectors."""
+    """Warn of modules whose moments are of few vectors; `renamed` returns the path in the converted model."""
     by_name = {report.name: report.vectors for report in refits}
     seen = [(block.down, by_name[block.down], block.width) for block in blocks]
     for item in maps:
@@ -44,8 +47,8 @@ def few_vectors(
     others = len({name for name, *_ in few}) - 1
     more = f" and {others} more modules" if others else ""
     return [
-        f"{name}{more} saw few calibration vectors: {vectors} of width {width}, where {MIN_VECTORS_PER_DIM} times "
-        f"the width would be {MIN_VECTORS_PER_DIM * width}; pass more data, or more sequences of it"
+        f"{renamed(name)}{more} saw few calibration vectors: {vectors} of width {width}, where {MIN_VECTORS_PER_DIM} "
+        f"times the width would be {MIN_VECTORS_PER_DIM * width}; pass more data, or more sequences of it"
     ]
 
 

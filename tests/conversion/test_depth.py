@@ -14,6 +14,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
 from collab_compress import Compression, CompressionError, Solver, UnsupportedModelError, compress
 from collab_compress.conversion import depth as module
+from collab_compress.conversion import inventory
 from collab_compress.conversion.data import split_held_back
 from collab_compress.conversion.depth import Depth
 from collab_compress.conversion.refit import refit_
@@ -146,6 +147,22 @@ def test_layers_are_chosen_by_what_the_last_hidden_states_move(name):
     for ours, number in zip(layers_of(model), kept, strict=True):
         theirs = layers_of(dense)[number].state_dict()
         assert all(torch.equal(tensor, theirs[key]) for key, tensor in ours.state_dict().items())
+
+
+def test_warnings_name_modules_of_the_converted_model(monkeypatch):
+    """Layer 0 goes, so that layer 1, whose queries and keys saw fewest vectors for their width, is 0 afterwards."""
+    model = make("bert", layers=3)
+    removing(monkeypatch, "encoder.layer.0")
+    report = compress(model, Compression(layers=2, dk=6, modules="*layer.1*"), batches(3))
+    (warning,) = [warning for warning in report.warnings if "few calibration vectors" in warning]
+    assert warning.startswith("encoder.layer.0.")
+
+
+def test_without_refits_no_linear_is_looked_for(monkeypatch):
+    """A model whose linears cannot be refitted loses layers all the same."""
+    monkeypatch.setattr(inventory.Inventory, "residual_linears", property(lambda _: pytest.fail("looked for")))
+    model = make("bert")
+    assert len(compress(model, Compression(layers=3, solver=Solver(refit=False)), batches(8)).removed_layers) == 1
 
 
 def test_gaps_are_refitted_only_where_something_changed(monkeypatch):
