@@ -21,6 +21,7 @@ from collab_compress.transformers_parts import VERSIONS
 
 PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes that can be computed with
 NORMS = ("q_norm", "query_norm", "q_layernorm", "query_layernorm")
+STOCK_HEADS = "stock_heads"  # attribute of converted modules: H, where their own holds the number of key groups
 SEE = "docs/families.md lists what can be converted of each family, and since which version of Transformers"
 
 
@@ -371,8 +372,7 @@ def _site(
     kind: Kind = "decoder" if causal else "encoder"
     if family.paths.cross and family.paths.cross in name.split("."):
         kind = "cross"
-    # A converted module may keep H in `stock_heads`, where its own attribute holds the number of key groups.
-    heads = read(name, module, family, "stock_heads" if "stock_heads" in module.__dict__ else family.paths.heads, int)
+    heads = read(name, module, family, STOCK_HEADS if STOCK_HEADS in module.__dict__ else family.paths.heads, int)
     head_width = read(name, module, family, family.paths.head_width, int)
     path = "scaling" if hasattr(module, "scaling") else family.paths.scaling
     scaling = float(read(name, module, family, path, (int, float))) if path else head_width**-0.5

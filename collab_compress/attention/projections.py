@@ -294,18 +294,18 @@ def _split_layer(layer: nn.Linear | Conv1D, layout: FusedLayout) -> list[nn.Line
     weight: Tensor = layer.weight
     weights = layout.split(weight.T if isinstance(layer, Conv1D) else weight, 0)
     biases: list[Any] = [None] * 3 if layer.bias is None else layout.split(layer.bias, 0)
-    return [copied(part, bias, weight.requires_grad) for part, bias in zip(weights, biases, strict=True)]
+    return [copied(part, bias, weight) for part, bias in zip(weights, biases, strict=True)]
 
 
-def copied(weight: Tensor, bias: Tensor | None, is_trained: bool) -> nn.Linear:
-    """Return a layer with a copy of weight (n, D) and bias (n,)."""
+def copied(weight: Tensor, bias: Tensor | None, like: Tensor) -> nn.Linear:
+    """Return a layer with a copy of weight (n, D) and bias (n,); device, dtype and frozenness are those of `like`."""
     width, in_features = weight.shape
-    layer = nn.Linear(in_features, width, bias is not None, device=weight.device, dtype=weight.dtype)
+    layer = nn.Linear(in_features, width, bias is not None, device=like.device, dtype=like.dtype)
     with torch.no_grad():
         layer.weight.copy_(weight)
         if bias is not None:
             layer.bias.copy_(bias)
-    return layer.requires_grad_(is_trained)
+    return layer.requires_grad_(like.requires_grad)
 
 
 def _join_layers(projections: QKVProjection) -> nn.Linear | Conv1D:
@@ -350,7 +350,8 @@ def join_(module: Any, new: Mapping[str, nn.Linear], *, cross: bool) -> None:
             has_bias = any(layer.bias is not None for layer in layers)
             weight = torch.cat([layer.weight.detach() for layer in layers])
             bias = torch.cat([_bias(layer).detach() for layer in layers]) if has_bias else None
-            layers = [copied(weight, bias, any(layer.weight.requires_grad for layer in layers))]
+            is_trained = any(layer.weight.requires_grad for layer in layers)
+            layers = [copied(weight, bias, weight).requires_grad_(is_trained)]
         module.__dict__.setdefault("stock_children", [*module._modules])
         for path in paths:
             module._modules.pop(path, None)
@@ -381,7 +382,7 @@ def _separate(module: Any) -> dict[str, nn.Linear]:
             if (start, stop) != (0, layer.out_features):
                 has_bias = layer.bias is not None and (path != family.paths.key or family.key_bias)
                 bias = layer.bias[start:stop] if has_bias else None
-                layer = copied(layer.weight[start:stop], bias, layer.weight.requires_grad)
+                layer = copied(layer.weight[start:stop], bias, layer.weight)
         else:
             layer = module._modules[path]
         parts[path] = layer

@@ -22,13 +22,14 @@ from collab_compress.attention.maps import Cut, HeadRows, Layers, Part, kept_row
 from collab_compress.attention.projections import (
     PaddedProjection,
     add_pre_hook_,
+    copied,
     family_of,
     plain_rows,
     remaining,
     remove_pre_hook_,
     rows_of,
 )
-from collab_compress.attention.shared import QKConfig, QKMap, linear, uninitialised
+from collab_compress.attention.shared import QKConfig, QKMap, uninitialised
 from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError, UnsupportedModelError
 from collab_compress.factorization import RotaryFactorization, factorize_rotary
@@ -371,8 +372,8 @@ class RotaryQK(QKMap):
             for path in (family.paths.query, family.paths.key)
         )
         return {
-            family.paths.query: linear(query_weight.T, query_bias, query_like),
-            family.paths.key: linear(weight.T, bias, like),
+            family.paths.query: copied(query_weight, query_bias, query_like),
+            family.paths.key: copied(weight, bias, like),
         }
 
     def read_keys(self, name: str, module: Any) -> Tensor:

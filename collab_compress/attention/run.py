@@ -7,6 +7,7 @@ channels of values; n·d is R, or R + H with content biases, or dv, rounded up:
     |--------------------------|----------------------------------------------|-----------------------------------|
     | dense                    | (B, H, T, d), twice (B, H, S, d)             | the same                          |
     | converted, our forward   | (B, 1, T, R), (B, 1, S, R + H), (B, 1, S, dv)| (B, H, T, w), twice (B, H, S, ·)  |
+    | the same, without a cache| the joined product (B, 1, T, ·), three times | the same                          |
     | converted, stock forward | (B, n, T, d), (B, n, S, d), (B, n, S, d)     | the same                          |
 
 Keys and values are what a cache holds: channels that heads share, not those of each head. Where the forward pass is
@@ -29,6 +30,7 @@ from torch.nn import functional
 from torch.nn.functional import dropout, pad
 from transformers import AttentionInterface, PretrainedConfig
 
+from collab_compress.architectures.sites import STOCK_HEADS
 from collab_compress.attention.decoding import HALVES, cached_scores, can_decode, probabilities, weighted_values
 from collab_compress.attention.forward import hand_back_, take_over_
 from collab_compress.attention.maps import ConvertedMap, Layers
@@ -51,7 +53,6 @@ from collab_compress.errors import UnsupportedModelError
 from collab_compress.transformers_parts import ALL_ATTENTION_FUNCTIONS, find_cache
 
 IMPLEMENTATIONS = ("eager", "sdpa")  # under which heads can be hooked
-STOCK_HEADS = "stock_heads"  # attribute: H, where the module's own attribute holds the number of key groups
 LAZY_VALUES = "_lazy_values_ready"  # attribute of a cache whose layers are all prepared
 
 # Arguments of stock attention functions that choose the keys to read, and those that change the scores.
@@ -613,7 +614,7 @@ def _layout(module: Any, config: Any = None) -> FusedLayout:
 def lay_out_(module: Any) -> None:
     """Pad a module's projections to what it views as whole heads, in place.
 
-    A module that views exactly H heads may take its number from an attribute (`AttentionFamily.pieces`). Where both
+    A module that views exactly H heads may take its number from an attribute (`Layout.head_count_attr`). Where both
     maps are converted, that becomes the number of key groups in use, as the module lays both out alike; otherwise
     projections stay padded to H·d.
     """

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from collab_compress.attention.maps import ConvertedMap, Cut, HeadRows, Layers, MapConfig, Part, kept_rows
 from collab_compress.attention.projections import (
+    copied,
     family_of,
     plain_rows,
     projection_like,
@@ -334,8 +335,8 @@ class SharedQK(QKMap):
         has_key_bias = content is not None and family.key_bias
         key_bias = torch.zeros(config.heads * width, device="cpu") if has_key_bias else None
         return {
-            family.paths.query: linear(torch.cat(query_weights, 1), query_bias, like),
-            family.paths.key: linear(torch.cat(key_weights, 1), key_bias, like),
+            family.paths.query: copied(torch.cat(query_weights, 1).T, query_bias, like),
+            family.paths.key: copied(torch.cat(key_weights, 1).T, key_bias, like),
         }
 
     def put_in_(self, module: Any) -> None:
@@ -477,14 +478,3 @@ def _svd(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     right_basis, right_core = torch.linalg.qr(right)
     u, s, vh = torch.linalg.svd(left_core @ right_core.mH)
     return left_basis @ u[:, : len(s)], s, right_basis @ vh[: len(s)].mH
-
-
-def linear(weight: Tensor, bias: Tensor | None, like: Tensor) -> nn.Linear:
-    """Return an `nn.Linear` with weight (D, H·d) transposed, on the device and in the dtype of `like`."""
-    layer = nn.Linear(weight.shape[0], weight.shape[1], bias is not None, device=like.device, dtype=like.dtype)
-    layer.requires_grad_(like.requires_grad)
-    with torch.no_grad():
-        layer.weight.copy_(weight.T)
-        if bias is not None:
-            layer.bias.copy_(bias)
-    return layer

@@ -21,6 +21,7 @@ from collab_compress.architectures import refuse_hooks
 from collab_compress.attention.maps import ConvertedMap, Cut, HeadRows, Layers, MapConfig, Part, kept_rows
 from collab_compress.attention.projections import (
     Weights,
+    copied,
     family_of,
     input_dim,
     plain_rows,
@@ -28,7 +29,7 @@ from collab_compress.attention.projections import (
     projection_like,
     rows_of,
 )
-from collab_compress.attention.shared import channels_of, linear
+from collab_compress.attention.shared import channels_of
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Narrowing, narrow_values
 
@@ -169,7 +170,7 @@ class NarrowOV(ConvertedMap):
         wide = self._widened(weight if input_dim(output) else weight.T, width)  # (D, H·d)
         wide = wide if input_dim(output) else wide.T.contiguous()
         return {
-            site.paths.value: linear(self._widened(value.T, width), dense_bias, layer.weight),
+            site.paths.value: copied(self._widened(value.T, width).T, dense_bias, layer.weight),
             site.paths.output: Weights(nn.Parameter(wide, output.weight.requires_grad), output.bias),
         }
 

@@ -138,11 +138,9 @@ def _guarded(stored: dict[str, Any]) -> dict[str, Any]:
 
 def _remove_guard_(config: PretrainedConfig) -> None:
     """Remove the guard from a config, and from those inside, in place."""
-    if getattr(config, "transformers_weights", None) == GUARD:
-        del config.transformers_weights
-    for value in vars(config).values():
-        if isinstance(value, PretrainedConfig):
-            _remove_guard_(value)
+    for inner in configs_inside(config):
+        if getattr(inner, "transformers_weights", None) == GUARD:
+            del inner.transformers_weights
 
 
 # Loading.

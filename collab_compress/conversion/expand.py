@@ -78,12 +78,11 @@ def expand(model: PreTrainedModel) -> None:
 
     Each head's (D+1)×D matrix [T̂_i; v_iᵀ] of context and content is factored at width d by truncated singular value
     decomposition, which is exact if its rank is at most d: where a head reads no more than d shared channels, its
-    content bias included, as by default. Narrow values are padded by zeros.
+    content bias included, as by default. Narrow values are padded by zeros. Without other edits the model is stock
+    again, and saves as such.
 
     Args:
         model: a converted model.
-
-    Without other edits the model is stock again, and saves as such.
 
     Raises:
         CompressionError: nothing is converted, the model is sharded, weights are not finite, heads are wider than

@@ -145,7 +145,6 @@ class LayerCalls:
     masks: Sequence[Mapping[MaskKind, AttentionMasks]]  # attention masks of each batch
     by_batch: list[list[LayerCall]]  # for each batch, the calls in order
     layers: Mapping[str, range]  # path of each layer → the numbers of its calls
-    numbered: Sequence[str]  # paths of the numbered layers, as `numbered_layers` returns them
     plain: Plain | None  # how layers are skipped, as for `capture`
 
     @property
@@ -179,7 +178,7 @@ class LayerCalls:
 
         The numbers of removed layers keep the calls of the first model, which are never made.
         """
-        kept = [name for name in self.numbered if name not in removed]
+        kept = [name for name in self.layers if name not in removed]
         captured = _capture_batches(model, kept, self.batches, store, self.plain)
         return [
             [call if call.name in removed else next(others) for call in calls]
@@ -195,7 +194,7 @@ def capture_calls(
     plain = plain_stack(model, numbered, batches[0])
     calls = _capture_batches(model, numbered, batches, store, plain)
     masks = [batch_masks(model, batch) for batch in batches]
-    return LayerCalls(batches, range(len(used)), masks, calls, by_layer(calls[0]), numbered, plain)
+    return LayerCalls(batches, range(len(used)), masks, calls, by_layer(calls[0]), plain)
 
 
 def _capture_batches(

@@ -20,7 +20,7 @@ from collab_compress.attention.run import HeadCall, for_each_head
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.batches import sample_sequences
 from collab_compress.calibration.gather import AttentionMasks, MaskKind, batch_masks, masks_of, resize_mask
-from collab_compress.conversion.cost import attention_costs, costs_at
+from collab_compress.conversion.cost import attention_costs, configs_at
 from collab_compress.conversion.report import PartReport
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Factorization, Moments
@@ -91,13 +91,13 @@ def replace_map(task: MapTask, moments: SiteMoments, head_weights: Tensor | None
     except (ValueError, ImportError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         raise CompressionError(f"{site.name}: {error}") from error
     is_value = isinstance(site, ValueSite)
-    cost = attention_costs(site, length, found.config)[is_value]
-    both = costs_at(site, length, task.compression.dk, task.compression.dv)[is_value]  # caches depend on both maps
+    configs = configs_at(site, task.compression.dk, task.compression.dv)  # caches depend on both maps
+    cost = attention_costs(site, length, found.config, *configs)[is_value]
     solver: dict[str, Any] = {}
     if isinstance(result, Factorization):
         solver = {"sweeps": result.sweeps, "converged": result.converged, "breakdowns": result.breakdowns}
     report = PartReport(
-        **vars(cost) | {"cache_after": both.cache_after},
+        **vars(cost),
         weight_error=result.weight_error,
         data_error=result.data_error,
         head_dim=found.config.width if isinstance(found.config, QKConfig) else None,

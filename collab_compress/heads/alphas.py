@@ -7,11 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention, transformers_model
 from collab_compress.attention.edits import LARGEST, refusing_other_models, stored_modules
-from collab_compress.attention.projections import Replacement, plain_weight
+from collab_compress.attention.projections import Replacement, input_dim, plain_weight
 from collab_compress.checkpoint import (
     all_or_nothing,
     edits_of,
@@ -215,7 +214,7 @@ def merge_alphas_(model: PreTrainedModel) -> None:
 def output_weight(path: str, projection: Any) -> tuple[nn.Parameter, int]:
     """Return the weight of a plain output projection and its dimension of H·d, or raise HeadError."""
     plain_weight(path, projection, HeadError)
-    return projection.weight, 0 if isinstance(projection, Conv1D) else 1
+    return projection.weight, input_dim(projection)
 
 
 def output_weights(

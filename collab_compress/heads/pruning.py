@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import AttentionSite, find_attention, refuse_kept_attention, transformers_model
-from collab_compress.architectures.sites import FusedSlice, fused_slice
+from collab_compress.architectures.sites import STOCK_HEADS, FusedSlice, fused_slice
 from collab_compress.attention.edits import from_stored, refusing_other_models, stored_modules
 from collab_compress.attention.maps import Cut, Part, kept_rows
 from collab_compress.attention.projections import (
@@ -26,7 +26,7 @@ from collab_compress.attention.projections import (
     rows_of,
     width_in,
 )
-from collab_compress.attention.run import STOCK_HEADS, head_hooks, is_converted, maps_of, prepare_
+from collab_compress.attention.run import head_hooks, is_converted, maps_of, prepare_
 from collab_compress.attention.values import JOINT_WIDTH
 from collab_compress.checkpoint import all_or_nothing, is_quantized, path_in_base, record_edit_
 from collab_compress.errors import CheckpointError, CompressionError, HeadError, shown
@@ -191,7 +191,7 @@ def _channels(kept: KeptHeads, width: int, count: int, path: str) -> list[int]:
             f"{path}: got {count} output channels; expected {kept.before} heads × {width}; the model is not the one "
             "that its config describes, so take the config.json that was saved with the weights"
         )
-    return [head * width + channel for head in kept.kept for channel in range(width)]
+    return kept_rows(kept.kept, width)
 
 
 def _output_cuts(linear: nn.Linear | Conv1D, channels: Sequence[int]) -> list[Cut]:

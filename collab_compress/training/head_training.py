@@ -216,15 +216,13 @@ class HeadLosses(Recorder):
 
     keeps_passes = True  # a contrastive loss has a pass for each of its texts
 
-    def __init__(
-        self, model: PreTrainedModel, losses: Mapping[str, tuple[str, Collection[Kind]]], training: bool = True
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, losses: Mapping[str, tuple[str, Collection[Kind]]]) -> None:
         self.losses = {name: (LOSSES[loss], kinds) for name, (loss, kinds) in losses.items()}
         recorded: set[Kind] = set()
         for _, kinds in self.losses.values():
             find_attention(model, kinds=kinds)  # raises where there is none
             recorded |= {*kinds}
-        super().__init__(model, {loss.part for loss, _ in self.losses.values()}, recorded, training)
+        super().__init__(model, {loss.part for loss, _ in self.losses.values()}, recorded, training=True)
 
     def values(self, measured: Collection[str] = ()) -> dict[str, Tensor]:
         """Return the unweighted losses, means over the passes since the last call; `measured` ones without gradient.
