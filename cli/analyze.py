@@ -18,15 +18,14 @@ def run(arguments: Arguments) -> ReportResult:
     """Load, measure, write, and print the most important numbers."""
     common, against = arguments.common, arguments.against
     output = arguments.output or Path(f"{title_of(arguments.model)}-heads")
-    read = [find_directory(arguments.model, common.revision)]
-    if against is not None:
-        read.append(find_directory(against))
-    check_outputs({"--output": output, "--json": common.json}, *read, *arguments.data.files)
-    source = load_source(arguments.model, edited=True, revision=common.revision)
+    directory = find_directory(arguments.model, common.revision)
+    other_directory = None if against is None else find_directory(against)
+    check_outputs({"--output": output, "--json": common.json}, directory, other_directory, *arguments.data.files)
+    source = load_source(arguments.model, directory, edited=True)
     put_on(source.model, arguments.device)
     name, baseline, baseline_name = source.name, None, "baseline"
-    if against is not None:
-        other = load_source(against, edited=True)
+    if against is not None and other_directory is not None:
+        other = load_source(against, other_directory, edited=True)
         put_on(other.model, arguments.device)
         baseline, baseline_name = other.model, other.name
         if name == baseline_name:  # as the models of one experiment, each in a folder `model`
@@ -49,7 +48,7 @@ def run(arguments: Arguments) -> ReportResult:
         options=arguments.report,
         on_progress=lambda work, done, total: progress(f"measuring {work}", done, total),
     )
-    progress(f"writing {arguments.output}")
+    progress(f"writing {output}")
     with ExitStack() as both:
         if common.json is not None:
             numbers = both.enter_context(atomic_file(common.json))

@@ -27,6 +27,7 @@ from collab_compress.conversion.expand import refuse_stock, to_stock
 from collab_compress.conversion.report import PartReport, RefitReport
 from collab_compress.errors import one_line
 
+from .arguments import AUTO
 from .arguments import CompressArguments as Arguments
 from .command import table
 from .model import (
@@ -100,7 +101,7 @@ def run(arguments: Arguments) -> Report | None:
 
 def _texts(arguments: Arguments) -> tuple[str, ...]:
     """Return the sources of calibration data that are texts, by whose tokens a vocabulary is chosen."""
-    names = ["builtin" if name == "auto" else name for name in arguments.calibration]
+    names = ["builtin" if name == AUTO else name for name in arguments.calibration]
     return tuple(name for name in names if name == "builtin" or text_files((name,)))
 
 
@@ -133,7 +134,7 @@ def _plan(arguments: Arguments) -> None:
     saving = arguments.saving
     directory = find_directory(arguments.model, saving.revision)
     check_outputs({"--json": saving.json}, directory, *text_files(arguments.calibration))
-    source = load_source(arguments.model, revision=saving.revision)
+    source = load_source(arguments.model, directory)
     put_on(source.model, arguments.device)
     table = plan(
         source.model,

@@ -77,7 +77,7 @@ def _labelled(name: str, data: Inputs, model: PreTrainedModel, tokenizer: Any, s
     task = TASKS[name]
     split = next(split for split in SPLITS if split in rows)
     chosen = rows[split].shuffle(seed=seed).select(range(min(len(rows[split]), data.sentences)))
-    encoded = encode_classification(chosen, tokenizer, max_length=min(data.length, tokenizer.model_max_length))
+    encoded = encode_classification(chosen, tokenizer, max_length=usable_length(data.length, model, tokenizer))
     if "labels" not in encoded.column_names:
         raise DataError(f"{name}: {split} has no labels to score with; pass its sentences by --data instead")
     known = {*forward_arguments(model), "labels"}

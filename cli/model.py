@@ -64,7 +64,7 @@ def begin(
     directory = find_directory(arguments.model, saving.revision)
     check_outputs({"--output": output, "--json": saving.json}, directory, *inputs)
     refuse_pickled_modules(directory)
-    source = load_source(arguments.model, edited, saving.revision)
+    source = load_source(arguments.model, directory, edited)
     put_on(source.model, arguments.device)
     return source, output
 
@@ -128,10 +128,9 @@ def push_to_hub(directory: Path, name: str) -> str:
     return f"{api.endpoint}/{repository}"
 
 
-def load_source(name: str, edited: bool = False, revision: str | None = None) -> Source:
-    """Load MODEL: `minilm`, a local directory, or a name on the hub; `edited`: it may be converted already."""
+def load_source(name: str, directory: Path, edited: bool = False) -> Source:
+    """Load the model called `name` from its directory, as `find_directory` returns it; it may be `edited` already."""
     progress(f"loading {name}")
-    directory = find_directory(name, revision)
     model = load_model(directory, edited)
     processor = load_processor(directory) if has_tokenizer(directory) else None
     return Source(title_of(name), directory, model, getattr(processor, "tokenizer", processor))
@@ -206,7 +205,7 @@ def finish(
     saving.say(*lines, f"\nSaved to {output}.")
     if is_edited:
         saving.say(f"Wherever it is loaded: {install()}.")
-    loading = loading_lines(model, output, sentence_transformers=(output / MODULES).is_file())
+    loading = loading_lines(model, output, sentence_transformers=modules)
     saving.say("To use it:\n", *(f"    {line}" for line in loading))
     if saving.push_to_hub is not None:
         progress(f"uploading to {saving.push_to_hub}")

@@ -33,7 +33,7 @@ def run(arguments: Arguments) -> list[Score]:
         record |= {"shots": arguments.shots, "limit": arguments.limit}
     logging.getLogger(package).setLevel(logging.ERROR)
     with redirect_stderr(io.StringIO()) if common.quiet else nullcontext():  # progress bars of the package
-        scores = _mteb(arguments, directory) if arguments.mteb else _lm_eval(arguments)
+        scores = _mteb(arguments, directory) if arguments.mteb else _lm_eval(arguments, directory)
     record["scores"] = [asdict(score) for score in scores]
     if common.json is not None:
         write_new(common.json, to_json(record))
@@ -57,8 +57,8 @@ def _mteb(arguments: Arguments, directory: Path) -> list[Score]:
     return mteb_scores(model, arguments.mteb, batch_size=arguments.batch_size, progress=not arguments.common.quiet)
 
 
-def _lm_eval(arguments: Arguments) -> list[Score]:
-    source = load_source(arguments.model, edited=True, revision=arguments.common.revision)
+def _lm_eval(arguments: Arguments, directory: Path) -> list[Score]:
+    source = load_source(arguments.model, directory, edited=True)
     put_on(source.model, arguments.device)
     return lm_eval_scores(
         source.model,

@@ -16,12 +16,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import collab_compress_cli
 import torch
 from collab_compress_cli.distributed import process_state
 from datasets import Dataset
 from filelock import FileLock, Timeout
 
 import collab_compress
+import collab_compress_options
 from collab_compress.checkpoint.files import mapped, to_json, write_json
 from collab_compress.errors import RecipeError
 
@@ -280,8 +282,9 @@ def _name_hardware() -> str:
 
 @cache
 def _find_revision() -> str:
-    """Return the commit of the code, or a digest of the library and of this package where no commit is known."""
-    folders = (Path(collab_compress.__file__).parent, Path(__file__).parents[1])
+    """Return the commit of the code, or a digest of it where no commit is known."""
+    packages = (collab_compress, collab_compress_cli, collab_compress_options)
+    folders = (*(Path(package.__path__[0]) for package in packages), Path(__file__).parents[1])
     code = b"".join(path.read_bytes() for folder in folders for path in sorted(folder.rglob("*.py")))
     return _describe_checkout() or f"sha256-{hashlib.sha256(code).hexdigest()[:12]}"
 

@@ -83,9 +83,9 @@ class Tuning:
 
 
 def _check_range(options: Any, name: str, lowest: float, highest: float) -> None:
-    """Refuse a field outside a range; None is no number."""
+    """Refuse a field outside a range."""
     value = getattr(options, name)
-    if value is not None and not lowest <= value <= highest:
+    if not lowest <= value <= highest:
         shown = f"{value:.10g}" if isinstance(value, float) else value  # an integer may be too large for a float
         raise RecipeError(f"{name} is {shown}; expected a number from {lowest} to {highest}")
 

@@ -184,20 +184,17 @@ class Classification(Workload):
 
     model_class = AutoModelForSequenceClassification
 
-    def load_model(
-        self, directory: str | Path, trained: bool = True, *, new_head: bool = False, **head: Any
-    ) -> PreTrainedModel:
-        """Load a model with an output for each class, or one for a score; a new head unless it is `trained`."""
+    def load_model(self, directory: str | Path, trained: bool = True, **head: Any) -> PreTrainedModel:
+        """Load a model with an output for each class, or one for a score; a new head if it has other classes."""
         labels = [label for _, label in sorted(load_config(directory).id2label.items())]
         if trained:
             self.task.check_classes(labels, str(directory))
-        new_head = new_head or not self.task.has_classes(labels)
         head = {"num_labels": 1, "problem_type": "regression"}
         if self.task.kind == "classification":
             names = dict(enumerate(self.task.labels))
             head = {"problem_type": "single_label_classification", "id2label": names}
             head["label2id"] = {name: number for number, name in names.items()}
-        return super().load_model(directory, trained, new_head=new_head, **head)
+        return super().load_model(directory, trained, new_head=not self.task.has_classes(labels), **head)
 
     def encode(self, texts: DatasetDict) -> DatasetDict:
         """Return texts, or pairs of them, with their labels."""

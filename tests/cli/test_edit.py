@@ -117,7 +117,7 @@ def test_pruning_a_share_by_texts(run, folder, tmp_path):
     record = json.loads((tmp_path / "out" / "collab_compress.json").read_text())
     heads = sum(map(len, record["importance"].values()))
     assert sum(map(len, record["pruned_heads"].values())) == round(0.3 * heads)
-    source = load_source(str(folder / "small"), edited=True)
+    source = load_source("small", folder / "small", edited=True)
     batches = load_data(Inputs(folder / "texts.txt"), source.model, source.tokenizer, 0).batches
     expected = confidence(source.model, batches, exclude=end_tokens(source.model, source.tokenizer))
     assert record["importance"] == {name: pytest.approx(head.tolist(), rel=1e-4) for name, head in expected.items()}
