@@ -55,6 +55,15 @@ def sample_sequences(batches: Sequence[Batch], count: int) -> list[Batch]:
     return evenly_spaced(parts, max(1, len(parts) * count // total))
 
 
+def draw_sequences(batches: Sequence[Batch], count: int, seed: int) -> list[Batch]:
+    """Draw `count` sequences at random, or all if there are no more; batches stay in their order."""
+    sizes = list(map(sequence_count, batches))
+    drawn = torch.zeros(sum(sizes), dtype=torch.bool, device="cpu")
+    drawn[shuffled(range(sum(sizes)), seed, count)] = True
+    masks = zip(batches, drawn.split(sizes), strict=True)
+    return [slice_batch(batch, mask) for batch, mask in masks if bool(mask.any())]
+
+
 def evenly_spaced(items: Sequence[Item], count: int) -> list[Item]:
     """Return `count` of the items, evenly spaced; all if there are no more."""
     count = min(count, len(items))

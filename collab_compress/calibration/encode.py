@@ -1,17 +1,18 @@
 """Texts as batches of a model's tokens: what fits into it, the special tokens around texts, padding."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.calibration.batches import BATCH_SIZE, batch_size, shuffled
+from collab_compress.calibration.batches import batch_size, shuffled
 from collab_compress.calibration.files import Text
 from collab_compress.calibration.gather import Batch, forward_arguments, takes_argument
 from collab_compress.errors import CalibrationError, one_line
@@ -20,54 +21,68 @@ UNLIMITED = 10**9  # tokenizers without a limit have a larger model_max_length
 PROBES = 50  # texts tried to find out which special tokens a tokenizer adds
 
 
+class Encoded(NamedTuple):
+    """Batches of texts, and how many of these were too long: divided into passages, or cut."""
+
+    batches: list[Batch]
+    divided: int
+    cut: int
+
+
 def text_batches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], length: int | None, seed: int
-) -> tuple[list[Batch], int]:
-    """Tokenize texts in batches of similar length, in random order; return how many were cut at `length` too."""
+) -> Encoded:
+    """Tokenize texts in batches of similar length, in random order.
+
+    A text of more than `length` tokens becomes several passages. A pair is cut, as is a text where the tokenizer is
+    written in Python and cannot divide it.
+    """
     translates = model.config.is_encoder_decoder
-    single = next((text for text in texts if isinstance(text, str)), None)
-    if translates and single is not None:
+    singles = [text for text in texts if isinstance(text, str)]
+    pairs = [text for text in texts if not isinstance(text, str)]
+    if translates and singles:
         raise CalibrationError(
-            f"{single[:60]!r} is no pair; an encoder–decoder reads a source and a target: pass FILE:source,target, "
-            "lines with a tab between the two, or a list of pairs"
+            f"{singles[0][:60]!r} is no pair; an encoder–decoder reads a source and a target: pass "
+            "FILE:source,target, lines with a tab between the two, or a list of pairs"
         )
-    has_pairs = not translates and not all(isinstance(text, str) for text in texts)
-    _check_room(length, tokenizer.num_special_tokens_to_add(pair=has_pairs))
-    encode_part = _source_target_batches if translates else _single_batches
-    texts = sorted(texts, key=lambda text: len(text) if isinstance(text, str) else len(text[0]) + len(text[1]))
-    batches: list[Batch] = []
-    cut = 0
-    for start in range(0, len(texts), BATCH_SIZE):
-        try:
-            made, cut_here = encode_part(model, tokenizer, texts[start : start + BATCH_SIZE], length)
-        except Exception as error:  # tokenizers raises plain exceptions
-            raise CalibrationError(f"the texts cannot be encoded: {one_line(error)}") from error
-        batches += made
-        cut += cut_here
-    return shuffled(batches, seed), cut
+    _check_room(length, tokenizer.num_special_tokens_to_add(pair=bool(pairs) and not translates))
+    encode_some = _source_target_batches if translates else _encoder_batches
+    try:
+        parts = [encode_some(model, tokenizer, some, length) for some in (singles, pairs) if some]
+    except Exception as error:  # tokenizers raises plain exceptions
+        raise CalibrationError(f"the texts cannot be encoded: {one_line(error)}") from error
+    batches = [batch for part in parts for batch in part.batches]
+    return Encoded(shuffled(batches, seed), sum(part.divided for part in parts), sum(part.cut for part in parts))
 
 
-def _single_batches(
+def _encoder_batches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], length: int | None
-) -> tuple[list[Batch], int]:
-    """Return batches of texts and pairs of texts, and how many of these were cut."""
-    encoded = encode(tokenizer, list(texts), truncation=length is not None, max_length=length)
+) -> Encoded:
+    """Return batches of texts, or of pairs of texts."""
+    limit: dict[str, Any] = {} if length is None else {"truncation": True, "max_length": length}
+    divides = bool(limit) and tokenizer.is_fast and isinstance(texts[0], str)
+    encoded = encode(tokenizer, list(texts), return_overflowing_tokens=divides, **limit)
+    origins = Counter(encoded.pop("overflow_to_sample_mapping", ()))  # text → number of its passages
+    rows = encoded["input_ids"]
+    order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
     columns = {
-        name: [torch.tensor(row, dtype=torch.long, device="cpu") for row in rows]
-        for name, rows in encoded.items()
+        name: [torch.tensor(values[row], dtype=torch.long, device="cpu") for row in order]
+        for name, values in encoded.items()
         if takes_argument(model, name)
     }
     cut = 0
-    if length is not None and max(map(len, columns["input_ids"])) == length:
+    if limit and not divides and len(rows[order[-1]]) == length:
         uncut = encode(tokenizer, list(texts), verbose=False)["input_ids"]
         cut = sum(len(row) > length for row in uncut)
-    return pad(columns, "attention_mask", tokenizer), cut
+    divided = sum(count > 1 for count in origins.values())
+    return Encoded(pad(columns, "attention_mask", tokenizer), divided, cut)
 
 
 def _source_target_batches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Any], length: int | None
-) -> tuple[list[Batch], int]:
-    """Return batches of sources and targets, and how many pairs were cut."""
+) -> Encoded:
+    """Return batches of sources and targets."""
+    pairs = sorted(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
     sources, targets = (list(side) for side in zip(*pairs, strict=True))
     sides = [
         encode(tokenizer, sources, verbose=False)["input_ids"],
@@ -77,10 +92,8 @@ def _source_target_batches(
     most = inf if length is None else length
     options: dict[str, Any] = {"padding": True, "truncation": length is not None, "max_length": length}
     slices = batch_slices([int(min(count, most)) for count in lengths])
-    return (
-        [encode_pairs(model, tokenizer, pairs[group], **options) for group in slices],
-        sum(count > most for count in lengths),
-    )
+    batches = [encode_pairs(model, tokenizer, pairs[group], **options) for group in slices]
+    return Encoded(batches, divided=0, cut=sum(count > most for count in lengths))
 
 
 def encode_pairs(

@@ -20,6 +20,7 @@ Text: TypeAlias = str | tuple[str, str]
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 JSON_LINES = (".jsonl", ".ndjson")
 TABLES = ".csv, .tsv or .jsonl"
+DOCUMENTS = (".txt", ".md")
 LONGEST_NAME = 255  # characters of a path that messages show in full
 LONGEST_VALUE = 2**28  # characters of a value in a table
 
@@ -35,14 +36,30 @@ def split_columns(source: str | Path) -> tuple[str, list[str]]:
 def read_texts(source: str | Path) -> tuple[list[Text], list[str]]:
     """Read texts or text pairs of a file or a data set, and return what `texts_of` does.
 
-    The source is a file with one text a line, or two with a tab between them; `FILE:column`, or `FILE:first,second`
-    for pairs, of a csv, tsv or jsonl file; `NAME:column` or `NAME:configuration:column` of the training split of a
-    data set, on the hub or in a folder that `datasets` reads.
+    The source is a file with one text a line, or two with a tab between them; a folder, each of whose .txt and .md
+    files is one text, in subfolders too; `FILE:column`, or `FILE:first,second` for pairs, of a csv, tsv or jsonl
+    file; `NAME:column` or `NAME:configuration:column` of the training split of a data set, on the hub or in a folder
+    that `datasets` reads.
     """
     try:
+        if os.path.isdir(source):
+            return _read_folder(Path(source))
         return texts_of(_read_rows(source), str(source))
     except DataError as error:
         raise CalibrationError(str(error)) from error
+
+
+def _read_folder(folder: Path) -> tuple[list[Text], list[str]]:
+    """Read each document of a folder and its subfolders as one text; hidden files are left out."""
+    names = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
+    files = [folder / name for name in names if not any(part.startswith(".") for part in name.parts)]
+    documents = [path for path in files if path.suffix.lower() in DOCUMENTS]
+    if not documents:
+        raise DataError(f"{folder} holds no .txt or .md files, of which each is one text; pass a folder that does")
+    texts, notes = texts_of(("".join(_read_lines(path)) for path in documents), str(folder))
+    if others := len(files) - len(documents):
+        notes.append(f"{others:,} of {len(files):,} files in {folder} are neither .txt nor .md, and are left out")
+    return texts, notes
 
 
 def texts_of(rows: Iterable[Any], source: str, most: int | None = None) -> tuple[list[Text], list[str]]:

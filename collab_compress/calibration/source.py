@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from collab_compress.calibration.batches import is_divisible, sequence_count, shuffled, slice_batch
+from collab_compress.calibration.batches import (
+    draw_sequences,
+    is_divisible,
+    sequence_count,
+    shuffled,
+    slice_batch,
+)
 from collab_compress.calibration.builtin import builtin_texts, why_not_english
 from collab_compress.calibration.encode import (
+    Encoded,
     pair_separator,
     reads_tokens_alone,
     text_batches,
@@ -57,18 +64,20 @@ def calibration_batches(
         calibration: "builtin" (English texts that come with the package; for a model with a head also pairs of them
             and random tokens), "synthetic" (random tokens), "auto" (builtin for a model that reads English, else
             synthetic), "generated" (texts that a decoder or a masked language model writes), "none" or None, a file
-            of texts or a column of a file or a data set (`read_texts`), texts or text pairs (a list, a NumPy array, a
-            column of a pandas table or of a `datasets` data set), or ready batches (a list, a `DataLoader`), which
-            are all that a model of images or sounds can be calibrated on. For an encoder–decoder a pair is a source
+            of texts, a folder of documents, or a column of a file or a data set (`read_texts`), texts or text pairs
+            (a list, a NumPy array, a column of a pandas table or of a `datasets` data set), or ready batches (a list,
+            a `DataLoader`), which are all that a model of images or sounds can be calibrated on. A text that is
+            longer than `length` becomes several passages; a pair is cut. For an encoder–decoder a pair is a source
             and a target, which the decoder reads shifted to the right, as in training. A tuple is several of these
             together, as ("builtin", "docs.txt"): all sequences of all of them, in random order.
         model: the model they are for; limits the vocabulary and the length.
         tokenizer: needed unless data are ready batches or none; or the processor that holds it.
         sequences: number of random sequences, 384 by default, or 128 of one length; of generated texts, 256 by
-            default; of texts, drawn at random, all by default; of built-in texts and random sequences together; of
-            ready batches or a stream of texts, the first, all by default. Of several sources, that of each.
-        length: tokens of a random sequence, 8 to 128 by default; of a generated text, 128 by default; where texts are
-            cut, at the model's limit by default. Ready batches are not cut.
+            default; of texts or their passages, drawn at random, all by default; of built-in texts and random
+            sequences together; of ready batches or a stream of texts, the first, all by default. Of several sources,
+            that of each.
+        length: tokens of a random sequence, 8 to 128 by default; of a generated text, 128 by default; of a text or a
+            passage at most, the model's limit by default. Ready batches are not cut.
         seed: of random tokens, and of the sample and order of texts.
 
     Returns:
@@ -187,7 +196,7 @@ class _Maker(NamedTuple):
             if count is not None:  # the same mixture, and more random tokens where there are too few texts
                 random = max(count - len(texts), round(count * random / (len(texts) + random)))
                 texts = shuffled(texts, self.seed, count - random)
-        builtin = Source("the texts that come with collab_compress", lambda _: self.encoded(texts)[0])
+        builtin = Source("the texts that come with collab_compress", lambda _: self.encoded(texts).batches)
         return [builtin, self.random(random)] if random else [builtin]
 
     def random(self, count: int | None, *notes: str) -> Source:
@@ -204,27 +213,32 @@ class _Maker(NamedTuple):
 
     def texts(self, rows: Any, notes: list[str]) -> list[Batch]:
         """Make batches of rows, or of a file or a data set by its name."""
-        count = self.options.sequences
+        most = self.options.sequences
         if isinstance(rows, str):
             texts, left_out = read_texts(rows)
         else:  # a stream may have no end
-            texts, left_out = texts_of(rows, "calibration", None if hasattr(rows, "__len__") else count)
-        sample = shuffled(texts, self.seed, count)
-        batches, cut = self.encoded(sample)
+            texts, left_out = texts_of(rows, "calibration", None if hasattr(rows, "__len__") else most)
+        sample = shuffled(texts, self.seed, most)
+        encoded = self.encoded(sample)
         notes += left_out
         if len(sample) < len(texts):
             notes.append(f"calibration uses {len(sample)} of {len(texts)} texts, drawn at random")
-        if cut:
-            notes.append(f"{cut} of {len(sample)} texts are longer than {self.limit()} tokens and are cut there")
-        return batches
+        for count, fate in ((encoded.divided, "read in passages of that length"), (encoded.cut, "cut there")):
+            if count:
+                notes.append(f"{count} of {len(sample)} texts are longer than {self.limit()} tokens and are {fate}")
+        passages = sum(map(sequence_count, encoded.batches))
+        if most is None or passages <= most:
+            return encoded.batches
+        notes.append(f"calibration uses {most} of {passages} passages, drawn at random")
+        return draw_sequences(encoded.batches, most, self.seed)
 
     def generated(self, _: list[str]) -> list[Batch]:
         """Make batches of texts that the model writes."""
         count, length = self.options.sequences, self.options.length
         return generated_batches(self.model, self.tokenizer, count, length, self.seed)
 
-    def encoded(self, texts: list[Text]) -> tuple[list[Batch], int]:
-        """Return batches of texts, and how many of these were cut."""
+    def encoded(self, texts: list[Text]) -> Encoded:
+        """Return batches of texts."""
         return text_batches(self.model, self.tokenizer, texts, self.limit(), self.seed)
 
     def limit(self) -> int | None:

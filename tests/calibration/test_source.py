@@ -109,9 +109,9 @@ def test_lines_of_a_file_end_where_editors_end_them(tmp_path):
 
 def test_a_file_of_pairs(tmp_path, minilm, minilm_tokenizer):
     file = tmp_path / "pairs.tsv"
-    file.write_text("a dog\ta cat\n\none text alone\n", encoding="utf-8")
+    file.write_text("a dog\ta cat\n\none\tof two texts\n", encoding="utf-8")
     (batch,) = calibration_batches(file, minilm, minilm_tokenizer)
-    both = minilm_tokenizer([("a dog", "a cat"), "one text alone"], padding=True, return_tensors="pt")
+    both = minilm_tokenizer([("a dog", "a cat"), ("one", "of two texts")], padding=True, return_tensors="pt")
     order = batch["input_ids"][:, 2].argsort(), both["input_ids"][:, 2].argsort()
     for name in ("input_ids", "token_type_ids", "attention_mask"):
         assert torch.equal(batch[name][order[0]], both[name][order[1]])
@@ -120,18 +120,56 @@ def test_a_file_of_pairs(tmp_path, minilm, minilm_tokenizer):
         calibration_batches(file, minilm, minilm_tokenizer)
 
 
-def test_texts_left_out_are_warned_of(minilm, minilm_tokenizer, caplog):
-    texts = [f"{n} " + "word " * 69 for n in range(3)] + [f"{n} " + "word " * 299 for n in range(20)]
-    texts.append(("word " * 200, "word " * 100))
+def test_long_texts_are_read_in_passages_and_long_pairs_cut(minilm, minilm_tokenizer, caplog):
+    long = " ".join(f"w{n}" for n in range(200))
+    texts = [long, "a dog", ("word " * 200, "word " * 100)]
+    ids = minilm_tokenizer(long, add_special_tokens=False, verbose=False)["input_ids"]
     minilm.config.max_position_embeddings = 256
     batches = calibration_batches(texts, minilm, minilm_tokenizer)
-    assert max(batch["input_ids"].shape[1] for batch in batches) == 256
-    assert caplog.messages == ["21 of 24 texts are longer than 256 tokens and are cut there"]
-    caplog.clear()
+    start, end = minilm_tokenizer.cls_token_id, minilm_tokenizer.sep_token_id
+    expected = [[start, *ids[place : place + 254], end] for place in range(0, len(ids), 254)]
+    rows = [
+        row[mask.bool()].tolist()
+        for batch in batches
+        for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+    assert [row for row in sorted(rows) if row in expected] == sorted(expected)
+    assert len(rows) == len(expected) + 2
+    assert caplog.messages == [
+        "1 of 3 texts are longer than 256 tokens and are read in passages of that length",
+        "1 of 3 texts are longer than 256 tokens and are cut there",
+    ]
+
+
+def test_texts_and_passages_left_out_are_warned_of(minilm, minilm_tokenizer, caplog):
+    texts = [f"{n} " + "word " * 299 for n in range(24)]
     batches = calibration_batches(texts, minilm, minilm_tokenizer, sequences=5, length=72)
-    assert caplog.messages[0] == "calibration uses 5 of 24 texts, drawn at random"
-    assert caplog.messages[1].endswith("of 5 texts are longer than 72 tokens and are cut there")
     assert sum(len(batch["input_ids"]) for batch in batches) == 5
+    assert caplog.messages == [
+        "calibration uses 5 of 24 texts, drawn at random",
+        "5 of 5 texts are longer than 72 tokens and are read in passages of that length",
+        "calibration uses 5 of 25 passages, drawn at random",
+    ]
+
+
+def test_a_folder_of_documents(tmp_path, minilm, minilm_tokenizer, caplog):
+    (tmp_path / "more").mkdir()
+    for name, text in {
+        "b.txt": "two\nlines\twith a tab",
+        "more/a.MD": "# A title",
+        "c.png": "no text",
+        ".d.txt": "no",
+    }.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert read_texts(tmp_path)[0] == ["two\nlines\twith a tab", "# A title"]
+    calibration_batches(tmp_path, minilm, minilm_tokenizer)
+    assert caplog.messages == [f"1 of 3 files in {tmp_path} are neither .txt nor .md, and are left out"]
+    (tmp_path / "more" / "f.txt").write_bytes(b"\xff")
+    with pytest.raises(CalibrationError, match=r"f\.txt, line 1: not UTF-8"):
+        read_texts(tmp_path)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(CalibrationError, match=r"none holds no \.txt or \.md files"):
+        read_texts(tmp_path / "none")
 
 
 def test_shorter_random_sequences_are_warned_of(minilm, minilm_tokenizer, caplog):
@@ -148,7 +186,7 @@ def test_shorter_random_sequences_are_warned_of(minilm, minilm_tokenizer, caplog
 def test_positions_behind_the_pad_token_are_the_models_limit(words):
     model = roberta(20)
     (batch,) = calibration_batches(["w7 " * 50], model, words)
-    assert batch["input_ids"].shape == (1, 18)
+    assert batch["input_ids"].shape == (3, 18)
     assert model(**batch)[0].isfinite().all()
 
 
@@ -303,7 +341,7 @@ def test_sequences_limits_ready_batches(make_tiny, make_batch):
 
 
 def test_texts_without_a_pad_token_are_masked(minilm, minilm_tokenizer):
-    texts = ["a dog runs", "two men play a long game of chess in the park", ("one", "two")]
+    texts = ["a dog runs", "two men play a long game of chess in the park"]
     (padded,) = calibration_batches(texts, minilm, minilm_tokenizer, length=8)
     minilm_tokenizer = copy.deepcopy(minilm_tokenizer)
     minilm_tokenizer.pad_token = None
@@ -354,7 +392,7 @@ def test_what_a_tokenizer_is_set_to_for_generation_does_not_count(words):
     tokenizer = copy.deepcopy(words)
     tokenizer.padding_side = tokenizer.truncation_side = "left"
     (batch,) = calibration_batches(texts, model, tokenizer, length=5)
-    assert batch["attention_mask"][:, 0].tolist() == [1, 1]
+    assert batch["attention_mask"][:, 0].tolist() == [1, 1, 1]
     for name, tensor in expected.items():
         assert torch.equal(batch[name], tensor)
     assert (tokenizer.padding_side, tokenizer.truncation_side) == ("left", "left")
