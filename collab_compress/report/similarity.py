@@ -55,10 +55,9 @@ def similarity(
             "CKA) on average."
         )
     if baseline is not None:
-        with_bar = [analysis.with_progress(batches, progress("similarity of models")) for _ in range(2)]
+        with_bar = analysis.with_progress(batches, progress("similarity of models"))
         try:
-            by_head = analysis.model_covariances(model, baseline, with_bar[0], unit="head")
-            by_layer = analysis.model_covariances(model, baseline, with_bar[1], unit="layer")
+            by_head = analysis.model_covariances(model, baseline, with_bar)
         except HeadError as error:  # as for models of different depths
             notes += f" The two models were not compared: {error}."
         else:
@@ -68,8 +67,8 @@ def similarity(
                 rows.append(
                     {
                         "layer": label(name),
-                        "SVCCA": analysis.svcca(by_layer[name]).mean,
-                        "CKA, linear": float(analysis.cka(by_layer[name])),
+                        "SVCCA": analysis.svcca(joint.layers).mean,
+                        "CKA, linear": float(analysis.cka(joint.layers)),
                         "SVCCA of nearest heads": float(nearest.max(1).values.mean()),
                         "SVCCA of two heads": float(nearest.mean()),
                         "CKA of two heads, linear": float(analysis.cka(joint).mean()),

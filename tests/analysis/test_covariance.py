@@ -22,9 +22,9 @@ from collab_compress.errors import CalibrationError
 
 
 def of_parts(parts, widths):
-    running = RunningCovariance("layer")
+    running = RunningCovariance()
     for part in parts:
-        running.add([(str(place), block[:, None]) for place, block in enumerate(part.split(widths, 1))])
+        running.add([(str(place), block) for place, block in enumerate(part.split(widths, 1))])
     return running.result("it")
 
 
@@ -141,10 +141,10 @@ def test_a_model_is_like_itself_and_unlike_another(either, family, make_tiny):
         torch.testing.assert_close(svcca(joint).similarity, alone.similarity, atol=1e-4, rtol=1e-4)
         assert joint.labels[0] == f"{name.partition('[')[0]}:0"
     other = make_tiny(family, seed=1)
-    for joint in model_covariances(model, other, batches, unit="layer").values():
-        assert joint.leading == 1
-        assert cka(joint).shape == (1, 1)
-        assert 0 < float(cka(joint)) < 0.99
+    for name, joint in model_covariances(model, other, batches).items():
+        assert cka(joint.layers).shape == (1, 1)
+        assert 0 < float(cka(joint.layers)) < 0.99
+        assert joint.layers.labels == (name.partition("[")[0],) * 2
 
 
 def test_models_are_paired_by_place(bert, make_tiny, batch):
@@ -158,7 +158,7 @@ def test_a_model_of_one_head_is_compared_with_each_of_many(bert, make_tiny, batc
     """As Table 2 of "Inter-Head Diversity" does: the one head as wide as all of the others together."""
     config = bert.config.to_diff_dict() | {"num_attention_heads": 1}
     one = type(bert)(type(bert.config)(**config)).eval()
-    joint = model_covariances(one, bert, [batch], unit="head")[NAME]
+    joint = model_covariances(one, bert, [batch])[NAME]
     assert joint.widths == (24, 8, 8, 8)
     assert svcca(joint).similarity.shape == (1, 3)
     tokens = [real_responses(model, [batch])[NAME][0] for model in (one, bert)]
