@@ -1,6 +1,6 @@
 """Run a model over batches and hand on what its attention heads computed, one batch at a time."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from fnmatch import fnmatch
@@ -84,26 +84,24 @@ def position_means(
     model: PreTrainedModel, batches: Batches, part: Part, measures: Mapping[str, Measure]
 ) -> dict[str, dict[str, Tensor]]:
     """Return name of a measure → module path → its mean over positions, in float64."""
-    sums: dict[str, dict[str, Tensor]] = {name: {} for name in measures}
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    sums: dict[tuple[str, str], Tensor] = {}
+    counts: Counter[tuple[str, str]] = Counter()
     for (readings,) in read_heads([model], batches, part):
         for path, reading in readings:
             for name, measure in measures.items():
                 if (measured := measure(reading)) is not None:
-                    total, count = measured
-                    sums[name][path] = sums[name].get(path, 0) + total.cpu()
-                    counts[name][path] += count
-    for name, by_path in sums.items():
-        for path, total in by_path.items():
-            if not counts[name][path]:
-                raise HeadError(
-                    f"{path} saw only padding, or single tokens; pass batches of sequences of two or more tokens"
-                )
-            if not bool(total.isfinite().all()):
-                raise HeadError(f"{path}: what its heads compute is not finite; look for NaN or infinity in weights")
-    return {
-        name: {path: total / counts[name][path] for path, total in by_path.items()} for name, by_path in sums.items()
-    }
+                    sums[name, path] = sums.get((name, path), 0) + measured[0].cpu()
+                    counts[name, path] += measured[1]
+    means: dict[str, dict[str, Tensor]] = {name: {} for name in measures}
+    for (name, path), total in sums.items():
+        if not counts[name, path]:
+            raise HeadError(
+                f"{path} saw only padding, or single tokens; pass batches of sequences of two or more tokens"
+            )
+        if not bool(total.isfinite().all()):
+            raise HeadError(f"{path}: what its heads compute is not finite; look for NaN or infinity in weights")
+        means[name][path] = total / counts[name, path]
+    return means
 
 
 def unpadded_vectors(reading: HeadRecord, part: Part) -> Tensor:
