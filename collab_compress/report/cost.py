@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import asdict
 from math import ceil
 from statistics import fmean, median
@@ -14,11 +13,11 @@ from transformers import PreTrainedModel
 from collab_compress import analysis
 from collab_compress.analysis import Latency, PartCost
 from collab_compress.analysis.plan import WIDTH_SHARES, part_losses
-from collab_compress.architectures import find_attention
 from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import sequence_count
 from collab_compress.conversion.compress import compress
+from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import block_cost
 from collab_compress.conversion.expand import expand
 from collab_compress.conversion.inventory import Inventory
@@ -33,11 +32,10 @@ LENGTH = 128  # tokens for which operations are counted
 DENSE, CONVERTED = f"dense at T = {LENGTH} [MMAC]", f"converted at T = {LENGTH} [MMAC]"
 
 
-def widths(model: PreTrainedModel, batches: Sequence[Batch], label: Label, progress: Progress) -> Section:
+def widths(inventory: Inventory, batches: Sequence[Batch], label: Label, progress: Progress) -> Section:
     """Return what queries and keys, values, and feed-forward blocks lose at every width."""
     if sum(map(sequence_count, batches)) < 2:
         raise HeadError("what widths lose is measured on sequences that differ; pass two sequences at least")
-    inventory = Inventory(model, batches[0])
     curves_of, reasons = part_losses(inventory, batches, lambda _, done, total: progress("widths")(done, total))
     left_out = [f"{part} stays as it is: {reason}" for part, reason in reasons.items()]
     tables: dict[str, Table] = {}
@@ -74,9 +72,9 @@ def widths(model: PreTrainedModel, batches: Sequence[Batch], label: Label, progr
     )
 
 
-def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: Label, progress: Progress) -> Section:
+def cost(inventory: Inventory, options: ReportOptions, label: Label, progress: Progress) -> Section:
     """Return what attention and feed-forward blocks cost, dense and converted."""
-    sites, notes = find_attention(model), ""
+    model, sites, notes = inventory.model, inventory.attention, ""
     converted = any(is_converted(site.module) for site in sites)
     given = {} if converted else {part: getattr(options, part) for part in ("dk", "dv") if getattr(options, part)}
     if not converted and not given:
@@ -85,7 +83,7 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
     dff = options.dff
     costs = analysis.part_costs(model, LENGTH, **given)
     try:
-        blocks = Inventory(model, batch).blocks
+        blocks = inventory.blocks
         if dff is None and not converted:
             dff = max(1, min(block.width for block in blocks) // 2)
         costs += [block_cost(model, block, dff, LENGTH) for block in blocks]
@@ -157,7 +155,7 @@ def _measure_latencies(
     model: PreTrainedModel, widths: Mapping[str, Any], options: ReportOptions, progress: Progress
 ) -> list[Latency]:
     """Time the model and a copy in the other form: a dense one is converted to the chosen widths, others expanded."""
-    dense, converted = model, deepcopy(model)
+    dense, converted = model, sharing_copy(model)
     if widths:
         solver = Solver(sweeps=1 if "dk" in widths else None)
         compress(converted, Compression(**widths, solver=solver), calibration=None)

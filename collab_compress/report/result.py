@@ -22,6 +22,7 @@ from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
 from collab_compress.checkpoint.files import atomic_directory, mapped
+from collab_compress.conversion.inventory import Inventory
 from collab_compress.conversion.report import width_range
 from collab_compress.errors import CompressionError, HeadError, UnsupportedModelError
 from collab_compress.options import SECTION_NAMES, ReportOptions
@@ -106,7 +107,7 @@ def make_report(
             f"{name} knows {sizes[0]} tokens and {baseline_name} {sizes[1]}; models that are compared read the same "
             "batches, so they must share a tokenizer"
         )
-    label = module_labels(model)
+    label, inventory = module_labels(model), Inventory(model, batches[0])
     compared = {name: (model, label)}
     if baseline is not None:
         compared[baseline_name] = (baseline, module_labels(baseline))
@@ -115,9 +116,9 @@ def make_report(
         return partial(on_progress, work)
 
     measures: dict[str, Callable[[], Section]] = {
-        "widths": lambda: widths(model, take_sequences(batches, options.input_sequences), label, progress),
+        "widths": lambda: widths(inventory, take_sequences(batches, options.input_sequences), label, progress),
         "mixing": lambda: mixing(model, label),
-        "cost": lambda: cost(model, batches[0], options, label, progress),
+        "cost": lambda: cost(inventory, options, label, progress),
         "similarity": lambda: similarity(model, baseline, batches, label, progress),
         "diversity": lambda: diversity(compared, batches, tokenizer, progress),
         "patterns": lambda: patterns(model, batches, label, progress),
