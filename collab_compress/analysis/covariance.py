@@ -225,9 +225,7 @@ def layer_covariance(
     return running.result("the layers")
 
 
-def model_covariances(
-    model: PreTrainedModel, other: PreTrainedModel, batches: Batches
-) -> dict[str, JointCovariance]:
+def model_covariances(model: PreTrainedModel, other: PreTrainedModel, batches: Batches) -> dict[str, JointCovariance]:
     """Return the covariance of each layer of one model with one of another, for `svcca` and `cka` between models.
 
     Both models read the same batches, so they must share a tokenizer, and have the same number of layers. They may

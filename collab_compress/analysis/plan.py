@@ -93,17 +93,15 @@ def part_losses(
     inventory: Inventory, batches: Sequence[Batch], progress: Progress = silent
 ) -> tuple[LossCurves, dict[str, str]]:
     """Return what each part of a model that can be converted loses at every width, and why others cannot be."""
-    found: list[list[Any]] = []
+    narrowable: dict[str, list[Any]] = {}
     left_out: dict[str, str] = {}
     for part, parts in {"dk": "scores", "dv": "narrowable_values", "dff": "narrowable_blocks"}.items():
         try:
-            narrowable, reason = getattr(inventory, parts)
+            narrowable[part], left_out[part] = getattr(inventory, parts)
         except UnsupportedModelError as error:
-            narrowable, reason = [], str(error)
-        found.append(narrowable)
-        if reason:
-            left_out[part] = reason
-    return loss_curves(inventory, *found, batches, progress), left_out
+            narrowable[part], left_out[part] = [], str(error)
+    losses = loss_curves(inventory, narrowable["dk"], narrowable["dv"], narrowable["dff"], batches, progress)
+    return losses, {part: reason for part, reason in left_out.items() if reason}
 
 
 def _costs(inventory: Inventory, part: Part, widths: Mapping[str, int], length: int) -> list[PartCost]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from math import ceil
+from math import ceil, inf
 from statistics import fmean, median
 from typing import Any
 
@@ -100,15 +100,16 @@ def cost(inventory: Inventory, options: ReportOptions, label: Label, progress: P
         "layers": Table("Where the parameters and operations of all layers are", parts),
         "modules": Table("Each attention module and feed-forward block", rows),
     }
-    dense, after, parameters, kept = (sum(part[heading] for part in parts) for heading in list(parts[0])[1:5])
-    shares = ", ".join(f"{part['part']} {100 * part[DENSE] / dense:.0f} %" for part in parts)
+    total = _sum_costs(costs)
+    shares = ", ".join(f"{part['part']} {100 * part[DENSE] / total[DENSE]:.0f} %" for part in parts)
     highlights = [f"Operations of all dense layers at T = {LENGTH}: {shares}."]
-    attention = _describe_widths(given)
     form = _describe_widths(given if dff is None else {**given, "dff": dff})
-    if after != dense:
+    if total[CONVERTED] != total[DENSE]:
+        operations = total[CONVERTED] / total[DENSE]
+        parameters = total["parameters, converted"] / total["parameters, dense"]
         highlights.append(
-            f"Layers {form} have {100 * after / dense:.0f} % of the operations of dense layers, and "
-            f"{100 * kept / parameters:.0f} % of their parameters."
+            f"Layers {form} have {100 * operations:.0f} % of the operations of dense layers, and "
+            f"{100 * parameters:.0f} % of their parameters."
         )
     try:
         latencies = _measure_latencies(model, given, options, progress)
@@ -124,7 +125,7 @@ def cost(inventory: Inventory, options: ReportOptions, label: Label, progress: P
             time = f"takes {median(steady):.2f} of dense time at T = {longest}, measured here"
         else:
             time = f"was timed while other programs ran: rounds at T = {longest} differ too much to compare"
-        highlights.append(f"Attention {attention} {time}.")
+        highlights.append(f"Attention {_describe_widths(given)} {time}.")
     return Section(
         "What a layer costs",
         f"Dense layers, and layers {form}; other parts cost the same in both forms. "
@@ -155,14 +156,16 @@ def _measure_latencies(
     model: PreTrainedModel, widths: Mapping[str, Any], options: ReportOptions, progress: Progress
 ) -> list[Latency]:
     """Time the model and a copy in the other form: a dense one is converted to the chosen widths, others expanded."""
-    dense, converted = model, sharing_copy(model)
+    copied = sharing_copy(model)
     if widths:
         solver = Solver(sweeps=1 if "dk" in widths else None)
-        compress(converted, Compression(**widths, solver=solver), calibration=None)
+        compress(copied, Compression(**widths, solver=solver), calibration=None)
+        dense, converted = model, copied
     else:
-        dense, converted = converted, dense
-        expand(dense)
-    longest = getattr(model.config, "max_position_embeddings", None) or max(options.lengths, default=0)
+        expand(copied)
+        dense, converted = copied, model
+    longest = getattr(model.config, "max_position_embeddings", None) or inf
     lengths = [length for length in options.lengths if length <= longest]
-    report, rounds = progress("latency"), options.rounds
-    return analysis.module_latency(dense, converted, lengths, rounds=rounds, seed=options.seed, progress=report)
+    return analysis.module_latency(
+        dense, converted, lengths, rounds=options.rounds, seed=options.seed, progress=progress("latency")
+    )

@@ -31,22 +31,21 @@ def similarity(
     pictures: list[Heatmaps] = []
     highlights, notes = [], ""
     if pairs:
-        correlations = {label(name): analysis.svcca(joint) for name, joint in pairs.items()}
-        alignments = {label(name): analysis.cka(joint) for name, joint in pairs.items()}
-        rows: list[dict[str, Any]] = [
-            {
-                "layer": layer,
-                "SVCCA": correlation.mean,
-                "CKA, linear": analysis.mean_over_pairs(alignments[layer]),
-                "directions kept, mean": float(correlation.directions.diagonal().double().mean()),
-            }
-            for layer, correlation in correlations.items()
-        ]
+        rows: list[dict[str, Any]] = []
+        matrices: dict[str, dict[str, Any]] = {"SVCCA": {}, "CKA": {}}
+        for name, joint in pairs.items():
+            correlation, alignment = analysis.svcca(joint), analysis.cka(joint)
+            rows.append(
+                {
+                    "layer": label(name),
+                    "SVCCA": correlation.mean,
+                    "CKA, linear": analysis.mean_over_pairs(alignment),
+                    "directions kept, mean": float(correlation.directions.diagonal().double().mean()),
+                }
+            )
+            matrices["SVCCA"][f"layer {label(name)}"] = correlation.similarity.tolist()
+            matrices["CKA"][f"layer {label(name)}"] = alignment.tolist()
         tables["heads"] = Table("Similarity of heads, mean over pairs", rows)
-        matrices = {
-            "SVCCA": {f"layer {layer}": result.similarity.tolist() for layer, result in correlations.items()},
-            "CKA": {f"layer {layer}": matrix.tolist() for layer, matrix in alignments.items()},
-        }
         reading = "Strong cells off the diagonal are pairs of similar heads (Diversity, section 3)."
         pictures += [Heatmaps(f"{measure} of heads", reading, maps) for measure, maps in matrices.items()]
         mean_svcca, mean_cka = (fmean(row[measure] for row in rows) for measure in ("SVCCA", "CKA, linear"))
@@ -61,21 +60,21 @@ def similarity(
         except HeadError as error:  # as for models of different depths
             notes += f" The two models were not compared: {error}."
         else:
-            rows = []
+            rows, maps = [], {}
             for name, joint in by_head.items():
-                nearest = analysis.svcca(joint).similarity
+                correlations, alignment = analysis.svcca(joint).similarity, analysis.cka(joint)
                 rows.append(
                     {
                         "layer": label(name),
                         "SVCCA": analysis.svcca(joint.layers).mean,
                         "CKA, linear": float(analysis.cka(joint.layers)),
-                        "SVCCA of nearest heads": float(nearest.max(1).values.mean()),
-                        "SVCCA of two heads": float(nearest.mean()),
-                        "CKA of two heads, linear": float(analysis.cka(joint).mean()),
+                        "SVCCA of nearest heads": float(correlations.max(1).values.mean()),
+                        "SVCCA of two heads": float(correlations.mean()),
+                        "CKA of two heads, linear": float(alignment.mean()),
                     }
                 )
+                maps[f"layer {label(name)}"] = alignment.tolist()
             tables["models"] = Table("Similarity of the two models, layer by layer", rows)
-            maps = {f"layer {label(name)}": analysis.cka(joint).tolist() for name, joint in by_head.items()}
             reading = "A strong diagonal means that each head still does what its counterpart does."
             title, sides = "CKA of heads, model against baseline", ("head of the model", "head of the baseline")
             pictures.append(Heatmaps(title, reading, maps, 1.0, False, *sides))
