@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress import analysis
-from collab_compress.calibration import Batch
 from collab_compress.errors import HeadError
 from collab_compress.heads.importance import end_tokens
-from collab_compress.report.section import Heatmaps, Label, Progress, Section, Table, short
+from collab_compress.report.section import Heatmaps, Label, Read, Section, Table, short
 
 
-def similarity(
-    model: PreTrainedModel,
-    baseline: PreTrainedModel | None,
-    batches: Sequence[Batch],
-    label: Label,
-    progress: Progress,
-) -> Section:
+def similarity(model: PreTrainedModel, baseline: PreTrainedModel | None, read: Read, label: Label) -> Section:
     """Return how similar the heads of a model are, and how similar its layers are to another model's."""
-    heads = analysis.head_covariances(model, analysis.with_progress(batches, progress("heads")))
+    heads = analysis.head_covariances(model, read("heads"))
     pairs = {name: joint for name, joint in heads.items() if len(joint.widths) > 1}
     if not pairs and len(heads) < 2 and baseline is None:
         raise HeadError("a single head in a single layer has no other to be compared with")
@@ -54,9 +47,8 @@ def similarity(
             "CKA) on average."
         )
     if baseline is not None:
-        with_bar = analysis.with_progress(batches, progress("similarity of models"))
         try:
-            by_head = analysis.model_covariances(model, baseline, with_bar)
+            by_head = analysis.model_covariances(model, baseline, read("similarity of models"))
         except HeadError as error:  # as for models of different depths
             notes += f" The two models were not compared: {error}."
         else:
@@ -98,21 +90,15 @@ def similarity(
 
 
 def diversity(
-    models: Mapping[str, tuple[PreTrainedModel, Label]],
-    batches: Sequence[Batch],
-    tokenizer: PreTrainedTokenizerBase | None,
-    progress: Progress,
+    models: Mapping[str, tuple[PreTrainedModel, Label]], read: Read, tokenizer: PreTrainedTokenizerBase | None
 ) -> Section:
     """Return how confident heads of each model are, how far apart they are, and how much their attention overlaps."""
     rows: list[dict[str, Any]] = []
     pictures, highlights = [], []
     for model_name, (model, label) in models.items():
-        with_bar = [
-            analysis.with_progress(batches, progress(name)) for name in ("confidence", "distances", "overlap")
-        ]
-        confidences = analysis.confidence(model, with_bar[0], exclude=end_tokens(model, tokenizer))
-        apart = analysis.discrepancy(model, with_bar[1])
-        overlaps = analysis.bhattacharyya(model, with_bar[2])
+        confidences = analysis.confidence(model, read("confidence"), exclude=end_tokens(model, tokenizer))
+        apart = analysis.discrepancy(model, read("distances"))
+        overlaps = analysis.bhattacharyya(model, read("overlap"))
         distances = {name: heads.l2.sum(1) / (len(heads.l2) - 1) for name, heads in apart.items()}
         for name, heads in apart.items():
             confidence, overlap = confidences[name.partition("[")[0]], overlaps[name]
