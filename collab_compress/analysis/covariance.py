@@ -175,7 +175,7 @@ def head_covariances(model: PreTrainedModel, batches: Batches, *, modules: str =
     Raises:
         HeadError: no batches, fewer than two tokens, or numbers that are not finite.
         CalibrationError: the model does not take the batches.
-        UnsupportedModelError: the model's family is not known.
+        UnsupportedModelError: the model's family is not known, or no module matches.
 
     Example:
         >>> covariances = head_covariances(model, [batch])

@@ -3,14 +3,13 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
-from fnmatch import fnmatch
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import KINDS, Kind
+from collab_compress.architectures import KINDS, Kind, find_attention
 from collab_compress.calibration import as_batch, evaluation_mode, run_batch
 from collab_compress.calibration.encode import vocabulary_size
 from collab_compress.calibration.gather import forward_arguments
@@ -64,18 +63,16 @@ def read_heads(
 ) -> Iterator[list[HeadRecords]]:
     """Run every model on each batch, without gradients or dropout, and yield each model's readings of the batch."""
     ran = False
+    names = {site.name for model in models for site in find_attention(model, modules, kinds)}
     with ExitStack() as stack:
         recorders = [stack.enter_context(Recorder(model, part, kinds)) for model in models]
-        for model, recorder in zip(models, recorders, strict=True):
-            if not any(fnmatch(site.name, modules) for site in recorder.sites):
-                paths = ", ".join(site.name for site in recorder.sites[:3])
-                raise HeadError(f"no attention module matches {modules!r}; there are {paths}, …")
+        for model in models:
             stack.enter_context(evaluation_mode(model))
         for batch in batches:
             ran = True
             for model in models:
                 run_batch(model, as_batch(batch))
-            yield [_name_records(recorder.take(), modules) for recorder in recorders]
+            yield [_name_records(recorder.take(), names) for recorder in recorders]
     if not ran:
         raise HeadError("no batches to run the model on; pass some, and a list where they are read more than once")
 
@@ -127,14 +124,14 @@ def random_tokens(model: PreTrainedModel, count: int, length: int, seed: int) ->
     return batch
 
 
-def _name_records(readings: Sequence[HeadRecord], modules: str) -> HeadRecords:
-    """Return the readings of modules that match the glob, by name."""
+def _name_records(readings: Sequence[HeadRecord], names: Collection[str]) -> HeadRecords:
+    """Return the readings of modules of these names."""
     counts = Counter(reading.site.name for reading in readings)
     uses: Counter[str] = Counter()
     named = []
     for reading in readings:
         path = reading.site.name
-        if fnmatch(path, modules):
+        if path in names:
             named.append((path if counts[path] == 1 else f"{path}[{uses[path]}]", reading))
         uses[path] += 1
     return named
