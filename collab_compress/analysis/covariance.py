@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from collab_compress.errors import HeadError
 from collab_compress.factorization.least_squares import ResidualMoments
 from collab_compress.heads import HeadRecord
 
-Unit = Literal["head", "layer"]
 ROUNDING_VARIANCE = 4e-12  # of the mean square of a representation: variance below it is float32's rounding
 
 
@@ -81,10 +80,13 @@ class JointCovariance:
 
     @property
     def layers(self) -> JointCovariance:
-        """The same covariance of two models' layers, with a block each, where these blocks are their heads."""
-        sides = slice(self.leading), slice(self.leading, None)
-        labels = tuple(self.labels[side][0].rpartition(":")[0] for side in sides)
-        return replace(self, labels=labels, widths=tuple(sum(self.widths[side]) for side in sides), leading=1)
+        """The covariance of layers, a block each, of which these blocks are the heads, labelled `layer:head`."""
+        widths: Counter[tuple[bool, str]] = Counter()
+        for index, (label, width) in enumerate(zip(self.labels, self.widths, strict=True)):
+            widths[index >= self.leading, label.rpartition(":")[0]] += width
+        labels = tuple(layer for _, layer in widths)
+        leading = sum(not is_column for is_column, _ in widths)
+        return replace(self, labels=labels, widths=tuple(widths.values()), leading=leading)
 
     @property
     def rows(self) -> range:
@@ -190,38 +192,28 @@ def head_covariances(model: PreTrainedModel, batches: Batches, *, modules: str =
 
 
 def layer_covariance(
-    model: PreTrainedModel,
-    batches: Batches,
-    *,
-    unit: Unit = "layer",
-    kinds: Collection[Kind] = KINDS,
-    modules: str = "*",
+    model: PreTrainedModel, batches: Batches, *, kinds: Collection[Kind] = KINDS, modules: str = "*"
 ) -> JointCovariance:
-    """Return the covariance of several layers together, for `svcca` and `cka` between layers.
+    """Return the covariance of all heads of several layers, for `svcca` and `cka` between heads or between layers.
 
     Memory and time grow with (L·H·d)²: choose layers by `modules` if there are many. Layers must see the same tokens,
     so an encoder's and a decoder's cannot be compared; a decoder's `decoder` and `cross` can. Other arguments and
     errors are those of `head_covariances`.
 
     Args:
-        unit: a block is a `layer` with all its heads, or each `head` of each layer.
         kinds: attention types.
 
     Returns:
-        The covariance, labelled with the keys of `head_covariances`, or with `key:head`.
+        The covariance, a block a head, labelled with the keys of `head_covariances` as `key:head`; its `layers` has a
+        block a layer.
 
     Example:
-        >>> layer_covariance(model, [batch]).labels
+        >>> layer_covariance(model, [batch]).layers.labels
         ('encoder.layer.0.attention.self', 'encoder.layer.1.attention.self')
     """
-    if unit not in get_args(Unit):
-        raise HeadError(f"unknown unit {unit!r}; expected one of {', '.join(get_args(Unit))}")
     running = RunningCovariance()
     for (readings,) in read_heads([model], batches, "outputs", kinds=kinds, modules=modules):
-        if unit == "layer":
-            running.add([(name, unpadded_vectors(reading, "outputs").flatten(1)) for name, reading in readings])
-        else:
-            running.add([block for name, reading in readings for block in _heads(reading, f"{name}:")])
+        running.add([block for name, reading in readings for block in _heads(reading, f"{name}:")])
     return running.result("the layers")
 
 

@@ -73,7 +73,6 @@ REFUSED = [
     (lambda g: head_covariances(g.bert, []), "no batches"),
     (lambda g: head_covariances(g.bert, [ONE_TOKEN]), f"got 1 {NO_TOKENS}"),
     (lambda g: head_covariances(with_nan(g.bert), [g.batch]), f"{NAME} is not finite"),
-    (lambda g: layer_covariance(g.bert, [g.batch], unit="model"), "unknown unit 'model'"),
     (lambda g: layer_covariance(g.make("marian"), [g.make_batch("marian")]), "see different numbers of tokens"),
     (
         lambda g: model_covariances(g.bert, g.make("albert"), [g.batch]),
