@@ -39,11 +39,10 @@ Matched: TypeAlias = tuple[HeadBlock, HeadBlock]
 
 
 def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
-    """List the parameter slices from which a head computes its output, in the same order for all heads of one form.
+    """List the parameter slices that compute a head's output, in the same order for all heads of one form.
 
-    Not the output projection. In the dense form: its rows of the query, key and value weights and biases. In the
-    collaborative form, where heads share queries and keys: its mixing weights with the numbers of the channels that
-    it reads, its content bias, and its rows of the value weight and bias.
+    They are rows of query, key and value weights and biases; where heads share queries and keys, the head's mixing
+    weights, channel numbers and content bias in place of the first two.
     """
     if not 0 <= head < site.heads:
         raise HeadError(f"{site.name} has no head {head}; its {site.heads} heads are 0 to {site.heads - 1}")

@@ -173,12 +173,12 @@ def _refuse_other_edits(checkpoint: str, model: PreTrainedModel) -> None:
     differing = [key for key in {**of_checkpoint, **of_model} if of_checkpoint.get(key) != of_model.get(key)]
     if differing:
         counts = (Counter(kind for kind, _ in side) for side in changes)
-        saved_edits, edits = (
+        present, wanted = (
             ", ".join(f"{kind} of {count} modules" for kind, count in side.items()) or "none" for side in counts
         )
         raise CheckpointError(
             f"{checkpoint} holds another model than the {type(model).__name__} to train: edits of the checkpoint are "
-            f"{saved_edits}, of the model {edits}, the first that differs is {' of '.join(differing[0])}; load the "
+            f"{present}, of the model {wanted}, the first that differs is {' of '.join(differing[0])}; load the "
             "model from the checkpoint by from_pretrained, or edit it in the same way, before making the trainer"
         )
 

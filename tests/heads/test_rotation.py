@@ -285,7 +285,7 @@ def test_a_state_that_is_none_is_refused():
     rotator.epoch(1)
     state = rotator.state_dict()
     with pytest.raises(HeadError, match="is no attention module of this model"):
-        rotator.load_state_dict({**state, "swapped": [[["nowhere", 0], [FIRST, 1]]]})
+        rotator.load_state_dict({**state, "history": [{**state["history"][0], "pairs": [(("nowhere", 0), PAIR[0])]}]})
     assert rotator.state_dict() == state
 
 
