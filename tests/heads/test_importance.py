@@ -179,7 +179,7 @@ def test_heads_that_nearly_agree_are_near():
 
     outputs = torch.full((1, 1, 32, 64), 100.0)
     outputs[0, 0, 1, 0] += 1e-3
-    actual = _distances(HeadRecord(Site(), outputs, values=None, probs=None, queries=None, keys=None, masks=None))
+    actual = _distances(HeadRecord(Site(), masks=None, outputs=outputs))
     torch.testing.assert_close(actual[0, 0, 1], torch.tensor(1e-3), rtol=0.05, atol=0)
     torch.testing.assert_close(actual[0, 0, 0], torch.tensor(1e-3 / 31), rtol=0.05, atol=0)
 

@@ -284,7 +284,7 @@ def test_a_state_that_is_none_is_refused():
         rotator.load_state_dict({"latest": 1})
     rotator.epoch(1)
     state = rotator.state_dict()
-    with pytest.raises(HeadError, match="is no attention module of this model"):
+    with pytest.raises(HeadError, match="no attention module 'nowhere'"):
         rotator.load_state_dict({**state, "history": [{**state["history"][0], "pairs": [(("nowhere", 0), PAIR[0])]}]})
     assert rotator.state_dict() == state
 
