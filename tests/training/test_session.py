@@ -38,7 +38,10 @@ def test_a_penalty_is_its_loss_over_modules(loss, family, make_undropped, batch)
         with Recorder(model, (chosen.part,)) as recorder:
             model(**batch)
             values = [
-                chosen.function(getattr(record, chosen.part), record.mask_of(chosen.part))
+                chosen.function(
+                    getattr(record, chosen.part),
+                    record.masks.key if chosen.part in ("values", "keys") else record.masks.query,
+                )
                 for record in recorder.take()
                 if record.site.kind in chosen.kinds
             ]
