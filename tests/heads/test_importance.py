@@ -124,12 +124,7 @@ def test_ends_of_sequences_do_not_count(family, as_argument, make_tiny, calibrat
         assert_close(actual, oracle(model, batches, of, exclude=(END, 8)))
         everywhere = oracle(model, batches, of)
         assert not any(torch.allclose(actual[name], everywhere[name], rtol=1e-4) for name in actual)
-
-
-def test_an_empty_exclusion_overrides_the_config(make_tiny, calibration):
-    model, batches = make_tiny("bert"), with_ends(calibration[:1])
-    model.config.eos_token_id = END
-    assert_close(confidence(model, batches, exclude=()), oracle(model, batches, "confidence"))
+    assert_close(average_distance(model, batches, exclude=()), everywhere)  # in place of the config's
 
 
 def test_targets_are_read_from_labels(make_tiny, calibration):
