@@ -220,7 +220,7 @@ class HeadState(TrainerCallback, ExportableState):  # type: ignore[misc]
     """
 
     trainer: HeadTrainerMixin
-    epoch = -1
+    epoch = -1  # the latest that has begun; `state.epoch` is a share of the steps where the data has no length
 
     def state(self) -> dict[str, Any]:
         """Return the state in JSON types, as Transformers expects it of callbacks."""
@@ -252,7 +252,7 @@ class HeadState(TrainerCallback, ExportableState):  # type: ignore[misc]
         state.stateful_callbacks[STATE] = self.state()
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Count epochs; `state.epoch` is a share of the steps where the data has no length."""
+        """Count epochs."""
         self.epoch += 1
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -260,16 +260,12 @@ class HeadState(TrainerCallback, ExportableState):  # type: ignore[misc]
         session, rotation = self.trainer.head_session, self.trainer.head_training.rotation
         assert session is not None
         if rotation is not None:
-            within = state.global_step / state.max_steps if rotation.of_training else state.epoch or 0
+            epoch: float = self.epoch
+            if rotation.within_epochs:
+                epoch = state.global_step / state.max_steps if rotation.of_training else state.epoch or 0
             with torch.random.fork_rng(devices=[]):  # data loaders draw a seed, which a resumed run would not
-                session.epoch(within if rotation.within_epochs else self.epoch, self._validation_batches())
+                session.epoch(epoch, self._validation_batches())
         session.step(state.global_step / max(state.max_steps - 1, 1))
-
-    def _validation_batches(self) -> Iterator[Mapping[str, Tensor]]:
-        """Yield the batches of all validation data sets, whose loaders are made when they are read."""
-        data = self.trainer.eval_dataset
-        for name in data if isinstance(data, dict) else [None]:
-            yield from self.trainer.get_eval_dataloader(name)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Raise if `compute_loss` left the penalties out."""
@@ -283,6 +279,12 @@ class HeadState(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Export the state for checkpoints that are saved after training."""
         state.stateful_callbacks[STATE] = self.state()
+
+    def _validation_batches(self) -> Iterator[Mapping[str, Tensor]]:
+        """Yield the batches of all validation data sets, whose loaders are made when they are read."""
+        data = self.trainer.eval_dataset
+        for name in data if isinstance(data, dict) else [None]:
+            yield from self.trainer.get_eval_dataloader(name)
 
 
 STATE = HeadState.__name__  # Transformers looks for it by the name of the class

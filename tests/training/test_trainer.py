@@ -414,6 +414,10 @@ def test_checkpointing_and_compilation_change_nothing(option, make_tiny, set_dro
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
+def most_hooks(model):
+    return max(len(head_hooks(module)) for module in model.modules())
+
+
 def test_an_interrupted_run_leaves_nothing_to_the_next(make_tiny, tmp_path):
     model = classifier(make_tiny)
     trainer = trainer_of(model, tmp_path, max_steps=4)
@@ -421,7 +425,7 @@ def test_an_interrupted_run_leaves_nothing_to_the_next(make_tiny, tmp_path):
 
     class Interrupting(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
-            acts.append(max(len(head_hooks(module)) for module in model.modules()))
+            acts.append(most_hooks(model))
             if len(acts) == 2:
                 raise KeyboardInterrupt
 
@@ -445,14 +449,12 @@ def test_a_batch_that_was_too_large_leaves_nothing_to_the_next(make_tiny, tmp_pa
         """A device that holds two rows."""
 
         def training_step(self, model, inputs, *rest, **more):
-            acts.add(max(len(head_hooks(module)) for module in model.modules()))
+            acts.add(most_hooks(model))
             if len(inputs["labels"]) > 2:
                 raise RuntimeError("CUDA out of memory.")
             return super().training_step(model, inputs, *rest, **more)
 
-    training = dataclasses.replace(EVERYTHING, rotation=None)
-    trainer = trainer_of(model, tmp_path, training, trainer_class=Small, max_steps=4, auto_find_batch_size=True)
-    trainer.train()
+    trainer_of(model, tmp_path, CONVERTED, trainer_class=Small, max_steps=4, auto_find_batch_size=True).train()
     assert acts == {2}
     assert_left_alone(model)
 
