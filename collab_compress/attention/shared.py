@@ -448,10 +448,9 @@ SharedConfig.module = SharedQK
 
 def _gathered(projected: Tensor, channels: Tensor) -> Tensor:
     """Gather the channels (…, w) of heads, (B, L, ·) to (B, L, …, w)."""
-    # A sixth of the time that `index_select` takes on CPUs.
-    indices = channels.flatten().expand(*projected.shape[:2], -1)
-    gathered: Tensor = projected.gather(2, indices).unflatten(-1, channels.shape)
-    return gathered
+    # As a matrix: along the last of three dimensions `index_select` takes four times as long on CPUs.
+    gathered = projected.flatten(0, 1).index_select(1, channels.flatten())
+    return gathered.view(*projected.shape[:2], *channels.shape)
 
 
 def _scaling_name(module: Any) -> str:
