@@ -34,7 +34,7 @@ from collab_compress.errors import CompressionError, UnsupportedModelError
 from collab_compress.factorization import HeadTensor, Moments
 from collab_compress.factorization.factors import singular_channels
 from collab_compress.factorization.least_squares import BLOCK_NEURONS, ResidualMoments, choice_moments, eliminate
-from collab_compress.factorization.moments import Weighting, damp
+from collab_compress.factorization.moments import Weighting, damped_
 from collab_compress.factorization.narrowing import MIN_VARIANCE_SHARE, explained_energy
 from collab_compress.options import Compression
 
@@ -317,7 +317,7 @@ def _value_losses(site: ValueSite, moments: Moments, linear: ResidualLinear) -> 
     if float(joint.trace()) <= MIN_VARIANCE_SHARE * float(moments.second.trace()):  # the output's bias takes over all
         return torch.zeros(site.key_value_width + 1, dtype=torch.float64, device="cpu")
     heads = [head * linear.gain.to(head) for head in site.output_heads().to(joint)]
-    _, contributions = explained_energy(damp(joint, DAMPING), heads, group)
+    _, contributions = explained_energy(damped_(joint.clone(), DAMPING), heads, group)
     return _tail_sums(contributions, site.key_value_width)
 
 
