@@ -35,7 +35,6 @@ from collab_compress.attention.decoding import HALVES, cached_scores, can_decode
 from collab_compress.attention.forward import hand_back_, take_over_
 from collab_compress.attention.maps import ConvertedMap, Layers
 from collab_compress.attention.projections import (
-    FusedLayout,
     PaddedProjection,
     Weights,
     add_pre_hook_,
@@ -535,7 +534,7 @@ def install_(module: Any, converted: ConvertedMap, layers: Layers, parent: Any) 
         prepare_(module)
     else:
         padded = {path: converted.wrap(path, layer, module) for path, layer in projections.items()}
-        replace_(module, padded, _layout(module))
+        replace_(module, padded, converted.config.head_width)
         prepare_(module)
         add_pre_hook_(module, _prepare_cache)
     converted.put_in_(module)
@@ -566,7 +565,7 @@ def uninstall_(module: Any, at: str, dense: Layers, parent: Any) -> None:
     converted.take_out_(module)
     projections = _put_outputs_(module, dense, parent)
     if family_of(module).forward == "stock":
-        replace_(module, projections, _layout(module, converted.config))
+        replace_(module, projections, converted.config.head_width)
         lay_out_(module)
         if not is_converted(module):
             remove_pre_hook_(module, _prepare_cache)
@@ -598,14 +597,6 @@ def prepare_(module: Any) -> None:
     if isinstance(qk, SharedQK):
         _, start, stop = rows[family_of(module).paths.value]
         qk.join_((start, (stop - start) // qk.config.heads) if "qkv" in module._modules else None)
-
-
-def _layout(module: Any, config: Any = None) -> FusedLayout:
-    """Return how a fused layer of the stock module is laid out."""
-    family = family_of(module)
-    if config is None:
-        config = next(converted.config for converted in maps_of(module) if converted is not None)
-    return FusedLayout(config.heads, config.head_width, family.layout.interleaved, family.layout.equal_widths)
 
 
 # Stock forward passes: what their modules view as heads.
