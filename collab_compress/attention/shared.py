@@ -91,6 +91,9 @@ class QKMap(ConvertedMap):
     def head_queries(self, query: Tensor) -> Tensor:
         """Return what each head multiplies the R channels of the keys by, (B, T, H, R); `query` as for `heads`."""
 
+    def join_(self, values: tuple[int, int] | None) -> None:
+        """Prepare, in place, for a layer of queries, keys and values, with `values` of it; None for separate ones."""
+
     def finish_(self, module: Any) -> None:
         """Freeze the mixing weights if they are not trained."""
         self.mixing.requires_grad_(self.config.train_mixing)
@@ -457,9 +460,9 @@ def _scaling_name(module: Any) -> str:
     return "scaling" if hasattr(module, "scaling") else "scale"
 
 
-def scaling_of(module: Any) -> float:
+def scaling_of(module: Any, default: Any = None) -> float:
     """Return the factor by which an attention module scales its scores."""
-    return float(getattr(module, _scaling_name(module)))
+    return float(getattr(module, _scaling_name(module), default))
 
 
 def _head_matrix(context: Tensor, key: Tensor, content: Tensor | None) -> tuple[Tensor, Tensor]:
