@@ -266,10 +266,14 @@ class ValueSite(AttentionSite):
 
     def output_heads(self) -> Tensor:
         """Return Wo of each head in mathematical layout, (H, d, D)."""
-        weight: Tensor = self.output.weight.detach()
-        if not isinstance(self.output, Conv1D):
-            weight = weight.T
+        weight = by_input(self.output)
         return weight.reshape(self.heads, -1, weight.shape[1])
+
+
+def by_input(layer: nn.Linear | Conv1D) -> Tensor:
+    """Return the weight of a linear layer as (inputs, outputs), detached; a view."""
+    weight: Tensor = layer.weight.detach()
+    return weight if isinstance(layer, Conv1D) else weight.T
 
 
 def split_heads(weight: Tensor, heads: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import DenseSite, ValueSite
+from collab_compress.architectures.sites import by_input
 from collab_compress.attention import MapConfig, NarrowConfig, SharedConfig
 from collab_compress.calibration import Batch
 from collab_compress.conversion.cost import Part, attention_costs, block_cost
@@ -326,9 +327,7 @@ def _neuron_losses(layer: nn.Linear | Conv1D, linear: ResidualLinear, moments: R
 
     What a fit of k weights to n vectors leaves of these is (n − k) / (n + k) of what it leaves of others.
     """
-    weight = (layer.weight.detach() if isinstance(layer, Conv1D) else layer.weight.detach().mT).to(
-        moments.device, torch.float64
-    )
+    weight = by_input(layer).to(moments.device, torch.float64)
     chosen = choice_moments(moments, weight, linear.gain, DAMPINGS[0], layer.bias is not None)
     losses = eliminate(*chosen, block=max(1, min(BLOCK_NEURONS, len(weight) // MIN_RANKINGS))).losses.cpu()
     kept = torch.arange(len(losses), device="cpu")
