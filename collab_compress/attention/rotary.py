@@ -25,6 +25,7 @@ from collab_compress.attention.projections import (
     copied,
     family_of,
     plain_rows,
+    projection_like,
     remaining,
     remove_pre_hook_,
     rows_of,
@@ -312,17 +313,12 @@ class RotaryQK(QKMap):
     def to_dense(self, site: Any, head_width: int | None) -> Layers:
         """Sum the shared channels to the keys of each head or group, as `ConvertedMap.to_dense`; always exact."""
         family = site.family
-        query_weight, query_bias = plain_rows(site.name, site.module, family.paths.query)
         keys = self.read_keys(site.name, site.module)  # (G, D, d/2)
-        weight, bias = self.config.key_rows(keys.transpose(0, 1).flatten(1))
-        query_like, like = (
-            site.module.get_submodule(rows_of(site.module)[path].layer).weight
-            for path in (family.paths.query, family.paths.key)
-        )
-        return {
-            family.paths.query: copied(query_weight, query_bias, query_like),
-            family.paths.key: copied(weight, bias, like),
+        parts: dict[str, tuple[Tensor, Tensor | None]] = {
+            family.paths.query: plain_rows(site.name, site.module, family.paths.query),
+            family.paths.key: self.config.key_rows(keys.transpose(0, 1).flatten(1)),
         }
+        return {path: copied(*part, projection_like(site.module, path)[0]) for path, part in parts.items()}
 
     def read_keys(self, name: str, module: Any) -> Tensor:
         """Return the complex keys of each head or group, (G, Dk, d/2), of the module called `name`.

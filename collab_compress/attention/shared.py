@@ -335,7 +335,7 @@ class SharedQK(QKMap):
                 f"move scores by {error:.1%}; keep the model converted, or convert the dense checkpoint with a "
                 "smaller head_dim"
             )
-        family, like = site.family, module.get_submodule(rows_of(module)[site.paths.query].layer).weight
+        family, (like, _) = site.family, projection_like(module, site.paths.query)
         query_bias = torch.cat(query_biases) if config.content_bias else None
         key_bias = None if query_bias is None or not family.key_bias else torch.zeros_like(query_bias)
         return {

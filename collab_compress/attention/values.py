@@ -161,12 +161,12 @@ class NarrowOV(ConvertedMap):
         width = self.config.head_width if head_width is None else head_width
         value, bias = plain_rows(site.name, site.module, site.paths.value)
         plain_weight(f"the output projection of {site.name}", output)
-        layer = site.module.get_submodule(rows_of(site.module)[site.paths.value].layer)
+        like, _ = projection_like(site.module, site.paths.value)
         dense_bias = self._widened(bias, width) if bias is not None and self.config.value_bias else None
         wide = self._widened(by_input(output).T, width)  # (D, H·d)
         wide = wide if input_dim(output) else wide.T.contiguous()
         return {
-            site.paths.value: copied(self._widened(value.T, width).T, dense_bias, layer.weight),
+            site.paths.value: copied(self._widened(value.T, width).T, dense_bias, like),
             site.paths.output: Weights(nn.Parameter(wide, output.weight.requires_grad), output.bias),
         }
 

@@ -118,18 +118,6 @@ def test_weighting_lowers_the_weighted_error_and_costs_the_unweighted():
     assert plain.factors.content_bias is None
 
 
-def test_queries_without_a_bias_get_no_content_bias():
-    """The mean query's part stays in the factors: those of second moments, keys centred, are the ones found."""
-    tensor, moments = make_heads(3, 8, 8, 3), Moments.of(sample(50, 8, 3))
-    arguments = {"query_moments": moments, "key_moments": moments}
-    silent = factorize(tensor.query, tensor.key, 4, **arguments)
-    assert silent.factors.content_bias is None
-    roots = Weighting.of(moments, moments, damping=1e-3, centre_query=False)
-    factors = silent.factors
-    mapped = type(factors)(roots.query @ factors.query, factors.mixing, roots.key @ factors.key)
-    assert roots.apply(tensor).relative_error(mapped) == pytest.approx(silent.data_error, rel=1e-6)
-
-
 def test_a_breakdown_is_passed_on(monkeypatch):
     monkeypatch.setattr(torch.linalg, "cholesky_ex", lambda matrix, **_: (matrix, torch.ones(())))
     tensor = make_heads(3, 8, 8, 3)
