@@ -100,20 +100,13 @@ def test_exact_low_rank_is_found(monkeypatch):
     assert solution.converged
 
 
-def test_zero_tensor_needs_no_sweep():
-    tensor = HeadTensor(torch.zeros(2, 4, 2).double(), torch.zeros(2, 4, 2).double())
-    solution = als(tensor, 2)
-    assert solution.sweeps == 0
-    assert solution.converged
-    assert solution.factors.squared_norm().item() == 0.0
-
-
-def test_a_truncation_that_is_exact_needs_no_sweep():
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_a_zero_tensor_and_a_truncation_that_is_exact_need_no_sweep(scale):
     tensor = make_heads(2, 5, 5, 3)
-    low = HeadTensor(tensor.query[..., :1].repeat(1, 1, 3), tensor.key)
+    low = HeadTensor(scale * tensor.query[..., :1].repeat(1, 1, 3), tensor.key)
     solution = als(low, 4)
-    assert solution.sweeps == 0
-    assert solution.converged
+    assert (solution.sweeps, solution.converged) == (0, True)
+    torch.testing.assert_close(solution.factors.squared_norm(), low.squared_norm())
 
 
 def test_tolerance_ends_the_run_and_progress_is_reported():
@@ -136,17 +129,6 @@ def broken(monkeypatch, systems):
         return (root, torch.ones_like(info)) if next(calls) in systems else (root, info)
 
     monkeypatch.setattr(torch.linalg, "cholesky_ex", fail)
-
-
-def test_a_system_that_cannot_be_solved_is_shifted_and_counted(monkeypatch):
-    tensor = make_heads(3, 12, 11, 4)
-    unbroken = als(tensor, 5, sweeps=60)
-    assert unbroken.breakdowns == 0
-    broken(monkeypatch, {9, 40})
-    solution = als(tensor, 5, sweeps=60)
-    assert solution.breakdowns == 2
-    error = tensor.relative_error(solution.factors)
-    assert error == pytest.approx(tensor.relative_error(unbroken.factors), rel=0.02)
 
 
 @pytest.mark.parametrize(("good", "sweeps"), [(0, 0), (12, 3)])

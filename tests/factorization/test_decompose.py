@@ -196,6 +196,8 @@ def test_bad_arguments_are_refused():
     refused("key_moments are no moments: got Tensor, expected Moments", key_moments=torch.ones(6, 6))
     refused("query is no tensor: got ndarray, expected torch.Tensor", query=np.ones((2, 5, 2)))
     refused("head_weights is no tensor: got ndarray", head_weights=np.ones(2))
+    refused("head_weights do not fit the heads: got", head_weights=torch.ones(3))
+    refused("head_weights do not fit the heads: got", head_weights=torch.tensor([1.0, 0.0]))
     refused("on the meta device have no values", query=torch.ones(2, 5, 2, device="meta"))
     refused("on the meta device have no values", solver=Solver(device="meta"))
     refused("cannot work on device nowhere: Expected one of cpu", solver=Solver(device="nowhere"))
@@ -216,10 +218,3 @@ def test_head_weights_weigh_the_squared_errors_of_heads(reads):
 
     weighted = (weights.double().square() * errors(solution)).sum()
     assert weighted < (weights.double().square() * errors(plain)).sum()
-
-
-@pytest.mark.parametrize("weights", [torch.ones(2), torch.tensor([1.0, 0.0, 1.0])])
-def test_head_weights_are_one_positive_number_a_head(weights):
-    tensor = make_heads(3, 6, 5, 4)
-    with pytest.raises(ValueError, match="head_weights do not fit the heads: got"):
-        factorize(tensor.query, tensor.key, 6, head_weights=weights)

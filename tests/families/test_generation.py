@@ -72,7 +72,7 @@ def cached(model, batch):
     ],
 )
 def test_cache_bytes_before_and_after(name, widths, keys, values):
-    """R + H or dv numbers a token; whole heads of 8 in stock modules (T5 has no content biases; OPT saves nothing)."""
+    """R + H or dv numbers a token; in stock modules whole heads of 8 (T5 has no content biases, OPT saves none)."""
     model, batch = build(name), inputs(name)
     layers = len(cached(model, batch))
     assert layers > 0
