@@ -452,25 +452,21 @@ def restore_(module: Any) -> None:
     """Make `module` call the stock attention functions again, in place, unless another edit still needs ours."""
     if is_converted(module):
         return
-    is_hooked = bool(head_hooks(module))
-    if not (is_hooked and family_of(module).forward == "scores"):
-        hand_back_(module)
-    if is_hooked:
-        redirect_(module)
-    elif isinstance(getattr(module, "config", None), AttentionConfig):
+    hand_back_(module)
+    if isinstance(getattr(module, "config", None), AttentionConfig):
         module.config = module.config.stock
+    if head_hooks(module):
+        redirect_(module)
 
 
 def add_head_hook_(module: Any, hook: HeadHook, *, first: bool = False) -> None:
     """Register `hook` on the head outputs of `module`, after or before the present hooks, in place."""
+    if family_of(module).forward != "scores":  # those take any attention implementation
+        implementation = stock_config(module)._attn_implementation
+        if implementation not in IMPLEMENTATIONS:
+            raise wrong_implementation(f"{type(module).__name__} has hooks on its heads", implementation)
     module.head_hooks = PresentHooks((hook, *head_hooks(module)) if first else (*head_hooks(module), hook))
     redirect_(module)
-    if family_of(module).forward == "scores":  # any attention implementation
-        return
-    implementation = stock_config(module)._attn_implementation
-    if implementation not in IMPLEMENTATIONS:
-        remove_head_hook_(module, hook)
-        raise wrong_implementation(f"{type(module).__name__} has hooks on its heads", implementation)
 
 
 def remove_head_hook_(module: Any, hook: HeadHook) -> None:
