@@ -61,13 +61,11 @@ class RotatingProjection(PaddedProjection):
         slots = pairs % (config.head_width // 2)
         channels = torch.arange(config.rank, device=device).unflatten(-1, (-1, config.head_width))
         real, imaginary = (part.flatten() for part in config.split(channels))
-        buffers = {
-            "wanted": torch.cat([config.to_heads(part, part) for part in (frequencies, slots)]),
-            "swapped": config.to_heads(imaginary, real),
-            "signs": config.to_heads(-torch.ones_like(pairs), torch.ones_like(pairs)).float(),
-        }
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer, persistent=False)
+        signs = config.to_heads(-torch.ones_like(pairs), torch.ones_like(pairs)).float()
+        wanted = torch.cat([config.to_heads(part, part) for part in (frequencies, slots)])
+        self.wanted = nn.Buffer(wanted, persistent=False)
+        self.swapped = nn.Buffer(config.to_heads(imaginary, real), persistent=False)
+        self.signs = nn.Buffer(signs, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Project x (B, T, D) to (B, T, P·d), rotated by the difference of frequencies.
@@ -259,14 +257,13 @@ class RotaryQK(QKMap):
         pairs = torch.arange(config.rank // 2, device=device)
         real, imaginary = (part[slots] for part in config.split(torch.arange(config.head_width, device=device)))
         ones = torch.ones_like(pairs)
-        buffers = {
-            "slots": slots,
-            "read": torch.cat([config.to_heads(real, imaginary), config.to_heads(imaginary, real)]),
-            "weights": torch.cat([config.to_heads(part, part) for part in (pairs, pairs + len(pairs))]),
-            "signs": torch.cat([config.to_heads(ones, ones), config.to_heads(-ones, ones)]).to(self.mixing.dtype),
-        }
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer, persistent=False)
+        read = torch.cat([config.to_heads(real, imaginary), config.to_heads(imaginary, real)])
+        weights = torch.cat([config.to_heads(part, part) for part in (pairs, pairs + len(pairs))])
+        signs = torch.cat([config.to_heads(ones, ones), config.to_heads(-ones, ones)])
+        self.slots = nn.Buffer(slots, persistent=False)
+        self.read = nn.Buffer(read, persistent=False)
+        self.weights = nn.Buffer(weights, persistent=False)
+        self.signs = nn.Buffer(signs.to(self.mixing.dtype), persistent=False)
 
     @classmethod
     def build(cls, config: RotaryConfig, module: Any, parent: Any) -> tuple["RotaryQK", Layers]:
