@@ -206,6 +206,8 @@ def _attend_eager(
     if mask is not None and mask.dtype == torch.bool:  # made for SDPA; eager attention takes an additive one
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
     query, key, value = _ordinary_heads(module, parts, _scaling(module, options))
+    if qk is not None and qk.values is not None:  # what fused kernels are padded with
+        query, key = query[..., : qk.config.width], key[..., : qk.config.width]
     heads = query, key, value[..., : _value_width(module, value)]
     # Stock functions of some families scale by the width of a head, which a converted one does not have.
     stock = None if qk else getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
