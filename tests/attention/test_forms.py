@@ -1,6 +1,5 @@
 """What converted queries and keys do: one contract, on a tiny module."""
 
-
 import pytest
 import torch
 
