@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import AttentionSite, DenseSite, ValueSite
+from collab_compress.architectures.sites import by_input
 from collab_compress.attention import ConvertedMap, MapConfig, NarrowConfig, QKConfig, RotaryConfig, SharedConfig
 from collab_compress.attention.maps import Layers
 from collab_compress.attention.run import HeadCall, for_each_head
@@ -178,10 +179,10 @@ def _gram(site: AttentionSite, width: int) -> Tensor | None:
     output = site.part(site.paths.output)
     if type(output) not in (nn.Linear, Conv1D):
         return None
-    weight: Tensor = output.weight if isinstance(output, Conv1D) else output.weight.mT
+    weight = by_input(output)
     if len(weight) != site.heads * width:
         return None
-    heads = weight.detach().reshape(site.heads, width, -1)
+    heads = weight.reshape(site.heads, width, -1)
     return heads @ heads.mT
 
 

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import AttentionSite, DenseSite
+from collab_compress.architectures.sites import by_input
 from collab_compress.attention import install_
 from collab_compress.attention.projections import fill_
 from collab_compress.calibration import Batch, gather_moments
@@ -404,7 +405,7 @@ def solve(
         raise CalibrationError(
             f"{linear.name} saw no token of the sequences held back, which are padding alone; pass more data"
         )
-    weight = module.weight.detach() if isinstance(module, Conv1D) else module.weight.detach().mT  # (N, D)
+    weight = by_input(module)  # (N, D)
     exact = weight.to(used.device, torch.float64)
     before, scale = held_back.squared / held_back.count, max(sums.spread / held_back.count, 1e-30)
     kept, best = None, before

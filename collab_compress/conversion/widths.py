@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import DenseSite, ValueSite
+from collab_compress.architectures.sites import by_input
 from collab_compress.attention import MapConfig, NarrowConfig, SharedConfig
 from collab_compress.calibration import Batch
 from collab_compress.conversion.cost import Part, attention_costs, block_cost
@@ -34,7 +35,7 @@ from collab_compress.errors import CompressionError, UnsupportedModelError
 from collab_compress.factorization import HeadTensor, Moments
 from collab_compress.factorization.factors import singular_channels
 from collab_compress.factorization.least_squares import BLOCK_NEURONS, ResidualMoments, choice_moments, eliminate
-from collab_compress.factorization.moments import Weighting, damp
+from collab_compress.factorization.moments import Weighting, damped_
 from collab_compress.factorization.narrowing import MIN_VARIANCE_SHARE, explained_energy
 from collab_compress.options import Compression
 
@@ -317,7 +318,7 @@ def _value_losses(site: ValueSite, moments: Moments, linear: ResidualLinear) -> 
     if float(joint.trace()) <= MIN_VARIANCE_SHARE * float(moments.second.trace()):  # the output's bias takes over all
         return torch.zeros(site.key_value_width + 1, dtype=torch.float64, device="cpu")
     heads = [head * linear.gain.to(head) for head in site.output_heads().to(joint)]
-    _, contributions = explained_energy(damp(joint, DAMPING), heads, group)
+    _, contributions = explained_energy(damped_(joint.clone(), DAMPING), heads, group)
     return _tail_sums(contributions, site.key_value_width)
 
 
@@ -326,9 +327,7 @@ def _neuron_losses(layer: nn.Linear | Conv1D, linear: ResidualLinear, moments: R
 
     What a fit of k weights to n vectors leaves of these is (n − k) / (n + k) of what it leaves of others.
     """
-    weight = (layer.weight.detach() if isinstance(layer, Conv1D) else layer.weight.detach().mT).to(
-        moments.device, torch.float64
-    )
+    weight = by_input(layer).to(moments.device, torch.float64)
     chosen = choice_moments(moments, weight, linear.gain, DAMPINGS[0], layer.bias is not None)
     losses = eliminate(*chosen, block=max(1, min(BLOCK_NEURONS, len(weight) // MIN_RANKINGS))).losses.cpu()
     kept = torch.arange(len(losses), device="cpu")
