@@ -7,16 +7,11 @@ of several processes, which must share one.
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pyarrow.compute as pc
 import torch
-from datasets import Dataset
-from datasets.features import List
 from torch.utils.data import Sampler
 from transformers import Trainer
 from transformers.trainer_pt_utils import get_length_grouped_indices
-
-ROWS_PER_CHUNK = 10_000
 
 
 class ByLength(Sampler[int]):
@@ -38,17 +33,6 @@ class ByLength(Sampler[int]):
         return iter(order)
 
 
-def row_lengths(rows: Dataset, *columns: str) -> np.ndarray:
-    """Return the number of tokens of each row, in the longest of the columns that hold lists; (rows,)."""
-    lists = [name for name in columns if isinstance(rows.features.get(name), List)]
-    tables = rows.select_columns(lists).with_format("arrow").iter(ROWS_PER_CHUNK)
-    counts = [
-        np.max([pc.list_value_length(table[name]).to_numpy() for name in lists], axis=0).astype(np.int32)
-        for table in tables
-    ]
-    return np.concatenate(counts) if counts else np.zeros(0, np.int32)
-
-
 def group_by_length(trainer_class: type[Trainer]) -> type[Trainer]:
     """Return a trainer class that batches rows of similar lengths where the training arguments say so."""
 
@@ -59,7 +43,8 @@ def group_by_length(trainer_class: type[Trainer]) -> type[Trainer]:
                 return super()._get_train_sampler(train_dataset)
             rows = self.train_dataset if train_dataset is None else train_dataset
             batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-            return ByLength(row_lengths(rows, "input_ids").tolist(), batch, self.args.seed)
+            lengths = pc.list_value_length(rows.with_format("arrow")["input_ids"][:])
+            return ByLength(lengths.to_pylist(), batch, self.args.seed)
 
         def _get_eval_sampler(self, eval_dataset: Any) -> None:
             return None  # in order: translations are scored against the references of the same rows

@@ -36,7 +36,7 @@ from collab_compress.transformers_parts import UNLABELLED
 
 from .outputs import missing_measures, read_record, write_record
 from .recipe import Tuning
-from .workload import TokenModel, Workload
+from .workload import Workload
 
 MEASURED_ROWS = 256  # drawn with a fixed seed
 SCORED_ROWS = 128  # those of them that score a model without some heads; the others choose the heads
@@ -55,7 +55,7 @@ class Subject:
         self.workload, self.model, self.tokenizer = workload, model, workload.new_tokenizer()
         scored = workload.scored()
         self.split = next((name for name in scored if name.startswith("validation")), scored[0])
-        has_blocks = isinstance(workload, TokenModel)  # of all texts
+        has_blocks = workload.task.kind.endswith("language modelling")  # of all texts
         self.texts = workload.texts[self.split] if has_blocks else _draw(workload.texts[self.split])
         rows: Dataset = workload.encode(DatasetDict({self.split: self.texts}))[self.split]
         rows = _draw(rows) if has_blocks else rows

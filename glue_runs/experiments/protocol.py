@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from collab_compress.checkpoint.files import atomic_directory, write_json
 from collab_compress.conversion.compress import compress, install_unset_
-from collab_compress.errors import CheckpointError, RecipeError
+from collab_compress.errors import RecipeError
 
 from ..tasks import TASKS
 from .examples import scored_splits
@@ -126,11 +126,6 @@ def _make_fresh(workload: Workload) -> Path:
     fresh, folder = workload.recipe.fresh, workload.recipe.output / "start"
     if fresh is None or folder.is_dir():
         return folder
-    if isinstance(fresh.config, str):
-        try:
-            fresh = replace(fresh, config=str(find_directory(fresh.config)))
-        except CheckpointError as error:
-            raise RecipeError(f"the config of {fresh.config} cannot be read: {error}") from error
     with atomic_directory(folder) as directory:
         train, seed = workload.texts["train"], workload.recipe.seed
         make_fresh(fresh, workload.task, workload.model_class, train, seed, directory)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from collab_compress_cli.pretrained import load_config
+from collab_compress_cli.pretrained import find_directory, load_config
 from datasets import Dataset
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
@@ -86,6 +86,11 @@ class Fresh:
 
 def make_fresh(fresh: Fresh, task: Task, auto_class: Any, train: Dataset, seed: int, folder: Path) -> None:
     """Save a tokenizer trained on a task's texts and an untrained model into `folder`."""
+    config = _make_config(fresh, task)
+    if type(config) not in auto_class._model_mapping:
+        source = fresh.config if isinstance(fresh.config, str) else "config"
+        raise RecipeError(f"Transformers has no {config.model_type} model for {task.kind} ({source})")
+    model_class = auto_class._model_mapping[type(config)]
     tokenizer = train_tokenizer(
         _iterate_texts(train, task.text_columns),
         fresh.vocab_size,
@@ -95,12 +100,6 @@ def make_fresh(fresh: Fresh, task: Task, auto_class: Any, train: Dataset, seed: 
         mask=task.kind == "masked language modelling",
     )
     tokenizer.model_max_length = fresh.max_length
-    config = _make_config(fresh, task)
-    family = auto_class._model_mapping
-    if type(config) not in family:
-        source = fresh.config if isinstance(fresh.config, str) else "config"
-        raise RecipeError(f"Transformers has no {config.model_type} model for {task.kind} ({source})")
-    model_class = family[type(config)]
     _set_tokens_and_labels(config, task, tokenizer)
     _check_buildable(model_class, config)
     set_seed(seed)
@@ -187,7 +186,7 @@ def _set_tokens_and_labels(config: PretrainedConfig, task: Task, tokenizer: PreT
 
 def _read_config(source: str) -> PretrainedConfig:
     try:
-        config = load_config(source)
+        config = load_config(find_directory(source))
     except CheckpointError as error:
         raise RecipeError(f"the config of {source} cannot be read: {error}") from error
     if getattr(config, "quantization_config", None) is not None:

@@ -147,9 +147,12 @@ class Workload(ABC):
     def score(self, trainer: Trainer, split: str, rows: Dataset, folder: Path) -> dict[str, float]:
         """Return the scores of a trainer's model on a split, and write the outcomes of its examples."""
         prediction = trainer.predict(rows, metric_key_prefix="")
-        if trainer.is_world_process_zero():
-            write_atomically(folder / f"{split}{ENDING}", pack(self.outcomes(prediction)))
+        self._write_outcomes(trainer, prediction, folder / f"{split}{ENDING}")
         return {name: prediction.metrics[f"_{name}"] for name in self.metric.scores}
+
+    def _write_outcomes(self, trainer: Trainer, prediction: EvalPrediction, path: Path) -> None:
+        if trainer.is_world_process_zero():
+            write_atomically(path, pack(self.outcomes(prediction)))
 
     def outcomes(self, prediction: EvalPrediction) -> Arrays:
         """Return the outcomes of the examples of a split, as `experiments/examples.py` describes them."""
@@ -228,23 +231,28 @@ def _logits(prediction: EvalPrediction) -> np.ndarray:
 
 
 class TokenModel(Workload):
-    """Scored by perplexity over all labels of a split."""
+    """Scored by perplexity over all labels of a split, if by nothing else."""
 
     shift: ClassVar[bool]
     """Whether a position predicts the label of the next one."""
 
     def options(self, tokenizer: PreTrainedTokenizerBase, tuning: Tuning) -> dict[str, Any]:
         """Reduce the logits of each row to its loss and number of labels before they are gathered."""
-        losses = partial(_sum_losses, shift=self.shift)
-        return {**super().options(tokenizer, tuning), "preprocess_logits_for_metrics": losses}
+        return {**super().options(tokenizer, tuning), "preprocess_logits_for_metrics": self.sum_losses}
+
+    def sum_losses(self, logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
+        """Return the summed loss and the number of labels of each row; (rows, 2)."""
+        return token_losses(logits[0] if isinstance(logits, tuple) else logits, labels, shift=self.shift)
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Return the perplexity."""
-        return _score_perplexity(self.metric, prediction.predictions)
+        losses, counts = prediction.predictions.T
+        return load_metric("perplexity").compute(predictions=losses, references=counts.astype(int))
 
     def outcomes(self, prediction: EvalPrediction) -> Arrays:
         """Return losses and numbers of tokens."""
-        return _make_token_outcomes(prediction.predictions)
+        losses, counts = prediction.predictions.T
+        return {"losses": losses.astype(np.float32), "tokens": counts.astype(np.int32)}
 
 
 class LanguageModel(TokenModel):
@@ -302,22 +310,10 @@ def _pad_or_mask(pad: Any, mask: Any, rows: list[dict[str, Any]]) -> Any:
     return pad(rows) if "labels" in rows[0] else mask(rows)
 
 
-def _sum_losses(logits: Tensor | tuple[Tensor, ...], labels: Tensor, *, shift: bool) -> Tensor:
-    """Return the summed loss and the number of labels of each row; (rows, 2)."""
-    return token_losses(logits[0] if isinstance(logits, tuple) else logits, labels, shift=shift)
-
-
-def _score_perplexity(metric: Metric, losses: np.ndarray) -> dict[str, float]:
-    return metric.compute(predictions=losses[:, 0], references=losses[:, 1].astype(int))
-
-
-def _make_token_outcomes(losses: np.ndarray) -> Arrays:
-    return {"losses": losses[:, 0].astype(np.float32), "tokens": losses[:, 1].astype(np.int32)}
-
-
-class Translation(Workload):
+class Translation(TokenModel):
     """Scored by sacreBLEU against the references as written, and by their perplexity."""
 
+    shift = False
     model_class = AutoModelForSeq2SeqLM
     trainer_class = HeadSeq2SeqTrainer
     arguments_class = Seq2SeqTrainingArguments
@@ -379,11 +375,10 @@ class Translation(Workload):
         if self.target == "de":
             scores |= load_metric("bleu-compounds-split").compute(predictions=written, references=references)
         trainer.args.predict_with_generate = False
-        trainer.preprocess_logits_for_metrics = partial(_sum_losses, shift=False)
-        losses = trainer.predict(rows).predictions[: len(rows)]
-        if trainer.is_world_process_zero():
-            write_atomically(folder / f"{split}{ENDING}", pack(_make_token_outcomes(losses)))
-        return {**scores, "perplexity": _score_perplexity(load_metric("perplexity"), losses)["perplexity"]}
+        trainer.preprocess_logits_for_metrics = self.sum_losses
+        losses = EvalPrediction(trainer.predict(rows).predictions[: len(rows)], None)
+        self._write_outcomes(trainer, losses, folder / f"{split}{ENDING}")
+        return {**scores, "perplexity": self.compute_metrics(losses)["perplexity"]}
 
 
 WORKLOADS: dict[str, type[Workload]] = {

@@ -1,4 +1,3 @@
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +55,7 @@ def test_calibration_is_a_choice(path):
             r"compression\.solver\.sweeps: Input should be a valid int.*, got 1e\+30",
         ),
         ("held_out=1", r"held_out is 1\.0; expected a share of the training data"),
+        ("seed=4294967296", "seed is 4294967296; expected at most 4,294,967,295"),
         ("tuning.epochs=0", "epochs is 0; expected more than 0, or max_steps"),
         ("fresh={width: 10, heads: 3}", "width 10 cannot be shared out evenly among 3 heads"),
         ("fresh={layers: 2}", "either a model to start from, or"),
@@ -145,11 +145,6 @@ def test_a_file_that_is_no_recipe(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(RecipeError, match="holds a list; expected fields"):
         read_recipe(tmp_path / "list.yaml")
-
-
-def test_an_integer_too_large_for_a_float_is_refused(path):
-    with pytest.raises(RecipeError, match=r"seed is 1000.*; expected a number from 0 to 4294967295"):
-        replace(read_recipe(path), seed=10**400)
 
 
 @pytest.mark.parametrize(
