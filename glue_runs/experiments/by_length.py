@@ -4,33 +4,28 @@ Transformers' own sampler draws from the global generator. A resumed run would h
 of several processes, which must share one.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pyarrow.compute as pc
 import torch
-from torch.utils.data import Sampler
 from transformers import Trainer
-from transformers.trainer_pt_utils import get_length_grouped_indices
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 
-class ByLength(Sampler[int]):
+class ByLength(LengthGroupedSampler):  # type: ignore[misc]
     """Rows in random order, with similar lengths in each batch; a batch holds the rows of one optimizer step."""
 
     def __init__(self, lengths: list[int], batch: int, seed: int) -> None:
-        self.lengths, self.batch, self.seed, self.epoch = lengths, batch, seed, 0
+        super().__init__(batch, lengths=lengths)
+        self.seed, self.epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which decides the order."""
         self.epoch = epoch
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order: list[int] = get_length_grouped_indices(self.lengths, self.batch, generator=generator)
-        return iter(order)
+    def __iter__(self) -> Any:
+        self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return super().__iter__()
 
 
 def group_by_length(trainer_class: type[Trainer]) -> type[Trainer]:

@@ -10,27 +10,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import transformers
 from collab_compress_cli import pretrained
 from collab_compress_cli.distributed import process_state
 from collab_compress_cli.pretrained import has_tokenizer, load_config
 from datasets import Dataset, DatasetDict
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    DataCollatorForLanguageModeling,
-    DataCollatorForSeq2Seq,
-    DataCollatorWithPadding,
-    EvalPrediction,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Seq2SeqTrainingArguments,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from collab_compress.checkpoint.files import write_atomically
 from collab_compress.errors import CheckpointError, RecipeError
@@ -102,7 +88,7 @@ class Workload(ABC):
         self, directory: str | Path, trained: bool = True, *, new_head: bool = False, **head: Any
     ) -> PreTrainedModel:
         """Load a model with a head for the task, by the config's fields `head`; `new_head` draws a new one."""
-        set_seed(self.recipe.seed)
+        transformers.set_seed(self.recipe.seed)
         chosen = self.recipe.attn_implementation
         attention = {} if chosen is None else {"attn_implementation": chosen}
         try:
@@ -185,7 +171,7 @@ def _is_labelled(rows: Dataset) -> bool:
 class Classification(Workload):
     """Classification and regression, scored by the task's own metrics."""
 
-    model_class = AutoModelForSequenceClassification
+    model_class = transformers.AutoModelForSequenceClassification
 
     def load_model(self, directory: str | Path, trained: bool = True, **head: Any) -> PreTrainedModel:
         """Load a model with an output for each class, or one for a score; a new head if it has other classes."""
@@ -205,7 +191,7 @@ class Classification(Workload):
 
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Return a collator that pads to the longest text of a batch."""
-        return DataCollatorWithPadding(tokenizer)
+        return transformers.DataCollatorWithPadding(tokenizer)
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Return the metrics of the likeliest classes, or of the regression; NaN if a logit is not finite."""
@@ -259,7 +245,7 @@ class LanguageModel(TokenModel):
     """Scored over all tokens of a split, ends of lines included."""
 
     shift = True
-    model_class = AutoModelForCausalLM
+    model_class = transformers.AutoModelForCausalLM
 
     def load_model(self, directory: str | Path, trained: bool = True, **head: Any) -> PreTrainedModel:
         """Load a causal model; an encoder is refused, whose logits depend on later tokens."""
@@ -282,14 +268,14 @@ class LanguageModel(TokenModel):
         """Return a collator that pads tokens and labels to the longest of a batch."""
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token  # labels are padded with −100, so it is never predicted as such
-        return DataCollatorForSeq2Seq(tokenizer)
+        return transformers.DataCollatorForSeq2Seq(tokenizer)
 
 
 class MaskedLanguageModel(TokenModel):
     """Scored over 15 % of a split's tokens, the same in every run; training data get new masks in each epoch."""
 
     shift = False
-    model_class = AutoModelForMaskedLM
+    model_class = transformers.AutoModelForMaskedLM
 
     def encode(self, texts: DatasetDict) -> DatasetDict:
         """Return running text cut into blocks, with masks where it is scored."""
@@ -302,7 +288,8 @@ class MaskedLanguageModel(TokenModel):
 
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Return a collator that masks rows without labels, and pads to the longest of a batch."""
-        mask, pad = DataCollatorForLanguageModeling(tokenizer), DataCollatorForSeq2Seq(tokenizer)
+        pad = transformers.DataCollatorForSeq2Seq(tokenizer)
+        mask = transformers.DataCollatorForLanguageModeling(tokenizer)
         return partial(_pad_or_mask, pad, mask)
 
 
@@ -314,9 +301,9 @@ class Translation(TokenModel):
     """Scored by sacreBLEU against the references as written, and by their perplexity."""
 
     shift = False
-    model_class = AutoModelForSeq2SeqLM
+    model_class = transformers.AutoModelForSeq2SeqLM
     trainer_class = HeadSeq2SeqTrainer
-    arguments_class = Seq2SeqTrainingArguments
+    arguments_class = transformers.Seq2SeqTrainingArguments
 
     def load_model(self, directory: str | Path, trained: bool = True, **head: Any) -> PreTrainedModel:
         """Load a model that generates with the recipe's beams, length penalty and length."""
@@ -339,7 +326,7 @@ class Translation(TokenModel):
 
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Return a collator that pads, and shifts labels for the decoder."""
-        return DataCollatorForSeq2Seq(tokenizer, model)
+        return transformers.DataCollatorForSeq2Seq(tokenizer, model)
 
     def options(self, tokenizer: PreTrainedTokenizerBase, tuning: Tuning) -> dict[str, Any]:
         """Compute BLEU during training only if `predict_with_generate` asks for it: generation is slow."""

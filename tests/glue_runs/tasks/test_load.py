@@ -172,8 +172,8 @@ HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
             "0 How ?\nWhy?\n",
             "line 2: got 'Why.'; expected a label, a space and a text",
         ),
-        ("multi30k", "multi30k/train.de.gz", "eins\n", "train.en.gz, line 2: no counterpart: train.de.gz has 1 .* 2"),
-        ("multi30k", "multi30k/train.en.gz", "a\n", "train.de.gz, line 2: no counterpart: train.de.gz has 2 .* 1"),
+        ("multi30k", "multi30k/train.de.gz", "eins\n", "train.en.gz, line 2: no counterpart in train.de.gz"),
+        ("multi30k", "multi30k/train.en.gz", "a\n", "train.de.gz, line 2: no counterpart in train.en.gz"),
     ],
 )
 def test_malformed_files_are_refused_with_file_and_line(name, changed, content, match, samples, write, tmp_path):
