@@ -6,10 +6,12 @@ import pytest
 import torch
 from collab_compress_glue_runs.experiments import read_recipe, run
 from collab_compress_glue_runs.experiments import tuning as tuning_module
+from collab_compress_glue_runs.experiments.by_length import group_by_length
 from collab_compress_glue_runs.experiments.tuning import whole_checkpoints
+from datasets import Dataset
 from safetensors.torch import load_file
 from tiny_recipes import mrpc, trained
-from transformers import BertConfig, TrainerCallback
+from transformers import BertConfig, Trainer, TrainerCallback, TrainingArguments
 
 from collab_compress.errors import RecipeError
 from collab_compress.training import HeadTrainer
@@ -134,6 +136,15 @@ def test_emulated_bfloat16_is_told(start, data_dir, tmp_path, caplog, monkeypatc
     arguments = ("again=null", "compression=null", "tuning.max_steps=1", "tuning.arguments.bf16=true")
     run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", *arguments)))
     assert ("this CPU only emulates bfloat16" in caplog.text) != vectors
+
+
+def test_what_is_evaluated_keeps_its_order(tmp_path):
+    """Translations during training are scored against the references of the same rows."""
+    options = {"per_device_eval_batch_size": 1, "train_sampling_strategy": "group_by_length"}
+    arguments = TrainingArguments(tmp_path, use_cpu=True, remove_unused_columns=False, **options)
+    rows = Dataset.from_dict({"input_ids": [[row] * (1 + row % 3) for row in range(12)]})
+    trainer = group_by_length(Trainer)(torch.nn.Linear(1, 1), arguments, data_collator=lambda batch: batch[0])
+    assert [batch["input_ids"][0] for batch in trainer.get_eval_dataloader(rows)] == list(range(12))
 
 
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_path, monkeypatch):
