@@ -62,6 +62,9 @@ class Subject:
         arguments = {*forward_arguments(model), "labels"}
         self._rows = rows.select_columns([name for name in rows.column_names if name in arguments])
         self._collate = workload.collator(model, self.tokenizer)
+        # Up to half of the rows score the model without some heads, which the others choose.
+        self.scoring = self.indices(0, min(SCORED_ROWS, len(self._rows) // 2))
+        self.choosing = self.indices(len(self.scoring))
 
     def indices(self, first: int = 0, end: int = MEASURED_ROWS) -> list[int]:
         """Return the indices of measured rows; long rows come first."""
@@ -81,16 +84,6 @@ class Subject:
     def all_batches(self) -> list[Batch]:
         """Batches of all measured rows."""
         return self.batches(self.indices())
-
-    @cached_property
-    def scoring(self) -> list[int]:
-        """Rows on which the model is scored without some heads: up to half of the measured ones."""
-        return self.indices(0, min(SCORED_ROWS, len(self._rows) // 2))
-
-    @cached_property
-    def choosing(self) -> list[int]:
-        """The other rows, which choose these heads."""
-        return self.indices(len(self.scoring))
 
     @cached_property
     def covariances(self) -> dict[str, JointCovariance]:

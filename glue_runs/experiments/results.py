@@ -33,8 +33,6 @@ class Settings(BaseModel):
 
     model: str | None = None
     fresh: dict[str, Any] | None = None
-    compression: dict[str, Any] | None = None
-    heads: dict[str, Any] | None = None
     translation: dict[str, Any] | None = None
 
 
