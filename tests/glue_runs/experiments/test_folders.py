@@ -4,9 +4,9 @@ import json
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from accelerate.state import AcceleratorState
 from collab_compress_glue_runs.experiments import protocol, read_recipe, run, tuning
 from collab_compress_glue_runs.experiments.outputs import LOCK, RECIPE, claim, remove_output
 from filelock import FileLock
@@ -49,7 +49,6 @@ def test_foreign_folders_are_refused_and_stay(start, data_dir, tmp_path, name, r
 
 def test_only_what_a_recipe_made_is_removed(data_dir, tmp_path):
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").touch()
     claim(recipe(data_dir, tmp_path, FRESH), tmp_path / "start")
     (tmp_path / "link").symlink_to(tmp_path / "start")
     for name in ("mine", "link", "start"):
@@ -68,14 +67,12 @@ def test_only_what_a_recipe_made_is_removed(data_dir, tmp_path):
     ],
 )
 def test_a_run_that_is_refused_leaves_nothing(start, data_dir, tmp_path, change, message):
-    before = snapshot(tmp_path)
-    with pytest.raises((RecipeError, DataError, CheckpointError), match=message):
-        run(recipe(data_dir, tmp_path / "a" / "b", f"model={start}", change.format(tmp=tmp_path)))
-    assert snapshot(tmp_path).keys() == before.keys()
     (tmp_path / "empty").mkdir()
-    with pytest.raises((RecipeError, DataError, CheckpointError), match=message):
-        run(recipe(data_dir, tmp_path / "empty", f"model={start}", change.format(tmp=tmp_path)))
-    assert list((tmp_path / "empty").iterdir()) == []
+    before = snapshot(tmp_path)
+    for output in (tmp_path / "a" / "b", tmp_path / "empty"):
+        with pytest.raises((RecipeError, DataError, CheckpointError), match=message):
+            run(recipe(data_dir, output, f"model={start}", change.format(tmp=tmp_path)))
+    assert snapshot(tmp_path).keys() == before.keys()
 
 
 DK = "compression={dk: 12}"
@@ -102,33 +99,22 @@ def test_what_cannot_be_done_is_known_before_training(start, data_dir, tmp_path,
     assert not (tmp_path / "out").exists()
 
 
-def test_rows_that_cannot_be_padded_are_known_before_training(start, data_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(protocol, "fine_tune", lambda *_: pytest.fail("it was trained"))
+def test_rows_that_cannot_be_padded_are_known_before_training(start, data_dir, tmp_path):
     path = start / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     del settings["pad_token"]
     path.write_text(json.dumps(settings), encoding="utf-8")
     with pytest.raises(RecipeError, match="does not have a padding token"):
         run(recipe(data_dir, tmp_path / "out", f"model={start}"))
-
-
-def test_a_backend_that_cannot_be_opened(start, data_dir, tmp_path):
-    try:
-        with pytest.raises(RecipeError, match="process group"):
-            run(recipe(data_dir, tmp_path / "out", f"model={start}", "tuning.arguments={ddp_backend: nowhere}"))
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_failed_is_free_for_another_recipe(data_dir, tmp_path, monkeypatch):
     """The untrained model is made anew; the lock of a process that has ended is ignored."""
     output = tmp_path / "out"
 
-    def broken(*_, **__):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(protocol, "fine_tune", broken)
+        patch.setattr(protocol, "fine_tune", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(recipe(data_dir, output, FRESH))
     (output / LOCK).touch()

@@ -82,9 +82,8 @@ def test_start_lower_case_and_pairs():
 
 def test_the_same_texts_give_the_same_tokenizer_in_another_process(python):
     tokenizers = [train_tokenizer(TEXTS, 120, "bpe"), train_tokenizer(TEXTS, 40, "word")]
-    digest = hashlib.sha256(
-        "".join(trained.backend_tokenizer.to_str() for trained in tokenizers).encode()
-    ).hexdigest()
+    written = "".join(trained.backend_tokenizer.to_str() for trained in tokenizers)
+    digest = hashlib.sha256(written.encode()).hexdigest()
     done = python(PROGRAM, stdin=repr(TEXTS), environment={"TOKENIZERS_PARALLELISM": "true"})
     assert done.stdout.strip() == digest
 
