@@ -5,6 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from copy import deepcopy
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,7 +33,7 @@ from ..tasks import (
     encode_translation,
     load_task,
 )
-from .examples import ENDING, Arrays, pack
+from .examples import ENDING, Arrays
 from .processes import on_every_process
 from .recipe import Recipe, Tuning
 
@@ -138,7 +139,9 @@ class Workload(ABC):
 
     def _write_outcomes(self, trainer: Trainer, prediction: EvalPrediction, path: Path) -> None:
         if trainer.is_world_process_zero():
-            write_atomically(path, pack(self.outcomes(prediction)))
+            file = BytesIO()
+            np.savez_compressed(file, **self.outcomes(prediction))  # type: ignore[arg-type]
+            write_atomically(path, file.getvalue())
 
     def outcomes(self, prediction: EvalPrediction) -> Arrays:
         """Return the outcomes of the examples of a split, as `experiments/examples.py` describes them."""
