@@ -168,17 +168,16 @@ def _find_baselines(
     variants: Iterable[Variant], references: Mapping[str, Variant], *, with_controls: bool
 ) -> dict[Variant, Variant]:
     """Return the reference of each variant's model; with controls, for `-again` conversions the dense one again."""
-    again = {variant.model: variant for variant in variants if _is_control(variant, references.get(variant.model))}
+    again = {}  # model → its reference's method, tuned again without conversion
+    for variant in variants:
+        reference = references.get(variant.model)
+        if reference is not None and variant.method == reference.method and variant.again and not variant.conversion:
+            again[variant.model] = variant
     bases = {
         variant: (again if with_controls and variant.again and variant.conversion else references).get(variant.model)
         for variant in variants
     }
     return {variant: base for variant, base in bases.items() if base is not None}
-
-
-def _is_control(variant: Variant, reference: Variant | None) -> bool:
-    """Whether a variant is the reference's method tuned again without conversion."""
-    return reference is not None and variant.method == reference.method and variant.again and not variant.conversion
 
 
 def _note_numbers(results: Iterable[Result]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import json
 import sys
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from collab_compress import Compression, compress
 from collab_compress.errors import DataError, install
+
+UNREACHABLE = Mock(side_effect=ConnectionError("Couldn't reach the hub"))
 
 
 @pytest.fixture
@@ -104,10 +107,7 @@ def test_mteb_without_the_task_or_its_data(mteb, monkeypatch):
     with pytest.raises(DataError, match=r"mteb has no task 'Elsewhere': .*Did you mean: Local"):
         mteb_scores(None, ["Elsewhere"])
 
-    def evaluate(*_, **__):
-        raise ConnectionError("Couldn't reach the hub")
-
-    monkeypatch.setattr(sys.modules["mteb"], "evaluate", evaluate)
+    monkeypatch.setattr(sys.modules["mteb"], "evaluate", UNREACHABLE)
     with pytest.raises(DataError, match="mteb cannot run Local: Couldn't reach the hub; its data come from the hub"):
         mteb_scores(None, ["Local"])
 
@@ -139,15 +139,11 @@ def test_lm_eval(lm_eval, run, decoder, tmp_path):
 
 def test_lm_eval_without_the_task_its_data_or_a_decoder(lm_eval, monkeypatch, minilm_path):
     _, harness = lm_eval
-    tokenizer = word_tokenizer()
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=6, n_head=1, n_layer=1, n_positions=8))
+    tokenizer, model = word_tokenizer(), GPT2LMHeadModel(GPT2Config(n_embd=6, n_head=1, n_layer=1))
     with pytest.raises(DataError, match=r"lm_eval has no task 'pika'; close to it: piqa$"):
         lm_eval_scores(model, tokenizer, ["pika"])
 
-    def simple_evaluate(*_, **__):
-        raise ConnectionError("Couldn't reach the hub")
-
-    monkeypatch.setattr(harness, "simple_evaluate", simple_evaluate)
+    monkeypatch.setattr(harness, "simple_evaluate", UNREACHABLE)
     with pytest.raises(DataError, match="lm_eval cannot run after: Couldn't reach the hub; its data come from the"):
         lm_eval_scores(model, tokenizer, ["after"])
     with pytest.raises(DataError, match="GPT2LMHeadModel has no tokenizer; lm_eval takes a decoder"):

@@ -274,11 +274,7 @@ FIXTURES = {"task=trec": "questions", "task=text": "text", "task=parallel": "sen
         ("task=trec", "held_out=0.99", "0.99, which leaves no training data; lower it"),
         ("task=trec", BEST, "eval_strategy is epoch, but trec has no validation data; leave it out"),
         ("task=trec", f"held_out=0.25\n{BEST}", "metric_for_best_model is f1, and evaluations have loss, accuracy "),
-        (
-            "task=parallel",
-            LANGUAGES.replace("12", "50"),
-            "max_length is 50; the model has 40 positions",
-        ),
+        ("task=parallel", LANGUAGES.replace("12", "50"), "max_length is 50; the model has 40 positions"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_training(task, setting, message, request, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The protocol end to end on a tiny task: stages, what is done once, and what survives being killed."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -158,12 +159,12 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_pa
         return run(read_recipe(overrides=[*overrides, "compression=null"]))
 
     attempt("whole")
-    for moment, limit in (("atomic_directory", None), ("training", 7)):
+    for moment in ("saving", "training"):
         with monkeypatch.context() as patch:
-            if limit is None:
-                patch.setattr(tuning_module, "atomic_directory", broken)
+            if moment == "saving":
+                patch.setattr(tuning_module, "atomic_directory", Mock(side_effect=KeyboardInterrupt))
             else:
-                patch.setattr(Stopping, "limit", limit)
+                patch.setattr(Stopping, "limit", 7)
                 patch.setattr(HeadTrainer, "train", Stopping.train)
             with pytest.raises(KeyboardInterrupt):
                 attempt(moment)
@@ -192,10 +193,6 @@ def test_a_run_that_was_interrupted_after_its_last_checkpoint_keeps_the_best(sta
     assert same_weights(tmp_path / "straight/tuned", tmp_path / "stopped/tuned")
     log = json.loads((tmp_path / "stopped/tuned/log.json").read_text())
     assert log["history"] == state["log_history"]
-
-
-def broken(path):
-    raise KeyboardInterrupt
 
 
 class Stopping(TrainerCallback):

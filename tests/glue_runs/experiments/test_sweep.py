@@ -2,6 +2,7 @@
 
 from itertools import product
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -140,10 +141,7 @@ def test_a_run_that_fails_for_any_reason_does_not_stop_the_others(path, monkeypa
         with pytest.raises(RecipeError, match="so; a sweep of several processes stops at the first failure"):
             run_sweep(read_sweep(path, ["only={conversions: [dk12]}"]))
 
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sweep_module, "run", interrupted)
+    monkeypatch.setattr(sweep_module, "run", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run_sweep(read_sweep(path))
     assert attempts == [*["dk12", "rough"] * 2, "dk12"]

@@ -1,5 +1,7 @@
 """The hub, played by a function that gives what its data sets hold."""
 
+from unittest.mock import Mock
+
 import pytest
 from collab_compress_glue_runs.tasks import TASKS, load_task
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
@@ -81,10 +83,7 @@ def test_a_label_out_of_range(hub):
 
 @pytest.mark.parametrize("error", [ConnectionError("no network"), DatasetNotFoundError("gone"), ValueError("config")])
 def test_no_hub_no_data_set(error, monkeypatch):
-    def load_dataset(*_, **__):
-        raise error
-
-    monkeypatch.setattr("collab_compress_glue_runs.tasks.load.load_dataset", load_dataset)
+    monkeypatch.setattr("collab_compress_glue_runs.tasks.load.load_dataset", Mock(side_effect=error))
     with pytest.raises(DataError, match=rf"cannot load cola from the hub \({error}\); pass --data-dir .* train.tsv"):
         load_task("cola")
 
