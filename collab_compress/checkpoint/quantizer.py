@@ -55,6 +55,7 @@ GUARD = f"install-collab-compress-0.1.0-and-import-{METHOD}-before-loading.safet
 
 _logger = logging.getLogger(__name__)
 QUANTIZES = ("torchao", "bitsandbytes")  # methods that quantize the weights of edited models while they are loaded
+LAYER_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # in the path of a module
 OTHER = "quantization"  # attribute of an `EditConfig`: the config of such a method
 
 
@@ -211,10 +212,10 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         loaded = {rename_source_key(name, renamings, converters, prefix, expected)[0] for name in self.stored}
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
         edited = {name for edit in self.edits for name in edit.modules}
-        like_absent = {_any_layer(".".join(name.split(".")[-2:])) for name in self.absent}
+        like_absent = {LAYER_NUMBER.sub("*", ".".join(name.split(".")[-2:])) for name in self.absent}
         unknown = sorted(loaded - expected.keys())
         for name in sorted(expected.keys() - loaded - set(self.stored) - tied):
-            if _lies_in(name, edited) or _lies_in(_any_layer(name), like_absent):
+            if _lies_in(name, edited) or _lies_in(LAYER_NUMBER.sub("*", name), like_absent):
                 saved = model.config.architectures or ["the class that was saved"]
                 advice = f"load it as {' or '.join(saved)}"
                 if type(model).__name__ in saved:
@@ -318,11 +319,6 @@ def _path_in(known: Sequence[str], name: str, prefix: str) -> str | None:
 def _lies_in(name: str, paths: Collection[str]) -> bool:
     """Return whether a path contains one of `paths`, at any depth."""
     return any(f".{path}." in f".{name}" for path in paths)
-
-
-def _any_layer(path: str) -> str:
-    """Return a path with `*` in place of each number."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def register_checkpoint() -> None:

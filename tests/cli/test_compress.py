@@ -276,7 +276,7 @@ def test_names_that_cannot_be_a_model(name, message, fails, model_dir, monkeypat
         (changed_config(architectures=["ClassOfSomeoneElse"]), "is not run"),
         (changed_config(architectures=["pipeline"]), "needs the class pipeline, which is no model"),
         (changed_config(architectures=["T5Model"]), "names T5Model, which takes a T5Config, but describes a bert"),
-        (changed_config(architectures=[3]), "architectures"),
+        (changed_config(architectures=[3]), "needs the class 3"),
         (changed_config(model_type="roberta"), "which takes a BertConfig, but describes a roberta"),
         (changed_config(model_type="odd"), "odd"),
         (changed_config(model_type=["bert"]), "config.json"),
