@@ -77,6 +77,7 @@ def saved_tiny(
 
 
 @pytest.fixture
-def model_dir(saved_tiny: Path, tmp_path: Path) -> Path:
-    """A tiny classifier with MiniLM's tokenizer."""
+def model_dir(saved_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny classifier with MiniLM's tokenizer, `tiny` in the current directory."""
+    monkeypatch.chdir(tmp_path)
     return shutil.copytree(saved_tiny, tmp_path / "tiny")

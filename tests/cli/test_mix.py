@@ -13,8 +13,7 @@ def logits(model, batch):
         return model(**batch).logits
 
 
-def test_alone_it_changes_no_output(succeeds, loaded, monkeypatch, model_dir, batch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_alone_it_changes_no_output(succeeds, loaded, model_dir, batch, tmp_path):
     printed = succeeds("tiny", "--mix", "--json", "report.json")
     assert "Heads mix in 2 attention modules: alphas 3×3, 18 parameters more." in printed
     assert "merge_alphas_(model)" in printed
@@ -28,8 +27,7 @@ def test_alone_it_changes_no_output(succeeds, loaded, monkeypatch, model_dir, ba
     assert record["mixed_heads"] == {f"bert.encoder.layer.{layer}.attention.self": 3 for layer in (0, 1)}
 
 
-def test_after_a_conversion(succeeds, loaded, monkeypatch, model_dir, batch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_after_a_conversion(succeeds, loaded, model_dir, batch, tmp_path):
     arguments = ("tiny", "--dk", 8, "--calibration", "none")
     printed = succeeds(*arguments, "--mix")
     for part in ("Heads mix in 2 attention modules", "rebuild the shared attention and mixed heads"):

@@ -17,8 +17,7 @@ def outputs(model, tokenizer):
         return model.eval()(**tokenizer(TEXT, return_tensors="pt"))[0]
 
 
-def test_alone_it_leaves_a_plain_model_with_its_tokenizer(succeeds, monkeypatch, model_dir, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_alone_it_leaves_a_plain_model_with_its_tokenizer(succeeds, model_dir, tmp_path):
     printed = succeeds("tiny", "--vocabulary", "8000", "--json", "report.json")
     assert "Of the vocabulary of 30,522 tokens 8,000 stay; parameters " in printed
     assert "of 368 held-back texts keep their tokens, and so their hidden states; all have +" in printed
@@ -35,8 +34,7 @@ def test_alone_it_leaves_a_plain_model_with_its_tokenizer(succeeds, monkeypatch,
     assert "30,522 tokens 8,000 stay" in (saved / "README.md").read_text(encoding="utf-8")
 
 
-def test_before_a_conversion_with_the_tokens_of_a_file(succeeds, monkeypatch, model_dir, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_before_a_conversion_with_the_tokens_of_a_file(succeeds, model_dir, tmp_path):
     (tmp_path / "tokens.txt").write_text("\ufeffcat\nmat\nsat\n##ing\n\n", encoding="utf-8")
     (tmp_path / "texts.txt").write_text("\n".join(builtin_texts(pairs=False)[:60]), encoding="utf-8")
     arguments = ("--dk", 8, "--calibration", "texts.txt")
@@ -63,7 +61,6 @@ def test_before_a_conversion_with_the_tokens_of_a_file(succeeds, monkeypatch, mo
         (("--vocabulary", "9"), "a vocabulary of 9 tokens is asked for; expected at least"),
     ],
 )
-def test_what_it_cannot_do_is_refused(fails, monkeypatch, model_dir, tmp_path, arguments, message):
-    monkeypatch.chdir(tmp_path)
+def test_what_it_cannot_do_is_refused(fails, model_dir, tmp_path, arguments, message):
     (tmp_path / "tiny" / "empty.txt").touch()
     assert message in fails("tiny", *arguments)
