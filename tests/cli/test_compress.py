@@ -287,11 +287,7 @@ def test_the_card_is_a_new_one(succeeds, model_dir):
     succeeds(model_dir, "--dk", 8, "--output", model_dir.parent / "out")
     card = ModelCard.load("out/README.md")
     assert card.data.library_name == "transformers"
-    for part in (
-        "# out",
-        "made from `tiny`",
-        "calibrated on the texts that come with collab_compress and random tokens",
-    ):
+    for part in ("# out", "made from `tiny`", "on the texts that come with collab_compress and random tokens"):
         assert part in card.content
     assert str(model_dir.parent) not in card.content
 
@@ -311,7 +307,7 @@ def test_the_model_is_on_the_requested_device(succeeds, monkeypatch, model_dir, 
     assert moved == ["cpu"]
 
 
-def test_a_plan_is_printed_and_nothing_is_converted(succeeds, model_dir, tmp_path, monkeypatch):
+def test_a_plan_is_printed_and_nothing_is_converted(succeeds, model_dir):
     printed = succeeds("tiny", "--plan", "--length", 8, "--sequences", 32, "--json", "plan.json")
     base, header, first, *_ = printed.splitlines()
     assert base.endswith("are those of the whole model.")
