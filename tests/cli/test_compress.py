@@ -299,14 +299,6 @@ def test_arguments_that_cannot_be_read(run, model_dir, words):
     assert "collab-compress --help" in error
 
 
-def test_the_model_is_on_the_requested_device(succeeds, monkeypatch, model_dir, tmp_path):
-    moved = []
-    monkeypatch.setattr(BertForSequenceClassification, "to", lambda self, device: moved.append(device))
-    options = ("--calibration", "none", "--device", "cpu")
-    succeeds(model_dir, "--dk", 8, *options, "--output", tmp_path / "out")
-    assert moved == ["cpu"]
-
-
 def test_a_plan_is_printed_and_nothing_is_converted(succeeds, model_dir):
     printed = succeeds("tiny", "--plan", "--length", 8, "--sequences", 32, "--json", "plan.json")
     base, header, first, *_ = printed.splitlines()

@@ -63,40 +63,27 @@ def test_places_that_collide(tmp_path, monkeypatch, outputs, message):
     check_outputs({"--output": Path("out"), "--json": Path("out.json"), "--pages": None}, Path("read"))
 
 
-@pytest.fixture
-def processes(monkeypatch):
-    """Set the number of processes, of which this one is the second on its machine."""
-
-    def set_processes(number):
+@pytest.mark.parametrize(
+    ("device", "accelerator", "alone", "second_of_two"),
+    [
+        ("cpu", "cuda", "cpu", "cpu"),
+        ("cuda", "cuda", "cuda", "cuda:1"),
+        ("auto", None, "cpu", "cpu"),
+        ("auto", "cuda", "cuda", "cuda:1"),
+        ("cuda:0", "cuda", "cuda:0", CompressionError("'cuda:0' would hold all 2 processes; pass cuda")),
+    ],
+)
+def test_each_process_has_its_own_device(monkeypatch, device, accelerator, alone, second_of_two):
+    found = None if accelerator is None else torch.device(accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    for number, expected in ((1, alone), (2, second_of_two)):
         state = SimpleNamespace(num_processes=number, local_process_index=1)
-        monkeypatch.setattr(command_model, "process_state", lambda: state)
-
-    return set_processes
-
-
-@pytest.mark.parametrize(
-    ("device", "number", "expected"),
-    [("cpu", 2, "cpu"), ("cuda", 2, "cuda:1"), ("cuda:0", 1, "cuda:0"), ("cuda", 1, "cuda")],
-)
-def test_each_process_has_its_own_device(processes, device, number, expected):
-    processes(number)
-    assert device_of(device) == expected
-
-
-@pytest.mark.parametrize(
-    ("accelerator", "number", "expected"), [(None, 2, "cpu"), ("cuda", 1, "cuda"), ("cuda", 2, "cuda:1")]
-)
-def test_auto_is_the_accelerator_if_there_is_one(monkeypatch, processes, accelerator, number, expected):
-    device = None if accelerator is None else torch.device(accelerator)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
-    processes(number)
-    assert device_of("auto") == expected
-
-
-def test_one_device_for_all_processes_is_refused(processes):
-    processes(2)
-    with pytest.raises(CompressionError, match="'cuda:0' would hold all 2 processes; pass cuda"):
-        device_of("cuda:0")
+        monkeypatch.setattr(command_model, "process_state", lambda state=state: state)
+        if isinstance(expected, str):
+            assert device_of(device) == expected
+        else:
+            with pytest.raises(CompressionError, match=str(expected)):
+                device_of(device)
 
 
 def test_a_progress_bar_shows_each_kind_of_work_and_goes_away(monkeypatch, capsys):

@@ -103,7 +103,6 @@ def test_a_typing_error_costs_no_import_of_torch():
     ("command", "arguments", "package"),
     [
         ("collab-results", ["folder"], "pyarrow"),
-        ("collab-results", ["folder"], "sacrebleu"),
         ("collab-analyze", ["minilm", "--task", "mrpc", "--output", "out"], "datasets"),
     ],
 )
