@@ -1,6 +1,7 @@
 """Models and outputs of the commands: what they load and check before the work, and what they save after it."""
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -98,14 +99,15 @@ def copy_companions(directory: Path, target: Path, tokens: bool = True) -> None:
     for name in filter_repo_objects(names, allow_patterns=FETCHED, ignore_patterns=[".*", "*/.*", *NOT_FETCHED]):
         if "/" not in name and any(fnmatch(name, pattern) for pattern in replaced):
             continue
-        content = (directory / name).read_bytes()
-        if name.endswith(".json") and b'"auto_map"' in content:  # names code that is not copied
-            with suppress(ValueError, RecursionError):  # no JSON
-                settings = json.loads(content)
-                settings.pop("auto_map", None)
-                content = to_json(settings).encode()
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (target / name).write_bytes(content)
+        shutil.copyfile(directory / name, target / name)
+    for path in target.rglob("*.json"):
+        stored = path.read_bytes()
+        if b'"auto_map"' in stored:  # names code that is not copied
+            with suppress(ValueError, RecursionError):  # no JSON
+                settings = json.loads(stored)
+                settings.pop("auto_map", None)
+                path.write_text(to_json(settings), encoding="utf-8")
 
 
 def push_to_hub(directory: Path, name: str) -> str:
