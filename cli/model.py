@@ -15,7 +15,7 @@ import torch
 import transformers
 from huggingface_hub import HfApi
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
-from transformers import PreTrainedModel
+from transformers import AutoProcessor, PreTrainedModel
 
 from collab_compress import CheckpointError, CollabCompressError
 from collab_compress.checkpoint.files import atomic_directory, atomic_file, refuse_place, resolved, to_json
@@ -30,7 +30,7 @@ from .pretrained import (
     find_directory,
     has_tokenizer,
     load_model,
-    load_processor,
+    load_tokenizer,
     title_of,
 )
 from .progress import progress
@@ -126,7 +126,7 @@ def load_source(name: str, directory: Path, device: str = AUTO, edited: bool = F
     progress(f"loading {name}")
     model = load_model(directory, edited)
     put_on(model, device)
-    processor = load_processor(directory) if has_tokenizer(directory) else None
+    processor = load_tokenizer(directory, AutoProcessor) if has_tokenizer(directory) else None
     return Source(title_of(name), directory, model, getattr(processor, "tokenizer", processor))
 
 

@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from safetensors import safe_open
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from collab_compress.checkpoint import is_edits
 from collab_compress.errors import CheckpointError, install, one_line
@@ -258,11 +258,6 @@ def load_tokenizer(source: str | Path, auto_class: Any = AutoTokenizer) -> Any:
         if auto_class is not AutoTokenizer:  # which tries the tokenizer, and hides why that failed
             load_tokenizer(source)
         raise CheckpointError(f"cannot load the tokenizer in {source}: {_reason(error)}") from error
-
-
-def load_processor(source: str | Path) -> Any:
-    """Load the processor of a model, as `load_tokenizer`; for models that read texts alone, that is the tokenizer."""
-    return load_tokenizer(source, AutoProcessor)
 
 
 def has_tokenizer(directory: Path) -> bool:

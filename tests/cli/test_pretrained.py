@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 from checkpoints import change_json, change_weights
-from collab_compress_cli.pretrained import load_config, load_processor, load_tokenizer, load_weights
-from transformers import AutoModel, BertModel
+from collab_compress_cli.pretrained import load_config, load_tokenizer, load_weights
+from transformers import AutoModel, AutoProcessor, AutoTokenizer, BertModel
 
 from collab_compress.errors import CheckpointError
 
@@ -59,20 +59,20 @@ def test_references_to_code_of_a_stock_model_are_dropped(folder):
         assert not hasattr(config, "auto_map")
 
 
-@pytest.mark.parametrize("load", [load_tokenizer, load_processor])
-def test_code_of_a_tokenizer_is_not_run(folder, load):
+@pytest.mark.parametrize("auto_class", [AutoTokenizer, AutoProcessor])
+def test_code_of_a_tokenizer_is_not_run(folder, auto_class):
     (folder / "model" / "evil.py").write_text(EVIL, encoding="utf-8")
     (folder / "model" / "vocab.txt").write_text("[UNK]\n", encoding="utf-8")
     code = {"AutoTokenizer": ["evil.Tokenizer", None]}
     change_json(folder / "model" / "tokenizer_config.json", tokenizer_class="Evil", auto_map=code)
-    fails(load, "model", words="cannot load the tokenizer in model")
+    fails(load_tokenizer, "model", auto_class, words="cannot load the tokenizer in model")
 
 
 def test_code_of_a_processor_is_not_run(folder):
     (folder / "model" / "evil.py").write_text(EVIL, encoding="utf-8")
     code = {"AutoProcessor": "evil.Processor"}
     change_json(folder / "model" / "processor_config.json", processor_class="Evil", auto_map=code)
-    fails(load_processor, "model", words="which is not run")
+    fails(load_tokenizer, "model", AutoProcessor, words="which is not run")
 
 
 def test_a_pickle_is_not_opened(folder):
