@@ -30,14 +30,7 @@ from collab_compress.errors import one_line
 from .arguments import AUTO
 from .arguments import CompressArguments as Arguments
 from .command import table
-from .model import (
-    Source,
-    begin,
-    check_outputs,
-    finish,
-    load_source,
-    put_on,
-)
+from .model import Source, begin, check_outputs, finish, load_source
 from .pretrained import find_directory
 from .progress import progress
 
@@ -116,8 +109,6 @@ def _tokens(arguments: Arguments) -> int | list[str]:
         return int(words)
     path = Path(words).expanduser()
     try:
-        if path.exists() and not path.is_file():  # a pipe may never end
-            raise ValueError("not a file")
         tokens = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line]
         if not tokens:
             raise ValueError("the file holds no token")
@@ -133,8 +124,7 @@ def _plan(arguments: Arguments) -> None:
     saving = arguments.saving
     directory = find_directory(arguments.model, saving.revision)
     check_outputs({"--json": saving.json}, directory, *text_files(arguments.calibration))
-    source = load_source(arguments.model, directory)
-    put_on(source.model, arguments.device)
+    source = load_source(arguments.model, directory, arguments.device)
     table = plan(
         source.model,
         arguments.calibration,

@@ -170,9 +170,12 @@ def test_missing_packages_are_named(run, monkeypatch, package, arguments):
         ((), "give one of --mteb TASK and --lm-eval TASK"),
         (("--mteb", "A", "--lm-eval", "B"), "give one of --mteb TASK"),
         (("--mteb", "A", "--limit", "3"), "--limit is for --lm-eval; leave it out"),
-        (("--lm-eval", "A", "--limit", "0"), "--limit 0: expected at least 1"),
-        (("--mteb", "A", "--batch-size", "0"), "--batch-size 0: expected at least 1"),
-        (("--lm-eval", "A", "--include", "nosuch"), "--include nosuch: expected a folder of the harness's YAML"),
+        (("--lm-eval", "A", "--limit", "0"), "limit is 0; expected at least 1"),
+        (("--mteb", "A", "--batch-size", "0"), "batch_size is 0; expected at least 1"),
+        (
+            ("--lm-eval", "A", "--include", "nosuch"),
+            "--include nosuch: expected a folder of the harness's YAML files",
+        ),
     ],
 )
 def test_arguments_that_do_not_go_together(run, arguments, message):
