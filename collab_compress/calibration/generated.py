@@ -9,6 +9,7 @@ from collab_compress.calibration.batches import batch_size
 from collab_compress.calibration.encode import ordinary_tokens, special_tokens, usable_length
 from collab_compress.calibration.gather import Batch, evaluation_mode
 from collab_compress.calibration.random_tokens import LONGEST, check_size, likelihoods
+from collab_compress.devices import forked_rng
 from collab_compress.errors import CalibrationError
 
 TEXTS = 256  # if no number is given
@@ -42,8 +43,7 @@ def generated_batches(
     count, longest = sequences or TEXTS, usable_length(length or LONGEST, model, tokenizer) or LONGEST
     check_size(count * longest, f"{count} texts of {longest} tokens")
     write = _fill_masks if fills else _continue_prompts
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), evaluation_mode(model):
+    with forked_rng(model.device), evaluation_mode(model):
         torch.manual_seed(seed)
         tokens = write(model, tokenizer, count, longest, torch.Generator().manual_seed(seed))
     return [

@@ -15,10 +15,9 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import tokenizer_of, transformers_model
-from collab_compress.attention import MapConfig, MapEdit
 from collab_compress.calibration import Calibration
 from collab_compress.calibration.batches import sequence_count
-from collab_compress.checkpoint import all_or_nothing, path_in_base, record_edit_
+from collab_compress.checkpoint import all_or_nothing
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import block_cost
 from collab_compress.conversion.data import Data, read
@@ -31,6 +30,7 @@ from collab_compress.conversion.maps import (
     Progress,
     Replacement,
     empty_replacement,
+    record_maps_,
     silent,
 )
 from collab_compress.conversion.output_error import measure_output_error
@@ -52,6 +52,7 @@ from collab_compress.conversion.warnings import (
     untied_weights,
 )
 from collab_compress.conversion.widths import MAX_LOSS_SEQUENCES, Choice, choose_widths
+from collab_compress.devices import forked_rng
 from collab_compress.errors import CompressionError, UnsupportedModelError, check_type, one_line
 from collab_compress.options import KEEP, CalibrationOptions, Compression
 
@@ -111,8 +112,7 @@ def compress(
         tokenizer = tokenizer_of(model)
     model = transformers_model(model)
     started = perf_counter()
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):  # new layers are initialised before they are filled
+    with forked_rng(model.device):  # new layers are initialised before they are filled
         device = working_device(compression.solver.device)
         _refuse_early(model, compression)
         dense = sharing_copy(model)  # so that other threads may run the model meanwhile
@@ -223,11 +223,7 @@ class Conversion:
         if self.depth is not None:
             self.depth.drop_(model)
             self.depth.renumber_(model)
-        configs: dict[str, dict[str, MapConfig]] = {}
-        for module, item in zip(modules, self.maps, strict=True):
-            configs.setdefault(item.map.config.kind, {})[path_in_base(model, module)] = item.map.config
-        for kind, of_kind in configs.items():
-            record_edit_(model, MapEdit(kind, of_kind))
+        record_maps_(model, zip(modules, (item.map.config for item in self.maps), strict=True))
 
 
 def _convert(inventory: Inventory, data: Data, choice: Choice, progress: Progress) -> Conversion:

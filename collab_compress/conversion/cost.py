@@ -91,25 +91,36 @@ def part_costs(
 
 
 def costs_at(
-    site: AttentionSite, length: int, dk: int | None = None, dv: int | None = None
+    site: AttentionSite, length: int, dk: int | None = None, dv: int | None = None, head_dim: int | None = None
 ) -> tuple[PartCost, PartCost]:
     """Return the costs of one module, as it is converted, or else would be at these widths."""
-    return attention_costs(site, length, *configs_at(site, dk, dv))
+    return attention_costs(site, length, *configs_at(site, dk, dv, head_dim))
 
 
-def configs_at(site: AttentionSite, dk: int | None, dv: int | None) -> list[MapConfig]:
+def qk_config(site: AttentionSite, dk: int, head_dim: int | None = None) -> QKConfig:
+    """Return the config of a module's queries and keys at a width."""
+    if site.family.rotary:
+        return RotaryConfig.of(site, dk)
+    return SharedConfig.of(site, dk, head_dim, site.part(site.paths.query).bias is not None)
+
+
+def ov_config(site: AttentionSite, dv: int) -> NarrowConfig:
+    """Return the config of a module's values and outputs at a width."""
+    return NarrowConfig.of(site, dv, site.part(site.paths.value).bias is not None)
+
+
+def configs_at(site: AttentionSite, dk: int | None, dv: int | None, head_dim: int | None = None) -> list[MapConfig]:
     """Return the configs of the maps that a module has, or else would have at these widths."""
     qk, ov = maps_of(site.module)
     configs: list[MapConfig] = []
     if qk is not None:
         configs.append(qk.config)
     elif dk is not None:
-        has_bias = site.part(site.paths.query).bias is not None
-        configs.append(RotaryConfig.of(site, dk) if site.family.rotary else SharedConfig.of(site, dk, None, has_bias))
+        configs.append(qk_config(site, dk, head_dim))
     if ov is not None:
         configs.append(ov.config)
     elif dv is not None:
-        configs.append(NarrowConfig.of(site, dv, site.part(site.paths.value).bias is not None))
+        configs.append(ov_config(site, dv))
     return configs
 
 

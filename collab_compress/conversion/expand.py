@@ -16,6 +16,7 @@ from collab_compress.attention import MAP_KINDS, SharedQK, maps_of, uninstall_
 from collab_compress.attention.maps import Layers
 from collab_compress.attention.projections import rows_of
 from collab_compress.checkpoint import all_or_nothing, edits_of, forget_edits_
+from collab_compress.devices import forked_rng
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Factors
 from collab_compress.heads.sharding import refuse_unwritable
@@ -90,7 +91,7 @@ def expand(model: PreTrainedModel) -> None:
         UnsupportedModelError: a projection has an adapter, is quantized or offloaded.
     """
     model = transformers_model(model)
-    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+    with forked_rng(model.device):
         _expand(model, None)
 
 
@@ -122,7 +123,7 @@ def to_stock(model: PreTrainedModel) -> PreTrainedModel:
         )
     expanded = copy.deepcopy(model)
     scaling = [site.scaling for site in sites]
-    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):  # new layers draw weights
+    with forked_rng(model.device):  # new layers draw weights
         _expand(expanded, width)
         if edits_of(expanded):
             kinds = " and ".join(edit.kind for edit in edits_of(expanded))

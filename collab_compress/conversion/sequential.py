@@ -260,8 +260,7 @@ def gather_layer(
                 for linear in linears:
                     if linear.name in neurons and batch in calls.used:
                         mask = masks_of(linear.site, calls.masks[batch]).query
-                        vectors = unpadded(recorded[linear.name].inputs, mask)
-                        neurons[linear.name].add(vectors, vectors.new_zeros(len(vectors), len(linear.gain)))
+                        neurons[linear.name].add(unpadded(recorded[linear.name].inputs, mask))
                 recorded.clear()
                 outputs[batch] = models.store.keep(output)
 

@@ -270,8 +270,8 @@ def test_dtype_mode_and_what_is_frozen_are_kept(make_tiny):
         ("conversion.sequential.install_", False, 4),
         ("conversion.compress.install_refits", False, 1),
         ("conversion.compress.adopt_", True, 1),
-        ("conversion.compress.record_edit_", True, 1),
-        ("conversion.compress.record_edit_", False, 1),
+        ("conversion.maps.record_edit_", True, 1),
+        ("conversion.maps.record_edit_", False, 1),
     ],
 )
 def test_nothing_changes_when_interrupted_after_a_step(
