@@ -5,6 +5,7 @@ import resource
 
 import pytest
 import torch
+from recorded import recorded_inputs
 from slow_fit import slow_fit
 from tiny_families import build, inputs
 from tiny_words import bert_config, word_tokenizer
@@ -57,24 +58,13 @@ def pair(make_tiny, family="bert", **options):
 
 
 def shown(model, batch):
-    """Return each layer's inputs, outputs, and the sum they are added to, by path, at unpadded tokens."""
-    notes, handles = {}, []
-    real = batch["attention_mask"].bool()
-    for name, total in zip(NAMES, SUMS, strict=True):
-
-        def read(_, args, output, name=name):
-            notes[name] = (args[0][real].double(), output[real].double())
-
-        def summed(_, args, name=name):
-            notes[name] = (*notes[name], args[0][real].double())
-
-        handles.append(model.get_submodule(name).register_forward_hook(read))
-        handles.append(model.get_submodule(total).register_forward_pre_hook(summed))
-    with torch.no_grad():
-        model(**batch)
-    for handle in handles:
-        handle.remove()
-    return notes
+    """Return each layer's inputs, and the sum that its outputs are added to, by path, at unpadded tokens."""
+    modules = {part: model.get_submodule(part) for part in (*NAMES, *SUMS)}
+    calls, real = recorded_inputs(model, batch, modules), batch["attention_mask"].bool()
+    return {
+        name: tuple(calls[part][0][real].double() for part in (name, total))
+        for name, total in zip(NAMES, SUMS, strict=True)
+    }
 
 
 def change_(layer, fit):
@@ -91,7 +81,7 @@ def slow_refit(model, dense, used, held_back):
         for group in (used, held_back):
             pairs = [(shown(model, batch)[name], shown(dense, batch)[name]) for batch in group]
             inputs = torch.cat([ours[0] for ours, _ in pairs])
-            groups.append((inputs, torch.cat([theirs[2] - ours[2] for ours, theirs in pairs])))
+            groups.append((inputs, torch.cat([theirs[1] - ours[1] for ours, theirs in pairs])))
         fit = slow_fit(*groups)
         if fit is not None:
             change_(model.get_submodule(name), fit)
@@ -129,8 +119,8 @@ def test_errors_are_those_of_the_stream(make_tiny):
         before = [shown(model, batch) for batch in held_back]
         install_refits(model, [result])
         after = [shown(model, batch) for batch in held_back]
-        streams = [torch.cat([notes[name][2] for notes in group]) for group in (before, after, target)]
-        spread = sum((notes[name][2] - notes[name][2].mean(0)).square().sum() for notes in target) ** 0.5
+        streams = [torch.cat([notes[name][1] for notes in group]) for group in (before, after, target)]
+        spread = sum((notes[name][1] - notes[name][1].mean(0)).square().sum() for notes in target) ** 0.5
         errors = result.report.error_before, result.report.error_after
         expected = [((stream - streams[2]).norm() / spread).item() for stream in streams[:2]]
         assert errors == pytest.approx(expected, rel=2e-3)
