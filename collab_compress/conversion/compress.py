@@ -221,8 +221,8 @@ class Conversion:
         if self.config is not None:
             adopt_(model, self.config)
         if self.depth is not None:
+            self.depth.move_(model)
             self.depth.drop_(model)
-            self.depth.renumber_(model)
         record_maps_(model, zip(modules, (item.map.config for item in self.maps), strict=True))
 
 
@@ -248,13 +248,22 @@ def _convert(inventory: Inventory, data: Data, choice: Choice, progress: Progres
     converted = sharing_copy(model)
     if compression.layers is not None:
         depth = find_depth(inventory, compression.layers, data, refits, progress)
-        parts = parts.without(depth.removed, depth.targets)
-        notes.append(depth.drop_(converted))
+        depth.move_(converted)
+        parts = replace(
+            parts,
+            tasks=[task for task in parts.tasks if layer_of(task.site.name) not in depth.removed],
+            blocks=[block for block in blocks if block.linear.layer not in depth.removed],
+            removed=depth.removed,
+            targets=depth.targets,
+            without=depth.without,
+        )
     maps, results = convert_layers_(
         converted, model, parts, data.used, data.held_back, length=data.length, progress=progress
     )
     costs = [block_cost(model, block, parts.dff, data.length) for block in parts.blocks]
     reports = [*(item.report for item in maps), *(PartReport(**vars(cost)) for cost in costs)]
+    if depth is not None:
+        notes.append(depth.drop_(converted))
     if data.held_back:
         progress("measuring output error", 0, None)
     output_error = measure_output_error(converted, model, data.held_back)

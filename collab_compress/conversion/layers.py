@@ -9,7 +9,7 @@ a stack. Where a stack begins (after the embeddings, or at a decoder after its e
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Self, TypeAlias
@@ -174,14 +174,10 @@ class LayerCalls:
     def capture_again(
         self, model: PreTrainedModel, removed: Collection[str], store: "HiddenStateStore"
     ) -> list[list[LayerCall]]:
-        """Capture the calls of another model without the removed layers, and return them by the same numbers.
-
-        The numbers of removed layers keep the calls of the first model, which are never made.
-        """
-        kept = [name for name in self.layers if name not in removed]
-        captured = _capture_batches(model, kept, self.batches, store, self.plain)
+        """Capture the calls of another model, which lacks layers; those keep the calls of the first, never made."""
+        captured = _capture_batches(model, numbered_layers(model), self.batches, store, self.plain)
         return [
-            [call if call.name in removed else next(others) for call in calls]
+            [call if call.name in removed else replace(next(others), name=call.name) for call in calls]
             for calls, others in zip(self.by_batch, map(iter, captured), strict=True)
         ]
 

@@ -16,9 +16,9 @@ where h is what y is added to, and ' marks the converted model, whose lower laye
 also repairs what the layers below it lost.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -73,16 +73,11 @@ class Parts:
     linears: Sequence[ResidualLinear] = ()  # to refit, in the order of calls; none to refit nothing
     blocks: Sequence[FeedForward] = ()  # to make narrower
     dff: int = 0  # number of neurons that the blocks keep
-    removed: Collection[str] = ()  # paths of layers that the converted model lacks
+    removed: Collection[str] = ()  # paths of layers that the conversion leaves out
+    without: Callable[[PreTrainedModel], PreTrainedModel] | None = None  # copies a model without these layers
     # Path of the last residual linear layer before a gap → the one in the gap to whose dense stream it is fitted.
     targets: Mapping[str, ResidualLinear] = field(default_factory=dict)
     in_layers: bool = True  # whether the model's numbered layers can be called alone (`single_layers`)
-
-    def without(self, removed: Collection[str], targets: Mapping[str, ResidualLinear]) -> "Parts":
-        """Return the parts of a model that loses some layers."""
-        tasks = [task for task in self.tasks if layer_of(task.site.name) not in removed]
-        blocks = [block for block in self.blocks if block.linear.layer not in removed]
-        return replace(self, tasks=tasks, blocks=blocks, removed=removed, targets=targets)
 
 
 @torch.no_grad()
@@ -99,8 +94,8 @@ def convert_layers_(
 ) -> tuple[list[Replacement], list["Refit"]]:
     """Convert the layers of a model in place; return the new maps, in the order of `parts.tasks`, and the refits.
 
-    `converted` is a copy of the dense model without the removed layers, or a converted model to refit, where
-    `same_inputs` says whether everything before the first layer is the same in both.
+    `converted` is a copy of the dense model, or a converted model to refit, where `same_inputs` says whether
+    everything before the first layer is the same in both. Removed layers are not run.
     """
     replaced: dict[tuple[str, type], Replacement] = {}
     refits: list[Refit] = []
@@ -131,7 +126,7 @@ def convert_layers_(
             moments = gather_moments(dense, [task.site for task in elsewhere], used)
             convert_attention_(elsewhere, moments, head_weights(dense, _weighted_sites(elsewhere), used))
         if calls is not None:
-            models = Pair(dense, converted, calls, store, parts.removed)
+            models = Pair(dense, converted, calls, store, parts.removed, parts.without)
             hidden, reached = HiddenStates([], [], []), 0
             for done, (layer, numbers) in enumerate(layers.items()):
                 progress(f"fitting {layer}", done, len(layers))
@@ -192,14 +187,16 @@ class Pair:
     converted: PreTrainedModel  # the dense model itself where nothing is converted
     calls: LayerCalls  # of the dense model's layers
     store: HiddenStateStore
-    removed: Collection[str] = ()  # paths of layers that the converted model lacks
+    removed: Collection[str] = ()  # as for `Parts`
+    without: Callable[[PreTrainedModel], PreTrainedModel] | None = None  # as for `Parts`
 
     def start_stack(self, first: int, same_inputs: bool) -> HiddenStates:
         """Return the hidden states before the first call of a stack of layers."""
         dense, calls = self.calls.read_by(first), self.calls.by_batch
         if not first and same_inputs:
             return HiddenStates(dense, dense, calls)
-        captured = self.calls.capture_again(self.converted, self.removed, self.store)
+        converted = self.without(self.converted) if self.without else self.converted
+        captured = self.calls.capture_again(converted, self.removed, self.store)
         kept = next(number for number in range(first, len(calls[0])) if calls[0][number].name not in self.removed)
         read = [of_batch[kept].hidden for of_batch in captured]
         return HiddenStates(dense, [hidden for hidden in read if hidden is not None], captured)

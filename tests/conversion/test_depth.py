@@ -17,7 +17,6 @@ from collab_compress import Compression, CompressionError, Solver, UnsupportedMo
 from collab_compress.conversion import depth as module
 from collab_compress.conversion import inventory
 from collab_compress.conversion.data import split_held_back
-from collab_compress.conversion.depth import Depth
 from collab_compress.conversion.refit import refit_
 from collab_compress.errors import HeadError
 
@@ -200,7 +199,7 @@ def test_an_error_leaves_the_model_as_it_was(monkeypatch):
 
     model = make("bert")
     before, config = copy.deepcopy(model.state_dict()), model.config.to_dict()
-    monkeypatch.setattr(Depth, "renumber_", failing)
+    monkeypatch.setattr("collab_compress.conversion.compress.record_maps_", failing)
     with pytest.raises(RuntimeError, match="no"):
         compress(model, Compression(layers=2, dff=16), batches(4))
     assert model.config.to_dict() == config
@@ -277,10 +276,10 @@ def test_settings_that_name_layers_by_number_are_refused(holder):
     model = deep_whisper()
     for value, refused in (([2, 3], True), (None, False)):
         setattr(getattr(model, holder), name, value)
-        names = module._numbered_layers_settings(model)
-        assert names == ([name] if refused else [])
+        words = f"{name} of the configs names layers by number"
+        assert module._why_fixed(model, "model.encoder.layers") == (words if refused else "")
         if refused:
-            with pytest.raises(UnsupportedModelError, match=f"{name} of the configs names layers by number"):
+            with pytest.raises(UnsupportedModelError, match=words):
                 compress(model, Compression(layers=3), [inputs("whisper")])
 
 

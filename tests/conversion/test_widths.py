@@ -243,11 +243,9 @@ def test_losses_fall_with_the_width_and_end_at_nothing(name):
 
 def inputs_of(model, batches, name):
     """Return what a module of BERT reads at unpadded tokens of all batches, (n, D)."""
-    module = {"module": model.get_submodule(name)}
-    calls = [
-        (recorded_inputs(model, batch, module)["module"][0], batch["attention_mask"].bool()) for batch in batches
-    ]
-    return torch.cat([hidden[mask] for hidden, mask in calls]).double()
+    module = {name: model.get_submodule(name)}
+    calls = [recorded_inputs(model, batch, module)[name][0][batch["attention_mask"].bool()] for batch in batches]
+    return torch.cat(calls).double()
 
 
 @pytest.mark.parametrize("dv", [6, 18])
