@@ -294,10 +294,7 @@ def narrower_blocks(inventory: Inventory, dff: int | None) -> tuple[list[FeedFor
 
 
 def working_device(device: str | None) -> str | None:
-    """Return the device to decompose on; None, if none is given, leaves each module where its weights are.
-
-    "cuda" is each process's own GPU if a launcher started several on one machine.
-    """
+    """Return the device to decompose on; "cuda" is each process's own GPU, None the device of the weights."""
     if device is None:
         return None
     rank = os.environ.get("LOCAL_RANK", "")
@@ -319,9 +316,7 @@ def install_unset_(
 ) -> None:
     """Check what `compress` checks before it decomposes, and install the same attention maps, uninitialised.
 
-    Layers stay, and feed-forward blocks keep their width. What is to be done with the converted model can then be
-    tried on its structure, before the work. The model cannot be run afterwards. Arguments and errors are those of
-    `compress`.
+    What is to be done with the converted model can then be tried on its structure. It cannot be run.
     """
     working_device(compression.solver.device)
     _refuse_early(model, compression)

@@ -66,12 +66,7 @@ def read(
 
 
 def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Split batches into the sequences to calibrate on and those to measure errors on: one in eight, from 1 to 64.
-
-    Sequences are held back evenly spaced, from all batches, so that their lengths are those of the data. If the first
-    dimension of some batch's tensors is not the sequences, whole batches are held back. A single sequence, or a
-    single batch that cannot be divided, is not held back.
-    """
+    """Hold back one sequence in eight, from 1 to 64, evenly spaced; or whole batches, if one cannot be divided."""
     divisible = all(map(is_divisible, batches))
     sizes = [sequence_count(batch) if divisible else 1 for batch in batches]
     sequences, items = sum(map(sequence_count, batches)), sum(sizes)
@@ -93,11 +88,7 @@ def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]
 
 
 def typical_length(options: CalibrationOptions, model: PreTrainedModel, batches: Sequence[Batch] = ()) -> int:
-    """Return the number of tokens, or positions of an image or a sound, for which costs count.
-
-    That is `length` if given, else the length that nine in ten calibration sequences do not exceed, else the
-    positions of an image or a sound of the first batch, else 128. Random tokens are not among the batches.
-    """
+    """Return for how many tokens costs count: `length`, or what nine in ten sequences do not exceed, or 128."""
     given = [batch for batch in batches if isinstance(batch.get("attention_mask"), Tensor)]
     masks = [batch_masks(model, batch)["encoder"].query for batch in given if batch["attention_mask"].dim() == 2]
     lengths = [mask.sum(1).float().cpu() for mask in masks if mask is not None]

@@ -267,10 +267,7 @@ def _shorten_(configs: Iterable[PretrainedConfig], model: PreTrainedModel, kept:
 
 
 def _changed_attributes(model: PreTrainedModel, depth: Depth) -> dict[tuple[str, str], Any]:
-    """Return the attributes of modules that differ in a stock model without the layers, or refuse it.
-
-    These are numbers of layers, and dropout that depends on them. Everything else must be the same.
-    """
+    """Return in which numbers of layers and dropout a stock model without the layers differs; refuse all else."""
     config, class_name = copy.deepcopy(model.config), type(model).__name__
     _shorten_([config], model, depth.kept)
     layers = len(next(iter(depth.kept.values())))

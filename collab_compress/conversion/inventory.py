@@ -35,11 +35,7 @@ CONVERTED = "it is already converted"
 
 
 class Inventory:
-    """What of a model can be converted. Each part is found once, when it is first needed.
-
-    Two sequences of `batch` are run to find layers and blocks; without it only attention is found. Parts are those of
-    a stock or edited model whose layers are not replaced meanwhile.
-    """
+    """What of a model can be converted, each part found once, when needed; all but attention needs a `batch`."""
 
     def __init__(self, model: PreTrainedModel, batch: Batch | None = None, modules: str = "*") -> None:
         self.model, self.batch, self.modules = model, batch, modules

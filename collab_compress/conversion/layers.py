@@ -79,10 +79,7 @@ def numbered_layers(model: PreTrainedModel) -> list[str]:
 
 @contextmanager
 def undivided(model: nn.Module) -> Iterator[None]:
-    """Run a model as in `evaluation_mode`, and each feed-forward block on all positions at once.
-
-    With `chunk_size_feed_forward` a block is called for some positions at a time, which gives the same outputs.
-    """
+    """Run a model as in `evaluation_mode`, and feed-forward blocks on all positions at once, not in chunks."""
     name = "chunk_size_feed_forward"
     sizes = {module: vars(module)[name] for module in model.modules() if name in vars(module)}
     with evaluation_mode(model):
@@ -102,10 +99,7 @@ def capture(
     keep: Callable[[Tensor], Tensor] | None = None,
     plain: Plain | None = None,
 ) -> list[LayerCall]:
-    """Run the model on a batch, in evaluation mode, and return the calls of its numbered layers in order.
-
-    With `plain`, layers are skipped, so that nothing is computed behind the embeddings.
-    """
+    """Run the model on a batch, and return the calls of its numbered layers; with `plain`, skip these layers."""
     calls: list[LayerCall] = []
     returned: list[Tensor] = []
 
@@ -229,11 +223,7 @@ def _skipped(layer: nn.Module, plain: Plain) -> Iterator[None]:
 
 
 def plain_stack(model: PreTrainedModel, layers: Sequence[str], batch: Batch) -> Plain | None:
-    """Return how the layers of a model can be skipped, or None if they cannot.
-
-    They can if each returns hidden states alone, which the next one reads: what other arguments it gets then does not
-    depend on the layers before it.
-    """
+    """Return how layers can be skipped; None unless each returns hidden states alone, which the next one reads."""
     outputs: list[Any] = []
     with ExitStack() as hooks:
         for name in layers:
@@ -300,10 +290,7 @@ def _hidden_states(output: Any) -> Tensor:
 
 
 class HiddenStateStore:
-    """Keeps tensors: up to `size` bytes in memory, and the others in a temporary folder.
-
-    Used as a context manager, which deletes the folder.
-    """
+    """Keeps up to `size` bytes of tensors in memory, the others in a folder that goes after the `with` block."""
 
     def __init__(self, size: int = STORE_BYTES) -> None:
         self.size, self.taken, self._files = size, 0, 0

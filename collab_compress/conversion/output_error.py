@@ -16,11 +16,7 @@ from collab_compress.errors import CalibrationError
 def measure_output_error(
     model: PreTrainedModel, dense: PreTrainedModel, batches: Sequence[Batch]
 ) -> OutputError | None:
-    """Return the relative error of the main output of a converted model: logits, or the first output but a loss.
-
-    Logits that a softmax reads are compared as log probabilities, which a constant added to all of them does not
-    change. Padding does not count. The outputs of one batch are in memory at a time.
-    """
+    """Return the relative error of the logits, as log probabilities, or of the first output; padding is left out."""
     measured = [_squared_errors(model, dense, batch) for batch in batches]
     if not any(norm for *_, norm in measured):
         return None

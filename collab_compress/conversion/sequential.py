@@ -234,11 +234,7 @@ def gather_layer(
     linears: Sequence[ResidualLinear],
     neurons: Mapping[str, ResidualMoments] = NO_MOMENTS,
 ) -> LayerData:
-    """Run a dense layer on all batches, and gather what its conversion needs; add inputs of linears to `neurons`.
-
-    If a layer is called more than once (ALBERT), the input of each call is stored too: the refits of each call start
-    from the dense model's hidden states, so that errors do not add up.
-    """
+    """Run a dense layer on all batches, and gather what its conversion needs; add inputs of linears to `neurons`."""
     calls = models.calls
     moments = InputMoments([task.site for task in tasks])
     inputs: list[list[Tensor]] = [[] for _ in calls.masks]
@@ -250,7 +246,7 @@ def gather_layer(
 
         def run(batch: int) -> None:
             for number in numbers:
-                if len(numbers) > 1:
+                if len(numbers) > 1:  # as in ALBERT: each call is refitted from the dense states, so no errors add up
                     inputs[batch].append(outputs[batch])
                 output = calls.by_batch[batch][number].run(models.dense, outputs[batch])
                 streams[batch].append({name: models.store.keep(call.stream) for name, call in recorded.items()})
@@ -284,10 +280,7 @@ class Gap(NamedTuple):
 
 
 def cross_gap(models: Pair, numbers: range, hidden: Sequence[Tensor], targets: Mapping[str, ResidualLinear]) -> Gap:
-    """Run the dense layers behind a layer that the converted model lacks, up to the next one that it has.
-
-    Linears in `targets` are refitted to the dense residual stream behind the gap.
-    """
+    """Run the dense layers behind a layer that the conversion leaves out; store the streams that `targets` name."""
     calls, reached, outputs = models.calls.by_batch, numbers.stop, list(hidden)
     stack = calls[0][numbers.start].name.rpartition(".")[0]
     streams: dict[str, list[Tensor]] = {}
@@ -391,10 +384,7 @@ class Refit:
 def solve(
     sums: ResidualSums, linear: ResidualLinear, module: nn.Linear | Conv1D, neurons: int | None, sequences: int
 ) -> Refit:
-    """Fit a layer, with `neurons` of its inputs, by the damping that has the smallest error on held-back sequences.
-
-    A layer that keeps all neurons stays as it is if no damping lowers that error.
-    """
+    """Fit a layer, with `neurons` of its inputs, by the best damping on held-back data; without gain it stays."""
     used, held_back, biased = sums.used, sums.held_back, module.bias is not None
     if not held_back.count:
         raise CalibrationError(
@@ -443,10 +433,7 @@ def solve(
 
 
 def install_refits(model: PreTrainedModel, refits: Sequence[Refit], blocks: Sequence[FeedForward] = ()) -> None:
-    """Install refitted layers in place, with narrower blocks where neurons were removed.
-
-    Parameters are replaced, so that models that share them keep theirs.
-    """
+    """Install refitted layers as new parameters, in place, with narrower blocks where neurons were removed."""
     by_name = {block.down: block for block in blocks}
     for result in refits:
         layer: Any = model.get_submodule(result.report.name)

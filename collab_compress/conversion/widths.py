@@ -182,10 +182,7 @@ def choose_widths(
     length: int,
     progress: Progress = silent,
 ) -> Choice:
-    """Choose the widths that keep a share of the layers' operations and lose least.
-
-    All attention modules keep the same share of the channels of a head, and all feed-forward blocks as many neurons.
-    """
+    """Choose what loses least: one share of the channels of all heads, and one number of neurons of all blocks."""
     assert compression.keep is not None
     budget = Budget(inventory, length)
     macs = compression.keep * budget.macs
@@ -317,10 +314,7 @@ def _value_losses(site: ValueSite, moments: Moments, linear: ResidualLinear) -> 
 
 
 def _neuron_losses(layer: nn.Linear | Conv1D, linear: ResidualLinear, moments: ResidualMoments) -> Tensor:
-    """Return what a block's outputs lose at every dff, (N+1,).
-
-    What a fit of k weights to n vectors leaves of these is (n − k) / (n + k) of what it leaves of others.
-    """
+    """Return what a block's outputs lose at every dff, (N+1,)."""
     weight = (layer.weight.detach() if isinstance(layer, Conv1D) else layer.weight.detach().mT).to(
         moments.device, torch.float64
     )
@@ -328,7 +322,7 @@ def _neuron_losses(layer: nn.Linear | Conv1D, linear: ResidualLinear, moments: R
     wanted = second @ weight * linear.gain.to(second)
     block = max(1, min(BLOCK_NEURONS, len(weight) // MIN_RANKINGS))
     losses = eliminate(damped_(second, DAMPINGS[0]), wanted, block=block).losses.cpu()
-    kept = torch.arange(len(losses), device="cpu")
+    kept = torch.arange(len(losses), device="cpu")  # weights fitted to n vectors leave (n − k) / (n + k) of the error
     return losses * (moments.count + kept) / (moments.count - kept).clamp(min=1)
 
 
