@@ -22,10 +22,10 @@ def generated_batches(
 ) -> list[Batch]:
     """Sample texts from a language model, 256 of 128 tokens by default.
 
-    A decoder continues the first special tokens and a random token; where a text ends, the next one follows ("LLM-QAT:
-    Data-Free Quantization Aware Training for Large Language Models", Liu et al., 2023, section 3.1). A masked model fills
-    masks in random order, a sixteenth at a time ("BERT has a Mouth, and It Must Speak", Wang and Cho, 2019;
-    "Mask-Predict", Ghazvininejad et al., 2019).
+    A decoder continues the first special tokens and a random token; where a text ends, the next one follows
+    ("LLM-QAT: Data-Free Quantization Aware Training for Large Language Models", Liu et al., 2023, section 3.1). A
+    masked model fills masks in random order, a sixteenth at a time ("BERT has a Mouth, and It Must Speak", Wang
+    and Cho, 2019; "Mask-Predict", Ghazvininejad et al., 2019).
     """
     fills = type(model).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
     if fills and tokenizer.mask_token_id is None and not model.can_generate():

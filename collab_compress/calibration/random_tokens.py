@@ -36,8 +36,9 @@ def random_batches(
 ) -> list[Batch]:
     """Draw token ids between the special tokens of the tokenizer, frequent ones more often (`likelihoods`).
 
-    Without a length, sequences have 8 to 128 tokens, as often 8 to 16 as 64 to 128, and half of those of an encoder that
-    knows pairs are pairs. Targets start with the decoder's start token and the tokenizer's prefix (a language code).
+    Without a length, sequences have 8 to 128 tokens, as often 8 to 16 as 64 to 128, and half of those of an
+    encoder that knows pairs are pairs. Targets start with the decoder's start token and the tokenizer's prefix (a
+    language code).
     """
     sequences = sequences or sequence_default(length)
     longest = usable_length(length or LONGEST, model, tokenizer) or LONGEST
@@ -80,9 +81,10 @@ def random_batches(
 def likelihoods(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Tensor:
     """Estimate the probabilities (N,) of tokens, ascending ids, in texts from the vocabulary alone, in float64.
 
-    Vocabularies list tokens nearly by frequency, which falls as 1 / (rank + 2.7) (Zipf; Mandelbrot, "An informational
-    theory of the statistical structure of language", 1953). Half of the weight goes to tokens of two characters or more;
-    the other half is uniform over all, single characters included, which are in alphabetical order.
+    Vocabularies list tokens nearly by frequency, which falls as 1 / (rank + 2.7) (Zipf; Mandelbrot, "An
+    informational theory of the statistical structure of language", 1953). Half of the weight goes to tokens of
+    two characters or more; the other half is uniform over all, single characters included, which are in
+    alphabetical order.
     """
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(list(ids))]
     is_word = torch.tensor(

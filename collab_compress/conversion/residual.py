@@ -41,8 +41,9 @@ class ResidualLinear:
 def find_residual_linears(model: PreTrainedModel, layers: SingleLayers) -> list[ResidualLinear]:
     """Find the linear layers whose outputs are added to the residual stream, in the order of calls.
 
-    These are output projections of attention, and layers of the same width, of which a change appears in a later module
-    of the numbered layer, added to something else, as it is or times a constant for each channel; or a norm reads it.
+    These are output projections of attention, and layers of the same width, of which a change appears in a later
+    module of the numbered layer, added to something else, as it is or times a constant for each channel; or a
+    norm reads it.
     """
     sites = find_attention(model)
     return [
