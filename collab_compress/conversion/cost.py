@@ -138,7 +138,8 @@ def attention_costs(site: AttentionSite, length: int, *configs: MapConfig) -> tu
         biases = value_bias, value_bias and site.family.key_bias
     dense, channels = site.key_value_width, (site.width, site.key_value_width)
     dense_values = NarrowConfig.of(site, dense, value_bias)
-    number_bytes = query.weight.element_size() if _has_cache(site) else 0
+    has_cache = site.kind != "encoder" and (not site.family.causal or hasattr(site.module, "layer_idx"))
+    number_bytes = query.weight.element_size() if has_cache else 0
     cached_keys, cached_values = _cached_channels(site, qk.key_channels if qk else dense, ov.dv if ov else dense)
     before, macs = dense_parameters(widths, channels, biases), dense_macs(widths, channels, length)
     scores = PartCost(
@@ -164,10 +165,6 @@ def attention_costs(site: AttentionSite, length: int, *configs: MapConfig) -> tu
         cache_after=cached_values * number_bytes,
     )
     return scores, values
-
-
-def _has_cache(site: AttentionSite) -> bool:
-    return site.kind != "encoder" and not (site.family.causal and not hasattr(site.module, "layer_idx"))
 
 
 def _cached_channels(site: AttentionSite, key: int, value: int) -> tuple[int, int]:

@@ -115,7 +115,15 @@ def to_stock(model: PreTrainedModel) -> PreTrainedModel:
     model = transformers_model(model)
     refuse_stock(model)
     sites = find_attention(model)
-    width = max(_needed_width(site) for site in sites)
+    width = 0
+    for site in sites:
+        qk, ov = maps_of(site.module)
+        if qk is None or ov is None:
+            raise CompressionError(
+                f"{site.name}: a stock model needs queries, keys and values of all modules narrower; convert with "
+                "dk, head_dim and dv"
+            )
+        width = max(width, qk.config.width, ov.config.size)
     if width >= sites[0].head_width:
         raise CompressionError(
             f"heads of {type(model).__name__} would be {width} wide, as the stock model's are {sites[0].head_width}; "
@@ -161,16 +169,6 @@ def refuse_stock(model: PreTrainedModel) -> None:
             f"the head width of a stock {type(model).__name__} is its hidden size divided by the number of heads, so "
             f"heads cannot be narrower ({names} have a width of their own); {advice}"
         )
-
-
-def _needed_width(site: AttentionSite) -> int:
-    qk, ov = maps_of(site.module)
-    if qk is None or ov is None:
-        raise CompressionError(
-            f"{site.name}: a stock model needs queries, keys and values of all modules narrower; convert with dk, "
-            "head_dim and dv"
-        )
-    return int(max(qk.config.width, ov.config.size))
 
 
 def _expand(model: PreTrainedModel, head_width: int | None) -> None:

@@ -115,7 +115,15 @@ class Inventory:
         """Return the maps to convert, queries and keys first, after checking that all of them can be converted."""
         widths = {site.name: (by_module or {}).get(site.name, compression) for site in self.attention}
         for site in self.attention:
-            _refuse_converted(site, widths[site.name])
+            passed = widths[site.name].dk, widths[site.name].dv
+            for what, width, converted in zip(
+                ("queries and keys", "values"), passed, maps_of(site.module), strict=True
+            ):
+                if width is not None and converted is not None:
+                    raise CompressionError(
+                        f"{site.name}: its {what} are already converted; leave it out by modules, expand the model "
+                        "first, or start from the dense checkpoint"
+                    )
         stay = [name for name, chosen in widths.items() if chosen.dk is None]
         scores = find_dense_attention(self.model, self.modules, stay) if len(stay) < len(widths) else []
         values: Sequence[ValueSite] = self.values if compression.dv is not None else []
@@ -156,16 +164,6 @@ def refuse_unconvertible(model: PreTrainedModel, caller: str) -> None:
             f"attention is converted as 'eager' or 'sdpa', the model is set to {implementation!r}; "
             "call model.set_attn_implementation('sdpa') first"
         )
-
-
-def _refuse_converted(site: AttentionSite, compression: Compression) -> None:
-    widths = (compression.dk, "queries and keys"), (compression.dv, "values")
-    for converted, (width, what) in zip(maps_of(site.module), widths, strict=True):
-        if width is not None and converted is not None:
-            raise CompressionError(
-                f"{site.name}: its {what} are already converted; leave it out by modules, expand the model "
-                "first, or start from the dense checkpoint"
-            )
 
 
 def _refuse_joined(site: AttentionSite) -> None:

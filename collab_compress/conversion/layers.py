@@ -21,7 +21,7 @@ from transformers import Cache, PreTrainedModel
 
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
-from collab_compress.calibration.batches import evenly_spaced, is_divisible, sequence_count, slice_batch
+from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
 from collab_compress.calibration.gather import AttentionMasks, MaskKind, batch_masks
 from collab_compress.devices import free_memory
 from collab_compress.errors import CalibrationError, UnsupportedModelError, one_line
@@ -150,10 +150,6 @@ class LayerCalls:
     def sequences(self) -> int:
         """Number of sequences to fit to."""
         return sum(sequence_count(self.batches[number]) for number in self.used)
-
-    def evenly_spaced(self, sequences: int) -> Collection[int]:
-        """Return the numbers of evenly spaced batches to fit to, with about this many sequences."""
-        return evenly_spaced(self.used, max(1, len(self.used) * sequences // self.sequences))
 
     def begins_stack(self, number: int) -> bool:
         """Return whether no layer reads what the call before this one returned."""

@@ -202,11 +202,7 @@ def _normalise(squares: Tensor) -> Tensor | None:
 
 def _squares(probs: Tensor, values: Tensor, outputs: Tensor, gram: Tensor | None) -> Tensor:
     """Return p² ‖(v − o) O‖² of each query and key, (B, H, T, S); `gram` is O·Oᵀ (H, s, s), None for the identity."""
-    probs, values, outputs = (
-        probs.float(),
-        values.float(),
-        outputs.float(),
-    )  # (B, H, T, S), (B, H, S, s), (B, H, T, s)
+    probs, values, outputs = (part.float() for part in (probs, values, outputs))  # outputs (B, H, T, s)
     projected = values if gram is None else values @ gram.float()
     distance = (projected * values).sum(-1).unsqueeze(2) - 2 * outputs @ projected.mT
     distance = distance + ((outputs if gram is None else outputs @ gram.float()) * outputs).sum(-1, keepdim=True)

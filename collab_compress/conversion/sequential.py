@@ -31,6 +31,7 @@ from collab_compress.architectures import AttentionSite, DenseSite
 from collab_compress.attention import install_
 from collab_compress.attention.projections import fill_
 from collab_compress.calibration import Batch, gather_moments
+from collab_compress.calibration.batches import evenly_spaced
 from collab_compress.calibration.gather import InputMoments, masks_of, unpadded
 from collab_compress.conversion.feed_forward import FeedForward, cut_
 from collab_compress.conversion.layers import (
@@ -62,7 +63,6 @@ from collab_compress.factorization.narrowing import MIN_VARIANCE_SHARE
 
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # shares of the inputs' mean variance; held-back data choose one
 ROUNDING = 1e-5  # relative error of the residual stream that is rounding alone
-NO_MOMENTS: Mapping[str, ResidualMoments] = {}
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def convert_layers_(
     blocks = {block.down for block in parts.blocks}
 
     def convert_attention_(
-        tasks: Sequence[MapTask], moments: Sequence[SiteMoments], weights: HeadWeightsByPath
+        tasks: Sequence[MapTask], moments: Sequence[SiteMoments], weights: Mapping[str, Tensor | None]
     ) -> None:
         for task, of_task in zip(tasks, moments, strict=True):
             item = replace_map(task, of_task, weights.get(task.site.name), length)
@@ -151,9 +151,6 @@ def convert_layers_(
         count = len(layers) or len(without_data)
         progress("fitted all layers", count, count)
     return [replaced[task.site.name, type(task.site)] for task in parts.tasks], refits
-
-
-HeadWeightsByPath = Mapping[str, Tensor | None]
 
 
 def install_maps_(model: PreTrainedModel, replaced: Sequence[Replacement]) -> None:
@@ -219,7 +216,7 @@ class LayerData:
     """What one run of a dense layer on all batches gives."""
 
     moments: Sequence[SiteMoments]  # for each task, of the inputs of its projections
-    head_weights: HeadWeightsByPath  # path of a module → weight of each head's score error, (H,)
+    head_weights: Mapping[str, Tensor | None]  # path of a module → weight of each head's score error, (H,)
     mean_squares: Mapping[str, float]  # mean of the squares of these weights, before they are normalised
     inputs: list[list[Tensor]]  # for each batch, the input of each call of the layer; empty if it is called once
     streams: list[list[dict[str, Tensor]]]  # for each batch and call, the residual stream after each linear
@@ -232,7 +229,7 @@ def gather_layer(
     hidden: Sequence[Tensor],
     tasks: Sequence[MapTask],
     linears: Sequence[ResidualLinear],
-    neurons: Mapping[str, ResidualMoments] = NO_MOMENTS,
+    neurons: Mapping[str, ResidualMoments] | None = None,
 ) -> LayerData:
     """Run a dense layer on all batches, and gather what its conversion needs; add inputs of linears to `neurons`."""
     calls = models.calls
@@ -241,7 +238,8 @@ def gather_layer(
     streams: list[list[dict[str, Tensor]]] = [[] for _ in calls.masks]
     outputs = list(hidden)
     weighted = _weighted_sites(tasks)
-    measured = calls.evenly_spaced(HEAD_WEIGHT_SEQUENCES) if weighted else []
+    count = len(calls.used) * HEAD_WEIGHT_SEQUENCES // calls.sequences
+    measured = evenly_spaced(calls.used, max(1, count)) if weighted else []
     with record_streams(models.dense, linears) as recorded:
 
         def run(batch: int) -> None:
@@ -251,7 +249,7 @@ def gather_layer(
                 output = calls.by_batch[batch][number].run(models.dense, outputs[batch])
                 streams[batch].append({name: models.store.keep(call.stream) for name, call in recorded.items()})
                 for linear in linears:
-                    if linear.name in neurons and batch in calls.used:
+                    if neurons and linear.name in neurons and batch in calls.used:
                         mask = masks_of(linear.site, calls.masks[batch]).query
                         neurons[linear.name].add(unpadded(recorded[linear.name].inputs, mask))
                 recorded.clear()

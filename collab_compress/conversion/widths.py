@@ -10,7 +10,6 @@ those below it lost, as a conversion does.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -260,31 +259,24 @@ def _layer_losses(
     """Yield what each part of a layer loses at every width, over the variance of the residual stream there."""
     # Where the stream is the same at all tokens, nothing can be lost.
     variances = {name: stream_variance(models, data, linear) or math.inf for name, linear in linears.items()}
-    for task, moments in zip(tasks, data.moments, strict=True):
-        site, name = task.site, task.site.name
-        output = site.path(site.paths.output)
-        linear = linears.get(output) or linears.get(f"{output}.proj") or next(iter(linears.values()))
-        assert moments is not None
-        with _named(name):
+    name = ""
+    try:
+        for task, moments in zip(tasks, data.moments, strict=True):
+            site, name = task.site, task.site.name
+            output = site.path(site.paths.output)
+            linear = linears.get(output) or linears.get(f"{output}.proj") or next(iter(linears.values()))
+            assert moments is not None
             if isinstance(site, ValueSite):
                 yield "dv", name, _value_losses(site, moments[0], linear) / variances[linear.name]
             else:
                 scale = data.mean_squares[name] * float(linear.gain.square().mean())
                 lost = _score_losses(site, moments, data.head_weights[name])
                 yield "dk", name, scale * lost / variances[linear.name]
-    for name, of_block in neurons.items():
-        with _named(name):
+        for name, of_block in neurons.items():
             lost = _neuron_losses(models.dense.get_submodule(name), linears[name], of_block)
             yield "dff", name, lost / variances[name]
-
-
-@contextmanager
-def _named(module: str) -> Iterator[None]:
-    """Name the module in errors of its moments."""
-    try:
-        yield
-    except ValueError as error:
-        raise CompressionError(f"{module}: {error}") from error
+    except ValueError as error:  # of the moments
+        raise CompressionError(f"{name}: {error}") from error
 
 
 def _score_losses(site: DenseSite, moments: tuple[Moments, ...], head_weights: Tensor | None) -> Tensor:
