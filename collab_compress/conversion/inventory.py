@@ -115,10 +115,8 @@ class Inventory:
         """Return the maps to convert, queries and keys first, after checking that all of them can be converted."""
         widths = {site.name: (by_module or {}).get(site.name, compression) for site in self.attention}
         for site in self.attention:
-            passed = widths[site.name].dk, widths[site.name].dv
-            for what, width, converted in zip(
-                ("queries and keys", "values"), passed, maps_of(site.module), strict=True
-            ):
+            parts = (widths[site.name].dk, "queries and keys"), (widths[site.name].dv, "values")
+            for (width, what), converted in zip(parts, maps_of(site.module), strict=True):
                 if width is not None and converted is not None:
                     raise CompressionError(
                         f"{site.name}: its {what} are already converted; leave it out by modules, expand the model "
