@@ -18,6 +18,7 @@ from collab_compress.architectures import tokenizer_of, transformers_model
 from collab_compress.calibration import Calibration
 from collab_compress.calibration.batches import sequence_count
 from collab_compress.checkpoint import all_or_nothing
+from collab_compress.checkpoint.edits import copy_configs_
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import block_cost
 from collab_compress.conversion.data import Data, read
@@ -218,6 +219,8 @@ class Conversion:
         modules = [model.get_submodule(item.site.name) for item in self.maps]
         install_maps_(model, self.maps)
         install_refits(model, self.refits, self.blocks)
+        if self.config is not None or self.depth is not None:
+            copy_configs_(model)  # other models may have the same
         if self.config is not None:
             adopt_(model, self.config)
         if self.depth is not None:

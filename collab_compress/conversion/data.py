@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import find_attention
@@ -57,8 +56,6 @@ def read(
     sources = resolve(calibration, model, tokenizer, options, seed)
     parts = [source.batches(notes) for source in sources]
     batches = mixed(model, parts, seed, notes)
-    for batch in batches:
-        batch_masks(model, batch)  # refuses masks that do not say what is padding
     real = [batch for source, part in zip(sources, parts, strict=True) if not source.is_random for batch in part]
     length = typical_length(options, model, real)
     used, held_back = map(in_parts, split_held_back(batches))
@@ -89,8 +86,7 @@ def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]
 
 def typical_length(options: CalibrationOptions, model: PreTrainedModel, batches: Sequence[Batch] = ()) -> int:
     """Return for how many tokens costs count: `length`, or what nine in ten sequences do not exceed, or 128."""
-    given = [batch for batch in batches if isinstance(batch.get("attention_mask"), Tensor)]
-    masks = [batch_masks(model, batch)["encoder"].query for batch in given if batch["attention_mask"].dim() == 2]
+    masks = [batch_masks(model, batch)["encoder"].query for batch in batches]  # refuses those of other shapes
     lengths = [mask.sum(1).float().cpu() for mask in masks if mask is not None]
     if options.length is None and lengths:
         return max(1, int(torch.cat(lengths).quantile(LENGTH_QUANTILE, interpolation="lower")))

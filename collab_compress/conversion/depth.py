@@ -30,7 +30,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from collab_compress.architectures import find_attention
 from collab_compress.calibration.gather import masks_of, unpadded
 from collab_compress.checkpoint import edits_of
-from collab_compress.checkpoint.edits import configs_inside, copy_configs_
+from collab_compress.checkpoint.edits import configs_inside
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.data import Data
 from collab_compress.conversion.inventory import Inventory
@@ -95,7 +95,6 @@ class Depth:
 
     def drop_(self, model: PreTrainedModel) -> str:
         """Remove the layers and number the others from 0, in place. Return a note for the report or ""."""
-        copy_configs_(model)
 
         def renumbered(_: int, name: str, head: int) -> tuple[int, int] | None:
             layer = layer_of(name)

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.attention.projections import fill_, input_dim, remaining, width_in
-from collab_compress.checkpoint.edits import configs_inside, copy_configs_
+from collab_compress.checkpoint.edits import configs_inside
 from collab_compress.conversion.layers import SingleLayers
 from collab_compress.conversion.residual import ResidualLinear, width_out
 from collab_compress.errors import UnsupportedModelError
@@ -206,7 +206,6 @@ def adopt_(model: PreTrainedModel, config: PretrainedConfig) -> None:
     """Set the widths of `config` in the model's own configs and in the attributes of its modules, in place."""
     with torch.device("meta"):
         narrower, dense = (type(model)(copy.deepcopy(width_config)) for width_config in (config, model.config))
-    copy_configs_(model)
     modules, before = dict(model.named_modules()), dict(dense.named_modules())
     for name, module in narrower.named_modules():
         for attribute, value in vars(module).items():
