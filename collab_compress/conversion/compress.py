@@ -36,6 +36,7 @@ from collab_compress.conversion.maps import (
 )
 from collab_compress.conversion.output_error import measure_output_error
 from collab_compress.conversion.report import OutputError, PartReport, RefitReport, Report
+from collab_compress.conversion.residual import ResidualLinear
 from collab_compress.conversion.sequential import (
     Parts,
     Refit,
@@ -144,7 +145,7 @@ def compress(
         compression=choice.whole(compression).with_solver(device=compression.solver.device),
         choice=choice.reason,
         refits=conversion.in_model([fit.report for fit in conversion.refits]),
-        removed_layers=tuple(conversion.depth.removed) if conversion.depth else (),
+        removed_layers=tuple(conversion.depth.removed),
     )
 
 
@@ -183,35 +184,28 @@ class Conversion:
     refits: Sequence[Refit]  # new weights of residual linear layers
     blocks: Sequence[FeedForward]  # that become narrower
     config: PretrainedConfig | None  # of the model with narrower blocks; None where they stay
-    depth: Depth | None  # which layers are removed; None where all stay
+    depth: Depth  # which layers are removed
     reports: Sequence[PartReport]  # on each part
     output_error: OutputError | None  # None without data
     notes: Sequence[str]  # sentences for the report
 
-    def renamed(self, name: str) -> str:
-        """Return the path that a module has in the converted model."""
-        return self.depth.renamed(name) if self.depth else name
-
     def in_model(self, reports: Sequence[Named]) -> tuple[Named, ...]:
         """Return reports by the names of the converted model."""
-        return tuple(replace(report, name=self.renamed(report.name)) for report in reports)
+        return tuple(replace(report, name=self.depth.renamed(report.name)) for report in reports)
 
     def remaining(self, names: Iterable[str]) -> frozenset[str]:
         """Return which of these parameters the converted model keeps, by its names."""
-        removed = self.depth.removed if self.depth else ()
-        return frozenset(self.renamed(name) for name in names if layer_of(name) not in removed)
+        return frozenset(self.depth.renamed(name) for name in names if layer_of(name) not in self.depth.removed)
 
     def warnings(self, passed: Compression, data: Data) -> list[str]:
         """Return warnings of rounded widths, few or random data, and solvers that broke down."""
         configs = [item.map.config for item in self.maps]
-        chosen = [
-            what for what, some in (("neurons", self.blocks), ("layers", self.depth)) if some and not data.refit
-        ]
+        chosen = {"neurons": self.blocks, "layers": self.depth.removed}
         return [
             *([] if passed.keep is not None else rounded_widths(configs, passed.dk, passed.dv)),
-            *few_vectors(self.maps, self.blocks, [fit.report for fit in self.refits], self.renamed),
+            *few_vectors(self.maps, self.blocks, [fit.report for fit in self.refits], self.depth.renamed),
             *breakdowns(self.in_model(self.reports)),
-            *random_choices(chosen),
+            *random_choices([] if data.refit else [what for what, some in chosen.items() if some]),
         ]
 
     def install_(self, model: PreTrainedModel) -> None:
@@ -219,11 +213,11 @@ class Conversion:
         modules = [model.get_submodule(item.site.name) for item in self.maps]
         install_maps_(model, self.maps)
         install_refits(model, self.refits, self.blocks)
-        if self.config is not None or self.depth is not None:
+        if self.config is not None or self.depth.removed:
             copy_configs_(model)  # other models may have the same
         if self.config is not None:
             adopt_(model, self.config)
-        if self.depth is not None:
+        if self.depth.removed:
             self.depth.move_(model)
             self.depth.drop_(model)
         record_maps_(model, zip(modules, (item.map.config for item in self.maps), strict=True))
@@ -234,38 +228,40 @@ def _convert(inventory: Inventory, data: Data, choice: Choice, progress: Progres
     model, compression = inventory.model, choice.compression
     refits = wants_refit(data, compression)
     blocks, config = narrower_blocks(inventory, compression.dff)
-    parts = Parts(inventory.tasks(compression, choice.modules), blocks=blocks, dff=compression.dff or 0)
+    tasks, linears, in_layers = inventory.tasks(compression, choice.modules), list[ResidualLinear](), True
     if refits or compression.layers is not None:
         check_weights(model.named_parameters())
-    depth, notes = None, list[str]()
+    depth, notes = Depth(), list[str]()
     try:
         if refits:
-            parts = replace(parts, linears=inventory.residual_linears)
-        elif data.used and (compression.layers or not all(task.is_exact for task in parts.tasks)):
+            linears = inventory.residual_linears
+        elif data.used and (compression.layers or not all(task.is_exact for task in tasks)):
             _ = inventory.layers  # raises if they cannot be called alone
     except UnsupportedModelError as error:
         if compression.dff is not None or compression.layers is not None or compression.solver.refit:
             raise
-        parts = replace(parts, in_layers=False)
+        in_layers = False
         notes += [f"no layer was refitted: {error}"] if refits else []
-    converted = sharing_copy(model)
     if compression.layers is not None:
         depth = find_depth(inventory, compression.layers, data, refits, progress)
-        depth.move_(converted)
-        parts = replace(
-            parts,
-            tasks=[task for task in parts.tasks if layer_of(task.site.name) not in depth.removed],
-            blocks=[block for block in blocks if block.linear.layer not in depth.removed],
-            removed=depth.removed,
-            targets=depth.targets,
-            without=depth.without,
-        )
+    converted = sharing_copy(model)
+    depth.move_(converted)
+    parts = Parts(
+        [task for task in tasks if layer_of(task.site.name) not in depth.removed],
+        linears,
+        [block for block in blocks if block.linear.layer not in depth.removed],
+        compression.dff or 0,
+        depth.removed,
+        depth.without if depth.removed else None,
+        depth.targets,
+        in_layers,
+    )
     maps, results = convert_layers_(
         converted, model, parts, data.used, data.held_back, length=data.length, progress=progress
     )
     costs = [block_cost(model, block, parts.dff, data.length) for block in parts.blocks]
     reports = [*(item.report for item in maps), *(PartReport(**vars(cost)) for cost in costs)]
-    if depth is not None:
+    if depth.removed:
         notes.append(depth.drop_(converted))
     if data.held_back:
         progress("measuring output error", 0, None)

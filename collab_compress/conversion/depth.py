@@ -18,7 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -82,11 +82,13 @@ class End(NamedTuple):
 class Depth:
     """The layers that a model loses, and what follows from that."""
 
-    kept: Kept
-    removed: Sequence[str]  # paths of the layers, in the model's order
-    targets: Mapping[str, ResidualLinear]  # last linear before a gap → last one in it, to whose stream it is fitted
-    moved: Mapping[str, str]  # path of a module in the layer before a gap → path of the module that replaces it
-    attributes: Mapping[tuple[str, str], Any]  # in the shallower model: path of a module, name → value
+    kept: Kept = field(default_factory=dict)
+    removed: Sequence[str] = ()  # paths of the layers, in the model's order
+    # Path of the last residual linear layer before a gap → the one in the gap to whose dense stream it is fitted.
+    targets: Mapping[str, ResidualLinear] = field(default_factory=dict)
+    moved: Mapping[str, str] = field(default_factory=dict)  # path of a module before a gap → of the one it becomes
+    # In the shallower model, path of a module and name of an attribute → value.
+    attributes: Mapping[tuple[str, str], Any] = field(default_factory=dict)
 
     def move_(self, model: PreTrainedModel) -> None:
         """Let the layers before gaps end as the last removed layers do, in place."""
@@ -239,7 +241,7 @@ def _depth_without(
             if before and end and before is not end and before.kind == end.kind:
                 targets[before.linear.name] = end.linear
                 moved.update(zip(before.behind, end.behind, strict=True))
-    depth = Depth(kept, removed, targets, moved, {})
+    depth = Depth(kept, removed, targets, moved)
     return replace(depth, attributes=_changed_attributes(model, depth))
 
 

@@ -126,7 +126,7 @@ def convert_layers_(
             moments = gather_moments(dense, [task.site for task in elsewhere], used)
             convert_attention_(elsewhere, moments, head_weights(dense, _weighted_sites(elsewhere), used))
         if calls is not None:
-            models = Pair(dense, converted, calls, store, parts.removed, parts.without)
+            models = Pair(dense, converted, calls, store, parts)
             hidden, reached = HiddenStates([], [], []), 0
             for done, (layer, numbers) in enumerate(layers.items()):
                 progress(f"fitting {layer}", done, len(layers))
@@ -137,7 +137,7 @@ def convert_layers_(
                 of_layer = [task for task in tasks if layer_of(task.site.name) == layer]
                 linears = [linear for linear in parts.linears if linear.layer == layer and layer not in parts.removed]
                 data = gather_layer(models, numbers, hidden.dense, of_layer, linears)
-                gap = cross_gap(models, numbers, data.outputs, parts.targets)
+                gap = cross_gap(models, numbers, data.outputs)
                 convert_attention_(of_layer, data.moments, data.head_weights)
                 for linear in linears:
                     sums = _residual_sums(models, numbers, hidden, data, gap, linear)
@@ -184,17 +184,18 @@ class Pair:
     converted: PreTrainedModel  # the dense model itself where nothing is converted
     calls: LayerCalls  # of the dense model's layers
     store: HiddenStateStore
-    removed: Collection[str] = ()  # as for `Parts`
-    without: Callable[[PreTrainedModel], PreTrainedModel] | None = None  # as for `Parts`
+    parts: Parts = Parts()
 
     def start_stack(self, first: int, same_inputs: bool) -> HiddenStates:
         """Return the hidden states before the first call of a stack of layers."""
         dense, calls = self.calls.read_by(first), self.calls.by_batch
         if not first and same_inputs:
             return HiddenStates(dense, dense, calls)
-        converted = self.without(self.converted) if self.without else self.converted
-        captured = self.calls.capture_again(converted, self.removed, self.store)
-        kept = next(number for number in range(first, len(calls[0])) if calls[0][number].name not in self.removed)
+        removed, without = self.parts.removed, self.parts.without
+        captured = self.calls.capture_again(
+            without(self.converted) if without else self.converted, removed, self.store
+        )
+        kept = next(number for number in range(first, len(calls[0])) if calls[0][number].name not in removed)
         read = [of_batch[kept].hidden for of_batch in captured]
         return HiddenStates(dense, [hidden for hidden in read if hidden is not None], captured)
 
@@ -277,16 +278,16 @@ class Gap(NamedTuple):
     streams: Mapping[str, list[Tensor]]  # path of the last linear before the gap → its target for each batch
 
 
-def cross_gap(models: Pair, numbers: range, hidden: Sequence[Tensor], targets: Mapping[str, ResidualLinear]) -> Gap:
-    """Run the dense layers behind a layer that the conversion leaves out; store the streams that `targets` name."""
+def cross_gap(models: Pair, numbers: range, hidden: Sequence[Tensor]) -> Gap:
+    """Run the dense layers behind a layer that the conversion leaves out; store streams to refit towards."""
     calls, reached, outputs = models.calls.by_batch, numbers.stop, list(hidden)
     stack = calls[0][numbers.start].name.rpartition(".")[0]
     streams: dict[str, list[Tensor]] = {}
     while reached < len(calls[0]):
         name = calls[0][reached].name
-        if name not in models.removed or name.rpartition(".")[0] != stack:
+        if name not in models.parts.removed or name.rpartition(".")[0] != stack:
             break
-        in_layer = {path: target for path, target in targets.items() if target.layer == name}
+        in_layer = {path: target for path, target in models.parts.targets.items() if target.layer == name}
         streams |= {path: [] for path in in_layer}
         with record_streams(models.dense, list(in_layer.values())) as recorded:
             for batch, of_batch in enumerate(calls):
