@@ -647,10 +647,6 @@ REFUSED = {
         lambda model: first(model).value.register_buffer("extra", torch.ones(2)),
         r"layer\.0\.attention\.self\.value \(Linear\) has extra, a parameter, buffer or module of its own",
     ),
-    "hook": (
-        lambda model: first(model).query.register_forward_hook(lambda *_: None),
-        r"layer\.0\.attention\.self\.query \(Linear\) has a forward hook",
-    ),
     "converted": (
         lambda model: compress(model, Compression(dk=8), calibration=None),
         r"layer\.0\.attention\.self: its queries and keys are already converted",
@@ -719,12 +715,11 @@ def test_outputs_that_are_not_finite_are_refused(make_tiny, calibration):
     model = make_tiny("bert", BertForSequenceClassification)
     with torch.no_grad():
         model.classifier.bias[0] = float("nan")
-    before = state(model)
     with pytest.raises(CalibrationError, match="logits of BertForSequenceClassification is not finite"):
         compress(model, Compression(dk=8, solver=Solver(refit=False)), calibration)
     with pytest.raises(CompressionError, match=r"classifier\.bias holds NaN"):  # it would be run to refit
         compress(model, Compression(dk=8), calibration)
-    assert before.keys() == state(model).keys()
+    assert not is_converted(model)
 
 
 @pytest.mark.parametrize(
@@ -770,10 +765,8 @@ def test_parafac_without_tensorly_names_the_package_to_install(make_tiny, monkey
 
 @pytest.mark.usefixtures("decomposed_anew")
 def test_parafac_converts_too(make_tiny):
-    report = compress(
-        make_tiny("bert"), Compression(dk=12, solver=Solver(method="parafac", sweeps=20)), calibration=None
-    )
-    ours = compress(make_tiny("bert"), Compression(dk=12), calibration=None)
+    solvers = Solver(method="parafac", sweeps=20), Solver()
+    report, ours = (compress(make_tiny("bert"), Compression(dk=12, solver=solver), None) for solver in solvers)
     for one, other in zip(report.of("dk"), ours.of("dk"), strict=True):
         assert 0 < other.weight_error <= one.weight_error
 

@@ -97,21 +97,12 @@ def assert_same_layer(actual, expected, name):
 
 
 def test_layers_are_fitted_one_after_the_other(make_tiny):
+    """The errors that are reported are those of the stream after each layer."""
     model, dense = pair(make_tiny)
     slow = copy.deepcopy(model)
     used, held_back = batches(24), batches(6, seed=100)
     results = refit(model, dense, used, held_back)
     assert [result.report.name for result in results] == NAMES
-    install_refits(model, results)
-    assert slow_refit(slow, dense, used, held_back) >= 3
-    for name in NAMES:
-        assert_same_layer(model, slow, name)
-
-
-def test_errors_are_those_of_the_stream(make_tiny):
-    model, dense = pair(make_tiny)
-    used, held_back = batches(24), batches(6, seed=100)
-    results = refit(model, dense, used, held_back)
     assert any(result.report.error_after < 0.99 * result.report.error_before for result in results)
     target = [shown(dense, batch) for batch in held_back]
     for result in results:
@@ -125,6 +116,9 @@ def test_errors_are_those_of_the_stream(make_tiny):
         expected = [((stream - streams[2]).norm() / spread).item() for stream in streams[:2]]
         assert errors == pytest.approx(expected, rel=2e-3)
         assert result.report.vectors == sum(int(batch["attention_mask"].sum()) for batch in used)
+    assert slow_refit(slow, dense, used, held_back) >= 3
+    for name in NAMES:
+        assert_same_layer(model, slow, name)
 
 
 def slow_choice(inputs, outputs, count):
@@ -232,22 +226,18 @@ def test_compress_refits_to_batches_and_lowers_output_error(make_tiny):
         assert not torch.equal(weights, dense.encoder.layer[1].output.dense.weight)
 
 
-def test_random_tokens_refit_only_where_asked():
+@pytest.mark.parametrize(
+    ("options", "refits", "warned"),
+    [({"dk": 4}, 0, False), ({"dk": 4, "solver": Solver(sweeps=1, refit=True)}, 4, False), ({"dff": 16}, 4, True)],
+)
+def test_random_tokens_refit_only_where_asked(options, refits, warned):
     tokenizer = word_tokenizer()
-    options = CalibrationOptions(sequences=24, length=8)
-    for wanted, count in ((None, 0), (True, 4)):
-        compression = Compression(dk=4, solver=Solver(sweeps=1, refit=wanted))
-        model = BertModel(bert_config(tokenizer, num_hidden_layers=2))
-        report = compress(model, compression, "synthetic", tokenizer, calibration_options=options)
-        assert len(report.refits) == count
-
-
-def test_neurons_chosen_on_random_tokens_are_warned_of():
-    tokenizer = word_tokenizer()
-    model, options = BertModel(bert_config(tokenizer, num_hidden_layers=2)), CalibrationOptions(sequences=40)
-    report = compress(model, Compression(dff=16), "synthetic", tokenizer, calibration_options=options)
-    (warning,) = report.warnings
-    assert "neurons were chosen on random tokens alone, which loses more; calibrate on texts like yours" in warning
+    model = BertModel(bert_config(tokenizer))
+    sequences = CalibrationOptions(sequences=40)
+    report = compress(model, Compression(**options), "synthetic", tokenizer, calibration_options=sequences)
+    assert len(report.refits) == refits
+    words = "neurons were chosen on random tokens alone, which loses more; calibrate on texts like yours"
+    assert [words in warning for warning in report.warnings] == [True] * warned
 
 
 def test_neurons_chosen_on_few_vectors_are_warned_of(make_tiny):
