@@ -26,14 +26,7 @@ from collab_compress.conversion.depth import Depth, deep_stacks, find_depth
 from collab_compress.conversion.feed_forward import FeedForward, adopt_, narrower_config
 from collab_compress.conversion.inventory import Inventory, refuse_unconvertible
 from collab_compress.conversion.layers import layer_of
-from collab_compress.conversion.maps import (
-    READING,
-    Progress,
-    Replacement,
-    empty_replacement,
-    record_maps_,
-    silent,
-)
+from collab_compress.conversion.maps import READING, Progress, Replacement, empty_replacement, record_maps_, silent
 from collab_compress.conversion.output_error import measure_output_error
 from collab_compress.conversion.report import OutputError, PartReport, RefitReport, Report
 from collab_compress.conversion.residual import ResidualLinear

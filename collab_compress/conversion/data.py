@@ -9,13 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, Calibration, evaluation_mode, run_batch
-from collab_compress.calibration.batches import (
-    in_parts,
-    is_divisible,
-    sample_sequences,
-    sequence_count,
-    slice_batch,
-)
+from collab_compress.calibration.batches import in_parts, is_divisible, sample_sequences, sequence_count, slice_batch
 from collab_compress.calibration.gather import batch_masks
 from collab_compress.calibration.source import mixed, resolve
 from collab_compress.errors import CalibrationError, check_type

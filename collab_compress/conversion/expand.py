@@ -5,13 +5,7 @@ import copy
 import torch
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import (
-    FAMILIES,
-    AttentionSite,
-    find_attention,
-    refuse_hooks,
-    transformers_model,
-)
+from collab_compress.architectures import FAMILIES, AttentionSite, find_attention, refuse_hooks, transformers_model
 from collab_compress.attention import MAP_KINDS, SharedQK, maps_of, uninstall_
 from collab_compress.attention.maps import Layers
 from collab_compress.attention.projections import rows_of
