@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
-from collab_compress.attention import MapConfig, NarrowConfig, QKConfig, RotaryConfig, SharedConfig, maps_of
+from collab_compress.attention import NarrowConfig, QKConfig, RotaryConfig, SharedConfig, maps_of
 from collab_compress.attention.projections import width_in
 from collab_compress.conversion.feed_forward import FeedForward, block_shapes
 from collab_compress.conversion.residual import width_out
@@ -109,25 +109,22 @@ def ov_config(site: AttentionSite, dv: int) -> NarrowConfig:
     return NarrowConfig.of(site, dv, site.part(site.paths.value).bias is not None)
 
 
-def configs_at(site: AttentionSite, dk: int | None, dv: int | None, head_dim: int | None = None) -> list[MapConfig]:
-    """Return the configs of the maps that a module has, or else would have at these widths."""
-    qk, ov = maps_of(site.module)
-    configs: list[MapConfig] = []
-    if qk is not None:
-        configs.append(qk.config)
-    elif dk is not None:
-        configs.append(qk_config(site, dk, head_dim))
-    if ov is not None:
-        configs.append(ov.config)
-    elif dv is not None:
-        configs.append(ov_config(site, dv))
-    return configs
+def configs_at(
+    site: AttentionSite, dk: int | None, dv: int | None, head_dim: int | None = None
+) -> tuple[QKConfig | None, NarrowConfig | None]:
+    """Return the configs of the maps that a module has, or else would have at these widths; None for dense ones."""
+    qk, ov = (None if converted is None else converted.config for converted in maps_of(site.module))
+    if qk is None and dk is not None:
+        qk = qk_config(site, dk, head_dim)
+    if ov is None and dv is not None:
+        ov = ov_config(site, dv)
+    return qk, ov
 
 
-def attention_costs(site: AttentionSite, length: int, *configs: MapConfig) -> tuple[PartCost, PartCost]:
-    """Return the cost of a module's queries and keys, and of its values and outputs."""
-    qk = next((config for config in configs if isinstance(config, QKConfig)), None)
-    ov = next((config for config in configs if isinstance(config, NarrowConfig)), None)
+def attention_costs(
+    site: AttentionSite, length: int, qk: QKConfig | None, ov: NarrowConfig | None
+) -> tuple[PartCost, PartCost]:
+    """Return the cost of a module's queries and keys, and of its values and outputs; None stands for dense ones."""
     query, key, value, output = (
         getattr(site.part(path), "proj", site.part(path))  # without padding to whole heads
         for path in (site.paths.query, site.paths.key, site.paths.value, site.paths.output)

@@ -89,8 +89,9 @@ def replace_map(task: MapTask, moments: SiteMoments, head_weights: Tensor | None
     except (ValueError, ImportError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         raise CompressionError(f"{site.name}: {error}") from error
     is_value = isinstance(site, ValueSite)
-    configs = configs_at(site, task.compression.dk, task.compression.dv)  # caches depend on both maps
-    cost = attention_costs(site, length, found.config, *configs)[is_value]
+    qk, ov = configs_at(site, task.compression.dk, task.compression.dv)  # caches depend on both maps
+    qk, ov = (qk, found.config) if is_value else (found.config, ov)
+    cost = attention_costs(site, length, qk, ov)[is_value]
     solver: dict[str, Any] = {}
     if isinstance(result, Factorization):
         solver = {"sweeps": result.sweeps, "converged": result.converged, "breakdowns": result.breakdowns}
