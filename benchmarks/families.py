@@ -24,14 +24,14 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from speed import parse_row
-from timing import make_parser, measure_new
+from timing import cases, make_parser, measure_new
 from torch import Tensor
 from transformers import AlbertForMaskedLM, AutoTokenizer, PreTrainedModel, T5ForConditionalGeneration
 
@@ -197,15 +197,6 @@ def agreement(model: Any, tokenizer: Any, texts: Sequence[str], wanted: Sequence
             best = model(**tokenizer(text, return_tensors="pt"), labels=labels).logits.argmax(-1)
         right, total = right + int((best == labels).sum()), total + labels.numel()
     return right, total
-
-
-def cases(args: argparse.Namespace, rows: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield each row with each calibration and seed."""
-    for row, kind, seed in product(rows, args.calibrations, args.seeds):
-        case = {"model": args.model.name, "row": row}
-        if row != "dense":
-            case |= {"calibration": kind, "seed": seed}
-        yield case
 
 
 def convert_(model: Any, case: dict[str, Any], data: Any, tokenizer: Any, options: Any = None) -> None:

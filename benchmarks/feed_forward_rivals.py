@@ -36,7 +36,8 @@ from torch.nn.functional import kl_div, mse_loss
 from collab_compress.calibration import Batch
 from collab_compress.conversion.data import split_held_back
 from collab_compress.conversion.sequential import DAMPINGS
-from collab_compress.factorization.least_squares import ResidualMoments, damped_, fit
+from collab_compress.factorization.least_squares import ResidualMoments, fit
+from collab_compress.factorization.moments import damped_
 
 KINDS = ("kwon", "k-prune", "flap", "grail", "magnitude")
 RIDGE = 1e-3  # GRAIL's, of the mean variance

@@ -5,7 +5,6 @@ sequences of 128 tokens on one thread, as a share of the time of the dense model
 shape as ours, which take the same time.
 """
 
-import json
 from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from typing import NamedTuple
 import matplotlib
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from timing import read_records
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
@@ -72,22 +72,16 @@ PANELS = (  # title, task of the records of quality, model of the records of spe
 )
 
 
-def read(name: str) -> list[dict]:
-    return [json.loads(line) for line in (RECORDS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 def quality(task: str, row: str, calibration: str | None) -> float:
-    wanted = (task, row, calibration)
-    return mean(one["score"] for one in read("quality") if (one["task"], one["row"], one["calibration"]) == wanted)
+    wanted = {"task": task, "row": row, "calibration": calibration}
+    records = read_records(RECORDS / "quality.jsonl")
+    return mean(record["score"] for record in records if wanted.items() <= record.items())
 
 
 def time(model: str | None, row: str) -> float:
-    wanted = (model, row, 128, 8)
-    return median(
-        one["ratio"]
-        for one in read("speed")
-        if (one.get("model"), one["row"], one.get("T"), one.get("batch")) == wanted
-    )
+    wanted = {"row": row, "T": 128, "batch": 8}
+    records = [record for record in read_records(RECORDS / "speed.jsonl") if record.get("model") == model]
+    return median(record["ratio"] for record in records if wanted.items() <= record.items())
 
 
 def draw(axes: Axes, title: str, task: str, model: str | None, points: list[Point]) -> None:

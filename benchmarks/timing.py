@@ -6,7 +6,8 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter, process_time
@@ -100,6 +101,13 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the JSON lines of a file, or none where there is no file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def cases(args: argparse.Namespace, rows: Iterable[str], **calibrated: Any) -> Iterator[dict[str, Any]]:
+    """Yield each row with each calibration and seed; the dense one has neither."""
+    for row, kind, seed in product(rows, args.calibrations, args.seeds):
+        case = {"model": args.model.name, "row": row}
+        yield case if row == "dense" else {**case, "calibration": kind, **calibrated, "seed": seed}
 
 
 def measure_new(

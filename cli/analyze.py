@@ -9,7 +9,7 @@ from collab_compress.report import ReportResult, make_report, to_json, write_rep
 
 from .arguments import AnalyzeArguments as Arguments
 from .data import load_data
-from .model import check_outputs, load_source, put_on
+from .model import check_outputs, load_source
 from .pretrained import find_directory, title_of
 from .progress import progress
 
@@ -21,12 +21,10 @@ def run(arguments: Arguments) -> ReportResult:
     directory = find_directory(arguments.model, common.revision)
     other_directory = None if against is None else find_directory(against)
     check_outputs({"--output": output, "--json": common.json}, directory, other_directory, *arguments.data.files)
-    source = load_source(arguments.model, directory, edited=True)
-    put_on(source.model, arguments.device)
+    source = load_source(arguments.model, directory, arguments.device, edited=True)
     name, baseline, baseline_name = source.name, None, "baseline"
     if against is not None and other_directory is not None:
-        other = load_source(against, other_directory, edited=True)
-        put_on(other.model, arguments.device)
+        other = load_source(against, other_directory, arguments.device, edited=True)
         baseline, baseline_name = other.model, other.name
         if name == baseline_name:  # as the models of one experiment, each in a folder `model`
             name, baseline_name = arguments.model, against

@@ -105,8 +105,7 @@ class Inputs:
             raise DataError("--data and --task both say what to read; give one of them")
         if self.data_dir is not None and self.task is None:
             raise DataError("--data-dir belongs to a task; give --task NAME too")
-        if self.sentences < 1 or self.length < 1:
-            raise DataError(f"got {self.sentences} sentences of {self.length} tokens; expected at least 1")
+        check_counts(self, DataError, "sentences", "length")
 
 
 @dataclass(frozen=True)
@@ -157,10 +156,10 @@ class Conversion(Compression):
         return any(width is not None for width in (self.dk, self.dv, self.dff, self.layers, self.keep))
 
 
-def _changed(options: Any) -> list[str]:
-    """Return the flags, without dashes, of the options that are not at their defaults."""
-    names = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
-    return [name.replace("_", "-") for name in names]
+def _changed(options: Any, *names: str) -> list[str]:
+    """Return the flags of options that are not at their defaults: of the named ones, or of all."""
+    changed = [option.name for option in fields(options) if getattr(options, option.name) != option.default]
+    return [f"--{name.replace('_', '-')}" for name in changed if name in names or not names]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,38 +232,33 @@ class CompressArguments(EditArguments):
             object.__setattr__(self, "compression", replace(self.compression, keep=KEEP))
 
     def _check_plan(self) -> None:
-        others = ("mix", "stock", "vocabulary")
         unused = [
-            *_changed(self.compression.solver),
-            *_changed(self.compression),
-            *(name for name in others if getattr(self, name) not in (False, None)),
-            *(["push-to-hub"] if self.saving.push_to_hub is not None else []),
-            *(["output"] if self.output is not None else []),
+            *self._conversion_flags(),
+            *_changed(self, "mix", "stock", "vocabulary", "output"),
+            *_changed(self.saving, "push_to_hub"),
         ]
         if unused:
-            raise CollabCompressError(f"--plan converts nothing; leave out --{unused[0]}")
+            raise CollabCompressError(f"--plan converts nothing; leave out {unused[0]}")
 
     def _check_stock(self) -> None:
         compression = self.compression
-        widths = [width is not None for width in (compression.dk, compression.dv)]
-        is_stock = compression.dff is not None or compression.layers is not None
-        takes = (is_stock or all(widths)) and any(widths) == all(widths)
-        if not takes or self.mix:
+        without_heads = compression.dff is not None or compression.layers is not None
+        with_dk, with_dv = compression.dk is not None, compression.dv is not None
+        if self.mix or with_dk != with_dv or not (with_dk or without_heads):
             raise CollabCompressError(
                 "--stock takes --dff N or --layers N, or --dk N and --dv N together, and neither --keep nor --mix"
             )
 
     def _check_alone(self) -> None:
-        unused = [
-            *_changed(self.compression.solver),
-            *_changed(self.compression),
-            *_changed(self.calibration_options),
-            *(["calibration"] if self.calibration != (AUTO,) and self.vocabulary is None else []),
-        ]
+        unused = [*self._conversion_flags(), *_changed(self.calibration_options)]
+        unused += _changed(self, "calibration") if self.vocabulary is None else []
         if unused:
             raise CollabCompressError(
-                f"--{unused[0]} belongs to a conversion; pass --dk, --dv, --dff or --layers too, or leave it out"
+                f"{unused[0]} belongs to a conversion; pass --dk, --dv, --dff or --layers too, or leave it out"
             )
+
+    def _conversion_flags(self) -> list[str]:
+        return [*_changed(self.compression.solver), *_changed(self.compression)]
 
     @property
     def suffix(self) -> str:

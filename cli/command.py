@@ -18,7 +18,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from importlib.metadata import version
 from logging.handlers import BufferingHandler
 from shutil import get_terminal_size
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import tyro
 
@@ -98,7 +98,7 @@ def errors_in_one_line(name: str, hold_warnings: bool = True) -> Iterator[None]:
     held.setLevel(logging.WARNING)
     if hold_warnings:
         logger.addHandler(held)
-    terminated = signal.signal(signal.SIGTERM, _interrupt)
+    terminated = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises a KeyboardInterrupt
     try:
         yield
         for message in dict.fromkeys(record.getMessage() for record in held.buffer):
@@ -123,10 +123,6 @@ def errors_in_one_line(name: str, hold_warnings: bool = True) -> Iterator[None]:
         signal.signal(signal.SIGTERM, terminated)
         if (distributed := sys.modules.get("collab_compress_cli.distributed")) is not None:
             distributed.end_processes()
-
-
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _message(error: Exception) -> str | None:
@@ -191,8 +187,8 @@ def print_version(name: str) -> NoReturn:
 def fill(text: str, indent: str = "", rest: str = "") -> str:
     """Return text in lines as wide as the terminal, at most 100 columns; `rest` begins the lines after the first."""
     width = min(100, get_terminal_size().columns)
-    options: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
-    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=rest, **options)
+    wrapper = textwrap.TextWrapper(width, indent, rest, break_on_hyphens=False, break_long_words=False)
+    return wrapper.fill(text)
 
 
 def _wrapped(lines: Sequence[str]) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """`collab-compress`: make layers of a pretrained model smaller, or let its heads mix."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from collab_compress.analysis import Latency, model_latency, plan
 from collab_compress.architectures import find_attention
 from collab_compress.calibration.source import resolve, text_files
 from collab_compress.checkpoint.files import to_json, write_new
+from collab_compress.checkpoint.quantizer import LAYER_NUMBER
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import Part
 from collab_compress.conversion.expand import refuse_stock, to_stock
@@ -30,14 +30,7 @@ from collab_compress.errors import one_line
 from .arguments import AUTO
 from .arguments import CompressArguments as Arguments
 from .command import table
-from .model import (
-    Source,
-    begin,
-    check_outputs,
-    finish,
-    load_source,
-    put_on,
-)
+from .model import Source, begin, check_outputs, finish, load_source
 from .pretrained import find_directory
 from .progress import progress
 
@@ -48,7 +41,6 @@ NOT_REFITTED = (
 )
 MEANING = "Less is better on the same data, but it does not say what a task loses: score yours."
 ANEW = "Embeddings have changed: embed documents anew."
-NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer, in the path of a module
 TIMED_BATCH = 8  # sequences in the batch that is timed
 
 
@@ -117,8 +109,6 @@ def _tokens(arguments: Arguments) -> int | list[str]:
         return int(words)
     path = Path(words).expanduser()
     try:
-        if path.exists() and not path.is_file():  # a pipe may never end
-            raise ValueError("not a file")
         tokens = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line]
         if not tokens:
             raise ValueError("the file holds no token")
@@ -134,8 +124,7 @@ def _plan(arguments: Arguments) -> None:
     saving = arguments.saving
     directory = find_directory(arguments.model, saving.revision)
     check_outputs({"--json": saving.json}, directory, *text_files(arguments.calibration))
-    source = load_source(arguments.model, directory)
-    put_on(source.model, arguments.device)
+    source = load_source(arguments.model, directory, arguments.device)
     table = plan(
         source.model,
         arguments.calibration,
@@ -220,7 +209,7 @@ def _report_lines(report: Report, calibration: str | None, latency: Latency | No
         header = ["layer", part, error, "weight error", "parameters", f"MMACs at T={report.length}"]
         by_path: dict[str, list[PartReport]] = {}
         for module in report.of(part):
-            by_path.setdefault(NUMBER.sub("*", module.name), []).append(module)
+            by_path.setdefault(LAYER_NUMBER.sub("*", module.name), []).append(module)
         for path, modules in by_path.items():
             lines += [f"{what} of {path}:", *table(header, map(_row, modules)), ""]
     return lines[:-1]
@@ -229,7 +218,7 @@ def _report_lines(report: Report, calibration: str | None, latency: Latency | No
 def _row(module: PartReport) -> list[str]:
     """Return the row of a module in the table of scores or of values."""
     return [
-        ".".join(NUMBER.findall(module.name)),
+        ".".join(LAYER_NUMBER.findall(module.name)),
         str(module.width),
         "–" if module.data_error is None else f"{module.data_error:.4f}",
         f"{module.weight_error:.4f}",

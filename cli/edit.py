@@ -1,23 +1,18 @@
 """`collab-expand`, `collab-merge` and `collab-prune`: a model from an edited or a dense one, without conversion."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from collab_compress import (
-    CollabCompressError,
-    alphas_of,
-    expand,
-    head_importance,
-    merge_alphas_,
-    prune_heads_,
-)
+from collab_compress import CollabCompressError, alphas_of, expand, head_importance, merge_alphas_, prune_heads_
 from collab_compress.heads import confidence, least_important
 from collab_compress.heads.importance import end_tokens
 
 from .arguments import ExpandArguments, MergeArguments, PruneArguments
 from .data import load_data
-from .model import Source, begin, finish, read_record
+from .model import RECORD, Source, begin, finish
 from .progress import progress
 
 LASTING = (
@@ -32,10 +27,17 @@ def run_expand(arguments: ExpandArguments) -> None:
     expand(source.model)
     lines = ["The dense model computes the same, up to rounding."]
     note = "Converted attention was expanded to dense projections of each head; it computes the same."
-    report = read_record(source.directory).get("report")
-    parts = ("refits", "feed_forward", "removed_layers")
-    lasting = [LASTING] if isinstance(report, dict) and any(map(report.get, parts)) else []
+    lasting = [LASTING] if _is_smaller_elsewhere(source.directory / RECORD) else []
     finish(source, output, arguments.saving, {"model": arguments.model}, lines + lasting, notes=[note, *lasting])
+
+
+def _is_smaller_elsewhere(record: Path) -> bool:
+    """Return whether the record of a conversion, if there is one, has more than converted attention."""
+    try:
+        report = json.loads(record.read_text(encoding="utf-8")).get("report") or {}
+    except (OSError, ValueError):
+        return False
+    return bool(report.get("refits") or report.get("removed_layers"))
 
 
 def run_merge(arguments: MergeArguments) -> dict[str, int]:
@@ -60,9 +62,7 @@ def run_prune(arguments: PruneArguments) -> dict[str, list[int]]:
         importance, measure = _importance(source, arguments)
         heads = least_important(importance, arguments.share, keep_one=True)
     if not heads:
-        raise CollabCompressError(
-            f"a share of {arguments.share} of the heads is less than one head; pass a larger one"
-        )
+        raise CollabCompressError(f"a share of {arguments.share} of the heads is less than one; pass a larger share")
     before = source.model.num_parameters()
     prune_heads_(source.model, heads)
     after, count = source.model.num_parameters(), sum(map(len, heads.values()))

@@ -1,12 +1,11 @@
 """Models and outputs of the commands: what they load and check before the work, and what they save after it."""
 
-import fnmatch
 import json
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from importlib.metadata import version
 from itertools import permutations
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import HfApi
-from transformers import PreTrainedModel
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
+from transformers import AutoProcessor, PreTrainedModel
 
 from collab_compress import CheckpointError, CollabCompressError
 from collab_compress.checkpoint.files import atomic_directory, atomic_file, refuse_place, resolved, to_json
@@ -26,22 +26,19 @@ from .card import CARD, edited_words, loading_lines, model_card
 from .distributed import process_state
 from .pretrained import (
     FETCHED,
-    FOLDERS_WITHOUT_MODEL,
+    NOT_FETCHED,
     find_directory,
     has_tokenizer,
     load_model,
-    load_processor,
+    load_tokenizer,
     title_of,
 )
 from .progress import progress
 
 RECORD = "collab_compress.json"
 MODULES = "modules.json"  # of sentence-transformers
-SKIPPED = shutil.ignore_patterns(".*", *FOLDERS_WITHOUT_MODEL)
-WEIGHTS = shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json")
-OF_TOKENS = shutil.ignore_patterns(
-    "vocab*", "merges.txt", "*.model", "*.spm", "*tokens*.json", "tekken.json", "generation_config.json"
-)
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+OF_TOKENS = ("vocab*", "merges.txt", "*.model", "*.spm", "*tokens*.json", "tekken.json", "generation_config.json")
 """Files that hold tokens or their ids."""
 
 
@@ -64,9 +61,7 @@ def begin(
     directory = find_directory(arguments.model, saving.revision)
     check_outputs({"--output": output, "--json": saving.json}, directory, *inputs)
     refuse_pickled_modules(directory)
-    source = load_source(arguments.model, directory, edited)
-    put_on(source.model, arguments.device)
-    return source, output
+    return load_source(arguments.model, directory, arguments.device, edited), output
 
 
 def check_outputs(outputs: Mapping[str, Path | None], *inputs: Path | None) -> None:
@@ -99,15 +94,13 @@ def refuse_pickled_modules(directory: Path) -> None:
 
 def copy_companions(directory: Path, target: Path, tokens: bool = True) -> None:
     """Copy what would be fetched of a model on the hub but its weights, with or without files that hold tokens."""
-
-    def left_out(folder: str, names: list[str]) -> set[str]:
-        top = Path(folder) == directory
-        patterns = [SKIPPED, *([WEIGHTS] if top else []), *([OF_TOKENS] if top and not tokens else [])]
-        wanted = {name for pattern in FETCHED for name in fnmatch.filter(names, pattern)}
-        others = {name for name in names if name not in wanted and not os.path.isdir(os.path.join(folder, name))}
-        return others.union(*(ignored(folder, names) for ignored in patterns))
-
-    shutil.copytree(directory, target, ignore=left_out, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    names = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
+    replaced = [*WEIGHTS, *(() if tokens else OF_TOKENS)]
+    for name in filter_repo_objects(names, allow_patterns=FETCHED, ignore_patterns=[".*", "*/.*", *NOT_FETCHED]):
+        if "/" not in name and any(fnmatch(name, pattern) for pattern in replaced):
+            continue
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(directory / name, target / name)
     for path in target.rglob("*.json"):
         stored = path.read_bytes()
         if b'"auto_map"' in stored:  # names code that is not copied
@@ -128,11 +121,12 @@ def push_to_hub(directory: Path, name: str) -> str:
     return f"{api.endpoint}/{repository}"
 
 
-def load_source(name: str, directory: Path, edited: bool = False) -> Source:
-    """Load the model called `name` from its directory, as `find_directory` returns it; it may be `edited` already."""
+def load_source(name: str, directory: Path, device: str = AUTO, edited: bool = False) -> Source:
+    """Load the model called `name`, which may be `edited` already, from the directory of `find_directory`."""
     progress(f"loading {name}")
     model = load_model(directory, edited)
-    processor = load_processor(directory) if has_tokenizer(directory) else None
+    put_on(model, device)
+    processor = load_tokenizer(directory, AutoProcessor) if has_tokenizer(directory) else None
     return Source(title_of(name), directory, model, getattr(processor, "tokenizer", processor))
 
 
@@ -210,12 +204,3 @@ def finish(
     if saving.push_to_hub is not None:
         progress(f"uploading to {saving.push_to_hub}")
         saving.say(f"\nOn the hub: {push_to_hub(output, saving.push_to_hub)}")
-
-
-def read_record(directory: Path) -> dict[str, Any]:
-    """Return the record beside a converted model; empty if there is none."""
-    with suppress(OSError, ValueError):
-        record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
-        if isinstance(record, dict):
-            return record
-    return {}

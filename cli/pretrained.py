@@ -4,6 +4,7 @@ import inspect
 import logging
 import os
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from safetensors import safe_open
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from collab_compress.checkpoint import is_edits
 from collab_compress.errors import CheckpointError, install, one_line
+
+from .progress import progress
 
 SHORT_NAMES = {
     "bert-base": "google-bert/bert-base-uncased",
@@ -35,7 +38,7 @@ EMBEDDED = "minilm"
 EMBEDDED_REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
 FETCHED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.spm", "*.codes", "*.tokenizer", "README.md"]
 FETCHED += ["LICENSE*", "LICENCE*", "COPYING*", "NOTICE*"]
-FOLDERS_WITHOUT_MODEL = ("onnx", "openvino", "checkpoint-*")
+NOT_FETCHED = ["onnx/*", "openvino/*", "checkpoint-*/*"]
 RUNS_AS = (None, "eager", "sdpa")  # attention implementations that a config may name
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -78,9 +81,10 @@ def find_directory(name: str, revision: str | None = None) -> Path:
         except ImportError as error:
             raise CheckpointError(f"the embedded model comes with an extra: {install(EMBEDDED)}") from error
         return Path(get_model_path())
-    ignored = [f"{folder}/*" for folder in FOLDERS_WITHOUT_MODEL]
+    progress(f"fetching {repository} from the hub, or from its cache")
+    download = partial(snapshot_download, allow_patterns=FETCHED, ignore_patterns=NOT_FETCHED)
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=FETCHED, ignore_patterns=ignored))
+        return Path(download(repository, revision=revision))
     except RevisionNotFoundError as error:
         raise CheckpointError(f"{repository} has no revision {revision!r} on the hub") from error
     except GatedRepoError as error:
@@ -206,9 +210,7 @@ def _lacks_pooler(model: PreTrainedModel, missing: Collection[str]) -> bool:
 
 def _refuse_quantized(directory: Path, config: Any, edited: bool) -> None:
     quantization = getattr(config, "quantization_config", None)
-    if quantization is None:
-        return
-    if is_edits(quantization) and edited:
+    if quantization is None or (edited and is_edits(quantization)):
         return
     if is_edits(quantization):
         raise CheckpointError(
@@ -231,11 +233,8 @@ def _refuse_packed(directory: Path) -> None:
 def _model_class(directory: Path, config: Any) -> type[PreTrainedModel]:
     """Return the model class that a config names, of Transformers and for this kind of config."""
     names = config.architectures or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"{directory / 'config.json'}: architectures is {names!r}; expected names of classes")
-    named = [getattr(transformers, name, None) for name in names]
-    classes = [named_class for named_class in named if isinstance(named_class, type)]
-    classes = [model_class for model_class in classes if issubclass(model_class, PreTrainedModel)]
+    named = [getattr(transformers, str(name), None) for name in names]
+    classes = [model for model in named if inspect.isclass(model) and issubclass(model, PreTrainedModel)]
     if names and not classes:
         raise CheckpointError(
             f"{directory} needs the class {names[0]}, which is no model of Transformers; code that comes with a "
@@ -259,11 +258,6 @@ def load_tokenizer(source: str | Path, auto_class: Any = AutoTokenizer) -> Any:
         if auto_class is not AutoTokenizer:  # which tries the tokenizer, and hides why that failed
             load_tokenizer(source)
         raise CheckpointError(f"cannot load the tokenizer in {source}: {_reason(error)}") from error
-
-
-def load_processor(source: str | Path) -> Any:
-    """Load the processor of a model, as `load_tokenizer`; for models that read texts alone, that is the tokenizer."""
-    return load_tokenizer(source, AutoProcessor)
 
 
 def has_tokenizer(directory: Path) -> bool:

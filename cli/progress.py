@@ -37,9 +37,9 @@ class Progress:
                 print(f"{self._name}: {now - self._started:.0f} s: {step}{count}", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        """Remove the bar from the terminal; the next step draws another."""
-        bar, self._bar = self._bar, None
-        if bar is not None:
+        """Close the bar, and those of libraries, so that a line can be printed; the next step draws another."""
+        self._bar = None
+        for bar in list(getattr(getattr(sys.modules.get("tqdm"), "tqdm", None), "_instances", ())):
             bar.close()
 
     def _draw(self, step: str, done: int, total: int | None) -> None:

@@ -1,5 +1,6 @@
 """Which devices have float64, and which work is done on."""
 
+from contextlib import AbstractContextManager
 from math import inf
 
 import torch
@@ -33,6 +34,11 @@ def free_memory(device: torch.device) -> float:
         return inf
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return float(torch.cuda.mem_get_info(device)[0] + unused)
+
+
+def forked_rng(device: torch.device) -> AbstractContextManager[None]:
+    """Restore the random number generators of the CPU, and of a GPU, after a `with` block."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def has_float64(device: torch.device) -> bool:

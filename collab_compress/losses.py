@@ -146,7 +146,7 @@ def agreement(x: Tensor, mask: Tensor | None = None) -> Tensor:
         0.0
     """
     _check("x", x, "(B, T, H, d)", mask, (0, 1))
-    return _mean_cosine(x, 2, mask)
+    return _mean_cosine(x, mask)
 
 
 def agreement_probs(probs: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -167,7 +167,7 @@ def agreement_probs(probs: Tensor, mask: Tensor | None = None) -> Tensor:
         0.0
     """
     _check("probs", probs, "(B, H, T, S)", mask, (0, 2))
-    return _mean_cosine(probs, 1, mask)
+    return _mean_cosine(probs.transpose(1, 2), mask)
 
 
 def bhattacharyya(probs: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -203,7 +203,7 @@ def bhattacharyya(probs: Tensor, mask: Tensor | None = None) -> Tensor:
     _check("probs", probs, "(B, H, T, S)", mask, (0, 2))
     with _no_autocast(probs):
         shifted = _full_precision(probs) + (HALF_ROOT_EPSILON if probs.dtype == torch.float16 else ROOT_EPSILON)
-        return _mean_product(shifted.sqrt(), shifted.sum(1).sum(-1), mask, head_axis=1)
+        return _mean_product(shifted.sqrt().transpose(1, 2), shifted.sum((1, 3)), mask)
 
 
 def nuclear_norm(alphas: Tensor) -> Tensor:
@@ -269,11 +269,9 @@ def _ordered_traces(centred: Tensor) -> Tensor:
 
 
 def _dominant_vectors(matrices: Tensor) -> Tensor:
-    """Unit eigenvectors of the eigenvalues largest in magnitude of symmetric (N, n, n), entries up to 1, (N, n, 1).
-
-    By squaring the matrices over and over, four times faster than `eigh` on CPU at n = 12. Where eigenvalues
-    tie the result is some combination of their eigenvectors; for the zero matrix it is zero.
-    """
+    """Return unit eigenvectors (N, n, 1) of the largest |eigenvalue| of symmetric (N, n, n) with entries up to 1."""
+    # Powers of the matrices, four times faster than `eigh` on CPU at n = 12. Where eigenvalues tie this is some
+    # combination of their eigenvectors; for the zero matrix it is zero.
     size = matrices.shape[-1]
     tiny = torch.finfo(matrices.dtype).tiny
     power = matrices
@@ -282,18 +280,14 @@ def _dominant_vectors(matrices: Tensor) -> Tensor:
     squarings = math.log2(2 * size / (TIED_EPSILONS * torch.finfo(matrices.dtype).eps))
     for _ in range(math.ceil(squarings / 3)):
         power = torch.linalg.matrix_power(power, 8)
-        power = power / _diagonal(power).sum(1)[:, None, None].clamp(min=tiny)
+        power = power / power.diagonal(dim1=1, dim2=2).sum(1)[:, None, None].clamp(min=tiny)
     # The basis vector nearest to the dominant eigenspace is the one with the largest entry on the diagonal.
-    nearest = _diagonal(power).argmax(1)[:, None, None].expand(-1, size, 1)
+    nearest = power.diagonal(dim1=1, dim2=2).argmax(1)[:, None, None].expand(-1, size, 1)
     return normalize(power.gather(2, nearest), dim=1, eps=tiny)
 
 
-def _diagonal(matrices: Tensor) -> Tensor:
-    return matrices.diagonal(dim1=1, dim2=2)
-
-
-def _mean_cosine(vectors: Tensor, head_axis: int, mask: Tensor | None) -> Tensor:
-    """Mean over pairs and unpadded positions; the vectors lie along the last axis."""
+def _mean_cosine(vectors: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean cosine of two heads' vectors (B, T, H, d) over pairs and unpadded positions."""
     with _no_autocast(vectors):
         vectors = _full_precision(vectors)
         squares = vectors.square().sum(-1, keepdim=True)
@@ -301,16 +295,13 @@ def _mean_cosine(vectors: Tensor, head_axis: int, mask: Tensor | None) -> Tensor
         # The inner `where` keeps inf out of the gradient of the outer one.
         units = vectors * torch.where(nonzero, torch.where(nonzero, squares, 1.0).rsqrt(), 0.0)
         # ‖x̂_h‖² is 1, with gradient 0.
-        return _mean_product(units, nonzero.sum(head_axis).squeeze(-1), mask, head_axis)
+        return _mean_product(units, nonzero.sum((2, 3)), mask)
 
 
-def _mean_product(vectors: Tensor, squares: Tensor, mask: Tensor | None, head_axis: int) -> Tensor:
-    r"""Return the mean of $x_a \cdot x_b$ over pairs of heads and unpadded positions, without a loop over pairs.
-
-    Vectors are (B, T, H, d) or (B, H, T, d), squares $\sum_h \|x_h\|^2$ at each position (B, T).
-    """
-    values = vectors.sum(head_axis).square().sum(-1) - squares  # (B, T)
-    return _masked_mean(values, mask) * _per_pair(vectors.shape[head_axis])
+def _mean_product(vectors: Tensor, squares: Tensor, mask: Tensor | None) -> Tensor:
+    r"""Return the mean of $x_a \cdot x_b$, of (B, T, H, d), over pairs and positions; squares $\sum_h \|x_h\|^2$."""
+    values = vectors.sum(2).square().sum(-1) - squares  # (B, T)
+    return _masked_mean(values, mask) * _per_pair(vectors.shape[2])
 
 
 def _full_precision(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import tyro
 
-from collab_compress_options.errors import CalibrationError, CompressionError, HeadError, shown
+from collab_compress_options.errors import CalibrationError, CompressionError, HeadError, check_type, shown
 
 Kind: TypeAlias = Literal["encoder", "decoder", "cross"]
 """Self-attention of an encoder or of a decoder, or cross-attention."""
@@ -106,10 +106,7 @@ class Solver:
         check_counts(self, CompressionError, "sweeps", most=MAX_SWEEPS)
         check_counts(self, CompressionError, "seed", least=0, most=LARGEST_SEED)
         if not isinstance(self.damping, Real) or not 0 <= self.damping <= MAX_DAMPING:
-            raise CompressionError(
-                f"damping is {shown(self.damping)}; expected 0 or more, up to {MAX_DAMPING:g} (calibration "
-                "'none' weighs all directions alike)"
-            )
+            raise CompressionError(f"damping is {shown(self.damping)}; expected 0 or more, up to {MAX_DAMPING:g}")
         if self.refit not in (None, True, False):
             raise CompressionError(f"refit is {shown(self.refit)}; expected True, False or None")
 
@@ -170,8 +167,8 @@ class Compression:
         check_counts(self, CompressionError, "dk", "dv", "dff", "layers", "head_dim")
         if self.keep is not None:
             self._check_keep()
-        if not isinstance(self.modules, str):
-            raise CompressionError(f"modules is {self.modules!r}; expected a pattern, such as '*layer.0*'")
+        check_type("modules", self.modules, str, CompressionError)
+        check_type("solver", self.solver, Solver, CompressionError)
         self._check_solver()
 
     def _check_keep(self) -> None:
@@ -184,8 +181,6 @@ class Compression:
 
     def _check_solver(self) -> None:
         """Refuse settings of queries and keys where those stay dense."""
-        if not isinstance(self.solver, Solver):
-            raise CompressionError(f"solver is {self.solver!r}; expected Solver(method='als', …)")
         solver = self.solver
         iterates = (solver.method, solver.sweeps) != ("als", None)
         if self.dk is None and self.keep is None and (self.head_dim is not None or iterates):

@@ -108,9 +108,8 @@ def lm_eval_scores(
     manager = TaskManager(include_path=None if include is None else str(include))
     for name in tasks:
         if name not in manager.all_tasks:
-            near = get_close_matches(name, manager.all_tasks, n=1)
-            meant = f"; did you mean {near[0]}?" if near else ""
-            raise DataError(f"lm_eval has no task {name!r}{meant}")
+            near = get_close_matches(name, manager.all_tasks)
+            raise DataError(f"lm_eval has no task {name!r}; close to it: {', '.join(near) or 'none'}")
     ends = bool(tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"][-1])
     add_bos_token = False if ends and not model.config.is_encoder_decoder else None
     harness_model = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, add_bos_token=add_bos_token)

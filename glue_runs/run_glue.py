@@ -159,17 +159,15 @@ def is_missing(label: Any) -> bool:
     return label is None or label == "" or (isinstance(label, float) and isnan(label))
 
 
-def is_decimal(label: Any) -> bool:
-    return isinstance(label, float) or (
-        isinstance(label, str) and not label.strip("+-").isdecimal() and is_number(label)
-    )
-
-
 def is_number(label: Any) -> bool:
     try:
         return not isinstance(label, bool) and isfinite(float(label))
     except (TypeError, ValueError):
         return False
+
+
+def is_decimal(label: Any) -> bool:
+    return is_number(label) and not str(label).strip("+-").isdecimal()
 
 
 def as_number(place: str, label: Any, numbers: Mapping[str, int]) -> float | int:

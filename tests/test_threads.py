@@ -50,22 +50,10 @@ def test_the_library_factorizes_no_batch_by_lu(make_tiny, calibration):
         compress(make_rotary("llama"), Compression(dk=8, dv=8, solver=FAST), calibration)
 
 
-WIDE = """
-import torch
-torch.set_num_threads(2)
-from transformers import BertConfig, BertModel
-from collab_compress import Compression, Solver, compress
-torch.manual_seed(0)
-sizes = {"hidden_size": 192, "intermediate_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-model = BertModel(BertConfig(vocab_size=61, max_position_embeddings=40, **sizes)).eval()
-report = compress(model, Compression(dk=160, solver=Solver(sweeps=1)), None)
-assert report.threads == torch.get_num_threads() == 2
-"""
-
-
-def test_more_than_150_shared_channels(python):
-    done = python(WIDE)
-    assert done.returncode == 0, done.stderr
+def test_more_than_150_shared_channels(set_threads):
+    set_threads(2)
+    report = compress(wide(layers=2), Compression(dk=RANK, solver=FAST), None)
+    assert report.threads == torch.get_num_threads() == 2
 
 
 def test_the_solver_finds_the_same_with_any_number_of_threads(set_threads):

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from collab_compress.analysis.stream import Batches, read_heads, unpadded_vectors
-from collab_compress.architectures import KINDS, Kind, find_attention
+from collab_compress.architectures import KINDS, Kind
 from collab_compress.errors import HeadError
 from collab_compress.factorization.least_squares import ResidualMoments
+from collab_compress.heads import HeadRecord
 
-Unit = Literal["head", "layer"]
 ROUNDING_VARIANCE = 4e-12  # of the mean square of a representation: variance below it is float32's rounding
 
 
@@ -74,9 +74,19 @@ class JointCovariance:
             raise HeadError(
                 f"representations do not fit together: got {shapes}; expected (N, d), d above 0, all of the same N"
             )
-        running = RunningCovariance("layer")
-        running.add([(str(index), x[:, None]) for index, x in enumerate(representations)])
-        return replace(running.result("representations"), leading=leading)
+        running = RunningCovariance(leading)
+        running.add([(str(index), x) for index, x in enumerate(representations)])
+        return running.result("representations")
+
+    @property
+    def layers(self) -> JointCovariance:
+        """The covariance of layers, a block each, of which these blocks are the heads, labelled `layer:head`."""
+        widths: Counter[tuple[bool, str]] = Counter()
+        for index, (label, width) in enumerate(zip(self.labels, self.widths, strict=True)):
+            widths[index >= self.leading, label.rpartition(":")[0]] += width
+        labels = tuple(layer for _, layer in widths)
+        leading = sum(not is_column for is_column, _ in widths)
+        return replace(self, labels=labels, widths=tuple(widths.values()), leading=leading)
 
     @property
     def rows(self) -> range:
@@ -109,30 +119,27 @@ class JointCovariance:
 
 
 class RunningCovariance:
-    """Covariance of the vectors of one or several modules, summed up batch by batch; a block a head or a module."""
+    """Covariance of blocks, the first `leading` of which are compared with the others, summed up batch by batch."""
 
-    def __init__(self, unit: Unit) -> None:
-        if unit not in get_args(Unit):
-            raise HeadError(f"unknown unit {unit!r}; expected one of {', '.join(get_args(Unit))}")
-        self.unit = unit
+    def __init__(self, leading: int = 0) -> None:
+        self.leading = leading
         self.moments = ResidualMoments()
-        self.labels: list[str] = []  # of the blocks; two models may have equal ones
-        self.widths: list[int] = []
+        self.labels: tuple[str, ...] = ()  # two models may have equal ones
+        self.widths: tuple[int, ...] = ()
 
-    def add(self, modules: Sequence[tuple[str, Tensor]]) -> None:
-        """Add one batch: the name of each module and its vectors (N, H, d), of the same tokens."""
-        if len({len(vectors) for _, vectors in modules}) > 1:
-            lengths = ", ".join(f"{name}: {len(vectors)}" for name, vectors in modules)
+    def add(self, blocks: Sequence[tuple[str, Tensor]]) -> None:
+        """Add one batch: the label and the vectors (N, d) of each block, of the same tokens."""
+        lengths = {len(vectors): label for label, vectors in blocks}
+        if len(lengths) > 1:
+            counts = ", ".join(f"{label}: {length}" for length, label in lengths.items())
             raise HeadError(
-                f"modules see different numbers of tokens ({lengths}); choose modules that read the same "
+                f"modules see different numbers of tokens ({counts}); choose modules that read the same "
                 "ones, as by kinds=('encoder',), and models with one tokenizer"
             )
-        for name, vectors in () if self.labels else modules:
-            heads, width = vectors.shape[1:]
-            self.labels += [f"{name}:{head}" for head in range(heads)] if self.unit == "head" else [name]
-            self.widths += [width] * heads if self.unit == "head" else [heads * width]
-        device = modules[0][1].device  # layers of one model may lie on several
-        self.moments.add(torch.cat([vectors.flatten(1).to(device) for _, vectors in modules], 1).double())
+        self.labels = tuple(label for label, _ in blocks)
+        self.widths = tuple(vectors.shape[1] for _, vectors in blocks)
+        device = blocks[0][1].device  # layers of one model may lie on several
+        self.moments.add(torch.cat([vectors.to(device) for _, vectors in blocks], 1).double())
 
     def result(self, name: str) -> JointCovariance:
         """Return the covariance of all vectors, on the CPU; error messages call them `name`."""
@@ -144,7 +151,13 @@ class RunningCovariance:
         if not bool(covariance.isfinite().all() and mean.isfinite().all()):
             raise HeadError(f"{name} is not finite; look for NaN or infinity in the weights")
         matrix = covariance.cpu() * (count / (count - 1))
-        return JointCovariance(tuple(self.labels), tuple(self.widths), mean.cpu(), matrix, count)
+        return JointCovariance(self.labels, self.widths, mean.cpu(), matrix, count, self.leading)
+
+
+def _heads(reading: HeadRecord, prefix: str = "") -> list[tuple[str, Tensor]]:
+    """Return the label and the outputs (N, s) of each head, without padding."""
+    vectors = unpadded_vectors(reading, "outputs")
+    return [(f"{prefix}{head}", of_head) for head, of_head in enumerate(vectors.unbind(1))]
 
 
 def head_covariances(model: PreTrainedModel, batches: Batches, *, modules: str = "*") -> dict[str, JointCovariance]:
@@ -164,7 +177,7 @@ def head_covariances(model: PreTrainedModel, batches: Batches, *, modules: str =
     Raises:
         HeadError: no batches, fewer than two tokens, or numbers that are not finite.
         CalibrationError: the model does not take the batches.
-        UnsupportedModelError: the model's family is not known.
+        UnsupportedModelError: the model's family is not known, or no module matches.
 
     Example:
         >>> covariances = head_covariances(model, [batch])
@@ -174,88 +187,65 @@ def head_covariances(model: PreTrainedModel, batches: Batches, *, modules: str =
     sums: dict[str, RunningCovariance] = {}
     for (readings,) in read_heads([model], batches, "outputs", modules=modules):
         for name, reading in readings:
-            running = sums.setdefault(name, RunningCovariance("head"))
-            running.add([(name, unpadded_vectors(reading, "outputs"))])
-    joints = {name: running.result(name) for name, running in sums.items()}
-    return {name: replace(joint, labels=tuple(map(str, range(len(joint.labels))))) for name, joint in joints.items()}
+            sums.setdefault(name, RunningCovariance()).add(_heads(reading))
+    return {name: running.result(name) for name, running in sums.items()}
 
 
 def layer_covariance(
-    model: PreTrainedModel,
-    batches: Batches,
-    *,
-    unit: Unit = "layer",
-    kinds: Collection[Kind] = KINDS,
-    modules: str = "*",
+    model: PreTrainedModel, batches: Batches, *, kinds: Collection[Kind] = KINDS, modules: str = "*"
 ) -> JointCovariance:
-    """Return the covariance of several layers together, for `svcca` and `cka` between layers.
+    """Return the covariance of all heads of several layers, for `svcca` and `cka` between heads or between layers.
 
     Memory and time grow with (L·H·d)²: choose layers by `modules` if there are many. Layers must see the same tokens,
     so an encoder's and a decoder's cannot be compared; a decoder's `decoder` and `cross` can. Other arguments and
     errors are those of `head_covariances`.
 
     Args:
-        unit: a block is a `layer` with all its heads, or each `head` of each layer.
         kinds: attention types.
 
     Returns:
-        The covariance, labelled with the keys of `head_covariances`, or with `key:head`.
+        The covariance, a block a head, labelled with the keys of `head_covariances` as `key:head`; its `layers` has a
+        block a layer.
 
     Example:
-        >>> layer_covariance(model, [batch]).labels
+        >>> layer_covariance(model, [batch]).layers.labels
         ('encoder.layer.0.attention.self', 'encoder.layer.1.attention.self')
     """
-    running = RunningCovariance(unit)
+    running = RunningCovariance()
     for (readings,) in read_heads([model], batches, "outputs", kinds=kinds, modules=modules):
-        running.add([(name, unpadded_vectors(reading, "outputs")) for name, reading in readings])
+        running.add([block for name, reading in readings for block in _heads(reading, f"{name}:")])
     return running.result("the layers")
 
 
-def model_covariances(
-    model: PreTrainedModel, other: PreTrainedModel, batches: Batches, *, unit: Unit = "head"
-) -> dict[str, JointCovariance]:
+def model_covariances(model: PreTrainedModel, other: PreTrainedModel, batches: Batches) -> dict[str, JointCovariance]:
     """Return the covariance of each layer of one model with one of another, for `svcca` and `cka` between models.
 
     Both models read the same batches, so they must share a tokenizer, and have the same number of layers. They may
     differ in heads and widths. Other arguments and errors are those of `head_covariances`.
 
     Args:
-        model: stock or edited; its layers are the rows of the results.
-        other: the model to compare with; its layers are the columns.
-        unit: a block is each `head`, or a `layer` with all its heads.
+        model: stock or edited; its heads are the rows of the results.
+        other: the model to compare with; its heads are the columns.
 
     Returns:
-        Module path in `model` → covariance, whose first `leading` blocks are `model`'s. For a module that serves
-        several layers, one for each use, paired in order.
+        Module path in `model` → covariance, a block a head, whose first `leading` blocks are `model`'s; its `layers`
+        has a block for each of the two layers. For a module that serves several layers, one for each use.
 
     Example:
         >>> joint = model_covariances(model, model, [batch])["encoder.layer.0.attention.self"]
-        >>> joint.matrix.shape, joint.leading
-        (torch.Size([48, 48]), 3)
+        >>> joint.matrix.shape, joint.leading, joint.layers.widths
+        (torch.Size([48, 48]), 3, (24, 24))
     """
-    paths = [{(site.kind, site.layer): site.name for site in find_attention(either)} for either in (model, other)]
-    if paths[0].keys() != paths[1].keys():
-        raise HeadError(
-            f"the models have {len(paths[0])} and {len(paths[1])} attention modules, which do not pair by kind and "
-            "place; compare models of the same depth"
-        )
-    counterparts = {path: paths[1][position] for position, path in paths[0].items()}
     sums: dict[str, RunningCovariance] = {}
-    leading: dict[str, int] = {}
-    for readings, readings_of_other in read_heads([model, other], batches, "outputs"):
-        if len(readings) != len(readings_of_other):  # one module serves several layers (ALBERT)
+    for pair in read_heads([model, other], batches, "outputs"):
+        places = [[(reading.site.kind, reading.site.layer) for _, reading in readings] for readings in pair]
+        if places[0] != places[1]:
             raise HeadError(
-                f"{len(readings)} attention modules ran in one model and {len(readings_of_other)} in the other; "
-                "compare models of the same depth"
+                f"the models ran {len(places[0])} and {len(places[1])} attention modules, which do not pair by kind "
+                "and layer; compare models of the same depth"
             )
-        others = dict(readings_of_other)
-        for name, reading in readings:
-            path = reading.site.name
-            match = counterparts[path] + name.removeprefix(path)
-            if match not in others:
-                raise HeadError(f"{name} has no counterpart: no {match!r} ran in the other model")
-            vectors = unpadded_vectors(reading, "outputs")
-            leading[name] = vectors.shape[1] if unit == "head" else 1
-            running = sums.setdefault(name, RunningCovariance(unit))
-            running.add([(path, vectors), (counterparts[path], unpadded_vectors(others[match], "outputs"))])
-    return {name: replace(running.result(name), leading=leading[name]) for name, running in sums.items()}
+        for (name, reading), (_, counterpart) in zip(*pair, strict=True):
+            heads = _heads(reading, f"{reading.site.name}:")
+            blocks = heads + _heads(counterpart, f"{counterpart.site.name}:")
+            sums.setdefault(name, RunningCovariance(len(heads))).add(blocks)
+    return {name: running.result(name) for name, running in sums.items()}

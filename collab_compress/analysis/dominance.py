@@ -21,7 +21,6 @@ from collab_compress.errors import HeadError
 from collab_compress.heads import HeadMask, least_important, masks_without
 
 Score: TypeAlias = Callable[[PreTrainedModel], float]
-Masks: TypeAlias = dict[str, Tensor]
 PRUNED_SHARES = tuple(step / 10 for step in range(11))
 
 
@@ -59,10 +58,10 @@ class Dominance:
             heads: module path → head. Take `dominant` of a `Dominance` measured on other data: on the data that
                 chose them, the change without the dominant heads looks larger than it is.
         """
-        changes: dict[Kind, list[float]] = {}
+        changes: dict[Kind, list[float]] = {kind: [] for kind in KINDS}
         for name, head in heads.items():
-            changes.setdefault(self.kinds[name], []).append(float(self.changes[name][head]))
-        return {kind: sum(changes[kind]) / len(changes[kind]) for kind in KINDS if kind in changes}
+            changes[self.kinds[name]].append(float(self.changes[name][head]))
+        return {kind: fmean(values) for kind, values in changes.items() if values}
 
 
 @dataclass(frozen=True)
@@ -119,9 +118,8 @@ def dominant_heads(
     sites = find_attention(model, kinds=kinds)
     every = [(site.name, head) for site in sites for head in range(site.heads)]
     single = every if heads is None else list(heads.items())
-    masks: list[Masks] = [{}, *(masks_without(model, {name: [head]}) for name, head in single)]
-    with HeadMask(model) as mask:
-        baseline, *scores = _measure_scores(model, mask, masks, score, batches, progress)
+    silenced: list[dict[str, list[int]]] = [{}, *({name: [head]} for name, head in single)]
+    baseline, *scores = _measure_scores(model, silenced, score, batches, progress)
     changes = {site.name: torch.full((site.heads,), nan, dtype=torch.float64, device="cpu") for site in sites}
     for (name, head), value in zip(single, scores, strict=True):
         changes[name][head] = value - baseline
@@ -159,9 +157,7 @@ def pruning_curve(
     """
     orders = [importance, *(random_importance(model, seed=seed) for seed in range(random_orders))]
     silenced = [least_important(order, share) for share in shares for order in orders]
-    masks = [masks_without(model, heads) for heads in silenced]
-    with HeadMask(model) as mask:
-        scores = _measure_scores(model, mask, masks, score, batches, progress)
+    scores = _measure_scores(model, silenced, score, batches, progress)
     points = []
     for index, share in enumerate(shares):
         start = index * len(orders)
@@ -209,31 +205,35 @@ def split_sequences(batches: Batches) -> tuple[list[Batch], list[Batch]]:
 
 def _measure_scores(
     model: PreTrainedModel,
-    mask: HeadMask,
-    masks: Sequence[Masks],
+    silenced: Sequence[Mapping[str, list[int]]],
     score: Score | None,
     batches: Batches | None,
     progress: Progress | None,
 ) -> list[float]:
-    """Return the score of the model under each of several masks."""
+    """Return the score of the model without some heads, module path → heads, for each of several choices."""
     if (score is None) == (batches is None):
         raise HeadError(
             "pass either score=, a function of the model, or batches=, on which changes of its outputs are measured"
         )
-    if score is None:
-        return _measure_output_errors(model, mask, masks, batches or (), progress)
-    scores = []
-    for silenced in with_progress(masks, progress):
-        mask.set(silenced)
-        value = float(score(model))
-        if not isfinite(value):
-            raise HeadError(f"the score is {value}; expected a finite number")
-        scores.append(value)
+    masks = [masks_without(model, heads) for heads in silenced]
+    with HeadMask(model) as mask:
+        if score is None:
+            return _measure_output_errors(model, mask, masks, batches or (), progress)
+        scores = []
+        for without in with_progress(masks, progress):
+            mask.set(without)
+            scores.append(float(score(model)))
+            if not isfinite(scores[-1]):
+                raise HeadError(f"the score is {scores[-1]}; expected a finite number")
     return scores
 
 
 def _measure_output_errors(
-    model: PreTrainedModel, mask: HeadMask, masks: Sequence[Masks], batches: Batches, progress: Progress | None
+    model: PreTrainedModel,
+    mask: HeadMask,
+    masks: Sequence[dict[str, Tensor]],
+    batches: Batches,
+    progress: Progress | None,
 ) -> list[float]:
     """Return the output error under each mask; every batch is read once."""
     differences, norm = [0.0] * len(masks), 0.0
@@ -241,9 +241,9 @@ def _measure_output_errors(
         mask.set({})
         dense = _read_output(model, batch)
         norm += float(dense.square().sum())
-        for index, silenced in enumerate(masks):
-            if silenced:
-                mask.set(silenced)
+        for index, without in enumerate(masks):
+            if without:
+                mask.set(without)
                 differences[index] += float((_read_output(model, batch) - dense).square().sum())
     if not norm:
         raise HeadError("no output error can be measured: there are no batches, or the outputs are all zero")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.architectures import DenseSite, ValueSite, find_attention, tokenizer_of, transformers_model
+from collab_compress.architectures import find_attention, tokenizer_of, transformers_model
 from collab_compress.calibration import Batch, Calibration
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import Part, PartCost, block_cost, costs_at, part_costs
@@ -93,20 +93,15 @@ def part_losses(
     inventory: Inventory, batches: Sequence[Batch], progress: Progress = silent
 ) -> tuple[LossCurves, dict[str, str]]:
     """Return what each part of a model that can be converted loses at every width, and why others cannot be."""
+    narrowable: dict[str, list[Any]] = {}
     left_out: dict[str, str] = {}
-    scores: list[DenseSite] = []
-    values: list[ValueSite] = []
-    try:
-        scores, left_out["dk"] = inventory.scores
-    except UnsupportedModelError as error:
-        left_out["dk"] = str(error)
-    try:
-        values, left_out["dv"] = inventory.narrowable_values
-    except UnsupportedModelError as error:
-        left_out["dv"] = str(error)
-    blocks, left_out["dff"] = inventory.narrowable_blocks
-    losses = loss_curves(inventory, scores, values, blocks, batches, progress)
-    return losses, {part: why for part, why in left_out.items() if why}
+    for part, parts in {"dk": "scores", "dv": "narrowable_values", "dff": "narrowable_blocks"}.items():
+        try:
+            narrowable[part], left_out[part] = getattr(inventory, parts)
+        except UnsupportedModelError as error:
+            narrowable[part], left_out[part] = [], str(error)
+    losses = loss_curves(inventory, narrowable["dk"], narrowable["dv"], narrowable["dff"], batches, progress)
+    return losses, {part: reason for part, reason in left_out.items() if reason}
 
 
 def _costs(inventory: Inventory, part: Part, widths: Mapping[str, int], length: int) -> list[PartCost]:

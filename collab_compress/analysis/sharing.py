@@ -26,10 +26,10 @@ def score_factors(model: PreTrainedModel) -> dict[str, tuple[HeadTensor, Tensor 
                 "the scores do not use Wq·Wkᵀ, and nothing can be measured on it; leave this measure out"
             )
         if site.name in shared:
-            found = shared[site.name]
-            mixing = _to_float64(found.mixing)
-            key = _to_float64(found.key).expand(len(mixing), -1, -1)
-            factors[site.name] = HeadTensor(_to_float64(found.query) * mixing[:, None], key), mixing  # (H, D, R) each
+            of_module = shared[site.name]
+            mixing = _to_float64(of_module.mixing)
+            key = _to_float64(of_module.key).expand(len(mixing), -1, -1)
+            factors[site.name] = HeadTensor(_to_float64(of_module.query) * mixing[:, None], key), mixing  # (H, D, R)
         else:
             dense = DenseSite(**vars(site), query=site.part(site.paths.query), key=site.part(site.paths.key))
             factors[site.name] = HeadTensor(_to_float64(dense.query_heads()), _to_float64(dense.key_heads())), None
@@ -73,15 +73,15 @@ def head_energy(model: PreTrainedModel) -> dict[str, Energy]:
         >>> energy.heads[:, 4] < 1  # half of a head's components do not hold all its energy
         tensor([True, True, True])
     """
-    energies = {}
-    for name, (tensor, _) in score_factors(model).items():
-        energies[name] = Energy(
+    return {
+        name: Energy(
             heads=_cumulate_energy(_reduce_product(tensor.query, tensor.key)),
             query=_cumulate_energy(tensor.flat_query),
             key=_cumulate_energy(tensor.flat_key),
             product=_cumulate_energy(_reduce_product(tensor.flat_query, tensor.flat_key)),
         )
-    return energies
+        for name, (tensor, _) in score_factors(model).items()
+    }
 
 
 def _reduce_product(left: Tensor, right: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _cumulate_energy(matrix: Tensor) -> Tensor:
     """Return the shares of energy that the first 0, 1, … components hold; 1 throughout for a zero matrix."""
     sums = nn.functional.pad(torch.linalg.svdvals(matrix).square().cumsum(-1), (1, 0))
     total = sums[..., -1:]
-    return torch.where(total > 0, sums / torch.where(total > 0, total, 1.0), 1.0)
+    return torch.where(total > 0, sums / total, 1.0)
 
 
 def _to_float64(tensor: Tensor) -> Tensor:
@@ -156,4 +156,4 @@ def alpha_matrices(model: PreTrainedModel) -> dict[str, Tensor]:
     alphas = alphas_of(model)
     if not alphas:
         raise HeadError(f"{type(model).__name__} has no alphas; mix_heads_(model) adds them")
-    return {name: matrix.detach().cpu().double() for name, matrix in alphas.items()}
+    return {name: _to_float64(matrix) for name, matrix in alphas.items()}

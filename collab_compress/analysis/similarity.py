@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collab_compress.analysis.covariance import JointCovariance, mean_over_pairs
@@ -166,7 +166,8 @@ def cka(responses: JointCovariance | Tensor, other: Tensor | None = None) -> Ten
     squares = responses.sum_blocks(responses.sum_blocks(responses.matrix.square()).mT)  # (n, n)
     norms = squares.diagonal().sqrt() * (responses.variances > responses.floors)
     rows, columns = responses.rows, responses.columns
-    return _divide(squares[: rows.stop, columns.start :], norms[: rows.stop], norms[columns.start :])
+    products = norms[: rows.stop, None] * norms[columns.start :]
+    return torch.where(products > 0, squares[: rows.stop, columns.start :] / products, 0.0)
 
 
 def _to_covariance(responses: JointCovariance | Tensor, other: Tensor | None) -> JointCovariance:
@@ -179,12 +180,6 @@ def _to_covariance(responses: JointCovariance | Tensor, other: Tensor | None) ->
             "two tensors (N, d) of the same N tokens"
         )
     return responses
-
-
-def _divide(squares: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Divide (n, m) by (n,) and (m,), 0 where one of these is 0."""
-    norms = rows[:, None] * columns
-    return torch.where(norms > 0, squares / torch.where(norms > 0, norms, 1.0), 0.0)
 
 
 @dataclass(frozen=True)
@@ -233,8 +228,7 @@ def discrepancy(model: PreTrainedModel, batches: Batches) -> dict[str, Discrepan
 def _sum_distances(reading: HeadRecord) -> tuple[Tensor, int]:
     """Return the sums over positions of cosines and of distances between heads, (2, H, H), and the positions."""
     vectors = unpadded_vectors(reading, "outputs").double()  # (N, H, s)
-    norms = vectors.norm(dim=2, keepdim=True)
-    units = torch.where(norms > 0, vectors / torch.where(norms > 0, norms, 1.0), 0.0)
+    units = nn.functional.normalize(vectors, dim=2, eps=torch.finfo(vectors.dtype).tiny)
     # by differences: through products, heads that nearly agree would lie apart by rounding alone
     distances = torch.cdist(vectors, vectors, compute_mode="donot_use_mm_for_euclid_dist")
     return torch.stack([torch.einsum("nhw,ngw->hg", units, units), distances.sum(0)]), len(vectors)

@@ -1,16 +1,15 @@
 """Run a model over batches and hand on what its attention heads computed, one batch at a time."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack
-from fnmatch import fnmatch
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import KINDS, Kind
+from collab_compress.architectures import KINDS, Kind, find_attention
 from collab_compress.calibration import as_batch, evaluation_mode, run_batch
 from collab_compress.calibration.encode import vocabulary_size
 from collab_compress.calibration.gather import forward_arguments
@@ -64,18 +63,16 @@ def read_heads(
 ) -> Iterator[list[HeadRecords]]:
     """Run every model on each batch, without gradients or dropout, and yield each model's readings of the batch."""
     ran = False
+    names = {site.name for model in models for site in find_attention(model, modules, kinds)}
     with ExitStack() as stack:
         recorders = [stack.enter_context(Recorder(model, part, kinds)) for model in models]
-        for model, recorder in zip(models, recorders, strict=True):
-            if not any(fnmatch(site.name, modules) for site in recorder.sites):
-                paths = ", ".join(site.name for site in recorder.sites[:3])
-                raise HeadError(f"no attention module matches {modules!r}; there are {paths}, …")
+        for model in models:
             stack.enter_context(evaluation_mode(model))
         for batch in batches:
             ran = True
             for model in models:
                 run_batch(model, as_batch(batch))
-            yield [_name_records(recorder.take(), modules) for recorder in recorders]
+            yield [_name_records(recorder.take(), names) for recorder in recorders]
     if not ran:
         raise HeadError("no batches to run the model on; pass some, and a list where they are read more than once")
 
@@ -84,26 +81,24 @@ def position_means(
     model: PreTrainedModel, batches: Batches, part: Part, measures: Mapping[str, Measure]
 ) -> dict[str, dict[str, Tensor]]:
     """Return name of a measure → module path → its mean over positions, in float64."""
-    sums: dict[str, dict[str, Tensor]] = {name: {} for name in measures}
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    sums: dict[tuple[str, str], Tensor] = {}
+    counts: Counter[tuple[str, str]] = Counter()
     for (readings,) in read_heads([model], batches, part):
         for path, reading in readings:
             for name, measure in measures.items():
                 if (measured := measure(reading)) is not None:
-                    total, count = measured
-                    sums[name][path] = sums[name].get(path, 0) + total.cpu()
-                    counts[name][path] += count
-    for name, by_path in sums.items():
-        for path, total in by_path.items():
-            if not counts[name][path]:
-                raise HeadError(
-                    f"{path} saw only padding, or single tokens; pass batches of sequences of two or more tokens"
-                )
-            if not bool(total.isfinite().all()):
-                raise HeadError(f"{path}: what its heads compute is not finite; look for NaN or infinity in weights")
-    return {
-        name: {path: total / counts[name][path] for path, total in by_path.items()} for name, by_path in sums.items()
-    }
+                    sums[name, path] = sums.get((name, path), 0) + measured[0].cpu()
+                    counts[name, path] += measured[1]
+    means: dict[str, dict[str, Tensor]] = {name: {} for name in measures}
+    for (name, path), total in sums.items():
+        if not counts[name, path]:
+            raise HeadError(
+                f"{path} saw only padding, or single tokens; pass batches of sequences of two or more tokens"
+            )
+        if not bool(total.isfinite().all()):
+            raise HeadError(f"{path}: what its heads compute is not finite; look for NaN or infinity in weights")
+        means[name][path] = total / counts[name, path]
+    return means
 
 
 def unpadded_vectors(reading: HeadRecord, part: Part) -> Tensor:
@@ -129,14 +124,14 @@ def random_tokens(model: PreTrainedModel, count: int, length: int, seed: int) ->
     return batch
 
 
-def _name_records(readings: Sequence[HeadRecord], modules: str) -> HeadRecords:
-    """Return the readings of modules that match the glob, by name."""
+def _name_records(readings: Sequence[HeadRecord], names: Collection[str]) -> HeadRecords:
+    """Return the readings of modules of these names."""
     counts = Counter(reading.site.name for reading in readings)
     uses: Counter[str] = Counter()
     named = []
     for reading in readings:
         path = reading.site.name
-        if fnmatch(path, modules):
+        if path in names:
             named.append((path if counts[path] == 1 else f"{path}[{uses[path]}]", reading))
         uses[path] += 1
     return named

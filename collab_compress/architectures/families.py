@@ -178,15 +178,15 @@ _BART = _base(_paths("q_proj k_proj v_proj out_proj", "num_heads", "head_dim", c
 _BART_ALONE = replace(_BART, limits=_BLOCKS_ALONE)
 _NLLB_MOE = _with_paths(_BART, cross="cross_attention")
 _WAV2VEC2 = _with_paths(_BART, cross="")
-_OPT = replace(  # scales queries itself
-    _WAV2VEC2, forward="stock", layout=Layout(fixed_head_count=True, head_count_attr="num_heads")
-)
+_COUNTED = Layout(fixed_head_count=True, head_count_attr="num_heads")
+_OPT = replace(_WAV2VEC2, forward="stock", layout=_COUNTED)  # scales queries itself
 _WHISPER = replace(_with_paths(_OPT, cross="encoder_attn"), key_bias=False)
 _LISTENER = replace(_OPT, layout=Layout(fixed_head_count=True), key_bias=False)  # no cache to make smaller
 _CLIP = _with_paths(_WAV2VEC2, scaling="scale")
 _VIT = _base(
     _paths("q_proj k_proj v_proj o_proj", "num_attention_heads", "head_dim", free_width="head_dim"), forward="plain"
 )
+_SEGFORMER = replace(_with_paths(_VIT, free_width=""), forward="stock")
 _BEIT = replace(_VIT, key_bias=False, limits=_OWN_BIAS)
 _VIDEOMAE = replace(_with_paths(_BERT, cross=""), key_bias=False)
 _DPT = replace(_VIDEOMAE, key_bias=True)
@@ -227,13 +227,7 @@ _QK_NORM = replace(_LLAMA, limits=replace(_ONE_COUNT, no_dk=NORMALISED))
 _SOFT_CAPPED = replace(_LLAMA, limits=replace(_ONE_COUNT, no_dk="its scores are soft-capped before the softmax"))
 _GPT_OSS = replace(_LLAMA, limits=replace(_ONE_COUNT, no_dk="a learned sink takes part in its softmax"))
 _PHI3 = replace(
-    _LLAMA,
-    paths=_paths(
-        "qkv_proj o_proj",
-        "config.num_attention_heads",
-        "head_dim",
-        key_value_heads="config.num_key_value_heads",
-    ),
+    _with_paths(_LLAMA, query="qkv_proj.query", key="qkv_proj.key", value="qkv_proj.value", fused="qkv_proj"),
     limits=replace(_ONE_COUNT, no_dk="it cuts the output of one layer where queries and keys of full width end"),
 )
 _STABLELM = replace(
@@ -242,9 +236,8 @@ _STABLELM = replace(
     rotary=Rotary(width="rotary_ndims"),
     limits=replace(_ONE_COUNT, no_dk="it views queries and keys as exactly as many heads as its config says"),
 )
-_ESM = replace(  # scales queries itself, before they are rotated
-    _with_paths(_BERT, cross=""), forward="stock", rotary=Rotary()
-)
+# Scales queries itself, before they are rotated.
+_ESM = replace(_with_paths(_BERT, cross=""), forward="stock", rotary=Rotary())
 _GPT_NEOX = _base(
     _paths("query_key_value dense", "config.num_attention_heads", "head_size"),
     layout=Layout(interleaved=True, equal_widths=True),
@@ -319,14 +312,7 @@ _ROWS = (
     _row("I-JEPA", "ijepa", "IJepaAttention", _VIT, since="5.10"),
     _row("Pixio", "pixio", "PixioAttention", _VIT, since="5.10"),
     _row("VideoMAE", "videomae", "VideoMAESelfAttention", _VIDEOMAE, since="5.20"),
-    _row(
-        "SegFormer",
-        "segformer",
-        "SegformerAttention",
-        _with_paths(_VIT, free_width=""),
-        forward="stock",
-        since="5.10",
-    ),
+    _row("SegFormer", "segformer", "SegformerAttention", _SEGFORMER, since="5.10"),
     _row("ViT", "vit", "ViTAttention", _VIT, since="5.10"),
     _row("ViTMAE", "vit_mae", "ViTMAEAttention", _VIT, since="5.10"),
     _row("ViTMSN", "vit_msn", "ViTMSNAttention", _VIT, since="5.10"),

@@ -266,10 +266,14 @@ class ValueSite(AttentionSite):
 
     def output_heads(self) -> Tensor:
         """Return Wo of each head in mathematical layout, (H, d, D)."""
-        weight: Tensor = self.output.weight.detach()
-        if not isinstance(self.output, Conv1D):
-            weight = weight.T
+        weight = by_input(self.output)
         return weight.reshape(self.heads, -1, weight.shape[1])
+
+
+def by_input(layer: nn.Linear | Conv1D) -> Tensor:
+    """Return the weight of a linear layer as (inputs, outputs), detached; a view."""
+    weight: Tensor = layer.weight.detach()
+    return weight if isinstance(layer, Conv1D) else weight.T
 
 
 def split_heads(weight: Tensor, heads: int) -> Tensor:
@@ -560,25 +564,22 @@ def _refuse_interposed(model: nn.Module, sites: Iterable[AttentionSite]) -> None
     """
     owners = _owners(model)
     families = {owners[site.name]: site.family for site in sites}
-    lacking = {owner: family for owner, family in families.items() if family.rotary}
+    rotating = set()
     for name, module in model.named_modules():
-        if owners[name] not in families:
-            continue
+        family = families.get(owners[name])
         child, is_rotary = name.rpartition(".")[2].lower(), "rotaryembedding" in _class(module).lower()
-        if child in NORMS:
+        if family is not None and child in NORMS:
             _refuse_scores(name, module, NORMALISED)
-        if families[owners[name]].rotary:
-            if is_rotary:
-                lacking.pop(owners[name], None)
-        elif is_rotary or child == "rotary_emb":
-            _refuse_scores(
-                name, module, "a rotary position embedding rotates queries and keys after their projection"
+        if family is not None and not family.rotary and (is_rotary or child == "rotary_emb"):
+            _refuse_scores(name, module, "a rotary embedding rotates queries and keys after their projection")
+        if is_rotary:
+            rotating.add(owners[name])
+    for owner, family in families.items():
+        if family.rotary and owner not in rotating:
+            raise UnsupportedModelError(
+                f"{_class(owner)} has no rotary embedding, which the {family.name} description promises; models of "
+                "this family with other positions cannot be converted"
             )
-    for owner, family in lacking.items():
-        raise UnsupportedModelError(
-            f"{_class(owner)} has no rotary embedding, which the {family.name} description promises; models of this "
-            "family with other positions cannot be converted"
-        )
 
 
 def _refuse_unknown_parts(model: nn.Module, modules: str) -> None:

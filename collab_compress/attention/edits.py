@@ -7,10 +7,10 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
+from collab_compress.architectures.sites import fused_slice
 from collab_compress.attention.maps import MapConfig
-from collab_compress.attention.projections import QKVProjection, family_of, fused_layer, projection_like, rows_of
+from collab_compress.attention.projections import family_of, projection_like, rows_of
 from collab_compress.attention.rotary import RotaryConfig
 from collab_compress.attention.run import install_
 from collab_compress.attention.shared import SharedConfig
@@ -88,14 +88,11 @@ def check_fits(config: MapConfig, module: Any, name: str) -> None:
         {family.paths.query: query, family.paths.key: key} if config.module.at == "qk" else {family.paths.value: key}
     )
     for path, width in paths.items():
-        layer = fused_layer(module, path)
-        weight, _ = projection_like(module, path)
-        channels = weight.shape[1 if isinstance(layer, Conv1D) else 0]
+        part = fused_slice(module, family, path)
+        channels = len(projection_like(module, path)[0]) if part is None else part.out_features
         if path in rows_of(module):
             rows = rows_of(module)[path]
             channels = rows.stop - rows.start
-        elif layer is not None and not isinstance(layer, QKVProjection):  # queries, keys and values together
-            width = query + 2 * key
         if channels != width:
             raise CheckpointError(
                 f"the stored edit of {name} has {config.heads} heads, each {config.head_width} wide, so {path} would "

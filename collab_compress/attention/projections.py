@@ -16,6 +16,8 @@ from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import FAMILIES, AttentionFamily
+from collab_compress.architectures.families import Layout
+from collab_compress.architectures.sites import fused_slice
 from collab_compress.errors import CheckpointError, CollabCompressError, UnsupportedModelError
 
 BY_CLASS = {name: row for row in FAMILIES.values() for name in row.attention_classes}
@@ -151,55 +153,13 @@ class PaddedProjection(Replacement):
         return pad(projected, (0, self.padding)) if self.padding else projected
 
 
-class FusedLayout(NamedTuple):
-    """How a fused layer of a stock module holds queries, keys and values in its output channels.
-
-    Args:
-        heads: number of query heads H.
-        head_width: width d of one head.
-        interleaved: whether each head's queries, keys and values lie together, (H, 3, d), instead of in three blocks,
-            of which that of the queries is H·d wide and the other two share the rest.
-        even: whether the module views queries, keys and values as equally many heads, so that all are padded to the
-            width of the widest.
-
-    Example:
-        >>> query, key, value = FusedLayout(heads=3, head_width=8).split(torch.randn(2, 6, 72), dim=-1)
-        >>> query.shape
-        torch.Size([2, 6, 24])
-    """
-
-    heads: int
-    head_width: int
-    interleaved: bool = False
-    even: bool = False
-
-    def split(self, channels: Tensor, dim: int) -> list[Tensor]:
-        """Split fused queries, keys and values along a dimension, each with its heads side by side."""
-        dim %= channels.dim()
-        if self.interleaved:
-            parts = channels.unflatten(dim, (self.heads, 3, self.head_width)).unbind(dim + 1)
-            return [part.flatten(dim, dim + 1) for part in parts]
-        query = self.heads * self.head_width
-        other = (channels.shape[dim] - query) // 2
-        return list(channels.split([query, other, other], dim))
-
-    def join(self, parts: list[Tensor]) -> Tensor:
-        """Undo `split` along the first dimension."""
-        if not self.interleaved:
-            return torch.cat(parts)
-        heads = [part.unflatten(0, (self.heads, self.head_width)) for part in parts]
-        return torch.stack(heads, 1).flatten(0, 2)
-
-
 class QKVProjection(Replacement):
     """Separate queries, keys and values in place of a stock module's fused layer, because some are converted."""
 
-    def __init__(
-        self, query: nn.Module, key: nn.Module, value: nn.Module, *, layout: FusedLayout, transposed: bool
-    ) -> None:
+    def __init__(self, parts: Sequence[nn.Module], layout: Layout, head_width: int, transposed: bool) -> None:
         super().__init__()
-        self.query, self.key, self.value = query, key, value
-        self.layout, self.transposed = layout, transposed
+        self.query, self.key, self.value = parts
+        self.layout, self.head_width, self.transposed = layout, head_width, transposed
 
     @property
     def parts(self) -> tuple[Any, Any, Any]:
@@ -224,13 +184,18 @@ class QKVProjection(Replacement):
     def forward(self, x: Tensor) -> Tensor:
         """Project x (B, T, D) to (B, T, q + k + v): three blocks, or as the stock layer lays them out."""
         parts = [part(x) for part in self.parts]
-        if self.layout.even:
+        if self.layout.equal_widths:
             widest = max(part.shape[-1] for part in parts)
             parts = [pad(part, (0, widest - part.shape[-1])) for part in parts]
-            if self.layout.interleaved:
-                heads = [part.unflatten(-1, (-1, self.layout.head_width)) for part in parts]
-                return torch.stack(heads, -2).flatten(-3)
-        return torch.cat(parts, dim=-1)
+        return self.join(parts, -1)
+
+    def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """Put queries, keys and values in one dimension as the stock layer does: in blocks, or head by head."""
+        if not self.layout.interleaved:
+            return torch.cat(list(parts), dim)
+        dim %= parts[0].dim()
+        heads = [part.unflatten(dim, (-1, self.head_width)) for part in parts]
+        return torch.stack(heads, dim + 1).flatten(dim, dim + 2)
 
 
 def fused_layer(module: Any, path: str) -> Conv1D | nn.Linear | QKVProjection | None:
@@ -252,16 +217,18 @@ def projection_like(module: Any, path: str) -> tuple[Tensor, int]:
 # Layers of a module with its stock forward pass.
 
 
-def replace_(module: Any, projections: Mapping[str, nn.Module], layout: FusedLayout) -> None:
+def replace_(module: Any, projections: Mapping[str, nn.Module], head_width: int) -> None:
     """Install projections in an attention module, path → projection, in place.
 
     A fused layer of queries, keys and values becomes three layers, or one layer again if all three are dense.
     """
-    rows = dict(rows_of(module))
+    rows, family = dict(rows_of(module)), family_of(module)
     for path, projection in projections.items():
         layer = fused_layer(module, path)
         if layer is not None and not isinstance(layer, QKVProjection):
-            layer = QKVProjection(*_split_layer(layer, layout), layout=layout, transposed=isinstance(layer, Conv1D))
+            slices = [fused_slice(module, family, part) for part in input_paths(module)]
+            parts = [copied(part.weight, part.bias, layer.weight) for part in slices if part is not None]
+            layer = QKVProjection(parts, family.layout, head_width, isinstance(layer, Conv1D))
             _set_fused_(module, path, layer)
         module.set_submodule(path, projection.train(module.training))
         if layer is not None:
@@ -285,16 +252,6 @@ def _set_fused_(module: Any, path: str, layer: nn.Module) -> None:
     module.set_submodule(path.rpartition(".")[0], layer.train(module.training))
     if isinstance(layer, Conv1D):
         module.split_size = layer.nf // 3  # GPT-2 splits by this
-    elif isinstance(layer, QKVProjection) and layer.transposed:
-        module.split_size = layer.widths
-
-
-def _split_layer(layer: nn.Linear | Conv1D, layout: FusedLayout) -> list[nn.Linear]:
-    """Copy the parts of a fused layer into separate layers; device, dtype and frozenness are kept."""
-    weight: Tensor = layer.weight
-    weights = layout.split(weight.T if isinstance(layer, Conv1D) else weight, 0)
-    biases: list[Any] = [None] * 3 if layer.bias is None else layout.split(layer.bias, 0)
-    return [copied(part, bias, weight) for part, bias in zip(weights, biases, strict=True)]
 
 
 def copied(weight: Tensor, bias: Tensor | None, like: Tensor) -> nn.Linear:
@@ -310,8 +267,8 @@ def copied(weight: Tensor, bias: Tensor | None, like: Tensor) -> nn.Linear:
 
 def _join_layers(projections: QKVProjection) -> nn.Linear | Conv1D:
     """Fuse three projections into one layer, as in the stock model; missing biases become zeros."""
-    parts, join = projections.parts, projections.layout.join
-    weight = join([part.weight for part in parts])
+    parts = projections.parts
+    weight = projections.join([part.weight for part in parts], 0)
     layer: nn.Linear | Conv1D
     if projections.transposed:
         with weight.device:  # it takes no device
@@ -322,7 +279,7 @@ def _join_layers(projections: QKVProjection) -> nn.Linear | Conv1D:
     with torch.no_grad():
         layer.weight.copy_(weight.T if projections.transposed else weight)
         if layer.bias is not None:
-            layer.bias.copy_(join([_bias(part) for part in parts]))
+            layer.bias.copy_(projections.join([_bias(part) for part in parts], 0))
     return layer.requires_grad_(projections.weight.requires_grad)
 
 

@@ -25,6 +25,7 @@ from collab_compress.attention.projections import (
     copied,
     family_of,
     plain_rows,
+    projection_like,
     remaining,
     remove_pre_hook_,
     rows_of,
@@ -38,45 +39,6 @@ PAIRS = ("halves", "neighbours", "neighbours, tables too")
 TABLES = "collab_tables"  # attribute of hidden states: cosines and sines of their positions
 
 
-@dataclass(frozen=True)
-class Pairing:
-    """Which channels of a head are rotated together.
-
-    Args:
-        width: channels d of a head.
-        rotated: number of rotated channels, the first ones.
-        pairs: "halves" where channel j of the rotated ones pairs with j + rotated/2, "neighbours" where 2j pairs with
-            2j + 1, "neighbours, tables too" where the tables of cosines and sines have that layout as well.
-
-    Example:
-        >>> real, imaginary = Pairing(width=4, rotated=4, pairs="halves").split(torch.arange(4))
-        >>> real, imaginary
-        (tensor([0, 1]), tensor([2, 3]))
-    """
-
-    width: int
-    rotated: int
-    pairs: str
-
-    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return real and imaginary parts, (…, d) to twice (…, d/2): rotated pairs first, then unrotated ones."""
-        if self.pairs != "halves":
-            return x[..., ::2], x[..., 1::2]
-        real, imaginary = x[..., : self.rotated].tensor_split(2, -1)
-        if self.rotated < self.width:
-            rest_real, rest_imaginary = x[..., self.rotated :].tensor_split(2, -1)
-            real, imaginary = torch.cat([real, rest_real], -1), torch.cat([imaginary, rest_imaginary], -1)
-        return real, imaginary
-
-    def join(self, real: Tensor, imaginary: Tensor) -> Tensor:
-        """Undo `split`."""
-        if self.pairs != "halves":
-            return torch.stack([real, imaginary], -1).flatten(-2)
-        half = self.rotated // 2
-        parts = (real[..., :half], imaginary[..., :half], real[..., half:], imaginary[..., half:])
-        return torch.cat([part for part in parts if part.shape[-1]], -1)
-
-
 class RotatingProjection(PaddedProjection):
     """A projection to pseudo-heads that pre-rotates channels whose frequency differs from that of their slot."""
 
@@ -86,7 +48,7 @@ class RotatingProjection(PaddedProjection):
 
     def __init__(self, proj: nn.Linear, config: "RotaryConfig") -> None:
         super().__init__(proj)
-        self.config, self.pairing = config, config.pairing
+        self.config = config
         slots = tuple(range(config.head_width // 2)) * (config.rank // config.head_width)
         self.rotates = config.frequencies != slots
         self.fill_(proj.weight.device)
@@ -98,14 +60,12 @@ class RotatingProjection(PaddedProjection):
         frequencies = torch.tensor(config.frequencies, device=device)
         slots = pairs % (config.head_width // 2)
         channels = torch.arange(config.rank, device=device).unflatten(-1, (-1, config.head_width))
-        real, imaginary = (part.flatten() for part in self.pairing.split(channels))
-        buffers = {
-            "wanted": torch.cat([config.to_heads(part, part) for part in (frequencies, slots)]),
-            "swapped": config.to_heads(imaginary, real),
-            "signs": config.to_heads(-torch.ones_like(pairs), torch.ones_like(pairs)).float(),
-        }
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer, persistent=False)
+        real, imaginary = (part.flatten() for part in config.split(channels))
+        signs = config.to_heads(-torch.ones_like(pairs), torch.ones_like(pairs)).float()
+        wanted = torch.cat([config.to_heads(part, part) for part in (frequencies, slots)])
+        self.wanted = nn.Buffer(wanted, persistent=False)
+        self.swapped = nn.Buffer(config.to_heads(imaginary, real), persistent=False)
+        self.signs = nn.Buffer(signs, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Project x (B, T, D) to (B, T, P·d), rotated by the difference of frequencies.
@@ -131,36 +91,11 @@ class RotatingProjection(PaddedProjection):
 
     def _by_pair(self, table: Tensor, unrotated: float) -> Tensor:
         """Return one number for each channel pair of a head, (B, T, d/2), from a table for the rotated channels."""
-        half = self.pairing.rotated // 2
-        if self.pairing.pairs == "neighbours, tables too":
+        half = self.config.rotated // 2
+        if self.config.pairs == "neighbours, tables too":
             table = table[..., ::2]
-        table, rest = table[..., :half].float(), self.pairing.width // 2 - half
+        table, rest = table[..., :half].float(), self.config.head_width // 2 - half
         return pad(table, (0, rest), value=unrotated) if rest else table
-
-
-def arranged(frequencies: Sequence[int], slots: int) -> list[int]:
-    """Order channel pairs so that as many as possible are in the slot of their own frequency.
-
-    Args:
-        frequencies: of P·d/2 channel pairs.
-        slots: d/2.
-
-    Returns:
-        Index of the channel pair for each slot, pseudo-head by pseudo-head.
-
-    Example:
-        >>> arranged([0, 0, 1, 1], slots=2)  # frequencies 0, 1, 0, 1
-        [0, 2, 1, 3]
-    """
-    waiting: list[list[int]] = [[] for _ in range(slots)]
-    for channel, frequency in enumerate(frequencies):
-        waiting[frequency].append(channel)
-    order: list[int | None] = []
-    for place in range(len(frequencies)):
-        matching = waiting[place % slots]
-        order.append(matching.pop(0) if matching else None)
-    others = iter([channel for channels in waiting for channel in channels])
-    return [next(others) if channel is None else channel for channel in order]
 
 
 @dataclass(frozen=True)
@@ -170,8 +105,10 @@ class RotaryConfig(QKConfig):
     Args:
         key_heads: number G of key heads in the dense model.
         rotated: number of rotated channels of a head.
-        pairs: as for `Pairing`.
-        frequencies: of each channel pair, P·d/2, as for `RotatingProjection`.
+        pairs: which channels of a head are rotated together: "halves" where channel j of the rotated ones pairs with
+            j + rotated/2, "neighbours" where 2j pairs with 2j + 1, "neighbours, tables too" where the tables of
+            cosines and sines have that layout as well.
+        frequencies: of each channel pair, P·d/2.
         query_bias: whether queries have a bias.
         key_bias: whether keys have one.
 
@@ -238,11 +175,6 @@ class RotaryConfig(QKConfig):
         return self.key_heads
 
     @property
-    def pairing(self) -> Pairing:
-        """Which channels are rotated together."""
-        return Pairing(self.head_width, self.rotated, self.pairs)
-
-    @property
     def width(self) -> int:
         """Width d of one head's queries and keys."""
         return self.head_width
@@ -253,6 +185,23 @@ class RotaryConfig(QKConfig):
 
     # Pairs of channels as complex numbers.
 
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return real and imaginary parts, (…, d) to twice (…, d/2): rotated pairs first, then unrotated ones."""
+        if self.pairs != "halves":
+            return x[..., ::2], x[..., 1::2]
+        real, imaginary = x[..., : self.rotated].tensor_split(2, -1)
+        if self.rotated < self.head_width:
+            rest_real, rest_imaginary = x[..., self.rotated :].tensor_split(2, -1)
+            real, imaginary = torch.cat([real, rest_real], -1), torch.cat([imaginary, rest_imaginary], -1)
+        return real, imaginary
+
+    def join(self, real: Tensor, imaginary: Tensor) -> Tensor:
+        """Undo `split`."""
+        if self.pairs != "halves":
+            return torch.stack([real, imaginary], -1).flatten(-2)
+        half = self.rotated // 2
+        return torch.cat([real[..., :half], imaginary[..., :half], real[..., half:], imaginary[..., half:]], -1)
+
     def key_rows(self, channels: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return weight (2n, D) and bias (2n,) or None of a projection to complex channels (D, n), or (D + 1, n)."""
         rows = self.to_heads(channels.real, channels.imag).mT
@@ -261,14 +210,14 @@ class RotaryConfig(QKConfig):
     def complex_channels(self, heads: Tensor, bias: Tensor | None) -> Tensor:
         """Pair the channels of dense heads: (H, D, d) to complex (H, D, d/2), a bias (H·d,) as one more row."""
         rows = heads if bias is None else torch.cat([heads, bias.detach().view(len(heads), 1, -1)], 1)
-        real, imaginary = self.pairing.split(rows)
+        real, imaginary = self.split(rows)
         wide = torch.float32 if rows.device.type == "mps" else torch.float64  # MPS has no float64
         return torch.complex(real.to(wide), imaginary.to(wide))
 
     def to_heads(self, real: Tensor, imaginary: Tensor) -> Tensor:
         """Lay R/2 channel pairs out as the pseudo-heads have them, twice (…, R/2) to (…, R)."""
         shape = (-1, self.head_width // 2)
-        return self.pairing.join(real.unflatten(-1, shape), imaginary.unflatten(-1, shape)).flatten(-2)
+        return self.join(real.unflatten(-1, shape), imaginary.unflatten(-1, shape)).flatten(-2)
 
     # Costs.
 
@@ -306,18 +255,15 @@ class RotaryQK(QKMap):
         config = self.config
         slots = torch.tensor(config.frequencies, dtype=torch.int64, device=device)
         pairs = torch.arange(config.rank // 2, device=device)
-        real, imaginary = (
-            part[slots] for part in config.pairing.split(torch.arange(config.head_width, device=device))
-        )
+        real, imaginary = (part[slots] for part in config.split(torch.arange(config.head_width, device=device)))
         ones = torch.ones_like(pairs)
-        buffers = {
-            "slots": slots,
-            "read": torch.cat([config.to_heads(real, imaginary), config.to_heads(imaginary, real)]),
-            "weights": torch.cat([config.to_heads(part, part) for part in (pairs, pairs + len(pairs))]),
-            "signs": torch.cat([config.to_heads(ones, ones), config.to_heads(-ones, ones)]).to(self.mixing.dtype),
-        }
-        for name, buffer in buffers.items():
-            self.register_buffer(name, buffer, persistent=False)
+        read = torch.cat([config.to_heads(real, imaginary), config.to_heads(imaginary, real)])
+        weights = torch.cat([config.to_heads(part, part) for part in (pairs, pairs + len(pairs))])
+        signs = torch.cat([config.to_heads(ones, ones), config.to_heads(-ones, ones)])
+        self.slots = nn.Buffer(slots, persistent=False)
+        self.read = nn.Buffer(read, persistent=False)
+        self.weights = nn.Buffer(weights, persistent=False)
+        self.signs = nn.Buffer(signs.to(self.mixing.dtype), persistent=False)
 
     @classmethod
     def build(cls, config: RotaryConfig, module: Any, parent: Any) -> tuple["RotaryQK", Layers]:
@@ -364,17 +310,12 @@ class RotaryQK(QKMap):
     def to_dense(self, site: Any, head_width: int | None) -> Layers:
         """Sum the shared channels to the keys of each head or group, as `ConvertedMap.to_dense`; always exact."""
         family = site.family
-        query_weight, query_bias = plain_rows(site.name, site.module, family.paths.query)
         keys = self.read_keys(site.name, site.module)  # (G, D, d/2)
-        weight, bias = self.config.key_rows(keys.transpose(0, 1).flatten(1))
-        query_like, like = (
-            site.module.get_submodule(rows_of(site.module)[path].layer).weight
-            for path in (family.paths.query, family.paths.key)
-        )
-        return {
-            family.paths.query: copied(query_weight, query_bias, query_like),
-            family.paths.key: copied(weight, bias, like),
+        parts: dict[str, tuple[Tensor, Tensor | None]] = {
+            family.paths.query: plain_rows(site.name, site.module, family.paths.query),
+            family.paths.key: self.config.key_rows(keys.transpose(0, 1).flatten(1)),
         }
+        return {path: copied(*part, projection_like(site.module, path)[0]) for path, part in parts.items()}
 
     def read_keys(self, name: str, module: Any) -> Tensor:
         """Return the complex keys of each head or group, (G, Dk, d/2), of the module called `name`.
@@ -385,7 +326,7 @@ class RotaryQK(QKMap):
         rows = weight.mT if bias is None else torch.cat([weight.mT, bias[None]])  # (D, R)
         place = float64_device(rows.device)
         rows = rows.to(place).double()
-        real, imaginary = self.config.pairing.split(rows.unflatten(-1, (-1, self.config.head_width)))
+        real, imaginary = self.config.split(rows.unflatten(-1, (-1, self.config.head_width)))
         channels = torch.complex(real.flatten(-2), imaginary.flatten(-2))
         mixing = torch.complex(*self.mixing.detach().to(place).double().chunk(2, -1))
         keys = channels.new_zeros(len(mixing), len(channels), self.config.head_width // 2)
@@ -422,15 +363,15 @@ class RotaryQK(QKMap):
 
         The channels of each frequency are summed to these keys.
         """
-        config, pairing = self.config, self.config.pairing
+        config = self.config
         key = key[:, : config.rank // config.head_width]  # (B, P, S, d)
         by_real, by_imaginary = self.mixing.to(key.dtype).unsqueeze(1).chunk(2, -1)  # (G, 1, R/2)
         # (B, 1, S, R/2)
-        real, imaginary = (part.transpose(1, 2).flatten(2).unsqueeze(1) for part in pairing.split(key))
+        real, imaginary = (part.transpose(1, 2).flatten(2).unsqueeze(1) for part in config.split(key))
         mixed = real * by_real + imaginary * by_imaginary, imaginary * by_real - real * by_imaginary
         width = config.head_width // 2
         sums = (part.new_zeros(*part.shape[:3], width).index_add(-1, self.slots, part) for part in mixed)
-        return query[:, : config.heads], pairing.join(*sums)
+        return query[:, : config.heads], config.join(*sums)
 
     def head_queries(self, query: Tensor) -> Tensor:
         """Return the rotated queries (B, H, T, d), mixed for the R channels of the keys, (B, T, H, R)."""
@@ -464,6 +405,22 @@ class RotaryQK(QKMap):
 
 
 RotaryConfig.module = RotaryQK
+
+
+def arranged(frequencies: Sequence[int], slots: int) -> list[int]:
+    """Return the index of the channel pair for each slot, so that as many as possible have their own frequency there.
+
+    There are P·d/2 pairs, and d/2 slots in each pseudo-head.
+    """
+    waiting: list[list[int]] = [[] for _ in range(slots)]
+    for channel, frequency in enumerate(frequencies):
+        waiting[frequency].append(channel)
+    order: list[int | None] = []
+    for place in range(len(frequencies)):
+        matching = waiting[place % slots]
+        order.append(matching.pop(0) if matching else None)
+    others = iter([channel for channels in waiting for channel in channels])
+    return [next(others) if channel is None else channel for channel in order]
 
 
 def _attach_tables(

@@ -35,7 +35,6 @@ from collab_compress.attention.decoding import HALVES, cached_scores, can_decode
 from collab_compress.attention.forward import hand_back_, take_over_
 from collab_compress.attention.maps import ConvertedMap, Layers
 from collab_compress.attention.projections import (
-    FusedLayout,
     PaddedProjection,
     Weights,
     add_pre_hook_,
@@ -47,7 +46,7 @@ from collab_compress.attention.projections import (
     rows_of,
     separate_,
 )
-from collab_compress.attention.shared import WIDTH_MULTIPLE, QKMap, SharedQK, scaling_of
+from collab_compress.attention.shared import WIDTH_MULTIPLE, QKMap, scaling_of
 from collab_compress.attention.values import NarrowOV, output_of
 from collab_compress.errors import UnsupportedModelError
 from collab_compress.transformers_parts import ALL_ATTENTION_FUNCTIONS, find_cache
@@ -158,33 +157,23 @@ def attend(
             that Transformers knows; by default the model's.
         options: `dropout`, `scaling` (default: the module's), `is_causal` (default: the module's), and
             `position_bias`, added to the scores, broadcastable to (B, H, T, S). Others are ignored, as in stock
-            attention functions, unless they change the scores.
+            attention functions; an UnsupportedModelError is raised for those that change the scores.
 
     Returns:
         Head outputs (B, T, H, dv), or side by side, (B, T, 1, H·dv), and probabilities after dropout (B, H, T, S), or
         None in their place.
-
-    Raises:
-        UnsupportedModelError: the module passes a paged cache, or an argument that changes the scores and is not
-            implemented here; hooks do not work with the implementation.
-
-    Example:
-        >>> module, heads = model.encoder.layer[0].attention.self, torch.randn(3, 2, 3, 6, 8)  # queries, keys, values
-        >>> outputs, _ = attend(module, *heads, attention_mask=None)
-        >>> same, probs = attend(module, *heads, attention_mask=None, implementation="eager")
-        >>> torch.allclose(outputs, same, atol=1e-5), probs.shape
-        (True, torch.Size([2, 3, 6, 6]))
     """
     if implementation is None:
         implementation = stock_config(module)._attn_implementation
     hooks, parts = head_hooks(module), (query, key, value)
-    if implementation == "eager":
-        return _attend_eager(module, parts, attention_mask, options)
-    if implementation != "sdpa":
+    needs_probs = any(hook.needs_probs for hook in hooks)
+    is_fused = implementation == "sdpa" and not needs_probs
+    _refuse_unsupported(module, options, is_stock=not is_fused and maps_of(module)[0] is None)
+    if implementation not in IMPLEMENTATIONS:
         return _attend_stock(implementation, module, parts, attention_mask, options), None
-    if hooks and any(hook.needs_probs for hook in hooks):
-        return _attend_eager(module, parts, attention_mask, options)[0], None
-    _refuse_unsupported(module, options, UNSUPPORTED)
+    if not is_fused:
+        outputs, probs = _attend_eager(module, parts, attention_mask, options, needs_probs)
+        return outputs, probs if implementation == "eager" else None
     mask, causal = _whole_mask(module, attention_mask, query.shape[2], options)
     p, scaling = options.get("dropout", 0.0), _scaling(module, options)
     if not hooks and not p and key is not query and can_decode(query, key, value, mask):
@@ -202,20 +191,22 @@ def attend(
 
 
 def _attend_eager(
-    module: Any, parts: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, options: dict[str, Any]
+    module: Any,
+    parts: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    options: dict[str, Any],
+    needs_probs: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attend step by step."""
     query, key, _ = parts
     qk, _ = maps_of(module)
-    _refuse_unsupported(module, options, CHOOSE_KEYS if qk is None else UNSUPPORTED)
-    needs_probs = any(hook.needs_probs for hook in head_hooks(module))
     p = options.pop("dropout", 0.0)
     if _is_causal(module, options.pop("is_causal", None), mask, query.shape[2]):
         mask = query.new_ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool).tril()
     if mask is not None and mask.dtype == torch.bool:  # made for SDPA; eager attention takes an additive one
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
     query, key, value = _ordinary_heads(module, parts, _scaling(module, options))
-    if qk is not None and qk.values is not None:
+    if qk is not None and qk.values is not None:  # what fused kernels are padded with
         query, key = query[..., : qk.config.width], key[..., : qk.config.width]
     heads = query, key, value[..., : _value_width(module, value)]
     # Stock functions of some families scale by the width of a head, which a converted one does not have.
@@ -236,8 +227,6 @@ def _attend_stock(
     if head_hooks(module) or name not in ALL_ATTENTION_FUNCTIONS:
         reason = "has hooks on its heads" if head_hooks(module) else "is edited"
         raise wrong_implementation(f"{type(module).__name__} {reason}", name)
-    qk, _ = maps_of(module)
-    _refuse_unsupported(module, options, CHOOSE_KEYS if qk is None else UNSUPPORTED)
     options["scaling"] = _scaling(module, options)
     heads = _ordinary_heads(module, parts, options["scaling"])
     view = _StockView(module, heads[0].shape[1] == heads[1].shape[1])
@@ -278,21 +267,18 @@ def _ordinary_heads(
     """
     query, key, value = parts
     qk, ov = maps_of(module)
-    if key is query and isinstance(qk, SharedQK):
+    if key is query and qk is not None:
         joint: tuple[Tensor, Tensor, Tensor] = module.qk("joint_heads", query)
         return joint
     if ov is not None:
         value = ov.heads(value)
     if qk is not None:
-        own = scaling_of(module) if isinstance(qk, SharedQK) else scaling
-        query, key = module.qk("heads", query, key, own / scaling)
-    if "widths" in module.__dict__:  # dense heads are side by side too
-        if qk is None and ov is not None:
-            query, key = (_split(part, ov.config.heads) for part in (query, key))
-        elif ov is None and qk is not None:
+        query, key = module.qk("heads", query, key, scaling_of(module, scaling) / scaling)
+        if ov is None and "widths" in module.__dict__:  # dense heads are side by side too
             value = _split(value, qk.config.heads)
-    if qk is not None:
         value = for_each_head(value, key.shape[1])
+    elif ov is not None and "widths" in module.__dict__:
+        query, key = (_split(part, ov.config.heads) for part in (query, key))
     return query, key, value
 
 
@@ -333,7 +319,7 @@ def _attend_to_cache(
     is_joined = "widths" in module.__dict__
     if qk is None:
         if is_joined and ov is not None:
-            query, key = _split(query, ov.config.heads), _split(key, ov.config.heads)
+            query, key = (_split(part, ov.config.heads) for part in (query, key))
         grouped = query.reshape(*key.shape[:2], -1, key.shape[-1])  # (B, Hkv, H/Hkv, d)
         probs = ((grouped * scaling) @ key.mT).flatten(1, 2)  # (B, H, S)
     else:
@@ -341,9 +327,8 @@ def _attend_to_cache(
     probs = probabilities(probs, mask)
     if ov is not None:
         count, size = ov.config.key_value_heads, ov.config.size
-    elif is_joined:
-        count = qk.config.heads if qk is not None else 0
-        size = value.shape[-1] // count
+    elif is_joined and qk is not None:
+        count, size = qk.config.heads, value.shape[-1] // qk.config.heads
     else:
         count, size = value.shape[1], value.shape[-1]
     return weighted_values(probs, value, count, size).view(len(query), 1, 1, -1)
@@ -351,13 +336,11 @@ def _attend_to_cache(
 
 def _cached_scores(module: Any, qk: QKMap, query: Tensor, key: Tensor, scaling: float) -> Tensor:
     """Return the scores of one token, (B, H, S), from shared keys as they lie in a cache."""
-    rank = qk.config.rank
+    rank, content = qk.config.rank, qk.config.key_channels
     query = module.qk("head_queries", query * scaling).squeeze(1)  # (B, H, R)
-    padding = key.shape[1] * key.shape[3] - rank
-    if padding:
-        query = pad(query, (0, padding))
-    if isinstance(qk, SharedQK) and qk.config.content_bias:  # which a module that scales its queries does not scale
-        query[..., rank : qk.config.key_channels].diagonal(0, 1, 2).fill_(scaling_of(module))
+    query = pad(query, (0, key.shape[1] * key.shape[3] - rank))
+    if content > rank:  # content biases, which a module that scales its queries does not scale
+        query[..., rank:content].diagonal(0, 1, 2).fill_(scaling_of(module))
     return cached_scores(query, key)
 
 
@@ -382,14 +365,24 @@ def _eager(
     return outputs.transpose(1, 2).contiguous(), probs
 
 
-def _refuse_unsupported(module: Any, options: dict[str, Any], names: frozenset[str]) -> None:
-    """Raise UnsupportedModelError for a paged cache, and for arguments of these names."""
-    refuse_paged_cache(module, options)
+def _refuse_unsupported(module: Any, options: dict[str, Any], is_stock: bool) -> None:
+    """Raise UnsupportedModelError for a paged cache, and for arguments that only stock functions implement."""
+    _refuse_paged_cache(module, options)
+    names = CHOOSE_KEYS if is_stock else UNSUPPORTED
     passed = sorted(name for name in names if options.get(name) is not None)
     if passed:
         raise UnsupportedModelError(
             f"{type(module).__name__} passes {', '.join(passed)} to its attention, which changes the scores "
             "and is not implemented for edited modules; use the dense model"
+        )
+
+
+def _refuse_paged_cache(module: Any, options: dict[str, Any]) -> None:
+    """Raise UnsupportedModelError if these keyword arguments of attention come from continuous batching."""
+    if "read_index" in options:
+        raise UnsupportedModelError(
+            f"edited {type(module).__name__} cannot read a paged cache (generate_batch, continuous batching); "
+            "use generate"
         )
 
 
@@ -419,10 +412,7 @@ class AttentionConfig:
     def __init__(self, config: PretrainedConfig) -> None:
         self.__dict__["stock"] = config
 
-    @property
-    def _attn_implementation(self) -> str:
-        refuse_paged(self.stock._attn_implementation)
-        return "collab"
+    _attn_implementation = "collab"
 
     def __getattr__(self, name: str) -> Any:
         if name == "stock" or name.startswith("__"):  # while this view is copied or pickled
@@ -433,25 +423,10 @@ class AttentionConfig:
         setattr(self.stock, name, value)
 
 
-def refuse_paged(implementation: Any) -> None:
-    """Raise an UnsupportedModelError for the implementations that continuous batching sets."""
-    if str(implementation).startswith("paged|"):
-        raise UnsupportedModelError(f"edited attention cannot read paged caches ({implementation}); use generate")
-
-
 def stock_config(module: Any) -> Any:
     """Return the model's own config as an attention module holds it; None if it holds none."""
     config = getattr(module, "config", None)
     return config.stock if isinstance(config, AttentionConfig) else config
-
-
-def refuse_paged_cache(module: Any, options: dict[str, Any]) -> None:
-    """Raise UnsupportedModelError if these keyword arguments of attention come from continuous batching."""
-    if "read_index" in options:
-        raise UnsupportedModelError(
-            f"edited {type(module).__name__} cannot read a paged cache (generate_batch, continuous batching); "
-            "use generate"
-        )
 
 
 def wrong_implementation(reason: str, implementation: Any) -> UnsupportedModelError:
@@ -477,25 +452,21 @@ def restore_(module: Any) -> None:
     """Make `module` call the stock attention functions again, in place, unless another edit still needs ours."""
     if is_converted(module):
         return
-    is_hooked = bool(head_hooks(module))
-    if not (is_hooked and family_of(module).forward == "scores"):
-        hand_back_(module)
-    if is_hooked:
-        redirect_(module)
-    elif isinstance(getattr(module, "config", None), AttentionConfig):
+    hand_back_(module)
+    if isinstance(getattr(module, "config", None), AttentionConfig):
         module.config = module.config.stock
+    if head_hooks(module):
+        redirect_(module)
 
 
 def add_head_hook_(module: Any, hook: HeadHook, *, first: bool = False) -> None:
     """Register `hook` on the head outputs of `module`, after or before the present hooks, in place."""
+    if family_of(module).forward != "scores":  # those take any attention implementation
+        implementation = stock_config(module)._attn_implementation
+        if implementation not in IMPLEMENTATIONS:
+            raise wrong_implementation(f"{type(module).__name__} has hooks on its heads", implementation)
     module.head_hooks = PresentHooks((hook, *head_hooks(module)) if first else (*head_hooks(module), hook))
     redirect_(module)
-    if family_of(module).forward == "scores":  # any attention implementation
-        return
-    implementation = stock_config(module)._attn_implementation
-    if implementation not in IMPLEMENTATIONS:
-        remove_head_hook_(module, hook)
-        raise wrong_implementation(f"{type(module).__name__} has hooks on its heads", implementation)
 
 
 def remove_head_hook_(module: Any, hook: HeadHook) -> None:
@@ -535,7 +506,7 @@ def install_(module: Any, converted: ConvertedMap, layers: Layers, parent: Any) 
         prepare_(module)
     else:
         padded = {path: converted.wrap(path, layer, module) for path, layer in projections.items()}
-        replace_(module, padded, _layout(module))
+        replace_(module, padded, converted.config.head_width)
         prepare_(module)
         add_pre_hook_(module, _prepare_cache)
     converted.put_in_(module)
@@ -566,7 +537,7 @@ def uninstall_(module: Any, at: str, dense: Layers, parent: Any) -> None:
     converted.take_out_(module)
     projections = _put_outputs_(module, dense, parent)
     if family_of(module).forward == "stock":
-        replace_(module, projections, _layout(module, converted.config))
+        replace_(module, projections, converted.config.head_width)
         lay_out_(module)
         if not is_converted(module):
             remove_pre_hook_(module, _prepare_cache)
@@ -589,23 +560,14 @@ def _put_outputs_(module: Any, layers: Layers, parent: Any) -> dict[str, nn.Line
 
 def prepare_(module: Any) -> None:
     """Prepare a converted module for its forward pass, in place; also after heads have moved or gone."""
-    qk, _ = maps_of(module)
     if family_of(module).forward == "stock":
         lay_out_(module)
         return
-    rows = rows_of(module)
+    rows, qk = rows_of(module), maps_of(module)[0]
     module.widths = [stop - start for _, start, stop in rows.values()]
-    if isinstance(qk, SharedQK):
+    if qk is not None:
         _, start, stop = rows[family_of(module).paths.value]
         qk.join_((start, (stop - start) // qk.config.heads) if "qkv" in module._modules else None)
-
-
-def _layout(module: Any, config: Any = None) -> FusedLayout:
-    """Return how a fused layer of the stock module is laid out."""
-    family = family_of(module)
-    if config is None:
-        config = next(converted.config for converted in maps_of(module) if converted is not None)
-    return FusedLayout(config.heads, config.head_width, family.layout.interleaved, family.layout.equal_widths)
 
 
 # Stock forward passes: what their modules view as heads.
@@ -618,36 +580,28 @@ def lay_out_(module: Any) -> None:
     maps are converted, that becomes the number of key groups in use, as the module lays both out alike; otherwise
     projections stay padded to H·d.
     """
-    family, rows, (qk, ov) = family_of(module), rows_of(module), maps_of(module)
-    configs = [converted.config for converted in (qk, ov) if converted is not None]
-    if family.layout.head_count_attr:
-        if len(configs) == 2:
-            if STOCK_HEADS not in module.__dict__:
-                setattr(module, STOCK_HEADS, getattr(module, family.layout.head_count_attr))
-            width = configs[0].head_width
-            setattr(
-                module,
-                family.layout.head_count_attr,
-                max(1, *(-(-(stop - start) // width) for _, start, stop in rows.values())),
-            )
-        elif STOCK_HEADS in module.__dict__:
-            setattr(module, family.layout.head_count_attr, module.__dict__.pop(STOCK_HEADS))
+    family, layout = family_of(module), family_of(module).layout
+    configs = [converted.config for converted in maps_of(module) if converted is not None]
+    count = layout.head_count_attr
+    if count and STOCK_HEADS in module.__dict__:
+        setattr(module, count, module.__dict__.pop(STOCK_HEADS))
     if not configs:
         return
     width = configs[0].head_width
-    for path in rows:
-        projection: PaddedProjection = module.get_submodule(path)
+    projections: dict[str, PaddedProjection] = {path: module.get_submodule(path) for path in rows_of(module)}
+    if count and len(configs) == 2:
+        setattr(module, STOCK_HEADS, getattr(module, count))
+        widest = max(projection.proj.out_features for projection in projections.values())
+        setattr(module, count, max(1, -(-widest // width)))
+    for path, projection in projections.items():
+        heads = 1
+        if count:
+            heads = getattr(module, count)
+        elif layout.fixed_head_count:
+            heads = configs[-1 if path == family.paths.value else 0].key_value_heads
+        whole = heads * width
         channels = projection.proj.out_features
-        if family.layout.head_count_attr:
-            projection.padding = getattr(module, family.layout.head_count_attr) * width - channels
-        else:
-            heads: int = (
-                configs[-1 if path == family.paths.value else 0].key_value_heads
-                if family.layout.fixed_head_count
-                else 1
-            )
-            multiple = heads * width
-            projection.padding = -channels % multiple if channels else multiple
+        projection.padding = -channels % whole if channels else whole
     if family.paths.fused:
         fused: Any = module.get_submodule(family.paths.fused)
         if fused.transposed:
@@ -656,7 +610,7 @@ def lay_out_(module: Any) -> None:
 
 def _prepare_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Make a static cache allocate values in their own shape; stock caches give them as many heads as keys."""
-    refuse_paged_cache(module, kwargs)
+    _refuse_paged_cache(module, kwargs)
     cache = find_cache((*kwargs.values(), *args))
     if cache is None or hasattr(cache, LAZY_VALUES) or not getattr(cache, "is_compileable", False):
         return

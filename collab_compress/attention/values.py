@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import refuse_hooks
+from collab_compress.architectures.sites import by_input
 from collab_compress.attention.maps import ConvertedMap, Cut, HeadRows, Layers, MapConfig, Part, kept_rows
 from collab_compress.attention.projections import (
     Weights,
@@ -113,9 +114,9 @@ class NarrowOV(ConvertedMap):
         dense, in_features = projection_like(module, family.paths.value)
         value = nn.Linear(in_features, config.dv, config.value_bias, device=dense.device, dtype=dense.dtype)
         output = output_of(module, parent)
-        shape = list(output.weight.shape)
-        shape[input_dim(output)] = config.dv * config.group
         weight, bias = output.weight, output.bias
+        shape = list(weight.shape)
+        shape[input_dim(output)] = config.dv * config.group
         new = Weights(
             nn.Parameter(weight.new_empty(shape), weight.requires_grad),
             None if bias is None else nn.Parameter(torch.empty_like(bias), bias.requires_grad),
@@ -138,12 +139,6 @@ class NarrowOV(ConvertedMap):
         )
         like = result.output
         values = [weight.to(like) @ kept for weight, kept in zip(site.value_heads(), result.heads, strict=True)]
-        value_bias = output_bias = None
-        if (biases := site.value_bias()) is not None:
-            value_bias = torch.cat([bias.to(like) @ kept for bias, kept in zip(biases, result.heads, strict=True)])
-        if site.output.bias is not None:
-            output_bias = site.output.bias.detach().to(like)
-            output_bias = output_bias if result.bias is None else output_bias + result.bias
         ov, layers = cls.build(config, site.module, site.parent)
         value, output = layers.values()
         dtype = value.weight.dtype  # before they move: not every device has float64
@@ -151,9 +146,12 @@ class NarrowOV(ConvertedMap):
         with torch.no_grad():
             value.weight.copy_(torch.cat(values, 1).T.to(dtype))
             output.weight.copy_(new_output.to(dtype))
-            for target, source in ((value.bias, value_bias), (output.bias, output_bias)):
-                if target is not None and source is not None:
-                    target.copy_(source.to(dtype))
+            if (biases := site.value_bias()) is not None and value.bias is not None:
+                joined = [bias.to(like) @ kept for bias, kept in zip(biases, result.heads, strict=True)]
+                value.bias.copy_(torch.cat(joined).to(dtype))
+            if output.bias is not None:
+                lost = 0.0 if result.bias is None else result.bias
+                output.bias.copy_((site.output.bias.to(like) + lost).to(dtype))
         return ov, layers, result
 
     def to_dense(self, site: Any, head_width: int | None) -> Layers:
@@ -162,15 +160,13 @@ class NarrowOV(ConvertedMap):
         refuse_hooks(f"{site.name}: its output projection", output, stays=True)
         width = self.config.head_width if head_width is None else head_width
         value, bias = plain_rows(site.name, site.module, site.paths.value)
-        weight = plain_weight(f"the output projection of {site.name}", output)
-        layer = site.module.get_submodule(rows_of(site.module)[site.paths.value].layer)
-        if not self.config.value_bias:
-            bias = None
-        dense_bias = None if bias is None else self._widened(bias, width)
-        wide = self._widened(weight if input_dim(output) else weight.T, width)  # (D, H·d)
+        plain_weight(f"the output projection of {site.name}", output)
+        like, _ = projection_like(site.module, site.paths.value)
+        dense_bias = self._widened(bias, width) if bias is not None and self.config.value_bias else None
+        wide = self._widened(by_input(output).T, width)  # (D, H·d)
         wide = wide if input_dim(output) else wide.T.contiguous()
         return {
-            site.paths.value: copied(self._widened(value.T, width).T, dense_bias, layer.weight),
+            site.paths.value: copied(self._widened(value.T, width).T, dense_bias, like),
             site.paths.output: Weights(nn.Parameter(wide, output.weight.requires_grad), output.bias),
         }
 
@@ -181,7 +177,7 @@ class NarrowOV(ConvertedMap):
     def put_in_(self, module: Any) -> None:
         """Set the width of all head outputs."""
         if hasattr(module, JOINT_WIDTH):
-            setattr(module, JOINT_WIDTH, self.config.dv)
+            setattr(module, JOINT_WIDTH, self.config.dv * self.config.group)
 
     def take_out_(self, module: Any) -> None:
         """Restore the width of all head outputs."""

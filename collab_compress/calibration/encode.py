@@ -99,10 +99,7 @@ def _source_target_batches(
 def encode_pairs(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Any], **options: Any
 ) -> Batch:
-    """Tokenize sources and targets for an encoder–decoder; its decoder reads targets shifted to the right.
-
-    The first token is the decoder's start token, as in training (`prepare_decoder_input_ids_from_labels`).
-    """
+    """Tokenize pairs for an encoder–decoder; its decoder reads targets shifted to the right, as in training."""
     sources, targets = (list(side) for side in zip(*pairs, strict=True))
     known = forward_arguments(model)
     batch = encode(tokenizer, sources, return_tensors="pt", **options)

@@ -48,9 +48,7 @@ def attention_masks(
 ) -> dict[MaskKind, AttentionMasks]:
     """Return the attention masks of one call of `model`, whose arguments have these names, by kind of attention.
 
-    Without a mask all tokens count. If the decoder of an encoder-decoder has none, the pad tokens of
-    `decoder_input_ids` are padding (but for the first token, which starts the sequence), or else -100 in `labels`,
-    shifted to the right.
+    A decoder without one has padding at the pad tokens of `decoder_input_ids`, or behind -100 in `labels`.
     """
     inputs = {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -282,11 +280,7 @@ def gather_moments(
 
 
 class InputMoments:
-    """Moments of the inputs of attention projections without padding, summed while modules run in a `with` block.
-
-    A module that serves several layers (ALBERT) pools them. If queries and keys read the same tensor, as in
-    self-attention, it is summed once.
-    """
+    """Moments of unpadded inputs of projections, pooled over all calls of a module inside a `with` block."""
 
     masks: Mapping[MaskKind, AttentionMasks] = {}
     """Masks of the batch that runs next."""

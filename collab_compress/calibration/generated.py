@@ -9,6 +9,7 @@ from collab_compress.calibration.batches import batch_size
 from collab_compress.calibration.encode import ordinary_tokens, special_tokens, usable_length
 from collab_compress.calibration.gather import Batch, evaluation_mode
 from collab_compress.calibration.random_tokens import LONGEST, check_size, likelihoods
+from collab_compress.devices import forked_rng
 from collab_compress.errors import CalibrationError
 
 TEXTS = 256  # if no number is given
@@ -21,10 +22,9 @@ def generated_batches(
 ) -> list[Batch]:
     """Sample texts from a language model, 256 of 128 tokens by default.
 
-    A decoder's text begins with the tokenizer's first special tokens and a random token, and continues with tokens
-    sampled from the model ("LLM-QAT: Data-Free Quantization Aware Training for Large Language Models", Liu et al.,
-    2023, section 3.1). Where the model ends a text, the next one follows, as in pretraining. A masked language model
-    fills a text of masks in random order, a sixteenth of it at a time ("BERT has a Mouth, and It Must Speak", Wang
+    A decoder continues the first special tokens and a random token; where a text ends, the next one follows
+    ("LLM-QAT: Data-Free Quantization Aware Training for Large Language Models", Liu et al., 2023, section 3.1). A
+    masked model fills masks in random order, a sixteenth at a time ("BERT has a Mouth, and It Must Speak", Wang
     and Cho, 2019; "Mask-Predict", Ghazvininejad et al., 2019).
     """
     fills = type(model).__name__ in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
@@ -42,8 +42,7 @@ def generated_batches(
     count, longest = sequences or TEXTS, usable_length(length or LONGEST, model, tokenizer) or LONGEST
     check_size(count * longest, f"{count} texts of {longest} tokens")
     write = _fill_masks if fills else _continue_prompts
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), evaluation_mode(model):
+    with forked_rng(model.device), evaluation_mode(model):
         torch.manual_seed(seed)
         tokens = write(model, tokenizer, count, longest, torch.Generator().manual_seed(seed))
     return [

@@ -34,13 +34,11 @@ def sequence_default(length: int | None) -> int:
 def random_batches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sequences: int | None, length: int | None, seed: int
 ) -> list[Batch]:
-    """Draw token ids between the special tokens that the tokenizer adds, frequent ones more often (`likelihoods`).
+    """Draw token ids between the special tokens of the tokenizer, frequent ones more often (`likelihoods`).
 
-    Without a length, sequences have 8 to 128 tokens, as often 8 to 16 as 64 to 128. For an encoder whose tokenizer
-    tells pairs of texts apart, half of them are pairs.
-
-    The decoder of an encoder–decoder starts with its start token and what the tokenizer puts before a target (a
-    language code for NLLB, M2M100 and mBART-50).
+    Without a length, sequences have 8 to 128 tokens, as often 8 to 16 as 64 to 128, and half of those of an
+    encoder that knows pairs are pairs. Targets start with the decoder's start token and the tokenizer's prefix (a
+    language code).
     """
     sequences = sequences or sequence_default(length)
     longest = usable_length(length or LONGEST, model, tokenizer) or LONGEST
@@ -83,11 +81,10 @@ def random_batches(
 def likelihoods(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Tensor:
     """Estimate the probabilities (N,) of tokens, ascending ids, in texts from the vocabulary alone, in float64.
 
-    WordPiece, BPE and unigram vocabularies list their tokens nearly from the most frequent to the rarest, and
-    frequencies of words fall as 1 / (rank + 2.7) (Zipf; Mandelbrot, "An informational theory of the statistical
-    structure of language", 1953). Half of the weight is spread so over tokens of two characters and more; the other
-    half is uniform over all, so that each is seen. Single characters are in alphabetical order, so they get the
-    uniform half only, and a vocabulary of nothing else is uniform.
+    Vocabularies list tokens nearly by frequency, which falls as 1 / (rank + 2.7) (Zipf; Mandelbrot, "An
+    informational theory of the statistical structure of language", 1953). Half of the weight goes to tokens of
+    two characters or more; the other half is uniform over all, single characters included, which are in
+    alphabetical order.
     """
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(list(ids))]
     is_word = torch.tensor(

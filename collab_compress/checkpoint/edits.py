@@ -165,8 +165,8 @@ def _merged(lists: Iterable[Sequence[ModelEdit]]) -> list[ModelEdit]:
     return merged
 
 
-def keep_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
-    """Store an edit of `model` on the innermost models that hold its modules, in place."""
+def record_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
+    """Record on the innermost models that hold its modules, in place, that `edit` was applied, to be stored."""
     owners = {id(module): inner for inner in models_in(model) for module in inner.base_model.modules()}
     owned: dict[int, dict[str, Any]] = {}
     for name, spec in edit.modules.items():
@@ -177,11 +177,6 @@ def keep_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
         if id(inner) in owned:
             setattr(inner, MARK, [*vars(inner).get(MARK, ()), with_modules(edit, owned[id(inner)])])
     _keep_weights_(model)
-
-
-def record_edit_(model: PreTrainedModel, edit: ModelEdit) -> None:
-    """Record on a live model, in place, that `edit` was applied, so that `save_pretrained` stores it."""
-    keep_edit_(model, edit)
     keep_on_one_device_(model, edit)
 
 
@@ -259,15 +254,11 @@ def is_edits(description: Any) -> bool:
     return method in (METHOD, STORED_METHOD)
 
 
-def describes_edits(config: PretrainedConfig) -> bool:
-    """Return whether a config describes edits."""
-    return is_edits(getattr(config, "quantization_config", None))
-
-
 def is_quantized(model: PreTrainedModel) -> bool:
     """Return whether `model` is quantized by something other than this package, by its config."""
     edits_of(model)
-    return getattr(model.config, "quantization_config", None) is not None and not describes_edits(model.config)
+    description = getattr(model.config, "quantization_config", None)
+    return description is not None and not is_edits(description)
 
 
 def save_apart_(model: PreTrainedModel) -> None:
@@ -279,8 +270,9 @@ def save_apart_(model: PreTrainedModel) -> None:
     if conversions is None:  # as `save_pretrained` finds them
         known = weight_conversions_of(model, add_legacy=False)
         conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
-    if len(kept_conversions(conversions)) < len(conversions):
-        model._weight_conversions = kept_conversions(conversions)
+    kept = kept_conversions(conversions)
+    if len(kept) < len(conversions):
+        model._weight_conversions = kept
 
 
 def kept_conversions(conversions: Sequence[Any]) -> list[Any]:
@@ -302,7 +294,7 @@ def copy_configs_(model: PreTrainedModel) -> None:
         setattr(inner, BEFORE, (*vars(inner).get(BEFORE, ()), inner.config))
     for module in model.modules():
         for name, value in vars(module).items():
-            if name == "config" or (isinstance(value, PretrainedConfig)):
+            if name == "config" or isinstance(value, PretrainedConfig):
                 vars(module)[name] = copy.deepcopy(value, copied)
 
 

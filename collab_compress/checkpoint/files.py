@@ -19,36 +19,20 @@ RUST_OS_ERROR = re.compile(r"\(os error \d+\)")  # in errors of safetensors and 
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a path to write to, which is renamed to `path` if the block succeeds, and removed if it fails.
 
-    A process that is killed can leave `.<name>.partial-<random>`, never `path`. Missing directories are made.
-
-    Raises:
-        CheckpointError: `path` exists, or cannot be written.
+    A process that is killed can leave `.<name>.partial-<random>`, never `path`. Missing directories are made. Raises
+    a CheckpointError if `path` exists or cannot be written.
     """
     refuse_existing(path)
-    with _write_errors(path):
-        final = resolved(path)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        partial = _partial(final)
-        try:
-            yield partial
-            refuse_existing(path)
-            partial.rename(final)
-        finally:
-            _remove(partial)
+    final = resolved(path)
+    with _write_errors(path), _partial(final) as partial:
+        yield partial
+        refuse_existing(path)
+        partial.rename(final)
 
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield an empty directory that becomes `path`, as `atomic_file` does with a file.
-
-    Example:
-        >>> from tempfile import TemporaryDirectory
-        >>> with TemporaryDirectory() as folder:
-        ...     with atomic_directory(Path(folder) / "model") as partial:
-        ...         model.save_pretrained(partial)
-        ...     sorted(path.name for path in (Path(folder) / "model").iterdir())
-        ['config.json', 'model.safetensors']
-    """
+    """Yield an empty directory that becomes `path`, as `atomic_file` does with a file."""
     with atomic_file(path) as partial:
         partial.mkdir()
         yield partial
@@ -61,23 +45,15 @@ def write_new(path: Path, text: str) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write to a file, replacing an earlier one as a whole, which keeps its permissions.
-
-    Raises:
-        CheckpointError: `path` is no regular file, or cannot be written.
-    """
+    """Write to a file, replacing an earlier one as a whole, which keeps its permissions; refuse what is no file."""
     with _write_errors(path):
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise CheckpointError(f"cannot write {path}: it is no regular file")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = _partial(path)
-        try:
+        with _partial(path) as partial:
             partial.write_bytes(content.encode() if isinstance(content, str) else content)
             if path.exists():
                 shutil.copymode(path, partial)
             partial.replace(path)
-        finally:
-            _remove(partial)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -91,12 +67,7 @@ def to_json(value: object) -> str:
 
 
 def mapped(leaf: Callable[[Any], Any], value: Any) -> Any:
-    """Apply `leaf` to every value in nested mappings and lists; tuples become lists.
-
-    Example:
-        >>> mapped(str, {"widths": (1, 2)})
-        {'widths': ['1', '2']}
-    """
+    """Apply `leaf` to every value in nested mappings and lists; tuples become lists."""
     if isinstance(value, Mapping):
         return {name: mapped(leaf, inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -105,14 +76,7 @@ def mapped(leaf: Callable[[Any], Any], value: Any) -> Any:
 
 
 def refuse_existing(path: Path) -> None:
-    """Refuse to overwrite anything: a file, a directory, a link, a device or a pipe.
-
-    Example:
-        >>> refuse_existing(Path("."))
-        Traceback (most recent call last):
-            ...
-        collab_compress.errors.CheckpointError: . exists; choose another output or remove it
-    """
+    """Refuse to overwrite anything: a file, a directory, a link, a device or a pipe."""
     with _write_errors(path):
         if os.path.lexists(path) or os.path.lexists(resolved(path)):  # `new/..` exists, though `new` does not
             raise CheckpointError(f"{path} exists; choose another output or remove it")
@@ -151,13 +115,14 @@ def resolved(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _partial(path: Path) -> Path:
-    """Return a unique temporary path beside `path`."""
-    return path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:12]}")
-
-
-def _remove(path: Path) -> None:
-    """Remove a file or a directory, if it exists."""
-    shutil.rmtree(path, ignore_errors=True)
-    with suppress(OSError):
-        path.unlink()
+@contextmanager
+def _partial(path: Path) -> Iterator[Path]:
+    """Yield a unique path beside `path`, in a directory that is made if it is missing; remove what is left there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex[:12]}")
+    try:
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):
+            partial.unlink()

@@ -25,15 +25,14 @@ from collab_compress.checkpoint.edits import (
     EditConfig,
     ModelEdit,
     configs_inside,
-    describes_edits,
     edits_of,
     follow_configs_,
     is_edits,
-    keep_edit_,
     keep_on_one_device_,
     kept_conversions,
     models_in,
     path_in_base,
+    record_edit_,
     save_apart_,
     with_modules,
 )
@@ -55,6 +54,7 @@ GUARD = f"install-collab-compress-0.1.0-and-import-{METHOD}-before-loading.safet
 
 _logger = logging.getLogger(__name__)
 QUANTIZES = ("torchao", "bitsandbytes")  # methods that quantize the weights of edited models while they are loaded
+LAYER_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # in the path of a module
 OTHER = "quantization"  # attribute of an `EditConfig`: the config of such a method
 
 
@@ -90,7 +90,7 @@ def _describing(model: PreTrainedModel) -> Iterator[None]:
     follow_configs_(model)
     description = vars(model.config).get("quantization_config")
     is_edited = any(MARK in vars(inner) for inner in models_in(model))
-    if not (is_edited if description is None else describes_edits(model.config)):  # it is quantized otherwise
+    if not (is_edited if description is None else is_edits(description)):  # it is quantized otherwise
         yield
         return
     if is_edited:
@@ -136,13 +136,6 @@ def _guarded(stored: dict[str, Any]) -> dict[str, Any]:
     return guarded
 
 
-def _remove_guard_(config: PretrainedConfig) -> None:
-    """Remove the guard from a config, and from those inside, in place."""
-    for inner in configs_inside(config):
-        if getattr(inner, "transformers_weights", None) == GUARD:
-            del inner.transformers_weights
-
-
 # Loading.
 
 
@@ -158,8 +151,10 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         self.edits, self.quantizes = quantization_config.edits, other is not None
 
     def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:
-        """Remove the guard."""
-        _remove_guard_(config)
+        """Remove the guard from the config, and from those inside."""
+        for inner in configs_inside(config):
+            if getattr(inner, "transformers_weights", None) == GUARD:
+                del inner.transformers_weights
         return config
 
     update_tp_plan = update_attn_implementation  # older versions pass the config here first
@@ -211,10 +206,10 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         loaded = {rename_source_key(name, renamings, converters, prefix, expected)[0] for name in self.stored}
         tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
         edited = {name for edit in self.edits for name in edit.modules}
-        like_absent = {_any_layer(".".join(name.split(".")[-2:])) for name in self.absent}
+        like_absent = {LAYER_NUMBER.sub("*", ".".join(name.split(".")[-2:])) for name in self.absent}
         unknown = sorted(loaded - expected.keys())
         for name in sorted(expected.keys() - loaded - set(self.stored) - tied):
-            if _lies_in(name, edited) or _lies_in(_any_layer(name), like_absent):
+            if _lies_in(name, edited) or _lies_in(LAYER_NUMBER.sub("*", name), like_absent):
                 saved = model.config.architectures or ["the class that was saved"]
                 advice = f"load it as {' or '.join(saved)}"
                 if type(model).__name__ in saved:
@@ -235,7 +230,7 @@ class EditQuantizer(HfQuantizer):  # type: ignore[misc]
         del self.model
         super()._process_model_after_weight_loading(model, **options)
         for edit in self.edits:
-            keep_edit_(model, edit)
+            record_edit_(model, edit)
         if self.quantizes:
             model.config.quantization_config = self.quantization_config
         else:  # the weights are ordinary floats
@@ -295,9 +290,8 @@ def _check_heads(edit: ModelEdit, model: PreTrainedModel) -> None:
     """Refuse an edit whose modules have another number of heads, which the config may say without other shapes."""
     heads = {}
     for site in find_attention(model):
-        heads[path_in_base(model, site.module)] = heads[path_in_base(model, site.part(site.paths.output))] = (
-            site.heads
-        )
+        for module in (site.module, site.part(site.paths.output)):
+            heads[path_in_base(model, module)] = site.heads
     for name, expected in edit.heads.items():
         if heads.get(name, expected) != expected:
             raise CheckpointError(
@@ -318,11 +312,6 @@ def _path_in(known: Sequence[str], name: str, prefix: str) -> str | None:
 def _lies_in(name: str, paths: Collection[str]) -> bool:
     """Return whether a path contains one of `paths`, at any depth."""
     return any(f".{path}." in f".{name}" for path in paths)
-
-
-def _any_layer(path: str) -> str:
-    """Return a path with `*` in place of each number."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def register_checkpoint() -> None:

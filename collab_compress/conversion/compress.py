@@ -15,10 +15,10 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import tokenizer_of, transformers_model
-from collab_compress.attention import MapConfig, MapEdit
 from collab_compress.calibration import Calibration
 from collab_compress.calibration.batches import sequence_count
-from collab_compress.checkpoint import all_or_nothing, path_in_base, record_edit_
+from collab_compress.checkpoint import all_or_nothing
+from collab_compress.checkpoint.edits import copy_configs_
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import block_cost
 from collab_compress.conversion.data import Data, read
@@ -26,15 +26,10 @@ from collab_compress.conversion.depth import Depth, deep_stacks, find_depth
 from collab_compress.conversion.feed_forward import FeedForward, adopt_, narrower_config
 from collab_compress.conversion.inventory import Inventory, refuse_unconvertible
 from collab_compress.conversion.layers import layer_of
-from collab_compress.conversion.maps import (
-    READING,
-    Progress,
-    Replacement,
-    empty_replacement,
-    silent,
-)
+from collab_compress.conversion.maps import READING, Progress, Replacement, empty_replacement, record_maps_, silent
 from collab_compress.conversion.output_error import measure_output_error
 from collab_compress.conversion.report import OutputError, PartReport, RefitReport, Report
+from collab_compress.conversion.residual import ResidualLinear
 from collab_compress.conversion.sequential import (
     Parts,
     Refit,
@@ -52,6 +47,7 @@ from collab_compress.conversion.warnings import (
     untied_weights,
 )
 from collab_compress.conversion.widths import MAX_LOSS_SEQUENCES, Choice, choose_widths
+from collab_compress.devices import forked_rng
 from collab_compress.errors import CompressionError, UnsupportedModelError, check_type, one_line
 from collab_compress.options import KEEP, CalibrationOptions, Compression
 
@@ -111,8 +107,7 @@ def compress(
         tokenizer = tokenizer_of(model)
     model = transformers_model(model)
     started = perf_counter()
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):  # new layers are initialised before they are filled
+    with forked_rng(model.device):  # new layers are initialised before they are filled
         device = working_device(compression.solver.device)
         _refuse_early(model, compression)
         dense = sharing_copy(model)  # so that other threads may run the model meanwhile
@@ -143,7 +138,7 @@ def compress(
         compression=choice.whole(compression).with_solver(device=compression.solver.device),
         choice=choice.reason,
         refits=conversion.in_model([fit.report for fit in conversion.refits]),
-        removed_layers=tuple(conversion.depth.removed) if conversion.depth else (),
+        removed_layers=tuple(conversion.depth.removed),
     )
 
 
@@ -182,35 +177,28 @@ class Conversion:
     refits: Sequence[Refit]  # new weights of residual linear layers
     blocks: Sequence[FeedForward]  # that become narrower
     config: PretrainedConfig | None  # of the model with narrower blocks; None where they stay
-    depth: Depth | None  # which layers are removed; None where all stay
+    depth: Depth  # which layers are removed
     reports: Sequence[PartReport]  # on each part
     output_error: OutputError | None  # None without data
     notes: Sequence[str]  # sentences for the report
 
-    def renamed(self, name: str) -> str:
-        """Return the path that a module has in the converted model."""
-        return self.depth.renamed(name) if self.depth else name
-
     def in_model(self, reports: Sequence[Named]) -> tuple[Named, ...]:
         """Return reports by the names of the converted model."""
-        return tuple(replace(report, name=self.renamed(report.name)) for report in reports)
+        return tuple(replace(report, name=self.depth.renamed(report.name)) for report in reports)
 
     def remaining(self, names: Iterable[str]) -> frozenset[str]:
         """Return which of these parameters the converted model keeps, by its names."""
-        removed = self.depth.removed if self.depth else ()
-        return frozenset(self.renamed(name) for name in names if layer_of(name) not in removed)
+        return frozenset(self.depth.renamed(name) for name in names if layer_of(name) not in self.depth.removed)
 
     def warnings(self, passed: Compression, data: Data) -> list[str]:
         """Return warnings of rounded widths, few or random data, and solvers that broke down."""
         configs = [item.map.config for item in self.maps]
-        chosen = [
-            what for what, some in (("neurons", self.blocks), ("layers", self.depth)) if some and not data.refit
-        ]
+        chosen = {"neurons": self.blocks, "layers": self.depth.removed}
         return [
             *([] if passed.keep is not None else rounded_widths(configs, passed.dk, passed.dv)),
-            *few_vectors(self.maps, self.blocks, [fit.report for fit in self.refits], self.renamed),
+            *few_vectors(self.maps, self.blocks, [fit.report for fit in self.refits], self.depth.renamed),
             *breakdowns(self.in_model(self.reports)),
-            *random_choices(chosen),
+            *random_choices([] if data.refit else [what for what, some in chosen.items() if some]),
         ]
 
     def install_(self, model: PreTrainedModel) -> None:
@@ -218,16 +206,14 @@ class Conversion:
         modules = [model.get_submodule(item.site.name) for item in self.maps]
         install_maps_(model, self.maps)
         install_refits(model, self.refits, self.blocks)
+        if self.config is not None or self.depth.removed:
+            copy_configs_(model)  # other models may have the same
         if self.config is not None:
             adopt_(model, self.config)
-        if self.depth is not None:
+        if self.depth.removed:
+            self.depth.move_(model)
             self.depth.drop_(model)
-            self.depth.renumber_(model)
-        configs: dict[str, dict[str, MapConfig]] = {}
-        for module, item in zip(modules, self.maps, strict=True):
-            configs.setdefault(item.map.config.kind, {})[path_in_base(model, module)] = item.map.config
-        for kind, of_kind in configs.items():
-            record_edit_(model, MapEdit(kind, of_kind))
+        record_maps_(model, zip(modules, (item.map.config for item in self.maps), strict=True))
 
 
 def _convert(inventory: Inventory, data: Data, choice: Choice, progress: Progress) -> Conversion:
@@ -235,30 +221,41 @@ def _convert(inventory: Inventory, data: Data, choice: Choice, progress: Progres
     model, compression = inventory.model, choice.compression
     refits = wants_refit(data, compression)
     blocks, config = narrower_blocks(inventory, compression.dff)
-    parts = Parts(inventory.tasks(compression, choice.modules), blocks=blocks, dff=compression.dff or 0)
+    tasks, linears, in_layers = inventory.tasks(compression, choice.modules), list[ResidualLinear](), True
     if refits or compression.layers is not None:
         check_weights(model.named_parameters())
-    depth, notes = None, list[str]()
+    depth, notes = Depth(), list[str]()
     try:
         if refits:
-            parts = replace(parts, linears=inventory.residual_linears)
-        elif data.used and (compression.layers or not all(task.is_exact for task in parts.tasks)):
+            linears = inventory.residual_linears
+        elif data.used and (compression.layers or not all(task.is_exact for task in tasks)):
             _ = inventory.layers  # raises if they cannot be called alone
     except UnsupportedModelError as error:
         if compression.dff is not None or compression.layers is not None or compression.solver.refit:
             raise
-        parts = replace(parts, in_layers=False)
+        in_layers = False
         notes += [f"no layer was refitted: {error}"] if refits else []
-    converted = sharing_copy(model)
     if compression.layers is not None:
         depth = find_depth(inventory, compression.layers, data, refits, progress)
-        parts = parts.without(depth.removed, depth.targets)
-        notes.append(depth.drop_(converted))
+    converted = sharing_copy(model)
+    depth.move_(converted)
+    parts = Parts(
+        [task for task in tasks if layer_of(task.site.name) not in depth.removed],
+        linears,
+        [block for block in blocks if block.linear.layer not in depth.removed],
+        compression.dff or 0,
+        depth.removed,
+        depth.without if depth.removed else None,
+        depth.targets,
+        in_layers,
+    )
     maps, results = convert_layers_(
         converted, model, parts, data.used, data.held_back, length=data.length, progress=progress
     )
     costs = [block_cost(model, block, parts.dff, data.length) for block in parts.blocks]
     reports = [*(item.report for item in maps), *(PartReport(**vars(cost)) for cost in costs)]
+    if depth.removed:
+        notes.append(depth.drop_(converted))
     if data.held_back:
         progress("measuring output error", 0, None)
     output_error = measure_output_error(converted, model, data.held_back)
@@ -289,10 +286,7 @@ def narrower_blocks(inventory: Inventory, dff: int | None) -> tuple[list[FeedFor
 
 
 def working_device(device: str | None) -> str | None:
-    """Return the device to decompose on; None, if none is given, leaves each module where its weights are.
-
-    "cuda" is each process's own GPU if a launcher started several on one machine.
-    """
+    """Return the device to decompose on; "cuda" is each process's own GPU, None the device of the weights."""
     if device is None:
         return None
     rank = os.environ.get("LOCAL_RANK", "")
@@ -314,9 +308,7 @@ def install_unset_(
 ) -> None:
     """Check what `compress` checks before it decomposes, and install the same attention maps, uninitialised.
 
-    Layers stay, and feed-forward blocks keep their width. What is to be done with the converted model can then be
-    tried on its structure, before the work. The model cannot be run afterwards. Arguments and errors are those of
-    `compress`.
+    What is to be done with the converted model can then be tried on its structure. It cannot be run.
     """
     working_device(compression.solver.device)
     _refuse_early(model, compression)

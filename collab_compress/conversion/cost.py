@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
-from collab_compress.attention import MapConfig, NarrowConfig, QKConfig, RotaryConfig, SharedConfig, maps_of
+from collab_compress.attention import NarrowConfig, QKConfig, RotaryConfig, SharedConfig, maps_of
 from collab_compress.attention.projections import width_in
 from collab_compress.conversion.feed_forward import FeedForward, block_shapes
 from collab_compress.conversion.residual import width_out
@@ -91,32 +91,40 @@ def part_costs(
 
 
 def costs_at(
-    site: AttentionSite, length: int, dk: int | None = None, dv: int | None = None
+    site: AttentionSite, length: int, dk: int | None = None, dv: int | None = None, head_dim: int | None = None
 ) -> tuple[PartCost, PartCost]:
     """Return the costs of one module, as it is converted, or else would be at these widths."""
-    return attention_costs(site, length, *configs_at(site, dk, dv))
+    return attention_costs(site, length, *configs_at(site, dk, dv, head_dim))
 
 
-def configs_at(site: AttentionSite, dk: int | None, dv: int | None) -> list[MapConfig]:
-    """Return the configs of the maps that a module has, or else would have at these widths."""
-    qk, ov = maps_of(site.module)
-    configs: list[MapConfig] = []
-    if qk is not None:
-        configs.append(qk.config)
-    elif dk is not None:
-        has_bias = site.part(site.paths.query).bias is not None
-        configs.append(RotaryConfig.of(site, dk) if site.family.rotary else SharedConfig.of(site, dk, None, has_bias))
-    if ov is not None:
-        configs.append(ov.config)
-    elif dv is not None:
-        configs.append(NarrowConfig.of(site, dv, site.part(site.paths.value).bias is not None))
-    return configs
+def qk_config(site: AttentionSite, dk: int, head_dim: int | None = None) -> QKConfig:
+    """Return the config of a module's queries and keys at a width."""
+    if site.family.rotary:
+        return RotaryConfig.of(site, dk)
+    return SharedConfig.of(site, dk, head_dim, site.part(site.paths.query).bias is not None)
 
 
-def attention_costs(site: AttentionSite, length: int, *configs: MapConfig) -> tuple[PartCost, PartCost]:
-    """Return the cost of a module's queries and keys, and of its values and outputs."""
-    qk = next((config for config in configs if isinstance(config, QKConfig)), None)
-    ov = next((config for config in configs if isinstance(config, NarrowConfig)), None)
+def ov_config(site: AttentionSite, dv: int) -> NarrowConfig:
+    """Return the config of a module's values and outputs at a width."""
+    return NarrowConfig.of(site, dv, site.part(site.paths.value).bias is not None)
+
+
+def configs_at(
+    site: AttentionSite, dk: int | None, dv: int | None, head_dim: int | None = None
+) -> tuple[QKConfig | None, NarrowConfig | None]:
+    """Return the configs of the maps that a module has, or else would have at these widths; None for dense ones."""
+    qk, ov = (None if converted is None else converted.config for converted in maps_of(site.module))
+    if qk is None and dk is not None:
+        qk = qk_config(site, dk, head_dim)
+    if ov is None and dv is not None:
+        ov = ov_config(site, dv)
+    return qk, ov
+
+
+def attention_costs(
+    site: AttentionSite, length: int, qk: QKConfig | None, ov: NarrowConfig | None
+) -> tuple[PartCost, PartCost]:
+    """Return the cost of a module's queries and keys, and of its values and outputs; None stands for dense ones."""
     query, key, value, output = (
         getattr(site.part(path), "proj", site.part(path))  # without padding to whole heads
         for path in (site.paths.query, site.paths.key, site.paths.value, site.paths.output)
@@ -127,7 +135,8 @@ def attention_costs(site: AttentionSite, length: int, *configs: MapConfig) -> tu
         biases = value_bias, value_bias and site.family.key_bias
     dense, channels = site.key_value_width, (site.width, site.key_value_width)
     dense_values = NarrowConfig.of(site, dense, value_bias)
-    number_bytes = query.weight.element_size() if _has_cache(site) else 0
+    has_cache = site.kind != "encoder" and (not site.family.causal or hasattr(site.module, "layer_idx"))
+    number_bytes = query.weight.element_size() if has_cache else 0
     cached_keys, cached_values = _cached_channels(site, qk.key_channels if qk else dense, ov.dv if ov else dense)
     before, macs = dense_parameters(widths, channels, biases), dense_macs(widths, channels, length)
     scores = PartCost(
@@ -153,10 +162,6 @@ def attention_costs(site: AttentionSite, length: int, *configs: MapConfig) -> tu
         cache_after=cached_values * number_bytes,
     )
     return scores, values
-
-
-def _has_cache(site: AttentionSite) -> bool:
-    return site.kind != "encoder" and not (site.family.causal and not hasattr(site.module, "layer_idx"))
 
 
 def _cached_channels(site: AttentionSite, key: int, value: int) -> tuple[int, int]:

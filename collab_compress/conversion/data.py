@@ -5,18 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, Calibration, evaluation_mode, run_batch
-from collab_compress.calibration.batches import (
-    in_parts,
-    is_divisible,
-    sample_sequences,
-    sequence_count,
-    slice_batch,
-)
+from collab_compress.calibration.batches import in_parts, is_divisible, sample_sequences, sequence_count, slice_batch
 from collab_compress.calibration.gather import batch_masks
 from collab_compress.calibration.source import mixed, resolve
 from collab_compress.errors import CalibrationError, check_type
@@ -57,8 +50,6 @@ def read(
     sources = resolve(calibration, model, tokenizer, options, seed)
     parts = [source.batches(notes) for source in sources]
     batches = mixed(model, parts, seed, notes)
-    for batch in batches:
-        batch_masks(model, batch)  # refuses masks that do not say what is padding
     real = [batch for source, part in zip(sources, parts, strict=True) if not source.is_random for batch in part]
     length = typical_length(options, model, real)
     used, held_back = map(in_parts, split_held_back(batches))
@@ -66,12 +57,7 @@ def read(
 
 
 def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Split batches into the sequences to calibrate on and those to measure errors on: one in eight, from 1 to 64.
-
-    Sequences are held back evenly spaced, from all batches, so that their lengths are those of the data. If the first
-    dimension of some batch's tensors is not the sequences, whole batches are held back. A single sequence, or a
-    single batch that cannot be divided, is not held back.
-    """
+    """Hold back one sequence in eight, from 1 to 64, evenly spaced; or whole batches, if one cannot be divided."""
     divisible = all(map(is_divisible, batches))
     sizes = [sequence_count(batch) if divisible else 1 for batch in batches]
     sequences, items = sum(map(sequence_count, batches)), sum(sizes)
@@ -93,13 +79,8 @@ def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]
 
 
 def typical_length(options: CalibrationOptions, model: PreTrainedModel, batches: Sequence[Batch] = ()) -> int:
-    """Return the number of tokens, or positions of an image or a sound, for which costs count.
-
-    That is `length` if given, else the length that nine in ten calibration sequences do not exceed, else the
-    positions of an image or a sound of the first batch, else 128. Random tokens are not among the batches.
-    """
-    given = [batch for batch in batches if isinstance(batch.get("attention_mask"), Tensor)]
-    masks = [batch_masks(model, batch)["encoder"].query for batch in given if batch["attention_mask"].dim() == 2]
+    """Return for how many tokens costs count: `length`, or what nine in ten sequences do not exceed, or 128."""
+    masks = [batch_masks(model, batch)["encoder"].query for batch in batches]  # refuses those of other shapes
     lengths = [mask.sum(1).float().cpu() for mask in masks if mask is not None]
     if options.length is None and lengths:
         return max(1, int(torch.cat(lengths).quantile(LENGTH_QUANTILE, interpolation="lower")))

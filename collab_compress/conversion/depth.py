@@ -18,7 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -30,7 +30,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from collab_compress.architectures import find_attention
 from collab_compress.calibration.gather import masks_of, unpadded
 from collab_compress.checkpoint import edits_of
-from collab_compress.checkpoint.edits import configs_inside, copy_configs_
+from collab_compress.checkpoint.edits import configs_inside
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.data import Data
 from collab_compress.conversion.inventory import Inventory
@@ -66,8 +66,8 @@ LAYER_NUMBERS = re.compile(
 """Names of settings that name layers by number."""
 READERS = ("Backbone", "DPT", "Segmentation", "DepthEstimation")
 """Parts of the names of classes that read the hidden states of some layers by number."""
-Numbers: TypeAlias = Sequence[int | None]
-"""The new number of each layer of a stack; None if it goes."""
+Kept: TypeAlias = Mapping[str, Sequence[int]]
+"""Path of each list of numbered layers that loses some → the numbers of those that stay, ascending."""
 
 
 class End(NamedTuple):
@@ -78,26 +78,25 @@ class End(NamedTuple):
     kind: str  # equal at ends whose streams can stand for each other
 
 
-class _Gapped(nn.ModuleList):
-    """Layers that keep their dense numbers as names when others are removed; an index counts those that are left."""
-
-    def __getitem__(self, index: Any) -> Any:
-        return nn.ModuleList(self._modules.values())[index]
-
-
 @dataclass(frozen=True)
 class Depth:
     """The layers that a model loses, and what follows from that."""
 
-    stacks: Mapping[str, Numbers]  # path of each list of numbered layers that loses some → their new numbers
-    removed: Sequence[str]  # paths of the layers, in the model's order
-    targets: Mapping[str, ResidualLinear]  # last linear before a gap → last one in it, to whose stream it is fitted
-    moved: Mapping[str, str]  # path of a module in the layer before a gap → path of the module that replaces it
-    attributes: Mapping[tuple[str, str], Any]  # path of a module, name of an attribute → value in the shallower model
+    kept: Kept = field(default_factory=dict)
+    removed: Sequence[str] = ()  # paths of the layers, in the model's order
+    # Path of the last residual linear layer before a gap → the one in the gap to whose dense stream it is fitted.
+    targets: Mapping[str, ResidualLinear] = field(default_factory=dict)
+    moved: Mapping[str, str] = field(default_factory=dict)  # path of a module before a gap → of the one it becomes
+    # In the shallower model, path of a module and name of an attribute → value.
+    attributes: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+
+    def move_(self, model: PreTrainedModel) -> None:
+        """Let the layers before gaps end as the last removed layers do, in place."""
+        for name, source in self.moved.items():
+            model.set_submodule(name, model.get_submodule(source))
 
     def drop_(self, model: PreTrainedModel) -> str:
-        """Remove the layers in place; the others keep their dense names. Return a note for the report or ""."""
-        copy_configs_(model)
+        """Remove the layers and number the others from 0, in place. Return a note for the report or ""."""
 
         def renumbered(_: int, name: str, head: int) -> tuple[int, int] | None:
             layer = layer_of(name)
@@ -105,30 +104,33 @@ class Depth:
 
         note = renumber_alignment_heads_(model, renumbered)
         held = [value for module in model.modules() for value in vars(module).values()]
-        _shorten_([value for value in held if isinstance(value, PretrainedConfig)], model, self.stacks)
-        for name, source in self.moved.items():
-            model.set_submodule(name, model.get_submodule(source))
+        _shorten_([value for value in held if isinstance(value, PretrainedConfig)], model, self.kept)
+        _keep_layers_(model, self.kept)
         for (name, attribute), value in self.attributes.items():
             setattr(model.get_submodule(name), attribute, value)
-        for name in self.removed:
-            path, _, number = name.rpartition(".")
-            layers = model.get_submodule(path)
-            layers.__class__ = _Gapped
-            del layers._modules[number]
         return note
 
-    def renumber_(self, model: PreTrainedModel) -> None:
-        """Number the remaining layers from 0, in place."""
-        for path in self.stacks:
-            layers = model.get_submodule(path)
-            layers.__class__ = nn.ModuleList
-            layers._modules = {str(number): module for number, module in enumerate(layers.children())}
+    def without(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Return a copy of a model that lacks the layers."""
+        shallow = sharing_copy(model)
+        self.drop_(shallow)
+        return shallow
 
     def renamed(self, name: str) -> str:
         """Return the path that a module has in the shallower model."""
         path, _, number = layer_of(name).rpartition(".")
-        new = self.stacks[path][int(number)] if path in self.stacks else None
-        return name if new is None else f"{path}.{new}{name.removeprefix(f'{path}.{number}')}"
+        kept = self.kept.get(path, ())
+        if not number or int(number) not in kept:
+            return name
+        return f"{path}.{kept.index(int(number))}{name.removeprefix(f'{path}.{number}')}"
+
+
+def _keep_layers_(model: nn.Module, kept: Kept) -> None:
+    """Keep some layers, numbered from 0, in place."""
+    for path, numbers in kept.items():
+        layers = model.get_submodule(path)
+        children = list(layers.children())
+        layers._modules = {str(number): children[old] for number, old in enumerate(numbers)}
 
 
 def deep_stacks(model: PreTrainedModel, layers: int) -> dict[str, list[str]]:
@@ -171,25 +173,13 @@ def _why_fixed(model: PreTrainedModel, path: str) -> str:
             return f"{type(holder).__name__} reads some of them by number"
     if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):
         return "attention is scaled by their numbers"
-    for name in _numbered_layers_settings(model):
-        if not name.startswith("vision") or "vision" in path:
-            return f"{name} of the configs names layers by number"
+    last: tuple[Any, ...] = (-1, [-1], (-1,), [], ())  # names no other layer
+    for holder in (*configs_inside(model.config), getattr(model, "generation_config", None)):
+        for name, value in {} if holder is None else vars(holder).items():
+            is_here = not name.startswith("vision") or "vision" in path
+            if is_here and LAYER_NUMBERS.search(name) and type(value) in (int, list, tuple) and value not in last:
+                return f"{name} of the configs names layers by number"
     return ""
-
-
-def _numbered_layers_settings(model: PreTrainedModel) -> list[str]:
-    """Return the names of the settings that name layers by number, other than the last one."""
-    holders: list[Any] = [*configs_inside(model.config), getattr(model, "generation_config", None)]
-    settings = [setting for holder in holders if holder is not None for setting in vars(holder).items()]
-    last: tuple[Any, ...] = (-1, [-1], (-1,), [], ())
-    return [
-        name
-        for name, value in settings
-        if LAYER_NUMBERS.search(name)
-        and isinstance(value, int | list | tuple)
-        and not isinstance(value, bool)
-        and value not in last
-    ]
 
 
 def _holders(model: PreTrainedModel, path: str) -> list[nn.Module]:
@@ -241,53 +231,47 @@ def _depth_without(
     model: PreTrainedModel, stacks: Mapping[str, Sequence[str]], removed: Sequence[str], ends: Mapping[str, End]
 ) -> Depth:
     """Return what follows from the removal of some layers; without ends, nothing is refitted."""
-    new_numbers: dict[str, Numbers] = {}
+    kept: dict[str, Sequence[int]] = {}
     targets: dict[str, ResidualLinear] = {}
     moved: dict[str, str] = {}
     for path, names in stacks.items():
-        stay = [number for number, name in enumerate(names) if name not in removed]
-        new_numbers[path] = [stay.index(number) if number in stay else None for number in range(len(names))]
-        for number, following in pairwise((*stay, len(names))):
+        kept[path] = [number for number, name in enumerate(names) if name not in removed]
+        for number, following in pairwise((*kept[path], len(names))):
             before, end = ends.get(names[number]), ends.get(names[following - 1])
             if before and end and before is not end and before.kind == end.kind:
                 targets[before.linear.name] = end.linear
                 moved.update(zip(before.behind, end.behind, strict=True))
-    depth = Depth(new_numbers, removed, targets, moved, {})
+    depth = Depth(kept, removed, targets, moved)
     return replace(depth, attributes=_changed_attributes(model, depth))
 
 
-def _shorten_(configs: Iterable[PretrainedConfig], model: PreTrainedModel, stacks: Mapping[str, Numbers]) -> None:
+def _shorten_(configs: Iterable[PretrainedConfig], model: PreTrainedModel, kept: Kept) -> None:
     """Set the numbers of layers in configs of a model, and shorten lists with an entry for each layer, in place."""
-    by_config: dict[type, list[Numbers]] = {}  # by the class of the innermost config around a stack
-    for path, numbers in stacks.items():
+    by_config: dict[type, dict[int, Sequence[int]]] = {}  # of the innermost config around it: depth of a stack → kept
+    for path, numbers in kept.items():
         around = [getattr(module, "config", None) for module in _holders(model, path)]
         innermost = [config for config in around if isinstance(config, PretrainedConfig)][-1]
-        by_config.setdefault(type(innermost), []).append(numbers)
+        by_config.setdefault(type(innermost), {}).setdefault(len(model.get_submodule(path)), numbers)
     parts = {id(part): part for config in configs for part in configs_inside(config)}
     for config in [part for part in parts.values() if type(part) in by_config]:
         of_config = by_config[type(config)]
-        count = len(of_config[0]) - of_config[0].count(None)
+        count = len(next(iter(of_config.values())))
         for name, value in config.to_dict().items():
             if name in COUNTS and isinstance(value, int):
                 setattr(config, name, min(value, count))
             elif "layer" in name and isinstance(value, list | tuple):
-                numbers = next((numbers for numbers in of_config if len(numbers) == len(value)), range(len(value)))
-                kept = [part for part, number in zip(value, numbers, strict=True) if number is not None]
-                setattr(config, name, type(value)(kept))
+                numbers = of_config.get(len(value), range(len(value)))
+                setattr(config, name, type(value)(value[number] for number in numbers))
         if getattr(config, "stage_names", None):  # which only backbones read; those are refused
             config.stage_names = config.stage_names[: count + 1]
             config._out_features, config._out_indices = config.stage_names[-1:], [count]
 
 
 def _changed_attributes(model: PreTrainedModel, depth: Depth) -> dict[tuple[str, str], Any]:
-    """Return the attributes of modules that differ in a stock model without the layers, or refuse it.
-
-    These are numbers of layers, and dropout that depends on them. Everything else must be the same.
-    """
+    """Return in which numbers of layers and dropout a stock model without the layers differs; refuse all else."""
     config, class_name = copy.deepcopy(model.config), type(model).__name__
-    _shorten_([config], model, depth.stacks)
-    numbers = next(iter(depth.stacks.values()))
-    layers = len(numbers) - numbers.count(None)
+    _shorten_([config], model, depth.kept)
+    layers = len(next(iter(depth.kept.values())))
 
     def refusal(reason: str) -> UnsupportedModelError:
         return UnsupportedModelError(
@@ -300,30 +284,24 @@ def _changed_attributes(model: PreTrainedModel, depth: Depth) -> dict[tuple[str,
             dense, shallow = (type(model)(type(one).from_dict(one.to_dict())) for one in (model.config, config))
     except Exception as error:  # whatever a config or a model raises
         raise refusal(one_line(error)) from error
-    if any(_kind(model.get_submodule(path)) != _kind(dense.get_submodule(path)) for path in depth.stacks):
+    if any(_kind(model.get_submodule(path)) != _kind(dense.get_submodule(path)) for path in depth.kept):
         raise UnsupportedModelError(f"the layers of {class_name} are not those of its config; leave out layers")
+    _keep_layers_(dense, depth.kept)
     others, changed = dict(shallow.named_modules()), {}
-    for path, module in dense.named_modules():
-        if (layer := layer_of(path)) in depth.removed:
-            continue
-        name = depth.renamed(path)
-        other = others.pop(name, None)
+    for name, module in dense.named_modules():
+        other = others.get(name)
         if other is None or _kind(other, recurse=False) != _kind(module, recurse=False):
-            raise refusal(
-                f"its {name} is another than {path}" if path else f"{class_name} has weights for each layer"
-            )
-        shift = int(layer.rpartition(".")[2]) - int(layer_of(name).rpartition(".")[2]) if layer else 0
+            raise refusal(f"its {name} is of another kind" if name else f"{class_name} has weights for each layer")
+        path, _, number = layer_of(name).rpartition(".")
+        shift = depth.kept[path][int(number)] - int(number) if path in depth.kept else 0
         for attribute, value in vars(module).items():
-            new = vars(other).get(attribute, None if layer else value)
+            new = vars(other).get(attribute, None if path else value)
             if not isinstance(value, int | float | str | None) or attribute.startswith("_") or new == value:
                 continue
-            is_number = type(value) is type(new) is int and new == (value - shift if layer else layers)
+            is_number = type(value) is type(new) is int and new == (value - shift if path else layers)
             if not is_number and "drop" not in attribute:
-                at = f"{attribute} of its {name}" if path else f"its {attribute}"
-                raise refusal(f"{at} is {new!r}, that of {path or 'the dense model'} {value!r}")
-            changed[path, attribute] = new
-    if others:
-        raise refusal(f"it has {next(iter(others))}")
+                raise refusal(f"{attribute} of its {name or class_name} is {new!r}, and not {value!r}")
+            changed[name, attribute] = new
     return changed
 
 

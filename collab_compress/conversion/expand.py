@@ -5,17 +5,12 @@ import copy
 import torch
 from transformers import PreTrainedModel
 
-from collab_compress.architectures import (
-    FAMILIES,
-    AttentionSite,
-    find_attention,
-    refuse_hooks,
-    transformers_model,
-)
+from collab_compress.architectures import FAMILIES, AttentionSite, find_attention, refuse_hooks, transformers_model
 from collab_compress.attention import MAP_KINDS, SharedQK, maps_of, uninstall_
 from collab_compress.attention.maps import Layers
 from collab_compress.attention.projections import rows_of
 from collab_compress.checkpoint import all_or_nothing, edits_of, forget_edits_
+from collab_compress.devices import forked_rng
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Factors
 from collab_compress.heads.sharding import refuse_unwritable
@@ -90,7 +85,7 @@ def expand(model: PreTrainedModel) -> None:
         UnsupportedModelError: a projection has an adapter, is quantized or offloaded.
     """
     model = transformers_model(model)
-    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+    with forked_rng(model.device):
         _expand(model, None)
 
 
@@ -114,7 +109,15 @@ def to_stock(model: PreTrainedModel) -> PreTrainedModel:
     model = transformers_model(model)
     refuse_stock(model)
     sites = find_attention(model)
-    width = max(_needed_width(site) for site in sites)
+    width = 0
+    for site in sites:
+        qk, ov = maps_of(site.module)
+        if qk is None or ov is None:
+            raise CompressionError(
+                f"{site.name}: a stock model needs queries, keys and values of all modules narrower; convert with "
+                "dk, head_dim and dv"
+            )
+        width = max(width, qk.config.width, ov.config.size)
     if width >= sites[0].head_width:
         raise CompressionError(
             f"heads of {type(model).__name__} would be {width} wide, as the stock model's are {sites[0].head_width}; "
@@ -122,7 +125,7 @@ def to_stock(model: PreTrainedModel) -> PreTrainedModel:
         )
     expanded = copy.deepcopy(model)
     scaling = [site.scaling for site in sites]
-    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):  # new layers draw weights
+    with forked_rng(model.device):  # new layers draw weights
         _expand(expanded, width)
         if edits_of(expanded):
             kinds = " and ".join(edit.kind for edit in edits_of(expanded))
@@ -160,16 +163,6 @@ def refuse_stock(model: PreTrainedModel) -> None:
             f"the head width of a stock {type(model).__name__} is its hidden size divided by the number of heads, so "
             f"heads cannot be narrower ({names} have a width of their own); {advice}"
         )
-
-
-def _needed_width(site: AttentionSite) -> int:
-    qk, ov = maps_of(site.module)
-    if qk is None or ov is None:
-        raise CompressionError(
-            f"{site.name}: a stock model needs queries, keys and values of all modules narrower; convert with dk, "
-            "head_dim and dv"
-        )
-    return int(max(qk.config.width, ov.config.size))
 
 
 def _expand(model: PreTrainedModel, head_width: int | None) -> None:

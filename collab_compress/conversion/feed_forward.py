@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.attention.projections import fill_, input_dim, remaining, width_in
-from collab_compress.checkpoint.edits import configs_inside, copy_configs_
+from collab_compress.checkpoint.edits import configs_inside
 from collab_compress.conversion.layers import SingleLayers
 from collab_compress.conversion.residual import ResidualLinear, width_out
 from collab_compress.errors import UnsupportedModelError
@@ -82,7 +82,7 @@ def _find_ups(model: PreTrainedModel, linear: ResidualLinear, run: Callable[[], 
     down = model.get_submodule(linear.name)
     width = width_in(down)
     changed = torch.rand(width, generator=torch.Generator().manual_seed(0), device="cpu") < 0.5
-    before = _neurons(down, run)
+    before, _ = _neurons(down, run)
     ups = {}
     for name, up in model.get_submodule(linear.layer).named_modules(prefix=linear.layer):
         outputs = width_out(up)
@@ -90,41 +90,38 @@ def _find_ups(model: PreTrainedModel, linear: ResidualLinear, run: Callable[[], 
             continue
         places = torch.arange(outputs, device="cpu")
         for neurons in (places % width, places.div(outputs // width, rounding_mode="floor")):
-            after = _neurons(down, run, (up, changed[neurons]))
+            after, calls = _neurons(down, run, (up, changed[neurons]))
             moved = (after - before).abs().amax(0) > 0
             if bool(moved.any()) and not bool(moved[~changed].any()):
-                _refuse_repeated(name, up, run)
+                if calls > 1:  # other blocks may read it too
+                    raise UnsupportedModelError(
+                        f"{name} is called {calls} times in its layer, so that its neurons are not those of one "
+                        "block; leave out dff"
+                    )
                 ups[name] = neurons
                 break
     return ups
 
 
-def _refuse_repeated(name: str, layer: nn.Module, run: Callable[[], Tensor]) -> None:
-    """Refuse a layer that is called several times: other blocks may read it too."""
-    calls: list[Any] = []
-    with layer.register_forward_hook(lambda *_: calls.append(name)):
-        run()
-    if len(calls) > 1:
-        raise UnsupportedModelError(
-            f"{name} is called {len(calls)} times in its layer, so that its neurons are not those of one block; "
-            "leave out dff"
-        )
-
-
-def _neurons(down: nn.Module, run: Callable[[], Tensor], change: tuple[nn.Module, Tensor] | None = None) -> Tensor:
-    """Return the inputs (n, N) of a layer that is called once, with some outputs of another one changed."""
+def _neurons(
+    down: nn.Module, run: Callable[[], Tensor], change: tuple[nn.Module, Tensor] | None = None
+) -> tuple[Tensor, int]:
+    """Return the inputs (n, N) of a layer, with some outputs of another one changed, and how often that is called."""
     inputs: list[Tensor] = []
+    calls = 0
 
     def record(_: nn.Module, args: Any) -> None:
         inputs.append(args[0].reshape(-1, args[0].shape[-1]).clone())
 
     def alter(_: nn.Module, __: Any, output: Tensor) -> Tensor | None:
+        nonlocal calls
+        calls += 1
         return None if change is None else torch.where(change[1].to(output.device), output * -1.5 + 1, output)
 
     up = down if change is None else change[0]
     with down.register_forward_pre_hook(record), up.register_forward_hook(alter):
         run()
-    return inputs[0].float().cpu()
+    return inputs[0].float().cpu(), calls
 
 
 def narrower_config(model: PreTrainedModel, blocks: Sequence[FeedForward], width: int) -> PretrainedConfig:
@@ -206,7 +203,6 @@ def adopt_(model: PreTrainedModel, config: PretrainedConfig) -> None:
     """Set the widths of `config` in the model's own configs and in the attributes of its modules, in place."""
     with torch.device("meta"):
         narrower, dense = (type(model)(copy.deepcopy(width_config)) for width_config in (config, model.config))
-    copy_configs_(model)
     modules, before = dict(model.named_modules()), dict(dense.named_modules())
     for name, module in narrower.named_modules():
         for attribute, value in vars(module).items():

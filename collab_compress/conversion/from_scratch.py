@@ -7,13 +7,14 @@ from math import sqrt
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from collab_compress.architectures import DenseSite, find_dense_attention
-from collab_compress.attention import ConvertedMap, MapConfig, MapEdit, RotaryConfig, SharedConfig, install_
+from collab_compress.attention import ConvertedMap, MapConfig, SharedConfig, install_
 from collab_compress.attention.maps import Layers
-from collab_compress.checkpoint import path_in_base, record_edit_
+from collab_compress.conversion.cost import qk_config
+from collab_compress.conversion.maps import record_maps_
 from collab_compress.conversion.warnings import rounded_widths
 from collab_compress.errors import CompressionError
 from collab_compress.options import check_counts
@@ -58,52 +59,41 @@ def from_config(
     if getattr(config, "quantization_config", None) is not None:
         raise CompressionError("the config describes a converted or quantized model; pass a stock model's config")
     model = model_class(copy.deepcopy(config))  # the edit is recorded in the config, which may be used again
-    configs: dict[str, dict[str, MapConfig]] = {}
+    configs: list[tuple[nn.Module, MapConfig]] = []
     for site in find_dense_attention(model):
-        made, layers = (_build_rotary if site.family.rotary else _build_shared)(site, attention)
+        made, layers = _build(site, attention)
         install_(site.module, made, layers, site.parent)
-        configs.setdefault(made.config.kind, {})[path_in_base(model, site.module)] = made.config
-    for kind, modules in configs.items():
-        record_edit_(model, MapEdit(kind, modules))
-        for warning in rounded_widths([*modules.values()], attention.dk):
-            _logger.warning(warning)
+        configs.append((site.module, made.config))
+    record_maps_(model, configs)
+    for warning in rounded_widths([config for _, config in configs], attention.dk):
+        _logger.warning(warning)
     return model
 
 
-def _build_shared(site: DenseSite, attention: FromScratch) -> tuple[ConvertedMap, Layers]:
-    """Return untrained shared queries and keys, and their projections."""
-    scale = None if attention.train_mixing else sqrt(site.heads / attention.dk)  # None is the model's
-    config = SharedConfig.of(site, attention.dk, attention.dk, content_bias=site.query.bias is not None)
-    made, layers = _build(site, replace(config, scale=scale, train_mixing=attention.train_mixing))
-    with torch.no_grad():
-        layers[site.paths.key].weight[attention.dk :].zero_()
-        made.mixing.copy_(concatenate_heads(site.heads, attention.dk))
-    return made, layers
-
-
-def _build_rotary(site: DenseSite, attention: FromScratch) -> tuple[ConvertedMap, Layers]:
-    """Return rotary heads with untrained shared keys, and their projections."""
-    if attention.dk > site.key_value_width:
+def _build(site: DenseSite, attention: FromScratch) -> tuple[ConvertedMap, Layers]:
+    """Return untrained shared queries and keys of a module, and their projections."""
+    dk = attention.dk
+    config = replace(qk_config(site, dk, dk), train_mixing=attention.train_mixing)
+    if isinstance(config, SharedConfig):
+        config = replace(config, scale=None if config.train_mixing else sqrt(site.heads / dk))
+        start = concatenate_heads(site.heads, dk)
+    elif dk > site.key_value_width:
         raise CompressionError(
-            f"{site.name}: dk of rotary heads is at most {site.key_value_width} there; got dk {attention.dk}"
+            f"{site.name}: dk of rotary heads is at most {site.key_value_width} there; got dk {dk}"
         )
-    config = replace(RotaryConfig.of(site, attention.dk), train_mixing=attention.train_mixing)
-    made, layers = _build(site, config)
-    with torch.no_grad():
-        for layer in layers.values():
-            if layer.bias is not None:
-                layer.bias.zero_()
-        start = concatenate_heads(site.key_value_heads, config.rank // site.head_width)  # (G, P)
-        real = start.repeat_interleave(site.head_width // 2, 1)
-        made.mixing.copy_(torch.cat([real, torch.zeros_like(real)], 1))
-    return made, layers
-
-
-def _build(site: DenseSite, config: MapConfig) -> tuple[Any, Layers]:
+    else:
+        real = concatenate_heads(site.key_value_heads, config.rank // site.head_width)  # (G, P)
+        real = real.repeat_interleave(site.head_width // 2, 1)
+        start = torch.cat([real, torch.zeros_like(real)], 1)
+    made: Any
     made, layers = config.module.build(config, site.module, site.parent)
     with torch.no_grad():
         for layer, dense in zip(layers.values(), (site.query, site.key), strict=True):
             layer.weight.normal_(std=float(dense.weight.std()))
+            if layer.bias is not None:
+                layer.bias.zero_()
+        layers[site.paths.key].weight[config.rank :].zero_()  # content biases
+        made.mixing.copy_(start)
     return made, layers
 
 

@@ -35,11 +35,7 @@ CONVERTED = "it is already converted"
 
 
 class Inventory:
-    """What of a model can be converted. Each part is found once, when it is first needed.
-
-    Two sequences of `batch` are run to find layers and blocks; without it only attention is found. Parts are those of
-    a stock or edited model whose layers are not replaced meanwhile.
-    """
+    """What of a model can be converted, each part found once, when needed; all but attention needs a `batch`."""
 
     def __init__(self, model: PreTrainedModel, batch: Batch | None = None, modules: str = "*") -> None:
         self.model, self.batch, self.modules = model, batch, modules
@@ -119,7 +115,13 @@ class Inventory:
         """Return the maps to convert, queries and keys first, after checking that all of them can be converted."""
         widths = {site.name: (by_module or {}).get(site.name, compression) for site in self.attention}
         for site in self.attention:
-            _refuse_converted(site, widths[site.name])
+            parts = (widths[site.name].dk, "queries and keys"), (widths[site.name].dv, "values")
+            for (width, what), converted in zip(parts, maps_of(site.module), strict=True):
+                if width is not None and converted is not None:
+                    raise CompressionError(
+                        f"{site.name}: its {what} are already converted; leave it out by modules, expand the model "
+                        "first, or start from the dense checkpoint"
+                    )
         stay = [name for name, chosen in widths.items() if chosen.dk is None]
         scores = find_dense_attention(self.model, self.modules, stay) if len(stay) < len(widths) else []
         values: Sequence[ValueSite] = self.values if compression.dv is not None else []
@@ -160,16 +162,6 @@ def refuse_unconvertible(model: PreTrainedModel, caller: str) -> None:
             f"attention is converted as 'eager' or 'sdpa', the model is set to {implementation!r}; "
             "call model.set_attn_implementation('sdpa') first"
         )
-
-
-def _refuse_converted(site: AttentionSite, compression: Compression) -> None:
-    widths = (compression.dk, "queries and keys"), (compression.dv, "values")
-    for converted, (width, what) in zip(maps_of(site.module), widths, strict=True):
-        if width is not None and converted is not None:
-            raise CompressionError(
-                f"{site.name}: its {what} are already converted; leave it out by modules, expand the model "
-                "first, or start from the dense checkpoint"
-            )
 
 
 def _refuse_joined(site: AttentionSite) -> None:

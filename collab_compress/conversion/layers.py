@@ -9,7 +9,7 @@ a stack. Where a stack begins (after the embeddings, or at a decoder after its e
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Self, TypeAlias
@@ -21,7 +21,7 @@ from transformers import Cache, PreTrainedModel
 
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
-from collab_compress.calibration.batches import evenly_spaced, is_divisible, sequence_count, slice_batch
+from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
 from collab_compress.calibration.gather import AttentionMasks, MaskKind, batch_masks
 from collab_compress.devices import free_memory
 from collab_compress.errors import CalibrationError, UnsupportedModelError, one_line
@@ -79,10 +79,7 @@ def numbered_layers(model: PreTrainedModel) -> list[str]:
 
 @contextmanager
 def undivided(model: nn.Module) -> Iterator[None]:
-    """Run a model as in `evaluation_mode`, and each feed-forward block on all positions at once.
-
-    With `chunk_size_feed_forward` a block is called for some positions at a time, which gives the same outputs.
-    """
+    """Run a model as in `evaluation_mode`, and feed-forward blocks on all positions at once, not in chunks."""
     name = "chunk_size_feed_forward"
     sizes = {module: vars(module)[name] for module in model.modules() if name in vars(module)}
     with evaluation_mode(model):
@@ -102,10 +99,7 @@ def capture(
     keep: Callable[[Tensor], Tensor] | None = None,
     plain: Plain | None = None,
 ) -> list[LayerCall]:
-    """Run the model on a batch, in evaluation mode, and return the calls of its numbered layers in order.
-
-    With `plain`, layers are skipped, so that nothing is computed behind the embeddings.
-    """
+    """Run the model on a batch, and return the calls of its numbered layers; with `plain`, skip these layers."""
     calls: list[LayerCall] = []
     returned: list[Tensor] = []
 
@@ -157,10 +151,6 @@ class LayerCalls:
         """Number of sequences to fit to."""
         return sum(sequence_count(self.batches[number]) for number in self.used)
 
-    def evenly_spaced(self, sequences: int) -> Collection[int]:
-        """Return the numbers of evenly spaced batches to fit to, with about this many sequences."""
-        return evenly_spaced(self.used, max(1, len(self.used) * sequences // self.sequences))
-
     def begins_stack(self, number: int) -> bool:
         """Return whether no layer reads what the call before this one returned."""
         calls = self.by_batch[0]
@@ -174,14 +164,10 @@ class LayerCalls:
     def capture_again(
         self, model: PreTrainedModel, removed: Collection[str], store: "HiddenStateStore"
     ) -> list[list[LayerCall]]:
-        """Capture the calls of another model without the removed layers, and return them by the same numbers.
-
-        The numbers of removed layers keep the calls of the first model, which are never made.
-        """
-        kept = [name for name in self.layers if name not in removed]
-        captured = _capture_batches(model, kept, self.batches, store, self.plain)
+        """Capture the calls of another model, which lacks layers; those keep the calls of the first, never made."""
+        captured = _capture_batches(model, numbered_layers(model), self.batches, store, self.plain)
         return [
-            [call if call.name in removed else next(others) for call in calls]
+            [call if call.name in removed else replace(next(others), name=call.name) for call in calls]
             for calls, others in zip(self.by_batch, map(iter, captured), strict=True)
         ]
 
@@ -233,11 +219,7 @@ def _skipped(layer: nn.Module, plain: Plain) -> Iterator[None]:
 
 
 def plain_stack(model: PreTrainedModel, layers: Sequence[str], batch: Batch) -> Plain | None:
-    """Return how the layers of a model can be skipped, or None if they cannot.
-
-    They can if each returns hidden states alone, which the next one reads: what other arguments it gets then does not
-    depend on the layers before it.
-    """
+    """Return how layers can be skipped; None unless each returns hidden states alone, which the next one reads."""
     outputs: list[Any] = []
     with ExitStack() as hooks:
         for name in layers:
@@ -304,10 +286,7 @@ def _hidden_states(output: Any) -> Tensor:
 
 
 class HiddenStateStore:
-    """Keeps tensors: up to `size` bytes in memory, and the others in a temporary folder.
-
-    Used as a context manager, which deletes the folder.
-    """
+    """Keeps up to `size` bytes of tensors in memory, the others in a folder that goes after the `with` block."""
 
     def __init__(self, size: int = STORE_BYTES) -> None:
         self.size, self.taken, self._files = size, 0, 0

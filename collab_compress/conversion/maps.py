@@ -3,7 +3,7 @@
 The model stays as it is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -14,13 +14,15 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import AttentionSite, DenseSite, ValueSite
-from collab_compress.attention import ConvertedMap, MapConfig, NarrowConfig, QKConfig, RotaryConfig, SharedConfig
+from collab_compress.architectures.sites import by_input
+from collab_compress.attention import ConvertedMap, MapConfig, MapEdit, QKConfig
 from collab_compress.attention.maps import Layers
 from collab_compress.attention.run import HeadCall, for_each_head
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.batches import sample_sequences
 from collab_compress.calibration.gather import AttentionMasks, MaskKind, batch_masks, masks_of, resize_mask
-from collab_compress.conversion.cost import attention_costs, configs_at
+from collab_compress.checkpoint import path_in_base, record_edit_
+from collab_compress.conversion.cost import attention_costs, configs_at, ov_config, qk_config
 from collab_compress.conversion.report import PartReport
 from collab_compress.errors import CompressionError
 from collab_compress.factorization import Factorization, Moments
@@ -63,14 +65,11 @@ class MapTask:
 
     def config(self) -> MapConfig:
         """Return the config of the replacement."""
-        site, compression = self.site, self.compression
-        if isinstance(site, ValueSite):
-            return NarrowConfig.of(site, compression.dv or 0, site.value.bias is not None)
-        dk = compression.dk or 0
-        if site.family.rotary:
-            return RotaryConfig.of(site, dk)
-        head_dim = dk if compression.solver.method == "parafac" else compression.head_dim
-        return SharedConfig.of(site, dk, head_dim, site.query.bias is not None)
+        compression = self.compression
+        if isinstance(self.site, ValueSite):
+            return ov_config(self.site, compression.dv or 0)
+        head_dim = compression.dk if compression.solver.method == "parafac" else compression.head_dim
+        return qk_config(self.site, compression.dk or 0, head_dim)
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,9 @@ def replace_map(task: MapTask, moments: SiteMoments, head_weights: Tensor | None
     except (ValueError, ImportError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         raise CompressionError(f"{site.name}: {error}") from error
     is_value = isinstance(site, ValueSite)
-    configs = configs_at(site, task.compression.dk, task.compression.dv)  # caches depend on both maps
-    cost = attention_costs(site, length, found.config, *configs)[is_value]
+    qk, ov = configs_at(site, task.compression.dk, task.compression.dv)  # caches depend on both maps
+    qk, ov = (qk, found.config) if is_value else (found.config, ov)
+    cost = attention_costs(site, length, qk, ov)[is_value]
     solver: dict[str, Any] = {}
     if isinstance(result, Factorization):
         solver = {"sweeps": result.sweeps, "converged": result.converged, "breakdowns": result.breakdowns}
@@ -112,6 +112,15 @@ def empty_replacement(site: Site, config: MapConfig) -> Replacement:
     """Return a replacement whose weights are not set yet, and which has no report."""
     report: Any = None
     return Replacement(site, *config.module.build(config, site.module, site.parent), report)
+
+
+def record_maps_(model: PreTrainedModel, maps: Iterable[tuple[nn.Module, MapConfig]]) -> None:
+    """Record converted maps of attention modules for checkpoints, in place, one edit for each kind."""
+    by_kind: dict[str, dict[str, MapConfig]] = {}
+    for module, config in maps:
+        by_kind.setdefault(config.kind, {})[path_in_base(model, module)] = config
+    for kind, configs in by_kind.items():
+        record_edit_(model, MapEdit(kind, configs))
 
 
 def head_weights(
@@ -178,10 +187,10 @@ def _gram(site: AttentionSite, width: int) -> Tensor | None:
     output = site.part(site.paths.output)
     if type(output) not in (nn.Linear, Conv1D):
         return None
-    weight: Tensor = output.weight if isinstance(output, Conv1D) else output.weight.mT
+    weight = by_input(output)
     if len(weight) != site.heads * width:
         return None
-    heads = weight.detach().reshape(site.heads, width, -1)
+    heads = weight.reshape(site.heads, width, -1)
     return heads @ heads.mT
 
 
@@ -195,11 +204,7 @@ def _normalise(squares: Tensor) -> Tensor | None:
 
 def _squares(probs: Tensor, values: Tensor, outputs: Tensor, gram: Tensor | None) -> Tensor:
     """Return p² ‖(v − o) O‖² of each query and key, (B, H, T, S); `gram` is O·Oᵀ (H, s, s), None for the identity."""
-    probs, values, outputs = (
-        probs.float(),
-        values.float(),
-        outputs.float(),
-    )  # (B, H, T, S), (B, H, S, s), (B, H, T, s)
+    probs, values, outputs = (part.float() for part in (probs, values, outputs))  # outputs (B, H, T, s)
     projected = values if gram is None else values @ gram.float()
     distance = (projected * values).sum(-1).unsqueeze(2) - 2 * outputs @ projected.mT
     distance = distance + ((outputs if gram is None else outputs @ gram.float()) * outputs).sum(-1, keepdim=True)

@@ -16,11 +16,7 @@ from collab_compress.errors import CalibrationError
 def measure_output_error(
     model: PreTrainedModel, dense: PreTrainedModel, batches: Sequence[Batch]
 ) -> OutputError | None:
-    """Return the relative error of the main output of a converted model: logits, or the first output but a loss.
-
-    Logits that a softmax reads are compared as log probabilities, which a constant added to all of them does not
-    change. Padding does not count. The outputs of one batch are in memory at a time.
-    """
+    """Return the relative error of the logits, as log probabilities, or of the first output; padding is left out."""
     measured = [_squared_errors(model, dense, batch) for batch in batches]
     if not any(norm for *_, norm in measured):
         return None
@@ -37,7 +33,8 @@ def _squared_errors(model: PreTrainedModel, dense: PreTrainedModel, batch: Batch
             f"{tuple(new.shape)}; pass the dense model that was converted"
         )
     mask = token_mask(dense, batch, name, old)
-    are_probabilities = _has_classes(dense, name, old)
+    has_classes = name.endswith("logits") and old.dim() <= 3 and old.shape[-1] > 1  # not pixels of images
+    are_probabilities = has_classes and dense.config.problem_type not in ("regression", "multi_label_classification")
     difference = norm = 0.0
     for index in range(len(old)):  # one sequence at a time in float64
         tokens = slice(None) if mask is None else mask[index]
@@ -49,12 +46,6 @@ def _squared_errors(model: PreTrainedModel, dense: PreTrainedModel, batch: Batch
             before = before - before.mean(-1, keepdim=True)
         norm += float(before.square().sum())
     return "log probabilities" if are_probabilities else name, len(old), difference, norm
-
-
-def _has_classes(model: PreTrainedModel, name: str, output: Tensor) -> bool:
-    """Return whether a softmax over the last dimension of an output gives probabilities."""
-    by_class = name.endswith("logits") and output.dim() <= 3 and output.shape[-1] > 1  # not pixels of images
-    return by_class and model.config.problem_type not in ("regression", "multi_label_classification")
 
 
 def main_output(model: PreTrainedModel, batch: Batch) -> tuple[str, Tensor]:

@@ -136,11 +136,8 @@ class Report:
         """Return a `pandas.DataFrame` with a row for each part of each module: width, errors, parameters and MACs."""
         columns = ["part", "width", "weight_error", "data_error"]
         columns += [f"{what}_{when}" for what in ("parameters", "macs") for when in ("before", "after")]
-        rows = []
-        for report in self.parts:
-            row: dict[str, Any] = {"module": report.name}
-            rows.append(row | {column: getattr(report, column) for column in columns})
-        return to_frame(rows)
+        values = [{column: getattr(report, column) for column in columns} for report in self.parts]
+        return to_frame([{"module": report.name, **row} for report, row in zip(self.parts, values, strict=True)])
 
     def __str__(self) -> str:
         before, after = self.parameters_before, self.parameters_after

@@ -28,11 +28,7 @@ LINEAR_RTOL, LINEAR_RTOL_HALF = 1e-3, 5e-2  # error of a sum that counts as line
 
 @dataclass(frozen=True)
 class ResidualLinear:
-    """A linear layer whose outputs are added to the residual stream, as they are or normalised first.
-
-    The sum is found in the inputs or outputs of a module behind the layer. Where outputs are normalised before they
-    are added, that module is the linear layer itself, whose outputs alone can be compared.
-    """
+    """A linear layer whose outputs are added to the residual stream; `at` is itself if they are normalised first."""
 
     name: str  # path of the linear layer
     layer: str  # path of the numbered layer that holds it
@@ -43,12 +39,11 @@ class ResidualLinear:
 
 
 def find_residual_linears(model: PreTrainedModel, layers: SingleLayers) -> list[ResidualLinear]:
-    """Find the residual linear layers: those whose outputs are added to the residual stream, in the order of calls.
+    """Find the linear layers whose outputs are added to the residual stream, in the order of calls.
 
-    Candidates are the output projections of attention, and linear layers of the same width inside numbered layers. A
-    candidate is one if a change of its outputs appears unchanged, or times a constant for each channel, in what a
-    later module of its layer reads or returns, added to something else; or if a normalisation reads its outputs
-    (Gemma 3).
+    These are output projections of attention, and layers of the same width, of which a change appears in a later
+    module of the numbered layer, added to something else, as it is or times a constant for each channel; or a
+    norm reads it.
     """
     sites = find_attention(model)
     return [

@@ -16,9 +16,9 @@ where h is what y is added to, and ' marks the converted model, whose lower laye
 also repairs what the layers below it lost.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,9 +28,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import AttentionSite, DenseSite
+from collab_compress.architectures.sites import by_input
 from collab_compress.attention import install_
 from collab_compress.attention.projections import fill_
 from collab_compress.calibration import Batch, gather_moments
+from collab_compress.calibration.batches import evenly_spaced
 from collab_compress.calibration.gather import InputMoments, masks_of, unpadded
 from collab_compress.conversion.feed_forward import FeedForward, cut_
 from collab_compress.conversion.layers import (
@@ -62,7 +64,6 @@ from collab_compress.factorization.narrowing import MIN_VARIANCE_SHARE
 
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # shares of the inputs' mean variance; held-back data choose one
 ROUNDING = 1e-5  # relative error of the residual stream that is rounding alone
-NO_MOMENTS: Mapping[str, ResidualMoments] = {}
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,11 @@ class Parts:
     linears: Sequence[ResidualLinear] = ()  # to refit, in the order of calls; none to refit nothing
     blocks: Sequence[FeedForward] = ()  # to make narrower
     dff: int = 0  # number of neurons that the blocks keep
-    removed: Collection[str] = ()  # paths of layers that the converted model lacks
+    removed: Collection[str] = ()  # paths of layers that the conversion leaves out
+    without: Callable[[PreTrainedModel], PreTrainedModel] | None = None  # copies a model without these layers
     # Path of the last residual linear layer before a gap → the one in the gap to whose dense stream it is fitted.
     targets: Mapping[str, ResidualLinear] = field(default_factory=dict)
     in_layers: bool = True  # whether the model's numbered layers can be called alone (`single_layers`)
-
-    def without(self, removed: Collection[str], targets: Mapping[str, ResidualLinear]) -> "Parts":
-        """Return the parts of a model that loses some layers."""
-        tasks = [task for task in self.tasks if layer_of(task.site.name) not in removed]
-        blocks = [block for block in self.blocks if block.linear.layer not in removed]
-        return replace(self, tasks=tasks, blocks=blocks, removed=removed, targets=targets)
 
 
 @torch.no_grad()
@@ -99,15 +95,15 @@ def convert_layers_(
 ) -> tuple[list[Replacement], list["Refit"]]:
     """Convert the layers of a model in place; return the new maps, in the order of `parts.tasks`, and the refits.
 
-    `converted` is a copy of the dense model without the removed layers, or a converted model to refit, where
-    `same_inputs` says whether everything before the first layer is the same in both.
+    `converted` is a copy of the dense model, or a converted model to refit, where `same_inputs` says whether
+    everything before the first layer is the same in both. Removed layers are not run.
     """
     replaced: dict[tuple[str, type], Replacement] = {}
     refits: list[Refit] = []
     blocks = {block.down for block in parts.blocks}
 
     def convert_attention_(
-        tasks: Sequence[MapTask], moments: Sequence[SiteMoments], weights: HeadWeightsByPath
+        tasks: Sequence[MapTask], moments: Sequence[SiteMoments], weights: Mapping[str, Tensor | None]
     ) -> None:
         for task, of_task in zip(tasks, moments, strict=True):
             item = replace_map(task, of_task, weights.get(task.site.name), length)
@@ -131,7 +127,7 @@ def convert_layers_(
             moments = gather_moments(dense, [task.site for task in elsewhere], used)
             convert_attention_(elsewhere, moments, head_weights(dense, _weighted_sites(elsewhere), used))
         if calls is not None:
-            models = Pair(dense, converted, calls, store, parts.removed)
+            models = Pair(dense, converted, calls, store, parts)
             hidden, reached = HiddenStates([], [], []), 0
             for done, (layer, numbers) in enumerate(layers.items()):
                 progress(f"fitting {layer}", done, len(layers))
@@ -142,7 +138,7 @@ def convert_layers_(
                 of_layer = [task for task in tasks if layer_of(task.site.name) == layer]
                 linears = [linear for linear in parts.linears if linear.layer == layer and layer not in parts.removed]
                 data = gather_layer(models, numbers, hidden.dense, of_layer, linears)
-                gap = cross_gap(models, numbers, data.outputs, parts.targets)
+                gap = cross_gap(models, numbers, data.outputs)
                 convert_attention_(of_layer, data.moments, data.head_weights)
                 for linear in linears:
                     sums = _residual_sums(models, numbers, hidden, data, gap, linear)
@@ -156,9 +152,6 @@ def convert_layers_(
         count = len(layers) or len(without_data)
         progress("fitted all layers", count, count)
     return [replaced[task.site.name, type(task.site)] for task in parts.tasks], refits
-
-
-HeadWeightsByPath = Mapping[str, Tensor | None]
 
 
 def install_maps_(model: PreTrainedModel, replaced: Sequence[Replacement]) -> None:
@@ -192,15 +185,18 @@ class Pair:
     converted: PreTrainedModel  # the dense model itself where nothing is converted
     calls: LayerCalls  # of the dense model's layers
     store: HiddenStateStore
-    removed: Collection[str] = ()  # paths of layers that the converted model lacks
+    parts: Parts = Parts()
 
     def start_stack(self, first: int, same_inputs: bool) -> HiddenStates:
         """Return the hidden states before the first call of a stack of layers."""
         dense, calls = self.calls.read_by(first), self.calls.by_batch
         if not first and same_inputs:
             return HiddenStates(dense, dense, calls)
-        captured = self.calls.capture_again(self.converted, self.removed, self.store)
-        kept = next(number for number in range(first, len(calls[0])) if calls[0][number].name not in self.removed)
+        removed, without = self.parts.removed, self.parts.without
+        captured = self.calls.capture_again(
+            without(self.converted) if without else self.converted, removed, self.store
+        )
+        kept = next(number for number in range(first, len(calls[0])) if calls[0][number].name not in removed)
         read = [of_batch[kept].hidden for of_batch in captured]
         return HiddenStates(dense, [hidden for hidden in read if hidden is not None], captured)
 
@@ -222,7 +218,7 @@ class LayerData:
     """What one run of a dense layer on all batches gives."""
 
     moments: Sequence[SiteMoments]  # for each task, of the inputs of its projections
-    head_weights: HeadWeightsByPath  # path of a module → weight of each head's score error, (H,)
+    head_weights: Mapping[str, Tensor | None]  # path of a module → weight of each head's score error, (H,)
     mean_squares: Mapping[str, float]  # mean of the squares of these weights, before they are normalised
     inputs: list[list[Tensor]]  # for each batch, the input of each call of the layer; empty if it is called once
     streams: list[list[dict[str, Tensor]]]  # for each batch and call, the residual stream after each linear
@@ -235,33 +231,29 @@ def gather_layer(
     hidden: Sequence[Tensor],
     tasks: Sequence[MapTask],
     linears: Sequence[ResidualLinear],
-    neurons: Mapping[str, ResidualMoments] = NO_MOMENTS,
+    neurons: Mapping[str, ResidualMoments] | None = None,
 ) -> LayerData:
-    """Run a dense layer on all batches, and gather what its conversion needs; add inputs of linears to `neurons`.
-
-    If a layer is called more than once (ALBERT), the input of each call is stored too: the refits of each call start
-    from the dense model's hidden states, so that errors do not add up.
-    """
+    """Run a dense layer on all batches, and gather what its conversion needs; add inputs of linears to `neurons`."""
     calls = models.calls
     moments = InputMoments([task.site for task in tasks])
     inputs: list[list[Tensor]] = [[] for _ in calls.masks]
     streams: list[list[dict[str, Tensor]]] = [[] for _ in calls.masks]
     outputs = list(hidden)
     weighted = _weighted_sites(tasks)
-    measured = calls.evenly_spaced(HEAD_WEIGHT_SEQUENCES) if weighted else []
+    count = len(calls.used) * HEAD_WEIGHT_SEQUENCES // calls.sequences
+    measured = evenly_spaced(calls.used, max(1, count)) if weighted else []
     with record_streams(models.dense, linears) as recorded:
 
         def run(batch: int) -> None:
             for number in numbers:
-                if len(numbers) > 1:
+                if len(numbers) > 1:  # as in ALBERT: each call is refitted from the dense states, so no errors add up
                     inputs[batch].append(outputs[batch])
                 output = calls.by_batch[batch][number].run(models.dense, outputs[batch])
                 streams[batch].append({name: models.store.keep(call.stream) for name, call in recorded.items()})
                 for linear in linears:
-                    if linear.name in neurons and batch in calls.used:
+                    if neurons and linear.name in neurons and batch in calls.used:
                         mask = masks_of(linear.site, calls.masks[batch]).query
-                        vectors = unpadded(recorded[linear.name].inputs, mask)
-                        neurons[linear.name].add(vectors, vectors.new_zeros(len(vectors), len(linear.gain)))
+                        neurons[linear.name].add(unpadded(recorded[linear.name].inputs, mask))
                 recorded.clear()
                 outputs[batch] = models.store.keep(output)
 
@@ -287,19 +279,16 @@ class Gap(NamedTuple):
     streams: Mapping[str, list[Tensor]]  # path of the last linear before the gap → its target for each batch
 
 
-def cross_gap(models: Pair, numbers: range, hidden: Sequence[Tensor], targets: Mapping[str, ResidualLinear]) -> Gap:
-    """Run the dense layers behind a layer that the converted model lacks, up to the next one that it has.
-
-    Linears in `targets` are refitted to the dense residual stream behind the gap.
-    """
+def cross_gap(models: Pair, numbers: range, hidden: Sequence[Tensor]) -> Gap:
+    """Run the dense layers behind a layer that the conversion leaves out; store streams to refit towards."""
     calls, reached, outputs = models.calls.by_batch, numbers.stop, list(hidden)
     stack = calls[0][numbers.start].name.rpartition(".")[0]
     streams: dict[str, list[Tensor]] = {}
     while reached < len(calls[0]):
         name = calls[0][reached].name
-        if name not in models.removed or name.rpartition(".")[0] != stack:
+        if name not in models.parts.removed or name.rpartition(".")[0] != stack:
             break
-        in_layer = {path: target for path, target in targets.items() if target.layer == name}
+        in_layer = {path: target for path, target in models.parts.targets.items() if target.layer == name}
         streams |= {path: [] for path in in_layer}
         with record_streams(models.dense, list(in_layer.values())) as recorded:
             for batch, of_batch in enumerate(calls):
@@ -395,16 +384,13 @@ class Refit:
 def solve(
     sums: ResidualSums, linear: ResidualLinear, module: nn.Linear | Conv1D, neurons: int | None, sequences: int
 ) -> Refit:
-    """Fit a layer, with `neurons` of its inputs, by the damping that has the smallest error on held-back sequences.
-
-    A layer that keeps all neurons stays as it is if no damping lowers that error.
-    """
+    """Fit a layer, with `neurons` of its inputs, by the best damping on held-back data; without gain it stays."""
     used, held_back, biased = sums.used, sums.held_back, module.bias is not None
     if not held_back.count:
         raise CalibrationError(
             f"{linear.name} saw no token of the sequences held back, which are padding alone; pass more data"
         )
-    weight = module.weight.detach() if isinstance(module, Conv1D) else module.weight.detach().mT  # (N, D)
+    weight = by_input(module)  # (N, D)
     exact = weight.to(used.device, torch.float64)
     before, scale = held_back.squared / held_back.count, max(sums.spread / held_back.count, 1e-30)
     kept, best = None, before
@@ -447,10 +433,7 @@ def solve(
 
 
 def install_refits(model: PreTrainedModel, refits: Sequence[Refit], blocks: Sequence[FeedForward] = ()) -> None:
-    """Install refitted layers in place, with narrower blocks where neurons were removed.
-
-    Parameters are replaced, so that models that share them keep theirs.
-    """
+    """Install refitted layers as new parameters, in place, with narrower blocks where neurons were removed."""
     by_name = {block.down: block for block in blocks}
     for result in refits:
         layer: Any = model.get_submodule(result.report.name)

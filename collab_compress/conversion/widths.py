@@ -10,7 +10,6 @@ those below it lost, as a conversion does.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -19,9 +18,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import DenseSite, ValueSite
-from collab_compress.attention import MapConfig, NarrowConfig, SharedConfig
+from collab_compress.architectures.sites import by_input
 from collab_compress.calibration import Batch
-from collab_compress.conversion.cost import Part, attention_costs, block_cost
+from collab_compress.conversion.cost import Part, block_cost, costs_at
 from collab_compress.conversion.feed_forward import FeedForward
 from collab_compress.conversion.inventory import Inventory
 from collab_compress.conversion.layers import HiddenStateStore, capture_calls, undivided
@@ -33,8 +32,8 @@ from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError, UnsupportedModelError
 from collab_compress.factorization import HeadTensor, Moments
 from collab_compress.factorization.factors import singular_channels
-from collab_compress.factorization.least_squares import BLOCK_NEURONS, ResidualMoments, choice_moments, eliminate
-from collab_compress.factorization.moments import Weighting, damp
+from collab_compress.factorization.least_squares import BLOCK_NEURONS, ResidualMoments, eliminate
+from collab_compress.factorization.moments import Weighting, damped_
 from collab_compress.factorization.narrowing import MIN_VARIANCE_SHARE, explained_energy
 from collab_compress.options import Compression
 
@@ -61,7 +60,6 @@ class Choice:
 
     compression: Compression  # dk and dv are those of the first attention module, with a dk if any
     modules: Mapping[str, Compression] = field(default_factory=dict)
-    kept: float = 1.0  # share of the layers' operations that the model keeps
     reason: str = ""  # a sentence for the report on what was chosen and why; empty if nothing was
 
     def whole(self, passed: Compression) -> Compression:
@@ -83,7 +81,6 @@ class HeadShares:
 
     def __init__(self, site: ValueSite, has_dk: bool, length: int) -> None:
         self.site, self.has_dk, self.length, self.name = site, has_dk, length, site.name
-        self.has_bias = site.part(site.paths.query).bias is not None
 
     def dk(self, share: float | None) -> int | None:
         """Return the width of queries and keys; None if they stay dense."""
@@ -99,16 +96,14 @@ class HeadShares:
     def head_dim(self, share: float | None) -> int | None:
         """Return the width of heads of queries and keys; None for the dense one."""
         dk = self.dk(share)
-        return None if dk is None or self.length <= LONG_INPUT else max(dk // self.site.heads, 1 + self.has_bias)
+        if dk is None or self.length <= LONG_INPUT:
+            return None
+        has_bias = self.site.part(self.site.paths.query).bias is not None
+        return max(dk // self.site.heads, 1 + has_bias)
 
     def macs(self, scores: float | None, values: float | None) -> tuple[int, int]:
         """Return the multiply-accumulates of queries and keys, and of values and outputs."""
-        dk, dv, configs = self.dk(scores), self.dv(values), list[MapConfig]()
-        if dk is not None:
-            configs.append(SharedConfig.of(self.site, dk, self.head_dim(scores), self.has_bias))
-        if dv is not None:
-            configs.append(NarrowConfig.of(self.site, dv, self.site.value.bias is not None))
-        costs = attention_costs(self.site, self.length, *configs)
+        costs = costs_at(self.site, self.length, self.dk(scores), self.dv(values), self.head_dim(scores))
         return costs[0].macs_after, costs[1].macs_after
 
     def compression(self, base: Compression, split: Split, dff: int | None) -> Compression:
@@ -177,7 +172,7 @@ class Budget:
         kept = (split.macs + (neurons or 0) * self.macs_per_neuron) / self.macs
         reason = f"Kept {kept:.0%} of the layers' operations at {self.length} tokens{self.why}: {words}."
         first = next((one for one in chosen if one.dk is not None), chosen[0])
-        return Choice(first, changed, kept, reason)
+        return Choice(first, changed, reason)
 
 
 def choose_widths(
@@ -187,10 +182,7 @@ def choose_widths(
     length: int,
     progress: Progress = silent,
 ) -> Choice:
-    """Choose the widths that keep a share of the layers' operations and lose least.
-
-    All attention modules keep the same share of the channels of a head, and all feed-forward blocks as many neurons.
-    """
+    """Choose what loses least: one share of the channels of all heads, and one number of neurons of all blocks."""
     assert compression.keep is not None
     budget = Budget(inventory, length)
     macs = compression.keep * budget.macs
@@ -268,31 +260,24 @@ def _layer_losses(
     """Yield what each part of a layer loses at every width, over the variance of the residual stream there."""
     # Where the stream is the same at all tokens, nothing can be lost.
     variances = {name: stream_variance(models, data, linear) or math.inf for name, linear in linears.items()}
-    for task, moments in zip(tasks, data.moments, strict=True):
-        site, name = task.site, task.site.name
-        output = site.path(site.paths.output)
-        linear = linears.get(output) or linears.get(f"{output}.proj") or next(iter(linears.values()))
-        assert moments is not None
-        with _named(name):
+    name = ""
+    try:
+        for task, moments in zip(tasks, data.moments, strict=True):
+            site, name = task.site, task.site.name
+            output = site.path(site.paths.output)
+            linear = linears.get(output) or linears.get(f"{output}.proj") or next(iter(linears.values()))
+            assert moments is not None
             if isinstance(site, ValueSite):
                 yield "dv", name, _value_losses(site, moments[0], linear) / variances[linear.name]
             else:
                 scale = data.mean_squares[name] * float(linear.gain.square().mean())
                 lost = _score_losses(site, moments, data.head_weights[name])
                 yield "dk", name, scale * lost / variances[linear.name]
-    for name, of_block in neurons.items():
-        with _named(name):
+        for name, of_block in neurons.items():
             lost = _neuron_losses(models.dense.get_submodule(name), linears[name], of_block)
             yield "dff", name, lost / variances[name]
-
-
-@contextmanager
-def _named(module: str) -> Iterator[None]:
-    """Name the module in errors of its moments."""
-    try:
-        yield
-    except ValueError as error:
-        raise CompressionError(f"{module}: {error}") from error
+    except ValueError as error:  # of the moments
+        raise CompressionError(f"{name}: {error}") from error
 
 
 def _score_losses(site: DenseSite, moments: tuple[Moments, ...], head_weights: Tensor | None) -> Tensor:
@@ -317,21 +302,18 @@ def _value_losses(site: ValueSite, moments: Moments, linear: ResidualLinear) -> 
     if float(joint.trace()) <= MIN_VARIANCE_SHARE * float(moments.second.trace()):  # the output's bias takes over all
         return torch.zeros(site.key_value_width + 1, dtype=torch.float64, device="cpu")
     heads = [head * linear.gain.to(head) for head in site.output_heads().to(joint)]
-    _, contributions = explained_energy(damp(joint, DAMPING), heads, group)
+    _, contributions = explained_energy(damped_(joint.clone(), DAMPING), heads, group)
     return _tail_sums(contributions, site.key_value_width)
 
 
 def _neuron_losses(layer: nn.Linear | Conv1D, linear: ResidualLinear, moments: ResidualMoments) -> Tensor:
-    """Return what a block's outputs lose at every dff, (N+1,).
-
-    What a fit of k weights to n vectors leaves of these is (n − k) / (n + k) of what it leaves of others.
-    """
-    weight = (layer.weight.detach() if isinstance(layer, Conv1D) else layer.weight.detach().mT).to(
-        moments.device, torch.float64
-    )
-    chosen = choice_moments(moments, weight, linear.gain, DAMPINGS[0], layer.bias is not None)
-    losses = eliminate(*chosen, block=max(1, min(BLOCK_NEURONS, len(weight) // MIN_RANKINGS))).losses.cpu()
-    kept = torch.arange(len(losses), device="cpu")
+    """Return what a block's outputs lose at every dff, (N+1,)."""
+    weight = by_input(layer).to(moments.device, torch.float64)
+    second, _ = moments.moments(centred=layer.bias is not None)
+    wanted = second @ weight * linear.gain.to(second)
+    block = max(1, min(BLOCK_NEURONS, len(weight) // MIN_RANKINGS))
+    losses = eliminate(damped_(second, DAMPINGS[0]), wanted, block=block).losses.cpu()
+    kept = torch.arange(len(losses), device="cpu")  # weights fitted to n vectors leave (n − k) / (n + k) of the error
     return losses * (moments.count + kept) / (moments.count - kept).clamp(min=1)
 
 

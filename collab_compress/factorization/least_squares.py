@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from collab_compress.devices import float64_device
-from collab_compress.factorization.moments import Moments, cholesky
+from collab_compress.factorization.moments import Moments, cholesky, damped_
 
 STRIP_COLUMNS = 512  # columns of a symmetric product that are computed together, from the diagonal on
 BLOCK_NEURONS = 64  # neurons that are eliminated between two rankings
@@ -127,13 +127,6 @@ def fit(moments: ResidualMoments, damping: float, bias: bool) -> tuple[Tensor, T
     change = torch.cholesky_solve(crossed, cholesky(second, message))
     mean, residual = moments.means()
     return change, residual - mean @ change if bias else None
-
-
-def damped_(second: Tensor, damping: float) -> Tensor:
-    """Add λ to the variances (N, N), in place: the damping times their mean, or 1 if nothing varies."""
-    variance = float(second.diagonal().mean())
-    second.diagonal().add_(damping * variance if variance > 0 else 1.0)
-    return second
 
 
 def choice_moments(

@@ -116,22 +116,13 @@ class Weighting:
         Keys are weighed by their covariance, for the softmax ignores what is constant over them; queries are if
         `centre_query`, where what is constant over them goes into the content bias.
         """
-        roots: list[Tensor | None] = []
-        for side, moments, centre in (("query", query, centre_query), ("key", key, True)):
-            if moments is None:
-                roots.append(None)
-                continue
-            kind = "covariance" if centre else "second moment"
-            matrix = moments.covariance() if centre else (moments.second + moments.second.mT) / 2
-            damped = damp(matrix.to(device).double(), damping)
-            if not bool(torch.isfinite(damped).all()):
-                raise ValueError(f"the moments of the {side} inputs are not finite with damping {damping}; lower it")
-            message = (
-                f"the {kind} of the {side} inputs is singular: got damping {damping} over {moments.count:g} "
-                "inputs; expected a positive definite matrix: raise the damping or give inputs that vary"
+        sides = (("query", query, centre_query), ("key", key, True))
+        return cls(
+            *(
+                None if moments is None else damped_root(side, moments, damping, centre, device)
+                for side, moments, centre in sides
             )
-            roots.append(cholesky(damped, message, upper=True))
-        return cls(*roots)
+        )
 
     def apply(self, tensor: HeadTensor) -> HeadTensor:
         """Return the weighted heads, shapes unchanged."""
@@ -149,10 +140,24 @@ class Weighting:
         return Factors(query, factors.mixing, key)
 
 
-def damp(matrix: Tensor, damping: float) -> Tensor:
-    """Return moments (n, n) with a share of the mean variance added to every direction; I where all are zero."""
-    if not bool(matrix.any()):
-        return torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-    damped = matrix.clone()
-    damped.diagonal().add_(damping * matrix.diagonal().mean())
-    return damped
+def damped_root(
+    side: str, moments: Moments, damping: float, centre: bool, device: torch.device | None = None
+) -> Tensor:
+    """Return the upper triangular S with SᵀS the damped second moments (D, D), or the covariance if `centre`."""
+    kind = "covariance" if centre else "second moment"
+    matrix = moments.covariance() if centre else (moments.second + moments.second.mT) / 2
+    damped = damped_(matrix.to(device).double(), damping)
+    if not bool(torch.isfinite(damped).all()):
+        raise ValueError(f"the moments of the {side} inputs are not finite with damping {damping}; lower it")
+    message = (
+        f"the {kind} of the {side} inputs is singular: got damping {damping} over {moments.count:g} "
+        "inputs; expected a positive definite matrix: raise the damping or give inputs that vary"
+    )
+    return cholesky(damped, message, upper=True)
+
+
+def damped_(moments: Tensor, damping: float) -> Tensor:
+    """Add λ to the diagonal of moments (n, n), in place: the damping times its mean, or 1 if nothing varies."""
+    variance = float(moments.diagonal().mean())
+    moments.diagonal().add_(damping * variance if variance > 0 else 1.0)
+    return moments

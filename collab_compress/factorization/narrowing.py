@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from collab_compress.factorization.factors import check_weights, relative
-from collab_compress.factorization.moments import Moments, check_moments, cholesky, damp
+from collab_compress.factorization.moments import Moments, check_moments, cholesky, damped_
 
 MIN_VARIANCE_SHARE = 1e-10  # share of the variance in the second moments below which there is only rounding
 
@@ -103,7 +103,7 @@ def narrow_values(
         varies = float(given.trace()) > MIN_VARIANCE_SHARE * float(moments.second.trace())
         joint = given if varies else white
     dense = output.flatten(0, 1)  # (H·d, D)
-    damped = damp(joint, damping)
+    damped = damped_(joint.clone(), damping)
     # exactly the identity where nothing is dropped
     kept = torch.eye(width, dtype=joint.dtype, device=joint.device).expand(count, -1, -1)
     refit, residual = dense, torch.zeros_like(dense)

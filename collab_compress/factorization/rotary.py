@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from collab_compress.devices import work_device
 from collab_compress.factorization.factors import relative
-from collab_compress.factorization.moments import Moments, cholesky
+from collab_compress.factorization.moments import Moments, damped_root
 from collab_compress.options import Solver
 
 DEFAULT = Solver()
@@ -205,21 +205,15 @@ def allocate_channels(errors: Sequence[Tensor] | Tensor, channels: int) -> list[
 
 
 def _augmented_root(side: str, moments: Moments | None, heads: Tensor, damping: float, centre: bool) -> Tensor:
-    """Return S with SᵀS = E[xxᵀ] or the covariance, damped, (D, D), for x with a 1 appended where there is a bias.
-
-    Without moments it is the identity.
-    """
-    device, width = heads.device, heads.shape[1]
+    """Return `damped_root` (D, D) of inputs, with a 1 appended where there is a bias; I without moments."""
+    width = heads.shape[1]
     if moments is None:
-        return torch.eye(width, dtype=heads.dtype, device=device)
+        return torch.eye(width, dtype=heads.dtype, device=heads.device)
     if moments.width not in (width, width - 1):
         raise ValueError(f"moments of the {side} inputs are {moments.width} wide; expected {width}")
-    mean, second = moments.mean.to(device).double(), moments.second.to(device).double()
     if moments.width < width:
-        mean, second = torch.cat([mean, mean.new_ones(1)]), pad(second, (0, 1, 0, 1))
+        mean = torch.cat([moments.mean, moments.mean.new_ones(1)])
+        second = pad(moments.second, (0, 1, 0, 1))
         second[-1] = second[:, -1] = mean
-    damped = (second + second.mT) / 2 - (torch.outer(mean, mean) if centre else 0)
-    damped.diagonal().add_(damping * second.diagonal().mean())
-    matrix = "covariance" if centre else "second moment"
-    message = f"the {matrix} of the {side} inputs is singular; raise the damping, or give more data"
-    return cholesky(damped, message, upper=True).to(heads.dtype)
+        moments = Moments(mean, second, moments.count)
+    return damped_root(side, moments, damping, centre, heads.device).to(heads.dtype)

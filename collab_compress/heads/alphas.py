@@ -129,7 +129,7 @@ def mix_heads_(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> None:
     if is_quantized(model):
         raise HeadError(f"{type(model).__name__} is quantized; mix the heads of the unquantized checkpoint instead")
     sites = find_attention(model, kinds=kinds)
-    output_weights(model, sites, "one α alone can mix")
+    output_weights(model, sites)
     heads_by_path = {path_in_base(model, site.part(site.paths.output)): site.heads for site in sites}
     edit = AlphasEdit(heads_by_path)
     with all_or_nothing(model):
@@ -217,9 +217,7 @@ def output_weight(path: str, projection: Any) -> tuple[nn.Parameter, int]:
     return projection.weight, input_dim(projection)
 
 
-def output_weights(
-    model: PreTrainedModel, sites: Sequence[AttentionSite], purpose: str
-) -> list[tuple[nn.Parameter, int]]:
+def output_weights(model: PreTrainedModel, sites: Sequence[AttentionSite]) -> list[tuple[nn.Parameter, int]]:
     """Return what reads each module's heads, α or an output weight, and its dimension of heads; shared ones raise."""
     weights = []
     for site in sites:
@@ -228,5 +226,5 @@ def output_weights(
         path = site.path(site.paths.output)
         weights.append((projection.alphas, 1) if mixed else output_weight(path, projection))
     if len({weight.data_ptr() for weight, _ in weights}) < len(weights):
-        raise HeadError(f"{type(model).__name__}: output projections share weights, which {purpose}; untie them")
+        raise HeadError(f"{type(model).__name__}: output projections share weights; untie them to act on one alone")
     return weights

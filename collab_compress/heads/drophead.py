@@ -42,12 +42,10 @@ class DropHead(HeadHooks):
     def __init__(
         self, model: PreTrainedModel, p: float = 0.0, kinds: Collection[Kind] = KINDS, rescale: bool = True
     ) -> None:
-        sites = find_attention(model, kinds=kinds)
-        # Tensors, so that a schedule does not make `torch.compile` recompile; one a device, to avoid copies.
-        devices = {parameter.device for site in sites for parameter in site.module.parameters()}
-        self._tensors = {device: torch.zeros((), device=device) for device in devices | {torch.device("cpu")}}
+        # A tensor, so that a schedule does not make `torch.compile` recompile; on the CPU it goes with all devices.
+        self._tensor = torch.zeros((), device="cpu")
         self.p, self.rescale = p, rescale
-        super().__init__(sites)
+        super().__init__(find_attention(model, kinds=kinds))
 
     @property
     def p(self) -> float:
@@ -58,18 +56,14 @@ class DropHead(HeadHooks):
     def p(self, p: float) -> None:
         check_number("DropHead's p", p, 0, below=1)
         self._p = p
-        for tensor in self._tensors.values():
-            tensor.fill_(p)
+        self._tensor.fill_(p)
 
     def act(self, site: AttentionSite, outputs: Tensor, call: HeadCall) -> Tensor:
         """Drop heads of outputs (B, T, H, dv)."""
         if not call.module.training:
             return outputs
         draws = self._draw(outputs)
-        p = self._tensors.get(outputs.device)
-        if p is None:  # the model has moved since
-            p = self._tensors[torch.device("cpu")].to(outputs.device)
-        scales = head_scales(draws, p) if self.rescale else draws >= p
+        scales = head_scales(draws, self._tensor) if self.rescale else draws >= self._tensor
         return outputs * scales.to(outputs.dtype)[:, None, :, None]
 
 

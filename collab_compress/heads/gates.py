@@ -19,7 +19,6 @@ from collab_compress.heads.sharding import refuse_unwritable
 
 STRETCH = (-0.1, 1.1)  # γ and ζ, so that a gate is 0 or 1 with a probability above 0
 TEMPERATURE = 0.33  # β
-PURPOSE = "cannot hold the gates of one module alone"
 
 
 class HeadGates(HeadHooks):
@@ -59,7 +58,7 @@ class HeadGates(HeadHooks):
         self._model = transformers_model(model)
         sites = find_attention(model, kinds=kinds)
         refuse_unwritable(self._model, "head gates")
-        output_weights(self._model, sites, PURPOSE)
+        output_weights(self._model, sites)
         self.log_alphas = {
             site.name: nn.Parameter(
                 torch.full((site.heads,), start, device=site.part(site.paths.output).weight.device)
@@ -113,11 +112,8 @@ class HeadGates(HeadHooks):
         """
         self._check_present()
         refuse_unwritable(self._model, "head gates")
-        sites = [hook.site for hook in self._hooks]
         folded: list[tuple[nn.Parameter, Tensor]] = []  # weights, and what replaces their data
-        for gates, (weight, dim) in zip(
-            self.values().values(), output_weights(self._model, sites, PURPOSE), strict=True
-        ):
+        for gates, (weight, dim) in zip(self.values().values(), output_weights(self._model, self.sites), strict=True):
             factors = gates.to(weight.device, weight.dtype).repeat_interleave(weight.shape[dim] // len(gates))
             folded.append((weight, weight.detach() * (factors if dim == 1 else factors[:, None])))
         with all_or_nothing(self._model, [weight for weight, _ in folded]):

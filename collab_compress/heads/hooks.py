@@ -44,6 +44,7 @@ class HeadHooks:
     _hooks: Sequence["SiteHook"] = ()  # none in a copy
 
     def __init__(self, sites: Sequence[AttentionSite], *, first: bool = False) -> None:
+        self.sites = sites
         self.rank, self.processes = 0, 1
         if distributed.is_initialized():
             self.rank, self.processes = distributed.get_rank(), distributed.get_world_size()
@@ -112,12 +113,12 @@ class HeadRecord:
 
     Args:
         site: the module. One that serves several layers (ALBERT) has a record for each call.
+        masks: padding masks of queries and keys.
         outputs: head outputs before other hooks change them, (B, T, H, s).
         values: (B, S, H, s).
         probs: attention probabilities before dropout, (B, H, T, S).
         queries: (B, T, H, d), or (B, T, H, R) in a converted module.
         keys: (B, S, H, d).
-        masks: padding masks of queries and keys.
 
     Example:
         >>> with Recorder(model, ("queries", "values")) as recorder:
@@ -130,16 +131,29 @@ class HeadRecord:
     """
 
     site: AttentionSite
-    outputs: Tensor | None
-    values: Tensor | None
-    probs: Tensor | None
-    queries: Tensor | None
-    keys: Tensor | None
     masks: AttentionMasks
+    outputs: Tensor | None = None
+    values: Tensor | None = None
+    probs: Tensor | None = None
+    queries: Tensor | None = None
+    keys: Tensor | None = None
 
     def mask_of(self, part: Part) -> Tensor | None:
         """Return the padding mask of the positions of a part: (B, S) for values and keys, else (B, T)."""
         return self.masks.key if part in ("values", "keys") else self.masks.query
+
+
+def _read(part: Part, site: AttentionSite, outputs: Tensor, call: HeadCall) -> Tensor | None:
+    """Return one part of a call; outputs are (B, T, H, s)."""
+    if part == "outputs":
+        return outputs
+    if part == "probs":
+        return call.probs
+    if part == "queries":
+        is_converted = maps_of(call.module)[0] is not None
+        queries: Tensor = call.module.qk("head_queries", call.query) if is_converted else call.query.transpose(1, 2)
+        return queries
+    return for_each_head(call.value if part == "values" else call.key, site.heads).transpose(1, 2)
 
 
 class Recorder(HeadHooks):
@@ -180,14 +194,14 @@ class Recorder(HeadHooks):
         kinds: Collection[Kind] = KINDS,
         training: bool = False,
     ) -> None:
-        self.parts = {parts} if isinstance(parts, str) else set(parts)
+        self.parts: set[Part] = {parts} if isinstance(parts, str) else set(parts)
         if unknown := self.parts - set(PARTS):
             raise HeadError(f"a recorder cannot read {', '.join(sorted(unknown))}; it reads {', '.join(PARTS)}")
         self.training = training
         self.needs_probs = "probs" in self.parts
         model = transformers_model(model)
-        self.sites = find_attention(model, kinds=kinds)
-        for site in self.sites:
+        sites = find_attention(model, kinds=kinds)
+        for site in sites:
             if "keys" in self.parts and maps_of(site.module)[0]:
                 raise HeadError(f"{site.name} is converted: its heads have no keys of equal width to read")
         self._records: list[HeadRecord] = []
@@ -195,7 +209,7 @@ class Recorder(HeadHooks):
         self._masks: dict[MaskKind, AttentionMasks] | None = None  # None between forward passes
         self._differentiable = False
         self._argument_names = forward_arguments(model)
-        super().__init__(self.sites, first=True)
+        super().__init__(sites, first=True)
         self._forward = RecordedForward(self, model)
 
     def take(self) -> list[HeadRecord]:
@@ -234,22 +248,8 @@ class Recorder(HeadHooks):
                 "checkpointing, which would lose the gradients of these tensors; pass "
                 "gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
-        queries = None
-        if "queries" in self.parts:
-            queries = call.query.transpose(1, 2)  # (B, T, H, d)
-            if maps_of(call.module)[0]:
-                queries = call.module.qk("head_queries", call.query)
-        self._records.append(
-            HeadRecord(
-                site=site,
-                outputs=outputs if "outputs" in self.parts else None,
-                values=for_each_head(call.value, site.heads).transpose(1, 2) if "values" in self.parts else None,
-                probs=call.probs if "probs" in self.parts else None,
-                queries=queries,
-                keys=for_each_head(call.key, site.heads).transpose(1, 2) if "keys" in self.parts else None,
-                masks=_call_masks(site, call, self._masks),
-            )
-        )
+        tensors = {part: _read(part, site, outputs, call) for part in self.parts}
+        self._records.append(HeadRecord(site, _call_masks(site, call, self._masks), **tensors))
         return outputs
 
 
@@ -343,7 +343,7 @@ class HeadMask(HeadHooks):
         self, model: PreTrainedModel, masks: Mapping[str, Tensor] | None = None, kinds: Collection[Kind] = KINDS
     ) -> None:
         sites = find_attention(model, kinds=kinds)
-        self.heads = {site.name: site.heads for site in sites}
+        self.sites, self.heads = sites, {site.name: site.heads for site in sites}
         self._masks = self._check({} if masks is None else masks)
         self._handle = transformers_model(model).register_forward_pre_hook(self._refuse_head_mask, with_kwargs=True)
         super().__init__(sites)  # which removes everything if it fails
@@ -368,9 +368,8 @@ class HeadMask(HeadHooks):
         self._masks = self._check(masks)
 
     def _check(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        check_heads(self.sites, dict.fromkeys(masks, ()))
         for name, mask in masks.items():
-            if name not in self.heads:
-                raise HeadError(f"no attention module {name!r} to mask; there are {', '.join(self.heads)}")
             if not isinstance(mask, Tensor) or mask.dim() not in (1, 2) or mask.shape[-1] != self.heads[name]:
                 got = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
                 raise HeadError(

@@ -1,13 +1,12 @@
 """Multi-Head Rotation: swap heads during training, paired by a strategy at given epochs."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 from numbers import Real
 from random import Random
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -147,56 +146,37 @@ Scores = Mapping[str, Tensor]
 """Path of a module → importance of its heads, (H,)."""
 
 
-def hard_pairs(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
-    """Pair the k least important heads of all layers with the k most important (algorithm 1)."""
+def pair_heads(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
+    """Return the pairs to swap among modules of one kind, no head twice, or raise a HeadError if there are too few.
+
+    `hard`, `soft` and `random` are algorithms 1 to 3. In `soft` layer i meets L+1−i, where the paper prints L−i. The
+    two are never the same layer, so k may be up to H, where the paper stops at H/2: its own manual swap exchanges
+    whole layers.
+    """
+    k, t_max, last = rotation.k, rotation.t_max, len(sites)
+    if rotation.strategy == "soft":
+        if t_max > last // 2:
+            raise HeadError(
+                f"t_max is {t_max} for {last} layers of {sites[0].kind} attention; expected at most "
+                f"{last // 2}" + ("; the strategy needs more modules than a single shared one" if last < 2 else "")
+            )
+        pairs: list[Pair] = []
+        for lower, upper in zip(sites[:t_max], reversed(sites), strict=False):
+            _check_k(rotation, min(lower.heads, upper.heads), sites)
+            pairs += zip(_sort_heads([lower], scores)[:k], _sort_heads([upper], scores)[:k], strict=True)
+        return pairs
     heads = _sort_heads(sites, scores)
     _check_k(rotation, len(heads) // 2, sites)
-    return list(zip(heads[: rotation.k], heads[::-1], strict=False))
-
-
-def soft_pairs(rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float) -> list[Pair]:
-    """Pair the k least important heads of lower layers with those of upper ones (algorithm 2).
-
-    Layer i meets L+1−i, where the paper prints L−i, for i = 1 … t_max. The two are never the same layer, so k may be
-    up to H, where the paper stops at H/2: its own manual swap exchanges whole layers.
-    """
-    last = len(sites)
-    if rotation.t_max > last // 2:
-        raise HeadError(
-            f"t_max is {rotation.t_max} for {len(sites)} layers of {sites[0].kind} attention; expected at most "
-            f"{last // 2}" + ("; the strategy needs more modules than a single shared one" if last < 2 else "")
-        )
-    pairs: list[Pair] = []
-    for lower, upper in zip(sites[: rotation.t_max], reversed(sites), strict=False):
-        _check_k(rotation, min(lower.heads, upper.heads), sites)
-        lower_heads, upper_heads = _sort_heads([lower], scores), _sort_heads([upper], scores)
-        pairs += zip(lower_heads[: rotation.k], upper_heads[: rotation.k], strict=True)
-    return pairs
-
-
-def random_pairs(
-    rotation: RotationOptions, sites: Sequence[AttentionSite], scores: Scores, epoch: float
-) -> list[Pair]:
-    """Draw k pairs of different heads from all layers (algorithm 3); the same for the same seed, kind and epoch."""
-    heads = [(site.name, head) for site in sites for head in range(site.heads)]
-    _check_k(rotation, len(heads) // 2, sites)
-    sample = Random(f"{rotation.seed} {sites[0].kind} {epoch}").sample(heads, 2 * rotation.k)
-    return list(zip(sample[::2], sample[1::2], strict=True))
-
-
-STRATEGIES: dict[Strategy, Callable[[RotationOptions, Sequence[AttentionSite], Scores, float], list[Pair]]] = {
-    "hard": hard_pairs,
-    "soft": soft_pairs,
-    "random": random_pairs,
-}
-"""Name → function of the options, the modules of one kind, their importance and the epoch, to pairs in which no head
-is twice. Raises HeadError where the options need more heads or layers than there are."""
+    if rotation.strategy == "random":
+        sample = Random(f"{rotation.seed} {sites[0].kind} {epoch}").sample(heads, 2 * k)
+        return list(zip(sample[::2], sample[1::2], strict=True))
+    return list(zip(heads[:k], heads[::-1], strict=False))
 
 
 def _sort_heads(sites: Sequence[AttentionSite], scores: Scores) -> list[Head]:
-    """Return all heads, the least important first, equal ones in the model's order."""
+    """Return all heads, the least important first, equal ones and those without scores in the model's order."""
     heads = [(site.name, head) for site in sites for head in range(site.heads)]
-    return sorted(heads, key=lambda head: float(scores[head[0]][head[1]]))
+    return sorted(heads, key=lambda head: float(scores[head[0]][head[1]])) if scores else heads
 
 
 def _check_k(rotation: RotationOptions, most: int, sites: Sequence[AttentionSite]) -> None:
@@ -258,20 +238,14 @@ class Rotator:
         self._excluded = end_tokens(self.model, tokenizer) if rotation.exclude is None else rotation.exclude
         self.history: list[RotationEvent] = []
         self._latest: float | None = None  # epoch of the last call
-        self._swapped: tuple[Pair, ...] = ()  # pairs to swap back
-        self._due: float = 0  # epoch of swapping back
-        self._awake: float = 0  # epoch at which the rest ends
         match_blocks(model, rotation.pairs)
         if rotation.strategy == "manual":
             return
         for sites in self._sites_by_kind().values():
             for site in sites:
-                for head in range(site.heads - 1):  # all heads of a module must be alike
-                    match_heads(site, head, site, head + 1)
-            zeros = {site.name: torch.zeros(site.heads, device="cpu") for site in sites}
-            STRATEGIES[rotation.strategy](rotation, sites, zeros, 0)
-            for site in sites[1:]:
-                match_heads(sites[0], 0, site, 0)
+                for head in range(site.heads):
+                    match_heads(sites[0], 0, site, head)
+            pair_heads(rotation, sites, {}, 0)
 
     def epoch(
         self, epoch: float, optimizer: Optimizer | None = None, batches: Iterable[Mapping[str, Tensor]] | None = None
@@ -306,20 +280,17 @@ class Rotator:
         if self._latest is not None and now <= self._latest:
             return ()
         before = len(self.history)
-        if self._swapped and _is_reached(self._due, now):
-            self._swap(RotationEvent(now, "swap-back", self._swapped), optimizer)
-            late = now >= self._due + 1  # whole epochs without a call
-            self._swapped, self._awake = (), (now if late else self._due) + self.rotation.rest
+        swapped, due = self._due()
+        if swapped and _is_reached(due, now):
+            self._swap(RotationEvent(now, "swap-back", swapped), optimizer)
+            swapped, due = self._due()
         times = [time for time in self.rotation.epochs if _is_reached(time, now)]
         if self._latest is None:  # only a time that is due now
             time = next((time for time in times if _is_reached(now, time)), None)
         else:
             time = max((time for time in times if not _is_reached(time, self._latest)), default=None)
-        if time is not None and not self._swapped and _is_reached(self._awake, time):
-            pairs = self._pairs(time, batches)
-            self._swap(RotationEvent(now, "swap", pairs), optimizer)
-            if self.rotation.swap_back_after is not None:
-                self._swapped, self._due = pairs, time + self.rotation.swap_back_after
+        if time is not None and not swapped and _is_reached(due, time):
+            self._swap(RotationEvent(now, "swap", self._pairs(time, batches)), optimizer)
         self._latest = now
         return tuple(self.history[before:])
 
@@ -333,26 +304,33 @@ class Rotator:
 
     def state_dict(self) -> dict[str, Any]:
         """Return, in JSON types, the state that a resumed training needs beside that of model and optimizer."""
-        return {
-            "latest": self._latest,
-            "swapped": self._swapped,
-            "due": self._due,
-            "awake": self._awake,
-            "history": [asdict(event) for event in self.history],
-        }
+        return {"latest": self._latest, "history": [asdict(event) for event in self.history]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state, or raise a HeadError; swaps nothing, for the weights saved with it are swapped already."""
         try:
-            latest, due, awake = state["latest"], _as_int(state["due"]), _as_int(state["awake"])
-            swapped = as_pairs(state["swapped"])
+            latest = state["latest"]
             history = [RotationEvent(e["epoch"], e["reason"], as_pairs(e["pairs"])) for e in state["history"]]
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError) as error:
             raise HeadError(
                 f"cannot read the state of a Rotator ({error!r}); pass what its state_dict() gave"
             ) from error
-        match_blocks(self.model, swapped)
-        self._latest, self._swapped, self._due, self._awake, self.history = latest, swapped, due, awake, history
+        match_blocks(self.model, [pair for event in history[-1:] for pair in event.pairs])
+        self._latest, self.history = latest, history
+
+    def _due(self) -> tuple[tuple[Pair, ...], float]:
+        """Return the pairs to swap back and the epoch of that; or no pairs and the epoch at which the rest ends."""
+        rotation = self.rotation
+        if rotation.swap_back_after is None or not self.history:
+            return (), 0
+        last = self.history[-1]
+        swap = last if last.reason == "swap" else self.history[-2]
+        time = max((time for time in rotation.epochs if _is_reached(time, swap.epoch)), default=swap.epoch)
+        due = time + rotation.swap_back_after
+        if last is swap:
+            return swap.pairs, due
+        is_late = last.epoch >= due + 1  # whole epochs without a call
+        return (), (last.epoch if is_late else due) + rotation.rest
 
     def _swap(self, event: RotationEvent, optimizer: Optimizer | None) -> None:
         swap_heads_(self.model, event.pairs, optimizer if self.rotation.moments else None)
@@ -367,7 +345,8 @@ class Rotator:
 
     def _pairs(self, epoch: float, batches: Iterable[Mapping[str, Tensor]] | None) -> tuple[Pair, ...]:
         """Return the pairs to swap, the same in all processes."""
-        rotation, scores = self.rotation, {}
+        rotation = self.rotation
+        scores: Scores = {}
         if rotation.strategy == "manual":
             return rotation.pairs
         if rotation.measures:
@@ -378,7 +357,5 @@ class Rotator:
                 )
             measure = confidence if rotation.importance == "confidence" else average_distance
             scores = measure(self.model, batches, exclude=self._excluded, kinds=rotation.kinds, across_processes=True)
-        pairs: list[Pair] = []
-        for sites in self._sites_by_kind().values():
-            pairs += STRATEGIES[rotation.strategy](rotation, sites, scores, epoch)
-        return tuple(pairs)
+        by_kind = self._sites_by_kind().values()
+        return tuple(pair for sites in by_kind for pair in pair_heads(rotation, sites, scores, epoch))

@@ -13,6 +13,7 @@ from collab_compress.architectures import AttentionSite, FusedSlice, find_attent
 from collab_compress.architectures.sites import read
 from collab_compress.attention.run import is_converted, maps_of, prepare_
 from collab_compress.errors import HeadError
+from collab_compress.heads.pruning import check_heads
 from collab_compress.heads.sharding import full_tensor, refuse_split, reshard_, write_
 
 Head: TypeAlias = tuple[str, int]
@@ -39,14 +40,11 @@ Matched: TypeAlias = tuple[HeadBlock, HeadBlock]
 
 
 def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
-    """List the parameter slices from which a head computes its output, in the same order for all heads of one form.
+    """List the parameter slices that compute a head's output, in the same order for all heads of one form.
 
-    Not the output projection. In the dense form: its rows of the query, key and value weights and biases. In the
-    collaborative form, where heads share queries and keys: its mixing weights with the numbers of the channels that
-    it reads, its content bias, and its rows of the value weight and bias.
+    They are rows of query, key and value weights and biases; where heads share queries and keys, the head's mixing
+    weights, channel numbers and content bias in place of the first two.
     """
-    if not 0 <= head < site.heads:
-        raise HeadError(f"{site.name} has no head {head}; its {site.heads} heads are 0 to {site.heads - 1}")
     if site.key_value_heads != site.heads:
         raise HeadError(
             f"{site.name}: {site.heads} heads share {site.key_value_heads} heads of keys and values, so they "
@@ -164,9 +162,7 @@ def match_blocks(model: nn.Module, pairs: Sequence[Pair]) -> list[Matched]:
     matched = []
     for one, other in as_pairs(pairs):
         for name, number in (one, other):
-            if name not in sites:
-                known = ", ".join(list(sites)[:3]) + (", …" if len(sites) > 3 else "")
-                raise HeadError(f"{name!r} is no attention module of this model; those are {known}")
+            check_heads(list(sites.values()), {name: [number]})
             if (name, number) in seen:
                 raise HeadError(
                     f"head {number} of {name} is named twice; name each head in one pair only, so that swapping "

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import asdict
-from math import ceil
+from math import ceil, inf
 from statistics import fmean, median
 from typing import Any
 
@@ -14,11 +13,11 @@ from transformers import PreTrainedModel
 from collab_compress import analysis
 from collab_compress.analysis import Latency, PartCost
 from collab_compress.analysis.plan import WIDTH_SHARES, part_losses
-from collab_compress.architectures import find_attention
 from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import sequence_count
 from collab_compress.conversion.compress import compress
+from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import block_cost
 from collab_compress.conversion.expand import expand
 from collab_compress.conversion.inventory import Inventory
@@ -33,11 +32,10 @@ LENGTH = 128  # tokens for which operations are counted
 DENSE, CONVERTED = f"dense at T = {LENGTH} [MMAC]", f"converted at T = {LENGTH} [MMAC]"
 
 
-def widths(model: PreTrainedModel, batches: Sequence[Batch], label: Label, progress: Progress) -> Section:
+def widths(inventory: Inventory, batches: Sequence[Batch], label: Label, progress: Progress) -> Section:
     """Return what queries and keys, values, and feed-forward blocks lose at every width."""
     if sum(map(sequence_count, batches)) < 2:
         raise HeadError("what widths lose is measured on sequences that differ; pass two sequences at least")
-    inventory = Inventory(model, batches[0])
     curves_of, reasons = part_losses(inventory, batches, lambda _, done, total: progress("widths")(done, total))
     left_out = [f"{part} stays as it is: {reason}" for part, reason in reasons.items()]
     tables: dict[str, Table] = {}
@@ -74,9 +72,9 @@ def widths(model: PreTrainedModel, batches: Sequence[Batch], label: Label, progr
     )
 
 
-def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: Label, progress: Progress) -> Section:
+def cost(inventory: Inventory, options: ReportOptions, label: Label, progress: Progress) -> Section:
     """Return what attention and feed-forward blocks cost, dense and converted."""
-    sites, notes = find_attention(model), ""
+    model, sites, notes = inventory.model, inventory.attention, ""
     converted = any(is_converted(site.module) for site in sites)
     given = {} if converted else {part: getattr(options, part) for part in ("dk", "dv") if getattr(options, part)}
     if not converted and not given:
@@ -85,7 +83,7 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
     dff = options.dff
     costs = analysis.part_costs(model, LENGTH, **given)
     try:
-        blocks = Inventory(model, batch).blocks
+        blocks = inventory.blocks
         if dff is None and not converted:
             dff = max(1, min(block.width for block in blocks) // 2)
         costs += [block_cost(model, block, dff, LENGTH) for block in blocks]
@@ -102,15 +100,16 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
         "layers": Table("Where the parameters and operations of all layers are", parts),
         "modules": Table("Each attention module and feed-forward block", rows),
     }
-    dense, after, parameters, kept = (sum(part[heading] for part in parts) for heading in list(parts[0])[1:5])
-    shares = ", ".join(f"{part['part']} {100 * part[DENSE] / dense:.0f} %" for part in parts)
+    total = _sum_costs(costs)
+    shares = ", ".join(f"{part['part']} {100 * part[DENSE] / total[DENSE]:.0f} %" for part in parts)
     highlights = [f"Operations of all dense layers at T = {LENGTH}: {shares}."]
-    attention = _describe_widths(given)
     form = _describe_widths(given if dff is None else {**given, "dff": dff})
-    if after != dense:
+    if total[CONVERTED] != total[DENSE]:
+        operations = total[CONVERTED] / total[DENSE]
+        parameters = total["parameters, converted"] / total["parameters, dense"]
         highlights.append(
-            f"Layers {form} have {100 * after / dense:.0f} % of the operations of dense layers, and "
-            f"{100 * kept / parameters:.0f} % of their parameters."
+            f"Layers {form} have {100 * operations:.0f} % of the operations of dense layers, and "
+            f"{100 * parameters:.0f} % of their parameters."
         )
     try:
         latencies = _measure_latencies(model, given, options, progress)
@@ -126,7 +125,7 @@ def cost(model: PreTrainedModel, batch: Batch, options: ReportOptions, label: La
             time = f"takes {median(steady):.2f} of dense time at T = {longest}, measured here"
         else:
             time = f"was timed while other programs ran: rounds at T = {longest} differ too much to compare"
-        highlights.append(f"Attention {attention} {time}.")
+        highlights.append(f"Attention {_describe_widths(given)} {time}.")
     return Section(
         "What a layer costs",
         f"Dense layers, and layers {form}; other parts cost the same in both forms. "
@@ -157,14 +156,16 @@ def _measure_latencies(
     model: PreTrainedModel, widths: Mapping[str, Any], options: ReportOptions, progress: Progress
 ) -> list[Latency]:
     """Time the model and a copy in the other form: a dense one is converted to the chosen widths, others expanded."""
-    dense, converted = model, deepcopy(model)
+    copied = sharing_copy(model)
     if widths:
         solver = Solver(sweeps=1 if "dk" in widths else None)
-        compress(converted, Compression(**widths, solver=solver), calibration=None)
+        compress(copied, Compression(**widths, solver=solver), calibration=None)
+        dense, converted = model, copied
     else:
-        dense, converted = converted, dense
-        expand(dense)
-    longest = getattr(model.config, "max_position_embeddings", None) or max(options.lengths, default=0)
+        expand(copied)
+        dense, converted = copied, model
+    longest = getattr(model.config, "max_position_embeddings", None) or inf
     lengths = [length for length in options.lengths if length <= longest]
-    report, rounds = progress("latency"), options.rounds
-    return analysis.module_latency(dense, converted, lengths, rounds=rounds, seed=options.seed, progress=report)
+    return analysis.module_latency(
+        dense, converted, lengths, rounds=options.rounds, seed=options.seed, progress=progress("latency")
+    )

@@ -18,7 +18,7 @@ from collab_compress.calibration.batches import sequence_count
 from collab_compress.conversion.expand import read_factors
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.heads import alphas_of, head_importance
-from collab_compress.report.section import Curves, Heatmaps, Label, Progress, Section, Table, short
+from collab_compress.report.section import Curves, Heatmaps, Label, Progress, Read, Section, Table, short
 
 COLOUR_QUANTILE = 0.98  # of mixing entries at which the colour scale ends; a few entries are far larger
 MAX_MAP_TOKENS = 40  # a longer attention map is cut
@@ -131,9 +131,9 @@ def attention_maps(
     )
 
 
-def patterns(model: PreTrainedModel, batches: Sequence[Batch], label: Label, progress: Progress) -> Section:
+def patterns(model: PreTrainedModel, read: Read, label: Label) -> Section:
     """Return how spread the attention of each head is, how far it reaches, and which tokens it goes to."""
-    measured = analysis.head_patterns(model, analysis.with_progress(batches, progress("patterns")))
+    measured = analysis.head_patterns(model, read("patterns"))
     with suppress(HeadError, CalibrationError):  # the model reads no tokens, or not as many
         measured["induction"] = analysis.induction(model)
     rows: dict[str, dict[str, Any]] = {name: {"layer": label(name)} for name in measured["entropy"]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from html import escape
@@ -17,11 +17,13 @@ import transformers
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from collab_compress.analysis import with_progress
 from collab_compress.architectures import find_attention
 from collab_compress.attention import is_converted
 from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
 from collab_compress.checkpoint.files import atomic_directory, mapped
+from collab_compress.conversion.inventory import Inventory
 from collab_compress.conversion.report import width_range
 from collab_compress.errors import CompressionError, HeadError, UnsupportedModelError
 from collab_compress.options import SECTION_NAMES, ReportOptions
@@ -106,7 +108,7 @@ def make_report(
             f"{name} knows {sizes[0]} tokens and {baseline_name} {sizes[1]}; models that are compared read the same "
             "batches, so they must share a tokenizer"
         )
-    label = module_labels(model)
+    label, inventory = module_labels(model), Inventory(model, batches[0])
     compared = {name: (model, label)}
     if baseline is not None:
         compared[baseline_name] = (baseline, module_labels(baseline))
@@ -114,13 +116,16 @@ def make_report(
     def progress(work: str) -> Callable[[int, int | None], None]:
         return partial(on_progress, work)
 
+    def read(work: str) -> Iterable[Batch]:
+        return with_progress(batches, progress(work))
+
     measures: dict[str, Callable[[], Section]] = {
-        "widths": lambda: widths(model, take_sequences(batches, options.input_sequences), label, progress),
+        "widths": lambda: widths(inventory, take_sequences(batches, options.input_sequences), label, progress),
         "mixing": lambda: mixing(model, label),
-        "cost": lambda: cost(model, batches[0], options, label, progress),
-        "similarity": lambda: similarity(model, baseline, batches, label, progress),
-        "diversity": lambda: diversity(compared, batches, tokenizer, progress),
-        "patterns": lambda: patterns(model, batches, label, progress),
+        "cost": lambda: cost(inventory, options, label, progress),
+        "similarity": lambda: similarity(model, baseline, read, label),
+        "diversity": lambda: diversity(compared, read, tokenizer),
+        "patterns": lambda: patterns(model, read, label),
         "attention_maps": lambda: attention_maps(model, tokenizer, sentence, label),
         "dominance": lambda: dominance(
             model, take_sequences(batches, options.head_sequences), score, label, progress

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from math import ceil, floor, isfinite, log10
 from typing import Any, TypeAlias
+
+from collab_compress.calibration import Batch
 
 SHADES = 24  # shades of a hue
 MAX_LARGE_MAPS = 32  # maps beyond which they are drawn small and without numbers
@@ -20,6 +22,9 @@ Label: TypeAlias = Callable[[str], str]
 
 Progress: TypeAlias = Callable[[str], Callable[[int, int | None], None]]
 """Function of the name of some work to the `progress` argument of a measure."""
+
+Read: TypeAlias = Callable[[str], Iterable[Batch]]
+"""Function of the name of some work to all batches, which report their progress by that name while they are read."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +89,10 @@ def draw_heatmap(picture: Heatmaps, title: str) -> str:
     """Return the matrix of this title as SVG."""
     matrix = picture.maps[title]
     rows, columns = len(matrix), max(map(len, matrix))
-    cell = (
-        20
-        if len(picture.maps) <= 2
-        else 13
-        if len(picture.maps) <= MAX_LARGE_MAPS
-        else min(13, 78 / max(rows, columns))
-    )
+    are_large = len(picture.maps) <= MAX_LARGE_MAPS
+    cell = 20 if len(picture.maps) <= 2 else 13 if are_large else min(13, 78 / max(rows, columns))
     across = min(cell, max(1.5, 500 / columns))
-    legible = MAX_NAMED_ROWS if len(picture.maps) <= MAX_LARGE_MAPS else 0
+    legible = MAX_NAMED_ROWS if are_large else 0
     row_names = picture.row_names or [str(row) for row in range(rows)] if rows <= legible else []
     left = 6 + 6.2 * max(map(len, row_names)) if row_names else 1
     width, height = left + columns * across + 4, rows * cell + 17

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress import analysis
-from collab_compress.calibration import Batch
 from collab_compress.errors import HeadError
 from collab_compress.heads.importance import end_tokens
-from collab_compress.report.section import Heatmaps, Label, Progress, Section, Table, short
+from collab_compress.report.section import Heatmaps, Label, Read, Section, Table, short
 
 
-def similarity(
-    model: PreTrainedModel,
-    baseline: PreTrainedModel | None,
-    batches: Sequence[Batch],
-    label: Label,
-    progress: Progress,
-) -> Section:
+def similarity(model: PreTrainedModel, baseline: PreTrainedModel | None, read: Read, label: Label) -> Section:
     """Return how similar the heads of a model are, and how similar its layers are to another model's."""
-    heads = analysis.head_covariances(model, analysis.with_progress(batches, progress("heads")))
+    heads = analysis.head_covariances(model, read("heads"))
     pairs = {name: joint for name, joint in heads.items() if len(joint.widths) > 1}
     if not pairs and len(heads) < 2 and baseline is None:
         raise HeadError("a single head in a single layer has no other to be compared with")
@@ -31,22 +24,21 @@ def similarity(
     pictures: list[Heatmaps] = []
     highlights, notes = [], ""
     if pairs:
-        correlations = {label(name): analysis.svcca(joint) for name, joint in pairs.items()}
-        alignments = {label(name): analysis.cka(joint) for name, joint in pairs.items()}
-        rows: list[dict[str, Any]] = [
-            {
-                "layer": layer,
-                "SVCCA": correlation.mean,
-                "CKA, linear": analysis.mean_over_pairs(alignments[layer]),
-                "directions kept, mean": float(correlation.directions.diagonal().double().mean()),
-            }
-            for layer, correlation in correlations.items()
-        ]
+        rows: list[dict[str, Any]] = []
+        matrices: dict[str, dict[str, Any]] = {"SVCCA": {}, "CKA": {}}
+        for name, joint in pairs.items():
+            correlation, alignment = analysis.svcca(joint), analysis.cka(joint)
+            rows.append(
+                {
+                    "layer": label(name),
+                    "SVCCA": correlation.mean,
+                    "CKA, linear": analysis.mean_over_pairs(alignment),
+                    "directions kept, mean": float(correlation.directions.diagonal().double().mean()),
+                }
+            )
+            matrices["SVCCA"][f"layer {label(name)}"] = correlation.similarity.tolist()
+            matrices["CKA"][f"layer {label(name)}"] = alignment.tolist()
         tables["heads"] = Table("Similarity of heads, mean over pairs", rows)
-        matrices = {
-            "SVCCA": {f"layer {layer}": result.similarity.tolist() for layer, result in correlations.items()},
-            "CKA": {f"layer {layer}": matrix.tolist() for layer, matrix in alignments.items()},
-        }
         reading = "Strong cells off the diagonal are pairs of similar heads (Diversity, section 3)."
         pictures += [Heatmaps(f"{measure} of heads", reading, maps) for measure, maps in matrices.items()]
         mean_svcca, mean_cka = (fmean(row[measure] for row in rows) for measure in ("SVCCA", "CKA, linear"))
@@ -55,28 +47,26 @@ def similarity(
             "CKA) on average."
         )
     if baseline is not None:
-        with_bar = [analysis.with_progress(batches, progress("similarity of models")) for _ in range(2)]
         try:
-            by_head = analysis.model_covariances(model, baseline, with_bar[0], unit="head")
-            by_layer = analysis.model_covariances(model, baseline, with_bar[1], unit="layer")
+            by_head = analysis.model_covariances(model, baseline, read("similarity of models"))
         except HeadError as error:  # as for models of different depths
             notes += f" The two models were not compared: {error}."
         else:
-            rows = []
+            rows, maps = [], {}
             for name, joint in by_head.items():
-                nearest = analysis.svcca(joint).similarity
+                correlations, alignment = analysis.svcca(joint).similarity, analysis.cka(joint)
                 rows.append(
                     {
                         "layer": label(name),
-                        "SVCCA": analysis.svcca(by_layer[name]).mean,
-                        "CKA, linear": float(analysis.cka(by_layer[name])),
-                        "SVCCA of nearest heads": float(nearest.max(1).values.mean()),
-                        "SVCCA of two heads": float(nearest.mean()),
-                        "CKA of two heads, linear": float(analysis.cka(joint).mean()),
+                        "SVCCA": analysis.svcca(joint.layers).mean,
+                        "CKA, linear": float(analysis.cka(joint.layers)),
+                        "SVCCA of nearest heads": float(correlations.max(1).values.mean()),
+                        "SVCCA of two heads": float(correlations.mean()),
+                        "CKA of two heads, linear": float(alignment.mean()),
                     }
                 )
+                maps[f"layer {label(name)}"] = alignment.tolist()
             tables["models"] = Table("Similarity of the two models, layer by layer", rows)
-            maps = {f"layer {label(name)}": analysis.cka(joint).tolist() for name, joint in by_head.items()}
             reading = "A strong diagonal means that each head still does what its counterpart does."
             title, sides = "CKA of heads, model against baseline", ("head of the model", "head of the baseline")
             pictures.append(Heatmaps(title, reading, maps, 1.0, False, *sides))
@@ -100,21 +90,15 @@ def similarity(
 
 
 def diversity(
-    models: Mapping[str, tuple[PreTrainedModel, Label]],
-    batches: Sequence[Batch],
-    tokenizer: PreTrainedTokenizerBase | None,
-    progress: Progress,
+    models: Mapping[str, tuple[PreTrainedModel, Label]], read: Read, tokenizer: PreTrainedTokenizerBase | None
 ) -> Section:
     """Return how confident heads of each model are, how far apart they are, and how much their attention overlaps."""
     rows: list[dict[str, Any]] = []
     pictures, highlights = [], []
     for model_name, (model, label) in models.items():
-        with_bar = [
-            analysis.with_progress(batches, progress(name)) for name in ("confidence", "distances", "overlap")
-        ]
-        confidences = analysis.confidence(model, with_bar[0], exclude=end_tokens(model, tokenizer))
-        apart = analysis.discrepancy(model, with_bar[1])
-        overlaps = analysis.bhattacharyya(model, with_bar[2])
+        confidences = analysis.confidence(model, read("confidence"), exclude=end_tokens(model, tokenizer))
+        apart = analysis.discrepancy(model, read("distances"))
+        overlaps = analysis.bhattacharyya(model, read("overlap"))
         distances = {name: heads.l2.sum(1) / (len(heads.l2) - 1) for name, heads in apart.items()}
         for name, heads in apart.items():
             confidence, overlap = confidences[name.partition("[")[0]], overlaps[name]

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakSet
 
@@ -95,9 +96,10 @@ class HeadSession:
             for options in training.penalties
         }
         self._weights: dict[str, float] = {}
-        self._sums: dict[str, tuple[Tensor, int]] = {}  # name → sum since the last logs, number of passes
+        self._sums: dict[str, Tensor] = {}  # name → sum since the last logs and number of passes, (2,)
         self._warned: set[str] = set()
         self._device = next(model.parameters()).device
+        self._acting = ExitStack()  # removes everything from the model
         self._closed = False
         of_deepspeed = any("deepspeed" in type(part).__module__ for part in (optimizer, unwrap_optimizer(optimizer)))
         if training.acts and (of_deepspeed or any(hasattr(weight, "ds_id") for weight in model.parameters())):
@@ -105,13 +107,14 @@ class HeadSession:
                 "DeepSpeed is not supported: ZeRO steps copies of the weights, or splits them across head "
                 "boundaries; shard the model with FSDP2 instead (fully_shard), or leave it whole"
             )
-        self._parts = models_in(transformers_model(model)) if training.acts else []
-        if any(part in _in_training for part in self._parts):
+        parts = models_in(transformers_model(model)) if training.acts else []
+        if any(part in _in_training for part in parts):
             raise HeadError(
                 f"another session acts on the heads of this {type(model).__name__}; close() that one first, or wait "
                 "until its train() has returned"
             )
-        _in_training.update(self._parts)
+        _in_training.update(parts)
+        self._acting.callback(_in_training.difference_update, parts)
         reshard_(model)  # an optimizer knows the sharded parameters of FSDP2, not the gathered ones
         try:
             if optimizer is None and (training.rotation is not None or training.alphas is not None):
@@ -122,11 +125,13 @@ class HeadSession:
             if training.alphas is not None and optimizer is not None:
                 mixed = [projection for _, projection in find_mixed_projections(model, training.alphas.kinds)]
                 self._alphas = AlphasTraining(mixed, training.alphas, optimizer)
+                self._acting.callback(self._alphas.remove)
             if training.penalties:
                 losses = {name: (options.name, options.acts_on) for name, options in self._penalties.items()}
-                self._losses = HeadLosses(model, losses)
+                self._losses = self._acting.enter_context(HeadLosses(model, losses))
             for options in training.drophead:
-                self._dropheads.append(DropHead(model, 0.0, options.kinds, options.rescale))
+                drophead = DropHead(model, 0.0, options.kinds, options.rescale)
+                self._dropheads.append(self._acting.enter_context(drophead))
             self.step(0.0)
         except BaseException:
             self.close()
@@ -178,8 +183,9 @@ class HeadSession:
             labels: of the batch, −100 where there is none; needed for nuclear growth beside a summed loss.
 
         Raises:
-            HeadError: labels are needed.
+            HeadError: labels are needed, or the session is closed.
         """
+        self._check_open()
         self.penalty_called = True
         values: dict[str, Tensor] = {}
         measured = {name for name, weight in self._weights.items() if weight == 0}  # with 0 · NaN the loss were NaN
@@ -215,9 +221,8 @@ class HeadSession:
         The loss without penalties is "task_loss". Means are over all processes, each of which must call it.
         """
         names = [TASK] + [name + suffix for name in (*self._penalties, GROWTH) for suffix in ("", "/share")]
-        sums = [self._sums.get(name, (torch.zeros((), device="cpu"), 0)) for name in names]
-        totals = torch.stack([total.float().to(self._device) for total, _ in sums])
-        table = torch.stack([totals, torch.tensor([float(count) for _, count in sums], device=self._device)], 1)
+        none = torch.zeros(2, device=self._device)
+        table = torch.stack([self._sums.get(name, none).to(self._device) for name in names])
         if distributed.is_initialized():
             distributed.all_reduce(table)
         means = {name: total / count for name, (total, count) in zip(names, table.tolist(), strict=True) if count}
@@ -226,7 +231,7 @@ class HeadSession:
             share = means.get(f"{name}/share", 0.0)
             if penalty.schedule == "constant" and 0 < share < MIN_PENALTY_SHARE:
                 self._warn(name, f"penalty {name} is {share:.1e} of the loss; if it began so low, raise its weight")
-        for drophead, options in zip(self._dropheads, self.training.drophead, strict=False):  # none once closed
+        for drophead, options in zip(self._dropheads, self.training.drophead, strict=True):
             means[of_kinds("drophead", options.kinds, KINDS)] = drophead.p
         return means
 
@@ -241,12 +246,8 @@ class HeadSession:
 
     def close(self) -> None:
         """Remove everything but the trained weights from the model."""
-        for part in (*self._dropheads, self._losses, self._alphas):
-            if part is not None:
-                part.remove()
-        self._dropheads, self._losses, self._alphas, self._closed = [], None, None, True
-        _in_training.difference_update(self._parts)
-        self._parts = []
+        self._closed = True
+        self._acting.close()
 
     def __enter__(self) -> "HeadSession":
         return self
@@ -270,8 +271,8 @@ class HeadSession:
             logger.warning("%s", message)
 
     def _add(self, name: str, value: Tensor) -> None:
-        total, count = self._sums.get(name, (0.0, 0))
-        self._sums[name] = total + value.detach(), count + 1
+        value = value.detach().float()
+        self._sums[name] = torch.stack([value, torch.ones_like(value)]) + self._sums.get(name, 0)
 
 
 class AlphasTraining:

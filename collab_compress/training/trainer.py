@@ -3,8 +3,7 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,10 +57,13 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
         CheckpointError: `train` is to resume from a checkpoint of a model with other edits.
 
     Example:
+        >>> from tempfile import TemporaryDirectory
         >>> class QuietTrainer(HeadTrainerMixin, Trainer):
         ...     def log(self, logs, *args, **kwargs):
         ...         pass
-        >>> QuietTrainer(model, TrainingArguments(report_to="none")).head_training.acts
+        >>> with TemporaryDirectory() as folder:
+        ...     trainer = QuietTrainer(model, TrainingArguments(folder, report_to="none"))
+        >>> trainer.head_training.acts
         False
     """
 
@@ -69,12 +71,13 @@ class HeadTrainerMixin(_Trainer):  # type: ignore[misc]
         self.head_training = HeadTraining() if head_training is None else head_training
         self.head_session: HeadSession | None = None  # while it trains
         super().__init__(*args, **kwargs)
-        if self.args.n_gpu > 1 and self.head_training.acts:
+        acts = self.head_training.acts
+        if acts and self.args.n_gpu > 1:
             raise HeadError(
                 "DataParallel copies the model in each step; start one process for each GPU instead (torchrun)"
             )
         fsdp1 = self.is_fsdp_enabled and not self.accelerator.is_fsdp2
-        if (self.is_deepspeed_enabled or fsdp1) and self.head_training.acts:
+        if acts and (self.is_deepspeed_enabled or fsdp1):
             raise HeadError(
                 f"{'FSDP1' if fsdp1 else 'DeepSpeed'} splits weights across head boundaries; shard the model with "
                 "FSDP2 instead (fsdp_config={'fsdp_version': 2}), or leave it whole"
@@ -161,23 +164,23 @@ def _refuse_other_edits(checkpoint: str, model: PreTrainedModel) -> None:
         return
     stored = json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
     saved = EditConfig(**stored).edits if is_edits(stored) else []
-    sides: list[dict[tuple[str, str], list[Any]]] = [{}, {}]  # (kind, path) → what was done to that module
-    for side, edits in zip(sides, (saved, edits_of(model)), strict=True):
+    changes: list[dict[tuple[str, str], list[Any]]] = [{}, {}]  # (kind, path) → what was done to that module
+    for side, edits in zip(changes, (saved, edits_of(model)), strict=True):
         for edit in edits:
             for name, change in edit.modules.items():
                 side.setdefault((edit.kind, name), []).append(change)
-    if sides[0] == sides[1]:
-        return
-    of_checkpoint, of_model = (
-        ", ".join(f"{kind} of {count} modules" for kind, count in Counter(kind for kind, _ in side).items()) or "none"
-        for side in sides
-    )
-    kind, name = next(key for key in {**sides[0], **sides[1]} if sides[0].get(key) != sides[1].get(key))
-    raise CheckpointError(
-        f"{checkpoint} holds another model than the {type(model).__name__} to train: edits of the checkpoint are "
-        f"{of_checkpoint}, of the model {of_model}, the first that differs is {kind} of {name}; load the model from "
-        "the checkpoint by from_pretrained, or edit it in the same way, before making the trainer"
-    )
+    of_checkpoint, of_model = changes
+    differing = [key for key in {**of_checkpoint, **of_model} if of_checkpoint.get(key) != of_model.get(key)]
+    if differing:
+        counts = (Counter(kind for kind, _ in side) for side in changes)
+        present, wanted = (
+            ", ".join(f"{kind} of {count} modules" for kind, count in side.items()) or "none" for side in counts
+        )
+        raise CheckpointError(
+            f"{checkpoint} holds another model than the {type(model).__name__} to train: edits of the checkpoint are "
+            f"{present}, of the model {wanted}, the first that differs is {' of '.join(differing[0])}; load the "
+            "model from the checkpoint by from_pretrained, or edit it in the same way, before making the trainer"
+        )
 
 
 class HeadTrainer(HeadTrainerMixin, Trainer):  # type: ignore[misc]
@@ -186,9 +189,11 @@ class HeadTrainer(HeadTrainerMixin, Trainer):  # type: ignore[misc]
     Without anything in `head_training` it trains as a `Trainer` does, bit for bit. See `HeadTrainerMixin`.
 
     Example:
+        >>> from tempfile import TemporaryDirectory
         >>> from collab_compress.training import DropHeadOptions
         >>> training = HeadTraining(drophead=(DropHeadOptions(p=0.2),))
-        >>> trainer = HeadTrainer(model, TrainingArguments(report_to="none"), head_training=training)
+        >>> with TemporaryDirectory() as folder:
+        ...     trainer = HeadTrainer(model, TrainingArguments(folder, report_to="none"), head_training=training)
         >>> trainer.head_training.acts
         True
     """
@@ -198,9 +203,12 @@ class HeadSeq2SeqTrainer(HeadTrainerMixin, Seq2SeqTrainer):  # type: ignore[misc
     """A Transformers `Seq2SeqTrainer` that acts on heads, as `HeadTrainer` does.
 
     Example:
+        >>> from tempfile import TemporaryDirectory
         >>> from transformers import Seq2SeqTrainingArguments
-        >>> arguments = Seq2SeqTrainingArguments(report_to="none", predict_with_generate=True)
-        >>> HeadSeq2SeqTrainer(model, arguments).head_training.acts
+        >>> with TemporaryDirectory() as folder:
+        ...     arguments = Seq2SeqTrainingArguments(folder, report_to="none", predict_with_generate=True)
+        ...     trainer = HeadSeq2SeqTrainer(model, arguments)
+        >>> trainer.head_training.acts
         False
     """
 
@@ -212,7 +220,7 @@ class HeadState(TrainerCallback, ExportableState):  # type: ignore[misc]
     """
 
     trainer: HeadTrainerMixin
-    epoch = 0
+    epoch = -1  # the latest that has begun; `state.epoch` is a share of the steps where the data has no length
 
     def state(self) -> dict[str, Any]:
         """Return the state in JSON types, as Transformers expects it of callbacks."""
@@ -229,7 +237,7 @@ class HeadState(TrainerCallback, ExportableState):  # type: ignore[misc]
         session = trainer.head_session = HeadSession(
             trainer.model, trainer.head_training, trainer.optimizer, warmup, trainer.processing_class
         )
-        self.epoch = int((state.epoch or 0) + 1e-6)
+        self.epoch = int((state.epoch or 0) + 1e-6) - 1
         if STATE in state.stateful_callbacks:
             session.load_state_dict(state.stateful_callbacks[STATE]["attributes"]["saved"])
         elif trainer.head_training.acts:
@@ -244,19 +252,20 @@ class HeadState(TrainerCallback, ExportableState):  # type: ignore[misc]
         state.stateful_callbacks[STATE] = self.state()
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Begin an epoch."""
-        rotation = self.trainer.head_training.rotation
-        if rotation is not None and not rotation.of_training:
-            self._rotate(self.epoch)
-        self.epoch += 1  # `state.epoch` is a share of the steps where the data has no length
+        """Count epochs."""
+        self.epoch += 1
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Begin an optimizer step."""
-        rotation, session = self.trainer.head_training.rotation, self.trainer.head_session
-        if rotation is not None and rotation.within_epochs:
-            self._rotate((state.global_step / state.max_steps if rotation.of_training else state.epoch) or 0)
-        if session is not None:
-            session.step(state.global_step / max(state.max_steps - 1, 1))
+        """Begin an optimizer step, and rotate heads if it is time."""
+        session, rotation = self.trainer.head_session, self.trainer.head_training.rotation
+        assert session is not None
+        if rotation is not None:
+            epoch: float = self.epoch
+            if rotation.within_epochs:
+                epoch = state.global_step / state.max_steps if rotation.of_training else state.epoch or 0
+            with torch.random.fork_rng(devices=[]):  # data loaders draw a seed, which a resumed run would not
+                session.epoch(epoch, self._validation_batches())
+        session.step(state.global_step / max(state.max_steps - 1, 1))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Raise if `compute_loss` left the penalties out."""
@@ -271,17 +280,11 @@ class HeadState(TrainerCallback, ExportableState):  # type: ignore[misc]
         """Export the state for checkpoints that are saved after training."""
         state.stateful_callbacks[STATE] = self.state()
 
-    def _rotate(self, epoch: float) -> None:
-        trainer, rotation, session = self.trainer, self.trainer.head_training.rotation, self.trainer.head_session
-        if session is None or rotation is None:
-            return
-        with torch.random.fork_rng(devices=[]):  # data loaders draw a seed, which a resumed run would not
-            batches: Iterable[Mapping[str, Tensor]] | None = None
-            if rotation.measures:
-                data = trainer.eval_dataset
-                names = [(name,) for name in data] if isinstance(data, dict) else [()]
-                batches = chain.from_iterable(trainer.get_eval_dataloader(*name) for name in names)  # made when read
-            session.epoch(epoch, batches)
+    def _validation_batches(self) -> Iterator[Mapping[str, Tensor]]:
+        """Yield the batches of all validation data sets, whose loaders are made when they are read."""
+        data = self.trainer.eval_dataset
+        for name in data if isinstance(data, dict) else [None]:
+            yield from self.trainer.get_eval_dataloader(name)
 
 
 STATE = HeadState.__name__  # Transformers looks for it by the name of the class

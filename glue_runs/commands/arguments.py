@@ -8,6 +8,7 @@ import tyro
 from collab_compress_cli.arguments import AUTO, Common, Count, Device, Directory, File, Model
 
 from collab_compress_options.errors import DataError
+from collab_compress_options.options import check_counts
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,8 @@ class EvaluateArguments:
         for name in ("shots", "limit", "include"):
             if getattr(self, name) is not None and not self.lm_eval:
                 raise DataError(f"--{name} is for --lm-eval; leave it out")
-        for name, least in (("shots", 0), ("limit", 1), ("batch_size", 1)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise DataError(f"--{name.replace('_', '-')} {value}: expected at least {least}")
+        check_counts(self, DataError, "limit", "batch_size")
+        check_counts(self, DataError, "shots", least=0)
         if self.include is not None and not self.include.is_dir():
             raise DataError(f"--include {self.include}: expected a folder of the harness's YAML files")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from collab_compress_cli import pretrained
 from collab_compress_cli.command import table
-from collab_compress_cli.model import MODULES, check_outputs, device_of, load_source, put_on
+from collab_compress_cli.model import MODULES, check_outputs, device_of, load_source
 
 from collab_compress.checkpoint.files import to_json, write_new
 from collab_compress.errors import CheckpointError
@@ -58,8 +58,7 @@ def _mteb(arguments: Arguments, directory: Path) -> list[Score]:
 
 
 def _lm_eval(arguments: Arguments, directory: Path) -> list[Score]:
-    source = load_source(arguments.model, directory, edited=True)
-    put_on(source.model, arguments.device)
+    source = load_source(arguments.model, directory, arguments.device, edited=True)
     return lm_eval_scores(
         source.model,
         source.tokenizer,

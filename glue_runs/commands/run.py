@@ -4,14 +4,12 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from collab_compress_cli.command import errors_in_one_line, silence_libraries
 from collab_compress_cli.distributed import process_state
 from collab_compress_cli.model import refuse_nested
-from tqdm import tqdm
 
 from collab_compress.checkpoint.files import refuse_place, to_json, write_new
 from collab_compress.errors import RecipeError
@@ -23,7 +21,7 @@ from .help import RUN, SWEEP
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `collab-run`: the stages of a recipe, with a line for each; errors are one line and exit code 2."""
-    with errors_in_one_line("collab-run", hold_warnings=False), _bars_closed():
+    with errors_in_one_line("collab-run", hold_warnings=False):
         path, settings, json, quiet = _parse(RUN, argv, "recipes")
         recipe = read_recipe(path, settings)
         refuse_nested({"--json": json, "output": recipe.output})
@@ -41,7 +39,7 @@ def sweep_main(argv: Sequence[str] | None = None) -> None:
 
     The exit code is 1 if some runs fail, and 2 if the sweep cannot be run at all.
     """
-    with errors_in_one_line("collab-sweep", hold_warnings=False), _bars_closed():
+    with errors_in_one_line("collab-sweep", hold_warnings=False):
         path, settings, json, quiet = _parse(SWEEP, argv, "sweeps")
         if path is None:
             raise RecipeError("give the file of a sweep")
@@ -58,17 +56,6 @@ def sweep_main(argv: Sequence[str] | None = None) -> None:
             write_new(json, to_json(failed))
         if failed:
             sys.exit("failed:\n" + "\n".join(failed) if is_main else 1)
-
-
-@contextmanager
-def _bars_closed() -> Iterator[None]:
-    """Close progress bars before an error is printed, so that it starts on a new line."""
-    try:
-        yield
-    except BaseException:
-        for bar in list(getattr(tqdm, "_instances", ())):
-            bar.close()
-        raise
 
 
 def _parse(usage: str, argv: Sequence[str] | None, kind: str) -> tuple[Path | None, list[str], Path | None, bool]:

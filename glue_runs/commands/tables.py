@@ -84,7 +84,8 @@ def _make_grid(
     """Return a table with a row for each combination of names, and a column for each task."""
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for line in lines:
-        row = {**line, MILLIONS: _format_millions(line)}
+        count = line["parameters"]
+        row = {**line, MILLIONS: "" if count is None else f"{count / 1e6:.2f}"}
         cells.setdefault(tuple(row[name] for name in names), {})[line["task"]] = cell(line)
     header = list(names)
     for column in columns:
@@ -92,13 +93,6 @@ def _make_grid(
         header.append(f"{column.name} ({column.metric}{direction})")
     rows = [[*key, *(scores.get(column.name, "") for column in columns)] for key, scores in cells.items()]
     return Grid(header, rows, text_columns=len(names) - (MILLIONS in names))
-
-
-def _format_millions(line: Line) -> str:
-    count = line["parameters"]
-    if count is None:
-        return ""
-    return f"{count / 1e6:.2f}"
 
 
 def _format_score(line: Line) -> str:

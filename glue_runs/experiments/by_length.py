@@ -4,49 +4,28 @@ Transformers' own sampler draws from the global generator. A resumed run would h
 of several processes, which must share one.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pyarrow.compute as pc
 import torch
-from datasets import Dataset
-from datasets.features import List
-from torch.utils.data import Sampler
 from transformers import Trainer
-from transformers.trainer_pt_utils import get_length_grouped_indices
-
-ROWS_PER_CHUNK = 10_000
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 
-class ByLength(Sampler[int]):
+class ByLength(LengthGroupedSampler):  # type: ignore[misc]
     """Rows in random order, with similar lengths in each batch; a batch holds the rows of one optimizer step."""
 
     def __init__(self, lengths: list[int], batch: int, seed: int) -> None:
-        self.lengths, self.batch, self.seed, self.epoch = lengths, batch, seed, 0
+        super().__init__(batch, lengths=lengths)
+        self.seed, self.epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which decides the order."""
         self.epoch = epoch
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order: list[int] = get_length_grouped_indices(self.lengths, self.batch, generator=generator)
-        return iter(order)
-
-
-def row_lengths(rows: Dataset, *columns: str) -> np.ndarray:
-    """Return the number of tokens of each row, in the longest of the columns that hold lists; (rows,)."""
-    lists = [name for name in columns if isinstance(rows.features.get(name), List)]
-    tables = rows.select_columns(lists).with_format("arrow").iter(ROWS_PER_CHUNK)
-    counts = [
-        np.max([pc.list_value_length(table[name]).to_numpy() for name in lists], axis=0).astype(np.int32)
-        for table in tables
-    ]
-    return np.concatenate(counts) if counts else np.zeros(0, np.int32)
+    def __iter__(self) -> Any:
+        self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return super().__iter__()
 
 
 def group_by_length(trainer_class: type[Trainer]) -> type[Trainer]:
@@ -59,7 +38,8 @@ def group_by_length(trainer_class: type[Trainer]) -> type[Trainer]:
                 return super()._get_train_sampler(train_dataset)
             rows = self.train_dataset if train_dataset is None else train_dataset
             batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-            return ByLength(row_lengths(rows, "input_ids").tolist(), batch, self.args.seed)
+            lengths = pc.list_value_length(rows.with_format("arrow")["input_ids"][:])
+            return ByLength(lengths.to_pylist(), batch, self.args.seed)
 
         def _get_eval_sampler(self, eval_dataset: Any) -> None:
             return None  # in order: translations are scored against the references of the same rows

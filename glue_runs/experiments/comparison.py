@@ -19,8 +19,6 @@ from .outputs import without_nulls
 from .results import Column, Result, Variant
 
 Line: TypeAlias = dict[str, Any]
-Recipes: TypeAlias = Mapping[Variant, Mapping[Column, Sequence[Mapping[str, Any]]]]
-"""The recipes of each seed, by variant and column."""
 
 AVERAGE = "average"
 REFERENCE = "plain/tuned"
@@ -83,9 +81,8 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
     if against is not None and against not in labels:
         raise RecipeError(f"nothing to compare with: no result is {against!r}; expected one of {', '.join(labels)}")
     reference = against or next((label for label in (REFERENCE, UNTUNED_REFERENCE) if label in labels), None)
-    recipes = {variant: _group_recipes(of_variant) for variant, of_variant in grouped.items()}
     references = {variant.model: variant for variant in grouped if variant.label == reference}
-    baselines = _find_baselines(recipes, references, with_controls=against is None)
+    baselines = _find_baselines(grouped, references, with_controls=against is None)
     scores = _tabulate_scores(results, tasks)
     means, differences = _estimate_means(scores), _estimate_means(_subtract_baselines(scores, baselines))
     columns = (*tasks, *(column for column in dict.fromkeys(scores["column"]) if column.name == AVERAGE))
@@ -113,7 +110,7 @@ def compare(results: Sequence[Result], against: str | None = None) -> Comparison
                 if (half := difference.interval) is not None:
                     line["low"], line["high"] = difference.mean - half, difference.mean + half
             lines.append(line)
-    notes = (*_note_numbers(results), *_note_seeds(recipes))
+    notes = (*_note_numbers(results), *_note_seeds(results))
     return Comparison(columns, tuple(lines), reference, notes)
 
 
@@ -167,28 +164,20 @@ def _estimate_means(scores: pd.DataFrame) -> dict[tuple[Variant, Column], Estima
     return {key: estimate(values) for key, values in scores.groupby(["variant", "column"], sort=False)["score"]}
 
 
-def _group_recipes(results: Iterable[Result]) -> dict[Column, list[Mapping[str, Any]]]:
-    recipes: dict[Column, list[Mapping[str, Any]]] = defaultdict(list)
-    for result in results:
-        recipes[result.column].append(result.recipe)
-    return recipes
-
-
 def _find_baselines(
     variants: Iterable[Variant], references: Mapping[str, Variant], *, with_controls: bool
 ) -> dict[Variant, Variant]:
     """Return the reference of each variant's model; with controls, for `-again` conversions the dense one again."""
-    again = {variant.model: variant for variant in variants if _is_control(variant, references.get(variant.model))}
+    again = {}  # model → its reference's method, tuned again without conversion
+    for variant in variants:
+        reference = references.get(variant.model)
+        if reference is not None and variant.method == reference.method and variant.again and not variant.conversion:
+            again[variant.model] = variant
     bases = {
         variant: (again if with_controls and variant.again and variant.conversion else references).get(variant.model)
         for variant in variants
     }
     return {variant: base for variant, base in bases.items() if base is not None}
-
-
-def _is_control(variant: Variant, reference: Variant | None) -> bool:
-    """Whether a variant is the reference's method tuned again without conversion."""
-    return reference is not None and variant.method == reference.method and variant.again and not variant.conversion
 
 
 def _note_numbers(results: Iterable[Result]) -> Iterator[str]:
@@ -199,14 +188,13 @@ def _note_numbers(results: Iterable[Result]) -> Iterator[str]:
             yield f"{where}: the score of seed {result.seed} is {result.score}, and so are the means that include it"
 
 
-def _note_seeds(recipes: Recipes) -> Iterator[str]:
+def _note_seeds(results: Iterable[Result]) -> Iterator[str]:
     """Yield the settings in which seeds differ that are averaged."""
-    for variant, columns in recipes.items():
-        for column, of_column in columns.items():
-            if differing := _list_differing(of_column, set().union(*of_column)):
-                yield f"{variant.label} of {variant.model} on {column.name}: seeds differ in {differing}"
-
-
-def _list_differing(recipes: Sequence[Mapping[str, Any]], fields: Iterable[str]) -> str:
-    settings = [without_nulls(recipe) for recipe in recipes]
-    return ", ".join(name for name in sorted(fields) if any(s.get(name) != settings[0].get(name) for s in settings))
+    grouped: dict[tuple[Variant, Column], list[dict[str, Any]]] = defaultdict(list)
+    for result in results:
+        grouped[result.variant, result.column].append(without_nulls(result.recipe))
+    for (variant, column), recipes in grouped.items():
+        names = sorted(set().union(*recipes))
+        differing = [name for name in names if any(r.get(name) != recipes[0].get(name) for r in recipes)]
+        if differing:
+            yield f"{variant.label} of {variant.model} on {column.name}: seeds differ in {', '.join(differing)}"

@@ -11,8 +11,7 @@ Translations are in `SPLIT.txt`. The files of records in the repository have tho
 `FILE.examples.npz`, under a key that the record names.
 """
 
-from collections.abc import Iterable, Mapping
-from io import BytesIO
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import numpy as np
@@ -20,13 +19,6 @@ import numpy as np
 Arrays: TypeAlias = dict[str, np.ndarray]
 
 ENDING = ".examples.npz"
-
-
-def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Return the content of a compressed `.npz` file."""
-    file = BytesIO()
-    np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
-    return file.getvalue()
 
 
 def scored_splits(splits: Iterable[str]) -> list[str]:

@@ -36,7 +36,7 @@ from collab_compress.transformers_parts import UNLABELLED
 
 from .outputs import missing_measures, read_record, write_record
 from .recipe import Tuning
-from .workload import TokenModel, Workload
+from .workload import Workload
 
 MEASURED_ROWS = 256  # drawn with a fixed seed
 SCORED_ROWS = 128  # those of them that score a model without some heads; the others choose the heads
@@ -55,13 +55,16 @@ class Subject:
         self.workload, self.model, self.tokenizer = workload, model, workload.new_tokenizer()
         scored = workload.scored()
         self.split = next((name for name in scored if name.startswith("validation")), scored[0])
-        has_blocks = isinstance(workload, TokenModel)  # of all texts
+        has_blocks = workload.task.kind.endswith("language modelling")  # of all texts
         self.texts = workload.texts[self.split] if has_blocks else _draw(workload.texts[self.split])
         rows: Dataset = workload.encode(DatasetDict({self.split: self.texts}))[self.split]
         rows = _draw(rows) if has_blocks else rows
         arguments = {*forward_arguments(model), "labels"}
         self._rows = rows.select_columns([name for name in rows.column_names if name in arguments])
         self._collate = workload.collator(model, self.tokenizer)
+        # Up to half of the rows score the model without some heads, which the others choose.
+        self.scoring = self.indices(0, min(SCORED_ROWS, len(self._rows) // 2))
+        self.choosing = self.indices(len(self.scoring))
 
     def indices(self, first: int = 0, end: int = MEASURED_ROWS) -> list[int]:
         """Return the indices of measured rows; long rows come first."""
@@ -81,16 +84,6 @@ class Subject:
     def all_batches(self) -> list[Batch]:
         """Batches of all measured rows."""
         return self.batches(self.indices())
-
-    @cached_property
-    def scoring(self) -> list[int]:
-        """Rows on which the model is scored without some heads: up to half of the measured ones."""
-        return self.indices(0, min(SCORED_ROWS, len(self._rows) // 2))
-
-    @cached_property
-    def choosing(self) -> list[int]:
-        """The other rows, which choose these heads."""
-        return self.indices(len(self.scoring))
 
     @cached_property
     def covariances(self) -> dict[str, JointCovariance]:

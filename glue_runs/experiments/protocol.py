@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from collab_compress.checkpoint.files import atomic_directory, write_json
 from collab_compress.conversion.compress import compress, install_unset_
-from collab_compress.errors import CheckpointError, RecipeError
+from collab_compress.errors import RecipeError
 
 from ..tasks import TASKS
 from .examples import scored_splits
 from .measures import MEASURES, add_measures
-from .outputs import claim, environment, hub_commits, read_record, read_result, reserve_output, write_record
+from .outputs import claim, environment, hub_commits, read_record, reserve_output, write_record
 from .processes import on_every_process, on_main_process
 from .recipe import Recipe, Tuning
 from .tuning import LOG, check_trackers, evaluate, fine_tune, rehearse, training_arguments
@@ -57,7 +57,7 @@ def run(recipe: Recipe) -> list[dict[str, Any]]:
 
 @on_main_process
 def _read_results(recipe: Recipe, stages: Sequence[str]) -> list[dict[str, Any]]:
-    return [read_result(recipe.output / stage) for stage in stages]
+    return [read_record(recipe.output / stage / "result.json") for stage in stages]
 
 
 def check_environment(recipe: Recipe) -> None:
@@ -126,11 +126,6 @@ def _make_fresh(workload: Workload) -> Path:
     fresh, folder = workload.recipe.fresh, workload.recipe.output / "start"
     if fresh is None or folder.is_dir():
         return folder
-    if isinstance(fresh.config, str):
-        try:
-            fresh = replace(fresh, config=str(find_directory(fresh.config)))
-        except CheckpointError as error:
-            raise RecipeError(f"the config of {fresh.config} cannot be read: {error}") from error
     with atomic_directory(folder) as directory:
         train, seed = workload.texts["train"], workload.recipe.seed
         make_fresh(fresh, workload.task, workload.model_class, train, seed, directory)

@@ -1,14 +1,13 @@
 """Untrained models, with a tokenizer trained on the task's own texts."""
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from collab_compress_cli.pretrained import load_config
+from collab_compress_cli.pretrained import find_directory, load_config
 from datasets import Dataset
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     BertConfig,
@@ -25,7 +24,6 @@ from collab_compress.options import check_counts
 
 from ..tasks import Task, train_tokenizer
 
-TEXTS_PER_BATCH = 1000
 REPLACED_FIELDS = ("layers", "width", "heads", "feed_forward", "dropout", "attention_dropout")
 """Fields that a config replaces."""
 
@@ -86,8 +84,13 @@ class Fresh:
 
 def make_fresh(fresh: Fresh, task: Task, auto_class: Any, train: Dataset, seed: int, folder: Path) -> None:
     """Save a tokenizer trained on a task's texts and an untrained model into `folder`."""
+    config = _make_config(fresh, task)
+    if type(config) not in auto_class._model_mapping:
+        source = fresh.config if isinstance(fresh.config, str) else "config"
+        raise RecipeError(f"Transformers has no {config.model_type} model for {task.kind} ({source})")
+    model_class = auto_class._model_mapping[type(config)]
     tokenizer = train_tokenizer(
-        _iterate_texts(train, task.text_columns),
+        chain.from_iterable(train[name] for name in task.text_columns),
         fresh.vocab_size,
         fresh.tokenizer,
         lowercase=fresh.lowercase,
@@ -95,12 +98,6 @@ def make_fresh(fresh: Fresh, task: Task, auto_class: Any, train: Dataset, seed: 
         mask=task.kind == "masked language modelling",
     )
     tokenizer.model_max_length = fresh.max_length
-    config = _make_config(fresh, task)
-    family = auto_class._model_mapping
-    if type(config) not in family:
-        source = fresh.config if isinstance(fresh.config, str) else "config"
-        raise RecipeError(f"Transformers has no {config.model_type} model for {task.kind} ({source})")
-    model_class = family[type(config)]
     _set_tokens_and_labels(config, task, tokenizer)
     _check_buildable(model_class, config)
     set_seed(seed)
@@ -119,13 +116,6 @@ def _check_buildable(model_class: type[PreTrainedModel], config: PretrainedConfi
         getattr(config, "validate", dict)()  # else it could not be saved; not every config has it
     except Exception as error:  # any family of Transformers raises its own
         raise RecipeError(f"no {model_class.__name__} can be built from the config: {one_line(error)}") from error
-
-
-def _iterate_texts(rows: Dataset, columns: Iterable[str]) -> Iterator[str]:
-    """Yield the texts of one column after another, with a batch of them in memory at a time."""
-    for name in columns:
-        for batch in rows.select_columns([name]).iter(TEXTS_PER_BATCH):
-            yield from batch[name]
 
 
 def _make_config(fresh: Fresh, task: Task) -> PretrainedConfig:
@@ -187,7 +177,7 @@ def _set_tokens_and_labels(config: PretrainedConfig, task: Task, tokenizer: PreT
 
 def _read_config(source: str) -> PretrainedConfig:
     try:
-        config = load_config(source)
+        config = load_config(find_directory(source))
     except CheckpointError as error:
         raise RecipeError(f"the config of {source} cannot be read: {error}") from error
     if getattr(config, "quantization_config", None) is not None:
@@ -205,5 +195,5 @@ def _build_config(settings: dict[str, Any]) -> PretrainedConfig:
         raise RecipeError(f"the config of {family} has no field {min(unknown)}")
     try:
         return config_class(**{name: value for name, value in settings.items() if name != "model_type"})
-    except (TypeError, ValueError, StrictDataclassError) as error:
+    except Exception as error:  # any family of Transformers raises its own
         raise RecipeError(f"the config of {family}: {one_line(error)}") from error

@@ -5,32 +5,19 @@ import math
 from abc import ABC, abstractmethod
 from copy import deepcopy
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import transformers
 from collab_compress_cli import pretrained
 from collab_compress_cli.distributed import process_state
 from collab_compress_cli.pretrained import has_tokenizer, load_config
 from datasets import Dataset, DatasetDict
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    DataCollatorForLanguageModeling,
-    DataCollatorForSeq2Seq,
-    DataCollatorWithPadding,
-    EvalPrediction,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Seq2SeqTrainingArguments,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from collab_compress.checkpoint.files import write_atomically
 from collab_compress.errors import CheckpointError, RecipeError
@@ -46,7 +33,7 @@ from ..tasks import (
     encode_translation,
     load_task,
 )
-from .examples import ENDING, Arrays, pack
+from .examples import ENDING, Arrays
 from .processes import on_every_process
 from .recipe import Recipe, Tuning
 
@@ -102,7 +89,7 @@ class Workload(ABC):
         self, directory: str | Path, trained: bool = True, *, new_head: bool = False, **head: Any
     ) -> PreTrainedModel:
         """Load a model with a head for the task, by the config's fields `head`; `new_head` draws a new one."""
-        set_seed(self.recipe.seed)
+        transformers.set_seed(self.recipe.seed)
         chosen = self.recipe.attn_implementation
         attention = {} if chosen is None else {"attn_implementation": chosen}
         try:
@@ -147,9 +134,14 @@ class Workload(ABC):
     def score(self, trainer: Trainer, split: str, rows: Dataset, folder: Path) -> dict[str, float]:
         """Return the scores of a trainer's model on a split, and write the outcomes of its examples."""
         prediction = trainer.predict(rows, metric_key_prefix="")
-        if trainer.is_world_process_zero():
-            write_atomically(folder / f"{split}{ENDING}", pack(self.outcomes(prediction)))
+        self._write_outcomes(trainer, prediction, folder / f"{split}{ENDING}")
         return {name: prediction.metrics[f"_{name}"] for name in self.metric.scores}
+
+    def _write_outcomes(self, trainer: Trainer, prediction: EvalPrediction, path: Path) -> None:
+        if trainer.is_world_process_zero():
+            file = BytesIO()
+            np.savez_compressed(file, **self.outcomes(prediction))  # type: ignore[arg-type]
+            write_atomically(path, file.getvalue())
 
     def outcomes(self, prediction: EvalPrediction) -> Arrays:
         """Return the outcomes of the examples of a split, as `experiments/examples.py` describes them."""
@@ -182,7 +174,7 @@ def _is_labelled(rows: Dataset) -> bool:
 class Classification(Workload):
     """Classification and regression, scored by the task's own metrics."""
 
-    model_class = AutoModelForSequenceClassification
+    model_class = transformers.AutoModelForSequenceClassification
 
     def load_model(self, directory: str | Path, trained: bool = True, **head: Any) -> PreTrainedModel:
         """Load a model with an output for each class, or one for a score; a new head if it has other classes."""
@@ -202,7 +194,7 @@ class Classification(Workload):
 
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Return a collator that pads to the longest text of a batch."""
-        return DataCollatorWithPadding(tokenizer)
+        return transformers.DataCollatorWithPadding(tokenizer)
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Return the metrics of the likeliest classes, or of the regression; NaN if a logit is not finite."""
@@ -228,30 +220,35 @@ def _logits(prediction: EvalPrediction) -> np.ndarray:
 
 
 class TokenModel(Workload):
-    """Scored by perplexity over all labels of a split."""
+    """Scored by perplexity over all labels of a split, if by nothing else."""
 
     shift: ClassVar[bool]
     """Whether a position predicts the label of the next one."""
 
     def options(self, tokenizer: PreTrainedTokenizerBase, tuning: Tuning) -> dict[str, Any]:
         """Reduce the logits of each row to its loss and number of labels before they are gathered."""
-        losses = partial(_sum_losses, shift=self.shift)
-        return {**super().options(tokenizer, tuning), "preprocess_logits_for_metrics": losses}
+        return {**super().options(tokenizer, tuning), "preprocess_logits_for_metrics": self.sum_losses}
+
+    def sum_losses(self, logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
+        """Return the summed loss and the number of labels of each row; (rows, 2)."""
+        return token_losses(logits[0] if isinstance(logits, tuple) else logits, labels, shift=self.shift)
 
     def compute_metrics(self, prediction: EvalPrediction) -> dict[str, float]:
         """Return the perplexity."""
-        return _score_perplexity(self.metric, prediction.predictions)
+        losses, counts = prediction.predictions.T
+        return load_metric("perplexity").compute(predictions=losses, references=counts.astype(int))
 
     def outcomes(self, prediction: EvalPrediction) -> Arrays:
         """Return losses and numbers of tokens."""
-        return _make_token_outcomes(prediction.predictions)
+        losses, counts = prediction.predictions.T
+        return {"losses": losses.astype(np.float32), "tokens": counts.astype(np.int32)}
 
 
 class LanguageModel(TokenModel):
     """Scored over all tokens of a split, ends of lines included."""
 
     shift = True
-    model_class = AutoModelForCausalLM
+    model_class = transformers.AutoModelForCausalLM
 
     def load_model(self, directory: str | Path, trained: bool = True, **head: Any) -> PreTrainedModel:
         """Load a causal model; an encoder is refused, whose logits depend on later tokens."""
@@ -274,14 +271,14 @@ class LanguageModel(TokenModel):
         """Return a collator that pads tokens and labels to the longest of a batch."""
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token  # labels are padded with −100, so it is never predicted as such
-        return DataCollatorForSeq2Seq(tokenizer)
+        return transformers.DataCollatorForSeq2Seq(tokenizer)
 
 
 class MaskedLanguageModel(TokenModel):
     """Scored over 15 % of a split's tokens, the same in every run; training data get new masks in each epoch."""
 
     shift = False
-    model_class = AutoModelForMaskedLM
+    model_class = transformers.AutoModelForMaskedLM
 
     def encode(self, texts: DatasetDict) -> DatasetDict:
         """Return running text cut into blocks, with masks where it is scored."""
@@ -294,7 +291,8 @@ class MaskedLanguageModel(TokenModel):
 
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Return a collator that masks rows without labels, and pads to the longest of a batch."""
-        mask, pad = DataCollatorForLanguageModeling(tokenizer), DataCollatorForSeq2Seq(tokenizer)
+        pad = transformers.DataCollatorForSeq2Seq(tokenizer)
+        mask = transformers.DataCollatorForLanguageModeling(tokenizer)
         return partial(_pad_or_mask, pad, mask)
 
 
@@ -302,25 +300,13 @@ def _pad_or_mask(pad: Any, mask: Any, rows: list[dict[str, Any]]) -> Any:
     return pad(rows) if "labels" in rows[0] else mask(rows)
 
 
-def _sum_losses(logits: Tensor | tuple[Tensor, ...], labels: Tensor, *, shift: bool) -> Tensor:
-    """Return the summed loss and the number of labels of each row; (rows, 2)."""
-    return token_losses(logits[0] if isinstance(logits, tuple) else logits, labels, shift=shift)
-
-
-def _score_perplexity(metric: Metric, losses: np.ndarray) -> dict[str, float]:
-    return metric.compute(predictions=losses[:, 0], references=losses[:, 1].astype(int))
-
-
-def _make_token_outcomes(losses: np.ndarray) -> Arrays:
-    return {"losses": losses[:, 0].astype(np.float32), "tokens": losses[:, 1].astype(np.int32)}
-
-
-class Translation(Workload):
+class Translation(TokenModel):
     """Scored by sacreBLEU against the references as written, and by their perplexity."""
 
-    model_class = AutoModelForSeq2SeqLM
+    shift = False
+    model_class = transformers.AutoModelForSeq2SeqLM
     trainer_class = HeadSeq2SeqTrainer
-    arguments_class = Seq2SeqTrainingArguments
+    arguments_class = transformers.Seq2SeqTrainingArguments
 
     def load_model(self, directory: str | Path, trained: bool = True, **head: Any) -> PreTrainedModel:
         """Load a model that generates with the recipe's beams, length penalty and length."""
@@ -343,7 +329,7 @@ class Translation(Workload):
 
     def collator(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
         """Return a collator that pads, and shifts labels for the decoder."""
-        return DataCollatorForSeq2Seq(tokenizer, model)
+        return transformers.DataCollatorForSeq2Seq(tokenizer, model)
 
     def options(self, tokenizer: PreTrainedTokenizerBase, tuning: Tuning) -> dict[str, Any]:
         """Compute BLEU during training only if `predict_with_generate` asks for it: generation is slow."""
@@ -379,11 +365,10 @@ class Translation(Workload):
         if self.target == "de":
             scores |= load_metric("bleu-compounds-split").compute(predictions=written, references=references)
         trainer.args.predict_with_generate = False
-        trainer.preprocess_logits_for_metrics = partial(_sum_losses, shift=False)
-        losses = trainer.predict(rows).predictions[: len(rows)]
-        if trainer.is_world_process_zero():
-            write_atomically(folder / f"{split}{ENDING}", pack(_make_token_outcomes(losses)))
-        return {**scores, "perplexity": _score_perplexity(load_metric("perplexity"), losses)["perplexity"]}
+        trainer.preprocess_logits_for_metrics = self.sum_losses
+        losses = EvalPrediction(trainer.predict(rows).predictions[: len(rows)], None)
+        self._write_outcomes(trainer, losses, folder / f"{split}{ENDING}")
+        return {**scores, "perplexity": self.compute_metrics(losses)["perplexity"]}
 
 
 WORKLOADS: dict[str, type[Workload]] = {

@@ -94,7 +94,7 @@ class Task:
         if isinstance(label, str) and label in self.labels:
             return self.labels.index(label)
         if isinstance(label, str) or not NO_LABEL <= label < len(self.labels):
-            raise DataError(f"{self.name}: {self._unknown(label)}")
+            raise DataError(f"{self.name}: unknown label {label!r}; expected one of {', '.join(self.labels)}")
         return label
 
     def has_classes(self, labels: Sequence[Any]) -> bool:
@@ -124,17 +124,10 @@ class Task:
             if not 0 <= score <= MAX_SCORE:
                 raise malformed(place, f"score {written} is out of range; expected 0 to {MAX_SCORE:g}")
             return score
-        if not layout.numbered:
-            if written not in self.labels:
-                raise malformed(place, self._unknown(written))
-            return self.labels.index(written)
-        if not (written.isascii() and written.isdigit() and int(written) < len(self.labels)):
-            last = len(self.labels) - 1
-            raise malformed(place, f"label {written!r} is not the number of a class; expected 0 to {last}")
-        return int(written)
-
-    def _unknown(self, label: int | str) -> str:
-        return f"unknown label {label!r}; expected one of {', '.join(self.labels)}"
+        names = list(map(str, range(len(self.labels)))) if layout.numbered else list(self.labels)
+        if written not in names:
+            raise malformed(place, f"unknown label {written!r}; expected one of {', '.join(names)}")
+        return names.index(written)
 
 
 TSV = {"train": ("train.tsv",), "validation": ("dev.tsv",), "test": ("test.tsv",)}

@@ -130,13 +130,10 @@ class Parallel(Layout):
     def rows(self, paths: Sequence[Path], unlabelled: bool) -> Iterator[Placed]:
         """Read two files side by side."""
         sources, targets = (read_lines(path, self.encoding) for path in paths)
-        for count, (source, target) in enumerate(zip_longest(sources, targets)):
+        for source, target in zip_longest(sources, targets):
             if source is None or target is None:
-                longer = count + 1 + sum(1 for _ in (targets if source is None else sources))
-                lengths = (count, longer) if source is None else (longer, count)
-                counts = f"{paths[0].name} has {lengths[0]} sentences and {paths[1].name} has {lengths[1]}"
-                place = (source or target)[0]
-                raise malformed(place, f"no counterpart: {counts}; parallel files must match line by line")
+                other = paths[source is not None].name
+                raise malformed((source or target)[0], f"no counterpart in {other}; both must match line by line")
             yield source[0], {"source": source[1], "target": target[1]}
 
 

@@ -45,10 +45,10 @@ def draw() -> Callable[..., Tensor]:
 
 
 @pytest.fixture(scope="session")
-def real_responses() -> Callable[..., dict[str, list[Tensor]]]:
-    def read(model: PreTrainedModel, batches: list) -> dict[str, list[Tensor]]:
-        """Return the inputs of output projections without padding: module path → (N, H, d) for each use."""
-        outputs: dict[str, list[list[Tensor]]] = {}
+def real_responses() -> Callable[..., dict[str, Tensor]]:
+    def read(model: PreTrainedModel, batches: list) -> dict[str, Tensor]:
+        """Return the inputs (N, H, d) of output projections without padding, by the keys of the measures."""
+        outputs: dict[str, list[Tensor]] = {}
         sites = find_attention(model)
         for batch in batches:
             calls = recorded_inputs(model, batch, {site.name: site.part(site.paths.output) for site in sites})
@@ -56,8 +56,9 @@ def real_responses() -> Callable[..., dict[str, list[Tensor]]]:
                 mask = batch["attention_mask"]
                 if site.kind != "encoder":
                     mask = batch.get("decoder_attention_mask", mask)
-                heads = [call.unflatten(-1, (site.heads, -1))[mask.bool()] for call in calls[site.name]]
-                outputs.setdefault(site.name, []).append(heads)
-        return {name: [torch.cat(use) for use in zip(*parts, strict=True)] for name, parts in outputs.items()}
+                for use, call in enumerate(calls[site.name]):
+                    name = site.name if len(calls[site.name]) == 1 else f"{site.name}[{use}]"
+                    outputs.setdefault(name, []).append(call.unflatten(-1, (site.heads, -1))[mask.bool()])
+        return {name: torch.cat(parts) for name, parts in outputs.items()}
 
     return read

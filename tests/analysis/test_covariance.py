@@ -15,51 +15,34 @@ from collab_compress.analysis import (
     svcca,
     with_progress,
 )
-from collab_compress.analysis.covariance import RunningCovariance
 from collab_compress.architectures import find_attention
 from collab_compress.attention.run import head_hooks
 from collab_compress.errors import CalibrationError
 
 
-def of_parts(parts, widths):
-    running = RunningCovariance("layer")
-    for part in parts:
-        running.add([(str(place), block[:, None]) for place, block in enumerate(part.split(widths, 1))])
-    return running.result("it")
-
-
 @pytest.mark.parametrize("widths", [(5, 5, 5), (1, 6, 8), (15,)])
-@pytest.mark.parametrize("size", [200, 7, 1])
-def test_it_is_the_covariance_of_all_tokens(draw, widths, size):
+def test_blocks_lie_side_by_side(draw, widths):
     x = draw().flatten(1)
-    joint = of_parts(x.split(size), widths)
+    joint = JointCovariance.of(x.split(widths, 1))
     torch.testing.assert_close(joint.matrix, torch.tensor(np.cov(x.numpy(), rowvar=False)))
     torch.testing.assert_close(joint.mean, x.mean(0))
-    assert joint.count == 200
+    assert (joint.count, joint.labels) == (200, tuple(map(str, range(len(widths)))))
+    assert [x[:, block].shape[1] for block in joint.slices] == list(widths)
+    torch.testing.assert_close(
+        joint.sum_blocks(joint.mean), torch.stack([block.mean(0).sum() for block in x.split(widths, 1)])
+    )
 
 
 def test_float32_keeps_directions_of_little_variance():
     generator = torch.Generator().manual_seed(0)
     turn = torch.linalg.qr(torch.randn(8, 8, generator=generator, dtype=torch.float64)).Q
     x = (torch.randn(4000, 8, generator=generator, dtype=torch.float64) * torch.logspace(0, -3, 8)) @ turn
-    covariance = of_parts(x.float().split(500), (8,)).matrix
+    covariance = JointCovariance.of([x.float()]).matrix
     right = torch.tensor(np.cov(x.float().double().numpy(), rowvar=False))
     torch.testing.assert_close(torch.linalg.eigvalsh(covariance), torch.linalg.eigvalsh(right), rtol=1e-5, atol=0)
     plain = x.float() - x.float().mean(0)
     lost = torch.linalg.eigvalsh((plain.T @ plain).double() / 3999)[0] / torch.linalg.eigvalsh(right)[0] - 1
     assert abs(float(lost)) > 1e-2  # a plain product in float32 would lose them
-
-
-def test_blocks_lie_side_by_side():
-    x = torch.randn(50, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    joint = JointCovariance.of([x[:, :2], x[:, 2:]])
-    first, second = joint.slices
-    torch.testing.assert_close(joint.matrix[first, second], torch.tensor(np.cov(x.numpy(), rowvar=False))[:2, 2:])
-    torch.testing.assert_close(
-        joint.sum_blocks(joint.mean), torch.stack([x[:, :2].mean(0).sum(), x[:, 2:].mean(0).sum()])
-    )
-    assert joint.labels == ("0", "1")
-    assert list(JointCovariance.of([x, x, x], leading=1).columns) == [1, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -75,18 +58,9 @@ def test_vectors_that_are_constant_except_for_rounding_do_not_vary(dtype):
 NAME = "encoder.layer.0.attention.self"
 
 
-def named(uses):
-    """Return the tokens of each use, under the keys of the measures."""
-    return {
-        name if len(calls) == 1 else f"{name}[{number}]": tokens
-        for name, calls in uses.items()
-        for number, tokens in enumerate(calls)
-    }
-
-
 def test_covariances_are_those_of_all_real_tokens(either, real_responses):
     model, batches = either
-    joints, right = head_covariances(model, batches), named(real_responses(model, batches))
+    joints, right = head_covariances(model, batches), real_responses(model, batches)
     assert joints.keys() == right.keys()
     for name, tokens in right.items():
         heads, width = tokens.shape[1:]
@@ -123,15 +97,15 @@ def test_padding_does_not_count(bert, batch, measure):
 def test_layers_are_compared_whole_or_by_head(either, real_responses):
     model, batches = either
     kinds = ["encoder"] if any(site.kind == "encoder" for site in find_attention(model)) else ["decoder"]
-    joint = layer_covariance(model, batches, kinds=kinds)
-    tokens = named(real_responses(model, batches))
+    by_head = layer_covariance(model, batches, kinds=kinds)
+    joint = by_head.layers
+    tokens = real_responses(model, batches)
     layers = torch.cat([tokens[name].flatten(1) for name in joint.labels], 1)
     right = np.cov(layers.double().numpy(), rowvar=False)
     np.testing.assert_allclose(joint.matrix, right, atol=1e-6 * np.abs(right).max())
-    by_head = layer_covariance(model, batches, kinds=kinds, unit="head")
-    torch.testing.assert_close(by_head.matrix, joint.matrix, atol=1e-6 * np.abs(right).max(), rtol=1e-6)
     assert by_head.labels[1] == f"{joint.labels[0]}:1"
     assert len(by_head.widths) == sum(tokens[name].shape[1] for name in joint.labels)
+    assert joint.widths == tuple(tokens[name].flatten(1).shape[1] for name in joint.labels)
 
 
 def test_a_model_is_like_itself_and_unlike_another(either, family, make_tiny):
@@ -141,10 +115,10 @@ def test_a_model_is_like_itself_and_unlike_another(either, family, make_tiny):
         torch.testing.assert_close(svcca(joint).similarity, alone.similarity, atol=1e-4, rtol=1e-4)
         assert joint.labels[0] == f"{name.partition('[')[0]}:0"
     other = make_tiny(family, seed=1)
-    for joint in model_covariances(model, other, batches, unit="layer").values():
-        assert joint.leading == 1
-        assert cka(joint).shape == (1, 1)
-        assert 0 < float(cka(joint)) < 0.99
+    for name, joint in model_covariances(model, other, batches).items():
+        assert cka(joint.layers).shape == (1, 1)
+        assert 0 < float(cka(joint.layers)) < 0.99
+        assert joint.layers.labels == (name.partition("[")[0],) * 2
 
 
 def test_models_are_paired_by_place(bert, make_tiny, batch):
@@ -158,10 +132,10 @@ def test_a_model_of_one_head_is_compared_with_each_of_many(bert, make_tiny, batc
     """As Table 2 of "Inter-Head Diversity" does: the one head as wide as all of the others together."""
     config = bert.config.to_diff_dict() | {"num_attention_heads": 1}
     one = type(bert)(type(bert.config)(**config)).eval()
-    joint = model_covariances(one, bert, [batch], unit="head")[NAME]
+    joint = model_covariances(one, bert, [batch])[NAME]
     assert joint.widths == (24, 8, 8, 8)
     assert svcca(joint).similarity.shape == (1, 3)
-    tokens = [real_responses(model, [batch])[NAME][0] for model in (one, bert)]
+    tokens = [real_responses(model, [batch])[NAME] for model in (one, bert)]
     for head in range(3):
         alone = svcca(JointCovariance.of([tokens[0][:, 0], tokens[1][:, head]]))
         assert float(svcca(joint).similarity[0, head]) == pytest.approx(float(alone.similarity[0, 1]), abs=1e-5)

@@ -96,23 +96,19 @@ def assert_energy(energy, queries, keys):
         assert float(measured[-1]) == pytest.approx(1)
 
 
-def test_weights_have_the_energy_of_their_matrices(family, make_tiny):
-    model = make_tiny(family)
-    energies = head_energy(model)
-    sites = find_dense_attention(model)
-    assert list(energies) == [site.name for site in sites]
-    for site in sites:
-        assert_energy(energies[site.name], site.query_heads().double().numpy(), site.key_heads().double().numpy())
-
-
-def test_converted_heads_are_those_of_the_factors(either):
+def test_heads_have_the_energy_of_their_matrices_or_factors(either):
     model, _ = either
-    energies = head_energy(model)
-    for name, factors in read_factors(model).items():
-        query, mixing, key = (
-            factor.detach().double().numpy() for factor in (factors.query, factors.mixing, factors.key)
-        )
-        assert_energy(energies[name], query * mixing[:, None], np.stack([key] * len(mixing)))
+    energies, converted = head_energy(model), read_factors(model)
+    assert list(energies) == [site.name for site in find_attention(model)]
+    for name, energy in energies.items():
+        if name in converted:
+            factors = converted[name]
+            query, mixing, key = (part.detach().double() for part in (factors.query, factors.mixing, factors.key))
+            heads = query * mixing[:, None], torch.stack([key] * len(mixing))
+        else:
+            (site,) = find_dense_attention(model, name)
+            heads = site.query_heads().double(), site.key_heads().double()
+        assert_energy(energy, *(part.numpy() for part in heads))
 
 
 def test_zero_weights_need_no_component(bert):

@@ -71,7 +71,7 @@ def test_refuses_what_cannot_be_converted(model, message):
     [
         (
             lambda attention: setattr(attention, "rotary_emb", nn.Identity()),
-            r"self\.rotary_emb \(Identity\): .*a rotary position embedding",
+            r"self\.rotary_emb \(Identity\): .*a rotary embedding",
         ),
         (lambda attention: delattr(attention, "key"), r"encoder\.layer\.1\.attention\.self .* no attribute 'key'"),
         (

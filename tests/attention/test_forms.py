@@ -1,14 +1,10 @@
 """What converted queries and keys do: one contract, on a tiny module."""
 
-import json
-
 import pytest
 import torch
 
 from collab_compress import Compression, compress, expand
-from collab_compress.attention import MAP_KINDS, MapEdit, SharedQK, install_, is_converted, uninstall_
-from collab_compress.attention.edits import from_stored
-from collab_compress.checkpoint import EDITS
+from collab_compress.attention import SharedQK, install_, is_converted, uninstall_
 
 DK, HEADS, HEAD_WIDTH, WIDTH = 10, 3, 8, 24
 NAME = "encoder.layer.0.attention.self"
@@ -27,19 +23,6 @@ def products(module):
     factors = module.qk.factors(NAME, module)
     slices = (factors.query * factors.mixing[:, None]) @ factors.key.mT  # (H, D, D)
     return torch.cat([slices, factors.content_bias[:, None]], 1).detach()
-
-
-def test_the_table_is_complete():
-    assert all(EDITS[kind] is MapEdit for kind in MAP_KINDS)
-    assert all(form.kind == kind for kind, form in MAP_KINDS.items())
-
-
-def test_is_stored_in_json_and_rebuilt(module):
-    config = module.qk.config
-    stored = json.loads(json.dumps(config.to_dict()))
-    assert from_stored(type(config), stored, "attention") == config
-    edit = MapEdit(config.kind, {NAME: config})
-    assert MapEdit.from_dict({"kind": config.kind, **json.loads(json.dumps(edit.to_dict()))}) == edit
 
 
 def test_moves_into_another_module_and_back(module, make_tiny):
@@ -73,13 +56,6 @@ def test_a_head_owns_its_rows_and_nothing_else(module):
                 own.copy_(2 * own if own.is_floating_point() else own.roll(1, 1))
         moved = (products(module) != before).flatten(1).any(1)
         assert moved.tolist() == [other == head for other in range(HEADS)]
-
-
-def test_counts_parameters(module):
-    config = module.qk.config
-    query, key = (rows.stop - rows.start for rows in (module.rows["query"], module.rows["key"]))
-    assert config.parameters((WIDTH, WIDTH)) == (query + key) * (WIDTH + 1) + module.qk.mixing.numel()
-    assert config.key_channels == key
 
 
 @pytest.mark.parametrize("widths", [{"dk": DK}, {"dv": 9}, {"dk": DK, "dv": 9}])

@@ -8,7 +8,6 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress.architectures.families import AttentionFamily, Layout, Paths
 from collab_compress.architectures.sites import fused_slice
 from collab_compress.attention.projections import (
-    FusedLayout,
     PaddedProjection,
     QKVProjection,
     fused_layer,
@@ -48,37 +47,29 @@ def expected(x, channels, interleaved):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", ["Conv1D", "Linear"])
 def test_split_layers_equal_the_fused_one_and_fuse_back(kind, bias, interleaved):
-    module, layout, x = Attention(kind, bias), FusedLayout(HEADS, WIDTH, interleaved), torch.randn(5, IN)
+    module, x = Attention(kind, bias), torch.randn(5, IN)
+    module.family = family(interleaved)
     fused = module.qkv
     weights = {name: tensor.clone() for name, tensor in fused.state_dict().items()}
     parts = expected(x, fused(x), interleaved)
-    slices = [fused_slice(module, family(interleaved), path) for path in PARTS]
+    slices = [fused_slice(module, module.family, path) for path in PARTS]
     for part, one in zip(parts, slices, strict=True):
         torch.testing.assert_close(nn.functional.linear(x, one.weight, one.bias), part)
         assert (one.in_features, one.out_features) == (IN, HEADS * WIDTH)
         assert set(dict(one.named_parameters())) == set(weights)
-    for actual, part in zip(layout.split(fused(x), -1), parts, strict=True):
-        assert torch.equal(actual, part)
 
     narrow = PaddedProjection(nn.Linear(IN, 7), 1)
-    replace_(module, {PARTS[1]: narrow}, layout)
+    replace_(module, {PARTS[1]: narrow}, WIDTH)
     assert isinstance(module.qkv, QKVProjection)
     torch.testing.assert_close(module.qkv.query(x), parts[0])
     torch.testing.assert_close(module.qkv.value(x), parts[2])
     torch.testing.assert_close(module.qkv.key(x), narrow(x))
     dense = nn.Linear(IN, HEADS * WIDTH, slices[1].bias is not None)
     dense.load_state_dict(dict(slices[1].named_parameters()))
-    replace_(module, {PARTS[1]: dense}, layout)
+    replace_(module, {PARTS[1]: dense}, WIDTH)
     assert type(module.qkv) is type(fused)
     assert module.qkv.state_dict().keys() == weights.keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in module.qkv.state_dict().items())
-
-
-def test_keys_and_values_may_be_narrower_than_queries():
-    layer = nn.Linear(IN, HEADS * WIDTH + 2 * WIDTH)
-    parts = FusedLayout(HEADS, WIDTH).split(layer.weight, 0)
-    assert [len(part) for part in parts] == [HEADS * WIDTH, WIDTH, WIDTH]
-    assert torch.equal(torch.cat(parts), layer.weight)
 
 
 def test_a_layer_of_another_kind_or_width_is_no_fused_one():

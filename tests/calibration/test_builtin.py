@@ -4,7 +4,7 @@ from itertools import chain
 
 import pytest
 import torch
-from tiny_words import bert_config, word_tokenizer
+from tiny_words import bert_config, unpadded_rows, word_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     BertForSequenceClassification,
@@ -29,14 +29,6 @@ def characters():
     inner = Tokenizer(models.WordLevel(alphabet, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", model_max_length=60)
-
-
-def unpadded(batches):
-    return sorted(
-        tuple(row[mask.bool()].tolist())
-        for batch in batches
-        for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    )
 
 
 def parts(calibration, model, tokenizer, sequences=None, seed=0):
@@ -79,9 +71,9 @@ def test_random_tokens_stand_beside_the_texts(classifier, minilm_tokenizer):
     assert (words, random_words) == ("the texts that come with collab_compress", "random tokens")
     alone = calibration_batches("synthetic", classifier, minilm_tokenizer, seed=3)
     encoded = minilm_tokenizer(builtin_texts(pairs=True, short=False))
-    assert unpadded(texts) == sorted(map(tuple, encoded["input_ids"]))
-    assert unpadded(random) == unpadded(alone)
-    assert unpadded(batches) == sorted([*unpadded(texts), *unpadded(alone)])
+    assert unpadded_rows(texts) == sorted(encoded["input_ids"])
+    assert unpadded_rows(random) == unpadded_rows(alone)
+    assert unpadded_rows(batches) == sorted([*unpadded_rows(texts), *unpadded_rows(alone)])
     assert sum(int(batch["token_type_ids"].sum()) for batch in texts) == sum(map(sum, encoded["token_type_ids"]))
     named = calibration_batches("builtin", classifier, minilm_tokenizer, seed=3)
     assert all(torch.equal(one["input_ids"], two["input_ids"]) for one, two in zip(batches, named, strict=True))
@@ -89,23 +81,23 @@ def test_random_tokens_stand_beside_the_texts(classifier, minilm_tokenizer):
 
 def test_a_model_without_a_head_reads_single_texts_alone(minilm, minilm_tokenizer):
     batches = calibration_batches("auto", minilm, minilm_tokenizer)
-    assert unpadded(batches) == sorted(map(tuple, minilm_tokenizer(builtin_texts(pairs=False))["input_ids"]))
+    assert unpadded_rows(batches) == sorted(minilm_tokenizer(builtin_texts(pairs=False))["input_ids"])
     few = calibration_batches("builtin", minilm, minilm_tokenizer, sequences=100)
-    assert len(unpadded(few)) == 100
-    assert {*unpadded(few)} <= {*unpadded(batches)}
+    assert len(unpadded_rows(few)) == 100
+    assert {*map(tuple, unpadded_rows(few))} <= {*map(tuple, unpadded_rows(batches))}
 
 
 def test_a_decoder_reads_the_texts_of_a_pair_one_by_one(minilm_tokenizer):
     config = GPT2Config(vocab_size=len(minilm_tokenizer), n_embd=8, n_head=2, n_layer=1)
     (_, texts), _ = parts("auto", GPT2LMHeadModel(config), minilm_tokenizer)
     encoded = minilm_tokenizer(builtin_texts(pairs=False, short=False))
-    assert unpadded(texts) == sorted(map(tuple, encoded["input_ids"]))
+    assert unpadded_rows(texts) == sorted(encoded["input_ids"])
 
 
 @pytest.mark.parametrize(("sequences", "texts"), [(100, 74), (2000, 1120)])
 def test_fewer_sequences_are_the_same_mixture(sequences, texts, classifier, minilm_tokenizer):
     (_, given), (_, random) = parts("builtin", classifier, minilm_tokenizer, sequences)
-    assert (len(unpadded(given)), len(unpadded(random))) == (texts, sequences - texts)
+    assert (len(unpadded_rows(given)), len(unpadded_rows(random))) == (texts, sequences - texts)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +113,7 @@ def test_a_tokenizer_that_does_not_know_english_gets_random_tokens(make, reason,
     batches = calibration_batches("auto", model, tokenizer)
     (note,) = caplog.messages
     assert note.startswith("calibration uses random tokens, not the built-in texts: the tokenizer ")
-    assert unpadded(batches) == unpadded(calibration_batches("synthetic", model, tokenizer))
+    assert unpadded_rows(batches) == unpadded_rows(calibration_batches("synthetic", model, tokenizer))
     with pytest.raises(CalibrationError, match=f"the built-in texts are English, and {reason}; pass texts"):
         calibration_batches("builtin", model, tokenizer)
     (source,) = resolve("auto", model, tokenizer, CalibrationOptions())
@@ -131,6 +123,6 @@ def test_a_tokenizer_that_does_not_know_english_gets_random_tokens(make, reason,
 def test_an_encoder_decoder_gets_random_tokens(minilm_tokenizer):
     model = marian()
     batches = calibration_batches("auto", model, minilm_tokenizer)
-    assert unpadded(batches) == unpadded(calibration_batches("synthetic", model, minilm_tokenizer))
+    assert unpadded_rows(batches) == unpadded_rows(calibration_batches("synthetic", model, minilm_tokenizer))
     with pytest.raises(CalibrationError, match="MarianModel reads a source and a target; pass texts, or 'synthetic'"):
         calibration_batches("builtin", model, minilm_tokenizer)

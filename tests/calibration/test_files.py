@@ -63,17 +63,11 @@ def test_a_column_is_calibration_data(tmp_path, minilm, minilm_tokenizer, monkey
     assert from_pandas["input_ids"].tolist() == same["input_ids"].tolist()
 
 
-@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
-def test_a_table_needs_a_column(name, tmp_path):
-    content = {"rows.csv": "text,label\na dog,1\n", "rows.jsonl": '{"text": "a dog", "label": 1}\n'}[name]
-    (tmp_path / name).write_text(content, encoding="utf-8")
-    with pytest.raises(CalibrationError, match=rf"columns text, label; .* as in .*{name}:text"):
-        read_texts(tmp_path / name)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "column", "message"),
     [
+        ("rows.csv", "text,label\na,1\n", None, r"columns text, label; .* as in .*rows.csv:text"),
+        ("rows.jsonl", '{"text": "a", "label": 1}\n', None, r"columns text, label; .* as in .*rows.jsonl:text"),
         ("rows.jsonl", '{"text": 1}\n', "text", "rows.jsonl:text: item 0 is or holds a int; expected a text"),
         ("rows.jsonl", '{"text": "a"}\n[1]\n', "text", "line 2: a list; expected one JSON object a line"),
         ("rows.jsonl", '{"text": "a"\n', "text", "line 1: .*; expected one JSON object a line"),
@@ -93,7 +87,7 @@ def test_a_table_needs_a_column(name, tmp_path):
 def test_tables_that_hold_no_texts(name, content, column, message, tmp_path):
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(CalibrationError, match=message):
-        read_texts(f"{tmp_path / name}:{column}")
+        read_texts(f"{tmp_path / name}:{column}" if column else tmp_path / name)
 
 
 def test_files_and_data_sets_that_are_missing(tmp_path, monkeypatch):

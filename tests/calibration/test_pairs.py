@@ -108,12 +108,3 @@ def test_a_start_token_that_is_not_set_is_named(tokenizer):
     model.config.decoder_start_token_id = None
     with pytest.raises(CalibrationError, match=r"the texts cannot be encoded: .*decoder_start_token_id"):
         calibration_batches(PAIRS, model, tokenizer)
-
-
-def test_sources_are_padded_on_the_right_whatever_the_tokenizer_is_set_to(tokenizer):
-    tokenizer.padding_side = "left"
-    (batch,) = calibration_batches(PAIRS, translator("MarianMTModel"), tokenizer)
-    assert batch["attention_mask"][:, 0].tolist() == [1] * len(PAIRS)
-    assert batch["decoder_attention_mask"][:, 0].tolist() == [1] * len(PAIRS)
-    assert 0 in batch["attention_mask"]
-    assert tokenizer.padding_side == "left"

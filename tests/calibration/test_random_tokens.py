@@ -5,7 +5,6 @@ import torch
 from tiny_words import bert_config, word_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import (
-    BertConfig,
     BertForMaskedLM,
     BertModel,
     GPT2Config,
@@ -48,15 +47,7 @@ def test_an_alphabet_is_uniform():
 def test_random_tokens_occur_as_often_as_they_seem_to():
     pieces = [*PIECES[:2], *(f"word{number}" for number in range(30)), *"abcdefgh"]
     tokenizer = tokenizer_of(pieces)
-    model = BertModel(
-        BertConfig(
-            vocab_size=len(pieces),
-            hidden_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=8,
-        )
-    )
+    model = BertModel(bert_config(tokenizer))
     batches = calibration_batches("synthetic", model, tokenizer, sequences=2000)
     drawn = torch.cat([batch["input_ids"][batch["attention_mask"].bool()] for batch in batches])
     counted = torch.bincount(drawn, minlength=len(pieces))[2:].double()
@@ -92,14 +83,9 @@ def test_each_token_is_drawn_as_the_model_says(tokenizer):
 
 def test_a_models_own_way_of_generating_does_not_matter(tokenizer):
     plain, strange = gpt2(tokenizer), gpt2(tokenizer)
-    for name, value in {
-        "top_k": 1,
-        "temperature": 0.1,
-        "num_beams": 3,
-        "repetition_penalty": 9.0,
-        "eos_token_id": [1, 3],
-    }.items():
-        setattr(strange.generation_config, name, value)
+    strange.generation_config.update(
+        top_k=1, temperature=0.1, num_beams=3, repetition_penalty=9.0, eos_token_id=[1, 3]
+    )
     state = torch.get_rng_state()
     strange.train()
     one, other = (

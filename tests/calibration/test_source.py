@@ -7,13 +7,15 @@ import torch
 import transformers
 from datasets import Dataset
 from tiny_families import build, inputs
-from tiny_words import bert_config, word_tokenizer
+from tiny_words import bert_config, unpadded_rows, word_tokenizer
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import (
     BertConfig,
     BertModel,
     EncoderDecoderConfig,
     EncoderDecoderModel,
+    GPT2Config,
+    GPT2Model,
     MarianModel,
     MBart50Tokenizer,
     MBartTokenizer,
@@ -197,14 +199,10 @@ def words():
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]")
 
 
-SETTINGS = {
-    "d_model": 8,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 8,
-    "decoder_ffn_dim": 8,
+SETTINGS = {"d_model": 8} | {
+    f"{side}_{name}": size
+    for side in ("encoder", "decoder")
+    for name, size in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 8))
 }
 
 
@@ -379,15 +377,9 @@ def test_random_targets_are_of_the_decoders_vocabulary(make_tiny, words):
     assert max(int(batch["input_ids"].max()) for batch in made) >= 8
 
 
-def decoder(name):
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    ids = {"bos_token_id": 1, "eos_token_id": 2}
-    config = getattr(transformers, f"{name}Config")(vocab_size=61, max_position_embeddings=20, **sizes, **ids)
-    return getattr(transformers, f"{name}Model")(config)
-
-
 def test_what_a_tokenizer_is_set_to_for_generation_does_not_count(words):
-    model, texts = decoder("GPT2"), ["w5 w6 w7", "w8 w9 w10 w11 w12 w13"]
+    model = GPT2Model(GPT2Config(vocab_size=61, n_positions=20, n_embd=8, n_head=2, n_layer=1))
+    texts = ["w5 w6 w7", "w8 w9 w10 w11 w12 w13"]
     (expected,) = calibration_batches(texts, model, words, length=5)
     tokenizer = copy.deepcopy(words)
     tokenizer.padding_side = tokenizer.truncation_side = "left"
@@ -459,21 +451,13 @@ def test_an_argument_that_the_model_lacks_is_left_out(monkeypatch):
     assert batch.keys() == {"input_ids", "attention_mask"}
 
 
-def rows_of(batches):
-    return sorted(
-        ids[mask.bool()].tolist()
-        for batch in batches
-        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    )
-
-
 def test_several_sources_together(tmp_path, minilm, minilm_tokenizer):
     (tmp_path / "docs.txt").write_text("a dog runs\na cat\n", encoding="utf-8")
     ready = [{"input_ids": torch.ones(2, 4, dtype=torch.long), "attention_mask": torch.ones(2, 4)}]
     sources = (tmp_path / "docs.txt", ["a list", ("of", "pairs")], ready, "builtin", "synthetic")
     apart = [calibration_batches(source, minilm, minilm_tokenizer) for source in sources]
     together = calibration_batches(sources, minilm, minilm_tokenizer)
-    assert rows_of(together) == rows_of(batch for batches in apart for batch in batches)
+    assert unpadded_rows(together) == unpadded_rows(batch for batches in apart for batch in batches)
     first = [batch["input_ids"].tolist() for batch in together[:20]]
     assert first != [batch["input_ids"].tolist() for batches in apart for batch in batches][:20]  # mixed
     few = calibration_batches(("builtin", "synthetic"), minilm, minilm_tokenizer, sequences=20)

@@ -6,13 +6,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, GPT2Config, GPT2Model
 
-from collab_compress import CheckpointError, Compression, compress, is_converted, mix_heads_, prune_heads_
+from collab_compress import CheckpointError, Compression, compress, mix_heads_, prune_heads_
 from collab_compress.attention import NarrowConfig, RotaryConfig
 from collab_compress.checkpoint import EditConfig
 
 NAME = "encoder.layer.0.attention.self"
-SCORES = {"heads": 3, "head_width": 8, "rank": 8, "content_bias": True}
-SCORES["reads"] = 3
+SCORES = {"heads": 3, "head_width": 8, "rank": 8, "content_bias": True, "reads": 3}
 ROTARY = RotaryConfig(3, 8, 16, key_heads=3, rotated=8, pairs="halves", frequencies=tuple(range(4)) * 2).to_dict()
 VALUES = NarrowConfig(heads=3, head_width=8, size=4, value_bias=True).to_dict()
 PRUNED = {
@@ -26,13 +25,7 @@ PRUNED = {
     "value": "value",
     "output": "output.dense",
 }
-STORED = {
-    "collaborative": SCORES,
-    "rotary": ROTARY,
-    "narrow-values": VALUES,
-    "pruned": PRUNED,
-    "alphas": 3,
-}
+STORED = {"collaborative": SCORES, "rotary": ROTARY, "narrow-values": VALUES, "pruned": PRUNED, "alphas": 3}
 DAMAGED = [
     ("collaborative", {"heads": 0}, "heads 0; expected at least 1"),
     ("collaborative", {"rank": 10**12}, "rank 1000000000000; expected int"),
@@ -113,10 +106,17 @@ def test_a_field_that_is_missing_is_named():
         read("collaborative", {NAME: {name: value for name, value in SCORES.items() if name != "rank"}})
 
 
-@pytest.mark.parametrize("edits", [3, "x", {}, [3], [None], [{}], [{"kind": []}]])
+@pytest.mark.parametrize("edits", [3, "x", {}, [3], [None], [{}], [{"kind": []}], [{"kind": "telepathy"}]])
 def test_a_list_that_is_none(edits):
-    with pytest.raises(CheckpointError, match="the checkpoint "):
+    words = "this package knows .*collaborative" if isinstance(edits, list) else "expected a list"
+    with pytest.raises(CheckpointError, match=f"the checkpoint .*{words}"):
         EditConfig(edits)
+
+
+def test_a_newer_format_is_refused(make_tiny, stored):
+    folder = stored(make_tiny("bert"), "shared", lambda config: config["quantization_config"].update(version=99))
+    with pytest.raises(CheckpointError, match=r"version 99 .* upgrade collab-compress"):
+        AutoModel.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(
@@ -181,13 +181,6 @@ def test_a_state_dict_of_the_dense_model_is_refused(change, family, make_tiny):
     with pytest.raises(CheckpointError, match=r"the state dict is a dense model's: it holds .*\.weight, which"):
         model.load_state_dict(dense, strict=False)
     model.load_state_dict(model.state_dict())
-
-
-def test_a_config_alone_makes_a_dense_model(make_tiny):
-    """As docs/compatibility.md says; Transformers has no hook for anything else."""
-    model = make_tiny("bert")
-    compress(model, Compression(dk=8), calibration=None)
-    assert not is_converted(AutoModel.from_config(model.config))
 
 
 @pytest.mark.parametrize("number", [-1, 7])

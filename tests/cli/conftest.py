@@ -1,5 +1,6 @@
-"""The command run in this process, and the model that its printed lines load."""
+"""The command run in this process, what it prints, and the model that its printed lines load."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,31 @@ def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     return lambda *arguments: ran(start.compress, arguments, capsys)
+
+
+@pytest.fixture
+def succeeds(run: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    def printed(*arguments: object) -> str:
+        """Run a command that must succeed; return its standard output."""
+        code, output, error = run(*arguments)
+        assert code == 0, error
+        return output
+
+    return printed
+
+
+@pytest.fixture
+def fails(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> Callable[..., str]:
+    def message(*arguments: object) -> str:
+        """Run a command that must fail with one line and leave nothing behind; return the line."""
+        before = sorted(os.listdir(tmp_path))
+        code, printed, error = run(*arguments)
+        assert (code, printed) == (2, "")
+        (line,) = error.splitlines()
+        assert sorted(os.listdir(tmp_path)) == before
+        return line
+
+    return message
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +77,7 @@ def saved_tiny(
 
 
 @pytest.fixture
-def model_dir(saved_tiny: Path, tmp_path: Path) -> Path:
-    """A tiny classifier with MiniLM's tokenizer."""
+def model_dir(saved_tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny classifier with MiniLM's tokenizer, `tiny` in the current directory."""
+    monkeypatch.chdir(tmp_path)
     return shutil.copytree(saved_tiny, tmp_path / "tiny")

@@ -1,7 +1,6 @@
 """The command `collab-analyze`, as a person types it."""
 
 import json
-import os
 import shutil
 
 import pytest
@@ -45,21 +44,26 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder, tmp_path, capsys, monkeypatch):
     def run_command(*arguments):
-        """Run the command in the folder of the models; return exit code, both outputs and the JSON numbers."""
+        """Run the command in the folder of the models; return exit code and both outputs."""
         monkeypatch.chdir(folder)
         output = () if "--output" in arguments else ("--output", tmp_path / "heads")
-        outcome = ran(start.analyze, (*arguments, *output), capsys)
-        numbers = tmp_path / "heads" / "numbers.json"
-        content = json.loads(numbers.read_text(encoding="utf-8")) if numbers.is_file() else None
-        return *outcome, content
+        return ran(start.analyze, (*arguments, *output), capsys)
 
     return run_command
 
 
-def test_a_converted_model_against_the_dense_one(run, tmp_path):
-    code, printed, error, numbers = run("converted", "--against", "dense", "--data", "sentences.txt", *QUICK)
-    assert code == 0, error
-    assert error == ""
+@pytest.fixture
+def measured(succeeds, tmp_path):
+    def measure(*arguments):
+        """Run the command; return what it prints, and the JSON numbers."""
+        printed = succeeds(*arguments, *QUICK)
+        return printed, json.loads((tmp_path / "heads" / "numbers.json").read_text(encoding="utf-8"))
+
+    return measure
+
+
+def test_a_converted_model_against_the_dense_one(measured, tmp_path):
+    printed, numbers = measured("converted", "--against", "dense", "--data", "sentences.txt")
     assert printed.rstrip().endswith(f"Page: {tmp_path / 'heads' / 'index.html'}")
     assert set(numbers["sections"]) == set(SECTION_NAMES)
     highlights = [line for section in numbers["sections"].values() for line in section["highlights"]]
@@ -73,11 +77,9 @@ def test_a_converted_model_against_the_dense_one(run, tmp_path):
     assert [row["width"] for row in rows] == [9, 9, None, None, None, None]
 
 
-def test_widths_of_a_whole_layer(run):
-    code, printed, error, numbers = run(
-        "dense", "--data", "sentences.txt", "--sections", "widths", "cost", "--dff", 20, *QUICK
-    )
-    assert code == 0, error
+def test_widths_of_a_whole_layer(measured):
+    sections = ("--sections", "widths", "cost", "--dff", 20)
+    printed, numbers = measured("dense", "--data", "sentences.txt", *sections)
     rows = numbers["sections"]["cost"]["tables"]["modules"]["rows"]
     assert [row["width"] for row in rows if row["part"] == "feed-forward blocks"] == [20, 20]
     names = [row["module"] for row in numbers["sections"]["widths"]["tables"]["dff"]["rows"]]
@@ -98,37 +100,31 @@ def test_the_page_has_a_default_place(folder, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "dense-heads" / "index.html").is_file()
 
 
-def test_folders_of_the_same_name_are_distinguished(run, folder):
+def test_folders_of_the_same_name_are_distinguished(measured, folder):
     """`collab-run` leaves its models in folders that are all called `model`."""
     for stage, name in (("tuned", "dense"), ("dk9", "converted")):
         shutil.copytree(folder / name, folder / "out" / stage / "model", dirs_exist_ok=True)
-    code, _, error, numbers = run("out/dk9/model", "--against", "out/tuned/model", "--sections", "mixing", *QUICK)
-    assert code == 0, error
+    _, numbers = measured("out/dk9/model", "--against", "out/tuned/model", "--sections", "mixing")
     assert numbers["facts"]["model"].startswith("out/dk9/model, ")
     assert numbers["facts"]["against"].startswith("out/tuned/model, ")
 
 
-def test_random_tokens_and_chosen_sections(run):
-    code, printed, error, numbers = run("dense", "--sections", "widths", "mixing", "--sentences", 3, *QUICK)
-    assert code == 0, error
+def test_random_tokens_and_chosen_sections(measured):
+    printed, numbers = measured("dense", "--sections", "widths", "mixing", "--sentences", 3)
     assert numbers["facts"]["data"].startswith("random tokens: 3 sequences")
     assert set(numbers["sections"]) == {"widths"}
     assert "Not shown: mixing: heads of a dense model" in printed
 
 
-def test_for_programs(run, folder, tmp_path):
+def test_for_programs(measured, tmp_path):
     copy = tmp_path / "new" / "copy.json"
-    quiet = ("--quiet", "--json", copy)
-    code, printed, error, numbers = run("dense", "--sections", "widths", "--sentences", 3, *QUICK, *quiet)
-    assert (code, printed, error) == (0, "", "")
+    printed, numbers = measured("dense", "--sections", "widths", "--sentences", 3, "--quiet", "--json", copy)
+    assert printed == ""
     assert json.loads(copy.read_text(encoding="utf-8")) == numbers
 
 
-def test_a_task_scores_heads(run):
-    code, printed, error, numbers = run(
-        "dense", "--task", "mrpc", "--data-dir", "data", "--sections", "dominance", *QUICK
-    )
-    assert code == 0, error
+def test_a_task_scores_heads(measured):
+    printed, numbers = measured("dense", "--task", "mrpc", "--data-dir", "data", "--sections", "dominance")
     pruning = numbers["sections"]["dominance"]["tables"]["pruning"]
     assert len(pruning["rows"]) == 11
     assert all(0 <= row["accuracy and f1 on 4 rows of mrpc"] <= 100 for row in pruning["rows"])
@@ -136,11 +132,8 @@ def test_a_task_scores_heads(run):
     assert "the accuracy and f1 on 4 rows of mrpc is" in printed
 
 
-def test_a_translator_reads_pairs(run):
-    code, _, error, numbers = run(
-        "translator", "--data", "pairs.txt", "--sections", "attention_maps", "diversity", *QUICK
-    )
-    assert code == 0, error
+def test_a_translator_reads_pairs(measured):
+    _, numbers = measured("translator", "--data", "pairs.txt", "--sections", "attention_maps", "diversity")
     maps = numbers["sections"]["attention_maps"]["pictures"][0]["maps"]
     assert [title for title in maps if title.endswith(" 0")] == ["encoder 0 · 0", "decoder 0 · 0", "cross 0 · 0"]
 
@@ -170,11 +163,7 @@ def test_a_translator_reads_pairs(run):
         (["dense", "--sections", "cost", "--dff", "9999"], "neurons, and dff is 9999; pass up to"),
     ],
 )
-def test_errors_are_one_line_and_leave_nothing(run, tmp_path, arguments, message):
-    code, printed, error, _ = run(*arguments)
-    assert code == 2
-    assert len(error.strip().splitlines()) == 1
+def test_errors_are_one_line_and_leave_nothing(fails, arguments, message):
+    error = fails(*arguments)
     assert error.startswith("collab-analyze: ")
     assert message in error
-    assert printed == ""
-    assert os.listdir(tmp_path) == []

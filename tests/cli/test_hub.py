@@ -92,26 +92,29 @@ def hub(monkeypatch, tmp_path) -> Iterator[type[Hub]]:
 
 
 def test_a_name_on_the_hub_gives_the_files_that_are_needed(hub, monkeypatch):
+    steps = []
+    monkeypatch.setattr("collab_compress_cli.pretrained.progress", steps.append)
     folder = find_directory("someone/tiny")
+    assert steps == ["fetching someone/tiny from the hub, or from its cache"]
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert files == WANTED
     hub.broken = True  # from now on it comes from the cache
     assert find_directory("someone/tiny") == folder
 
 
-def test_a_short_name(hub):
-    assert (find_directory("bert-base") / "model.safetensors").read_bytes() == b"weights"
-
-
-def test_a_name_that_the_hub_does_not_have(hub):
-    with pytest.raises(CheckpointError, match="someone/other is neither a directory nor a model on the hub"):
-        find_directory("someone/other")
-
-
-def test_a_connection_that_breaks_is_an_error_in_one_line(hub):
-    hub.silent = True
-    with pytest.raises(CheckpointError, match=r"cannot download someone/tiny: .*disconnected"):
-        find_directory("someone/tiny")
+@pytest.mark.parametrize(
+    ("name", "state", "message"),
+    [
+        ("someone/other", {}, "someone/other is neither a directory nor a model on the hub"),
+        ("someone/tiny", {"silent": True}, "cannot download someone/tiny: .*disconnected"),
+        ("someone/tiny", {"gated": True}, "someone/tiny is gated; request access on its page"),
+    ],
+)
+def test_what_the_hub_does_not_give(hub, name, state, message):
+    for attribute, value in state.items():
+        setattr(hub, attribute, value)
+    with pytest.raises(CheckpointError, match=message):
+        find_directory(name)
 
 
 def test_a_cache_that_cannot_be_written_is_named(hub, monkeypatch, tmp_path):
@@ -121,17 +124,11 @@ def test_a_cache_that_cannot_be_written_is_named(hub, monkeypatch, tmp_path):
         find_directory("someone/tiny")
 
 
-def test_a_gated_model(hub):
-    hub.gated = True
-    with pytest.raises(CheckpointError, match="someone/tiny is gated; request access on its page"):
-        find_directory("someone/tiny")
-
-
 def test_a_revision_is_of_the_hub(hub, tmp_path):
     for name in (str(tmp_path), EMBEDDED):
         with pytest.raises(CheckpointError, match="is a local model without revisions"):
             find_directory(name, "v1")
-    for name in ("someone/tiny", EMBEDDED_REPOSITORY):
+    for name in ("someone/tiny", "bert-base", EMBEDDED_REPOSITORY):
         assert (find_directory(name, COMMIT) / "config.json").is_file()
     with pytest.raises(CheckpointError, match="someone/tiny has no revision 'v9' on the hub"):
         find_directory("someone/tiny", "v9")

@@ -13,10 +13,8 @@ def logits(model, batch):
         return model(**batch).logits
 
 
-def test_alone_it_changes_no_output(run, loaded, monkeypatch, model_dir, batch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    code, printed, error = run("tiny", "--mix", "--json", "report.json")
-    assert code == 0, error
+def test_alone_it_changes_no_output(succeeds, loaded, model_dir, batch, tmp_path):
+    printed = succeeds("tiny", "--mix", "--json", "report.json")
     assert "Heads mix in 2 attention modules: alphas 3×3, 18 parameters more." in printed
     assert "merge_alphas_(model)" in printed
     assert "rebuild the mixed heads" in printed
@@ -29,16 +27,14 @@ def test_alone_it_changes_no_output(run, loaded, monkeypatch, model_dir, batch, 
     assert record["mixed_heads"] == {f"bert.encoder.layer.{layer}.attention.self": 3 for layer in (0, 1)}
 
 
-def test_after_a_conversion(run, loaded, monkeypatch, model_dir, batch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_after_a_conversion(succeeds, loaded, model_dir, batch, tmp_path):
     arguments = ("tiny", "--dk", 8, "--calibration", "none")
-    code, printed, error = run(*arguments, "--mix")
-    assert code == 0, error
+    printed = succeeds(*arguments, "--mix")
     for part in ("Heads mix in 2 attention modules", "rebuild the shared attention and mixed heads"):
         assert part in printed
     model = loaded(printed)
     assert len(alphas_of(model)) == len(read_factors(model)) == 2
-    assert run(*arguments)[0] == 0
+    succeeds(*arguments)
     converted = AutoModel.from_pretrained(tmp_path / "tiny-dk8")
     assert alphas_of(converted) == {}
     record = json.loads((tmp_path / "tiny-dk8-mixed" / "collab_compress.json").read_text(encoding="utf-8"))

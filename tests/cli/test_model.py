@@ -1,36 +1,27 @@
 """Which class is loaded, outputs that collide, devices, and the progress bar."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from checkpoints import change_json, change_weights
 from collab_compress_cli import model as command_model
 from collab_compress_cli.model import check_outputs, device_of
 from collab_compress_cli.pretrained import load_model
 from collab_compress_cli.progress import Progress
-from safetensors.torch import load_file, save_file
 from transformers import BertForSequenceClassification, BertModel, MPNetConfig, MPNetModel
 
 from collab_compress.errors import CheckpointError, CollabCompressError, CompressionError
-
-
-def saved(model, directory, drop="nothing", **entries):
-    """Save a model without the weights whose names begin with `drop`, and with other entries of its config."""
-    model.save_pretrained(directory)
-    weights, config = directory / "model.safetensors", directory / "config.json"
-    kept = {name: tensor for name, tensor in load_file(weights).items() if not name.startswith(drop)}
-    save_file(kept, weights, metadata={"format": "pt"})
-    config.write_text(json.dumps(json.loads(config.read_text(encoding="utf-8")) | entries), encoding="utf-8")
-    return directory
 
 
 def test_weights_without_the_head_that_the_config_names_are_the_base_model(tmp_path, caplog):
     torch.manual_seed(0)
     sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 1, "intermediate_size": 32}
     stored = MPNetModel(MPNetConfig(vocab_size=60, **sizes))
-    model = load_model(saved(stored, tmp_path / "mpnet", architectures=["MPNetForMaskedLM"]))
+    stored.save_pretrained(tmp_path)
+    change_json(tmp_path / "config.json", architectures=["MPNetForMaskedLM"])
+    model = load_model(tmp_path)
     assert type(model) is MPNetModel
     assert all(value.equal(stored.state_dict()[name]) for name, value in model.state_dict().items())
     assert "the config names MPNetForMaskedLM, but no weights of its head are stored" in caplog.text
@@ -38,13 +29,16 @@ def test_weights_without_the_head_that_the_config_names_are_the_base_model(tmp_p
 
 
 def test_a_pooler_without_weights_is_left_out_where_nothing_reads_it(tmp_path, make_tiny, caplog):
-    model = load_model(saved(make_tiny("bert"), tmp_path / "base", drop="pooler"))
+    for model_class in (BertModel, BertForSequenceClassification):
+        stored, folder = make_tiny("bert", model_class), tmp_path / model_class.__name__
+        stored.save_pretrained(folder)
+        change_weights(folder, **{name: None for name in stored.state_dict() if "pooler." in name})
+    model = load_model(tmp_path / "BertModel")
     assert type(model) is BertModel
     assert model.pooler is None
     assert "no weights of the pooler are stored; BertModel has none" in caplog.text
-    classifier = saved(make_tiny("bert", BertForSequenceClassification), tmp_path / "classifier", drop="bert.pooler")
     with pytest.raises(CheckpointError, match=r"needs, such as bert\.pooler\.dense\.bias"):
-        load_model(classifier)
+        load_model(tmp_path / "BertForSequenceClassification")
 
 
 @pytest.mark.parametrize(
@@ -55,53 +49,41 @@ def test_a_pooler_without_weights_is_left_out_where_nothing_reads_it(tmp_path, m
         ({"--json": "out/report.json", "--output": "out"}, "--json out/report.json lies in --output out"),
         ({"--pages": "a", "--records": "a/b/c"}, "--records a/b/c lies in --pages a"),
         ({"--output": "read/out", "--json": None}, "read/out lies in read, which is read"),
-        ({"--json": "read/text"}, "exists"),
+        ({"--json": "link"}, "link exists"),
+        ({"--json": "/dev/null"}, "/dev/null exists"),
     ],
 )
 def test_places_that_collide(tmp_path, monkeypatch, outputs, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "read").mkdir()
-    (tmp_path / "read" / "text").write_text("x")
+    Path("link").symlink_to("read/text")
     paths = {option: None if path is None else Path(path) for option, path in outputs.items()}
     with pytest.raises(CollabCompressError, match=message):
         check_outputs(paths, Path("read"), None)
     check_outputs({"--output": Path("out"), "--json": Path("out.json"), "--pages": None}, Path("read"))
 
 
-@pytest.fixture
-def processes(monkeypatch):
-    """Set the number of processes, of which this one is the second on its machine."""
-
-    def set_processes(number):
+@pytest.mark.parametrize(
+    ("device", "accelerator", "alone", "second_of_two"),
+    [
+        ("cpu", "cuda", "cpu", "cpu"),
+        ("cuda", "cuda", "cuda", "cuda:1"),
+        ("auto", None, "cpu", "cpu"),
+        ("auto", "cuda", "cuda", "cuda:1"),
+        ("cuda:0", "cuda", "cuda:0", CompressionError("'cuda:0' would hold all 2 processes; pass cuda")),
+    ],
+)
+def test_each_process_has_its_own_device(monkeypatch, device, accelerator, alone, second_of_two):
+    found = None if accelerator is None else torch.device(accelerator)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    for number, expected in ((1, alone), (2, second_of_two)):
         state = SimpleNamespace(num_processes=number, local_process_index=1)
-        monkeypatch.setattr(command_model, "process_state", lambda: state)
-
-    return set_processes
-
-
-@pytest.mark.parametrize(
-    ("device", "number", "expected"),
-    [("cpu", 2, "cpu"), ("cuda", 2, "cuda:1"), ("cuda:0", 1, "cuda:0"), ("cuda", 1, "cuda")],
-)
-def test_each_process_has_its_own_device(processes, device, number, expected):
-    processes(number)
-    assert device_of(device) == expected
-
-
-@pytest.mark.parametrize(
-    ("accelerator", "number", "expected"), [(None, 2, "cpu"), ("cuda", 1, "cuda"), ("cuda", 2, "cuda:1")]
-)
-def test_auto_is_the_accelerator_if_there_is_one(monkeypatch, processes, accelerator, number, expected):
-    device = None if accelerator is None else torch.device(accelerator)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
-    processes(number)
-    assert device_of("auto") == expected
-
-
-def test_one_device_for_all_processes_is_refused(processes):
-    processes(2)
-    with pytest.raises(CompressionError, match="'cuda:0' would hold all 2 processes; pass cuda"):
-        device_of("cuda:0")
+        monkeypatch.setattr(command_model, "process_state", lambda state=state: state)
+        if isinstance(expected, str):
+            assert device_of(device) == expected
+        else:
+            with pytest.raises(CompressionError, match=str(expected)):
+                device_of(device)
 
 
 def test_a_progress_bar_shows_each_kind_of_work_and_goes_away(monkeypatch, capsys):

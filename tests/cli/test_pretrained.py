@@ -1,16 +1,15 @@
 """Foreign checkpoints are loaded without running or unpickling them, and errors name the file."""
 
 import io
-import json
 import os
 import pickle
 import sys
 
 import pytest
 import torch
-from collab_compress_cli.pretrained import load_config, load_processor, load_tokenizer, load_weights
-from safetensors.torch import load_file, save_file
-from transformers import AutoModel, BertModel
+from checkpoints import change_json, change_weights
+from collab_compress_cli.pretrained import load_config, load_tokenizer, load_weights
+from transformers import AutoModel, AutoProcessor, AutoTokenizer, BertModel
 
 from collab_compress.errors import CheckpointError
 
@@ -38,11 +37,6 @@ def folder(make_tiny, tmp_path, monkeypatch):
     return tmp_path
 
 
-def change(path, **entries):
-    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    path.write_text(json.dumps({**content, **entries}), encoding="utf-8")
-
-
 def fails(load, *arguments, words):
     with pytest.raises(CheckpointError) as caught:
         load(*arguments)
@@ -54,31 +48,31 @@ def fails(load, *arguments, words):
 def test_code_of_a_model_is_not_run(folder):
     (folder / "model" / "evil.py").write_text(EVIL, encoding="utf-8")
     code = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}
-    change(folder / "model" / "config.json", model_type="evil", auto_map=code)
+    change_json(folder / "model" / "config.json", model_type="evil", auto_map=code)
     fails(load_config, "model", words="it requires code that comes with it, which is not run")
     fails(load_weights, AutoModel, "model", words="it requires code that comes with it, which is not run")
 
 
 def test_references_to_code_of_a_stock_model_are_dropped(folder):
-    change(folder / "model" / "config.json", auto_map={"AutoModel": "evil.Model"})
+    change_json(folder / "model" / "config.json", auto_map={"AutoModel": "evil.Model"})
     for config in (load_config("model"), load_weights(AutoModel, "model")[0].config):
         assert not hasattr(config, "auto_map")
 
 
-@pytest.mark.parametrize("load", [load_tokenizer, load_processor])
-def test_code_of_a_tokenizer_is_not_run(folder, load):
+@pytest.mark.parametrize("auto_class", [AutoTokenizer, AutoProcessor])
+def test_code_of_a_tokenizer_is_not_run(folder, auto_class):
     (folder / "model" / "evil.py").write_text(EVIL, encoding="utf-8")
     (folder / "model" / "vocab.txt").write_text("[UNK]\n", encoding="utf-8")
     code = {"AutoTokenizer": ["evil.Tokenizer", None]}
-    change(folder / "model" / "tokenizer_config.json", tokenizer_class="Evil", auto_map=code)
-    fails(load, "model", words="cannot load the tokenizer in model")
+    change_json(folder / "model" / "tokenizer_config.json", tokenizer_class="Evil", auto_map=code)
+    fails(load_tokenizer, "model", auto_class, words="cannot load the tokenizer in model")
 
 
 def test_code_of_a_processor_is_not_run(folder):
     (folder / "model" / "evil.py").write_text(EVIL, encoding="utf-8")
     code = {"AutoProcessor": "evil.Processor"}
-    change(folder / "model" / "processor_config.json", processor_class="Evil", auto_map=code)
-    fails(load_processor, "model", words="which is not run")
+    change_json(folder / "model" / "processor_config.json", processor_class="Evil", auto_map=code)
+    fails(load_tokenizer, "model", AutoProcessor, words="which is not run")
 
 
 def test_a_pickle_is_not_opened(folder):
@@ -87,49 +81,17 @@ def test_a_pickle_is_not_opened(folder):
     fails(load_weights, BertModel, "model", words="no file named model.safetensors")
 
 
-def test_sharded_weights_are_read(folder, make_tiny):
-    model = make_tiny("bert")
-    model.save_pretrained(folder / "sharded", max_shard_size="10KB")
-    assert not (folder / "sharded" / "model.safetensors").exists()
-    loaded, info = load_weights(BertModel, folder / "sharded")
-    assert not info["missing_keys"]
-    assert all(value.equal(model.state_dict()[name]) for name, value in loaded.state_dict().items())
-
-
-def test_a_tensor_of_another_shape_is_named(folder):
-    path, name = folder / "model" / "model.safetensors", "encoder.layer.0.attention.self.query.weight"
-    tensors = load_file(path)
-    save_file({**tensors, name: tensors[name][:, :7].clone()}, path, metadata={"format": "pt"})
-    fails(load_weights, BertModel, "model", words=f"{name} has shape (24, 7), the config makes it (24, 24)")
-
-
-def alter(path, **tensors):
-    """Store tensors in a safetensors file; None takes one out."""
-    changed = {**load_file(path), **tensors}
-    save_file({name: value for name, value in changed.items() if value is not None}, path, metadata={"format": "pt"})
-
-
-def test_tensors_that_the_model_lacks_are_returned(folder):
-    names = {"classifier.weight", "cls.predictions.bias", "bert.embeddings.token_type_ids"}
-    alter(folder / "model" / "model.safetensors", **{name: torch.ones(2, 24) for name in names})
-    _, info = load_weights(BertModel, "model")
-    assert info["unexpected_keys"] == names
-
-
-def test_heads_that_an_earlier_version_pruned_are_the_reason(folder):
-    change(folder / "model" / "config.json", pruned_heads={"0": [1]})
+@pytest.mark.parametrize("pruned", [False, True])
+def test_a_tensor_of_another_shape_is_named_with_its_reason(folder, pruned):
+    change_json(folder / "model" / "config.json", pruned_heads={"0": [1]} if pruned else {})
     name = "encoder.layer.0.attention.output.dense.weight"
-    alter(folder / "model" / "model.safetensors", **{name: torch.ones(24, 16)})
-    fails(
-        load_weights,
-        BertModel,
-        "model",
-        words="Transformers 4 pruned its heads (pruned_heads), which 5 does not read",
-    )
+    change_weights(folder / "model", **{name: torch.ones(24, 16)})
+    reason = "; Transformers 4 pruned its heads (pruned_heads), which 5 does not read" if pruned else ""
+    fails(load_weights, BertModel, "model", words=f"{name} has shape (24, 16), the config makes it (24, 24){reason}")
 
 
 def test_a_validation_error_is_reported_in_full(folder):
-    change(folder / "model" / "config.json", hidden_size="x")
+    change_json(folder / "model" / "config.json", hidden_size="x")
     fails(load_config, "model", words="'hidden_size': TypeError: Field 'hidden_size' expected int, got str")
 
 

@@ -5,9 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 from collab_compress_cli import model as command_model
-from collab_compress_cli.start import expand
-
-from collab_compress import Compression, Solver, compress
 
 
 class Api:
@@ -32,29 +29,16 @@ def hub(monkeypatch):
     return Api
 
 
-@pytest.fixture
-def small(make_tiny, tmp_path):
-    """A converted model in a folder."""
-    model = make_tiny("bert")
-    compress(model, Compression(8, solver=Solver(sweeps=2)), calibration=None)
-    model.save_pretrained(tmp_path / "small")
-    return tmp_path / "small"
-
-
-def test_a_command_puts_its_result_on_the_hub(hub, small, tmp_path, capsys):
-    output = tmp_path / "out"
-    expand([str(small), "--output", str(output), "--push-to-hub", "me/small"])
-    assert hub.received == {path.name: path.read_bytes() for path in output.iterdir()}
+def test_a_command_puts_its_result_on_the_hub(hub, succeeds, model_dir):
+    printed = succeeds("tiny", "--mix", "--output", "out", "--push-to-hub", "me/small")
+    assert hub.received == {path.name: path.read_bytes() for path in Path("out").iterdir() if path.is_file()}
     assert {"README.md", "config.json", "model.safetensors", "collab_compress.json"} <= set(hub.received)
     assert b"# out" in hub.received["README.md"]
-    assert capsys.readouterr().out.endswith("On the hub: hub/me/small\n")
+    assert printed.endswith("On the hub: hub/me/small\n")
 
 
-def test_what_the_hub_does_not_take(hub, small, tmp_path, capsys):
-    output = tmp_path / "out"
-    with pytest.raises(SystemExit, match="2"):
-        expand([str(small), "--output", str(output), "--push-to-hub", "other/small", "--quiet"])
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err.count("\n")) == ("", 1)
-    assert f"saved to {output}, but the hub does not take other/small: 403 Forbidden: not yours" in printed.err
-    assert (output / "config.json").is_file()
+def test_what_the_hub_does_not_take(hub, run, model_dir):
+    error = "saved to out, but the hub does not take other/small: 403 Forbidden: not yours"
+    outcome = run("tiny", "--mix", "--output", "out", "--push-to-hub", "other/small", "--quiet")
+    assert outcome == (2, "", f"collab-compress: {error}\n")
+    assert Path("out/config.json").is_file()

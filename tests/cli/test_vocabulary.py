@@ -17,10 +17,8 @@ def outputs(model, tokenizer):
         return model.eval()(**tokenizer(TEXT, return_tensors="pt"))[0]
 
 
-def test_alone_it_leaves_a_plain_model_with_its_tokenizer(run, monkeypatch, model_dir, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    code, printed, error = run("tiny", "--vocabulary", "8000", "--json", "report.json")
-    assert code == 0, error
+def test_alone_it_leaves_a_plain_model_with_its_tokenizer(succeeds, model_dir, tmp_path):
+    printed = succeeds("tiny", "--vocabulary", "8000", "--json", "report.json")
     assert "Of the vocabulary of 30,522 tokens 8,000 stay; parameters " in printed
     assert "of 368 held-back texts keep their tokens, and so their hidden states; all have +" in printed
     assert "collab_compress" not in printed.split("To use it:")[1]
@@ -36,13 +34,11 @@ def test_alone_it_leaves_a_plain_model_with_its_tokenizer(run, monkeypatch, mode
     assert "30,522 tokens 8,000 stay" in (saved / "README.md").read_text(encoding="utf-8")
 
 
-def test_before_a_conversion_with_the_tokens_of_a_file(run, monkeypatch, model_dir, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_before_a_conversion_with_the_tokens_of_a_file(succeeds, model_dir, tmp_path):
     (tmp_path / "tokens.txt").write_text("\ufeffcat\nmat\nsat\n##ing\n\n", encoding="utf-8")
     (tmp_path / "texts.txt").write_text("\n".join(builtin_texts(pairs=False)[:60]), encoding="utf-8")
     arguments = ("--dk", 8, "--calibration", "texts.txt")
-    code, _, error = run("tiny", "--vocabulary", "tokens.txt", *arguments)
-    assert code == 0, error
+    succeeds("tiny", "--vocabulary", "tokens.txt", *arguments)
     saved = tmp_path / "tiny-vocabulary-dk8"
     model, tokenizer = AutoModel.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
     assert len(read_factors(model)) == 2
@@ -60,15 +56,11 @@ def test_before_a_conversion_with_the_tokens_of_a_file(run, monkeypatch, model_d
             ("--vocabulary", "none.txt"),
             "--vocabulary none.txt: No such file or directory; expected a number of tokens",
         ),
-        (("--vocabulary", "tiny"), "--vocabulary tiny: not a file; expected a number of tokens"),
+        (("--vocabulary", "tiny"), "--vocabulary tiny: Is a directory; expected a number of tokens"),
         (("--vocabulary", "tiny/empty.txt"), "--vocabulary tiny/empty.txt: the file holds no token; expected a num"),
         (("--vocabulary", "9"), "a vocabulary of 9 tokens is asked for; expected at least"),
     ],
 )
-def test_what_it_cannot_do_is_refused(run, monkeypatch, model_dir, tmp_path, arguments, message):
-    monkeypatch.chdir(tmp_path)
+def test_what_it_cannot_do_is_refused(fails, model_dir, tmp_path, arguments, message):
     (tmp_path / "tiny" / "empty.txt").touch()
-    code, _, error = run("tiny", *arguments)
-    assert code == 2
-    assert message in error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny"]
+    assert message in fails("tiny", *arguments)

@@ -6,6 +6,7 @@ import re
 import pytest
 import tiny_families
 import torch
+from recorded import recorded_inputs
 from slow_fit import slow_fit
 from tiny_families import build, inputs, make_rotary
 from torch import nn
@@ -16,12 +17,12 @@ from collab_compress import Compression, CompressionError, Solver, UnsupportedMo
 from collab_compress.conversion import depth as module
 from collab_compress.conversion import inventory
 from collab_compress.conversion.data import split_held_back
-from collab_compress.conversion.depth import Depth
 from collab_compress.conversion.refit import refit_
 from collab_compress.errors import HeadError
 
 LINEARS = {"bert": "encoder.layer.{}.output.dense", "gpt2": "h.{}.mlp.c_proj"}
-SUMS = {"bert": "encoder.layer.{}.output.LayerNorm", "gpt2": "h.{}"}  # reads the sum, or returns it
+SUMS = {"bert": "encoder.layer.{}.output.LayerNorm".format, "gpt2": lambda layer: f"h.{layer + 1}"}  # reads the sum
+STACKS = {"bert": "encoder.layer", "gpt2": "h"}
 
 
 def make(name, layers=4):
@@ -53,23 +54,9 @@ def removing(monkeypatch, *names):
 
 def shown(model, name, layer, batch):
     """Return the inputs (n, N) of a layer's last linear and the stream (n, D) after it, at unpadded tokens."""
-    seen, real = {}, batch["attention_mask"].bool()
-    linear, total = (model.get_submodule(paths[name].format(layer)) for paths in (LINEARS, SUMS))
-
-    def read(_, args):
-        seen["inputs"] = args[0][real].double()
-
-    def summed(_, args, output=None):
-        value = args[0] if output is None else output[0] if isinstance(output, tuple) else output
-        seen["stream"] = value[real].double()
-
-    on_sum = total.register_forward_pre_hook if name == "bert" else total.register_forward_hook
-    handles = [linear.register_forward_pre_hook(read), on_sum(summed)]
-    with torch.no_grad():
-        model(**batch)
-    for handle in handles:
-        handle.remove()
-    return seen["inputs"], seen["stream"]
+    modules = [model.get_submodule(path) for path in (LINEARS[name].format(layer), SUMS[name](layer))]
+    calls = recorded_inputs(model, batch, dict(enumerate(modules)))
+    return [calls[part][0][batch["attention_mask"].bool()].double() for part in (0, 1)]
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
@@ -78,8 +65,7 @@ def test_the_residual_linear_before_a_gap_is_fitted_to_the_stream_behind_it(name
     """By least squares, with the ridge that is best on held-back sequences; BERT's norm takes each token's length."""
     dense, data = make(name), batches()
     model = copy.deepcopy(dense)
-    path = SUMS[name].partition("{}")[0]
-    removing(monkeypatch, *(f"{path}{number}" for number in gap))
+    removing(monkeypatch, *(f"{STACKS[name]}.{number}" for number in gap))
     compress(model, Compression(layers=4 - len(gap)), data)
     groups = []
     for part in split_held_back(data):
@@ -141,8 +127,7 @@ def test_layers_are_chosen_by_what_the_last_hidden_states_move(name):
                 del layers_of(shallow)[gone]
             losses[number] = moved(shallow, dense, held_back)
         kept.remove(min(losses, key=losses.get))
-    path = SUMS[name].partition("{}")[0]
-    assert set(report.removed_layers) == {f"{path}{number}" for number in {*range(5)} - {*kept}}
+    assert set(report.removed_layers) == {f"{STACKS[name]}.{number}" for number in {*range(5)} - {*kept}}
     assert not report.refits
     for ours, number in zip(layers_of(model), kept, strict=True):
         theirs = layers_of(dense)[number].state_dict()
@@ -178,7 +163,7 @@ def test_gaps_are_refitted_only_where_something_changed(monkeypatch):
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_the_refit_brings_the_outputs_nearer(name, monkeypatch):
-    removing(monkeypatch, f"{SUMS[name].partition('{}')[0]}2")
+    removing(monkeypatch, f"{STACKS[name]}.2")
     errors = [
         compress(make(name), Compression(layers=3, solver=Solver(refit=refit)), batches()).output_error.relative_error
         for refit in (False, None)
@@ -214,7 +199,7 @@ def test_an_error_leaves_the_model_as_it_was(monkeypatch):
 
     model = make("bert")
     before, config = copy.deepcopy(model.state_dict()), model.config.to_dict()
-    monkeypatch.setattr(Depth, "renumber_", failing)
+    monkeypatch.setattr("collab_compress.conversion.compress.record_maps_", failing)
     with pytest.raises(RuntimeError, match="no"):
         compress(model, Compression(layers=2, dff=16), batches(4))
     assert model.config.to_dict() == config
@@ -291,10 +276,10 @@ def test_settings_that_name_layers_by_number_are_refused(holder):
     model = deep_whisper()
     for value, refused in (([2, 3], True), (None, False)):
         setattr(getattr(model, holder), name, value)
-        names = module._numbered_layers_settings(model)
-        assert names == ([name] if refused else [])
+        words = f"{name} of the configs names layers by number"
+        assert module._why_fixed(model, "model.encoder.layers") == (words if refused else "")
         if refused:
-            with pytest.raises(UnsupportedModelError, match=f"{name} of the configs names layers by number"):
+            with pytest.raises(UnsupportedModelError, match=words):
                 compress(model, Compression(layers=3), [inputs("whisper")])
 
 

@@ -5,6 +5,7 @@ import resource
 
 import pytest
 import torch
+from recorded import recorded_inputs
 from slow_fit import slow_fit
 from tiny_families import build, inputs
 from tiny_words import bert_config, word_tokenizer
@@ -57,24 +58,13 @@ def pair(make_tiny, family="bert", **options):
 
 
 def shown(model, batch):
-    """Return each layer's inputs, outputs, and the sum they are added to, by path, at unpadded tokens."""
-    notes, handles = {}, []
-    real = batch["attention_mask"].bool()
-    for name, total in zip(NAMES, SUMS, strict=True):
-
-        def read(_, args, output, name=name):
-            notes[name] = (args[0][real].double(), output[real].double())
-
-        def summed(_, args, name=name):
-            notes[name] = (*notes[name], args[0][real].double())
-
-        handles.append(model.get_submodule(name).register_forward_hook(read))
-        handles.append(model.get_submodule(total).register_forward_pre_hook(summed))
-    with torch.no_grad():
-        model(**batch)
-    for handle in handles:
-        handle.remove()
-    return notes
+    """Return each layer's inputs, and the sum that its outputs are added to, by path, at unpadded tokens."""
+    modules = {part: model.get_submodule(part) for part in (*NAMES, *SUMS)}
+    calls, real = recorded_inputs(model, batch, modules), batch["attention_mask"].bool()
+    return {
+        name: tuple(calls[part][0][real].double() for part in (name, total))
+        for name, total in zip(NAMES, SUMS, strict=True)
+    }
 
 
 def change_(layer, fit):
@@ -91,7 +81,7 @@ def slow_refit(model, dense, used, held_back):
         for group in (used, held_back):
             pairs = [(shown(model, batch)[name], shown(dense, batch)[name]) for batch in group]
             inputs = torch.cat([ours[0] for ours, _ in pairs])
-            groups.append((inputs, torch.cat([theirs[2] - ours[2] for ours, theirs in pairs])))
+            groups.append((inputs, torch.cat([theirs[1] - ours[1] for ours, theirs in pairs])))
         fit = slow_fit(*groups)
         if fit is not None:
             change_(model.get_submodule(name), fit)
@@ -107,21 +97,12 @@ def assert_same_layer(actual, expected, name):
 
 
 def test_layers_are_fitted_one_after_the_other(make_tiny):
+    """The errors that are reported are those of the stream after each layer."""
     model, dense = pair(make_tiny)
     slow = copy.deepcopy(model)
     used, held_back = batches(24), batches(6, seed=100)
     results = refit(model, dense, used, held_back)
     assert [result.report.name for result in results] == NAMES
-    install_refits(model, results)
-    assert slow_refit(slow, dense, used, held_back) >= 3
-    for name in NAMES:
-        assert_same_layer(model, slow, name)
-
-
-def test_errors_are_those_of_the_stream(make_tiny):
-    model, dense = pair(make_tiny)
-    used, held_back = batches(24), batches(6, seed=100)
-    results = refit(model, dense, used, held_back)
     assert any(result.report.error_after < 0.99 * result.report.error_before for result in results)
     target = [shown(dense, batch) for batch in held_back]
     for result in results:
@@ -129,12 +110,15 @@ def test_errors_are_those_of_the_stream(make_tiny):
         before = [shown(model, batch) for batch in held_back]
         install_refits(model, [result])
         after = [shown(model, batch) for batch in held_back]
-        streams = [torch.cat([notes[name][2] for notes in group]) for group in (before, after, target)]
-        spread = sum((notes[name][2] - notes[name][2].mean(0)).square().sum() for notes in target) ** 0.5
+        streams = [torch.cat([notes[name][1] for notes in group]) for group in (before, after, target)]
+        spread = sum((notes[name][1] - notes[name][1].mean(0)).square().sum() for notes in target) ** 0.5
         errors = result.report.error_before, result.report.error_after
         expected = [((stream - streams[2]).norm() / spread).item() for stream in streams[:2]]
         assert errors == pytest.approx(expected, rel=2e-3)
         assert result.report.vectors == sum(int(batch["attention_mask"].sum()) for batch in used)
+    assert slow_refit(slow, dense, used, held_back) >= 3
+    for name in NAMES:
+        assert_same_layer(model, slow, name)
 
 
 def slow_choice(inputs, outputs, count):
@@ -242,22 +226,18 @@ def test_compress_refits_to_batches_and_lowers_output_error(make_tiny):
         assert not torch.equal(weights, dense.encoder.layer[1].output.dense.weight)
 
 
-def test_random_tokens_refit_only_where_asked():
+@pytest.mark.parametrize(
+    ("options", "refits", "warned"),
+    [({"dk": 4}, 0, False), ({"dk": 4, "solver": Solver(sweeps=1, refit=True)}, 4, False), ({"dff": 16}, 4, True)],
+)
+def test_random_tokens_refit_only_where_asked(options, refits, warned):
     tokenizer = word_tokenizer()
-    options = CalibrationOptions(sequences=24, length=8)
-    for wanted, count in ((None, 0), (True, 4)):
-        compression = Compression(dk=4, solver=Solver(sweeps=1, refit=wanted))
-        model = BertModel(bert_config(tokenizer, num_hidden_layers=2))
-        report = compress(model, compression, "synthetic", tokenizer, calibration_options=options)
-        assert len(report.refits) == count
-
-
-def test_neurons_chosen_on_random_tokens_are_warned_of():
-    tokenizer = word_tokenizer()
-    model, options = BertModel(bert_config(tokenizer, num_hidden_layers=2)), CalibrationOptions(sequences=40)
-    report = compress(model, Compression(dff=16), "synthetic", tokenizer, calibration_options=options)
-    (warning,) = report.warnings
-    assert "neurons were chosen on random tokens alone, which loses more; calibrate on texts like yours" in warning
+    model = BertModel(bert_config(tokenizer))
+    sequences = CalibrationOptions(sequences=40)
+    report = compress(model, Compression(**options), "synthetic", tokenizer, calibration_options=sequences)
+    assert len(report.refits) == refits
+    words = "neurons were chosen on random tokens alone, which loses more; calibrate on texts like yours"
+    assert [words in warning for warning in report.warnings] == [True] * warned
 
 
 def test_neurons_chosen_on_few_vectors_are_warned_of(make_tiny):

@@ -1,15 +1,14 @@
 import pytest
 import torch
+from head_tensors import SHAPES, dense_of, make_factors, make_heads
 from hypothesis import given
 from hypothesis import strategies as st
 
 from collab_compress.factorization import Factors, HeadTensor
 
-SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
-
 
 @given(SHAPES, st.integers(1, 9))
-def test_norm_and_gauge_match_the_dense_sum(make_heads, make_factors, dense_of, shape, rank):
+def test_norm_and_gauge_match_the_dense_sum(shape, rank):
     factors = make_factors(make_heads(*shape), rank)
     dense = dense_of(factors)
     torch.testing.assert_close(factors.squared_norm(), dense.square().sum())
@@ -35,7 +34,7 @@ def test_mismatched_shapes_are_refused():
 
 
 @given(SHAPES, st.integers(1, 9), st.integers(0, 99))
-def test_norm_and_error_match_the_dense_tensor(make_heads, make_factors, dense_of, shape, rank, seed):
+def test_norm_and_error_match_the_dense_tensor(shape, rank, seed):
     tensor = make_heads(*shape, seed=seed)
     factors = make_factors(tensor, rank, seed=seed + 1)
     dense, approximation = tensor.dense(), dense_of(factors)

@@ -1,12 +1,11 @@
 import pytest
 import torch
+from head_tensors import SHAPES, dense_of, make_factors, make_heads
 from hypothesis import given
 from hypothesis import strategies as st
 
 from collab_compress.factorization import Moments
 from collab_compress.factorization.moments import Weighting
-
-SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
 
 
 def sample(count, width, seed):
@@ -40,7 +39,7 @@ def inputs(width, seed):
 
 
 @given(SHAPES, st.integers(1, 6), st.booleans(), st.sampled_from([0.0, 1e-3, 0.5]))
-def test_weighted_error_is_the_explicit_score_error(make_heads, make_factors, dense_of, shape, rank, centre, damping):
+def test_weighted_error_is_the_explicit_score_error(shape, rank, centre, damping):
     tensor = make_heads(*shape)
     factors = make_factors(tensor, rank)
     queries, keys = inputs(shape[1], 1), inputs(shape[2], 2)
@@ -66,7 +65,7 @@ def test_weighted_error_is_the_explicit_score_error(make_heads, make_factors, de
     torch.testing.assert_close(undone.mixing, factors.mixing)
 
 
-def test_one_side_or_none_may_be_weighted(make_heads, make_factors):
+def test_one_side_or_none_may_be_weighted():
     tensor = make_heads(2, 4, 5, 2)
     factors = make_factors(tensor, 3)
     nothing = Weighting.of(None, None, damping=1e-3, centre_query=True)

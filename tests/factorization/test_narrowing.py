@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from collab_compress.factorization import Moments, narrow_values
-from collab_compress.factorization.narrowing import damp, explained_energy
+from collab_compress.factorization.moments import damped_
+from collab_compress.factorization.narrowing import explained_energy
 
 HEADS, WIDTH, MODEL, SIZE = 3, 5, 11, 2
 
@@ -148,7 +149,7 @@ def test_what_shared_values_capture_is_what_narrowing_keeps(layer):
     value, output = torch.randn(2, MODEL, WIDTH).double(), torch.randn(4, WIDTH, MODEL).double()
     outputs = torch.cat([outputs, outputs[:, :WIDTH].roll(1, 0) * 0.7 + outputs[:, -WIDTH:]], 1)
     moments = Moments.of(outputs)
-    damped = damp(moments.covariance(), 1e-3)
+    damped = damped_(moments.covariance(), 1e-3)
     alone, together = explained_energy(damped, list(output), 2)
     assert [len(energies) for energies in alone] == [WIDTH, WIDTH]
     flat = output.flatten(0, 1)

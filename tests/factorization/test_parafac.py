@@ -1,13 +1,14 @@
 import numpy as np
 import pytest
 import torch
+from head_tensors import make_heads
 
 from collab_compress.factorization.parafac import parafac
 
 tensorly = pytest.importorskip("tensorly")
 
 
-def test_equals_tensorly_called_directly(make_heads):
+def test_equals_tensorly_called_directly():
     from tensorly.decomposition import parafac as direct
 
     tensor = make_heads(3, 8, 7, 2)
@@ -21,7 +22,7 @@ def test_equals_tensorly_called_directly(make_heads):
     assert torch.equal(ours.factors.key, key)
 
 
-def test_seed_and_sweeps_are_heeded(make_heads):
+def test_seed_and_sweeps_are_heeded():
     tensor = make_heads(3, 8, 7, 2)
     solution = parafac(tensor, 4, sweeps=5, seed=1)
     assert solution.sweeps == 5
@@ -32,7 +33,7 @@ def test_seed_and_sweeps_are_heeded(make_heads):
 
 
 @pytest.mark.parametrize("how", ["singular", "nan"])
-def test_a_breakdown_gives_the_sweep_before_it(make_heads, monkeypatch, how):
+def test_a_breakdown_gives_the_sweep_before_it(monkeypatch, how):
     tensor, solve, calls = make_heads(3, 8, 7, 2), torch.linalg.solve, []
     unbroken = parafac(tensor, 4, 2)
 
@@ -51,7 +52,7 @@ def test_a_breakdown_gives_the_sweep_before_it(make_heads, monkeypatch, how):
     assert torch.equal(solution.factors.query, unbroken.factors.query)
 
 
-def test_global_random_state_is_untouched(make_heads):
+def test_global_random_state_is_untouched():
     np.random.seed(0)
     before = np.random.get_state()[1].copy()
     torch_before = torch.get_rng_state()

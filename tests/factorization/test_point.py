@@ -1,5 +1,6 @@
 import pytest
 import torch
+from head_tensors import SHAPES, dense_of, factors_of, make_heads, make_point
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +15,6 @@ from collab_compress.factorization.point import (
     solve_normal_equations,
 )
 
-SHAPES = st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8), st.integers(1, 4))
-
 
 def dense_least_squares(dense, first, second, mode, ridge):
     """Solve one mode by an explicit design matrix with a row per entry of the other two modes."""
@@ -25,34 +24,8 @@ def dense_least_squares(dense, first, second, mode, ridge):
     return torch.linalg.solve(system, design.T @ unfolded.T).T
 
 
-@given(SHAPES, st.integers(1, 9), st.integers(0, 99))
-def test_mttkrps_match_sums_over_the_dense_tensor(make_heads, make_point, shape, rank, seed):
-    tensor = make_heads(*shape, seed=seed)
-    channels = Channels(tensor)
-    point, factors = make_point(tensor, rank, seed=seed + 1)
-    dense = torch.stack([q @ k.T for q, k in zip(tensor.query, tensor.key, strict=True)])
-    torch.testing.assert_close(tensor.dense(), dense)
-    query, mixing, key = factors.query, factors.mixing, factors.key
-    for head in range(tensor.heads):
-        projected = channels.by_head(point.projected_query)[head], channels.by_head(point.projected_key)[head]
-        torch.testing.assert_close(projected[0], tensor.query[head].T @ query)
-        torch.testing.assert_close(projected[1], tensor.key[head].T @ key)
-    torch.testing.assert_close(
-        tensor.flat_query @ channels.mttkrp(mixing, point.projected_key),
-        torch.einsum("hqk,hr,kr->qr", dense, mixing, key),
-    )
-    torch.testing.assert_close(
-        tensor.flat_key @ channels.mttkrp(mixing, point.projected_query),
-        torch.einsum("hqk,hr,qr->kr", dense, mixing, query),
-    )
-    torch.testing.assert_close(
-        channels.mixing_mttkrp(point.projected_query, point.projected_key),
-        torch.einsum("hqk,qr,kr->hr", dense, query, key),
-    )
-
-
 @given(SHAPES, st.integers(1, 3), st.integers(0, 99))
-def test_an_iteration_is_four_dense_least_squares(make_heads, make_point, factors_of, dense_of, shape, rank, seed):
+def test_an_iteration_is_four_dense_least_squares(shape, rank, seed):
     tensor, ridge = make_heads(*shape, seed=seed), 0.5
     channels = Channels(tensor)
     point, factors = make_point(tensor, rank, seed=seed)
@@ -75,9 +48,7 @@ def entry_by_entry(factors, head, reads):
 
 
 @given(SHAPES, st.integers(1, 6), st.integers(1, 6), st.integers(0, 99))
-def test_mixing_weights_of_the_components_read_are_dense_least_squares(
-    make_heads, make_point, factors_of, shape, rank, count, seed
-):
+def test_mixing_weights_of_the_components_read_are_dense_least_squares(shape, rank, count, seed):
     tensor = make_heads(*shape, seed=seed)
     point, factors = make_point(tensor, rank, seed=seed)
     generator = torch.Generator().manual_seed(seed)
@@ -93,7 +64,7 @@ def test_mixing_weights_of_the_components_read_are_dense_least_squares(
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("among", [None, 5])
-def test_a_head_goes_on_reading_what_it_would_lose_most_without(make_heads, make_point, among, seed):
+def test_a_head_goes_on_reading_what_it_would_lose_most_without(among, seed):
     """Against a refit of the other entries of each head without each of its components."""
     tensor = make_heads(3, 7, 6, 3, seed=seed)
     point, factors = make_point(tensor, 7, seed=seed)
@@ -112,16 +83,6 @@ def test_a_head_goes_on_reading_what_it_would_lose_most_without(make_heads, make
             assert sorted(losses, key=losses.get, reverse=True)[:count] == sorted(
                 kept[head].tolist(), key=losses.get, reverse=True
             )
-
-
-@given(SHAPES, st.integers(1, 6))
-def test_free_error_matches_the_dense_error(make_heads, make_point, dense_of, shape, rank):
-    tensor = make_heads(*shape)
-    scale = tensor.squared_norm() ** 0.25
-    tensor = HeadTensor(tensor.query / scale, tensor.key / scale)
-    point, factors = make_point(tensor, rank)
-    expected = (tensor.dense() - dense_of(factors)).norm().item()
-    assert point.relative_error(Channels(tensor)) == pytest.approx(expected, rel=1e-7)
 
 
 def test_least_squares_of_singular_systems_are_finite():
@@ -155,9 +116,7 @@ def _projector(matrix):
 
 
 @given(SHAPES, st.integers(1, 5), st.integers(1, 6), st.integers(0, 99))
-def test_what_is_added_is_what_the_dense_residual_lacks(
-    make_heads, make_point, factors_of, dense_of, shape, rank, count, seed
-):
+def test_what_is_added_is_what_the_dense_residual_lacks(shape, rank, count, seed):
     """Each component lowers the squared error by the square of the residual's part on its singular pair."""
     tensor, values = singular_channels(make_heads(*shape, seed=seed))
     count = min(count, values.numel())
@@ -176,7 +135,7 @@ def test_what_is_added_is_what_the_dense_residual_lacks(
     torch.testing.assert_close(wide.parts, wide.project_by(Channels(tensor)).parts, rtol=1e-6, atol=1e-8)
 
 
-def test_the_largest_components_are_kept_and_dead_ones_never(make_heads, make_point):
+def test_the_largest_components_are_kept_and_dead_ones_never():
     tensor = make_heads(3, 9, 8, 4)
     point, factors = make_point(tensor, 6)
     norms = factors.query.norm(dim=0) * factors.mixing.norm(dim=0) * factors.key.norm(dim=0)
@@ -188,15 +147,13 @@ def test_the_largest_components_are_kept_and_dead_ones_never(make_heads, make_po
     assert narrowed.query.shape[1] == 4
 
 
-def value(tensor, factors, dense_of, ridge):
+def value(tensor, factors, ridge):
     penalty = sum(part.square().sum() for part in (factors.query, factors.mixing, factors.key))
     return ((tensor.dense() - dense_of(factors)).square().sum() + ridge * penalty).item()
 
 
 @given(SHAPES, st.integers(1, 6), st.sampled_from([0.0, 0.3]), st.floats(-2, 2))
-def test_polynomial_matches_the_dense_objective(
-    make_heads, make_point, factors_of, dense_of, shape, rank, ridge, step
-):
+def test_polynomial_matches_the_dense_objective(shape, rank, ridge, step):
     tensor = make_heads(*shape)
     scale = tensor.squared_norm() ** 0.25
     tensor = HeadTensor(tensor.query / scale, tensor.key / scale)
@@ -205,7 +162,7 @@ def test_polynomial_matches_the_dense_objective(
     moved = line.at(step)
     for penalty, coefficients in ((0.0, line.squared), (ridge, line.squared + line.penalty)):
         ours = sum(c * step**power for power, c in enumerate(coefficients.tolist()))
-        assert ours == pytest.approx(value(tensor, factors_of(tensor, moved), dense_of, penalty), rel=1e-8, abs=1e-8)
+        assert ours == pytest.approx(value(tensor, factors_of(tensor, moved), penalty), rel=1e-8, abs=1e-8)
     fresh = Point.at(moved.project_by(Channels(tensor)))
     torch.testing.assert_close(moved.parts, fresh.parts, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(moved.grams, fresh.grams, rtol=1e-8, atol=1e-8)

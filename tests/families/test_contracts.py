@@ -25,7 +25,7 @@ from collab_compress.attention.shared import scaling_of
 from collab_compress.conversion.output_error import measure_output_error
 from collab_compress.conversion.refit import refit
 from collab_compress.conversion.sequential import install_refits
-from collab_compress.errors import CalibrationError, UnsupportedModelError
+from collab_compress.errors import UnsupportedModelError
 from collab_compress.report import ReportOptions, make_report
 
 
@@ -264,10 +264,3 @@ def test_cross_attention_of_gpt2_is_refused():
     with pytest.raises(UnsupportedModelError, match=r"h\.0\.crossattention: cross attention of GPT-2 cannot be"):
         find_dense_attention(model)
     assert len(find_dense_attention(model, "*.attn")) == 2
-
-
-def test_cross_attention_without_states_is_named():
-    model = build("bert-cross")
-    batch = {name: tensor for name, tensor in inputs("bert-cross").items() if "encoder" not in name}
-    with pytest.raises(CalibrationError, match=r"crossattention\.self saw no token .*encoder_hidden_states"):
-        compress(model, Compression(dk=7, solver=Solver(sweeps=3)), calibration=[batch, batch])

@@ -58,27 +58,29 @@ def cached(model, batch):
 
 
 @pytest.mark.parametrize(
-    ("name", "dk", "keys"),
+    ("name", "widths", "keys", "values"),
     [
-        ("gpt2", 8, 16),
-        ("gpt2", 13, 16),
-        ("marian", 8, 11),
-        ("marian", 5, 8),
-        ("t5", 8, 8),
-        ("opt", 8, 24),
+        ("gpt2", {"dk": 8}, 16, 24),
+        ("gpt2", {"dk": 13}, 16, 24),
+        ("marian", {"dk": 8}, 11, 24),
+        ("marian", {"dk": 5}, 8, 24),
+        ("t5", {"dk": 8}, 8, 24),
+        ("opt", {"dk": 8}, 24, 24),
+        ("gpt2", {"dv": 12}, 24, 16),
+        ("marian", {"dv": 12}, 24, 12),
+        ("opt", {"dv": 12}, 24, 24),
     ],
 )
-def test_key_cache_bytes_before_and_after(name, dk, keys):
-    """R + H numbers a token; whole heads of 8 in stock modules (T5 has no content biases; OPT saves nothing)."""
+def test_cache_bytes_before_and_after(name, widths, keys, values):
+    """R + H or dv numbers a token; in stock modules whole heads of 8 (T5 has no content biases, OPT saves none)."""
     model, batch = build(name), inputs(name)
     layers = len(cached(model, batch))
     assert layers > 0
     assert cached(model, batch) == [(4 * 24, 4 * 24)] * layers
     assert counted(model) == [4 * 24] * layers
-    compress(
-        model, Compression(dk=dk, solver=Solver(sweeps=3, refit=False)), [inputs(name, seed) for seed in range(3)]
-    )
-    assert cached(model, batch) == [(4 * keys, 4 * 24)] * layers
+    compression = Compression(**widths, solver=Solver(sweeps=3 if "dk" in widths else None, refit=False))
+    compress(model, compression, [inputs(name, seed) for seed in range(3)])
+    assert cached(model, batch) == [(4 * keys, 4 * values)] * layers
     assert counted(model) == [4 * keys] * layers
 
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from collab_compress import Compression, compress
 from collab_compress.errors import DataError, install
+
+UNREACHABLE = Mock(side_effect=ConnectionError("Couldn't reach the hub"))
 
 
 @pytest.fixture
@@ -60,22 +63,18 @@ def lm_eval(monkeypatch):
 
     def simple_evaluate(model, **options):
         calls["evaluate"] = {**options, "model": model}
-        metrics = {
-            "alias": "after",
-            "acc,none": 0.25,
-            "acc_stderr,none": 0.0625,
-            "exact,strict": 1,
-            "exact_stderr,strict": "N/A",
-        }
+        metrics = {"alias": "after", "acc,none": 0.25, "acc_stderr,none": 0.0625}
+        metrics |= {"exact,strict": 1, "exact_stderr,strict": "N/A"}
         return {"results": {"after": metrics}, "groups": {"all": {"acc,none": 0.5, "acc_stderr,none": "N/A"}}}
 
-    manager = SimpleNamespace(all_tasks=["after", "piqa"])
+    def task_manager(include_path):
+        calls["include"] = include_path
+        return SimpleNamespace(all_tasks=["after", "piqa"])
+
     harness = module(monkeypatch, "lm_eval", simple_evaluate=simple_evaluate)
     module(monkeypatch, "lm_eval.models")
     module(monkeypatch, "lm_eval.models.huggingface", HFLM=model)
-    module(
-        monkeypatch, "lm_eval.tasks", TaskManager=lambda include_path: calls.update(include=include_path) or manager
-    )
+    module(monkeypatch, "lm_eval.tasks", TaskManager=task_manager)
     return calls, harness
 
 
@@ -108,10 +107,7 @@ def test_mteb_without_the_task_or_its_data(mteb, monkeypatch):
     with pytest.raises(DataError, match=r"mteb has no task 'Elsewhere': .*Did you mean: Local"):
         mteb_scores(None, ["Elsewhere"])
 
-    def evaluate(*_, **__):
-        raise ConnectionError("Couldn't reach the hub")
-
-    monkeypatch.setattr(sys.modules["mteb"], "evaluate", evaluate)
+    monkeypatch.setattr(sys.modules["mteb"], "evaluate", UNREACHABLE)
     with pytest.raises(DataError, match="mteb cannot run Local: Couldn't reach the hub; its data come from the hub"):
         mteb_scores(None, ["Local"])
 
@@ -135,31 +131,20 @@ def test_lm_eval(lm_eval, run, decoder, tmp_path):
     assert calls["model"]["batch_size"] == 4
     assert calls["model"]["add_bos_token"] is False  # its tokenizer ends every text
     assert calls["include"] == str(tasks)
-    evaluation = calls["evaluate"]
-    assert (evaluation["model"], evaluation["tasks"], evaluation["num_fewshot"], evaluation["limit"]) == (
-        "harnessed",
-        ["after"],
-        2,
-        9,
-    )
+    expected = {"model": "harnessed", "tasks": ["after"], "num_fewshot": 2, "limit": 9}
+    assert calls["evaluate"].items() >= expected.items()
     record = json.loads((tmp_path / "out.json").read_text())
     assert (record["shots"], record["limit"], len(record["scores"])) == (2, 9, 3)
 
 
 def test_lm_eval_without_the_task_its_data_or_a_decoder(lm_eval, monkeypatch, minilm_path):
     _, harness = lm_eval
-    tokenizer = word_tokenizer()
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=6, n_head=1, n_layer=1, n_positions=8))
-    with pytest.raises(DataError, match=r"lm_eval has no task 'pika'; did you mean piqa\?"):
+    tokenizer, model = word_tokenizer(), GPT2LMHeadModel(GPT2Config(n_embd=6, n_head=1, n_layer=1))
+    with pytest.raises(DataError, match=r"lm_eval has no task 'pika'; close to it: piqa$"):
         lm_eval_scores(model, tokenizer, ["pika"])
 
-    def simple_evaluate(*_, **__):
-        raise ConnectionError("Couldn't reach the hub")
-
-    monkeypatch.setattr(harness, "simple_evaluate", simple_evaluate)
-    with pytest.raises(
-        DataError, match="lm_eval cannot run after: Couldn't reach the hub; its data come from the hub"
-    ):
+    monkeypatch.setattr(harness, "simple_evaluate", UNREACHABLE)
+    with pytest.raises(DataError, match="lm_eval cannot run after: Couldn't reach the hub; its data come from the"):
         lm_eval_scores(model, tokenizer, ["after"])
     with pytest.raises(DataError, match="GPT2LMHeadModel has no tokenizer; lm_eval takes a decoder"):
         lm_eval_scores(model, None, ["after"])
@@ -185,8 +170,8 @@ def test_missing_packages_are_named(run, monkeypatch, package, arguments):
         ((), "give one of --mteb TASK and --lm-eval TASK"),
         (("--mteb", "A", "--lm-eval", "B"), "give one of --mteb TASK"),
         (("--mteb", "A", "--limit", "3"), "--limit is for --lm-eval; leave it out"),
-        (("--lm-eval", "A", "--limit", "0"), "--limit 0: expected at least 1"),
-        (("--mteb", "A", "--batch-size", "0"), "--batch-size 0: expected at least 1"),
+        (("--lm-eval", "A", "--limit", "0"), "limit is 0; expected at least 1"),
+        (("--mteb", "A", "--batch-size", "0"), "batch_size is 0; expected at least 1"),
         (
             ("--lm-eval", "A", "--include", "nosuch"),
             "--include nosuch: expected a folder of the harness's YAML files",

@@ -132,18 +132,6 @@ def test_compiles_whole(make_tiny, batch):
     assert [alphas.grad is not None for alphas in alphas_of(model).values()] == [True] * 2
 
 
-def attention(model):
-    return model.encoder.layer[1].attention.output
-
-
-def test_wrappers_of_the_inner_projection_keep_working(make_tiny, batch):
-    model = mixed(make_tiny, "bert")
-    calls = []
-    attention(model).dense.proj.register_forward_hook(lambda *_: calls.append(1))
-    outputs(model, batch)
-    assert calls == [1]
-
-
 def test_models_of_others_are_refused(make_tiny):
     model = make_tiny("bert")
     model.config.quantization_config = type("Shipped", (), {"quant_method": "collab_compress", "edits": []})()

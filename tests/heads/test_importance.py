@@ -124,12 +124,7 @@ def test_ends_of_sequences_do_not_count(family, as_argument, make_tiny, calibrat
         assert_close(actual, oracle(model, batches, of, exclude=(END, 8)))
         everywhere = oracle(model, batches, of)
         assert not any(torch.allclose(actual[name], everywhere[name], rtol=1e-4) for name in actual)
-
-
-def test_an_empty_exclusion_overrides_the_config(make_tiny, calibration):
-    model, batches = make_tiny("bert"), with_ends(calibration[:1])
-    model.config.eos_token_id = END
-    assert_close(confidence(model, batches, exclude=()), oracle(model, batches, "confidence"))
+    assert_close(average_distance(model, batches, exclude=()), everywhere)  # in place of the config's
 
 
 def test_targets_are_read_from_labels(make_tiny, calibration):
@@ -179,7 +174,7 @@ def test_heads_that_nearly_agree_are_near():
 
     outputs = torch.full((1, 1, 32, 64), 100.0)
     outputs[0, 0, 1, 0] += 1e-3
-    actual = _distances(HeadRecord(Site(), outputs, values=None, probs=None, queries=None, keys=None, masks=None))
+    actual = _distances(HeadRecord(Site(), masks=None, outputs=outputs))
     torch.testing.assert_close(actual[0, 0, 1], torch.tensor(1e-3), rtol=0.05, atol=0)
     torch.testing.assert_close(actual[0, 0, 0], torch.tensor(1e-3 / 31), rtol=0.05, atol=0)
 

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from forms import COMPILED, converted, in_pairs, in_turns, value_size
+from forms import COMPILED, converted, heads_of, in_pairs, in_turns
 
 from collab_compress import HeadMask, UnsupportedModelError, prune_heads_
 from collab_compress.architectures import find_attention
@@ -34,14 +34,13 @@ def scaled_by_hand(model, masks):
     """Scale the inputs of the output projection, one head of one sample at a time."""
     handles = []
     for site in find_attention(model):
-        size = value_size(site)
 
-        def scale(module, args, name=site.name, size=size):
+        def scale(module, args, site=site):
             x = args[0].clone()
             for sample in range(len(x)):
-                mask = masks[name] if masks[name].dim() == 1 else masks[name][sample]
-                for head, part in enumerate(x[sample].split(size, -1)):
-                    part *= mask[head]
+                mask = masks[site.name] if masks[site.name].dim() == 1 else masks[site.name][sample]
+                for head in range(site.heads):
+                    heads_of(site, x[sample])[:, head] *= mask[head]
             return (x,)
 
         handles.append(site.part(site.paths.output).register_forward_pre_hook(scale))
@@ -125,7 +124,7 @@ def test_only_the_kinds_asked_for_can_be_masked(make_tiny):
     model = make_tiny("marian")
     with HeadMask(model, kinds=("cross",)) as mask:
         assert list(mask.heads) == ["decoder.layers.0.encoder_attn", "decoder.layers.1.encoder_attn"]
-        with pytest.raises(HeadError, match=r"no attention module 'encoder\.layers\.0\.self_attn' to mask"):
+        with pytest.raises(HeadError, match=r"no attention module 'encoder\.layers\.0\.self_attn'"):
             mask.set({"encoder.layers.0.self_attn": torch.ones(3)})
     with pytest.raises(UnsupportedModelError, match="with kind cross"):
         HeadMask(make_tiny("bert"), kinds=("cross",))

@@ -114,12 +114,8 @@ OUTPUT = r"encoder\.layer\.1\.attention\.output\.dense"
 HEADS_STAY = "heads of a collaborative module share its queries and keys"
 
 REFUSED = [  # what is done to the model, what is called then, and the error's message
-    *(
-        (None, lambda m, _, p=p: DropHead(m, p), rf"DropHead's p is {p!r}; expected 0 to below 1")
-        for p in (-0.1, 1.0)
-    ),
-    *((None, lambda m, _, p=p: DropHead(m, p), rf"DropHead's p is {p!r}; ") for p in (NAN, "a", None)),
-    *((None, lambda m, _, s=s: HeadGates(m, start=s), f"head gates is {s!r}; expected a finite") for s in (NAN, "2")),
+    (None, lambda m, _: DropHead(m, 1.0), r"DropHead's p is 1\.0; expected 0 to below 1"),
+    (None, lambda m, _: HeadGates(m, start=NAN), "start of head gates is nan; expected a finite"),
     (SHARED_OUTPUT, lambda m, _: HeadGates(m), "output projections share weights"),
     (SHARED_OUTPUT, lambda m, _: mix_heads_(m), "output projections share weights"),
     (
@@ -141,7 +137,6 @@ REFUSED = [  # what is done to the model, what is called then, and the error's m
     (None, lambda m, _: prune_heads_(nn.Linear(2, 2), {}), "Linear is no Transformers model"),
     (None, prune([0], nowhere=[0]), r"no attention module 'nowhere'; there are encoder\.layer\.0\.attention\.self"),
     (None, prune([0, 3]), r"layer\.0\.attention\.self has no head 3; its heads are 0 to 2"),
-    (None, prune([-1]), "has no head -1"),
     (None, prune([0.5]), r"has no head 0\.5"),
     (None, prune([0, 1, 2]), r"removing heads \[0, 1, 2\] leaves none; keep at least one head"),
     (
@@ -168,14 +163,12 @@ REFUSED = [  # what is done to the model, what is called then, and the error's m
     (offload, prune([0], **{SECOND: [0]}), r"self\.value is offloaded; load the model into memory"),
     (mix_heads_, prune([0]), r"attention\.output\.dense mixes the heads.*call merge_alphas_ first"),
     (HeadMask, prune([0]), "something acts on its heads .* remove that first"),
-    (Recorder, prune([0]), "something acts on its heads .* remove that first"),
     (
         None,
         swap((("encoder.layer.7", 0), (FIRST, 0))),
-        "'encoder.layer.7' is no attention module of this model; those",
+        "no attention module 'encoder.layer.7'; there are",
     ),
-    (None, swap(((FIRST, 0), (SECOND, 3))), r"layer\.1\.attention\.self has no head 3; its 3 heads are 0 to 2"),
-    (None, swap(((FIRST, -1), (SECOND, 0))), "has no head -1"),
+    (None, swap(((FIRST, 0), (SECOND, 3))), r"layer\.1\.attention\.self has no head 3; its heads are 0 to 2"),
     (None, swap(((FIRST, 0),)), r"expected \(\(module, head\), \(module, head\)\) for each"),
     (None, swap(((FIRST, 0), (FIRST, 0.5))), "pairs are "),
     (
@@ -186,7 +179,6 @@ REFUSED = [  # what is done to the model, what is called then, and the error's m
     (None, rotate("gentle"), "unknown strategy 'gentle'; expected one of hard, manual, random, soft"),
     (None, rotate(importance="size"), "unknown importance 'size'"),
     (None, rotate(epochs=()), "expected at least one, each once"),
-    (None, rotate(epochs=(-1,)), "counted from 0"),
     (None, rotate(epochs=(0.5, NAN)), "counted from 0"),
     (None, rotate(epochs=(1, 1.0)), "each once"),
     (None, rotate(epochs=1), r"a wrong type \(.*; expected tuples of numbers as epochs"),
@@ -198,30 +190,21 @@ REFUSED = [  # what is done to the model, what is called then, and the error's m
     (None, rotate(kinds=None), "expected .* of names as kinds"),
     (None, rotate("manual"), "'manual' got 0 pairs"),
     (None, rotate(pairs=(PAIR,)), "'hard' got 1 pairs; the manual strategy needs pairs, and others take none"),
-    (None, rotate("manual", pairs=((FIRST, 0),)), "pairs are .* expected .*module, head"),
     (None, rotate(k=4), "k is 4 for 'hard' among 2 modules of encoder attention .* at most 3"),
-    (None, rotate("random", k=4), "k is 4 for 'random'"),
     (None, rotate("soft", k=4), "k is 4 for 'soft' .* expected at most 3"),
     (None, rotate("soft", t_max=2), "t_max is 2 for 2 layers of encoder attention; expected at most 1"),
-    (None, rotate("manual", pairs=(PAIR, ((FIRST, 0), (FIRST, 2)))), "head 0 of .* is named twice"),
-    (None, rotate("manual", pairs=(((FIRST, 9), (FIRST, 2)),)), "has no head 9"),
-    (None, rotate("manual", pairs=((("nowhere", 0), (FIRST, 2)),)), "'nowhere' is no attention module"),
+    (None, rotate("manual", pairs=((("nowhere", 0), (FIRST, 2)),)), "no attention module 'nowhere'"),
     (None, rotate("random", kinds=("cross",)), "with kind cross"),
-    *((narrow(dk=8), rotate(strategy), HEADS_STAY) for strategy in ("hard", "random")),
-    *((narrow(dk=8, modules="*layer.1*"), rotate(strategy), HEADS_STAY) for strategy in ("hard", "random")),
-    *(
-        (narrow(dv=9, modules="*layer.0*"), rotate(strategy), "cannot swap head .* their parameters differ")
-        for strategy in ("hard", "random")
-    ),
+    (narrow(dk=8), rotate("random"), HEADS_STAY),
+    (narrow(dk=8, modules="*layer.1*"), rotate(), HEADS_STAY),
+    (narrow(dv=9, modules="*layer.0*"), rotate("random"), "cannot swap head .* their parameters differ"),
     (
         None,
         silence(torch.ones(4)),
         r"mask of encoder\.layer\.0\.attention\.self: got shape \(4,\); expected a tensor",
     ),
-    (None, silence(torch.ones(1, 2, 3)), r"got shape \(1, 2, 3\)"),
     (None, silence([1, 1, 1]), "got list; expected a tensor"),
-    (None, silence(torch.ones(3), "nowhere"), r"no attention module 'nowhere' to mask; there are encoder\.layer\.0"),
-    (None, lambda m, _: HeadMask(m, {FIRST: torch.ones(4)}), r"got shape \(4,\); expected a tensor \(3,\)"),
+    (None, silence(torch.ones(3), "nowhere"), r"no attention module 'nowhere'; there are encoder\.layer\.0"),
     (None, silence(torch.ones(2, 3)), "got 2 rows for 3 samples; pass one"),
     (None, lambda m, _: HeadMask(m, kinds="encoder"), r"kinds is 'encoder'; .* as \('encoder',\)"),
     (
@@ -231,7 +214,6 @@ REFUSED = [  # what is done to the model, what is called then, and the error's m
     ),
     (None, lambda m, _: Recorder(m, kinds=("cross",)), r"with kind cross; the attention modules are .* \(encoder\)"),
     (None, lambda m, _: Recorder(m, "scores"), "cannot read scores; it reads outputs, values, probs"),
-    (None, lambda m, _: Recorder(m, ("scores",)), "cannot read scores; it reads outputs, values, probs"),
     (narrow(dk=5), lambda m, _: Recorder(m, ("keys",)), "is converted: its heads have no keys of equal width"),
     (None, lambda m, _: confidence(m, []), "no batches to measure the importance of heads on"),
     (None, lambda m, b: average_distance(m, [unseen(b)]), r"layer\.0\.attention\.self saw no token that counts"),
@@ -265,10 +247,7 @@ REFUSED = [  # what is done to the model, what is called then, and the error's m
         lambda m, b: head_importance(m, [b], lambda outputs, _: outputs[0].mean() * float("inf")),
         r"attention\.self: the gradient of the loss in its heads is not finite",
     ),
-    *(
-        (None, lambda *_, s=share: least_important({"a": torch.ones(2)}, s), "expected 0 to 1")
-        for share in (-0.1, 1.1, NAN, "a", None)
-    ),
+    (None, lambda *_: least_important({"a": torch.ones(2)}, 1.1), r"share of heads is 1\.1; expected 0 to 1"),
     (
         None,
         lambda *_: least_important({"a": torch.tensor([0.1, NAN])}, 0.5),

@@ -80,7 +80,7 @@ def test_one_head(bert, batches):
 def test_models_of_different_depths(model, bert, batches):
     report = make_report(model, batches, ["similarity", "diversity"], baseline=bert(layers=1))
     similarity, diversity = report.sections.values()
-    assert "The two models were not compared: the models have 2 and 1 attention modules" in similarity.reading
+    assert "The two models were not compared: the models ran 2 and 1 attention modules" in similarity.reading
     assert [*similarity.tables] == ["heads"]
     assert [row["model"] for row in diversity.tables["layers"].rows] == ["model", "model", "baseline"]
 

@@ -92,14 +92,11 @@ def test_similarity(model, other, batches, result):
     matrices(picture(similarity, "CKA of heads"), [cka(joint) for joint in heads.values()])
     for row, joint in zip(rows(result, "similarity", "heads"), heads.values(), strict=True):
         close(row[1:3], [svcca(joint).mean, mean_over_pairs(cka(joint))])
-    by_head = model_covariances(model, other, batches)
-    by_layer = model_covariances(model, other, batches, unit="layer")
-    matrices(picture(similarity, "CKA of heads, model against baseline"), [cka(joint) for joint in by_head.values()])
-    for row, head, layer in zip(
-        rows(result, "similarity", "models"), by_head.values(), by_layer.values(), strict=True
-    ):
-        close(row[1:3], [svcca(layer).mean, float(cka(layer))])
-        close(row[4:], [svcca(head).similarity.mean(), cka(head).mean()])
+    joints = model_covariances(model, other, batches).values()
+    matrices(picture(similarity, "CKA of heads, model against baseline"), [cka(joint) for joint in joints])
+    for row, joint in zip(rows(result, "similarity", "models"), joints, strict=True):
+        close(row[1:3], [svcca(joint.layers).mean, float(cka(joint.layers))])
+        close(row[4:], [svcca(joint).similarity.mean(), cka(joint).mean()])
 
 
 def test_diversity(model, other, batches, result):

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from collab_compress_glue_runs.experiments import Recipe, read_recipe
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 
 def mrpc(model: Path, data_dir: Path, output: Path, *more: str) -> list[str]:
@@ -20,6 +21,11 @@ def fresh_recipe(output: Path, *more: str) -> Recipe:
     """Return the recipe of an untrained model; later settings replace earlier ones."""
     settings = [f"output={output}", f"fresh={FRESH}", f"tuning={TUNING}", "trackers=[]", "max_length=24"]
     return read_recipe(overrides=[*settings, *more])
+
+
+def trained(folder: Path, model_class: Any = AutoModelForSequenceClassification) -> tuple[Any, Any]:
+    """Return the model and the tokenizer of a stage."""
+    return model_class.from_pretrained(folder / "model").eval(), AutoTokenizer.from_pretrained(folder / "model")
 
 
 def make_record(task: str, method: str, stage: str, seed: int, score: float, **more: Any) -> dict[str, Any]:

@@ -38,3 +38,9 @@ def write_mrpc(file: Path, pairs: Iterable[tuple[str, str]]) -> None:
     lines += [f"{row % 2}\t{row}\t{row}\t{first}\t{second}" for row, (first, second) in enumerate(pairs)]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("\n".join(lines) + "\n")
+
+
+def unpadded_rows(batches: Iterable[dict[str, Any]]) -> list[list[int]]:
+    """Return the token ids of each sequence of some batches, sorted."""
+    pairs = [pair for batch in batches for pair in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    return sorted(ids[mask.bool()].tolist() for ids, mask in pairs)

@@ -212,31 +212,27 @@ def test_alphas_are_frozen_then_train(make_undropped, batch):
             assert (matrix in optimizer.state) != frozen
 
 
-def test_growth_is_in_the_unit_of_the_authors(make_undropped, batch):
+@pytest.mark.parametrize(
+    ("options", "labels", "divisor", "rtol"),
+    [
+        ({}, None, 4096, 0.05),
+        ({"growth_weight": 40.0, "growth_beside": "sum"}, [[1, 2, -100], [3, -100, -100]], 3, 1e-5),
+    ],
+)
+def test_growth_is_in_the_unit_of_the_authors(options, labels, divisor, rtol, make_undropped):
     """Their step: 40 times the growth loss, added to a loss summed over 4,096 tokens, all divided by these."""
-    model, tokens = make_undropped("bert"), 4096
-    mix_heads_(model)
-    matrices = list(alphas_of(model).values())
-    with HeadSession(model, HeadTraining(alphas=AlphasOptions(frozen_ratio=0)), torch.optim.SGD(matrices)) as session:
-        session.penalty().backward()
-    for matrix in matrices:
-        left, _, right = torch.linalg.svd(matrix.detach())
-        torch.testing.assert_close(matrix.grad, -40 / tokens * left @ right, rtol=0.05, atol=0)
-
-
-def test_growth_beside_a_summed_loss_is_divided_by_the_labels(make_undropped):
     model = make_undropped("bert")
     mix_heads_(model)
     matrices = list(alphas_of(model).values())
-    options = AlphasOptions(frozen_ratio=0, growth_weight=40.0, growth_beside="sum")
-    labels = torch.tensor([[1, 2, -100], [3, -100, -100]])
-    with HeadSession(model, HeadTraining(alphas=options), torch.optim.SGD(matrices)) as session:
-        session.penalty(labels=labels).backward()
+    training = HeadTraining(alphas=AlphasOptions(frozen_ratio=0, **options))
+    with HeadSession(model, training, torch.optim.SGD(matrices)) as session:
+        session.penalty(labels=None if labels is None else torch.tensor(labels)).backward()
         for matrix in matrices:
             left, _, right = torch.linalg.svd(matrix.detach())
-            torch.testing.assert_close(matrix.grad, -40 / 3 * left @ right)
-        with pytest.raises(HeadError, match="divides by the number of labels; pass labels="):
-            session.penalty()
+            torch.testing.assert_close(matrix.grad, -40 / divisor * left @ right, rtol=rtol, atol=0)
+        if labels is not None:
+            with pytest.raises(HeadError, match="divides by the number of labels; pass labels="):
+                session.penalty()
 
 
 def test_alphas_of_some_kinds(make_undropped, make_batch):
@@ -331,7 +327,7 @@ def test_a_copy_has_alphas_that_train(make_undropped, batch):
 def test_a_closed_session_does_not_go_on(make_tiny):
     with HeadSession(make_tiny("bert"), HeadTraining()) as session:
         session.step(0.5)
-    for go_on in (session.step, session.epoch):
+    for go_on in (session.step, session.epoch, session.penalty):
         with pytest.raises(HeadError, match="the session is closed"):
             go_on(1)
 

@@ -13,11 +13,10 @@ import warnings
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from forms import mostly_slow
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from transformers import BertForSequenceClassification, MarianMTModel, TrainingArguments
+from transformers import BertForSequenceClassification, TrainingArguments
 from two_processes import run_both, sharding_on_cpus
 
 from collab_compress import Compression, CompressionError, compress, expand
@@ -35,7 +34,8 @@ from collab_compress.training import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 EPOCHS, STEPS = 3, 2  # steps an epoch
-LAYERS = {"bert": ["BertLayer"], "marian": ["MarianEncoderLayer", "MarianDecoderLayer"]}
+BY_LAYER = {"transformer_layer_cls_to_wrap": ["BertLayer"]}
+WHOLE = {"auto_wrap_policy": "NO_WRAP"}  # attention in a single group, which a forward pass leaves gathered
 
 
 def training(losses, rotation):
@@ -48,87 +48,34 @@ def training(losses, rotation):
 
 
 IN_LAYER = ((("bert.encoder.layer.0.attention.self", 0), ("bert.encoder.layer.0.attention.self", 2)),)
-CASES = {  # family, collaborative, what acts
-    "dense": ("bert", False, training(sorted(LOSSES), RotationOptions("hard", (0, 1, 2), k=2, exclude=()))),
+CASES = {  # collaborative, how it is sharded, what acts
+    "dense": (False, BY_LAYER, training(sorted(LOSSES), RotationOptions("hard", (0, 1, 2), k=2, exclude=()))),
     "collaborative": (
-        "bert",
         True,
+        BY_LAYER,
         training(sorted(LOSSES), RotationOptions("manual", (0,), pairs=IN_LAYER, swap_back_after=2)),
     ),
-    "seq2seq": ("marian", False, training(["agreement"], RotationOptions("soft", (1,), k=2, exclude=()))),
+    "whole": (False, WHOLE, training(["agreement"], RotationOptions("soft", (1,), k=2, exclude=()))),
 }
 
 
 @pytest.fixture
 def case(request, make_tiny, set_dropout_, make_batch):
-    family, collaborative, acting = CASES[request.param]
-    model = make_tiny(family, {"bert": BertForSequenceClassification, "marian": MarianMTModel}[family])
+    collaborative, sharding, acting = CASES[request.param]
+    model = make_tiny("bert", BertForSequenceClassification)
     if collaborative:
         compress(model, Compression(dk=13), calibration=None)
     mix_heads_(model)
-    set_dropout_(model.double(), 0.0).train()
-    batches = [make_batch(family, seed=seed) for seed in range(2 * STEPS * EPOCHS)]
+    set_dropout_(model.double(), 0.0)
+    batches = [make_batch("bert", seed=seed) for seed in range(4 + 2 * STEPS)]
     for number, batch in enumerate(batches):
-        batch["labels"] = torch.arange(number, number + 3) % 2 if family == "bert" else batch["decoder_input_ids"]
-    held_out = [make_batch(family, seed=100 + seed) for seed in range(4)]
-    return family, model, acting, batches, held_out
+        batch["labels"] = torch.arange(number, number + 3) % 2
+    held_out, data = ([row for batch in part for row in rows_of(batch)] for part in (batches[:4], batches[4:]))
+    return model, sharding, dataclasses.replace(acting, loss_normalization="mean"), data, held_out
 
 
-class Training:
-    """One process, or one of two."""
-
-    def __init__(self, model, optimizer, acting, batches, held_out, ranks, backward=torch.Tensor.backward):
-        self.model, self.optimizer, self.batches, self.ranks, self.backward = (
-            model,
-            optimizer,
-            batches,
-            ranks,
-            backward,
-        )
-        self.bare = model.module if isinstance(model, DistributedDataParallel) else model
-        self.session = HeadSession(self.bare, acting, optimizer)
-        self.held_out = [batch for rank in ranks for batch in held_out[rank::2]]
-
-    def run(self, epochs):
-        for epoch in epochs:
-            self.session.epoch(epoch, self.held_out)
-            self.model.train()
-            for step in range(epoch * STEPS, (epoch + 1) * STEPS):
-                self.session.step(step / (EPOCHS * STEPS - 1))
-                for rank in self.ranks:
-                    draw_as(self.session, rank)
-                    torch.manual_seed(1000 + 2 * step + rank)
-                    loss = self.model(**self.batches[2 * step + rank]).loss
-                    self.backward((loss + self.session.penalty(loss)) / len(self.ranks))
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-        return self
-
-    def state(self):
-        return json.loads(json.dumps(self.session.state_dict()))
-
-
-def draw_as(session, rank):
-    """Let DropHead draw what one of two processes draws."""
-    for drophead in session._dropheads:
-        drophead.rank, drophead.processes = rank, 2
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-
-
-def expected(case, epochs=range(EPOCHS)):
-    _, model, *rest = case
-    model = copy.deepcopy(model)
-    alone = Training(model, adamw(model), *rest, ranks=(0, 1)).run(epochs)
-    history = alone.state()["rotation"]["history"]
-    assert history, "nothing rotated"
-    return model.state_dict(), history
-
-
-def full(accelerator, model):
-    return {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
+def rows_of(batch):
+    return [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
 
 
 class Seeded(HeadTrainer):
@@ -147,20 +94,17 @@ class Seeded(HeadTrainer):
     def compute_loss(self, *arguments, **options):
         alone = self.args.world_size == 1
         rank = self.passes % 2 if alone else self.args.process_index
-        if self.head_session is not None:
-            draw_as(self.head_session, rank)
+        for drophead in self.head_session._dropheads:
+            drophead.rank, drophead.processes = rank, 2
         torch.manual_seed(2 * self.state.global_step + rank)
         self.passes += 1
         return super().compute_loss(*arguments, **options)
 
 
 def trainer_of(case, folder, sharded):
-    family, model, acting, batches, held_out = case
-    few = batches[: 2 * STEPS]  # of each epoch
-    rows = [dict(zip(batch, row, strict=True)) for batch in few for row in zip(*batch.values(), strict=True)]
-    held = [dict(zip(batch, row, strict=True)) for batch in held_out for row in zip(*batch.values(), strict=True)]
-    config = {"version": 2, "transformer_layer_cls_to_wrap": LAYERS[family], "cpu_ram_efficient_loading": False}
-    sharding = {"fsdp": True, "fsdp_config": config} if sharded else {}
+    model, sharding, acting, data, held_out = case
+    model = copy.deepcopy(model)
+    config = {"version": 2, **sharding, "cpu_ram_efficient_loading": False}
     arguments = TrainingArguments(
         folder,
         num_train_epochs=EPOCHS,
@@ -175,53 +119,35 @@ def trainer_of(case, folder, sharded):
         weight_decay=0.1,
         max_grad_norm=0.1,
         dataloader_pin_memory=False,
-        **sharding,
+        **({"fsdp": True, "fsdp_config": config} if sharded else {}),
     )
-    acting = dataclasses.replace(acting, loss_normalization="mean")
-    return Seeded(model, arguments, train_dataset=rows, eval_dataset=held, head_training=acting)
+    return Seeded(model, arguments, train_dataset=data, eval_dataset=held_out, head_training=acting)
 
 
 def history_of(trainer):
-    return trainer.state.stateful_callbacks["HeadState"]["attributes"]["saved"]["rotation"]["history"]
+    saved = trainer.state.stateful_callbacks["HeadState"]["attributes"]["saved"]
+    return json.loads(json.dumps(saved["rotation"]["history"]))
 
 
 def trainer_process(rank, case, folder):
-    results, stock = [], copy.deepcopy(case[1])
-    for model, resumed in ((case[1], None), (stock, f"{folder}/checkpoint-{2 * STEPS}")):
+    results = []
+    for resumed in (None, f"{folder}/checkpoint-{2 * STEPS}"):
         with sharding_on_cpus():
-            trainer = trainer_of((case[0], model, *case[2:]), folder, sharded=True)
+            trainer = trainer_of(case, folder, sharded=True)
         trainer.train(resume_from_checkpoint=resumed)
-        results.append(
-            (full(trainer.accelerator, trainer.model_wrapped), json.loads(json.dumps(history_of(trainer))))
-        )
+        weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        results.append(({name: tensor.clone() for name, tensor in weights.items()}, history_of(trainer)))
     return results
 
 
-@pytest.mark.parametrize("case", ["collaborative", pytest.param("dense", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("case", mostly_slow(zip(CASES), ("collaborative",)), indirect=True)
 def test_a_trainer_shards(case, tmp_path):
-    alone = trainer_of((case[0], copy.deepcopy(case[1]), *case[2:]), tmp_path / "alone", sharded=False)
+    alone = trainer_of(case, tmp_path / "alone", sharded=False)
     alone.train()
-    results = run_both(trainer_process, case, str(tmp_path / "both"))
-    for got, events in results[0]:
-        assert events == json.loads(json.dumps(history_of(alone)))
-        torch.testing.assert_close(got, alone.model.state_dict(), atol=1e-9, rtol=1e-7)
-
-
-def one_group_process(rank, case):
-    _, model, *rest = case
-    fully_shard(model)  # in a single group, which a forward pass leaves gathered
-    run = Training(model, adamw(model), *rest, ranks=(rank,)).run(range(EPOCHS))
-    options = StateDictOptions(full_state_dict=True)
-    return get_model_state_dict(model, options=options), run.state()["rotation"]["history"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["seq2seq"], indirect=True)
-def test_a_model_sharded_as_a_whole(case):
-    weights, history = expected(case)
-    for got, events in run_both(one_group_process, case):
-        assert events == history
-        torch.testing.assert_close(got, weights, atol=1e-9, rtol=1e-7)
+    assert history_of(alone)
+    for weights, history in run_both(trainer_process, case, str(tmp_path / "both"))[0]:
+        assert history == history_of(alone)
+        torch.testing.assert_close(weights, alone.model.state_dict(), atol=1e-9, rtol=1e-7)
 
 
 FIRST, SECOND = "encoder.layer.0.attention.self", "encoder.layer.1.attention.self"
@@ -242,23 +168,21 @@ class First(HeadTrainer):
 
 
 def refusals_process(rank, model, batch, folder):
-    dense, pieces = (
-        copy.deepcopy(model),
-        f"{FIRST}: FSDP1 splits weights across head boundaries; shard the model with",
-    )
+    dense = copy.deepcopy(model)
+    pieces = f"{FIRST}: FSDP1 splits weights across head boundaries; shard the model with"
     flat = FSDP1(copy.deepcopy(model), use_orig_params=True, device_id=torch.device("cpu"))
     refused(pieces, swap_heads_, flat.module, PAIR)
     refused(pieces, Rotator, flat.module, RotationOptions("hard", (0,)))
     session = HeadTraining(rotation=RotationOptions("hard", (0,)))
     views = FSDP1(copy.deepcopy(model), use_orig_params=False, device_id=torch.device("cpu"))
-    refused(pieces, HeadSession, views.module, session, adamw(views))
+    refused(pieces, HeadSession, views.module, session, torch.optim.AdamW(views.parameters()))
     mixed = copy.deepcopy(model)
     mix_heads_(mixed)
     flat = FSDP1(mixed, use_orig_params=True, device_id=torch.device("cpu"))
-    session = HeadTraining(alphas=AlphasOptions())
-    refused("alphas: FSDP1 splits weights across head boundaries", HeadSession, flat.module, session, adamw(flat))
+    session, adamw = HeadTraining(alphas=AlphasOptions()), torch.optim.AdamW(flat.parameters())
+    refused("alphas: FSDP1 splits weights across head boundaries", HeadSession, flat.module, session, adamw)
 
-    config = {"version": 2, "transformer_layer_cls_to_wrap": LAYERS["bert"]}
+    config = {"version": 2, **BY_LAYER}
     with sharding_on_cpus():
         arguments = TrainingArguments(folder, use_cpu=True, report_to=[], fsdp=True, fsdp_config=config)
         acting = HeadTraining(drophead=(DropHeadOptions(0.4),))

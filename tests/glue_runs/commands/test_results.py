@@ -33,8 +33,9 @@ def write(tmp_path):
     return records
 
 
-def run(capsys, *arguments):
-    return ran(start.results, arguments, capsys)
+@pytest.fixture
+def run(capsys):
+    return lambda *arguments: ran(start.results, arguments, capsys)
 
 
 def grids(text):
@@ -52,8 +53,8 @@ def grids(text):
     return tables
 
 
-def test_means_and_differences(capsys, write):
-    code, printed, error = run(capsys, write("mrpc", "ptb"))
+def test_means_and_differences(run, write):
+    code, printed, error = run(write("mrpc", "ptb"))
     assert (code, error) == (0, "")
     scores, differences = grids(printed)
     lower = "ptb (perplexity, lower is better)"
@@ -72,59 +73,48 @@ def test_means_and_differences(capsys, write):
     assert "Difference to plain/tuned of the same model, task and seed: mean ± half of its 95 % t-interval" in printed
 
 
-def test_output_is_complete_or_absent(capsys, write, tmp_path, monkeypatch):
+def test_output_is_complete_or_absent(run, write, tmp_path, monkeypatch):
     folder, output = write("mrpc"), tmp_path / "table.md"
-    _, printed, _ = run(capsys, folder)
-    assert run(capsys, folder, "--output", output) == (0, "", "")
-    assert output.read_text(encoding="utf-8") == printed
+    _, printed, _ = run(folder)
+    assert run(folder, "--output", output) == (0, "", "")
 
     def fail(*_):
         raise OSError(28, os.strerror(28))
 
-    with monkeypatch.context() as patched:
-        patched.setattr("pathlib.Path.rename", fail)
-        code, _, error = run(capsys, folder, "--output", tmp_path / "other.md")
+    monkeypatch.setattr("pathlib.Path.rename", fail)
+    code, _, error = run(folder, "--output", tmp_path / "other.md")
     assert (code, "No space left" in error) == (2, True)
-    code, _, error = run(capsys, folder, "--format", "csv", "--output", output)
-    assert (code, "table.md exists; choose another output" in error) == (2, True)
     assert output.read_text(encoding="utf-8") == printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "table.md"]
 
 
-def test_records_in_one_file(capsys, write, tmp_path):
+def test_records_in_one_file(run, write, tmp_path):
     folder, file = write("mrpc", "rte"), tmp_path / "records.jsonl"
-    printed = run(capsys, folder, "--records", file)
-    assert printed == run(capsys, folder) == run(capsys, file)
+    printed = run(folder, "--records", file)
+    assert printed == run(folder) == run(file)
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert [line["environment"] for line in lines] == [{"revision": "unknown"}] * 12
     assert {result.revision for result in read_results(file)} == {None}
-    code, _, error = run(capsys, folder, "--records", file)
-    assert (code, "records.jsonl exists; choose another output" in error) == (2, True)
-    code, _, error = run(capsys, folder, "--records", ".")
-    assert (code, ". exists; choose another output" in error) == (2, True)
-    assert run(capsys, "--records", tmp_path / "none")[0] == 2
 
 
-def test_json_has_the_numbers_of_the_csv(capsys, write, tmp_path):
+def test_json_has_the_numbers_of_the_csv(run, write, tmp_path):
     folder, file = write("mrpc", "rte"), tmp_path / "numbers.json"
-    assert run(capsys, folder, "--json", file, "--quiet") == (0, "", "")
+    assert run(folder, "--json", file, "--quiet") == (0, "", "")
     written = json.loads(file.read_text(encoding="utf-8"))
-    lines = list(csv.DictReader(io.StringIO(run(capsys, folder, "--format", "csv")[1])))
+    lines = list(csv.DictReader(io.StringIO(run(folder, "--format", "csv")[1])))
     for line, numbers in zip(lines, written, strict=True):
         cells = {name: type(numbers[name])(text) for name, text in line.items() if text}
         assert cells == {name: value for name, value in numbers.items() if value is not None}
-    code, _, error = run(capsys, folder, "--json", file)
-    assert (code, "numbers.json exists; choose another output" in error) == (2, True)
-    assert run(capsys, folder, "--quiet", "--output", tmp_path / "table.md") == (0, "", "")
+    assert run(folder, "--quiet", "--output", tmp_path / "table.md") == (0, "", "")
     assert grids((tmp_path / "table.md").read_text(encoding="utf-8"))
 
 
-def test_notes(capsys, write):
+def test_notes(run, write):
     folder = write("mrpc")
     path = folder / "mrpc-1" / "tuned" / "result.json"
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, "recipe": {**record["recipe"], "max_length": 64}}))
-    _, printed, _ = run(capsys, folder)
+    _, printed, _ = run(folder)
     assert "* plain/tuned of minilm|x on mrpc: seeds differ in max_length." in printed
 
 
@@ -133,14 +123,17 @@ def test_notes(capsys, write):
     [
         (["{runs}/nowhere"], "nowhere is no folder"),
         (["{empty}"], "holds no result.json"),
+        (["{runs}", "--output", "{empty}"], "empty exists; choose another output"),
+        (["{runs}", "--json", "{empty}"], "empty exists; choose another output"),
+        (["{runs}", "--records", "{empty}"], "empty exists; choose another output"),
         (["{runs}", "--against", "hsic/tuned"], "no result is 'hsic/tuned'; expected one of plain/dk128"),
         ([], "no results: give a folder"),
     ],
 )
-def test_mistakes_are_one_line(capsys, write, tmp_path, arguments, message):
+def test_mistakes_are_one_line(run, write, tmp_path, arguments, message):
     folder = write("mrpc")
     (tmp_path / "empty").mkdir()
-    code, printed, error = run(capsys, *(a.format(runs=folder, empty=tmp_path / "empty") for a in arguments))
+    code, printed, error = run(*(a.format(runs=folder, empty=tmp_path / "empty") for a in arguments))
     assert (code, printed) == (2, "")
     assert error.startswith("collab-results: ")
     assert error.count("\n") == 1

@@ -3,12 +3,11 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from accelerate.state import AcceleratorState
-from collab_compress_glue_runs.experiments import outputs, protocol, read_recipe, run, tuning
+from collab_compress_glue_runs.experiments import protocol, read_recipe, run, tuning
 from collab_compress_glue_runs.experiments.outputs import LOCK, RECIPE, claim, remove_output
 from filelock import FileLock
 
@@ -50,7 +49,6 @@ def test_foreign_folders_are_refused_and_stay(start, data_dir, tmp_path, name, r
 
 def test_only_what_a_recipe_made_is_removed(data_dir, tmp_path):
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").touch()
     claim(recipe(data_dir, tmp_path, FRESH), tmp_path / "start")
     (tmp_path / "link").symlink_to(tmp_path / "start")
     for name in ("mine", "link", "start"):
@@ -69,14 +67,12 @@ def test_only_what_a_recipe_made_is_removed(data_dir, tmp_path):
     ],
 )
 def test_a_run_that_is_refused_leaves_nothing(start, data_dir, tmp_path, change, message):
-    before = snapshot(tmp_path)
-    with pytest.raises((RecipeError, DataError, CheckpointError), match=message):
-        run(recipe(data_dir, tmp_path / "a" / "b", f"model={start}", change.format(tmp=tmp_path)))
-    assert snapshot(tmp_path).keys() == before.keys()
     (tmp_path / "empty").mkdir()
-    with pytest.raises((RecipeError, DataError, CheckpointError), match=message):
-        run(recipe(data_dir, tmp_path / "empty", f"model={start}", change.format(tmp=tmp_path)))
-    assert list((tmp_path / "empty").iterdir()) == []
+    before = snapshot(tmp_path)
+    for output in (tmp_path / "a" / "b", tmp_path / "empty"):
+        with pytest.raises((RecipeError, DataError, CheckpointError), match=message):
+            run(recipe(data_dir, output, f"model={start}", change.format(tmp=tmp_path)))
+    assert snapshot(tmp_path).keys() == before.keys()
 
 
 DK = "compression={dk: 12}"
@@ -103,33 +99,22 @@ def test_what_cannot_be_done_is_known_before_training(start, data_dir, tmp_path,
     assert not (tmp_path / "out").exists()
 
 
-def test_rows_that_cannot_be_padded_are_known_before_training(start, data_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(protocol, "fine_tune", lambda *_: pytest.fail("it was trained"))
+def test_rows_that_cannot_be_padded_are_known_before_training(start, data_dir, tmp_path):
     path = start / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     del settings["pad_token"]
     path.write_text(json.dumps(settings), encoding="utf-8")
     with pytest.raises(RecipeError, match="does not have a padding token"):
         run(recipe(data_dir, tmp_path / "out", f"model={start}"))
-
-
-def test_a_backend_that_cannot_be_opened(start, data_dir, tmp_path):
-    try:
-        with pytest.raises(RecipeError, match="process group"):
-            run(recipe(data_dir, tmp_path / "out", f"model={start}", "tuning.arguments={ddp_backend: nowhere}"))
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_failed_is_free_for_another_recipe(data_dir, tmp_path, monkeypatch):
     """The untrained model is made anew; the lock of a process that has ended is ignored."""
     output = tmp_path / "out"
 
-    def broken(*_, **__):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(protocol, "fine_tune", broken)
+        patch.setattr(protocol, "fine_tune", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(recipe(data_dir, output, FRESH))
     (output / LOCK).touch()
@@ -180,20 +165,6 @@ def test_what_does_not_decide_a_model_is_no_other_recipe(start, data_dir, tmp_pa
     for other in ("tuning.arguments.adam_beta2=0.98", "tuning.batch_size=200"):
         with pytest.raises(RecipeError, match="tuned was made with another tuning; choose another output"):
             run(recipe(data_dir, output, source, other))
-
-
-@pytest.mark.parametrize("changes", [{"score": "x"}, {"metrics": ...}, {"measured": 5}])
-def test_damaged_records_are_refused(start, data_dir, tmp_path, changes):
-    base = recipe(data_dir, tmp_path / "out", f"model={start}")
-    claim(base, base.output / "tuned")
-    file = base.output / "tuned" / "result.json"
-    outputs.write_record(file, {"score": 1.0, "metrics": {}, "recipe": {}})
-    assert len(run(base)) == 1
-    content = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({name: value for name, value in content.items() if value is not ...}))
-    for one in (base, replace(base, measures=("svcca",))):
-        with pytest.raises(RecipeError, match="is no record of an experiment; remove it, or choose another output"):
-            run(one)
 
 
 @pytest.mark.parametrize(("output", "message"), [("x" * 300, "too long"), ("~nobody-here/x", "home directory")])

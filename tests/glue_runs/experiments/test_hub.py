@@ -59,11 +59,6 @@ def test_files_of_this_machine_have_no_commits(recipe, start, data_dir):
     assert record["hub"] == {"model": None, "data": None}
 
 
-def test_a_revision_without_a_model(recipe):
-    with pytest.raises(RecipeError, match="revision selects a version of a hub model; give model too"):
-        replace(recipe, model=None, fresh={}, revision="v1")
-
-
 def test_the_commands_take_a_revision(monkeypatch, tmp_path):
     recipes = []
     monkeypatch.setattr(command, "run", lambda recipe: recipes.append(recipe) or [])

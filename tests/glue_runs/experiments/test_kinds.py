@@ -12,14 +12,13 @@ from collab_compress_glue_runs.experiments import protocol, read_recipe, run
 from collab_compress_glue_runs.experiments.workload import Classification, LanguageModel, Translation
 from collab_compress_glue_runs.metrics import load_metric
 from collab_compress_glue_runs.tasks import encode_masked_language_model, load_task
-from tiny_recipes import TUNING, fresh_recipe
+from tiny_recipes import TUNING, fresh_recipe, trained
 from tiny_words import bert_config, word_tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     BartConfig,
     BertForSequenceClassification,
@@ -32,37 +31,35 @@ from transformers import (
 from collab_compress.errors import DataError, RecipeError
 from collab_compress.training import HeadSeq2SeqTrainer
 
+LANGUAGES = "translation={source: aa, target: bb, beams: 3, length_penalty: 0.6, max_length: 12}"
+
 
 def translation(data_dir, output, *settings):
-    languages = "translation={source: aa, target: bb, beams: 3, length_penalty: 0.6, max_length: 12}"
-    return fresh_recipe(output, "task=parallel", f"data_dir={data_dir}", languages, "fresh.layers=1", *settings)
+    return fresh_recipe(output, "task=parallel", f"data_dir={data_dir}", LANGUAGES, "fresh.layers=1", *settings)
 
 
 def test_translation(sentences, tmp_path):
     records = run(translation(sentences, tmp_path / "out", "compression.dk=12", f"again={TUNING}"))
     assert [record["stage"] for record in records] == ["tuned", "dk12", "dk12-again"]
+    test = load_task("parallel", sentences, source="aa", target="bb")["test"]
     for record in records[::2]:
         folder = tmp_path / "out" / record["stage"]
         written = (folder / "test.txt").read_text().splitlines()
-        test = load_task("parallel", sentences, source="aa", target="bb")["test"]
         assert len(written) == 4
         assert record["score"] == record["metrics"]["test"]["bleu"]
         assert "bleu_compounds_split" not in record["metrics"]["test"]  # this is not German
         assert record["score"] == sacrebleu.corpus_bleu(written, [list(test["target"])]).score
         outcomes = np.load(folder / "test.examples.npz")
         assert (folder / "test.ref.txt").read_text().splitlines() == list(test["target"])
-        model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out" / record["stage"] / "model").eval()
-        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-        for source, line in zip(test["source"], written, strict=True):
+        model, tokenizer = trained(folder, AutoModelForSeq2SeqLM)
+        losses = []
+        for source, target, line in zip(test["source"], test["target"], written, strict=True):
             ids = tokenizer(source, return_tensors="pt", return_token_type_ids=False)
             output_ids = model.generate(**ids, num_beams=3, length_penalty=0.6, max_length=12)
             assert tokenizer.decode(output_ids[0], skip_special_tokens=True) == line
-        losses = []
-        for source, target in zip(test["source"], test["target"], strict=True):  # one token after the other
-            ids = tokenizer(source, return_tensors="pt", return_token_type_ids=False)
             labels = tokenizer(text_target=target)["input_ids"]
             before = [model.config.decoder_start_token_id, *labels[:-1]]
-            for place, label in enumerate(labels):
+            for place, label in enumerate(labels):  # one token after the other
                 logits = model(**ids, decoder_input_ids=torch.tensor([before[: place + 1]])).logits[0, -1]
                 losses.append(-logits.double().log_softmax(-1)[label].item())
         assert record["metrics"]["test"]["perplexity"] == pytest.approx(math.exp(mean(losses)), rel=1e-4)
@@ -117,8 +114,7 @@ def test_language_modelling(text, tmp_path, perplexity_by_token):
     """The score is the perplexity of the text, each token predicted from those before it in its block."""
     settings = ("task=text", f"data_dir={text}", "fresh.tokenizer=word", "fresh.vocab_size=null", "max_length=7")
     [record] = run(fresh_recipe(tmp_path / "out", *settings))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "tuned" / "model").eval()
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    model, tokenizer = trained(tmp_path / "out" / "tuned", AutoModelForCausalLM)
     expected = perplexity_by_token(model, tokenizer, text / "text" / "test.txt", 6)
     assert record["metrics"]["test"]["perplexity"] == pytest.approx(expected, rel=1e-5)
     assert record["score"] == record["metrics"]["test"]["perplexity"]
@@ -150,8 +146,7 @@ def test_masked_language_modelling(text, tmp_path):
     overrides = ("task=text_masked", f"data_dir={text}", "compression.dk=24")
     records = run(fresh_recipe(tmp_path / "out", *overrides))
     assert [record["stage"] for record in records] == ["tuned", "dk24"]
-    folder = tmp_path / "out" / "tuned" / "model"
-    model, tokenizer = AutoModelForMaskedLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = trained(tmp_path / "out" / "tuned", AutoModelForMaskedLM)
     rows = encode_masked_language_model(load_task("text", text)["test"], tokenizer, length=24, seed=0)
     losses = []
     for row in rows:
@@ -174,9 +169,8 @@ def test_a_classifier_without_pretraining(questions, tmp_path):
     outcomes = np.load(tmp_path / "out" / "tuned" / "test.examples.npz")
     assert record["score"] == 100 * np.mean(outcomes["predictions"] == outcomes["labels"])
     assert outcomes["labels"].tolist() == list(load_task("trec", questions)["test"]["label"])
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    model, tokenizer = trained(tmp_path / "out" / "tuned")
     assert model.num_labels == 6
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tuned" / "model")
     assert tokenizer("Red")["input_ids"] == tokenizer("red")["input_ids"]
     assert tokenizer("red")["input_ids"][0] == tokenizer.bos_token_id  # the position that the classifier reads
 
@@ -197,12 +191,12 @@ def test_a_fresh_model_like_another(name, request, tmp_path):
     config.save_pretrained(tmp_path / name)
     fresh = f"fresh={{config: {tmp_path / name}, vocab_size: 60, attention: {{dk: 12}}}}"
     more = (f"data_dir={request.getfixturevalue(fixture)}", task, fresh, "tuning.epochs=1", "compression=null")
-    languages = ("translation={source: aa, target: bb, beams: 1, max_length: 12}",) if fixture == "sentences" else ()
+    languages = [LANGUAGES] if fixture == "sentences" else []
     [record] = run(fresh_recipe(tmp_path / "out", *more, *languages))
     assert math.isfinite(record["score"])
     fresh_config = AutoConfig.from_pretrained(tmp_path / "out" / "tuned" / "model")
-    assert isinstance(fresh_config, type(config))  # guarded where attention is collaborative
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    assert isinstance(fresh_config, type(config))  # guarded where attention is collaborative
     assert (fresh_config.vocab_size, fresh_config.pad_token_id) == (len(tokenizer), tokenizer.pad_token_id)
     assert fresh_config.num_hidden_layers == config.num_hidden_layers
     assert fresh_config.num_labels == (6 if name == "distilbert" else config.num_labels)
@@ -221,13 +215,6 @@ def test_a_fresh_model_of_given_sizes(text, tmp_path):
     assert record["recipe"]["fresh"]["config"]["hidden_size"] == 24
     with pytest.raises(RecipeError, match="was made with another fresh"):
         run(fresh_recipe(tmp_path / "out", *overrides, "fresh.config.hidden_size=12"))
-
-
-def test_nothing_to_score(text, tmp_path):
-    for name in ("valid", "test"):
-        (text / "text" / f"{name}.txt").unlink()
-    with pytest.raises(RecipeError, match="text has no split to score in"):
-        run(fresh_recipe(tmp_path / "out", "task=text", f"data_dir={text}"))
 
 
 def test_outputs_that_are_not_finite_have_no_score(questions, tmp_path):
@@ -275,30 +262,19 @@ FIXTURES = {"task=trec": "questions", "task=text": "text", "task=parallel": "sen
         ("task=text", "fresh={config: {model_type: lama}}", "config says model_type 'lama'; expected a family"),
         ("task=text", f"fresh={{config: {{{LLAMA}, n_head: 3}}}}", "the config of llama has no field n_head"),
         ("task=text", f"fresh={{config: {{{LLAMA}, hidden_size: wide}}}}", "the config of llama: .*hidden_size"),
-        (
-            "task=text",
-            f"fresh={{config: {{{LLAMA}, output_attentions: true}}}}",
-            "no LlamaForCausalLM can .*output_att",
-        ),
-        (
-            "task=text",
-            "fresh={config: {model_type: t5}}",
-            "has no t5 model for language modelling .config.",
-        ),
+        ("task=text", f"fresh={{config: {{{LLAMA}, output_attentions: true}}}}", "no LlamaForCausalLM .*output_att"),
+        ("task=text", "fresh={config: {model_type: t5}}", "has no t5 model for language modelling .config."),
         ("task=text", "fresh={config: T5, layers: 2}", "layers is what the config says; leave it or config out"),
         ("task=text", "fresh={config: T5/nosuch}", "the config of .*nosuch cannot be read"),
         ("task=text", "fresh.tokenizer=letters", "unknown kind of tokenizer 'letters'"),
         ("task=text", "attn_implementation=magic", "cannot be loaded for text: .*magic"),
         ("task=text", "tuning=null", "a fresh model is trained first; give tuning"),
+        ("task=text", "files={train: train.txt}", "text has no split to score in"),
         ("task=text", "held_out=0.25", "held_out is 0.25, but there is validation data; leave it out"),
         ("task=trec", "held_out=0.99", "0.99, which leaves no training data; lower it"),
         ("task=trec", BEST, "eval_strategy is epoch, but trec has no validation data; leave it out"),
         ("task=trec", f"held_out=0.25\n{BEST}", "metric_for_best_model is f1, and evaluations have loss, accuracy "),
-        (
-            "task=parallel",
-            "translation={source: aa, target: bb, max_length: 50}",
-            r"translation\.max_length is 50; the model has 40 positions",
-        ),
+        ("task=parallel", LANGUAGES.replace("12", "50"), "max_length is 50; the model has 40 positions"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_training(task, setting, message, request, tmp_path, monkeypatch):
@@ -346,12 +322,8 @@ def test_a_model_of_other_classes_is_not_scored_and_gets_a_new_head_for_training
 
 
 def test_a_classifier_is_no_start_for_scores_with_its_head(classifier, tmp_path):
-    (tmp_path / "STS-B").mkdir()
     for split in ("train", "dev"):
-        rows = "".join(f"{row}\tg\tf\ty\t{row}\tn\tn\tred cat\tblue dog\t{row / 2}\n" for row in range(8))
-        (tmp_path / "STS-B" / f"{split}.tsv").write_text(
-            f"index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n{rows}"
-        )
+        (tmp_path / f"{split}.tsv").write_text("sentence1\tsentence2\tscore\nred cat\tdog\t1\ncat\tcat\t5\n")
     _, folder = classifier("positive", "negative")
     settings = ("fresh=null", f"model={folder}", "task=stsb", f"data_dir={tmp_path}")
     with pytest.raises(DataError, match="has the classes positive, negative; stsb has one score"):
@@ -374,12 +346,8 @@ def test_training_is_tracked(text, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    logging = "tuning.arguments={disable_tqdm: true, logging_steps: 1}"
-    [record] = run(
-        fresh_recipe(
-            tmp_path / "out", "task=text", f"data_dir={text}", "trackers=[tensorboard]", logging, "tuning.epochs=9"
-        )
-    )
+    tuning = ("tuning.arguments={disable_tqdm: true, logging_steps: 1}", "tuning.epochs=9", "trackers=[tensorboard]")
+    [record] = run(fresh_recipe(tmp_path / "out", "task=text", f"data_dir={text}", *tuning))
     events = EventAccumulator(str(tmp_path / "out" / "tuned" / "logs")).Reload()
     assert {"train/loss", "train/learning_rate"} <= set(events.Tags()["scalars"])
     losses = events.Scalars("train/loss")

@@ -7,12 +7,8 @@ import pytest
 import sacrebleu
 import torch
 from collab_compress_glue_runs.experiments import measures, read_recipe, run
-from tiny_recipes import fresh_recipe, mrpc
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-)
+from tiny_recipes import fresh_recipe, mrpc, trained
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import collab_compress  # noqa: F401  (lets from_pretrained rebuild converted models)
 from collab_compress.analysis import (
@@ -53,18 +49,9 @@ def without_each_head(model, score):
 @pytest.fixture
 def translated(sentences, tmp_path):
     """Return the recipe of a collaborative model with mixed heads, trained and scored, and its record."""
-    settings = (
-        "task=parallel",
-        f"data_dir={sentences}",
-        "fresh.attention={dk: 12}",
-        "fresh.layers=1",
-        "heads.alphas={frozen_ratio: 0.5}",
-    )
-    settings += (
-        "translation={source: aa, target: bb, beams: 3, max_length: 12}",
-        "tuning.epochs=40",
-        "tuning.learning_rate=1.0e-2",
-    )
+    settings = ["task=parallel", f"data_dir={sentences}", "tuning.epochs=40", "tuning.learning_rate=1.0e-2"]
+    settings += ["fresh.attention={dk: 12}", "fresh.layers=1", "heads.alphas={frozen_ratio: 0.5}"]
+    settings += ["translation={source: aa, target: bb, beams: 3, max_length: 12}"]
     [record] = run(fresh_recipe(tmp_path / "out", *settings))
     return settings, record
 
@@ -82,8 +69,7 @@ def test_a_finished_run_is_measured_and_nothing_else(translated, sentences, tmp_
     assert record == before
     assert measured["svcca"] == {"split": "validation", "rows": 5, "scored": 2}
 
-    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out" / "tuned" / "model").eval()
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    model, tokenizer = trained(tmp_path / "out" / "tuned", AutoModelForSeq2SeqLM)
     sources, targets = (
         (sentences / "parallel" / f"valid.{language}").read_text().splitlines() for language in ("aa", "bb")
     )
@@ -97,25 +83,17 @@ def test_a_finished_run_is_measured_and_nothing_else(translated, sentences, tmp_
         kinds = {site.name: site.kind for site in find_attention(model)}
         return {kind: [values[name] for name in kinds if kinds[name] == kind] for kind in set(kinds.values())}
 
-    for name, measure in (
-        ("svcca", lambda measured_values: svcca(measured_values).mean),
-        ("cka", lambda measured_values: mean_over_pairs(cka(measured_values))),
-    ):
-        right = of(
-            {place: measure(measured_values) for place, measured_values in head_covariances(model, batches).items()}
-        )
-        assert measures[name]["layers"] == {kind: near(layers) for kind, layers in right.items()}
     for kind, layers in of(head_covariances(model, batches)).items():
+        assert measures["svcca"]["layers"][kind] == near([svcca(layer).mean for layer in layers])
         assert measures["svcca"]["curve"][kind] == near(svcca(layers[-1]).curve)
+        assert measures["cka"]["layers"][kind] == near([mean_over_pairs(cka(layer)) for layer in layers])
     right = of(confidence(model, batches, exclude=[tokenizer.eos_token_id]))
     assert measures["confidence"] == {kind: [near(heads) for heads in layers] for kind, layers in right.items()}
     for kind, layers in of(discrepancy(model, batches)).items():
         for layer, norms in zip(layers, measures["discrepancy"][kind], strict=True):
             assert norms == {name: near(getattr(layer, name).sum()) for name in ("cosine", "difference", "l2")}
-    right = of(
-        {name: mean_over_pairs(measured_values) for name, measured_values in bhattacharyya(model, batches).items()}
-    )
-    assert measures["overlap"] == {kind: near(layers) for kind, layers in right.items()}
+    for kind, layers in of(bhattacharyya(model, batches)).items():
+        assert measures["overlap"][kind] == near([mean_over_pairs(pairs) for pairs in layers])
     for name, right in (("mixing", mixing_matrices(model)), ("alphas", alphas_of(model))):
         for kind, layers in of(right).items():
             torch.testing.assert_close(
@@ -156,14 +134,13 @@ def test_a_finished_run_is_measured_and_nothing_else(translated, sentences, tmp_
 
 def test_perplexity_without_the_dominant_head(text, tmp_path, perplexity_by_token, monkeypatch):
     """The dominant head is the one without which perplexity is highest, over all sequences."""
-    for rows in ("choosing", "scoring"):
-        monkeypatch.setattr(measures.Subject, rows, property(lambda subject: subject.indices()))
+    indices = measures.Subject.indices
+    monkeypatch.setattr(measures.Subject, "indices", lambda subject, *_: indices(subject))
     settings = ("task=text", f"data_dir={text}", "fresh.tokenizer=word", "fresh.vocab_size=null", "max_length=7")
     settings += ("measures=[dominance,alphas,mixing]",)
     [record] = run(fresh_recipe(tmp_path / "out", *settings))
     assert record["measures"].keys() == {"dominance"}  # the model has no others
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "tuned" / "model").eval()
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tuned" / "model")
+    model, tokenizer = trained(tmp_path / "out" / "tuned", AutoModelForCausalLM)
     valid = text / "text" / "valid.txt"
 
     def perplexity():

@@ -1,6 +1,7 @@
 """The protocol end to end on a tiny task: stages, what is done once, and what survives being killed."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,14 +11,8 @@ from collab_compress_glue_runs.experiments.by_length import group_by_length
 from collab_compress_glue_runs.experiments.tuning import whole_checkpoints
 from datasets import Dataset
 from safetensors.torch import load_file
-from tiny_recipes import mrpc
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertConfig,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from tiny_recipes import mrpc, trained
+from transformers import BertConfig, Trainer, TrainerCallback, TrainingArguments
 
 from collab_compress.errors import RecipeError
 from collab_compress.training import HeadTrainer
@@ -40,7 +35,7 @@ def test_stages(start, data_dir, tmp_path):
         assert record["score"] == pytest.approx(50 * (values["accuracy"] + values["f1"]))
         assert record["recipe"]["heads"]["drophead"][0]["p"] == 0.2
         assert record["environment"]["torch"] == torch.__version__
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "dk12-again" / "model")
+    model, _ = trained(tmp_path / "out" / "dk12-again")
     assert model.bert.encoder.layer[0].attention.self.qk.mixing.shape == (3, 7)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     assert run(recipe) == records  # read from the records; nothing runs again
@@ -69,14 +64,14 @@ def test_the_dense_model_can_be_tuned_again(start, data_dir, tmp_path, named, st
     once = read_recipe(overrides=settings(model, data_dir, tmp_path / "once", "compression=null", "again=null"))
     [expected] = run(once)
     assert again["metrics"] == expected["metrics"]
-    weights, wanted = (
-        load_file(place / "model/model.safetensors")
-        for place in (tmp_path / "out" / stage, tmp_path / "once" / "tuned")
-    )
-    assert all(torch.equal(weight, wanted[name]) for name, weight in weights.items())
-    assert not all(
-        torch.equal(weight, load_file(model / "model.safetensors")[name]) for name, weight in weights.items()
-    )
+    assert same_weights(tmp_path / "out" / stage, tmp_path / "once/tuned")
+    assert not same_weights(tmp_path / "out" / stage, tmp_path / "out/tuned")
+
+
+def same_weights(*folders):
+    """Return whether the models of two stages are the same."""
+    one, other = (load_file(folder / "model/model.safetensors") for folder in folders)
+    return all(torch.equal(weight, other[name]) for name, weight in one.items())
 
 
 def evaluated(model, data_dir, output, *more):
@@ -149,12 +144,8 @@ def test_what_is_evaluated_keeps_its_order(tmp_path):
     options = {"per_device_eval_batch_size": 1, "train_sampling_strategy": "group_by_length"}
     arguments = TrainingArguments(tmp_path, use_cpu=True, remove_unused_columns=False, **options)
     rows = Dataset.from_dict({"input_ids": [[row] * (1 + row % 3) for row in range(12)]})
-    trainer = group_by_length(Trainer)(
-        torch.nn.Linear(1, 1),
-        arguments,
-        data_collator=lambda batch: {"row": torch.tensor([batch[0]["input_ids"][0]])},
-    )
-    assert [int(batch["row"]) for batch in trainer.get_eval_dataloader(rows)] == list(range(12))
+    trainer = group_by_length(Trainer)(torch.nn.Linear(1, 1), arguments, data_collator=lambda batch: batch[0])
+    assert [batch["input_ids"][0] for batch in trainer.get_eval_dataloader(rows)] == list(range(12))
 
 
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_path, monkeypatch):
@@ -168,20 +159,17 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(start, data_dir, tmp_pa
         return run(read_recipe(overrides=[*overrides, "compression=null"]))
 
     attempt("whole")
-    for moment, limit in (("atomic_directory", None), ("training", 7)):
+    for moment in ("saving", "training"):
         with monkeypatch.context() as patch:
-            if limit is None:
-                patch.setattr(tuning_module, "atomic_directory", broken)
+            if moment == "saving":
+                patch.setattr(tuning_module, "atomic_directory", Mock(side_effect=KeyboardInterrupt))
             else:
-                patch.setattr(Stopping, "limit", limit)
+                patch.setattr(Stopping, "limit", 7)
                 patch.setattr(HeadTrainer, "train", Stopping.train)
             with pytest.raises(KeyboardInterrupt):
                 attempt(moment)
         attempt(moment)
-        one, other = (
-            load_file(tmp_path / name / "tuned" / "model" / "model.safetensors") for name in ("whole", moment)
-        )
-        assert all(torch.equal(one[name], other[name]) for name in one), moment
+        assert same_weights(tmp_path / "whole/tuned", tmp_path / moment / "tuned"), moment
 
 
 def test_a_run_that_was_interrupted_after_its_last_checkpoint_keeps_the_best(start, data_dir, tmp_path, monkeypatch):
@@ -192,9 +180,8 @@ def test_a_run_that_was_interrupted_after_its_last_checkpoint_keeps_the_best(sta
     def attempt(output):
         overrides = settings(start, data_dir, tmp_path / output, f"tuning={tuning}", "again=null", "compression=null")
         run(read_recipe(overrides=overrides))
-        return load_file(tmp_path / output / "tuned" / "model" / "model.safetensors")
 
-    straight = attempt("straight")
+    attempt("straight")
     with monkeypatch.context() as patch:
         patch.setattr(Stopping, "limit", 12)
         patch.setattr(HeadTrainer, "train", Stopping.train)
@@ -202,14 +189,10 @@ def test_a_run_that_was_interrupted_after_its_last_checkpoint_keeps_the_best(sta
             attempt("stopped")
     state = json.loads((tmp_path / "stopped/tuned/checkpoints/checkpoint-12/trainer_state.json").read_text())
     assert state["best_global_step"] < 12
-    stopped = attempt("stopped")
-    assert all(torch.equal(straight[name], stopped[name]) for name in straight)
+    attempt("stopped")
+    assert same_weights(tmp_path / "straight/tuned", tmp_path / "stopped/tuned")
     log = json.loads((tmp_path / "stopped/tuned/log.json").read_text())
     assert log["history"] == state["log_history"]
-
-
-def broken(path):
-    raise KeyboardInterrupt
 
 
 class Stopping(TrainerCallback):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from collab_compress_glue_runs.commands.run import main
@@ -68,20 +69,15 @@ def test_two_processes_give_the_metrics_of_one(task, python, accelerate, request
 def test_errors_and_interrupts_are_one_line(monkeypatch, capsys, questions, tmp_path):
     settings = [FRESH, "task=trec", f"data_dir={questions}", f"output={tmp_path / 'out'}", "trackers=[]"]
 
-    def stopped(error):
-        def stop(*_, **__):
-            tqdm(total=3).update()
-            raise error
-
-        monkeypatch.setattr("collab_compress_glue_runs.commands.run.run", stop)
-        with pytest.raises(SystemExit) as caught:
+    for error, code, message in (
+        (RecipeError("no such thing"), 2, "no such thing"),
+        (KeyboardInterrupt(), 130, "interrupted; nothing half-written is left"),
+    ):
+        monkeypatch.setattr("collab_compress_glue_runs.commands.run.run", Mock(side_effect=error))
+        tqdm(total=3).update()
+        with pytest.raises(SystemExit, match=f"^{code}$"):
             main([*settings, "tuning={epochs: 1}"])
-        return caught.value.code, capsys.readouterr().err
-
-    code, printed = stopped(RecipeError("no such thing"))
-    assert (code, printed.endswith("\ncollab-run: no such thing\n")) == (2, True)
-    code, printed = stopped(KeyboardInterrupt())
-    assert (code, printed.splitlines()[-1]) == (130, "collab-run: interrupted; nothing half-written is left")
+        assert capsys.readouterr().err.endswith(f"\ncollab-run: {message}\n")
 
 
 def test_settings_may_be_written_as_flags(monkeypatch, capsys):

@@ -82,9 +82,8 @@ def test_start_lower_case_and_pairs():
 
 def test_the_same_texts_give_the_same_tokenizer_in_another_process(python):
     tokenizers = [train_tokenizer(TEXTS, 120, "bpe"), train_tokenizer(TEXTS, 40, "word")]
-    digest = hashlib.sha256(
-        "".join(trained.backend_tokenizer.to_str() for trained in tokenizers).encode()
-    ).hexdigest()
+    written = "".join(trained.backend_tokenizer.to_str() for trained in tokenizers)
+    digest = hashlib.sha256(written.encode()).hexdigest()
     done = python(PROGRAM, stdin=repr(TEXTS), environment={"TOKENIZERS_PARALLELISM": "true"})
     assert done.stdout.strip() == digest
 
@@ -94,7 +93,6 @@ def test_the_same_texts_give_the_same_tokenizer_in_another_process(python):
     [
         ({"kind": "char"}, "unknown kind of tokenizer 'char'; expected one of bpe, unigram, word"),
         ({"vocab_size": None}, "a tokenizer of kind 'bpe' needs a vocab_size"),
-        ({"vocab_size": 10**12}, "vocab_size is 1000000000000; expected more than the 4 special tokens, up to 10,0"),
         ({"vocab_size": 4}, "vocab_size is 4; expected more than the 4 special tokens"),
         ({"texts": []}, "no text to train a tokenizer on"),
         ({"texts": [], "kind": "unigram"}, "no text to train a tokenizer on"),
