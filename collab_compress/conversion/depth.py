@@ -430,7 +430,7 @@ class _Search:
                 call = recorded.pop(linear.name)
                 target = target_across_gap(model, linear, call.stream, self.streams[last][batch])
                 sums.add(call, target, linear, masks_of(linear.site, calls.masks[batch]).query, batch in calls.used)
-        fitted = solve(sums, linear, model.get_submodule(linear.name), None, calls.sequences)
+        fitted = solve(sums, linear, model.get_submodule(linear.name), calls.sequences)
         tensors = layer.state_dict(keep_vars=True).values()
         copied: nn.Module = copy.deepcopy(layer, {id(tensor): tensor for tensor in tensors})
         model.set_submodule(self.names[number], copied)

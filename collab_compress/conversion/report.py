@@ -58,14 +58,14 @@ class RefitReport:
     Args:
         name: path of the layer.
         error_before: ‖converted − dense‖ over the norm of the dense stream less its mean, with the layers below
-            refitted but not this one; None if it reads fewer neurons, which takes a refit.
+            refitted but not this one, which may read fewer neurons already.
         error_after: the same, with this layer refitted too.
         vectors: number of vectors that the layer was fitted to.
         sequences: number of sequences that they are from.
     """
 
     name: str
-    error_before: float | None
+    error_before: float
     error_after: float
     vectors: int
     sequences: int

@@ -18,7 +18,7 @@ also repairs what the layers below it lost.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,6 +62,7 @@ from collab_compress.errors import CalibrationError, CollabCompressError, Compre
 from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, choose_neurons, fit
 from collab_compress.factorization.narrowing import MIN_VARIANCE_SHARE
 
+CHOICE_VECTORS, LEAST_CHOICE_VECTORS = 8, 8192  # that neurons are chosen by: for each neuron, and in all
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # shares of the inputs' mean variance; held-back data choose one
 ROUNDING = 1e-5  # relative error of the residual stream that is rounding alone
 
@@ -100,7 +101,7 @@ def convert_layers_(
     """
     replaced: dict[tuple[str, type], Replacement] = {}
     refits: list[Refit] = []
-    blocks = {block.down for block in parts.blocks}
+    blocks = {block.down: block for block in parts.blocks}
 
     def convert_attention_(
         tasks: Sequence[MapTask], moments: Sequence[SiteMoments], weights: Mapping[str, Tensor | None]
@@ -141,11 +142,18 @@ def convert_layers_(
                 gap = cross_gap(models, numbers, data.outputs)
                 convert_attention_(of_layer, data.moments, data.head_weights)
                 for linear in linears:
-                    sums = _residual_sums(models, numbers, hidden, data, gap, linear)
-                    module: Any = converted.get_submodule(linear.name)
-                    neurons = parts.dff if linear.name in blocks else None
-                    refits.append(solve(sums, linear, module, neurons, calls.sequences))
-                    install_refits(converted, refits[-1:], parts.blocks)
+                    kept = None
+                    if linear.name in blocks:
+                        width = blocks[linear.name].width
+                        enough = max(CHOICE_VECTORS * width, LEAST_CHOICE_VECTORS)
+                        some = _some_batches(calls.used, data.outputs, enough)
+                        sums = _residual_sums(models, numbers, hidden, data, gap, linear, some)
+                        kept = choose(sums.used, linear, converted.get_submodule(linear.name), parts.dff)
+                        cut_(converted, blocks[linear.name], kept)
+                    sums = _residual_sums(models, numbers, hidden, data, gap, linear, range(len(calls.batches)))
+                    fitted = solve(sums, linear, converted.get_submodule(linear.name), calls.sequences)
+                    install_refits(converted, [fitted])
+                    refits.append(replace(fitted, kept=kept))
                 reached, hidden = gap.reached, hidden._replace(dense=gap.hidden)
                 if parts.linears and layer not in parts.removed and not calls.begins_stack(reached):
                     hidden = hidden._replace(converted=models.advance(numbers, hidden))
@@ -338,13 +346,19 @@ class ResidualSums:
 
 
 def _residual_sums(
-    models: Pair, numbers: range, hidden: HiddenStates, data: LayerData, gap: Gap, linear: ResidualLinear
+    models: Pair,
+    numbers: range,
+    hidden: HiddenStates,
+    data: LayerData,
+    gap: Gap,
+    linear: ResidualLinear,
+    batches: Sequence[int],
 ) -> ResidualSums:
-    """Run the converted layer on all batches, up to a residual linear layer; return the moments to fit that by."""
+    """Run the converted layer on some batches, up to a residual linear layer; return the moments to fit that by."""
     sums = ResidualSums()
     with record_streams(models.converted, [linear], stop=True) as recorded:
-        for batch, masks in enumerate(models.calls.masks):
-            mask = masks_of(linear.site, masks).query
+        for batch in batches:
+            mask = masks_of(linear.site, models.calls.masks[batch]).query
             inputs = data.inputs[batch] or [hidden.converted[batch]]
             for number, start, streams in zip(numbers, inputs, data.streams[batch], strict=True):
                 with suppress(_Stop):
@@ -381,28 +395,33 @@ class Refit:
     kept: Tensor | None = None  # neurons that it still reads, ascending; None for all
 
 
-def solve(
-    sums: ResidualSums, linear: ResidualLinear, module: nn.Linear | Conv1D, neurons: int | None, sequences: int
-) -> Refit:
-    """Fit a layer, with `neurons` of its inputs, by the best damping on held-back data; without gain it stays."""
+def _some_batches(batches: range, outputs: Sequence[Tensor], vectors: int) -> Sequence[int]:
+    """Return evenly spaced batches that hold about so many vectors."""
+    held = sum(outputs[batch].shape[:-1].numel() for batch in batches)
+    return evenly_spaced(batches, -(-len(batches) * vectors // held))
+
+
+def choose(moments: ResidualMoments, linear: ResidualLinear, module: nn.Linear | Conv1D, count: int) -> Tensor:
+    """Return the neurons to keep in a block whose second layer is `module`, ascending, (count,)."""
+    weight = by_input(module).to(moments.device, torch.float64)
+    try:
+        chosen = choice_moments(moments, weight, linear.gain, DAMPINGS[0], module.bias is not None)
+        return choose_neurons(*chosen, count)
+    except ValueError as error:
+        raise CalibrationError(f"{linear.name}: {error}") from error
+
+
+def solve(sums: ResidualSums, linear: ResidualLinear, module: nn.Linear | Conv1D, sequences: int) -> Refit:
+    """Fit a layer by the best damping on held-back data; without gain it stays."""
     used, held_back, biased = sums.used, sums.held_back, module.bias is not None
     if not held_back.count:
         raise CalibrationError(
             f"{linear.name} saw no token of the sequences held back, which are padding alone; pass more data"
         )
-    weight = by_input(module)  # (N, D)
-    exact = weight.to(used.device, torch.float64)
+    weight, bias = by_input(module), module.bias.detach() if biased else None  # (N, D), (D,)
     before, scale = held_back.squared / held_back.count, max(sums.spread / held_back.count, 1e-30)
-    kept, best = None, before
-    if neurons is not None:
-        try:
-            kept = choose_neurons(*choice_moments(used, exact, linear.gain, DAMPINGS[0], biased), neurons)
-        except ValueError as error:
-            raise CalibrationError(f"{linear.name}: {error}") from error
-        best = torch.inf
-        used, held_back = used.narrowed(exact, kept), held_back.narrowed(exact, kept)
-    change, shift = None, None
-    for damping in DAMPINGS if kept is not None or before > ROUNDING**2 * scale else ():
+    best, change, shift = before, None, None
+    for damping in DAMPINGS if before > ROUNDING**2 * scale else ():
         try:
             candidate = fit(used, damping, biased)
         except ValueError:
@@ -410,26 +429,18 @@ def solve(
         candidate_error = held_back.squared_error(*candidate)
         if candidate_error < best:
             best, (change, shift) = candidate_error, candidate
-    if kept is not None:
-        if change is None:
-            raise CalibrationError(f"{linear.name}: the data cannot say which neurons to keep; pass more of them")
-        change = (-exact).index_copy(0, kept, change)
-    bias = module.bias.detach() if biased else None
     if change is not None:
-        weight = (exact + change).to(weight)
+        weight = (weight.to(change) + change).to(weight)
         if bias is not None and shift is not None:
             bias = (bias.to(shift) + shift).to(bias)
-    if kept is not None:
-        weight = weight[kept.to(weight.device)]
-    weight = (weight if isinstance(module, Conv1D) else weight.mT).contiguous()
     report = RefitReport(
         name=linear.name,
-        error_before=None if kept is not None else (before / scale) ** 0.5,
+        error_before=(before / scale) ** 0.5,
         error_after=(best / scale) ** 0.5,
-        vectors=sums.used.count,
+        vectors=used.count,
         sequences=sequences,
     )
-    return Refit(report, weight, bias, kept)
+    return Refit(report, (weight if isinstance(module, Conv1D) else weight.mT).contiguous(), bias)
 
 
 def install_refits(model: PreTrainedModel, refits: Sequence[Refit], blocks: Sequence[FeedForward] = ()) -> None:

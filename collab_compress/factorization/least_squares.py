@@ -57,12 +57,13 @@ class ResidualMoments:
             self._products, self._crossed = zeros(width, width), zeros(width, outputs)
         centred = inputs - self._near
         self._inputs += centred.to(self.device).sum(0, dtype=torch.float64)
-        self._residuals += residuals.to(self.device).sum(0, dtype=torch.float64)
+        exact = residuals.to(self.device, torch.float64)
+        self._residuals += exact.sum(0)
+        self.squared += float(exact.square().sum())
         for start in range(0, centred.shape[1], STRIP_COLUMNS):
             strip = centred[:, start : start + STRIP_COLUMNS].mT @ centred[:, start:]
             self._products[start : start + STRIP_COLUMNS, start:] += strip.to(self.device, torch.float64)
         self._crossed += (centred.mT @ residuals).to(self.device)
-        self.squared += float(residuals.square().sum())
         self.count += len(inputs)
 
     def means(self) -> tuple[Tensor, Tensor]:
