@@ -36,7 +36,7 @@ from torch.nn.functional import kl_div, mse_loss
 from collab_compress.calibration import Batch
 from collab_compress.conversion.data import split_held_back
 from collab_compress.conversion.sequential import DAMPINGS
-from collab_compress.factorization.least_squares import ResidualMoments, fit
+from collab_compress.factorization.least_squares import ResidualMoments
 from collab_compress.factorization.moments import damped_
 
 KINDS = ("kwon", "k-prune", "flap", "grail", "magnitude")
@@ -362,10 +362,15 @@ def refit(
     used: ResidualMoments, held_back: ResidualMoments, weight: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Fit all weights and the bias again, as our conversion does."""
-    used, held_back = used.narrowed(weight, kept), held_back.narrowed(weight, kept)
-    fits = [fit(used, damping, bias=True) for damping in DAMPINGS]
-    change, shift = min(fits, key=lambda fitted: held_back.squared_error(*fitted))
-    return (-lost(weight, kept)).index_copy(0, kept, change), shift
+    second, crossed = used.moments(centred=True)
+    wanted = (crossed + second @ lost(weight, kept))[kept]
+    mean, residual = used.means()
+    fits = []
+    for damping in DAMPINGS:
+        change = torch.linalg.solve(damped_(second[kept][:, kept], damping), wanted)
+        change = (-lost(weight, kept)).index_copy(0, kept, change)
+        fits.append((change, residual - mean @ change))
+    return min(fits, key=lambda fitted: held_back.squared_error(*fitted))
 
 
 def scaled(

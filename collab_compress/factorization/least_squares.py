@@ -15,7 +15,7 @@ follow by Schur complements.
 """
 
 from functools import partial
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,26 +87,6 @@ class ResidualMoments:
     def _symmetric_products(self) -> Tensor:
         """Make the products symmetric, of which those below the diagonal are not all added up, and return them."""
         return self._products.triu_().add_(self._products.triu(1).mT)
-
-    def narrowed(self, weight: Tensor, kept: Tensor) -> Self:
-        """Return the moments of `kept` inputs (n,), ascending, with residuals that the others add to by Wᵀ (N, D)."""
-        removed = torch.ones(len(weight), dtype=torch.bool, device=kept.device).index_fill(0, kept, False)
-        dropped = weight[removed]
-        products = self._symmetric_products()
-        # The removed inputs add mean + vary; the sum over vectors of (a − near)·vary is `added`.
-        mean = self._near.to(self.device).double()[removed] @ dropped
-        added = products[:, removed] @ dropped
-        vary = self._inputs[removed] @ dropped
-        narrowed = type(self)()
-        narrowed.count, narrowed.device, narrowed._near = self.count, self.device, self._near[kept]
-        narrowed._inputs = self._inputs[kept]
-        narrowed._products = products[kept][:, kept]
-        narrowed._residuals = self._residuals + vary + self.count * mean
-        narrowed._crossed = (self._crossed + added + torch.outer(self._inputs, mean))[kept]
-        between = (self._crossed[removed] * dropped).sum() + self._residuals @ mean
-        squared = (added[removed] * dropped).sum() + 2 * mean @ vary + self.count * mean @ mean
-        narrowed.squared = self.squared + float(2 * between + squared)
-        return narrowed
 
     def squared_error(self, change: Tensor, shift: Tensor | None) -> float:
         """Return E‖e − Δa − δ‖² for Δᵀ (N, D) and δ (D,), or None for no bias."""
