@@ -47,10 +47,7 @@ NOT_REFITTED = (
     "refitted too, which repairs part of the loss."
 )
 MEANING = "Less is better on the same data, but it does not say what a task loses: score yours."
-SHIFTED = (
-    "Embeddings have changed: set thresholds on similarities again. An index that the dense model made can stay "
-    "(docs/guides/embedding_model.md, Keep the index)."
-)
+ANEW = "Embeddings have changed: embed documents anew."
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # of a layer, in the path of a module
 TIMED_BATCH = 8  # sequences in the batch that is timed
 
@@ -253,7 +250,7 @@ def _whole_model(report: Report, calibration: str | None, latency: Latency | Non
         error = report.output_error
         lines.append(
             f"Output error: its {error.output} move by {error.relative_error:.1%} of their size on {error.sequences} "
-            f"held-back sequences ({calibration}). {MEANING}{f' {SHIFTED}' * embeds}"
+            f"held-back sequences ({calibration}). {MEANING}{f' {ANEW}' * embeds}"
         )
     if report.refits:
         lines.append(refit_line(report.refits))

@@ -61,12 +61,12 @@ def test_converts_a_classifier_and_says_how_to_load_it(run, loaded, model_dir, t
     assert len(stored["report"]["parts"]) == 2
 
 
-def test_embeddings_need_new_thresholds(run, make_tiny, model_dir, tmp_path):
+def test_embeddings_are_to_be_made_anew(run, make_tiny, model_dir, tmp_path):
     model = BertForSequenceClassification.from_pretrained(model_dir)
     model.bert.save_pretrained(model_dir)
     code, printed, error = run(model_dir, "--dk", 8, "--sequences", 64, "--output", tmp_path / "out")
     assert code == 0, error
-    assert "Embeddings have changed: set thresholds on similarities again. An index" in printed
+    assert "Embeddings have changed: embed documents anew." in printed
 
 
 def test_a_terminal_of_80_columns_shows_each_module_in_one_line(monkeypatch):
