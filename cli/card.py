@@ -36,12 +36,15 @@ def model_card(
     calibration: str | None = None,
     report: Report | None = None,
     notes: Sequence[str] = (),
-    sentence_transformers: bool = False,
+    loaded_by: str | None = None,
 ) -> ModelCard:
-    """Return the card of an edited model, or of one that is stock again; `notes` are paragraphs on other changes."""
+    """Return the card of an edited model, or of one that is stock again.
+
+    `notes` are paragraphs on other changes; `loaded_by` is the class of Sentence Transformers around it, if any.
+    """
     words = edited_words(model)
     data = ModelCardData(
-        library_name="sentence-transformers" if sentence_transformers else "transformers",
+        library_name="sentence-transformers" if loaded_by else "transformers",
         tags=[TAG, *([EDITED_TAG] if words else [])],
     )
     described = f"`{type(model).__name__}` with {words}" if words else f"`{type(model).__name__}`"
@@ -50,7 +53,7 @@ def model_card(
         f"{described}, made from `{source}` with collab-compress.",
         "## Use",
         *([NEEDS] if words else []),
-        "```python\n" + "\n".join(loading_lines(model, title, sentence_transformers)) + "\n```",
+        "```python\n" + "\n".join(loading_lines(model, title, loaded_by)) + "\n```",
         "## How it was made",
     ]
     kinds = {edit.kind for edit in edits_of(model)}
@@ -65,15 +68,12 @@ def model_card(
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(text) + "\n")
 
 
-def loading_lines(model: PreTrainedModel, path: str | Path, sentence_transformers: bool = False) -> list[str]:
-    """Return the lines of code that load an edited or stock model, or the SentenceTransformer that holds it."""
+def loading_lines(model: PreTrainedModel, path: str | Path, loaded_by: str | None = None) -> list[str]:
+    """Return the lines of code that load an edited or stock model, or the class around it."""
     name, words = type(model).__name__, edited_words(model)
     loading = [f"from transformers import {name}", f'model = {name}.from_pretrained("{path}")']
-    if sentence_transformers:
-        loading = [
-            "from sentence_transformers import SentenceTransformer",
-            f'model = SentenceTransformer("{path}")',
-        ]
+    if loaded_by:
+        loading = [f"from sentence_transformers import {loaded_by}", f'model = {loaded_by}("{path}")']
     return [*([f"import collab_compress  # lets Transformers rebuild the {words}"] if words else []), *loading]
 
 

@@ -26,17 +26,19 @@ from .card import CARD, edited_words, loading_lines, model_card
 from .distributed import process_state
 from .pretrained import (
     FETCHED,
+    MODULES,
     NOT_FETCHED,
     find_directory,
     has_tokenizer,
     load_model,
     load_tokenizer,
+    sentence_class,
+    sentence_length,
     title_of,
 )
 from .progress import progress
 
 RECORD = "collab_compress.json"
-MODULES = "modules.json"  # of sentence-transformers
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 OF_TOKENS = ("vocab*", "merges.txt", "*.model", "*.spm", "*tokens*.json", "tekken.json", "generation_config.json")
 """Files that hold tokens or their ids."""
@@ -127,7 +129,11 @@ def load_source(name: str, directory: Path, device: str = AUTO, edited: bool = F
     model = load_model(directory, edited)
     put_on(model, device)
     processor = load_tokenizer(directory, AutoProcessor) if has_tokenizer(directory) else None
-    return Source(title_of(name), directory, model, getattr(processor, "tokenizer", processor))
+    tokenizer = getattr(processor, "tokenizer", processor)
+    limit, length = getattr(tokenizer, "model_max_length", None), sentence_length(directory)
+    if tokenizer is not None and isinstance(limit, int | float) and length is not None:
+        tokenizer.model_max_length = min(limit, length)
+    return Source(title_of(name), directory, model, tokenizer)
 
 
 def device_of(device: str) -> str:
@@ -192,14 +198,14 @@ def finish(
             model.save_pretrained(partial)
         except ValueError as error:  # generation settings that Transformers reads, but refuses to write
             raise CheckpointError(f"{source.directory} cannot be saved again: {one_line(error)}") from error
-        modules = (partial / MODULES).is_file()
-        card = model_card(model, output.name, source.name, notes=notes, sentence_transformers=modules, **conversion)
+        loaded_by = sentence_class(partial)
+        card = model_card(model, output.name, source.name, notes=notes, loaded_by=loaded_by, **conversion)
         (partial / CARD).write_text(str(card), encoding="utf-8")
         (partial / RECORD).write_text(text, encoding="utf-8")
     saving.say(*lines, f"\nSaved to {output}.")
     if is_edited:
         saving.say(f"Wherever it is loaded: {install()}.")
-    loading = loading_lines(model, output, sentence_transformers=modules)
+    loading = loading_lines(model, output, loaded_by)
     saving.say("To use it:\n", *(f"    {line}" for line in loading))
     if saving.push_to_hub is not None:
         progress(f"uploading to {saving.push_to_hub}")

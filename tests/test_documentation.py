@@ -119,7 +119,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, minilm_path: Path, minilm_t
     for name, model in models.items():
         model.save_pretrained(folder / name)
         minilm_tokenizer.save_pretrained(folder / name)
-    (folder / "minilm-128").symlink_to(minilm_path)
+    for name in ("minilm-128", "minilm-half"):
+        (folder / name).symlink_to(minilm_path)
     write_whisper(folder / "my-whisper")
     (folder / "my-whisper-1024").symlink_to(folder / "my-whisper")
     return folder

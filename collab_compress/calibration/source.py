@@ -226,11 +226,7 @@ class _Maker(NamedTuple):
         for count, fate in ((encoded.divided, "read in passages of that length"), (encoded.cut, "cut there")):
             if count:
                 notes.append(f"{count} of {len(sample)} texts are longer than {self.limit()} tokens and are {fate}")
-        passages = sum(map(sequence_count, encoded.batches))
-        if most is None or passages <= most:
-            return encoded.batches
-        notes.append(f"calibration uses {most} of {passages} passages, drawn at random")
-        return draw_sequences(encoded.batches, most, self.seed)
+        return encoded.batches
 
     def generated(self, _: list[str]) -> list[Batch]:
         """Make batches of texts that the model writes."""
@@ -238,8 +234,12 @@ class _Maker(NamedTuple):
         return generated_batches(self.model, self.tokenizer, count, length, self.seed)
 
     def encoded(self, texts: list[Text]) -> Encoded:
-        """Return batches of texts."""
-        return text_batches(self.model, self.tokenizer, texts, self.limit(), self.seed)
+        """Return batches of texts, or of as many of their passages as `sequences` says, drawn at random."""
+        encoded, most = (
+            text_batches(self.model, self.tokenizer, texts, self.limit(), self.seed),
+            self.options.sequences,
+        )
+        return encoded if most is None else encoded._replace(batches=draw_sequences(encoded.batches, most, self.seed))
 
     def limit(self) -> int | None:
         """Return how many tokens a sequence may have; None if nothing limits it."""

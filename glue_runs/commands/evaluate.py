@@ -11,7 +11,7 @@ from typing import Any
 
 from collab_compress_cli import pretrained
 from collab_compress_cli.command import table
-from collab_compress_cli.model import MODULES, check_outputs, device_of, load_source
+from collab_compress_cli.model import check_outputs, device_of, load_source
 
 from collab_compress.checkpoint.files import to_json, write_new
 from collab_compress.errors import CheckpointError
@@ -48,9 +48,14 @@ def run(arguments: Arguments) -> list[Score]:
 def _mteb(arguments: Arguments, directory: Path) -> list[Score]:
     from sentence_transformers import SentenceTransformer
 
-    if not (directory / MODULES).is_file():
+    kind = pretrained.sentence_class(directory)
+    if kind is None:
         raise CheckpointError(
-            f"{directory} has no {MODULES}, so its pooling is unknown; save it by sentence-transformers"
+            f"{directory} has no {pretrained.MODULES}, so its pooling is unknown; save it by sentence-transformers"
+        )
+    if kind != "SentenceTransformer":  # which would load it all the same, with a pooling that it does not have
+        raise CheckpointError(
+            f"{directory} is a {kind}; --mteb scores SentenceTransformers, so score it by mteb itself"
         )
     device = device_of(arguments.device)
     model = SentenceTransformer(str(directory), device=device, trust_remote_code=False, local_files_only=True)

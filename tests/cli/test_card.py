@@ -73,7 +73,7 @@ def test_card_of_chosen_widths_says_so(make_tiny, calibration):
 def test_mixed_heads_of_a_sentence_transformer(make_tiny):
     model = make_tiny("bert")
     mix_heads_(model)
-    card = model_card(model, "mixed", "mine", sentence_transformers=True)
+    card = model_card(model, "mixed", "mine", loaded_by="SentenceTransformer")
     assert card.data.library_name == "sentence-transformers"
     assert 'SentenceTransformer("mixed")' in card.content
     assert "the mixture is the identity until it is trained" in card.content

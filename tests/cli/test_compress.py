@@ -128,7 +128,7 @@ def test_the_amount_of_calibration_data_is_an_option_and_reported(succeeds, mode
     assert "24 of 24 texts are longer than 6 tokens and are read in passages of that length" in caplog.messages
     stored = json.loads((tmp_path / "out" / "collab_compress.json").read_text(encoding="utf-8"))
     assert stored["calibration_options"] == {"sequences": 24, "length": 6}
-    assert len(stored["report"]["warnings"]) == 3
+    assert len(stored["report"]["warnings"]) == 2
     assert [module["vectors"] for module in stored["report"]["parts"]] == [[vectors, vectors]]
 
 

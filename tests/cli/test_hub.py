@@ -132,3 +132,12 @@ def test_a_revision_is_of_the_hub(hub, tmp_path):
         assert (find_directory(name, COMMIT) / "config.json").is_file()
     with pytest.raises(CheckpointError, match="someone/tiny has no revision 'v9' on the hub"):
         find_directory("someone/tiny", "v9")
+
+
+def test_a_router_is_refused_with_its_towers(hub, monkeypatch):
+    monkeypatch.delitem(FILES, "config.json")
+    monkeypatch.setitem(FILES, "modules.json", b"[]")
+    monkeypatch.setitem(FILES, "query_0_Transformer/config.json", b'{"model_type": "bert"}')
+    message = "it holds models in [^,]*query_0_Transformer: pass one of them, and put the result in its place$"
+    with pytest.raises(CheckpointError, match=message):
+        find_directory("someone/tiny")

@@ -1,5 +1,6 @@
 """Which class is loaded, outputs that collide, devices, and the progress bar."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,9 +8,10 @@ import pytest
 import torch
 from checkpoints import change_json, change_weights
 from collab_compress_cli import model as command_model
-from collab_compress_cli.model import check_outputs, device_of
-from collab_compress_cli.pretrained import load_model
+from collab_compress_cli.model import check_outputs, device_of, load_source
+from collab_compress_cli.pretrained import load_model, sentence_class, sentence_length
 from collab_compress_cli.progress import Progress
+from tiny_words import word_tokenizer
 from transformers import BertForSequenceClassification, BertModel, MPNetConfig, MPNetModel
 
 from collab_compress.errors import CheckpointError, CollabCompressError, CompressionError
@@ -118,3 +120,54 @@ def test_steps_that_go_on_have_another_line_after_some_seconds(monkeypatch, caps
         "collab-analyze: 7 s: measuring heads (2 of 4 done)",
     ]
     assert capsys.readouterr().err.splitlines() == lines[:count]
+
+
+@pytest.mark.parametrize(
+    ("settings", "length"),
+    [
+        ({"max_seq_length": 9, "do_lower_case": False}, 9),
+        ({"max_seq_length": 90}, 40),  # the tokenizer's is smaller
+        ({"max_seq_length": 9, "tokenizer_args": {"model_max_length": 7}}, 7),
+        ({"processor_kwargs": {"model_max_length": 7}}, 7),
+        ({"max_seq_length": None}, 40),
+        ({"max_seq_length": "9", "processor_kwargs": 3}, 40),
+        ([9], 40),
+    ],
+)
+def test_texts_are_read_up_to_where_sentence_transformers_cuts_them(settings, length, make_tiny, tmp_path):
+    make_tiny("bert").save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    tokenizer = load_source("tiny", tmp_path).tokenizer
+    assert tokenizer.model_max_length == length
+
+
+def test_a_damaged_file_of_sentence_transformers_says_nothing(tmp_path):
+    (tmp_path / "sentence_roberta_config.json").write_text("{", encoding="utf-8")
+    assert sentence_length(tmp_path) is None
+
+
+def test_minilm_reads_as_many_tokens_as_sentence_transformers_does(minilm_path):
+    library = pytest.importorskip("sentence_transformers")
+    expected = library.SentenceTransformer(str(minilm_path), device="cpu").max_seq_length
+    assert load_source("minilm", minilm_path).tokenizer.model_max_length == expected == 256
+
+
+@pytest.mark.parametrize(
+    ("settings", "loaded_by"),
+    [
+        ({}, "SentenceTransformer"),
+        ({"model_type": "SentenceTransformer"}, "SentenceTransformer"),
+        ({"model_type": "SparseEncoder"}, "SparseEncoder"),
+        ({"model_type": "CrossEncoder"}, "CrossEncoder"),
+        ({"model_type": "MultiVectorEncoder"}, "MultiVectorEncoder"),
+        ({"model_type": "ColBERT"}, "MultiVectorEncoder"),
+        ({"model_type": "SparseEncoder; import os"}, "SentenceTransformer"),  # a line of code is printed
+        ({"model_type": ["SparseEncoder"]}, "SentenceTransformer"),
+    ],
+)
+def test_the_class_that_loads_a_folder_of_sentence_transformers(settings, loaded_by, tmp_path):
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(settings), encoding="utf-8")
+    assert sentence_class(tmp_path) is None
+    (tmp_path / "modules.json").write_text("[]", encoding="utf-8")
+    assert sentence_class(tmp_path) == loaded_by

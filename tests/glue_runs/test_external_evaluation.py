@@ -1,6 +1,7 @@
 """Stand-ins for mteb and lm_eval; tests/extras runs the packages themselves."""
 
 import json
+import shutil
 import sys
 from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
@@ -116,6 +117,15 @@ def test_how_it_pools_is_not_guessed(mteb, run, decoder):
     code, _, error = run(decoder, "--mteb", "Local")
     assert code == 2
     assert "has no modules.json, so its pooling is unknown" in error
+
+
+def test_a_model_of_another_kind_is_not_pooled(mteb, run, minilm_path, tmp_path):
+    shutil.copytree(minilm_path, tmp_path / "splade")
+    settings = tmp_path / "splade" / "config_sentence_transformers.json"
+    settings.write_text(json.dumps({"model_type": "SparseEncoder"}), encoding="utf-8")
+    code, _, error = run(tmp_path / "splade", "--mteb", "Local")
+    assert code == 2
+    assert "splade is a SparseEncoder; --mteb scores SentenceTransformers, so score it by mteb itself" in error
 
 
 def test_lm_eval(lm_eval, run, decoder, tmp_path):
