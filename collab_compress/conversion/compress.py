@@ -19,6 +19,7 @@ from collab_compress.attention import MapConfig, MapEdit
 from collab_compress.calibration import Calibration
 from collab_compress.calibration.batches import sequence_count
 from collab_compress.checkpoint import all_or_nothing, path_in_base, record_edit_
+from collab_compress.conversion.agreement import Reading, measure
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import block_cost
 from collab_compress.conversion.data import Data, read
@@ -33,8 +34,7 @@ from collab_compress.conversion.maps import (
     empty_replacement,
     silent,
 )
-from collab_compress.conversion.output_error import measure_output_error
-from collab_compress.conversion.report import OutputError, PartReport, RefitReport, Report
+from collab_compress.conversion.report import Agreement, OutputError, PartReport, RefitReport, Report
 from collab_compress.conversion.sequential import (
     Parts,
     Refit,
@@ -109,7 +109,7 @@ def compress(
     check_type("compression", compression, Compression, CompressionError)
     if tokenizer is None:
         tokenizer = tokenizer_of(model)
-    model = transformers_model(model)
+    wrapper, model = model, transformers_model(model)
     started = perf_counter()
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):  # new layers are initialised before they are filled
@@ -122,7 +122,7 @@ def compress(
         inventory = Inventory(dense, data.used[0] if data.used else None, compression.modules)
         with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
             choice = _choose(inventory, data, compression.with_solver(device=device), progress)
-            conversion = _convert(inventory, data, choice, progress)
+            conversion = _convert(inventory, data, choice, progress, Reading.of(wrapper, dense, tokenizer))
         before, ties = model.num_parameters(), tied_weights(model)
         with all_or_nothing(model):
             conversion.install_(model)
@@ -144,6 +144,7 @@ def compress(
         choice=choice.reason,
         refits=conversion.in_model([fit.report for fit in conversion.refits]),
         removed_layers=tuple(conversion.depth.removed) if conversion.depth else (),
+        agreement=conversion.agreement,
     )
 
 
@@ -185,6 +186,7 @@ class Conversion:
     depth: Depth | None  # which layers are removed; None where all stay
     reports: Sequence[PartReport]  # on each part
     output_error: OutputError | None  # None without data
+    agreement: Agreement | None  # None where it cannot be told
     notes: Sequence[str]  # sentences for the report
 
     def renamed(self, name: str) -> str:
@@ -230,7 +232,7 @@ class Conversion:
             record_edit_(model, MapEdit(kind, of_kind))
 
 
-def _convert(inventory: Inventory, data: Data, choice: Choice, progress: Progress) -> Conversion:
+def _convert(inventory: Inventory, data: Data, choice: Choice, progress: Progress, reading: Reading) -> Conversion:
     """Compute a conversion in a copy that shares the model's weights."""
     model, compression = inventory.model, choice.compression
     refits = wants_refit(data, compression)
@@ -261,8 +263,10 @@ def _convert(inventory: Inventory, data: Data, choice: Choice, progress: Progres
     reports = [*(item.report for item in maps), *(PartReport(**vars(cost)) for cost in costs)]
     if data.held_back:
         progress("measuring output error", 0, None)
-    output_error = measure_output_error(converted, model, data.held_back)
-    return Conversion(maps, results, parts.blocks, config, depth, reports, output_error, list(filter(None, notes)))
+    output_error, agreement = measure(converted, model, data, reading)
+    return Conversion(
+        maps, results, parts.blocks, config, depth, reports, output_error, agreement, list(filter(None, notes))
+    )
 
 
 def wants_refit(data: Data, compression: Compression) -> bool:
