@@ -43,8 +43,9 @@ def test_converts_a_classifier_and_says_how_to_load_it(run, loaded, model_dir, t
     report_file = tmp_path / "report.json"
     code, printed, error = run(model_dir, "--dk", 8, "--output", output, "--json", report_file)
     assert code == 0, error
-    for part in ("bert.encoder.layer.*.attention.self:\n", "log probabilities move by", "import collab_compress"):
+    for part in ("bert.encoder.layer.*.attention.self:\n", "import collab_compress"):
         assert part in printed
+    assert "Output error" not in printed
     assert "Embed" not in printed
     lines = printed.splitlines()
     assert lines[0].startswith("Whole model: ")
@@ -59,13 +60,32 @@ def test_converts_a_classifier_and_says_how_to_load_it(run, loaded, model_dir, t
     assert stored == json.loads((output / "collab_compress.json").read_text(encoding="utf-8"))
     assert stored["compression"]["dk"] == 8
     assert len(stored["report"]["parts"]) == 2
+    agreement = stored["report"]["agreement"]
+    words = f"{agreement['finding'][:-1]} (calibrated on "
+    assert lines[2].startswith(words)
+    assert lines[2].endswith(f"). {agreement['meaning']}")
+    assert agreement["kind"] == "classes"
+    assert f"| {agreement['finding']} |" in (output / "README.md").read_text(encoding="utf-8")
 
 
-def test_embeddings_are_to_be_made_anew(run, make_tiny, model_dir, tmp_path):
+def test_the_index_of_embeddings_can_stay_at_a_share_of_neighbours(run, model_dir, tmp_path):
     model = BertForSequenceClassification.from_pretrained(model_dir)
     model.bert.save_pretrained(model_dir)
     code, printed, error = run(model_dir, "--dk", 8, "--sequences", 64, "--output", tmp_path / "out")
     assert code == 0, error
+    assert "Embeddings have changed" not in printed
+    shares = r"Of the ten nearest of \d+ calibration texts, (\d+%) stay; (\d+%) where only queries are converted"
+    rebuilt, kept = re.search(shares, printed).groups()
+    assert f"index can stay for queries of this model ({kept}), or be rebuilt ({rebuilt}): docs/guides/" in printed
+
+
+def test_embeddings_are_to_be_made_anew_where_no_neighbours_were_compared(run, model_dir, tmp_path):
+    model = BertForSequenceClassification.from_pretrained(model_dir)
+    model.bert.save_pretrained(model_dir)
+    options = ("--dk", 8, "--calibration", "synthetic", "--sequences", 64)
+    code, printed, error = run(model_dir, *options, "--output", tmp_path / "out")
+    assert code == 0, error
+    assert "Output error: its last_hidden_state move by" in printed
     assert "Embeddings have changed: embed documents anew." in printed
 
 
@@ -175,7 +195,8 @@ def test_several_sources_of_calibration_data(run, model_dir, tmp_path):
     code, printed, error = run(model_dir, *options, "--output", tmp_path / "out")
     assert code == 0, error
     assert "Calibrated on 28 sequences" in printed
-    assert "held-back sequences (texts (docs.txt) and random tokens)" in printed
+    assert "held-back rows; " in printed
+    assert " on average (calibrated on texts (docs.txt) and random tokens). " in printed
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert "calibrated on texts (docs.txt) and random tokens" in card
     stored = json.loads((tmp_path / "out" / "collab_compress.json").read_text(encoding="utf-8"))
