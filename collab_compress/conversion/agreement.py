@@ -23,14 +23,14 @@ from transformers.models.auto.modeling_auto import (
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import sample_sequences, sequence_count
-from collab_compress.calibration.encode import reads_tokens_alone
+from collab_compress.calibration.encode import reads_tokens_alone, vocabulary_size
 from collab_compress.conversion.data import Data
 from collab_compress.conversion.output_error import Outputs, measure_output_error, read_outputs, token_mask
 from collab_compress.conversion.report import Agreement, OutputError
 from collab_compress.errors import UnsupportedModelError
 
 NEAREST = 10  # texts, of which some stay
-SEARCHED = 512  # texts in all, at most
+SEARCHED = 256  # texts in all, at most; both models run on them
 FEWEST_TEXTS = 20  # with fewer, most of the ten nearest would stay by chance
 FEWEST_SCORES = 10  # for a correlation
 MASKED_OF = 7  # one ordinary token in this many is masked for a masked language model
@@ -156,7 +156,8 @@ def _kind(model: PreTrainedModel, batch: Batch, outputs: Outputs, reading: Readi
         return "next tokens" if _is_one_of(model, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES) else None
     kinds = _attention_kinds(model)
     if kinds == {"encoder"} and _is_one_of(model, MODEL_FOR_MASKED_LM_MAPPING_NAMES):
-        return "masked tokens" if getattr(reading.tokenizer, "mask_token_id", None) is not None else None
+        token, size = getattr(reading.tokenizer, "mask_token_id", None), vocabulary_size(model)
+        return None if token is None or (size is not None and token >= size) else "masked tokens"
     is_causal = "decoder" in kinds and "encoder" not in kinds
     return "next tokens" if is_causal and _is_one_of(model, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) else None
 
