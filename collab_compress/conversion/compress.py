@@ -98,7 +98,7 @@ def compress(
         calibration_options: number and length of the calibration sequences.
 
     Returns:
-        Errors, costs and output error.
+        Errors, costs, what of the dense model's results stays, and the output error.
 
     Raises:
         UnsupportedModelError: the model, or a module of it, cannot be converted.
