@@ -87,7 +87,7 @@ class Recognizer:
         self.extractor = AutoFeatureExtractor.from_pretrained(folder)
         self.normalize = EnglishTextNormalizer({})
         self.speaker = Speaker()
-        texts = [text for text in dict.fromkeys(builtin_texts(pairs=False, short=False)) if PLAIN.fullmatch(text)]
+        texts = [text for text in dict.fromkeys(builtin_texts(pairs=False, more=False)) if PLAIN.fullmatch(text)]
         texts = [text for text in texts if 6 <= len(text.split()) <= 30]
         draw = random.Random(0)
         draw.shuffle(texts)

@@ -146,7 +146,9 @@ def _figures(report: Report) -> Iterator[tuple[str, str]]:
         yield "relative error of what heads add, mean over modules", _error(report.of("dv"))
     if report.refits:
         yield "error of the last layer's hidden states, refitted", f"{report.refits[-1].error_after:.2%}"
-    if report.output_error is not None:
+    if report.agreement is not None:
+        yield "agreement with the source on held-back sequences", report.agreement.finding
+    elif report.output_error is not None:
         yield (
             f"output error of {report.output_error.output} on held-back sequences",
             f"{report.output_error.relative_error:.2%}",

@@ -40,7 +40,7 @@ NOT_REFITTED = (
     "refitted too, which repairs part of the loss."
 )
 MEANING = "Less is better on the same data, but it does not say what a task loses: score yours."
-ANEW = "Embeddings have changed: embed documents anew."
+CHANGED = "Embeddings have changed: score searches before you keep an index of the dense model."
 TIMED_BATCH = 8  # sequences in the batch that is timed
 
 
@@ -228,18 +228,21 @@ def _row(module: PartReport) -> list[str]:
 
 
 def _whole_model(report: Report, calibration: str | None, latency: Latency | None, embeds: bool) -> list[str]:
-    """Return size, time and output error of the whole model, compared with the dense one."""
+    """Return size and time of the whole model and what of the dense one's results stays, or else the output error."""
     lines = [
         f"Whole model: {report.parameters_before:,} → {report.parameters_after:,} parameters "
         f"({report.parameters_after / report.parameters_before - 1:+.1%})."
     ]
     if latency is not None:
         lines.append(f"Time at {latency.length} tokens, batch of {TIMED_BATCH}: {latency}.")
-    if report.output_error is not None:
+    if report.agreement is not None:
+        agreement = report.agreement
+        lines.append(f"{agreement.finding.removesuffix('.')} (calibrated on {calibration}). {agreement.meaning}")
+    elif report.output_error is not None:
         error = report.output_error
         lines.append(
             f"Output error: its {error.output} move by {error.relative_error:.1%} of their size on {error.sequences} "
-            f"held-back sequences ({calibration}). {MEANING}{f' {ANEW}' * embeds}"
+            f"held-back sequences ({calibration}). {MEANING}{f' {CHANGED}' * embeds}"
         )
     if report.refits:
         lines.append(refit_line(report.refits))

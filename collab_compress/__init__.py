@@ -8,7 +8,7 @@ from collab_compress.checkpoint import EDITS, register_checkpoint
 from collab_compress.conversion.compress import compress
 from collab_compress.conversion.expand import describe, expand, is_converted, read_factors
 from collab_compress.conversion.from_scratch import FromScratch, from_config
-from collab_compress.conversion.report import OutputError, PartReport, Report
+from collab_compress.conversion.report import Agreement, OutputError, PartReport, Report
 from collab_compress.errors import (
     CalibrationError,
     CheckpointError,
@@ -32,6 +32,7 @@ register_checkpoint()
 __version__ = "0.1.0"
 
 __all__ = [
+    "Agreement",
     "CalibrationError",
     "CalibrationOptions",
     "CheckpointError",

@@ -1,4 +1,4 @@
-"""Texts that come with the package: 640 English texts of many kinds, 480 pairs, and 1,350 short ones."""
+"""English texts that come with the package: 640 of many kinds, 480 pairs, 1,350 short ones and 300 passages."""
 
 from importlib.resources import files
 
@@ -12,13 +12,13 @@ LEAST_CHARACTERS = 2.0  # a token, likewise; a tokenizer that spells English wor
 PROBED = 64  # texts that show it
 
 
-def builtin_texts(pairs: bool, short: bool = True) -> list[Text]:
-    """Return the texts; the two texts of a pair as a tuple if `pairs`, else each by itself; then the short ones."""
+def builtin_texts(pairs: bool, more: bool = True) -> list[Text]:
+    """Return the texts, the two of a pair as a tuple if `pairs`; then, if `more`, the short ones and the passages."""
     texts: list[Text] = [*_lines("sentences.txt")]
     for line in _lines("pairs.tsv"):
         first, second = line.split("\t")
         texts += [(first, second)] if pairs else [first, second]
-    return [*texts, *_lines("short.txt")] if short else texts
+    return [*texts, *_lines("short.txt"), *_lines("passages.txt")] if more else texts
 
 
 def why_not_english(tokenizer: PreTrainedTokenizerBase) -> str | None:

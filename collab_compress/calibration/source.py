@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from collab_compress.calibration.batches import (
+    Item,
     draw_sequences,
     is_divisible,
     sequence_count,
@@ -191,7 +192,7 @@ class _Maker(NamedTuple):
         if self.model.base_model is self.model:
             texts = shuffled(builtin_texts(pairs=False), self.seed, count)
         else:
-            texts = builtin_texts(pairs=pair_separator(self.model, self.tokenizer) is not None, short=False)
+            texts = builtin_texts(pairs=pair_separator(self.model, self.tokenizer) is not None, more=False)
             random = sequence_default(self.options.length)
             if count is not None:  # the same mixture, and more random tokens where there are too few texts
                 random = max(count - len(texts), round(count * random / (len(texts) + random)))
@@ -251,8 +252,7 @@ def mixed(model: PreTrainedModel, parts: Sequence[list[Batch]], seed: int, notes
 
     Tokens that the model does not know are refused; token types that it does not know are left out.
     """
-    batches = list(chain.from_iterable(parts))
-    batches = shuffled(batches, seed) if len(parts) > 1 else batches
+    batches = in_random_order(parts, seed)
     for name, target in (("input_ids", False), ("decoder_input_ids", True)):
         size, largest = vocabulary_size(model, target), _largest(batches, name)
         if size is not None and largest >= size:
@@ -268,6 +268,12 @@ def mixed(model: PreTrainedModel, parts: Sequence[list[Batch]], seed: int, notes
         "from 0 (type_vocab_size); token_type_ids are left out"
     )
     return [{name: value for name, value in batch.items() if name != "token_type_ids"} for batch in batches]
+
+
+def in_random_order(parts: Sequence[Sequence[Item]], seed: int) -> list[Item]:
+    """Return the items of several sources in random order, those of one as they are."""
+    items = list(chain.from_iterable(parts))
+    return shuffled(items, seed) if len(parts) > 1 else items
 
 
 def is_none(calibration: object) -> bool:

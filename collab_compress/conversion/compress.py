@@ -19,6 +19,7 @@ from collab_compress.calibration import Calibration
 from collab_compress.calibration.batches import sequence_count
 from collab_compress.checkpoint import all_or_nothing
 from collab_compress.checkpoint.edits import copy_configs_
+from collab_compress.conversion.agreement import Reading, measure
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import block_cost
 from collab_compress.conversion.data import Data, read
@@ -27,8 +28,7 @@ from collab_compress.conversion.feed_forward import FeedForward, adopt_, narrowe
 from collab_compress.conversion.inventory import Inventory, refuse_unconvertible
 from collab_compress.conversion.layers import layer_of
 from collab_compress.conversion.maps import READING, Progress, Replacement, empty_replacement, record_maps_, silent
-from collab_compress.conversion.output_error import measure_output_error
-from collab_compress.conversion.report import OutputError, PartReport, RefitReport, Report
+from collab_compress.conversion.report import Agreement, OutputError, PartReport, RefitReport, Report
 from collab_compress.conversion.residual import ResidualLinear
 from collab_compress.conversion.sequential import (
     Parts,
@@ -94,7 +94,7 @@ def compress(
         calibration_options: number and length of the calibration sequences.
 
     Returns:
-        Errors, costs and output error.
+        Errors, costs, what of the dense model's results stays, and the output error.
 
     Raises:
         UnsupportedModelError: the model, or a module of it, cannot be converted.
@@ -105,7 +105,7 @@ def compress(
     check_type("compression", compression, Compression, CompressionError)
     if tokenizer is None:
         tokenizer = tokenizer_of(model)
-    model = transformers_model(model)
+    wrapper, model = model, transformers_model(model)
     started = perf_counter()
     with forked_rng(model.device):  # new layers are initialised before they are filled
         device = working_device(compression.solver.device)
@@ -117,7 +117,7 @@ def compress(
         inventory = Inventory(dense, data.used[0] if data.used else None, compression.modules)
         with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
             choice = _choose(inventory, data, compression.with_solver(device=device), progress)
-            conversion = _convert(inventory, data, choice, progress)
+            conversion = _convert(inventory, data, choice, progress, Reading.of(wrapper, dense, tokenizer))
         before, ties = model.num_parameters(), tied_weights(model)
         with all_or_nothing(model):
             conversion.install_(model)
@@ -139,6 +139,7 @@ def compress(
         choice=choice.reason,
         refits=conversion.in_model([fit.report for fit in conversion.refits]),
         removed_layers=tuple(conversion.depth.removed),
+        agreement=conversion.agreement,
     )
 
 
@@ -180,6 +181,7 @@ class Conversion:
     depth: Depth  # which layers are removed
     reports: Sequence[PartReport]  # on each part
     output_error: OutputError | None  # None without data
+    agreement: Agreement | None  # None where it cannot be told
     notes: Sequence[str]  # sentences for the report
 
     def in_model(self, reports: Sequence[Named]) -> tuple[Named, ...]:
@@ -216,7 +218,7 @@ class Conversion:
         record_maps_(model, zip(modules, (item.map.config for item in self.maps), strict=True))
 
 
-def _convert(inventory: Inventory, data: Data, choice: Choice, progress: Progress) -> Conversion:
+def _convert(inventory: Inventory, data: Data, choice: Choice, progress: Progress, reading: Reading) -> Conversion:
     """Compute a conversion in a copy that shares the model's weights."""
     model, compression = inventory.model, choice.compression
     refits = wants_refit(data, compression)
@@ -258,8 +260,10 @@ def _convert(inventory: Inventory, data: Data, choice: Choice, progress: Progres
         notes.append(depth.drop_(converted))
     if data.held_back:
         progress("measuring output error", 0, None)
-    output_error = measure_output_error(converted, model, data.held_back)
-    return Conversion(maps, results, parts.blocks, config, depth, reports, output_error, list(filter(None, notes)))
+    output_error, agreement = measure(converted, model, data, reading)
+    return Conversion(
+        maps, results, parts.blocks, config, depth, reports, output_error, agreement, list(filter(None, notes))
+    )
 
 
 def wants_refit(data: Data, compression: Compression) -> bool:

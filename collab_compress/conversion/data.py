@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, Calibration, evaluation_mode, run_batch
 from collab_compress.calibration.batches import in_parts, is_divisible, sample_sequences, sequence_count, slice_batch
 from collab_compress.calibration.gather import batch_masks
-from collab_compress.calibration.source import mixed, resolve
+from collab_compress.calibration.source import in_random_order, mixed, resolve
 from collab_compress.errors import CalibrationError, check_type
 from collab_compress.options import CalibrationOptions
 
@@ -30,6 +31,8 @@ class Data:
     notes: Sequence[str]  # on data that were left out
     refit: bool  # by default: not to random tokens alone
     length: int  # tokens for which costs count
+    real_used: Sequence[Batch]  # those of `used` that are no random tokens
+    real_held_back: Sequence[Batch]
 
     def sample(self, count: int) -> list[Batch]:
         """Return about `count` of the sequences to calibrate on, evenly spaced."""
@@ -52,30 +55,42 @@ def read(
     batches = mixed(model, parts, seed, notes)
     real = [batch for source, part in zip(sources, parts, strict=True) if not source.is_random for batch in part]
     length = typical_length(options, model, real)
-    used, held_back = map(in_parts, split_held_back(batches))
-    return Data(used, held_back, list(dict.fromkeys(notes)), refit=bool(real), length=length)
+    is_random = [[source.is_random] * len(part) for source, part in zip(sources, parts, strict=True)]
+    groups: tuple[list[Batch], list[Batch]] = [], []
+    real_groups: tuple[list[Batch], list[Batch]] = [], []
+    for pair, random in zip(_split(batches), in_random_order(is_random, seed), strict=True):
+        for group, real_group, part in zip(groups, real_groups, map(in_parts, pair), strict=True):
+            group += part
+            real_group += [] if random else part
+    return Data(*groups, list(dict.fromkeys(notes)), bool(real), length, *real_groups)
 
 
 def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     """Hold back one sequence in eight, from 1 to 64, evenly spaced; or whole batches, if one cannot be divided."""
+    parts = _split(batches)
+    return [batch for used, _ in parts for batch in used], [batch for _, held_back in parts for batch in held_back]
+
+
+def _split(batches: Sequence[Batch]) -> list[tuple[list[Batch], list[Batch]]]:
+    """Return the part of each batch to calibrate on, and the part to measure errors on; one may be empty."""
     divisible = all(map(is_divisible, batches))
     sizes = [sequence_count(batch) if divisible else 1 for batch in batches]
     sequences, items = sum(map(sequence_count, batches)), sum(sizes)
     if items < 2:
-        return list(batches), []
+        return [([batch], []) for batch in batches]
     count = max(1, items * min(sequences // HELD_BACK, MOST_HELD_BACK) // sequences)
     is_held_back = torch.zeros(items, dtype=torch.bool, device="cpu")
     for place in range(count):
         is_held_back[(2 * place + 1) * items // (2 * count)] = True
-    used: list[Batch] = []
-    held_back: list[Batch] = []
-    for batch, mask in zip(batches, is_held_back.split(sizes), strict=True):
-        for group, chosen in ((used, ~mask), (held_back, mask)):
-            if bool(chosen.all()):
-                group.append(batch)
-            elif bool(chosen.any()):
-                group.append(slice_batch(batch, chosen))
-    return used, held_back
+    masks = zip(batches, is_held_back.split(sizes), strict=True)
+    return [(_chosen(batch, ~mask), _chosen(batch, mask)) for batch, mask in masks]
+
+
+def _chosen(batch: Batch, mask: Tensor) -> list[Batch]:
+    """Return the sequences of a batch that a mask chooses, as a batch; the batch itself for all, nothing for none."""
+    if bool(mask.all()):
+        return [batch]
+    return [slice_batch(batch, mask)] if bool(mask.any()) else []
 
 
 def typical_length(options: CalibrationOptions, model: PreTrainedModel, batches: Sequence[Batch] = ()) -> int:

@@ -88,6 +88,34 @@ class OutputError:
 
 
 @dataclass(frozen=True)
+class Agreement:
+    """What of the dense model's results stays in the converted model, on held-back calibration sequences.
+
+    Nothing here knows the right answers: it is agreement with the dense model, or, for a language model, perplexity.
+
+    Args:
+        kind: "nearest texts", "classes", "labels" (several of a row), "scores", "labels of tokens", "answers", "next
+            tokens" or "masked tokens".
+        sequences: number of held-back sequences, without random tokens.
+        numbers: the figures by their names. `…_stay` is a share from 0 to 1. "nearest texts": `nearest_stay`, with
+            all texts embedded by the converted model, and `nearest_stay_in_dense_index`, with only the queries, both
+            among `texts` texts. "classes" and "labels": `classes_stay` or `labels_stay`, and `probability_change`,
+            the mean absolute one. "scores": `correlation` (Pearson's; left out for fewer than ten rows or equal
+            scores), `score_change`, the mean absolute one, and `score_deviation`, the standard deviation of the
+            dense scores. "labels of tokens": `labels_stay` of `tokens`. "answers": `answers_stay`, start and end.
+            "next tokens" and "masked tokens": `perplexity` and `dense_perplexity`, of `tokens` predicted tokens.
+        finding: these in one line.
+        meaning: one sentence of what follows.
+    """
+
+    kind: str
+    sequences: int
+    numbers: Mapping[str, float]
+    finding: str
+    meaning: str
+
+
+@dataclass(frozen=True)
 class Report:
     """Report of `compress`.
 
@@ -106,6 +134,8 @@ class Report:
         refits: refitted layers, in the order of the forward pass.
         removed_layers: paths in the dense model of the layers that were removed. All other paths are those in the
             converted model.
+        agreement: what of the dense model's results stays; None where that cannot be told: of other kinds of models,
+            of random tokens, and of too few sequences.
     """
 
     parts: tuple[PartReport, ...]
@@ -121,6 +151,7 @@ class Report:
     choice: str = ""
     refits: tuple[RefitReport, ...] = ()
     removed_layers: tuple[str, ...] = ()
+    agreement: Agreement | None = None
 
     def of(self, part: Part) -> list[PartReport]:
         """Return the reports of one kind of part: "dk", "dv" or "dff"."""
@@ -142,7 +173,9 @@ class Report:
     def __str__(self) -> str:
         before, after = self.parameters_before, self.parameters_after
         lines = [f"{before:,} → {after:,} parameters ({after / before - 1:+.1%})"]
-        if self.output_error is not None:
+        if self.agreement is not None:
+            lines += [self.agreement.finding, self.agreement.meaning]
+        elif self.output_error is not None:
             output_error = self.output_error
             moved = f"outputs ({output_error.output}) move by {output_error.relative_error:.1%}"
             lines.append(f"{moved} on {output_error.sequences} held-back sequences")

@@ -48,11 +48,11 @@ def marian():
 
 def test_the_texts_are_whole_and_each_is_there_once():
     pairs, single = builtin_texts(pairs=True), builtin_texts(pairs=False)
-    texts, tuples, short = pairs[:640], pairs[640:1120], pairs[1120:]
-    assert single == [*texts, *chain.from_iterable(tuples), *short]
+    texts, tuples, more = pairs[:640], pairs[640:1120], pairs[1120:]
+    assert single == [*texts, *chain.from_iterable(tuples), *more]
     assert len(set(texts)) == 640
-    assert len(set(short) - set(texts)) == 1350
-    assert builtin_texts(pairs=True, short=False) == pairs[:1120]
+    assert len(set(more) - set(texts)) == 1350 + 300
+    assert builtin_texts(pairs=True, more=False) == pairs[:1120]
     assert len(set(tuples)) == 480
     for text in single:
         assert text == text.strip()
@@ -70,7 +70,7 @@ def test_random_tokens_stand_beside_the_texts(classifier, minilm_tokenizer):
     (words, texts), (random_words, random) = parts("auto", classifier, minilm_tokenizer, seed=3)
     assert (words, random_words) == ("the texts that come with collab_compress", "random tokens")
     alone = calibration_batches("synthetic", classifier, minilm_tokenizer, seed=3)
-    encoded = minilm_tokenizer(builtin_texts(pairs=True, short=False))
+    encoded = minilm_tokenizer(builtin_texts(pairs=True, more=False))
     assert unpadded_rows(texts) == sorted(encoded["input_ids"])
     assert unpadded_rows(random) == unpadded_rows(alone)
     assert unpadded_rows(batches) == sorted([*unpadded_rows(texts), *unpadded_rows(alone)])
@@ -90,7 +90,7 @@ def test_a_model_without_a_head_reads_single_texts_alone(minilm, minilm_tokenize
 def test_a_decoder_reads_the_texts_of_a_pair_one_by_one(minilm_tokenizer):
     config = GPT2Config(vocab_size=len(minilm_tokenizer), n_embd=8, n_head=2, n_layer=1)
     (_, texts), _ = parts("auto", GPT2LMHeadModel(config), minilm_tokenizer)
-    encoded = minilm_tokenizer(builtin_texts(pairs=False, short=False))
+    encoded = minilm_tokenizer(builtin_texts(pairs=False, more=False))
     assert unpadded_rows(texts) == sorted(encoded["input_ids"])
 
 

@@ -27,7 +27,7 @@ def test_card_names_model_and_source(make_tiny, calibration):
         "into a shared query/key space of R = 8 with heads 8 wide (solver `als`, damping 0.001, seed 3",
         "calibrated on texts",
         f"| parameters | {before:,} → {after:,} |",
-        f"{report.output_error.relative_error:.2%}",
+        f"| agreement with the source on held-back sequences | {report.agreement.finding} |",
     ):
         assert part in card.content
 

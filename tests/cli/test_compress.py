@@ -28,8 +28,9 @@ def test_converts_a_classifier_and_says_how_to_load_it(succeeds, loaded, model_d
     output = tmp_path / "out"
     report_file = tmp_path / "report.json"
     printed = succeeds(model_dir, "--dk", 8, "--output", output, "--json", report_file)
-    for part in ("bert.encoder.layer.*.attention.self:\n", "log probabilities move by", "import collab_compress"):
+    for part in ("bert.encoder.layer.*.attention.self:\n", "import collab_compress"):
         assert part in printed
+    assert "Output error" not in printed
     assert "Embed" not in printed
     lines = printed.splitlines()
     assert lines[0].startswith("Whole model: ")
@@ -44,6 +45,31 @@ def test_converts_a_classifier_and_says_how_to_load_it(succeeds, loaded, model_d
     assert stored == json.loads((output / "collab_compress.json").read_text(encoding="utf-8"))
     assert stored["compression"]["dk"] == 8
     assert len(stored["report"]["parts"]) == 2
+    agreement = stored["report"]["agreement"]
+    words = f"{agreement['finding'][:-1]} (calibrated on "
+    assert lines[2].startswith(words)
+    assert lines[2].endswith(f"). {agreement['meaning']}")
+    assert agreement["kind"] == "classes"
+    assert f"| {agreement['finding']} |" in (output / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_index_of_embeddings_can_stay_at_a_share_of_neighbours(succeeds, model_dir, tmp_path):
+    model = BertForSequenceClassification.from_pretrained(model_dir)
+    model.bert.save_pretrained(model_dir)
+    printed = succeeds(model_dir, "--dk", 8, "--sequences", 64, "--output", tmp_path / "out")
+    assert "Embeddings have changed" not in printed
+    shares = r"Of the ten nearest of \d+ calibration texts, (\d+%) stay; (\d+%) where only queries are converted"
+    rebuilt, kept = re.search(shares, printed).groups()
+    assert f"index can stay for queries of this model ({kept}), or be rebuilt ({rebuilt}): docs/guides/" in printed
+
+
+def test_nothing_is_said_of_an_index_where_no_neighbours_were_compared(succeeds, model_dir, tmp_path):
+    model = BertForSequenceClassification.from_pretrained(model_dir)
+    model.bert.save_pretrained(model_dir)
+    options = ("--dk", 8, "--calibration", "synthetic", "--sequences", 64)
+    printed = succeeds(model_dir, *options, "--output", tmp_path / "out")
+    assert "Output error: its last_hidden_state move by" in printed
+    assert "Embeddings have changed: score searches before you keep an index of the dense model." in printed
 
 
 def test_a_terminal_of_80_columns_shows_each_module_in_one_line(monkeypatch):
@@ -137,7 +163,8 @@ def test_several_sources_of_calibration_data(succeeds, model_dir, tmp_path):
     options = ("--dk", 8, "--calibration", tmp_path / "docs.txt", "synthetic", "--sequences", 16)
     printed = succeeds(model_dir, *options, "--output", tmp_path / "out")
     assert "Calibrated on 28 sequences" in printed
-    assert "held-back sequences (texts (docs.txt) and random tokens)" in printed
+    assert "held-back rows; " in printed
+    assert " on average (calibrated on texts (docs.txt) and random tokens). " in printed
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert "calibrated on texts (docs.txt) and random tokens" in card
     stored = json.loads((tmp_path / "out" / "collab_compress.json").read_text(encoding="utf-8"))
@@ -277,7 +304,7 @@ def test_a_config_that_names_no_class_is_loaded_bare(succeeds, model_dir, tmp_pa
     change_json(model_dir / "config.json", architectures=None)
     printed = succeeds(model_dir, "--dk", 8, "--sequences", 32, "--output", tmp_path / "out")
     assert "BertModel.from_pretrained" in printed
-    assert "Embeddings have changed: embed documents anew." in printed
+    assert "Embeddings have changed: score searches before you keep an index of the dense model." in printed
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert "calibrated on the texts that come with collab_compress)" in card
 
