@@ -21,7 +21,9 @@ import argparse
 import copy
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -133,32 +135,39 @@ def interval(differences: np.ndarray) -> tuple[float, float]:
 def measure(args: argparse.Namespace) -> None:
     """Score every row in its three uses on every collection, and append the scores to the records."""
     dense = Encoder(args.model or get_model_path(), (args.query_prefix, args.document_prefix), args.length)
-    name = args.model.name if args.model else "minilm"
-    identity = ("model", "collection", "row", "calibration", "seed", "length")
+    name, length = args.model.name if args.model else "minilm", dense.transformer.max_seq_length
+    identity = ("model", "row", "calibration", "seed", "length", "collection")
     done = {tuple(record[field] for field in identity) for record in read_records(args.records)}
-    for collection in map(Collection, args.folders):
-        embedded = dict.fromkeys(("dense", "small"), dense.embed(collection))
-        reference = collection.score(*embedded["dense"])
-        for row in args.rows:
-            for calibration in args.calibration if row != "dense" else ["none"]:
-                case = (name, collection.folder.name, row, calibration, args.seed, dense.transformer.max_seq_length)
-                if case in done:
-                    continue
-                if row != "dense":
-                    batches = dense.calibration(calibration, collection, args.seed)
-                    tokenizer = dense.transformer.tokenizer
-                    small = smaller_model(Row.parse(row), dense.model, tokenizer, batches, None, args.seed)
-                    embedded["small"] = dense.with_model(small).embed(collection)
-                for use, (queries, documents) in USES.items() if row != "dense" else [("both", ("dense", "dense"))]:
-                    scores = collection.score(embedded[queries][0], embedded[documents][1])
-                    record = dict(zip(identity, case, strict=True)) | {"use": use}
-                    for metric, values in scores.items():
-                        differences = values - reference[metric]
-                        low, high = interval(differences)
-                        record |= {metric: values.mean(), f"{metric}_change": differences.mean()}
-                        record |= {f"{metric}_low": low, f"{metric}_high": high}
-                    append_record(args.records, record)
-                    print(describe(record), flush=True)
+    collections = [Collection(folder) for folder in args.folders]
+    indexes = {collection: dense.embed(collection) for collection in collections}
+    for row, calibration in product(args.rows, args.calibration):
+        small, seconds = dense, 0.0
+        for collection in collections:
+            case = (name, row, "none" if row == "dense" else calibration, args.seed, length, collection.folder.name)
+            if case in done:
+                continue
+            done.add(case)
+            of_collection = {"documents", "queries"} & {*calibration.split("+")}
+            if row != "dense" and (small is dense or of_collection):
+                batches = dense.calibration(calibration, collection, args.seed)
+                start = process_time()
+                tokenizer = dense.transformer.tokenizer
+                model = smaller_model(Row.parse(row), dense.model, tokenizer, batches, None, args.seed)
+                small, seconds = dense.with_model(model), process_time() - start
+            embedded = {"dense": indexes[collection], "small": indexes[collection]}
+            if row != "dense":
+                embedded["small"] = small.embed(collection)
+            reference = collection.score(*embedded["dense"])
+            for use, (queries, documents) in USES.items() if row != "dense" else [("both", ("dense", "dense"))]:
+                scores = collection.score(embedded[queries][0], embedded[documents][1])
+                record = dict(zip(identity, case, strict=True)) | {"use": use, "processor_s": round(seconds, 1)}
+                for metric, values in scores.items():
+                    differences = values - reference[metric]
+                    low, high = interval(differences)
+                    record |= {metric: values.mean(), f"{metric}_change": differences.mean()}
+                    record |= {f"{metric}_low": low, f"{metric}_high": high}
+                append_record(args.records, record)
+                print(describe(record), flush=True)
 
 
 def describe(record: dict[str, Any]) -> str:
@@ -181,7 +190,7 @@ def table(args: argparse.Namespace) -> None:
         else f"{row.ndcg_change:+.1f} [{row.ndcg_low:+.1f}, {row.ndcg_high:+.1f}]"
         for row in records.itertuples()
     ]
-    places = ["model", "row", "calibration", "seed", "use"]
+    places = ["model", "length", "row", "calibration", "seed", "use"]
     cells = records.pivot(index=places, columns="collection", values="cell").fillna("")
     print(f"| {' | '.join([*places, *cells.columns])} |\n|{'---|' * (len(places) + len(cells.columns))}")
     for index, row in cells.iterrows():

@@ -209,12 +209,13 @@ class CalibrationOptions:
     """
 
     sequences: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Number of calibration sequences: of random ones (384 if not given, 128 with `length`), of texts, drawn at
-    random (all if not given), or of built-in texts and random ones together; of several sources, that of each."""
+    """Number of calibration sequences: of random ones (384 if not given, 128 with `length`), of texts or their
+    passages, drawn at random (all if not given), or of built-in texts and random ones together; of several sources,
+    that of each."""
 
     length: Annotated[int | None, tyro.conf.arg(metavar="T")] = None
-    """Tokens of a random sequence (8 to 128 if not given), or where texts are cut (at the model's limit if not
-    given)."""
+    """Tokens of a random sequence (8 to 128 if not given), or of a text at most (the model's limit if not given):
+    longer ones become several passages, and pairs are cut."""
 
     def __post_init__(self) -> None:
         check_counts(self, CalibrationError, "sequences", "length")
