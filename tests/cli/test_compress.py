@@ -304,7 +304,7 @@ def test_a_config_that_names_no_class_is_loaded_bare(succeeds, model_dir, tmp_pa
     change_json(model_dir / "config.json", architectures=None)
     printed = succeeds(model_dir, "--dk", 8, "--sequences", 32, "--output", tmp_path / "out")
     assert "BertModel.from_pretrained" in printed
-    assert "Embeddings have changed: score searches before you keep an index of the dense model." in printed
+    assert "Of the ten nearest of " in printed
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert "calibrated on the texts that come with collab_compress)" in card
 

@@ -36,7 +36,7 @@ from collab_compress.vocabulary import trim
 
 WIDTH, HEADS, SIZE = 24, 3, 700
 SMALL = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 2, "intermediate_size": 40}
-TEXTS = [text for text in builtin_texts(pairs=False, short=False) if isinstance(text, str)]
+TEXTS = [text for text in builtin_texts(pairs=False, more=False) if isinstance(text, str)]
 SPECIAL = {
     "pad_token": "<pad>",
     "bos_token": "<s>",
