@@ -189,6 +189,11 @@ class AttentionSite:
             return ""
         return f"relative positions have projections of their own ({relative.shared} is false)"
 
+    @property
+    def no_dk(self) -> str:
+        """Why its queries and keys cannot be converted; empty where they can."""
+        return self.family.limits.no_dk or self.own_positions
+
     def part(self, path: str) -> Any:
         """Read an attribute by a path of the family's, such as `query`, `key`, `value` or `output`."""
         if path.startswith(".."):
@@ -418,12 +423,16 @@ def _site(
     )
 
 
-def default_scaling(module: nn.Module, family: AttentionFamily) -> float:
-    """Return the factor of the scores of a stock module that holds none: 1/√d, or 1/√(d · terms of the scores)."""
+def score_terms(module: nn.Module, family: AttentionFamily) -> int:
+    """Return the number of terms by which a module scales its scores: 1, or up to 3 with relative embeddings."""
     terms = [] if family.relative is None else attrgetter(family.relative.terms)(module)
+    return 1 + len({"c2p", "p2c"}.intersection(terms))
+
+
+def default_scaling(module: nn.Module, family: AttentionFamily) -> float:
+    """Return the factor of the scores of a stock module that holds none, 1/√(d · terms of the scores)."""
     width: int = attrgetter(family.paths.head_width)(module)
-    factors = 1 + len({"c2p", "p2c"}.intersection(terms))
-    return float((width * factors) ** -0.5)
+    return float((width * score_terms(module, family)) ** -0.5)
 
 
 def read(name: str, module: nn.Module, family: AttentionFamily, path: str, kind: Any) -> Any:
@@ -511,10 +520,8 @@ def find_dense_values(model: nn.Module, modules: str = "*") -> list[ValueSite]:
 
 
 def _dense_scores(site: AttentionSite) -> DenseSite:
-    if site.family.limits.no_dk:
-        _refuse_scores(site.name, site.module, site.family.limits.no_dk)
-    if site.own_positions:
-        _refuse_scores(site.name, site.module, site.own_positions)
+    if site.no_dk:
+        _refuse_scores(site.name, site.module, site.no_dk)
     _refuse_undescribed(site)
     query = _projection(site, site.paths.query, site.heads)
     key = _projection(site, site.paths.key, site.key_value_heads)

@@ -102,16 +102,17 @@ class PositionCounts:
     def add(self, positions: Positions, batch: int, mask: Tensor | None) -> None:
         """Add one call on a batch of texts, with their mask (B, T), True at tokens, or None if all are."""
         self._embeddings = positions.embeddings[0].detach()
-        at = positions.keys_at if positions.keys_at is not None else positions.queries_at
-        if at is None:
-            return
         if not len(self._queries):
-            self._queries, self._keys = torch.zeros(2, len(self._embeddings), device=at.device)
-        real = torch.ones(1, len(at), device=at.device) if mask is None else mask.to(at.device).float()
-        pairs = (real.mT @ real).flatten() * (batch if mask is None else 1)  # (T·T,)
+            shape = 2, len(self._embeddings)
+            self._queries, self._keys = torch.zeros(shape, dtype=torch.float64, device="cpu")
         for counts, index in ((self._keys, positions.keys_at), (self._queries, positions.queries_at)):
             if index is not None:
-                counts.index_add_(0, index.flatten(), pairs)
+                real = (
+                    torch.ones(1, len(index), device=index.device) if mask is None else mask.to(index.device).float()
+                )
+                pairs = (real.mT @ real).flatten() * (batch if mask is None else 1)  # texts with both tokens, (T·T,)
+                of_call = torch.zeros(len(counts), device=index.device).index_add_(0, index.flatten(), pairs)
+                counts += of_call.cpu().double()
 
     def pooled(self, contents: Moments) -> tuple[Moments, Moments]:
         """Return the moments of the inputs of queries and of keys, of contents and positions together."""

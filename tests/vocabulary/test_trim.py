@@ -17,6 +17,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -122,6 +124,11 @@ def masked(tokenizer):
     return BertForMaskedLM(BertConfig(**SMALL, **sizes(tokenizer)))
 
 
+def relative(tokenizer):
+    positions = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "share_att_key": True}
+    return DebertaV2ForMaskedLM(DebertaV2Config(**SMALL, **positions, **sizes(tokenizer)))
+
+
 def tied(tokenizer):
     model = GPT2LMHeadModel(GPT2Config(n_embd=WIDTH, n_head=HEADS, n_layer=2, n_positions=80, **sizes(tokenizer)))
     model.generation_config.bad_words_ids = [[7], [9, 11]]
@@ -156,6 +163,7 @@ def biased(tokenizer):
 
 CASES = {
     "masked": ("WordPiece", masked),
+    "relative": ("Unigram", relative),
     "tied": ("bytes", tied),
     "untied": ("fallback", untied),
     "shared": ("Unigram", shared),
