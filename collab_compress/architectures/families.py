@@ -91,6 +91,7 @@ class RelativePositions:
             term of contents included.
         shared: boolean attribute, whether positions have the projections of contents.
         span: integer attribute, half of the number of relative embeddings.
+        dropout: the `nn.Dropout` of relative embeddings.
         projections: otherwise, where positions have projections of queries and keys of their own.
     """
 
@@ -98,6 +99,7 @@ class RelativePositions:
     terms: str
     shared: str
     span: str
+    dropout: str
     projections: tuple[str, str]
 
 
@@ -243,6 +245,7 @@ _DEBERTA = _base(
         terms="pos_att_type",
         shared="share_att_key",
         span="pos_ebd_size",
+        dropout="pos_dropout",
         projections=("pos_query_proj", "pos_key_proj"),
     ),
 )

@@ -179,7 +179,8 @@ class AttentionSite:
     @property
     def has_positions(self) -> bool:
         """Whether products with relative embeddings are terms of its scores."""
-        return self.family.relative is not None and bool(self.part(self.family.relative.enabled))
+        relative = self.family.relative
+        return relative is not None and self.part(relative.enabled) and score_terms(self.module, self.family) > 1
 
     @property
     def own_positions(self) -> str:

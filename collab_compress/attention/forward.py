@@ -104,23 +104,20 @@ def _projected(
 
 
 def _projected_positions(module: Any, call: Mapping[str, Any]) -> Positions | None:
-    """Return the relative embeddings of a call, with their heads; None without."""
+    """Return the relative embeddings of a call, with their heads; None if no term needs any."""
     positions, relative = read_positions(module, call), module.family.relative
     if positions is None:
         return None
     positions = without_unused(positions)
-    embeddings = module.pos_dropout(positions.embeddings)
-    query: Any
-    key: Any
-    if not getattr(module, relative.shared):
-        layers = [module._modules.get(path) for path in relative.projections]
-        query, key = (None if layer is None else layer(embeddings) for layer in layers)
-    elif "qkv" in module._modules:
+    embeddings = getattr(module, relative.dropout)(positions.embeddings)
+    if "qkv" in module._modules and getattr(module, relative.shared):
         query, key, _ = module.qkv(embeddings).split(module.widths, -1)
     else:
-        query, key = (module._modules[path](embeddings) for path in input_paths(module)[:2])
+        paths = input_paths(module)[:2] if getattr(module, relative.shared) else relative.projections
+        layers: list[Any] = [module._modules.get(path) for path in paths]
+        query, key = (None if layer is None else layer(embeddings) for layer in layers)
     if "qk" in module._modules:
-        query, key = module.qk("heads", _viewed(query, 1), _viewed(key, 1), 1.0)
+        query, key = module.qk("heads", query.unsqueeze(1), key.unsqueeze(1), 1.0)
     else:
         heads = getattr(module, module.family.paths.heads)
         query, key = (None if part is None else _viewed(part, heads) for part in (query, key))

@@ -1,10 +1,11 @@
 r"""Scores with terms of token distances: disentangled attention.
 
-    score_i(t, s) = c · [ q_i(x_t) · k_i(x_s) + q_i(x_t) · k_i(r_ts) + q_i(r_st) · k_i(x_s) ]
+    score_i(t, s) = c · [ q_i(x_t) · k_i(x_s) + q_i(x_t) · k_i(r_ts) + q_i(r_ts) · k_i(x_s) ]
 
-"DeBERTa: Decoding-enhanced BERT with Disentangled Attention" (He et al., 2021), equation 4. x_t are the contents of
-token t, r_ts the relative embedding of its distance to token s, and c = 1/√(d · number of terms). The second term is
-called "c2p", the third "p2c"; a model can lack either. Where positions have the projections of contents
+"DeBERTa: Decoding-enhanced BERT with Disentangled Attention" (He et al., 2021), equation 4, which has r_st in the
+third term where its implementations have r_ts. x_t are the contents of token t, r_ts is the relative embedding of its
+distance to token s, and c = 1/√(d · number of terms). The second term is called "c2p", the third "p2c"; a model can
+lack either. Where positions have the projections of contents
 (`share_att_key`, as in DeBERTa v3), all three terms are made of the same products Wq·Wkᵀ, so that shared channels
 (`attention.shared`) serve all three.
 
@@ -34,8 +35,8 @@ class Positions(NamedTuple):
     query: Tensor | None = None
     key: Tensor | None = None
 
-    def scores(self, query: Tensor, key: Tensor, scaling: float) -> Tensor | None:
-        """Return the terms with positions, scaled, (B, H, T, S); None if there are none.
+    def scores(self, query: Tensor, key: Tensor, scaling: float) -> Tensor:
+        """Return the sum of the terms with positions, scaled, (B, H, T, S).
 
         Args:
             query: of contents, (B, H, T, w); channels behind those of positions do not count.
@@ -49,11 +50,11 @@ class Positions(NamedTuple):
         if self.queries_at is not None and self.query is not None:
             products = key[..., : self.query.shape[-1]] @ (self.query * scaling).mT  # (B, H, S, P)
             terms.append(products.gather(-1, self.queries_at.expand(*products.shape[:3], -1)).mT)
-        return sum(terms[1:], terms[0]) if terms else None
+        return sum(terms[1:], terms[0])
 
 
 def read_positions(module: Any, call: Mapping[str, Any]) -> Positions | None:
-    """Return the relative embeddings of one call of a module, without heads; None if it has none.
+    """Return the relative embeddings of one call of a module, without heads; None if no term needs any.
 
     Args:
         module: an attention module of a family with `relative`.
@@ -68,9 +69,10 @@ def read_positions(module: Any, call: Mapping[str, Any]) -> Positions | None:
             f"{type(module).__name__} is called with query_states, which is not implemented for edited modules; use "
             "the dense model"
         )
-    if not getattr(module, names.enabled):
+    terms = getattr(module, names.terms)
+    if not getattr(module, names.enabled) or not {"c2p", "p2c"}.intersection(terms):
         return None
-    terms, span, distances = getattr(module, names.terms), getattr(module, names.span), call["relative_pos"]
+    span, distances = getattr(module, names.span), call["relative_pos"]
     embeddings = call["rel_embeddings"][None, : 2 * span]
     distances = distances.to(embeddings.device, torch.long).reshape(distances.shape[-2:])  # the same for all texts
     keys_at, queries_at = ((sign * distances + span).clamp(0, 2 * span - 1) for sign in (1, -1))
@@ -80,7 +82,7 @@ def read_positions(module: Any, call: Mapping[str, Any]) -> Positions | None:
 def without_unused(positions: Positions) -> Positions:
     """Leave out the embeddings before the first and behind the last one in use; a short text needs few."""
     used = [at for at in (positions.keys_at, positions.queries_at) if at is not None]
-    if not used or not _is_cheap_to_read(used[0]):
+    if not _is_cheap_to_read(used[0]):
         return positions
     lowest, highest = min(int(at.min()) for at in used), max(int(at.max()) for at in used)
     return Positions(
@@ -106,13 +108,12 @@ class PositionCounts:
             shape = 2, len(self._embeddings)
             self._queries, self._keys = torch.zeros(shape, dtype=torch.float64, device="cpu")
         for counts, index in ((self._keys, positions.keys_at), (self._queries, positions.queries_at)):
-            if index is not None:
-                real = (
-                    torch.ones(1, len(index), device=index.device) if mask is None else mask.to(index.device).float()
-                )
-                pairs = (real.mT @ real).flatten() * (batch if mask is None else 1)  # texts with both tokens, (T·T,)
-                of_call = torch.zeros(len(counts), device=index.device).index_add_(0, index.flatten(), pairs)
-                counts += of_call.cpu().double()
+            if index is None:
+                continue
+            real = index.new_ones(batch, len(index)) if mask is None else mask.to(index.device)
+            pairs = real.float().mT @ real.float()  # number of texts that have both tokens, (T, T)
+            of_call = torch.zeros(len(counts), device=index.device)
+            counts += of_call.index_add_(0, index.flatten(), pairs.flatten()).cpu().double()
 
     def pooled(self, contents: Moments) -> tuple[Moments, Moments]:
         """Return the moments of the inputs of queries and of keys, of contents and positions together."""
