@@ -93,9 +93,10 @@ def without_unused(positions: Positions) -> Positions:
 class PositionCounts:
     """How often each relative embedding is a query and a key, in calls of one module on calibration data.
 
-    Where a query of contents meets a key of contents, it also meets the key of a position ("c2p"), and the key meets
-    the query of a position ("p2c"). So the inputs of the shared projections are contents and positions, equally
-    often, and embeddings count as often as their distance occurs between unpadded tokens of a text.
+    An error of the product T changes a score by that of (x_t + r)ᵀ T (x_s + r), less the term of two positions, which
+    the moments do not leave out: the covariances of contents and positions add up on either side that has both. An
+    embedding counts as often as its distance occurs between unpadded tokens of a text. The content bias is in both
+    terms of a query, so each takes half of what the two means lose.
     """
 
     def __init__(self) -> None:
@@ -118,7 +119,7 @@ class PositionCounts:
     def pooled(self, contents: Moments) -> tuple[Moments, Moments]:
         """Return the moments of the inputs of queries and of keys, of contents and positions together."""
         query, key = (
-            contents.averaged(Moments.of(self._embeddings, counts)) if float(counts.sum()) else contents
+            contents.combined(Moments.of(self._embeddings, counts)) if float(counts.sum()) else contents
             for counts in (self._queries, self._keys)
         )
         return query, key

@@ -62,13 +62,13 @@ class Moments:
         total = float(counts.sum())
         return cls(counts @ vectors / total, vectors.mT @ (vectors * counts[:, None]) / total, total)
 
-    def averaged(self, other: Self) -> Self:
-        """Return moments with the average mean and the average covariance of two kinds of vectors.
+    def combined(self, other: Self) -> Self:
+        """Return the covariance of the sum of two independent vectors, with the average of their means.
 
-        How far the two means are apart does not count. The number of vectors is that of the first.
+        For a score with a term of each vector, and a content bias in each term. The count is that of the first.
         """
         mean = (self.mean + other.mean.to(self.mean)) / 2
-        covariance = (self.covariance() + other.covariance().to(self.second)) / 2
+        covariance = self.covariance() + other.covariance().to(self.second)
         return type(self)(mean, covariance + torch.outer(mean, mean), self.count)
 
     @property

@@ -161,11 +161,7 @@ def test_moments_are_those_of_contents_and_of_embeddings_as_often_as_they_stand_
             for t, s in itertools.product(range(length), range(length)):
                 as_keys.append(embeddings[min(max(int(distances[t, s]) + span, 0), 2 * span - 1)])
     of_contents, of_positions = Moments.of(torch.stack(vectors)), Moments.of(torch.stack(as_keys))
-    expected = of_contents.averaged(of_positions)
-    torch.testing.assert_close(expected.mean, (of_contents.mean + of_positions.mean) / 2)
-    torch.testing.assert_close(
-        expected.covariance(), (of_contents.covariance() + of_positions.covariance()) / 2, atol=1e-9, rtol=1e-6
-    )
+    expected = of_contents.combined(of_positions)
     for actual, wanted in ((key, expected), (query, of_contents if kind == "one term" else expected)):
         torch.testing.assert_close(actual.mean, wanted.mean, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(actual.second, wanted.second, atol=1e-5, rtol=1e-4)

@@ -29,11 +29,11 @@ def test_weights_say_how_often_a_vector_occurs():
     assert weighted.count == 6
 
 
-def test_averaged_moments_leave_out_how_far_the_means_are_apart():
+def test_combined_moments_have_the_covariance_of_a_sum_and_the_average_mean():
     one, other = Moments.of(sample(9, 3, 0)), Moments.of(sample(5, 3, 1) + 100)
-    both = one.averaged(other)
+    both = one.combined(other)
     torch.testing.assert_close(both.mean, (one.mean + other.mean) / 2)
-    torch.testing.assert_close(both.covariance(), (one.covariance() + other.covariance()) / 2, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(both.covariance(), one.covariance() + other.covariance(), atol=1e-6, rtol=1e-6)
     assert both.count == 9
 
 
