@@ -201,6 +201,15 @@ def test_layers_before_a_convolution_stay():
         compress(make("a convolution"), Compression(layers=1), DATA)
 
 
+def test_the_first_deberta_loses_layers_and_neurons():
+    model, batches = build("deberta"), [inputs("deberta", seed) for seed in range(4)]
+    report = compress(model, Compression(layers=1, dff=16), batches)
+    assert len(model.encoder.layer) == 1
+    assert model.config.intermediate_size == 16
+    assert bool(run(model, batches[0]).isfinite().all())
+    assert report.parameters_after == model.num_parameters()
+
+
 def test_queries_of_other_inputs_are_refused():
     model = make()
     compress(model, Compression(dk=8), calibration=None)

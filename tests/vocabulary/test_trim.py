@@ -17,6 +17,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    DebertaConfig,
+    DebertaForMaskedLM,
     DebertaV2Config,
     DebertaV2ForMaskedLM,
     GPT2Config,
@@ -124,9 +126,15 @@ def masked(tokenizer):
     return BertForMaskedLM(BertConfig(**SMALL, **sizes(tokenizer)))
 
 
+POSITIONS = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "share_att_key": True}
+
+
 def relative(tokenizer):
-    positions = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "share_att_key": True}
-    return DebertaV2ForMaskedLM(DebertaV2Config(**SMALL, **positions, **sizes(tokenizer)))
+    return DebertaV2ForMaskedLM(DebertaV2Config(**SMALL, **POSITIONS, **sizes(tokenizer)))
+
+
+def of_first_deberta(tokenizer):
+    return DebertaForMaskedLM(DebertaConfig(**SMALL, **POSITIONS, **sizes(tokenizer)))
 
 
 def tied(tokenizer):
@@ -164,6 +172,7 @@ def biased(tokenizer):
 CASES = {
     "masked": ("WordPiece", masked),
     "relative": ("Unigram", relative),
+    "first DeBERTa": ("bytes", of_first_deberta),
     "tied": ("bytes", tied),
     "untied": ("fallback", untied),
     "shared": ("Unigram", shared),
