@@ -19,9 +19,9 @@ from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
-    BertConfig,
     BertForSequenceClassification,
     DataCollatorWithPadding,
+    DebertaV2ForSequenceClassification,
     Trainer,
     TrainingArguments,
     pipeline,
@@ -67,11 +67,14 @@ def test_sentence_transformers(converted, minilm_path, tmp_path):
     np.testing.assert_array_equal(again.encode(TEXTS), other)
 
 
-def test_cross_encoder(minilm_tokenizer, tmp_path):
+@pytest.mark.parametrize("class_", [BertForSequenceClassification, DebertaV2ForSequenceClassification])
+def test_cross_encoder(class_, minilm_tokenizer, tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 32}
-    config = BertConfig(vocab_size=len(minilm_tokenizer), num_labels=1, initializer_range=0.4, **sizes)
-    for part in (BertForSequenceClassification(config), minilm_tokenizer):
+    if class_ is DebertaV2ForSequenceClassification:
+        sizes |= {"relative_attention": True, "pos_att_type": "c2p|p2c", "share_att_key": True, "type_vocab_size": 2}
+    config = class_.config_class(vocab_size=len(minilm_tokenizer), num_labels=1, initializer_range=0.4, **sizes)
+    for part in (class_(config), minilm_tokenizer):
         part.save_pretrained(tmp_path / "dense")
     pairs = [(TEXTS[0], text) for text in TEXTS]
     model = CrossEncoder(str(tmp_path / "dense"), device="cpu")

@@ -12,6 +12,7 @@ from collab_compress.transformers_parts import CACHE_NAME
 
 VERSION = f"Transformers {transformers.__version__}"
 READ = "hidden_states encoder_hidden_states key_value_states attention_mask position_bias output_attentions cache"
+READ += " query_states relative_pos rel_embeddings"
 IGNORED = f"encoder_attention_mask use_cache {CACHE_NAME}"
 
 

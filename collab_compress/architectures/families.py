@@ -81,20 +81,44 @@ class Rotary:
 
 
 @dataclass(frozen=True)
+class RelativePositions:
+    """Relative embeddings whose products with contents are terms of the scores (`attention.relative`).
+
+    Args:
+        enabled: boolean attribute, whether a module has them.
+        terms: attribute, a list with the terms that there are: "c2p" of queries of contents and keys of positions,
+            "p2c" of queries of positions and keys of contents. Scores are divided by the root of their number, the
+            term of contents included.
+        shared: boolean attribute, whether positions have the projections of contents.
+        span: integer attribute, half of the number of relative embeddings.
+        dropout: the `nn.Dropout` of relative embeddings.
+        projections: otherwise, where positions have projections of queries and keys of their own.
+    """
+
+    enabled: str
+    terms: str
+    shared: str
+    span: str
+    dropout: str
+    projections: tuple[str, str]
+
+
+@dataclass(frozen=True)
 class Limits:
     """What cannot be done with a family.
 
     Args:
         no_pruning: why heads cannot be removed; empty where they can.
         no_dk: why queries and keys cannot be converted, though values can; empty where they can.
-        feed_forward_only: whether the module computes its scores itself, where that of `attention.forward` cannot
-            take over: only feed-forward blocks can be converted, and heads be neither read, masked nor removed.
+        feed_forward_only: why the forward pass of `attention.forward` cannot take over from a module that does not
+            call Transformers' attention interface: only feed-forward blocks can be converted, and heads be neither
+            read, masked nor removed. Empty where attention can be edited.
         undescribed: kind of attention that the paths do not fit → how it differs.
     """
 
     no_pruning: str = ""
     no_dk: str = ""
-    feed_forward_only: bool = False
+    feed_forward_only: str = ""
     undescribed: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -114,6 +138,7 @@ class AttentionFamily:
             because it does more in between, such as scaling or rotating queries.
         layout: how a module views the outputs of its projections.
         rotary: its rotary embedding; None without one.
+        relative: its relative embeddings that take part in products; None without.
         limits: what cannot be done with it.
         causal: whether self-attention is causal although its modules (`is_decoder` or `is_causal`) do not say so.
         key_bias: whether keys have a bias where queries have one.
@@ -132,6 +157,7 @@ class AttentionFamily:
     forward: Literal["stock", "plain", "scores"] = "stock"
     layout: Layout = Layout()
     rotary: Rotary | None = None
+    relative: RelativePositions | None = None
     limits: Limits = Limits()
     causal: bool = False
     key_bias: bool = True
@@ -142,7 +168,7 @@ NORMALISED = "queries and keys are normalised after their projection (QK-norm)"
 _ONE_BIAS = Limits(no_pruning="all layers share one position bias with a column for each head")
 _OWN_BIAS = Limits(no_pruning="its position bias has a column for each head")
 _ONE_COUNT = Limits(no_pruning="its config has one number of heads for all layers")
-_BLOCKS_ALONE = Limits(feed_forward_only=True)
+_BLOCKS_ALONE = Limits(feed_forward_only="it computes its scores itself")
 
 
 def _base(paths: Paths, **fields: Any) -> AttentionFamily:
@@ -210,6 +236,26 @@ _DETR = _base(  # positions are added to the inputs of queries and keys, not to 
 _BLIP_VISION = _base(_paths("qkv projection", "num_heads", "head_dim", scaling="scale"), limits=_BLOCKS_ALONE)
 _MPNET = _base(
     _paths("q k v o", "num_attention_heads", "attention_head_size", scaling=""), forward="scores", limits=_ONE_BIAS
+)
+_DEBERTA = _base(
+    _paths("query_proj key_proj value_proj ..output.dense", "num_attention_heads", "attention_head_size", scaling=""),
+    forward="scores",
+    relative=RelativePositions(
+        enabled="relative_attention",
+        terms="pos_att_type",
+        shared="share_att_key",
+        span="pos_ebd_size",
+        dropout="pos_dropout",
+        projections=("pos_query_proj", "pos_key_proj"),
+    ),
+)
+_DEBERTA_V1 = replace(
+    _with_paths(_DEBERTA, fused="in_proj"),
+    relative=None,
+    limits=Limits(
+        feed_forward_only="it computes its scores itself, adds biases of queries and values outside of its one layer "
+        "for queries, keys and values, and projects positions by layers of their own"
+    ),
 )
 _NOMIC = _base(
     _paths("q_proj k_proj v_proj o_proj", "config.num_attention_heads", "head_dim"),
@@ -362,6 +408,7 @@ _ROWS = (
     _row("SmolVLM vision", "smolvlm_vision", "SmolVLMVisionAttention", _CLIP, since="5.10"),
     _row("X-CLIP text", "xclip_text_model", "XCLIPAttention", _CLIP, causal=True, since="5.10"),
     # Modules that compute scores themselves: once edited, with the forward pass of `attention.forward`.
+    _row("DeBERTa v2", "deberta-v2", "DisentangledSelfAttention", _DEBERTA),
     _row("Megatron-BERT", "megatron-bert", "MegatronBertSelfAttention", _OWN_BERT),
     _row("MPNet", "mpnet", "MPNetSelfAttention", _MPNET, since="5.10"),
     _row("RemBERT", "rembert", "RemBertSelfAttention", _OWN_BERT),
@@ -369,6 +416,7 @@ _ROWS = (
     # Those that cannot be edited: only their feed-forward blocks are converted.
     _row("BLIP text", "blip_text_model", "BlipTextSelfAttention", _BERT_ALONE),
     _row("BLIP vision", "blip_vision_model", "BlipAttention", _BLIP_VISION),
+    _row("DeBERTa", "deberta", "DisentangledSelfAttention", _DEBERTA_V1),
     _row("MVP", "mvp", "MvpAttention", _BART_ALONE, since="5.5"),
     _row("Table Transformer", "table-transformer", "TableTransformerAttention", _BART_ALONE),
     _row("TAPAS", "tapas", "TapasSelfAttention", _BERT_ALONE),

@@ -176,6 +176,25 @@ class AttentionSite:
             return int(self.head_width * share)
         return int(self.part(family.rotary.width)) if family.rotary.width else self.head_width
 
+    @property
+    def has_positions(self) -> bool:
+        """Whether products with relative embeddings are terms of its scores."""
+        relative = self.family.relative
+        return relative is not None and self.part(relative.enabled) and score_terms(self.module, self.family) > 1
+
+    @property
+    def own_positions(self) -> str:
+        """Why heads have more than queries, keys and values, or "": positions have projections of their own."""
+        relative = self.family.relative
+        if relative is None or not self.has_positions or self.part(relative.shared):
+            return ""
+        return f"relative positions have projections of their own ({relative.shared} is false)"
+
+    @property
+    def no_dk(self) -> str:
+        """Why its queries and keys cannot be converted; empty where they can."""
+        return self.family.limits.no_dk or self.own_positions
+
     def part(self, path: str) -> Any:
         """Read an attribute by a path of the family's, such as `query`, `key`, `value` or `output`."""
         if path.startswith(".."):
@@ -226,6 +245,11 @@ class DenseSite(AttentionSite):
         """Return the query bias of each head, (H, d), or None where the projection has none."""
         bias = self.query.bias
         return None if bias is None else bias.detach().reshape(self.heads, self.head_width)
+
+    def key_bias(self) -> Tensor | None:
+        """Return the key bias of each head of keys, (Hkv, d), or None where the projection has none."""
+        bias = self.key.bias
+        return None if bias is None else bias.detach().reshape(self.key_value_heads, self.head_width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,7 +403,7 @@ def _site(
     heads = read(name, module, family, STOCK_HEADS if STOCK_HEADS in module.__dict__ else family.paths.heads, int)
     head_width = read(name, module, family, family.paths.head_width, int)
     path = "scaling" if hasattr(module, "scaling") else family.paths.scaling
-    scaling = float(read(name, module, family, path, (int, float))) if path else head_width**-0.5
+    scaling = float(read(name, module, family, path, (int, float))) if path else default_scaling(module, family)
     groups = read(name, module, family, family.paths.key_value_heads, int) if family.paths.key_value_heads else heads
     if groups < 1 or heads % groups:
         raise UnsupportedModelError(
@@ -398,6 +422,18 @@ def _site(
         key_value_heads=groups,
         reads_tokens=hasattr(getattr(owner, "config", None), "vocab_size"),
     )
+
+
+def score_terms(module: nn.Module, family: AttentionFamily) -> int:
+    """Return the number of terms by which a module scales its scores: 1, or up to 3 with relative embeddings."""
+    terms = [] if family.relative is None else attrgetter(family.relative.terms)(module)
+    return 1 + len({"c2p", "p2c"}.intersection(terms))
+
+
+def default_scaling(module: nn.Module, family: AttentionFamily) -> float:
+    """Return the factor of the scores of a stock module that holds none, 1/√(d · terms of the scores)."""
+    width: int = attrgetter(family.paths.head_width)(module)
+    return float((width * score_terms(module, family)) ** -0.5)
 
 
 def read(name: str, module: nn.Module, family: AttentionFamily, path: str, kind: Any) -> Any:
@@ -485,8 +521,8 @@ def find_dense_values(model: nn.Module, modules: str = "*") -> list[ValueSite]:
 
 
 def _dense_scores(site: AttentionSite) -> DenseSite:
-    if site.family.limits.no_dk:
-        _refuse_scores(site.name, site.module, site.family.limits.no_dk)
+    if site.no_dk:
+        _refuse_scores(site.name, site.module, site.no_dk)
     _refuse_undescribed(site)
     query = _projection(site, site.paths.query, site.heads)
     key = _projection(site, site.paths.key, site.key_value_heads)
@@ -531,11 +567,12 @@ def _refuse_quantized(path: str, weight: Tensor) -> None:
 
 
 def refuse_kept_attention(site: AttentionSite) -> None:
-    """Refuse an attention module that cannot be edited, because it computes its scores itself."""
+    """Refuse an attention module that cannot be edited."""
     if site.family.limits.feed_forward_only:
         raise UnsupportedModelError(
-            f"{site.name}: attention of {site.family.name} can be neither converted nor hooked, because it computes "
-            "its scores itself; convert feed-forward blocks alone (dff), and leave it out by modules or kinds"
+            f"{site.name}: attention of {site.family.name} can be neither converted nor hooked, because "
+            f"{site.family.limits.feed_forward_only}; convert feed-forward blocks alone (dff), and leave it out by "
+            "modules or kinds"
         )
 
 

@@ -8,6 +8,7 @@ their heads are only hooked.
 """
 
 import inspect
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import MethodType
 from typing import Any
@@ -15,7 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
+from collab_compress.architectures.sites import default_scaling
 from collab_compress.attention.projections import BY_CLASS, input_paths, refuse_dense, rows_of
+from collab_compress.attention.relative import Positions, read_positions, without_unused
 from collab_compress.attention.shared import scaling_of
 from collab_compress.transformers_parts import ALL_ATTENTION_FUNCTIONS, find_cache
 
@@ -24,15 +27,29 @@ DROPOUTS = ("attention_dropout", "dropout", "dropout_prob")
 MAY_OMIT_PROBS = ("MPNetSelfAttention", "VisualBertSelfAttention")  # return no None in place of probabilities
 
 
+def named_arguments(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of one call of a module, stock or edited, by their names."""
+    stock: Any = type(module)
+    names: tuple[str, ...] = getattr(module, "argument_names", None) or _argument_names(stock)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+@cache
+def _argument_names(stock: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(stock.forward).parameters)[1:]
+
+
 def forward(module: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Attend as the stock forward pass of the module, by this package's attention function."""
-    call = {**dict(zip(module.argument_names, args, strict=False)), **kwargs}
+    call = named_arguments(module, args, kwargs)
     hidden_states = call.pop("hidden_states")
     states = [call.pop(name, None) for name in STATES]
     mask, cache = call.pop("attention_mask", None), find_cache(call.values())
     if cache is not None:
         call = {name: value for name, value in call.items() if value is not cache}
     parts = _projected(module, hidden_states, next((part for part in states if part is not None), None), cache)
+    if module.family.relative is not None:
+        mask, call["positions"] = mask.bool(), _projected_positions(module, call)
     implementation = None
     if module.family.forward == "scores":
         implementation = "eager" if call.get("output_attentions") else "sdpa"
@@ -86,6 +103,27 @@ def _projected(
     return query, key, value
 
 
+def _projected_positions(module: Any, call: Mapping[str, Any]) -> Positions | None:
+    """Return the relative embeddings of a call, with their heads; None if no term needs any."""
+    positions, relative = read_positions(module, call), module.family.relative
+    if positions is None:
+        return None
+    positions = without_unused(positions)
+    embeddings = getattr(module, relative.dropout)(positions.embeddings)
+    if "qkv" in module._modules and getattr(module, relative.shared):
+        query, key, _ = module.qkv(embeddings).split(module.widths, -1)
+    else:
+        paths = input_paths(module)[:2] if getattr(module, relative.shared) else relative.projections
+        layers: list[Any] = [module._modules.get(path) for path in paths]
+        query, key = (None if layer is None else layer(embeddings) for layer in layers)
+    if "qk" in module._modules:
+        query, key = module.qk("heads", query.unsqueeze(1), key.unsqueeze(1), 1.0)
+    else:
+        heads = getattr(module, module.family.paths.heads)
+        query, key = (None if part is None else _viewed(part, heads) for part in (query, key))
+    return positions._replace(query=query, key=key)
+
+
 def _viewed(projected: Tensor, count: int) -> Tensor:
     return projected.unsqueeze(1) if count == 1 else projected.unflatten(-1, (count, -1)).transpose(1, 2)
 
@@ -101,7 +139,7 @@ def take_over_(module: Any) -> None:
     if not hasattr(stock, "stock_class"):
         _change_class_(module, edited_class(stock))
         if not hasattr(module, "scaling") and not hasattr(module, "scale"):
-            module.scaling = float(getattr(module, module.family.paths.head_width) ** -0.5)
+            module.scaling = default_scaling(module, module.family)
             module.made_scaling = True
 
 
@@ -127,7 +165,7 @@ def edited_class(stock: Any) -> type[nn.Module]:
     family = BY_CLASS[stock.__name__]
     attributes = {
         "forward": forward,
-        "argument_names": tuple(inspect.signature(stock.forward).parameters)[1:],
+        "argument_names": _argument_names(stock),
         "family": family,
         "head_hooks": None,
         "output_name": "" if family.paths.output.startswith("..") else family.paths.output,

@@ -20,7 +20,9 @@ from collab_compress.architectures.families import Layout
 from collab_compress.architectures.sites import fused_slice
 from collab_compress.errors import CheckpointError, CollabCompressError, UnsupportedModelError
 
-BY_CLASS = {name: row for row in FAMILIES.values() for name in row.attention_classes}
+BY_CLASS = {  # a name can be that of a class that cannot be edited too
+    name: row for row in FAMILIES.values() if not row.limits.feed_forward_only for name in row.attention_classes
+}
 
 
 class Rows(NamedTuple):

@@ -156,8 +156,9 @@ def attend(
         implementation: "eager", which returns probabilities too, "sdpa" for PyTorch's fused attention, or another
             that Transformers knows; by default the model's.
         options: `dropout`, `scaling` (default: the module's), `is_causal` (default: the module's), and
-            `position_bias`, added to the scores, broadcastable to (B, H, T, S). Others are ignored, as in stock
-            attention functions; an UnsupportedModelError is raised for those that change the scores.
+            `position_bias`, added to the scores, broadcastable to (B, H, T, S), or `positions` that make it
+            (`attention.relative`). Others are ignored, as in stock attention functions; an UnsupportedModelError is
+            raised for those that change the scores.
 
     Returns:
         Head outputs (B, T, H, dv), or side by side, (B, T, 1, H·dv), and probabilities after dropout (B, H, T, S), or
@@ -174,11 +175,15 @@ def attend(
     if not is_fused:
         outputs, probs = _attend_eager(module, parts, attention_mask, options, needs_probs)
         return outputs, probs if implementation == "eager" else None
+    p, scaling, heads = options.get("dropout", 0.0), _scaling(module, options), None
+    if options.get("positions") is not None:
+        heads = _ordinary_heads(module, parts, scaling)
+        options["position_bias"] = options["positions"].scores(*heads[:2], scaling)
     mask, causal = _whole_mask(module, attention_mask, query.shape[2], options)
-    p, scaling = options.get("dropout", 0.0), _scaling(module, options)
-    if not hooks and not p and key is not query and can_decode(query, key, value, mask):
-        return _attend_to_cache(module, parts, mask, scaling), None
-    heads = _ordinary_heads(module, parts, scaling)
+    if heads is None:
+        if not hooks and not p and key is not query and can_decode(query, key, value, mask):
+            return _attend_to_cache(module, parts, mask, scaling), None
+        heads = _ordinary_heads(module, parts, scaling)
     width, (query, key, value) = _value_width(module, heads[2]), _one_width(heads, 0)
     if causal and key.shape[2] > query.shape[2]:  # the room of a static cache that is still empty
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
@@ -208,6 +213,8 @@ def _attend_eager(
     query, key, value = _ordinary_heads(module, parts, _scaling(module, options))
     if qk is not None and qk.values is not None:  # what fused kernels are padded with
         query, key = query[..., : qk.config.width], key[..., : qk.config.width]
+    if options.get("positions") is not None:
+        options["position_bias"] = options["positions"].scores(query, key, _scaling(module, options))
     heads = query, key, value[..., : _value_width(module, value)]
     # Stock functions of some families scale by the width of a head, which a converted one does not have.
     stock = None if qk else getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)

@@ -246,7 +246,8 @@ class SharedQK(QKMap):
         """Return an uninitialised map and its projections, as `ConvertedMap.build`."""
         family = family_of(module)
         config.check_room(family)
-        sizes = {family.paths.query: (config.rank, False), family.paths.key: (config.key_channels, False)}
+        has_bias = family.relative is not None  # keys of one softmax are multiplied by several queries
+        sizes = {family.paths.query: (config.rank, False), family.paths.key: (config.key_channels, has_bias)}
         mixing, layers = uninitialised(module, sizes, (config.heads, config.reads), config.train_mixing)
         return cls(config, mixing), layers
 
@@ -261,6 +262,7 @@ class SharedQK(QKMap):
             site.key_heads(),
             config.rank,
             query_bias=site.query_bias(),
+            key_bias=site.key_bias() if site.has_positions else None,
             query_moments=query_moments,
             key_moments=key_moments,
             head_weights=head_weights,
@@ -285,6 +287,10 @@ class SharedQK(QKMap):
             key.weight[: self.config.rank].copy_(factors.key.T)
             if self.config.content_bias and factors.content_bias is not None:
                 key.weight[self.config.rank :].copy_(factors.content_bias)
+            if key.bias is not None:
+                key.bias.zero_()
+                if factors.key_bias is not None:
+                    key.bias[: self.config.rank].copy_(factors.key_bias)
 
     def factors(self, name: str, module: Any) -> Factors:
         """Return the factors of the attention module called `name`; `query` and `key` are views of its parameters.
@@ -293,18 +299,19 @@ class SharedQK(QKMap):
         """
         family, rank = family_of(module), self.config.rank
         query, bias = plain_rows(name, module, family.paths.query)
-        key, _ = plain_rows(name, module, family.paths.key)
+        key, key_bias = plain_rows(name, module, family.paths.key)
+        key_bias = None if family.relative is None or key_bias is None else key_bias[:rank]
         mixing, content = self.mixing_matrix().detach(), None
         if self.config.content_bias:
             content = key[rank:]
             if bias is not None and bool(bias.any()):
                 content = content + (mixing * bias) @ key[:rank]
-        return Factors(query.T, mixing, key[:rank].T, content)
+        return Factors(query.T, mixing, key[:rank].T, content, key_bias)
 
     def to_dense(self, site: Any, head_width: int | None) -> Layers:
         """Factor [T̂_i; v_iᵀ] of each head at the dense width, as `ConvertedMap.to_dense`.
 
-        That is exact if its rank is at most d.
+        That is exact if its rank is at most d. With a bias β of the keys, they get a further input, which is 1.
         """
         config, module = self.config, site.module
         width = config.head_width if head_width is None else head_width
@@ -316,17 +323,26 @@ class SharedQK(QKMap):
             content = factors.content_bias.to(place).double()
         if config.scale is not None:
             mixing, content = (part * (config.scale / module.stock_scaling) for part in (mixing, content))
-        query_weights, query_biases, key_weights = [], [], []
+        bias = None if factors.key_bias is None else factors.key_bias.to(place).double()
+        query_weights, query_biases, key_weights, key_biases = [], [], [], []
         lost = total = 0.0
         for head in range(config.heads):
             context = pad(query * mixing[head], (0, 1, 0, 1))  # (D+1, R+1)
             context[-1, -1] = 1.0
-            u, s, v = _svd(context, torch.cat([key, content[head, :, None]], 1))
+            keys = torch.cat([key, content[head, :, None]], 1)
+            if bias is not None:
+                keys = torch.cat([keys, pad(bias, (0, 1))[None]])  # (D+1, R+1)
+                # The softmax ignores the last entry: that of v_i as a sum of keys leaves the rank as it is.
+                used = mixing[head] != 0
+                keys[-1, -1] = torch.linalg.pinv(key[:, used]) @ content[head] @ bias[used]
+            u, s, v = _svd(context, keys)
             rank = min(width, len(s))
             lost, total = lost + float(s[rank:].square().sum()), total + float(s.square().sum())
             root = s[:rank].sqrt()
             left = pad(u[:, :rank] * root, (0, width - rank))  # (D+1, d)
-            key_weights.append(pad(v[:, :rank] * root, (0, width - rank)))  # (D, d)
+            right = pad(v[:, :rank] * root, (0, width - rank))  # (D, d), or (D+1, d)
+            key_weights.append(right[: len(key)])
+            key_biases.append(right.new_zeros(width) if bias is None else right[-1])
             query_weights.append(left[:-1])
             query_biases.append(left[-1])
         if total and (error := (lost / total) ** 0.5) > EXACT:
@@ -337,7 +353,7 @@ class SharedQK(QKMap):
             )
         family, (like, _) = site.family, projection_like(module, site.paths.query)
         query_bias = torch.cat(query_biases) if config.content_bias else None
-        key_bias = None if query_bias is None or not family.key_bias else torch.zeros_like(query_bias)
+        key_bias = torch.cat(key_biases) if config.content_bias and family.key_bias else None
         return {
             family.paths.query: copied(torch.cat(query_weights, 1).T, query_bias, like),
             family.paths.key: copied(torch.cat(key_weights, 1).T, key_bias, like),

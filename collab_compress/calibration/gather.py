@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from collab_compress.architectures import AttentionSite, DenseSite, Kind, ValueSite
+from collab_compress.attention.forward import named_arguments
+from collab_compress.attention.relative import PositionCounts, read_positions
 from collab_compress.errors import CalibrationError, HeadError
 from collab_compress.factorization import Moments
 from collab_compress.factorization.least_squares import ResidualMoments
@@ -289,16 +291,34 @@ class InputMoments:
         self._sites = sites
         self._sums = [[ResidualMoments() for _ in site.inputs] for site in sites]
         self._query_inputs: list[Tensor | None] = [None] * len(sites)  # of calls whose key projection is still to run
+        self._positions = {  # of sites whose projections read relative embeddings too
+            number: PositionCounts()
+            for number, site in enumerate(sites)
+            if isinstance(site, DenseSite) and site.has_positions
+        }
         self._hooks = ExitStack()
 
     def __enter__(self) -> Self:
         for number, site in enumerate(self._sites):
+            if number in self._positions:
+                add_call = partial(self._add_call, number)
+                self._hooks.enter_context(site.module.register_forward_pre_hook(add_call, with_kwargs=True))
+                continue
             for place, (projection, _) in enumerate(site.inputs):
                 self._hooks.enter_context(projection.register_forward_pre_hook(partial(self._add, number, place)))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._hooks.close()
+
+    def _add_call(self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Add the inputs (B, T, D) of one call of a module, and its relative embeddings."""
+        call = named_arguments(module, args, kwargs)
+        x, positions = call["hidden_states"], read_positions(module, call)
+        self._add(number, 0, module, (x,))
+        if positions is not None:
+            mask = resize_mask(masks_of(self._sites[number], self.masks).query, x.shape[1])
+            self._positions[number].add(positions, len(x), mask)
 
     def _add(self, number: int, place: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Add the inputs (B, T, D) of one call of a projection."""
@@ -316,8 +336,8 @@ class InputMoments:
 
     def moments(self) -> list[tuple[Moments, ...]]:
         """Return the moments of each site, as `gather_moments`; projections without sums share those of the first."""
-        moments = []
-        for site, (first, *others) in zip(self._sites, self._sums, strict=True):
+        moments: list[tuple[Moments, ...]] = []
+        for number, (site, (first, *others)) in enumerate(zip(self._sites, self._sums, strict=True)):
             if not first.count:
                 raise CalibrationError(
                     f"{site.name} saw no token during calibration; are all positions padding, or do the batches "
@@ -325,6 +345,9 @@ class InputMoments:
                 )
             try:
                 inputs = first.input_moments()
+                if number in self._positions:
+                    moments.append(self._positions[number].pooled(inputs))
+                    continue
                 moments.append((inputs, *(sums.input_moments() if sums.count else inputs for sums in others)))
             except ValueError as error:
                 raise CalibrationError(f"{site.name}: its inputs are not finite on the calibration data") from error

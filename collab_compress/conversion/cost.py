@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import KINDS, AttentionSite, Kind, find_attention
+from collab_compress.architectures.sites import score_terms
 from collab_compress.attention import NarrowConfig, QKConfig, RotaryConfig, SharedConfig, maps_of
 from collab_compress.attention.projections import width_in
 from collab_compress.conversion.feed_forward import FeedForward, block_shapes
@@ -138,7 +139,9 @@ def attention_costs(
     has_cache = site.kind != "encoder" and (not site.family.causal or hasattr(site.module, "layer_idx"))
     number_bytes = query.weight.element_size() if has_cache else 0
     cached_keys, cached_values = _cached_channels(site, qk.key_channels if qk else dense, ov.dv if ov else dense)
-    before, macs = dense_parameters(widths, channels, biases), dense_macs(widths, channels, length)
+    before = dense_parameters(widths, channels, biases)
+    macs = dense_macs(widths, channels, length) + position_macs(site, length, site.width)
+    macs_after = macs if qk is None else qk.macs(widths, length) + position_macs(site, length, qk.heads * qk.width)
     scores = PartCost(
         name=site.name,
         part="dk",
@@ -146,7 +149,7 @@ def attention_costs(
         parameters_before=before,
         parameters_after=qk.parameters(widths) if qk else before,
         macs_before=macs,
-        macs_after=qk.macs(widths, length) if qk else macs,
+        macs_after=macs_after,
         cache_before=dense * number_bytes,
         cache_after=cached_keys * number_bytes,
     )
@@ -192,6 +195,18 @@ def block_cost(model: PreTrainedModel, block: FeedForward, width: int | None, le
 def dense_parameters(widths: tuple[int, int], channels: tuple[int, int], biases: tuple[bool, bool]) -> int:
     """Return the parameters of dense projections from input widths to channels, with a bias or without."""
     return sum((width + bias) * count for width, count, bias in zip(widths, channels, biases, strict=True))
+
+
+def position_macs(site: AttentionSite, length: int, channels: int) -> int:
+    """Return the multiply-accumulates of contents and relative embeddings, of T tokens and all heads' channels.
+
+    Embeddings are projected once for all texts of a batch, which is not counted.
+    """
+    relative = site.family.relative
+    if relative is None or not site.has_positions:
+        return 0
+    embeddings = min(2 * int(site.part(relative.span)), 2 * length - 1)
+    return (score_terms(site.module, site.family) - 1) * length * embeddings * channels
 
 
 def dense_macs(widths: tuple[int, int], channels: tuple[int, int], length: int) -> int:

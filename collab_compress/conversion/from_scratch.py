@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from collab_compress.architectures import DenseSite, find_dense_attention
+from collab_compress.architectures.sites import score_terms
 from collab_compress.attention import ConvertedMap, MapConfig, SharedConfig, install_
 from collab_compress.attention.maps import Layers
 from collab_compress.conversion.cost import qk_config
@@ -75,7 +76,8 @@ def _build(site: DenseSite, attention: FromScratch) -> tuple[ConvertedMap, Layer
     dk = attention.dk
     config = replace(qk_config(site, dk, dk), train_mixing=attention.train_mixing)
     if isinstance(config, SharedConfig):
-        config = replace(config, scale=None if config.train_mixing else sqrt(site.heads / dk))
+        scale = sqrt(site.heads / (dk * score_terms(site.module, site.family)))
+        config = replace(config, scale=None if config.train_mixing else scale)
         start = concatenate_heads(site.heads, dk)
     elif dk > site.key_value_width:
         raise CompressionError(

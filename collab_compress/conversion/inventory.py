@@ -78,11 +78,11 @@ class Inventory:
         """The modules whose queries and keys can lose channels by measured loss, and why the others stay dense."""
         if any(maps_of(site.module)[0] is not None for site in self.attention):
             return [], CONVERTED
-        rotary = [site for site in self.attention if site.family.rotary]
-        others = len(rotary) < len(self.attention)
-        names = [site.name for site in rotary]
+        dense = [site for site in self.attention if site.family.rotary or site.no_dk]
+        others = len(dense) < len(self.attention)
+        names = [site.name for site in dense]
         sites = find_dense_attention(self.model, self.modules, names) if others else []
-        reasons = [site.family.limits.no_dk or ROTARY for site in rotary]
+        reasons = [site.no_dk or ROTARY for site in dense]
         return sites, ROTARY if ROTARY in reasons else (reasons or [""])[0]
 
     @cached_property
@@ -106,7 +106,9 @@ class Inventory:
     def refuse_all(self) -> None:
         """Refuse modules of which no width can be converted; raises as `tasks`."""
         narrowest = {
-            site.name: Compression(dk=None if site.family.rotary else site.heads, dv=site.key_value_heads)
+            site.name: Compression(
+                dk=None if site.family.rotary or site.no_dk else site.heads, dv=site.key_value_heads
+            )
             for site in self.attention
         }
         self.tasks(Compression(dk=1, dv=1), narrowest)

@@ -20,6 +20,7 @@ def factorize(
     rank: int,
     *,
     query_bias: Tensor | None = None,
+    key_bias: Tensor | None = None,
     query_moments: Moments | None = None,
     key_moments: Moments | None = None,
     head_weights: Tensor | None = None,
@@ -37,11 +38,17 @@ def factorize(
     by their covariance. Without a query bias there is no content bias, and queries are weighed by second moments,
     which leaves the mean query's part to the factors.
 
+    A bias $c_i$ of keys multiplies queries alone. Where the keys of one softmax meet different queries, as in
+    `attention.relative`, it is passed and approximated by a bias $\beta$ of the shared keys, by least squares of
+    $Q_i c_i - \tilde W_Q \,\mathrm{diag}(m_i)\, \beta$ over all heads, weighted alike. Elsewhere the softmax
+    ignores it.
+
     Args:
         query: $Q_i$, (H, Dq, d), any floating dtype.
         key: $K_i$, (H, Dk, d).
         rank: R, from 1 to H·d; at H·d the factors are the heads side by side.
         query_bias: $b_i$, (H, d), or None.
+        key_bias: $c_i$, (H, d), or None where the softmax ignores it.
         query_moments: moments of the query projection's inputs, width Dq, or None for no weighting there.
         key_moments: moments of the key projection's inputs, width Dk, or None for no weighting there.
         head_weights: $w_i > 0$, (H,): the error that is minimised is $\sum_i w_i^2 \|T_i - \hat T_i\|^2$, weighted
@@ -77,6 +84,8 @@ def factorize(
     if query_bias is not None:
         query_bias = _check_shape("query_bias", query_bias, (heads, width), device)
         content_bias = torch.einsum("hkd,hd->hk", tensor.key, query_bias)
+    if key_bias is not None:
+        key_bias = _check_shape("key_bias", key_bias, (heads, width), device)
     if head_weights is not None:
         head_weights = _check_shape("head_weights", head_weights, (heads,), device)
         if not bool((head_weights > 0).all()):
@@ -88,7 +97,13 @@ def factorize(
     if rank == tensor.full_rank and (reads is None or reads >= width):  # the heads side by side are exact
         mixing = torch.eye(heads, dtype=torch.float64, device=device).repeat_interleave(width, 1)
         return Factorization(
-            factors=Factors(tensor.flat_query.clone(), mixing, tensor.flat_key.clone(), content_bias),
+            factors=Factors(
+                tensor.flat_query.clone(),
+                mixing,
+                tensor.flat_key.clone(),
+                content_bias,
+                None if key_bias is None else key_bias.flatten(),
+            ),
             sweeps=0,
             converged=True,
             weight_error=0.0,
@@ -119,14 +134,26 @@ def factorize(
         mean = query_moments.mean.to(device).double()
         exact = torch.einsum("hkd,hd->hk", tensor.key, torch.einsum("hqd,q->hd", tensor.query, mean))
         content_bias = content_bias + exact - (factors.mixing * (mean @ factors.query)) @ factors.key.mT
+    if key_bias is not None:
+        scores = weighting.apply(tensor).query @ key_bias[..., None]  # S_Q·Q_i·c_i, (H, Dq, 1)
+        shared = factors.query if weighting.query is None else weighting.query @ factors.query
+        key_bias = _fit_key_bias(shared, factors.mixing, scores.squeeze(-1), head_weights)
     return Factorization(
-        factors=replace(factors, content_bias=content_bias),
+        factors=replace(factors, content_bias=content_bias, key_bias=key_bias),
         sweeps=solution.sweeps,
         converged=solution.converged,
         breakdowns=solution.breakdowns,
         weight_error=tensor.relative_error(factors),
         data_error=weighted.relative_error(solution.factors) if has_data else None,
     )
+
+
+def _fit_key_bias(query: Tensor, mixing: Tensor, wanted: Tensor, head_weights: Tensor | None) -> Tensor:
+    """Return the β (R,) with the least Σ w_i² ‖wanted_i − query · (m_i ∘ β)‖²; query (D, R), wanted (H, D)."""
+    weighted = mixing if head_weights is None else mixing * head_weights[:, None].square()
+    products = (weighted.mT @ mixing) * (query.mT @ query)
+    solution: Tensor = torch.linalg.pinv(products, rtol=1e-10, hermitian=True) @ (weighted * (wanted @ query)).sum(0)
+    return solution
 
 
 def _check_shape(name: str, values: Tensor, shape: tuple[int, ...], device: torch.device) -> Tensor:

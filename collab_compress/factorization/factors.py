@@ -38,6 +38,8 @@ class Factors:
         mixing: M, (H, R).
         key: $\tilde W_K$, (Dk, R).
         content_bias: vectors $v_i$ added to the scores as $v_i \cdot y$, (H, Dk), or None.
+        key_bias: bias $\beta$ of the shared keys, $y^\top \tilde W_K + \beta$, (R,), or None. It matters only where
+            the keys of one softmax are multiplied by different queries (`attention.relative`).
 
     Raises:
         ValueError: the shapes do not fit together.
@@ -52,6 +54,7 @@ class Factors:
     mixing: Tensor
     key: Tensor
     content_bias: Tensor | None = None
+    key_bias: Tensor | None = None
 
     def __post_init__(self) -> None:
         shapes = [tuple(factor.shape) for factor in (self.query, self.mixing, self.key)]
@@ -67,6 +70,8 @@ class Factors:
                 f"content bias does not fit the factors: got {tuple(self.content_bias.shape)}, "
                 f"expected (H, Dk) = {expected}"
             )
+        if self.key_bias is not None and tuple(self.key_bias.shape) != (self.rank,):
+            raise ValueError(f"key bias does not fit the factors: got {tuple(self.key_bias.shape)}, expected (R,)")
 
     @property
     def rank(self) -> int:
@@ -83,14 +88,15 @@ class Factors:
         lengths = torch.stack([factor.norm(dim=0) for factor in (self.query, self.mixing, self.key)])
         query, mixing, key = lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
         common = lengths.prod(0).sqrt()
+        bias = None if self.key_bias is None else self.key_bias * (common / key)
         return Factors(
-            self.query * (common / query), self.mixing / mixing, self.key * (common / key), self.content_bias
+            self.query * (common / query), self.mixing / mixing, self.key * (common / key), self.content_bias, bias
         )
 
     def to(self, dtype: torch.dtype) -> "Factors":
         """Return the factors in another dtype."""
-        bias = None if self.content_bias is None else self.content_bias.to(dtype)
-        return Factors(self.query.to(dtype), self.mixing.to(dtype), self.key.to(dtype), bias)
+        biases = (None if bias is None else bias.to(dtype) for bias in (self.content_bias, self.key_bias))
+        return Factors(self.query.to(dtype), self.mixing.to(dtype), self.key.to(dtype), *biases)
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,10 @@ class Moments:
             raise ValueError("moments are not finite: got nan or inf; check the calibration inputs")
 
     @classmethod
-    def of(cls, inputs: Tensor) -> Self:
+    def of(cls, inputs: Tensor, weights: Tensor | None = None) -> Self:
         """Return the moments of vectors (..., D), in float64 (on the CPU where their device has none).
+
+        Weights (...) say how often each vector occurs; without them, once.
 
         Raises:
             ValueError: there is no vector, or a value is not finite.
@@ -54,7 +56,20 @@ class Moments:
         if not inputs.ndim or not inputs.shape[-1]:
             raise ValueError(f"moments are of vectors: got shape {tuple(inputs.shape)}, expected (..., D)")
         vectors = inputs.reshape(-1, inputs.shape[-1]).to(float64_device(inputs.device)).double()
-        return cls(vectors.mean(0), vectors.mT @ vectors / len(vectors), float(len(vectors)))
+        if weights is None:
+            return cls(vectors.mean(0), vectors.mT @ vectors / len(vectors), float(len(vectors)))
+        counts = weights.reshape(-1).to(vectors)
+        total = float(counts.sum())
+        return cls(counts @ vectors / total, vectors.mT @ (vectors * counts[:, None]) / total, total)
+
+    def combined(self, other: Self) -> Self:
+        """Return the covariance of the sum of two independent vectors, with the average of their means.
+
+        For a score with a term of each vector, and a content bias in each term. The count is that of the first.
+        """
+        mean = (self.mean + other.mean.to(self.mean)) / 2
+        covariance = self.covariance() + other.covariance().to(self.second)
+        return type(self)(mean, covariance + torch.outer(mean, mean), self.count)
 
     @property
     def width(self) -> int:

@@ -302,6 +302,7 @@ def _keep(site: AttentionSite, removed: Sequence[int], shared: Collection[int]) 
             f"{site.heads} heads share {site.key_value_heads} heads of keys and values, so none can be removed "
             f"alone; {masks}",
         ),
+        (site.own_positions, f"heads cannot be removed, because {site.own_positions}; {masks}"),
         (
             family.paths.fused and is_converted(site.module),
             f"it is converted, and {family.name} has one layer for queries, keys and values; remove heads first, "

@@ -50,6 +50,10 @@ def head_blocks(site: AttentionSite, head: int) -> list[HeadBlock]:
             f"{site.name}: {site.heads} heads share {site.key_value_heads} heads of keys and values, so they "
             "cannot be swapped alone; rotate heads of a model without grouped queries"
         )
+    if site.own_positions:
+        raise HeadError(
+            f"{site.name}: {site.own_positions}, so heads cannot be swapped; rotate those of other models"
+        )
     family = site.family
     blocks = []
     for converted, dense_paths in zip(

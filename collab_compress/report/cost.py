@@ -78,7 +78,7 @@ def cost(inventory: Inventory, options: ReportOptions, label: Label, progress: P
     converted = any(is_converted(site.module) for site in sites)
     given = {} if converted else {part: getattr(options, part) for part in ("dk", "dv") if getattr(options, part)}
     if not converted and not given:
-        part = "dv" if any(site.family.limits.no_dk for site in sites) else "dk"
+        part = "dv" if any(site.no_dk for site in sites) else "dk"
         given[part] = max(1, min(site.key_value_width for site in sites) // 3)
     dff = options.dff
     costs = analysis.part_costs(model, LENGTH, **given)

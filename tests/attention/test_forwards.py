@@ -15,7 +15,7 @@ from collab_compress.attention.forward import edited_class
 from collab_compress.heads import Recorder, masks_without
 from collab_compress.transformers_parts import CACHE_NAME
 
-NAMES = ("mpnet", "rembert")
+NAMES = ("deberta-v2", "mpnet", "rembert")
 
 
 @pytest.fixture(params=NAMES)
@@ -108,8 +108,9 @@ def test_hooks_of_accelerate_stay(model, ids):
     assert not torch.allclose(hooked, before, atol=1e-3)
 
 
-def test_they_compile(ids):
-    model = build("mpnet")
+@pytest.mark.parametrize("name", ["deberta-v2", "mpnet"])
+def test_they_compile(name, ids):
+    model = build(name)
     compress(model, Compression(dk=7, dv=9), calibration=None)
     expected = run(model, ids)
     torch.testing.assert_close(

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from collab_compress import Compression, compress
 
 SHAPES = [(1, 9), (3, 9), (2, 14), (4, 30)]  # batch, length; rows of a batch end in padding
-OTHERS = ("gpt2", "t5", "vit")  # heads in one layer with values; a position bias and no content bias; images
+# Relative embeddings; heads in one layer with values; a position bias and no content bias; images.
+OTHERS = ("deberta-v2", "gpt2", "t5", "vit")
 OF_BERT = {
     "some channels": Compression(dk=13, head_dim=5),
     "narrow": Compression(dk=8, dv=12),

@@ -36,6 +36,7 @@ def test_full_rank_is_exact(shape, weighted, biased, more):
     assert result.sweeps == 0
     assert result.weight_error == 0.0
     assert result.data_error == (0.0 if weighted else None)
+    assert result.factors.key_bias is None
     if bias is None:
         assert result.factors.content_bias is None
     else:
@@ -218,3 +219,31 @@ def test_head_weights_weigh_the_squared_errors_of_heads(reads):
 
     weighted = (weights.double().square() * errors(solution)).sum()
     assert weighted < (weights.double().square() * errors(plain)).sum()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("rank", [4, 12])
+def test_the_bias_of_shared_keys_is_that_of_least_squares(rank, weighted):
+    tensor = make_heads(3, 9, 7, 4)
+    bias, heads = bias_of(tensor), torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
+    options = {}
+    if weighted:
+        options = {"query_moments": Moments.of(sample(30, 9, 1)), "head_weights": heads}
+    result = factorize(
+        tensor.query, tensor.key, rank, query_bias=bias_of(tensor, 1), key_bias=bias, reads=4, **options
+    )
+    factors = result.factors
+    root = torch.eye(9, dtype=torch.float64)
+    if weighted:
+        root = Weighting.of(options["query_moments"], None, damping=1e-3, centre_query=True).query
+    scales = heads if weighted else torch.ones_like(heads)
+    rows = [w * root @ (factors.query * mixing) for w, mixing in zip(scales, factors.mixing, strict=True)]
+    wanted = [w * root @ query @ b for w, query, b in zip(scales, tensor.query, bias, strict=True)]
+    expected = torch.linalg.lstsq(torch.cat(rows), torch.cat(wanted)).solution
+    torch.testing.assert_close(factors.key_bias, expected, rtol=1e-6, atol=1e-8)
+    if rank == 12:
+        torch.testing.assert_close(factors.key_bias, bias.flatten())
+    torch.testing.assert_close(
+        factors.normalised().key_bias / factors.normalised().key.norm(dim=0),
+        factors.key_bias / factors.key.norm(dim=0),
+    )

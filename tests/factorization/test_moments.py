@@ -20,6 +20,23 @@ def test_moments_of_batches_flatten_leading_positions_to_float64():
     assert moments.count == 6
 
 
+def test_weights_say_how_often_a_vector_occurs():
+    inputs = sample(4, 3, 0)
+    weighted = Moments.of(inputs, torch.tensor([1, 0, 3, 2]))
+    repeated = Moments.of(inputs[[0, 2, 2, 2, 3, 3]])
+    torch.testing.assert_close(weighted.mean, repeated.mean)
+    torch.testing.assert_close(weighted.second, repeated.second)
+    assert weighted.count == 6
+
+
+def test_combined_moments_have_the_covariance_of_a_sum_and_the_average_mean():
+    one, other = Moments.of(sample(9, 3, 0)), Moments.of(sample(5, 3, 1) + 100)
+    both = one.combined(other)
+    torch.testing.assert_close(both.mean, (one.mean + other.mean) / 2)
+    torch.testing.assert_close(both.covariance(), one.covariance() + other.covariance(), atol=1e-6, rtol=1e-6)
+    assert both.count == 9
+
+
 def test_bad_moments_are_refused():
     with pytest.raises(ValueError, match=r"moments do not fit together: got mean \(2,\) and second \(3, 3\)"):
         Moments(torch.ones(2), torch.ones(3, 3), 1)

@@ -10,8 +10,8 @@ from tiny_families import TINIES
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-STRUCTURES = ("albert", "bert-cross", "clip", "detr", "gpt2", "llama", "marian", "mobilebert", "musicgen_decoder")
-STRUCTURES += ("t5", "vit", "whisper")
+STRUCTURES = ("albert", "bert-cross", "clip", "deberta-v2", "detr", "gpt2", "llama", "marian", "mobilebert")
+STRUCTURES += ("musicgen_decoder", "t5", "vit", "whisper")
 
 
 def pytest_configure(config: pytest.Config) -> None:

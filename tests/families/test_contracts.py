@@ -34,7 +34,9 @@ def check_kinds(kin, model):
     assert tuple(site.kind for site in sites) == TINIES[kin].kinds
     for site in sites:
         assert (site.heads, site.head_width) == (3, 8)
-        assert site.scaling == pytest.approx(1.0 if kin == "esm" or "d_kv" in TINIES[kin].settings else 8**-0.5)
+        terms = 3 if kin == "deberta-v2" else 1
+        scaling = 1.0 if kin == "esm" or "d_kv" in TINIES[kin].settings else (8 * terms) ** -0.5
+        assert site.scaling == pytest.approx(scaling)
         for path in (site.paths.query, site.paths.key, site.paths.value, site.paths.output):
             assert site.part(path).weight.numel() >= 24 * 24
 
@@ -80,8 +82,8 @@ class Reconstruction:
 
     needs_probs = True
 
-    def __init__(self, model, bias):
-        self.bias, self.checked, self.read = bias, set(), {}
+    def __init__(self, model, bias, queries=...):
+        self.bias, self.queries, self.checked, self.read = bias, queries, set(), {}
         self.factors = read_factors(model)
         self.names = {module: name for name, module in model.named_modules() if name in self.factors}
         for module in self.names:
@@ -91,20 +93,24 @@ class Reconstruction:
                 layer.register_forward_pre_hook(self.noted(module, path))
 
     def noted(self, module, path):
-        return lambda _, args: self.read.__setitem__((module, path), args[0])
+        def note(_, args):
+            self.read.setdefault((module, path), args[0])  # relative embeddings come later, if there are any
+
+        return note
 
     def __call__(self, outputs, call):
         module, f = call.module, self.factors[self.names[call.module]]
-        query, key = (self.read[module, path] for path in input_paths(module)[:2])
+        query, key = (self.read.pop((module, path)) for path in input_paths(module)[:2])
         for head in range(len(f.mixing)):
             scores = scaling_of(module) * (query @ ((f.query * f.mixing[head]) @ f.key.T) @ key.mT)  # (B, T, S)
             if f.content_bias is not None:
                 scores = scores + scaling_of(module) * (key @ f.content_bias[head])[:, None]
             if self.bias is not None:
-                scores = scores + self.bias(module, scores.shape)[:, head]
+                scores = scores + self.bias(module, scores.shape, query)[:, head]
             scores = scores.masked_fill(call.probs[:, head] == 0, -torch.inf)
             expected = scores.softmax(-1) @ call.value[:, head]
-            torch.testing.assert_close(outputs[:, :, head], expected, atol=1e-9, rtol=1e-7)
+            actual = outputs[:, :, head]
+            torch.testing.assert_close(actual[self.queries], expected[self.queries], atol=1e-9, rtol=1e-7)
         self.checked.add(self.names[module])
         return outputs
 
@@ -121,24 +127,44 @@ def t5_bias(model, _):
             if module.has_relative_attention_bias:
                 first[stack] = module
             owners[module] = first[stack]
-    return lambda module, shape: (
+    return lambda module, shape, _: (
         owners[module].compute_bias(*shape[1:]) if module in owners else torch.zeros(1, 3, 1, 1)
     )
 
 
 def mpnet_bias(model, _):
     """Return MPNet's score bias, one for all layers."""
-    return lambda module, shape: model.encoder.compute_position_bias(torch.empty(*shape[:2], 1))
+    return lambda module, shape, _: model.encoder.compute_position_bias(torch.empty(*shape[:2], 1))
 
 
 def beit_bias(model, _):
     """Return BEiT's score bias, one for each pair of the four patches and the class token."""
     layers = {layer.attention: layer for layer in model.layers}
-    return lambda module, _: layers[module].relative_position_bias((2, 2))
+    return lambda module, *_: layers[module].relative_position_bias((2, 2))
+
+
+def deberta_bias(model, _):
+    """Return DeBERTa's terms with relative embeddings, in which biases of queries and keys take part."""
+    embeddings, factors = model.encoder.get_rel_embedding(), read_factors(model)
+    names = {module: name for name, module in model.named_modules() if name in factors}
+
+    def bias(module, shape, x):
+        f, heads = factors[names[module]], []
+        at = model.encoder.get_rel_pos(x)[0] + module.pos_ebd_size
+        r = embeddings[at.clamp(0, 2 * module.pos_ebd_size - 1)]  # (T, S, D)
+        for mixing, content in zip(f.mixing, f.content_bias, strict=True):
+            query = f.query * mixing
+            to_position = torch.einsum("btd,tsd->bts", x @ query @ f.key.T, r) + r @ content
+            to_content = torch.einsum("tsd,bsd->bts", r @ query @ f.key.T, x) + (x @ content)[:, None]
+            heads.append(to_position + to_content + r @ query @ f.key_bias)
+        return scaling_of(module) * torch.stack(heads, 1)
+
+    return bias
 
 
 T5_BIAS = ("t5", "mt5", "umt5", "switch_transformers", "pix2struct_text_model")
 BIASES = dict.fromkeys(T5_BIAS, t5_bias) | {"beit": beit_bias, "mpnet": mpnet_bias}
+BIASES["deberta-v2"] = deberta_bias
 
 
 def check_costs(model):
@@ -184,7 +210,8 @@ def test_patterns_and_cost_of_a_report_are_measured_or_left_out(name):
 def test_low_rank_follows_the_formula(kin):
     model = build_low(kin).double()
     batch = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in inputs(kin).items()}
-    oracle = Reconstruction(model, BIASES[kin](model, batch) if kin in BIASES else None)
+    queries = batch["attention_mask"].bool() if kin == "deberta-v2" else ...  # whose padding sees all keys alike
+    oracle = Reconstruction(model, BIASES[kin](model, batch) if kin in BIASES else None, queries)
     with torch.no_grad():
         model(**batch)
     assert oracle.checked == set(read_factors(model))

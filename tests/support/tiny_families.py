@@ -37,6 +37,8 @@ SOUNDS_AND_SHAPES = {**ENCODER, "pronunciation_vocab_size": 8, "pronunciation_em
 SOUNDS_AND_SHAPES |= {"shape_vocab_size": 8, "shape_embed_dim": 4}
 MUSIC = {**ENCODER, "ffn_dim": 32, "num_codebooks": 1, "initializer_factor": 0.4}
 LLAMA = {**ENCODER, "num_key_value_heads": HEADS}
+DEBERTA = {**ENCODER, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False}
+DEBERTA_V3 = {**DEBERTA, "share_att_key": True, "position_buckets": 4, "norm_rel_ebd": "layer_norm"}
 OPT = sized("hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings", "init_std")
 GPT2 = sized("n_embd", "n_head", "n_layer", "n_positions")
 XGLM = sized("d_model", "attention_heads", "num_layers", "max_position_embeddings", "init_std")
@@ -222,6 +224,7 @@ TINIES = {
     ),
     "camembert": Tiny("Camembert", ENCODER, SELF, copy_of="roberta"),
     "deit": Tiny("DeiT", IMAGES, SELF, images, copy_of="vit"),
+    "deberta-v2": Tiny("DebertaV2", DEBERTA_V3, SELF),
     "distilbert": Tiny("DistilBert", DISTILBERT, SELF, hidden_dim=32),
     "electra": Tiny("Electra", ENCODER, SELF, copy_of="bert", embedding_size=12),
     "gpt2": Tiny("GPT2", GPT2, CAUSAL, generates=HEADED),
@@ -342,6 +345,7 @@ TINIES = {
 BLOCKS_ALONE = {
     "blip_text_model": Tiny("BlipText", ENCODER, BLIP_KINDS, with_states, encoder_hidden_size=WIDTH, is_decoder=True),
     "blip_vision_model": Tiny("BlipVision", IMAGES, SELF, images),
+    "deberta": Tiny("Deberta", DEBERTA, SELF),
     "mvp": Tiny("Mvp", TRANSLATOR, ALL, pairs),
     "table-transformer": Tiny("TableTransformer", DETECTOR, DETECTING, scenes),
     "tapas": Tiny("Tapas", ENCODER, SELF),

@@ -17,6 +17,10 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    DebertaConfig,
+    DebertaForMaskedLM,
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -122,6 +126,17 @@ def masked(tokenizer):
     return BertForMaskedLM(BertConfig(**SMALL, **sizes(tokenizer)))
 
 
+POSITIONS = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "share_att_key": True}
+
+
+def relative(tokenizer):
+    return DebertaV2ForMaskedLM(DebertaV2Config(**SMALL, **POSITIONS, **sizes(tokenizer)))
+
+
+def of_first_deberta(tokenizer):
+    return DebertaForMaskedLM(DebertaConfig(**SMALL, **POSITIONS, **sizes(tokenizer)))
+
+
 def tied(tokenizer):
     model = GPT2LMHeadModel(GPT2Config(n_embd=WIDTH, n_head=HEADS, n_layer=2, n_positions=80, **sizes(tokenizer)))
     model.generation_config.bad_words_ids = [[7], [9, 11]]
@@ -156,6 +171,8 @@ def biased(tokenizer):
 
 CASES = {
     "masked": ("WordPiece", masked),
+    "relative": ("Unigram", relative),
+    "first DeBERTa": ("bytes", of_first_deberta),
     "tied": ("bytes", tied),
     "untied": ("fallback", untied),
     "shared": ("Unigram", shared),
