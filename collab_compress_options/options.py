@@ -215,7 +215,7 @@ class CalibrationOptions:
 
     length: Annotated[int | None, tyro.conf.arg(metavar="T")] = None
     """Tokens of a random sequence (8 to 128 if not given), or of a text at most (the model's limit if not given):
-    longer ones become several passages, and pairs are cut."""
+    longer ones become several passages, and pairs are cut, or read in windows by a question-answering model."""
 
     def __post_init__(self) -> None:
         check_counts(self, CalibrationError, "sequences", "length")

@@ -29,7 +29,10 @@ from transformers import (
     BartConfig,
     BartModel,
     BertConfig,
+    BertForQuestionAnswering,
     BertForSequenceClassification,
+    BertForTokenClassification,
+    BertPreTrainedModel,
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -116,6 +119,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, minilm_path: Path, minilm_t
     converted = tiny_classifier(vocabulary)
     compress(converted, Compression(dk=128), "synthetic", minilm_tokenizer)
     models["my-classifier-128"] = converted
+    models["my-tagger"] = tiny_classifier(vocabulary, BertForTokenClassification)
+    models["my-reader"] = tiny_classifier(vocabulary, BertForQuestionAnswering)
     for name, model in models.items():
         model.save_pretrained(folder / name)
         minilm_tokenizer.save_pretrained(folder / name)
@@ -126,9 +131,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, minilm_path: Path, minilm_t
     return folder
 
 
-def tiny_classifier(vocabulary: int) -> BertForSequenceClassification:
+def tiny_classifier(
+    vocabulary: int, model_class: type[BertPreTrainedModel] = BertForSequenceClassification
+) -> BertPreTrainedModel:
     sizes = {"hidden_size": 12 * 12, "intermediate_size": 32, "num_hidden_layers": 1}
-    return BertForSequenceClassification(BertConfig(vocab_size=vocabulary, num_attention_heads=4, **sizes))
+    return model_class(BertConfig(vocab_size=vocabulary, num_attention_heads=4, **sizes))
 
 
 def write_whisper(folder: Path) -> None:

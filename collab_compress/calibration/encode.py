@@ -1,7 +1,7 @@
 """Texts as batches of a model's tokens: what fits into it, the special tokens around texts, padding."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from math import inf
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
 
 from collab_compress.calibration.batches import batch_size, shuffled
 from collab_compress.calibration.files import Text
@@ -18,6 +19,7 @@ from collab_compress.calibration.gather import Batch, forward_arguments, takes_a
 from collab_compress.errors import CalibrationError, one_line
 
 UNLIMITED = 10**9  # tokenizers without a limit have a larger model_max_length
+STRIDE = 128  # tokens that two windows of a question's passage share, as in the example of Transformers
 PROBES = 50  # texts tried to find out which special tokens a tokenizer adds
 
 
@@ -34,8 +36,9 @@ def text_batches(
 ) -> Encoded:
     """Tokenize texts in batches of similar length, in random order.
 
-    A text of more than `length` tokens becomes several passages. A pair is cut, as is a text where the tokenizer is
-    written in Python and cannot divide it.
+    A text of more than `length` tokens becomes several passages. A pair is cut, but a question-answering model reads
+    the second text in overlapping windows, each after the first text, the question. A tokenizer that is written in
+    Python cannot divide texts: they are cut.
     """
     translates = model.config.is_encoder_decoder
     singles = [text for text in texts if isinstance(text, str)]
@@ -59,23 +62,51 @@ def _encoder_batches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], length: int | None
 ) -> Encoded:
     """Return batches of texts, or of pairs of texts."""
-    limit: dict[str, Any] = {} if length is None else {"truncation": True, "max_length": length}
-    divides = bool(limit) and tokenizer.is_fast and isinstance(texts[0], str)
-    encoded = encode(tokenizer, list(texts), return_overflowing_tokens=divides, **limit)
-    origins = Counter(encoded.pop("overflow_to_sample_mapping", ()))  # text → number of its passages
-    rows = encoded["input_ids"]
-    order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+    rows: dict[str, list[list[int]]] = {}
+    divided = cut = 0
+    for group, options in _truncations(model, tokenizer, texts, length):
+        encoded = encode(tokenizer, group, **options)
+        origins = Counter(encoded.pop("overflow_to_sample_mapping", ()))  # text → number of its passages
+        divided += sum(count > 1 for count in origins.values())
+        if options and not origins and max(map(len, encoded["input_ids"])) == length:
+            uncut = encode(tokenizer, group, verbose=False)["input_ids"]
+            cut += sum(len(row) > length for row in uncut)
+        for name, values in encoded.items():
+            rows.setdefault(name, []).extend(values)
+    ids = rows["input_ids"]
+    order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
     columns = {
         name: [torch.tensor(values[row], dtype=torch.long, device="cpu") for row in order]
-        for name, values in encoded.items()
+        for name, values in rows.items()
         if takes_argument(model, name)
     }
-    cut = 0
-    if limit and not divides and len(rows[order[-1]]) == length:
-        uncut = encode(tokenizer, list(texts), verbose=False)["input_ids"]
-        cut = sum(len(row) > length for row in uncut)
-    divided = sum(count > 1 for count in origins.values())
     return Encoded(pad(columns, "attention_mask", tokenizer), divided, cut)
+
+
+def _truncations(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], length: int | None
+) -> Iterator[tuple[list[Text], dict[str, Any]]]:
+    """Yield groups of the texts, each with the options by which its long texts are divided or cut."""
+    if length is None:
+        yield list(texts), {}
+        return
+    limit: dict[str, Any] = {"truncation": True, "max_length": length}
+    is_single = isinstance(texts[0], str)
+    if is_single or not (tokenizer.is_fast and is_one_of(model, MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES)):
+        yield list(texts), limit | {"return_overflowing_tokens": is_single and tokenizer.is_fast}
+        return
+    questions = encode(tokenizer, [text[0] for text in texts], add_special_tokens=False, verbose=False)["input_ids"]
+    room = length - tokenizer.num_special_tokens_to_add(pair=True)
+    groups: dict[int | None, list[Text]] = {}  # stride, or None where the question leaves no room → pairs
+    for text, question in zip(texts, questions, strict=True):
+        left = room - len(question)
+        groups.setdefault(min(STRIDE, left // 2) if left > 0 else None, []).append(text)
+    for stride, group in groups.items():
+        if stride is None:
+            yield group, limit
+        else:
+            windows = {"truncation": "only_second", "stride": stride, "return_overflowing_tokens": True}
+            yield group, limit | windows
 
 
 def _source_target_batches(
@@ -185,6 +216,11 @@ def reads_tokens_alone(model: PreTrainedModel) -> bool:
     """Return whether tokens are all that a model reads: no images or sounds, alone or with them."""
     has_towers = all(hasattr(model.config, name) for name in ("text_config", "vision_config"))
     return model.main_input_name == "input_ids" and not has_towers
+
+
+def is_one_of(model: PreTrainedModel, classes: Mapping[str, Any]) -> bool:
+    """Return whether a model is of a class that Transformers lists for a task, or of a subclass."""
+    return any(class_.__name__ in classes.values() for class_ in type(model).__mro__)
 
 
 def vocabulary_size(model: PreTrainedModel, target: bool = False) -> int | None:

@@ -68,9 +68,10 @@ def calibration_batches(
             of texts, a folder of documents, or a column of a file or a data set (`read_texts`), texts or text pairs
             (a list, a NumPy array, a column of a pandas table or of a `datasets` data set), or ready batches (a list,
             a `DataLoader`), which are all that a model of images or sounds can be calibrated on. A text that is
-            longer than `length` becomes several passages; a pair is cut. For an encoder–decoder a pair is a source
-            and a target, which the decoder reads shifted to the right, as in training. A tuple is several of these
-            together, as ("builtin", "docs.txt"): all sequences of all of them, in random order.
+            longer than `length` becomes several passages; a pair is cut, but for a question-answering model its
+            second text is read in overlapping windows, each after the question. For an encoder–decoder a pair is a
+            source and a target, which the decoder reads shifted to the right, as in training. A tuple is several of
+            these together, as ("builtin", "docs.txt"): all sequences of all of them, in random order.
         model: the model they are for; limits the vocabulary and the length.
         tokenizer: needed unless data are ready batches or none; or the processor that holds it.
         sequences: number of random sequences, 384 by default, or 128 of one length; of generated texts, 256 by

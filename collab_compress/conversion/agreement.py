@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import sample_sequences, sequence_count
-from collab_compress.calibration.encode import reads_tokens_alone, vocabulary_size
+from collab_compress.calibration.encode import is_one_of, reads_tokens_alone, vocabulary_size
 from collab_compress.conversion.data import Data
 from collab_compress.conversion.output_error import Outputs, measure_output_error, read_outputs, token_mask
 from collab_compress.conversion.report import Agreement, OutputError
@@ -150,16 +150,16 @@ def _kind(model: PreTrainedModel, batch: Batch, outputs: Outputs, reading: Readi
         return _kind_of_classifier(model, logits.shape[1])
     if not of_tokens or not reads_tokens_alone(model):
         return None
-    if _is_one_of(model, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES):
+    if is_one_of(model, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES):
         return "labels of tokens"
     if model.config.is_encoder_decoder:
-        return "next tokens" if _is_one_of(model, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES) else None
+        return "next tokens" if is_one_of(model, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES) else None
     kinds = _attention_kinds(model)
-    if kinds == {"encoder"} and _is_one_of(model, MODEL_FOR_MASKED_LM_MAPPING_NAMES):
+    if kinds == {"encoder"} and is_one_of(model, MODEL_FOR_MASKED_LM_MAPPING_NAMES):
         token, size = getattr(reading.tokenizer, "mask_token_id", None), vocabulary_size(model)
         return None if token is None or (size is not None and token >= size) else "masked tokens"
     is_causal = "decoder" in kinds and "encoder" not in kinds
-    return "next tokens" if is_causal and _is_one_of(model, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) else None
+    return "next tokens" if is_causal and is_one_of(model, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) else None
 
 
 def _kind_of_classifier(model: PreTrainedModel, labels: int) -> str | None:
@@ -169,11 +169,6 @@ def _kind_of_classifier(model: PreTrainedModel, labels: int) -> str | None:
     if labels == 1:
         return "scores"
     return None if problem == "regression" else "classes"
-
-
-def _is_one_of(model: PreTrainedModel, classes: Mapping[str, Any]) -> bool:
-    """Return whether a model is of a class that Transformers lists for a task, or of a subclass."""
-    return any(class_.__name__ in classes.values() for class_ in type(model).__mro__)
 
 
 def _attention_kinds(model: PreTrainedModel) -> set[str]:

@@ -1,10 +1,17 @@
-"""Sources and targets of encoder–decoders: the decoder reads what it reads in training with labels."""
+"""Pairs of texts: targets as an encoder–decoder reads them in training, passages in windows after their question."""
 
 import pytest
 import torch
 from tiny_families import build
+from tiny_words import unpadded_rows
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertTokenizerLegacy,
+    PreTrainedTokenizerFast,
+)
 
 from collab_compress import CalibrationError, Compression, Solver, compress
 from collab_compress.calibration import calibration_batches
@@ -108,3 +115,73 @@ def test_a_start_token_that_is_not_set_is_named(tokenizer):
     model.config.decoder_start_token_id = None
     with pytest.raises(CalibrationError, match=r"the texts cannot be encoded: .*decoder_start_token_id"):
         calibration_batches(PAIRS, model, tokenizer)
+
+
+QUESTION, PASSAGE = "who plays the guitar?", " ".join(f"word {number}" for number in range(300))
+
+
+def bert(model_class, tokenizer, positions):
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 1, "intermediate_size": 32}
+    return model_class(BertConfig(vocab_size=len(tokenizer), max_position_embeddings=positions, **sizes))
+
+
+def windows(tokenizer, question, passage, length, stride):
+    """Return token ids and token types of the windows of a passage, by slicing."""
+    first, second = (
+        tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in (question, passage)
+    )
+    room, start, rows = length - 3 - len(first), 0, []
+    while True:
+        part = second[start : start + room]
+        ids = [tokenizer.cls_token_id, *first, tokenizer.sep_token_id, *part, tokenizer.sep_token_id]
+        rows.append((ids, [0] * (len(first) + 2) + [1] * (len(part) + 1)))
+        if start + room >= len(second):
+            return rows
+        start += room - stride
+
+
+@pytest.mark.parametrize(("length", "stride"), [(384, 128), (64, 28), (9, 0)])  # the question has 5 tokens
+def test_a_passage_is_read_in_windows_after_its_question(minilm_tokenizer, caplog, length, stride):
+    model = bert(BertForQuestionAnswering, minilm_tokenizer, length)
+    pairs = [(QUESTION, PASSAGE), ("who?", "me")]
+    expected = windows(minilm_tokenizer, *pairs[0], length, stride)
+    expected += windows(minilm_tokenizer, *pairs[1], length, 0)
+    batches = calibration_batches(pairs, model, minilm_tokenizer)
+    inputs = ("input_ids", "token_type_ids", "attention_mask")
+    read = [
+        (ids[mask.bool()].tolist(), types[mask.bool()].tolist())
+        for batch in batches
+        for ids, types, mask in zip(*(batch[name] for name in inputs), strict=True)
+    ]
+    assert sorted(read) == sorted(expected)
+    assert caplog.messages == [
+        f"1 of 2 texts are longer than {length} tokens and are read in passages of that length"
+    ]
+
+
+def test_questions_of_several_lengths_leave_several_strides(minilm_tokenizer):
+    model = bert(BertForQuestionAnswering, minilm_tokenizer, 40)
+    pairs = [(" ".join(["who"] * count), PASSAGE) for count in (1, 7, 20, 36)]
+    expected = [
+        ids
+        for (question, passage), stride in zip(pairs, (18, 15, 8, 0), strict=True)
+        for ids, _ in windows(minilm_tokenizer, question, passage, 40, stride)
+    ]
+    assert unpadded_rows(calibration_batches(pairs, model, minilm_tokenizer)) == sorted(expected)
+
+
+def test_pairs_that_no_window_holds_or_no_answer_is_asked_of_are_cut(minilm_tokenizer, minilm_path, caplog):
+    written_in_python = BertTokenizerLegacy(str(minilm_path / "vocab.txt"))
+    cut = "1 of 1 texts are longer than 40 tokens and are cut there"
+    long_question = " ".join(["who"] * 37)  # and three special tokens
+    for model_class, tokenizer, question in (
+        (BertForQuestionAnswering, minilm_tokenizer, long_question),
+        (BertForQuestionAnswering, written_in_python, QUESTION),
+        (BertForSequenceClassification, minilm_tokenizer, QUESTION),
+    ):
+        caplog.clear()
+        model = bert(model_class, tokenizer, 40)
+        (batch,) = calibration_batches([(question, PASSAGE)], model, tokenizer)
+        expected = minilm_tokenizer(question, PASSAGE, truncation=True, max_length=40)["input_ids"]
+        assert batch["input_ids"].tolist() == [expected]
+        assert caplog.messages[-1] == cut  # Transformers warns too, of tokenizers written in Python
