@@ -1,4 +1,4 @@
-"""English texts that come with the package: 640 of many kinds, 480 pairs, 1,350 short ones and 300 passages."""
+"""English texts that come with the package: 640 of many kinds, 480 pairs, 1,350 short ones, 300 articles."""
 
 from importlib.resources import files
 
@@ -13,12 +13,12 @@ PROBED = 64  # texts that show it
 
 
 def builtin_texts(pairs: bool, more: bool = True) -> list[Text]:
-    """Return the texts, the two of a pair as a tuple if `pairs`; then, if `more`, the short ones and the passages."""
+    """Return the texts, the two of a pair as a tuple if `pairs`; if `more`, short ones and articles by sentence too."""
     texts: list[Text] = [*_lines("sentences.txt")]
     for line in _lines("pairs.tsv"):
         first, second = line.split("\t")
         texts += [(first, second)] if pairs else [first, second]
-    return [*texts, *_lines("short.txt"), *_lines("passages.txt")] if more else texts
+    return [*texts, *_lines("short.txt"), *_lines("articles.txt")] if more else texts
 
 
 def why_not_english(tokenizer: PreTrainedTokenizerBase) -> str | None:
