@@ -13,7 +13,7 @@ PROBED = 64  # texts that show it
 
 
 def builtin_texts(pairs: bool, more: bool = True) -> list[Text]:
-    """Return the texts, the two of a pair as a tuple if `pairs`; if `more`, short ones and articles by sentence too."""
+    """Return the texts, the two of a pair as a tuple if `pairs`; if `more`, short ones and articles by sentence."""
     texts: list[Text] = [*_lines("sentences.txt")]
     for line in _lines("pairs.tsv"):
         first, second = line.split("\t")
