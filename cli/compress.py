@@ -109,6 +109,8 @@ def _tokens(arguments: Arguments) -> int | list[str]:
         return int(words)
     path = Path(words).expanduser()
     try:
+        if path.exists() and not path.is_file():  # a pipe may never end
+            raise ValueError("not a file")
         tokens = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line]
         if not tokens:
             raise ValueError("the file holds no token")

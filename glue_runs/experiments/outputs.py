@@ -66,8 +66,7 @@ def reserve_output(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
     def finished() -> bool:
         for stage in stages:
             _refuse_other(recipe, stage)
-        paths = [output / stage / "result.json" for stage in stages]
-        records = [read_record(path) for path in paths if path.is_file()]
+        records = [read_result(output / stage) for stage in stages if (output / stage / "result.json").is_file()]
         return len(records) == len(stages) and not any(
             missing_measures(record, recipe.measures) for record in records
         )
@@ -193,6 +192,17 @@ def read_record(path: Path) -> dict[str, Any]:
     return _parse(_read_text(path), str(path))
 
 
+def read_result(folder: Path) -> dict[str, Any]:
+    """Read the record of a stage."""
+    path = folder / "result.json"
+    record = read_record(path)
+    mappings = (record.get("metrics"), record.get("recipe"), record.get("measured", {}))
+    is_scored = isinstance(record.get("score", ""), int | float | None)
+    if not is_scored or not all(isinstance(value, dict) for value in mappings):
+        raise RecipeError(f"{path} is no record of an experiment; remove it, or choose another output")
+    return record
+
+
 def read_records(path: Path) -> dict[str, dict[str, Any]]:
     """Return path, or file and line → record, of every `result.json` below a folder, or of a file of records."""
     if path.is_dir():
@@ -225,6 +235,8 @@ def finite_or_none(value: Any) -> Any:
 
 
 def _read_text(path: Path) -> str:
+    if not path.is_file():  # reading a pipe would wait for ever
+        raise RecipeError(f"cannot read the record {path}: expected a regular file")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -234,6 +246,7 @@ def _read_text(path: Path) -> str:
 def _parse(text: str, source: str) -> dict[str, Any]:
     try:
         record: Any = json.loads(text)
+        json.dumps(record, ensure_ascii=False).encode()  # raises where an escape is half a character
     except (ValueError, RecursionError) as error:
         raise RecipeError(f"cannot read the record {source}: {error}") from error
     if not isinstance(record, dict):

@@ -18,7 +18,7 @@ from collab_compress.errors import RecipeError
 from ..tasks import TASKS
 from .examples import scored_splits
 from .measures import MEASURES, add_measures
-from .outputs import claim, environment, hub_commits, read_record, reserve_output, write_record
+from .outputs import claim, environment, hub_commits, read_record, read_result, reserve_output, write_record
 from .processes import on_every_process, on_main_process
 from .recipe import Recipe, Tuning
 from .tuning import LOG, check_trackers, evaluate, fine_tune, rehearse, training_arguments
@@ -57,7 +57,7 @@ def run(recipe: Recipe) -> list[dict[str, Any]]:
 
 @on_main_process
 def _read_results(recipe: Recipe, stages: Sequence[str]) -> list[dict[str, Any]]:
-    return [read_record(recipe.output / stage / "result.json") for stage in stages]
+    return [read_result(recipe.output / stage) for stage in stages]
 
 
 def check_environment(recipe: Recipe) -> None:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
@@ -12,12 +13,13 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from collab_compress.errors import CollabCompressError, RecipeError, one_line
-from collab_compress.options import CalibrationOptions, Compression, check_counts
+from collab_compress.options import CalibrationOptions, Compression
 from collab_compress.training import HeadTraining
 
 from ..tasks import TASKS
 from .untrained import Fresh
 
+MOST_STEPS = 10**9
 PLAIN = "plain"
 """Method of the models that others are compared with."""
 
@@ -70,11 +72,22 @@ class Tuning:
                 raise RecipeError(f"arguments hold {name}, which the recipe's field {OWN_ARGUMENTS[name]} sets")
             if name in REFUSED_ARGUMENTS:
                 raise RecipeError(f"arguments hold {name}, but {REFUSED_ARGUMENTS[name]}; leave it out")
-        check_counts(self, RecipeError, "batch_size")
+        for name in ("epochs", "learning_rate"):
+            _check_range(self, name, 0, MOST_STEPS)
+        _check_range(self, "batch_size", 1, MOST_STEPS)
+        _check_range(self, "max_steps", -inf, MOST_STEPS)
         if self.max_steps <= 0 and self.epochs <= 0:
             raise RecipeError(f"epochs is {self.epochs:g}; expected more than 0, or max_steps")
         if not 0 <= self.warmup < 1:
             raise RecipeError(f"warmup is {self.warmup}; expected a share of the steps, from 0 to below 1")
+
+
+def _check_range(options: Any, name: str, lowest: float, highest: float) -> None:
+    """Refuse a field outside a range."""
+    value = getattr(options, name)
+    if not lowest <= value <= highest:
+        shown = f"{value:.10g}" if isinstance(value, float) else value  # an integer may be too large for a float
+        raise RecipeError(f"{name} is {shown}; expected a number from {lowest} to {highest}")
 
 
 @dataclass(frozen=True)
@@ -97,8 +110,8 @@ class TranslationOptions:
     """Most tokens of a translation, with the decoder's first."""
 
     def __post_init__(self) -> None:
-        check_counts(self, RecipeError, "beams")
-        check_counts(self, RecipeError, "max_length", least=2)
+        _check_range(self, "beams", 1, MOST_STEPS)
+        _check_range(self, "max_length", 2, MOST_STEPS)
 
 
 @dataclass(frozen=True)
@@ -188,11 +201,13 @@ class Recipe:
         for folder in ("output", "data_dir"):
             if (path := getattr(self, folder)) is not None:
                 object.__setattr__(self, folder, Path(path).expanduser())
-        check_counts(self, RecipeError, "seed", least=0, most=2**32 - 1)
+        _check_range(self, "seed", 0, 2**32 - 1)
         if self.held_out is not None and not 0 < self.held_out < 1:
             raise RecipeError(f"held_out is {self.held_out}; expected a share of the training data, between 0 and 1")
         if self.files and self.trains and "train" not in self.files:
             raise RecipeError("files names no training data; give files.train too, or leave tuning and again out")
+        if self.files and set(self.files) == {"train"}:
+            raise RecipeError("files names only training data; give data to score too, as files.validation")
         if self.task not in TASKS:
             raise RecipeError(f"unknown task {self.task!r}; expected one of {', '.join(sorted(TASKS))}")
         if (self.model is None) == (self.fresh is None):

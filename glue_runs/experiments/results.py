@@ -33,6 +33,8 @@ class Settings(BaseModel):
 
     model: str | None = None
     fresh: dict[str, Any] | None = None
+    compression: dict[str, Any] | None = None
+    heads: dict[str, Any] | None = None
     translation: dict[str, Any] | None = None
 
 
@@ -157,20 +159,28 @@ def _make_result(source: str, record: Record, model: str) -> Result:
         variant=Variant(model, record.method, record.stage, record.conversion, record.again),
         column=_find_column(record),
         seed=record.seed,
-        score=_nan_for_null(record.score),
+        score=math.nan if record.score is None else record.score,
         parameters=record.parameters,
         recipe={name: without_neutral(name, value) for name, value in recipe.items() if name in deciding},
         source=source,
-        metrics=mapped(_nan_for_null, record.metrics),
-        history=mapped(_nan_for_null, record.history or []),
-        measures=mapped(_nan_for_null, record.measures or {}),
+        metrics=_check_numbers(source, "metrics", record.metrics),
+        history=_check_numbers(source, "history", record.history or []),
+        measures=_check_numbers(source, "measures", record.measures or {}),
         revision=None if revision == "unknown" else revision,
     )
 
 
-def _nan_for_null(value: Any) -> Any:
-    """Return a number of a record; null stands for numbers that are not finite."""
-    return math.nan if value is None else value
+def _check_numbers(source: str, field: str, values: Any) -> Any:
+    """Return the numbers of a record's field, nested; NaN for null, which stands for numbers that are not finite."""
+
+    def number(value: Any) -> Any:
+        if not isinstance(value, int | float | None):
+            raise RecipeError(
+                f"{source} is no record of an experiment: {field} has {repr(value)[:60]}; expected a number"
+            )
+        return math.nan if value is None else value
+
+    return mapped(number, values)
 
 
 def _find_column(record: Record) -> Column:

@@ -21,6 +21,7 @@ from .load import progress_bars
 PAD, UNKNOWN, START, END = SPECIAL = ("<pad>", "<unk>", "<s>", "</s>")
 MASK = "<mask>"
 TOKENIZER_KINDS = ("bpe", "unigram", "word")
+MAX_VOCAB_SIZE = 10_000_000
 Data = TypeVar("Data", Dataset, DatasetDict)
 
 
@@ -58,8 +59,11 @@ def train_tokenizer(
     if vocab_size is None and kind != "word":
         raise DataError(f"a tokenizer of kind {kind!r} needs a vocab_size")
     special = [*SPECIAL, MASK] if mask else [*SPECIAL]
-    if vocab_size is not None and vocab_size <= len(special):
-        raise DataError(f"vocab_size is {vocab_size}; expected more than the {len(special)} special tokens")
+    if vocab_size is not None and not len(special) < vocab_size <= MAX_VOCAB_SIZE:
+        raise DataError(
+            f"vocab_size is {vocab_size}; expected more than the {len(special)} special tokens, up to "
+            f"{MAX_VOCAB_SIZE:,}"
+        )
     tokenizer, trainer = _make_untrained(kind, vocab_size, special, progress)
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), *([normalizers.Lowercase()] * lowercase)])
     tokenizer.train_from_iterator(texts, trainer)

@@ -232,6 +232,7 @@ def test_places_that_cannot_be_read_or_written(words, message, fails, model_dir)
         ({"architectures": ["ClassOfSomeoneElse"]}, "is not run"),
         ({"architectures": ["pipeline"]}, "needs the class pipeline, which is no model"),
         ({"architectures": ["T5Model"]}, "names T5Model, which takes a T5Config, but describes a bert"),
+        ({"architectures": [3]}, "architectures is [3]; expected names of classes"),
         ({"model_type": "roberta"}, "which takes a BertConfig, but describes a roberta"),
         ({"model_type": "odd"}, "odd"),
         ({"attn_implementation": "magic"}, "attn_implementation is 'magic'"),

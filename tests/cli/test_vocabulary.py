@@ -56,7 +56,7 @@ def test_before_a_conversion_with_the_tokens_of_a_file(succeeds, model_dir, tmp_
             ("--vocabulary", "none.txt"),
             "--vocabulary none.txt: No such file or directory; expected a number of tokens",
         ),
-        (("--vocabulary", "tiny"), "--vocabulary tiny: Is a directory; expected a number of tokens"),
+        (("--vocabulary", "tiny"), "--vocabulary tiny: not a file; expected a number of tokens"),
         (("--vocabulary", "tiny/empty.txt"), "--vocabulary tiny/empty.txt: the file holds no token; expected a num"),
         (("--vocabulary", "9"), "a vocabulary of 9 tokens is asked for; expected at least"),
     ],

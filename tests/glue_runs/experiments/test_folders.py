@@ -3,11 +3,12 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from collab_compress_glue_runs.experiments import protocol, read_recipe, run, tuning
+from collab_compress_glue_runs.experiments import outputs, protocol, read_recipe, run, tuning
 from collab_compress_glue_runs.experiments.outputs import LOCK, RECIPE, claim, remove_output
 from filelock import FileLock
 
@@ -171,3 +172,17 @@ def test_what_does_not_decide_a_model_is_no_other_recipe(start, data_dir, tmp_pa
 def test_places_that_cannot_be(start, data_dir, output, message):
     with pytest.raises(RecipeError, match=re.compile(message, re.IGNORECASE)):
         run(recipe(data_dir, f'"{output}"', f"model={start}"))
+
+
+@pytest.mark.parametrize("changes", [{"score": "x"}, {"metrics": ...}, {"measured": 5}])
+def test_damaged_records_are_refused(start, data_dir, tmp_path, changes):
+    base = recipe(data_dir, tmp_path / "out", f"model={start}")
+    claim(base, base.output / "tuned")
+    file = base.output / "tuned" / "result.json"
+    outputs.write_record(file, {"score": 1.0, "metrics": {}, "recipe": {}})
+    assert len(run(base)) == 1
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in content.items() if value is not ...}))
+    for one in (base, replace(base, measures=("svcca",))):
+        with pytest.raises(RecipeError, match="is no record of an experiment; remove it, or choose another output"):
+            run(one)

@@ -269,7 +269,6 @@ FIXTURES = {"task=trec": "questions", "task=text": "text", "task=parallel": "sen
         ("task=text", "fresh.tokenizer=letters", "unknown kind of tokenizer 'letters'"),
         ("task=text", "attn_implementation=magic", "cannot be loaded for text: .*magic"),
         ("task=text", "tuning=null", "a fresh model is trained first; give tuning"),
-        ("task=text", "files={train: train.txt}", "text has no split to score in"),
         ("task=text", "held_out=0.25", "held_out is 0.25, but there is validation data; leave it out"),
         ("task=trec", "held_out=0.99", "0.99, which leaves no training data; lower it"),
         ("task=trec", BEST, "eval_strategy is epoch, but trec has no validation data; leave it out"),
@@ -355,3 +354,10 @@ def test_training_is_tracked(text, tmp_path):
     assert losses[-1].value < losses[0].value
     (perplexity,) = events.Scalars("test/perplexity")
     assert perplexity.value == pytest.approx(record["score"], rel=1e-6)
+
+
+def test_nothing_to_score(text, tmp_path):
+    for name in ("valid", "test"):
+        (text / "text" / f"{name}.txt").unlink()
+    with pytest.raises(RecipeError, match="text has no split to score in"):
+        run(fresh_recipe(tmp_path / "out", "task=text", f"data_dir={text}"))

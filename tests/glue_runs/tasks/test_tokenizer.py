@@ -93,6 +93,7 @@ def test_the_same_texts_give_the_same_tokenizer_in_another_process(python):
     [
         ({"kind": "char"}, "unknown kind of tokenizer 'char'; expected one of bpe, unigram, word"),
         ({"vocab_size": None}, "a tokenizer of kind 'bpe' needs a vocab_size"),
+        ({"vocab_size": 10**12}, "vocab_size is 1000000000000; expected more than the 4 special tokens, up to 10,0"),
         ({"vocab_size": 4}, "vocab_size is 4; expected more than the 4 special tokens"),
         ({"texts": []}, "no text to train a tokenizer on"),
         ({"texts": [], "kind": "unigram"}, "no text to train a tokenizer on"),
