@@ -203,9 +203,8 @@ class CompressArguments(EditArguments):
     file with one text a line (or two, with a tab between: text pairs, or source and target of an encoder–decoder);
     a folder whose .txt and .md files are one text each; FILE:COLUMN or FILE:FIRST,SECOND of a .csv, .tsv or .jsonl
     file; NAME:COLUMN or NAME:CONFIGURATION:COLUMN of the training rows of a data set on the hub. Several are used
-    together, as `MODEL --calibration builtin docs.txt`:
-    texts of one narrow kind alone harm all others. Models of images and sounds need batches of their processor, in
-    Python, or none."""
+    together, as `MODEL --calibration builtin docs.txt`: texts of one narrow kind alone harm all others. Models of
+    images and sounds need batches of their processor, in Python, or none."""
 
     calibration_options: tyro.conf.OmitArgPrefixes[CalibrationOptions] = field(default_factory=CalibrationOptions)
 

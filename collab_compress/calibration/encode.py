@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES
 
 from collab_compress.calibration.batches import batch_size, shuffled
@@ -216,6 +216,11 @@ def reads_tokens_alone(model: PreTrainedModel) -> bool:
     """Return whether tokens are all that a model reads: no images or sounds, alone or with them."""
     has_towers = all(hasattr(model.config, name) for name in ("text_config", "vision_config"))
     return model.main_input_name == "input_ids" and not has_towers
+
+
+def tokenizer_inside(tokenizer: Any) -> Any:
+    """Return the tokenizer that a processor holds, None if it holds none; a tokenizer as it is."""
+    return getattr(tokenizer, "tokenizer", None) if isinstance(tokenizer, ProcessorMixin) else tokenizer
 
 
 def is_one_of(model: PreTrainedModel, classes: Mapping[str, Any]) -> bool:

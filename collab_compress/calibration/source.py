@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.calibration.batches import (
     Item,
@@ -28,6 +28,7 @@ from collab_compress.calibration.encode import (
     reads_tokens_alone,
     text_batches,
     token_type_count,
+    tokenizer_inside,
     usable_length,
     vocabulary_size,
 )
@@ -121,8 +122,7 @@ def resolve(
     seed: int = 0,
 ) -> list[Source]:
     """Return what a model is calibrated on, nothing for "none" and None; files are read when batches are made."""
-    if isinstance(tokenizer, ProcessorMixin):
-        tokenizer = getattr(tokenizer, "tokenizer", None)
+    tokenizer = tokenizer_inside(tokenizer)
     if tokenizer is not None:
         check_type("tokenizer", tokenizer, PreTrainedTokenizerBase, CalibrationError)
     sources: list[Source] = []
@@ -237,10 +237,8 @@ class _Maker(NamedTuple):
 
     def encoded(self, texts: list[Text]) -> Encoded:
         """Return batches of texts, or of as many of their passages as `sequences` says, drawn at random."""
-        encoded, most = (
-            text_batches(self.model, self.tokenizer, texts, self.limit(), self.seed),
-            self.options.sequences,
-        )
+        encoded = text_batches(self.model, self.tokenizer, texts, self.limit(), self.seed)
+        most = self.options.sequences
         return encoded if most is None else encoded._replace(batches=draw_sequences(encoded.batches, most, self.seed))
 
     def limit(self) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -23,7 +23,12 @@ from transformers.models.auto.modeling_auto import (
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import sample_sequences, sequence_count
-from collab_compress.calibration.encode import is_one_of, reads_tokens_alone, vocabulary_size
+from collab_compress.calibration.encode import (
+    is_one_of,
+    reads_tokens_alone,
+    tokenizer_inside,
+    vocabulary_size,
+)
 from collab_compress.conversion.data import Data
 from collab_compress.conversion.output_error import Outputs, measure_output_error, read_outputs, token_mask
 from collab_compress.conversion.report import Agreement, OutputError
@@ -58,9 +63,7 @@ class Reading(NamedTuple):
     @classmethod
     def of(cls, wrapper: Any, model: PreTrainedModel, tokenizer: Any) -> Self:
         """Return how `model` reads texts; `wrapper` is what holds it, as a SentenceTransformer does, or itself."""
-        if isinstance(tokenizer, ProcessorMixin):
-            tokenizer = getattr(tokenizer, "tokenizer", None)
-        return cls(tokenizer, _pooling(wrapper, model) if _embeds(model) else None)
+        return cls(tokenizer_inside(tokenizer), _pooling(wrapper, model) if _embeds(model) else None)
 
 
 def measure(
@@ -230,7 +233,7 @@ def _mode(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str | 
     return mode if isinstance(mode, str) and mode in POOLINGS else None
 
 
-def _mean(hidden: Tensor, mask: Tensor) -> Tensor:
+def _average(hidden: Tensor, mask: Tensor) -> Tensor:
     return hidden.masked_fill(~mask.unsqueeze(2), 0).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
@@ -247,7 +250,7 @@ def _largest(hidden: Tensor, mask: Tensor) -> Tensor:
 
 
 POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "mean": _mean,
+    "mean": _average,
     "cls": _first,
     "max": _largest,
     "lasttoken": _last,
@@ -280,10 +283,7 @@ def _compare_nearest(dense: Tensor, converted: Tensor, queries: int) -> Agreemen
         return cosines.fill_diagonal_(-math.inf).topk(NEAREST).indices  # (queries, 10)
 
     before = nearest(dense, dense).unsqueeze(2)
-    rebuilt, kept = (
-        float((before == nearest(converted, index).unsqueeze(1)).any(2).double().mean())
-        for index in (converted, dense)
-    )
+    rebuilt, kept = (_mean((before == nearest(converted, index).unsqueeze(1)).any(2)) for index in (converted, dense))
     return Agreement(
         kind="nearest texts",
         sequences=queries,
@@ -309,39 +309,28 @@ def _read_logits(model: PreTrainedModel, batch: Batch, outputs: Outputs, reading
 
 
 def _compare_classes(dense: Tensor, converted: Tensor, rows: int) -> Agreement:
-    stay = float((dense.argmax(1) == converted.argmax(1)).double().mean())
-    change = float((dense.softmax(1) - converted.softmax(1)).abs().mean())
-    return Agreement(
-        kind="classes",
-        sequences=rows,
-        numbers={"classes_stay": stay, "probability_change": change},
-        finding=(
-            f"The predicted class stays for {_percent(stay)} of {rows} held-back rows; probabilities move by "
-            f"{change:.3f} on average."
-        ),
-        meaning=NOT_ACCURACY,
-    )
+    stay = _mean(dense.argmax(1) == converted.argmax(1))
+    change = _mean((dense.softmax(1) - converted.softmax(1)).abs())
+    finding = f"The predicted class stays for {_percent(stay)} of {rows} held-back rows"
+    return _predictions("classes", rows, {"classes_stay": stay, "probability_change": change}, finding)
 
 
 def _compare_labels(dense: Tensor, converted: Tensor, rows: int) -> Agreement:
     """Compare independent labels, each predicted where its probability is above 0.5."""
-    stay = float(((dense > 0) == (converted > 0)).double().mean())
-    change = float((dense.sigmoid() - converted.sigmoid()).abs().mean())
-    return Agreement(
-        kind="labels",
-        sequences=rows,
-        numbers={"labels_stay": stay, "probability_change": change},
-        finding=(
-            f"Of the labels of {rows} held-back rows {_percent(stay)} stay, predicted above a probability of 0.5; "
-            f"probabilities move by {change:.3f} on average."
-        ),
-        meaning=NOT_ACCURACY,
-    )
+    stay = _mean((dense > 0) == (converted > 0))
+    change = _mean((dense.sigmoid() - converted.sigmoid()).abs())
+    finding = f"Of the labels of {rows} held-back rows {_percent(stay)} stay, predicted above a probability of 0.5"
+    return _predictions("labels", rows, {"labels_stay": stay, "probability_change": change}, finding)
+
+
+def _predictions(kind: str, rows: int, numbers: dict[str, float], finding: str) -> Agreement:
+    finding = f"{finding}; probabilities move by {numbers['probability_change']:.3f} on average."
+    return Agreement(kind=kind, sequences=rows, numbers=numbers, finding=finding, meaning=NOT_ACCURACY)
 
 
 def _compare_scores(dense: Tensor, converted: Tensor, rows: int) -> Agreement:
     """Compare scores (N, 1)."""
-    change, deviation = float((dense - converted).abs().mean()), float(dense.std(correction=0))
+    change, deviation = _mean((dense - converted).abs()), float(dense.std(correction=0))
     numbers = {"score_change": change, "score_deviation": deviation}
     finding = f"Scores move by {change:.3g} on average on {rows} held-back rows"
     finding += f"; the dense ones have a standard deviation of {deviation:.3g}"
@@ -367,7 +356,7 @@ def _read_token_labels(model: PreTrainedModel, batch: Batch, outputs: Outputs, r
 
 
 def _compare_token_labels(dense: Tensor, converted: Tensor, sequences: int) -> Agreement:
-    stay = float((dense == converted).double().mean())
+    stay = _mean(dense == converted)
     return Agreement(
         kind="labels of tokens",
         sequences=sequences,
@@ -391,7 +380,7 @@ def _read_answers(model: PreTrainedModel, batch: Batch, outputs: Outputs, readin
 
 
 def _compare_answers(dense: Tensor, converted: Tensor, sequences: int) -> Agreement:
-    stay = float((dense == converted).all(1).double().mean())
+    stay = _mean((dense == converted).all(1))
     return Agreement(
         kind="answers",
         sequences=sequences,
@@ -481,6 +470,10 @@ def _compare_perplexity(kind: str, what: str, dense: Tensor, converted: Tensor, 
 
 def _perplexity(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.double().mean())
 
 
 def _percent(share: float) -> str:

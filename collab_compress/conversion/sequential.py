@@ -4,7 +4,8 @@ r"""Convert a model one numbered layer after the other, on all calibration data.
         gather    run the dense layer: moments of the inputs of attention, and the residual stream after each
                   residual linear layer
         convert   solve for narrower queries, keys and values from the moments
-        refit     each residual linear layer, in the order of calls
+        refit     each residual linear layer, in the order of calls; a block that becomes narrower is cut before, to
+                  neurons that are chosen on some of the data
         advance   run the converted layer: the hidden states of both models are those before the next layer
 
 A residual linear layer y = W a + b (the output projection of attention, the second layer of a feed-forward block) is
