@@ -420,7 +420,7 @@ def test_the_first_command_of_the_readme_runs(tmp_path: Path) -> None:
     first = shlex.split(blocks(ROOT / "README.md", "")[0].splitlines()[1])
     printed = run_examples([Example(first[0], tuple(first[1:]))], tmp_path, share=64)
     assert "Saved to minilm-half." in printed
-    assert "Of the ten nearest of " in printed
+    assert "of the ten nearest among " in printed
 
 
 @pytest.mark.slow

@@ -289,8 +289,8 @@ def _compare_nearest(dense: Tensor, converted: Tensor, queries: int) -> Agreemen
         sequences=queries,
         numbers={"nearest_stay": rebuilt, "nearest_stay_in_dense_index": kept, "texts": len(dense)},
         finding=(
-            f"Of the ten nearest of {len(dense)} calibration texts, {_percent(rebuilt)} stay; {_percent(kept)} where "
-            "only queries are converted and the index stays the dense model's."
+            f"For {queries} held-back texts {_percent(rebuilt)} of the ten nearest among {len(dense)} texts stay; "
+            f"{_percent(kept)} where only queries are converted and the index stays the dense model's."
         ),
         meaning=(
             f"The dense model's index can stay for queries of this model ({_percent(kept)}), or be rebuilt "

@@ -58,7 +58,7 @@ def test_the_index_of_embeddings_can_stay_at_a_share_of_neighbours(succeeds, mod
     model.bert.save_pretrained(model_dir)
     printed = succeeds(model_dir, "--dk", 8, "--sequences", 64, "--output", tmp_path / "out")
     assert "Embeddings have changed" not in printed
-    shares = r"Of the ten nearest of \d+ calibration texts, (\d+%) stay; (\d+%) where only queries are converted"
+    shares = r"texts (\d+%) of the ten nearest among \d+ texts stay; (\d+%) where only queries are converted"
     rebuilt, kept = re.search(shares, printed).groups()
     assert f"index can stay for queries of this model ({kept}), or be rebuilt ({rebuilt}): docs/guides/" in printed
 
@@ -305,7 +305,7 @@ def test_a_config_that_names_no_class_is_loaded_bare(succeeds, model_dir, tmp_pa
     change_json(model_dir / "config.json", architectures=None)
     printed = succeeds(model_dir, "--dk", 8, "--sequences", 32, "--output", tmp_path / "out")
     assert "BertModel.from_pretrained" in printed
-    assert "Of the ten nearest of " in printed
+    assert "of the ten nearest among " in printed
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert "calibrated on the texts that come with collab_compress)" in card
 

@@ -132,8 +132,8 @@ def test_nearest_texts(pooling, side, make_tiny):
     assert agreement.numbers == pytest.approx({**dict(zip(names, shares, strict=True)), "texts": 32})
     assert (agreement.kind, agreement.sequences) == ("nearest texts", 4)
     assert agreement.finding == (
-        f"Of the ten nearest of 32 calibration texts, {shares[0]:.0%} stay; {shares[1]:.0%} where only queries are "
-        "converted and the index stays the dense model's."
+        f"For 4 held-back texts {shares[0]:.0%} of the ten nearest among 32 texts stay; {shares[1]:.0%} where only "
+        "queries are converted and the index stays the dense model's."
     )
     assert "docs/guides/embedding_model.md#keep-the-index" in agreement.meaning
 
