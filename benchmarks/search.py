@@ -1,11 +1,12 @@
-"""Search by an embedding model, dense and converted: nDCG@10 and recall@100 on collections with judged documents.
+"""Search by an embedding model, dense and converted, on collections with judged documents.
 
     python benchmarks/search.py measure DIR [DIR ...] [--model FOLDER] [--rows ROW ...] [--calibration DATA ...]
     python benchmarks/search.py table
 
 DIR holds documents.tsv and queries.tsv (number, tab, text) and judgements.tsv (query, document, grade), as exported
 from public test collections such as Cranfield and CISI. Texts are embedded as Sentence Transformers embeds them, cut
-at `--length` tokens; cosine similarity ranks all documents.
+at `--length` tokens; cosine similarity ranks all documents. Scores are nDCG@10, recall@100, and how many of the dense
+model's first ten documents are still among the first ten: the last needs no judgements and varies least.
 
 Three ways to use a model are scored: "both" embeds queries and documents with it; "queries" finds its queries on the
 dense model's index; "documents" finds dense queries on its index. Differences to the dense model have 95 % bootstrap
@@ -80,6 +81,12 @@ class Collection:
         ndcg = [ndcg_score(*pair, k=RANKS) for pair in zip(self.grades[:, None], similarity[:, None], strict=True)]
         found = np.take_along_axis(relevant, np.argsort(-similarity, 1)[:, :RECALL_RANKS], 1)
         return {"ndcg": 100 * np.array(ndcg), "recall": 100 * found.sum(1) / relevant.sum(1)}
+
+
+def stay(before: tuple[np.ndarray, np.ndarray], after: tuple[np.ndarray, np.ndarray]) -> float:
+    """Return how many of the first ten documents stay among them, in %, given embeddings of queries and documents."""
+    first, now = (np.argsort(-(queries @ documents.T), 1)[:, :RANKS] for queries, documents in (before, after))
+    return 100 * float(np.mean([np.isin(*pair).mean() for pair in zip(first, now, strict=True)]))
 
 
 class Encoder:
@@ -159,8 +166,10 @@ def measure(args: argparse.Namespace) -> None:
                 embedded["small"] = small.embed(collection)
             reference = collection.score(*embedded["dense"])
             for use, (queries, documents) in USES.items() if row != "dense" else [("both", ("dense", "dense"))]:
-                scores = collection.score(embedded[queries][0], embedded[documents][1])
+                used = embedded[queries][0], embedded[documents][1]
+                scores = collection.score(*used)
                 record = dict(zip(identity, case, strict=True)) | {"use": use, "processor_s": round(seconds, 1)}
+                record["stay"] = stay(embedded["dense"], used)
                 for metric, values in scores.items():
                     differences = values - reference[metric]
                     low, high = interval(differences)
@@ -178,16 +187,16 @@ def describe(record: dict[str, Any]) -> str:
         for metric, title in (("ndcg", f"nDCG@{RANKS}"), ("recall", f"recall@{RECALL_RANKS}"))
     )
     place = f"{record['model']} on {record['collection']}: {record['row']}, {record['calibration']}, {record['use']}"
-    return f"{place}: {changes}"
+    return f"{place}: {changes}, {record['stay']:.0f} % of the first {RANKS} stay"
 
 
 def table(args: argparse.Namespace) -> None:
-    """Print nDCG@10 and its change with the 95 % interval, one row for each model, row, calibration and use."""
+    """Print changes of nDCG@10 with 95 % intervals and what stays of the first ten, a row for each way of use."""
     records = pd.DataFrame(read_records(args.records))
     records["cell"] = [
         f"{row.ndcg:.1f}"
         if row.row == "dense"
-        else f"{row.ndcg_change:+.1f} [{row.ndcg_low:+.1f}, {row.ndcg_high:+.1f}]"
+        else f"{row.ndcg_change:+.1f} [{row.ndcg_low:+.1f}, {row.ndcg_high:+.1f}], {row.stay:.0f} %"
         for row in records.itertuples()
     ]
     places = ["model", "length", "row", "calibration", "seed", "use"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("sentence_transformers")
-from search import Collection, interval
+from search import Collection, interval, stay
 
 GRADES = {"q1": {"a": 3, "c": 1}, "q3": {"b": 2, "gone": 4}}
 
@@ -44,6 +44,14 @@ def test_scores_are_those_of_the_formulas(collection, monkeypatch):
         expected.append(100 * found / ideal)
     assert scores["ndcg"] == pytest.approx(expected)
     assert scores["recall"].tolist() == [50, 0]  # of c and a, c; of b, none
+
+
+def test_what_stays_of_the_first_documents(monkeypatch):
+    monkeypatch.setattr("search.RANKS", 2)
+    documents = np.array([[1, 0.9, 0.5, 0.1], [0.2, 0.1, 0.8, 0.9]])  # scores of four documents for two queries
+    changed = np.array([[0.9, 0.1, 0.5, 1], [0.1, 0.2, 0.9, 0.8]])  # a and d come first, and c and d as before
+    assert stay((np.eye(2), documents.T), (np.eye(2), changed.T)) == 75
+    assert stay((np.eye(2), documents.T), (np.eye(2), documents.T)) == 100
 
 
 def test_the_interval_holds_the_mean_and_narrows_with_more_queries():
