@@ -27,6 +27,9 @@ from ..tasks import Task, train_tokenizer
 REPLACED_FIELDS = ("layers", "width", "heads", "feed_forward", "dropout", "attention_dropout")
 """Fields that a config replaces."""
 
+MORE_FIELDS = {"deberta-v2": ("share_att_key", "position_buckets", "norm_rel_ebd", "conv_kernel_size")}
+"""Family → fields that its models read, though its config class does not name them."""
+
 
 @dataclass(frozen=True)
 class Fresh:
@@ -190,7 +193,8 @@ def _build_config(settings: dict[str, Any]) -> PretrainedConfig:
     if (family := settings.get("model_type")) not in CONFIG_MAPPING:
         raise RecipeError(f"config says model_type {family!r}; expected a family of Transformers, such as llama")
     config_class = CONFIG_MAPPING[family]
-    unknown = settings.keys() - config_class().to_dict().keys() - config_class.attribute_map.keys()
+    known = {*config_class().to_dict(), *config_class.attribute_map, *MORE_FIELDS.get(str(family), ())}
+    unknown = settings.keys() - known
     if unknown:
         raise RecipeError(f"the config of {family} has no field {min(unknown)}")
     try:
