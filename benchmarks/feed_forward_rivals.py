@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div, mse_loss
 
 from collab_compress.calibration import Batch
-from collab_compress.conversion.data import split_held_back
+from collab_compress.calibration.batches import split_held_back
 from collab_compress.conversion.sequential import DAMPINGS
 from collab_compress.factorization.least_squares import ResidualMoments
 from collab_compress.factorization.moments import damped_

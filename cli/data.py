@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from collab_compress.calibration import Batch, calibration_batches, evaluation_mode, run_batch
 from collab_compress.calibration.batches import sequence_count
-from collab_compress.calibration.encode import batch_slices, reads_tokens_alone, usable_length
+from collab_compress.calibration.encode import batch_slices, usable_length
 from collab_compress.calibration.files import Text, read_texts
 from collab_compress.calibration.gather import forward_arguments
+from collab_compress.calibration.source import reads_tokens_alone
 from collab_compress.errors import DataError
 from collab_compress.report import TaskScore
 

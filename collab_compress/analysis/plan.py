@@ -12,13 +12,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import find_attention, tokenizer_of, transformers_model
 from collab_compress.calibration import Batch, Calibration
+from collab_compress.calibration.source import read_calibration
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import Part, PartCost, block_cost, costs_at, part_costs
-from collab_compress.conversion.data import read
 from collab_compress.conversion.inventory import Inventory, refuse_unconvertible
 from collab_compress.conversion.maps import READING, Progress, silent
 from collab_compress.conversion.report import to_frame
-from collab_compress.conversion.widths import MAX_LOSS_SEQUENCES, LossCurves, loss_curves
+from collab_compress.conversion.widths import LossCurves, loss_curves
 from collab_compress.errors import CalibrationError, UnsupportedModelError
 from collab_compress.options import CalibrationOptions
 
@@ -154,12 +154,12 @@ def plan(
     find_attention(model)  # refuses unknown families before any data are read
     progress = progress or silent
     progress(READING, 0, None)
-    data = read(model, calibration, tokenizer, calibration_options, seed=0)
+    data = read_calibration(model, calibration, tokenizer, calibration_options, seed=0)
     for note in data.notes:
         _logger.warning(note)
     if not data.held_back:
         raise CalibrationError("a plan takes calibration data of at least two sequences; pass more")
-    batches, length = data.sample(MAX_LOSS_SEQUENCES), data.length
+    batches, length = data.sample, data.length
     inventory = Inventory(model, batches[0])
     losses, left_out = part_losses(inventory, batches, progress)
     blocks = inventory.narrowable_blocks[0]

@@ -1,4 +1,4 @@
-"""Count, divide and sample the sequences of batches."""
+"""Count, divide, sample and hold back the sequences of batches."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -10,6 +10,8 @@ from collab_compress.calibration.gather import Batch
 
 BATCH_SIZE = 16  # sequences, at most
 MAX_TOKENS_PER_BATCH = 4096  # padding counts; a longer sequence is a batch by itself
+HELD_BACK = 8  # one sequence in this many
+MOST_HELD_BACK = 64  # sequences
 
 Item = TypeVar("Item")
 
@@ -62,6 +64,34 @@ def draw_sequences(batches: Sequence[Batch], count: int, seed: int) -> list[Batc
     drawn[shuffled(range(sum(sizes)), seed, count)] = True
     masks = zip(batches, drawn.split(sizes), strict=True)
     return [slice_batch(batch, mask) for batch, mask in masks if bool(mask.any())]
+
+
+def split_held_back(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """Hold back one sequence in eight, from 1 to 64, evenly spaced; or whole batches, if one cannot be divided."""
+    parts = split_each(batches)
+    return [batch for used, _ in parts for batch in used], [batch for _, held_back in parts for batch in held_back]
+
+
+def split_each(batches: Sequence[Batch]) -> list[tuple[list[Batch], list[Batch]]]:
+    """Return the part of each batch to calibrate on, and the part to measure errors on; one may be empty."""
+    divisible = all(map(is_divisible, batches))
+    sizes = [sequence_count(batch) if divisible else 1 for batch in batches]
+    sequences, items = sum(map(sequence_count, batches)), sum(sizes)
+    if items < 2:
+        return [([batch], []) for batch in batches]
+    count = max(1, items * min(sequences // HELD_BACK, MOST_HELD_BACK) // sequences)
+    is_held_back = torch.zeros(items, dtype=torch.bool, device="cpu")
+    for place in range(count):
+        is_held_back[(2 * place + 1) * items // (2 * count)] = True
+    masks = zip(batches, is_held_back.split(sizes), strict=True)
+    return [(_chosen(batch, ~mask), _chosen(batch, mask)) for batch, mask in masks]
+
+
+def _chosen(batch: Batch, mask: Tensor) -> list[Batch]:
+    """Return the sequences of a batch that a mask chooses, as a batch; the batch itself for all, nothing for none."""
+    if bool(mask.all()):
+        return [batch]
+    return [slice_batch(batch, mask)] if bool(mask.any()) else []
 
 
 def evenly_spaced(items: Sequence[Item], count: int) -> list[Item]:

@@ -212,12 +212,6 @@ def _check_room(length: float | None, special: int) -> None:
         )
 
 
-def reads_tokens_alone(model: PreTrainedModel) -> bool:
-    """Return whether tokens are all that a model reads: no images or sounds, alone or with them."""
-    has_towers = all(hasattr(model.config, name) for name in ("text_config", "vision_config"))
-    return model.main_input_name == "input_ids" and not has_towers
-
-
 def tokenizer_inside(tokenizer: Any) -> Any:
     """Return the tokenizer that a processor holds, None if it holds none; a tokenizer as it is."""
     return getattr(tokenizer, "tokenizer", None) if isinstance(tokenizer, ProcessorMixin) else tokenizer
@@ -241,12 +235,6 @@ def vocabulary_size(model: PreTrainedModel, target: bool = False) -> int | None:
         return embeddings.num_embeddings
     size: int | None = getattr(config.get_text_config(), "vocab_size", None)
     return size
-
-
-def token_type_count(model: PreTrainedModel) -> int | None:
-    """Return how many token types a model has embeddings of; None if it has no such embeddings."""
-    tables = [module for path, module in model.named_modules() if path.endswith("token_type_embeddings")]
-    return min((table.num_embeddings for table in tables if isinstance(table, nn.Embedding)), default=None)
 
 
 def ordinary_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: bool = False) -> list[int]:

@@ -1,4 +1,7 @@
-"""What a model is calibrated on: data by name, files, texts or batches, resolved once to sources of batches."""
+"""What a model is calibrated on: data by name, files, texts or batches, resolved once to sources of batches.
+
+A conversion reads them with a part held back (`read_calibration`).
+"""
 
 import logging
 import os
@@ -10,30 +13,31 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.calibration.batches import (
     Item,
     draw_sequences,
+    in_parts,
     is_divisible,
+    sample_sequences,
     sequence_count,
     shuffled,
     slice_batch,
+    split_each,
 )
 from collab_compress.calibration.builtin import builtin_texts, why_not_english
 from collab_compress.calibration.encode import (
     Encoded,
     pair_separator,
-    reads_tokens_alone,
     text_batches,
-    token_type_count,
     tokenizer_inside,
     usable_length,
     vocabulary_size,
 )
 from collab_compress.calibration.files import Text, read_texts, split_columns, texts_of
-from collab_compress.calibration.gather import Batch
+from collab_compress.calibration.gather import Batch, batch_masks, positions_read
 from collab_compress.calibration.generated import generated_batches
 from collab_compress.calibration.random_tokens import random_batches, sequence_default
 from collab_compress.errors import CalibrationError, check_type
@@ -49,6 +53,9 @@ _logger = logging.getLogger(__name__)
 
 NAMES = ("auto", "builtin", "synthetic", "generated", "none")
 EXPECTED = ", ".join(map(repr, NAMES))
+DEFAULT_LENGTH = 128  # tokens, if nothing says how long inputs are
+SAMPLED = 256  # sequences that widths and layers are chosen by
+LENGTH_QUANTILE = 0.9  # share of the calibration sequences that are no longer than the length that counts
 
 
 def calibration_batches(
@@ -103,6 +110,58 @@ def calibration_batches(
 
 
 @dataclass(frozen=True, eq=False)
+class SplitData:
+    """Calibration data as a conversion takes them, in parts of up to 16 sequences (`in_parts`)."""
+
+    used: Sequence[Batch]
+    held_back: Sequence[Batch]  # to measure errors on
+    sample: Sequence[Batch]  # about 256 sequences of `used`, to choose widths and layers by
+    notes: Sequence[str]  # on data that were left out
+    refit: bool  # by default: not to random tokens alone
+    length: int  # tokens for which costs count
+    real_used: Sequence[Batch]  # those of `used` that are no random tokens
+    real_held_back: Sequence[Batch]
+
+
+def read_calibration(
+    model: PreTrainedModel,
+    calibration: Calibration,
+    tokenizer: PreTrainedTokenizerBase | None,
+    options: CalibrationOptions | None,
+    seed: int,
+) -> SplitData:
+    """Read calibration data for `model`, and hold an eighth back."""
+    options = CalibrationOptions() if options is None else options
+    check_type("calibration_options", options, CalibrationOptions, CalibrationError)
+    notes: list[str] = []
+    sources = resolve(calibration, model, tokenizer, options, seed)
+    parts = [source.batches(notes) for source in sources]
+    batches = mixed(model, parts, seed, notes)
+    real = [batch for source, part in zip(sources, parts, strict=True) if not source.is_random for batch in part]
+    length = typical_length(options, model, real)
+    is_random = [[source.is_random] * len(part) for source, part in zip(sources, parts, strict=True)]
+    groups: tuple[list[Batch], list[Batch]] = [], []
+    real_groups: tuple[list[Batch], list[Batch]] = [], []
+    for pair, random in zip(split_each(batches), in_random_order(is_random, seed), strict=True):
+        for group, real_group, part in zip(groups, real_groups, map(in_parts, pair), strict=True):
+            group += part
+            real_group += [] if random else part
+    sample = sample_sequences(groups[0], SAMPLED)
+    return SplitData(*groups, sample, list(dict.fromkeys(notes)), bool(real), length, *real_groups)
+
+
+def typical_length(options: CalibrationOptions, model: PreTrainedModel, batches: Sequence[Batch] = ()) -> int:
+    """Return for how many tokens costs count: `length`, or what nine in ten sequences do not exceed, or 128."""
+    masks = [batch_masks(model, batch)["encoder"].query for batch in batches]  # refuses those of other shapes
+    lengths = [mask.sum(1).float().cpu() for mask in masks if mask is not None]
+    if options.length is None and lengths:
+        return max(1, int(torch.cat(lengths).quantile(LENGTH_QUANTILE, interpolation="lower")))
+    if options.length is None and batches and model.main_input_name != "input_ids":
+        return positions_read(model, in_parts(batches[:1])[0])
+    return options.length or DEFAULT_LENGTH
+
+
+@dataclass(frozen=True, eq=False)
 class Source:
     """Calibration data of one kind: in words for reports and cards, and how their batches are made.
 
@@ -152,6 +211,12 @@ def _checked_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
             "tokenizer=…, ready batches, or calibration 'none' to weigh all directions of the input alike"
         )
     return tokenizer
+
+
+def reads_tokens_alone(model: PreTrainedModel) -> bool:
+    """Return whether tokens are all that a model reads: no images or sounds, alone or with them."""
+    has_towers = all(hasattr(model.config, name) for name in ("text_config", "vision_config"))
+    return model.main_input_name == "input_ids" and not has_towers
 
 
 class _Maker(NamedTuple):
@@ -267,6 +332,12 @@ def mixed(model: PreTrainedModel, parts: Sequence[list[Batch]], seed: int, notes
         "from 0 (type_vocab_size); token_type_ids are left out"
     )
     return [{name: value for name, value in batch.items() if name != "token_type_ids"} for batch in batches]
+
+
+def token_type_count(model: PreTrainedModel) -> int | None:
+    """Return how many token types a model has embeddings of; None if it has no such embeddings."""
+    tables = [module for path, module in model.named_modules() if path.endswith("token_type_embeddings")]
+    return min((table.num_embeddings for table in tables if isinstance(table, nn.Embedding)), default=None)
 
 
 def in_random_order(parts: Sequence[Sequence[Item]], seed: int) -> list[Item]:

@@ -23,13 +23,8 @@ from transformers.models.auto.modeling_auto import (
 from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import sample_sequences, sequence_count
-from collab_compress.calibration.encode import (
-    is_one_of,
-    reads_tokens_alone,
-    tokenizer_inside,
-    vocabulary_size,
-)
-from collab_compress.conversion.data import Data
+from collab_compress.calibration.encode import is_one_of, tokenizer_inside, vocabulary_size
+from collab_compress.calibration.source import SplitData, reads_tokens_alone
 from collab_compress.conversion.output_error import Outputs, measure_output_error, read_outputs, token_mask
 from collab_compress.conversion.report import Agreement, OutputError
 from collab_compress.errors import UnsupportedModelError
@@ -67,7 +62,7 @@ class Reading(NamedTuple):
 
 
 def measure(
-    converted: PreTrainedModel, dense: PreTrainedModel, data: Data, reading: Reading
+    converted: PreTrainedModel, dense: PreTrainedModel, data: SplitData, reading: Reading
 ) -> tuple[OutputError | None, Agreement | None]:
     """Return the output error, and what of the dense model's results stays, both on held-back sequences.
 

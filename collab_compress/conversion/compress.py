@@ -17,12 +17,12 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from collab_compress.architectures import tokenizer_of, transformers_model
 from collab_compress.calibration import Calibration
 from collab_compress.calibration.batches import sequence_count
+from collab_compress.calibration.source import SplitData, read_calibration
 from collab_compress.checkpoint import all_or_nothing
 from collab_compress.checkpoint.edits import copy_configs_
 from collab_compress.conversion.agreement import Reading, measure
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.cost import block_cost
-from collab_compress.conversion.data import Data, read
 from collab_compress.conversion.depth import Depth, deep_stacks, find_depth
 from collab_compress.conversion.feed_forward import FeedForward, adopt_, narrower_config
 from collab_compress.conversion.inventory import Inventory, refuse_unconvertible
@@ -46,7 +46,7 @@ from collab_compress.conversion.warnings import (
     tied_weights,
     untied_weights,
 )
-from collab_compress.conversion.widths import MAX_LOSS_SEQUENCES, Choice, choose_widths
+from collab_compress.conversion.widths import Choice, choose_widths
 from collab_compress.devices import forked_rng
 from collab_compress.errors import CompressionError, UnsupportedModelError, check_type, one_line
 from collab_compress.options import KEEP, CalibrationOptions, Compression
@@ -113,10 +113,10 @@ def compress(
         dense = sharing_copy(model)  # so that other threads may run the model meanwhile
         progress = progress or silent
         progress(READING, 0, None)
-        data = read(dense, calibration, tokenizer, calibration_options, compression.solver.seed)
+        data = read_calibration(dense, calibration, tokenizer, calibration_options, compression.solver.seed)
         inventory = Inventory(dense, data.used[0] if data.used else None, compression.modules)
         with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
-            choice = _choose(inventory, data, compression.with_solver(device=device), progress)
+            choice = choose_widths(inventory, compression.with_solver(device=device), data, progress)
             conversion = _convert(inventory, data, choice, progress, Reading.of(wrapper, dense, tokenizer))
         before, ties = model.num_parameters(), tied_weights(model)
         with all_or_nothing(model):
@@ -155,18 +155,6 @@ def _refuse_early(model: PreTrainedModel, compression: Compression) -> None:
         deep_stacks(model, compression.layers)
 
 
-def _choose(inventory: Inventory, data: Data, compression: Compression, progress: Progress) -> Choice:
-    """Return the widths of all modules: as passed, or chosen by what they lose on a part of the data."""
-    if compression.keep is None:
-        return Choice(compression)
-    if not data.held_back:
-        raise CompressionError(
-            "keep chooses by what is lost on calibration data; pass at least two sequences, best your own texts"
-        )
-    check_weights(inventory.model.named_parameters())
-    return choose_widths(inventory, compression, data.sample(MAX_LOSS_SEQUENCES), data.length, progress)
-
-
 Named = TypeVar("Named", PartReport, RefitReport)
 
 
@@ -192,7 +180,7 @@ class Conversion:
         """Return which of these parameters the converted model keeps, by its names."""
         return frozenset(self.depth.renamed(name) for name in names if layer_of(name) not in self.depth.removed)
 
-    def warnings(self, passed: Compression, data: Data) -> list[str]:
+    def warnings(self, passed: Compression, data: SplitData) -> list[str]:
         """Return warnings of rounded widths, few or random data, and solvers that broke down."""
         configs = [item.map.config for item in self.maps]
         chosen = {"neurons": self.blocks, "layers": self.depth.removed}
@@ -218,7 +206,9 @@ class Conversion:
         record_maps_(model, zip(modules, (item.map.config for item in self.maps), strict=True))
 
 
-def _convert(inventory: Inventory, data: Data, choice: Choice, progress: Progress, reading: Reading) -> Conversion:
+def _convert(
+    inventory: Inventory, data: SplitData, choice: Choice, progress: Progress, reading: Reading
+) -> Conversion:
     """Compute a conversion in a copy that shares the model's weights."""
     model, compression = inventory.model, choice.compression
     refits = wants_refit(data, compression)
@@ -266,7 +256,7 @@ def _convert(inventory: Inventory, data: Data, choice: Choice, progress: Progres
     )
 
 
-def wants_refit(data: Data, compression: Compression) -> bool:
+def wants_refit(data: SplitData, compression: Compression) -> bool:
     """Return whether layers are refitted; raise if refits, layers or neurons need more data."""
     needs = {"layers": compression.layers, "dff": compression.dff, "refit": compression.solver.refit}
     for name, value in needs.items():
@@ -316,10 +306,10 @@ def install_unset_(
     """
     working_device(compression.solver.device)
     _refuse_early(model, compression)
-    data = read(model, calibration, tokenizer, options, compression.solver.seed)
+    data = read_calibration(model, calibration, tokenizer, options, compression.solver.seed)
     inventory = Inventory(model, data.used[0] if data.used else None, compression.modules)
     wants_refit(data, compression)
     narrower_blocks(inventory, compression.dff)
-    choice = _choose(inventory, data, compression, silent)
+    choice = choose_widths(inventory, compression, data)
     for task in inventory.tasks(choice.compression, choice.modules):
         install_maps_(model, [empty_replacement(task.site, task.config())])

@@ -29,10 +29,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from collab_compress.architectures import find_attention
 from collab_compress.calibration.gather import masks_of, unpadded
+from collab_compress.calibration.source import SplitData
 from collab_compress.checkpoint import edits_of
 from collab_compress.checkpoint.edits import configs_inside
 from collab_compress.conversion.copies import sharing_copy
-from collab_compress.conversion.data import Data
 from collab_compress.conversion.inventory import Inventory
 from collab_compress.conversion.layers import (
     SAME_RTOL,
@@ -53,7 +53,6 @@ from collab_compress.conversion.sequential import (
     solve,
     target_across_gap,
 )
-from collab_compress.conversion.widths import MAX_LOSS_SEQUENCES
 from collab_compress.errors import CompressionError, UnsupportedModelError, one_line
 from collab_compress.heads.pruning import renumber_alignment_heads_
 
@@ -188,7 +187,7 @@ def _holders(model: PreTrainedModel, path: str) -> list[nn.Module]:
     return [model.get_submodule(".".join(parts[:end])) for end in range(len(parts))]
 
 
-def find_depth(inventory: Inventory, layers: int, data: Data, refits: bool, progress: Progress) -> Depth:
+def find_depth(inventory: Inventory, layers: int, data: SplitData, refits: bool, progress: Progress) -> Depth:
     """Choose the layers to remove so that each stack keeps `layers`, and return them with what follows from that."""
     model = inventory.model
     stacks = deep_stacks(model, layers)
@@ -310,14 +309,14 @@ def choose_layers(
     stacks: Mapping[str, Sequence[str]],
     layers: int,
     ends: Mapping[str, End],
-    data: Data,
+    data: SplitData,
     progress: Progress,
 ) -> list[str]:
     """Return the layers to remove: those without which the last hidden states of their stack move least."""
     trial, removed = sharing_copy(model), set()
     with undivided(model), undivided(trial), HiddenStateStore() as store:
         progress(RUNNING, 0, None)
-        calls = capture_calls(model, data.sample(MAX_LOSS_SEQUENCES), data.held_back, store)
+        calls = capture_calls(model, data.sample, data.held_back, store)
         models = Pair(model, trial, calls, store)
         for path, names in stacks.items():
             search, count = _Search(models, names, ends), len(names) - layers

@@ -7,10 +7,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import transformers_model
 from collab_compress.calibration import Batch, Calibration, calibration_batches
-from collab_compress.calibration.batches import in_parts
+from collab_compress.calibration.batches import in_parts, split_held_back
 from collab_compress.checkpoint import all_or_nothing
 from collab_compress.conversion.copies import sharing_copy
-from collab_compress.conversion.data import split_held_back
 from collab_compress.conversion.inventory import Inventory
 from collab_compress.conversion.layers import numbered_layers
 from collab_compress.conversion.maps import Progress, silent

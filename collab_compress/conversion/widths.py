@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress.architectures import DenseSite, ValueSite
 from collab_compress.architectures.sites import by_input
 from collab_compress.calibration import Batch
+from collab_compress.calibration.source import SplitData
 from collab_compress.conversion.cost import Part, block_cost, costs_at
 from collab_compress.conversion.feed_forward import FeedForward
 from collab_compress.conversion.inventory import Inventory
@@ -27,7 +28,14 @@ from collab_compress.conversion.layers import HiddenStateStore, capture_calls, u
 from collab_compress.conversion.maps import RUNNING, MapTask, Progress, silent
 from collab_compress.conversion.report import width_range
 from collab_compress.conversion.residual import ResidualLinear
-from collab_compress.conversion.sequential import DAMPINGS, LayerData, Pair, gather_layer, stream_variance
+from collab_compress.conversion.sequential import (
+    DAMPINGS,
+    LayerData,
+    Pair,
+    check_weights,
+    gather_layer,
+    stream_variance,
+)
 from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError, UnsupportedModelError
 from collab_compress.factorization import HeadTensor, Moments
@@ -45,7 +53,6 @@ It is empirical: of 1, 2 and 4 it moved the outputs of MiniLM least. On all-mpne
 (86.85 in place of 86.54), on MiniLM's classifiers no higher, so 4 stayed (`docs/tried.md`).
 """
 LONG_INPUT = 512  # tokens beyond which heads lose width too, because most operations are those of the scores
-MAX_LOSS_SEQUENCES = 256  # that losses are measured on
 MIN_RANKINGS = 32  # of neurons: losses are linear between two rankings
 DAMPING = 1e-3  # share of the mean variance, as `Solver.damping`
 
@@ -176,15 +183,20 @@ class Budget:
 
 
 def choose_widths(
-    inventory: Inventory,
-    compression: Compression,
-    batches: Sequence[Batch],
-    length: int,
-    progress: Progress = silent,
+    inventory: Inventory, compression: Compression, data: SplitData, progress: Progress = silent
 ) -> Choice:
-    """Choose what loses least: one share of the channels of all heads, and one number of neurons of all blocks."""
-    assert compression.keep is not None
-    budget = Budget(inventory, length)
+    """Return the widths of all modules: as passed, or, with `keep`, those that lose least on a part of the data.
+
+    They are one share of the channels of all heads, and one number of neurons of all blocks.
+    """
+    if compression.keep is None:
+        return Choice(compression)
+    if not data.held_back:
+        raise CompressionError(
+            "keep chooses by what is lost on calibration data; pass at least two sequences, best your own texts"
+        )
+    check_weights(inventory.model.named_parameters())
+    budget, length = Budget(inventory, data.length), data.length
     macs = compression.keep * budget.macs
     splits = [split for split in budget.splits() if split.macs <= macs and budget.neurons_in(macs - split.macs) != 0]
     if not splits:
@@ -193,7 +205,7 @@ def choose_widths(
             f"{len(budget.blocks)} feed-forward blocks keep so little at {length} tokens{budget.why}; pass more, or "
             "dk, dv and dff"
         )
-    losses = loss_curves(inventory, budget.scores, inventory.values, budget.blocks, batches, progress)
+    losses = loss_curves(inventory, budget.scores, inventory.values, budget.blocks, data.sample, progress)
     of_neurons = [sum(float(curve[count]) for curve in losses["dff"].values()) for count in range(budget.neurons + 1)]
     scores = {split.scores: budget.loss(split.scores, "dk", losses) for split in splits}
     values = {split.values: budget.loss(split.values, "dv", losses) for split in splits}

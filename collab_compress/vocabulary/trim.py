@@ -21,10 +21,10 @@ from collab_compress.architectures import tokenizer_of, transformers_model
 from collab_compress.calibration import evaluation_mode, run_batch
 from collab_compress.calibration.batches import evenly_spaced
 from collab_compress.calibration.builtin import builtin_texts, why_not_english
-from collab_compress.calibration.encode import encode, reads_tokens_alone
+from collab_compress.calibration.encode import encode
 from collab_compress.calibration.files import Text, read_texts, texts_of
 from collab_compress.calibration.gather import forward_arguments
-from collab_compress.calibration.source import kinds_of
+from collab_compress.calibration.source import kinds_of, reads_tokens_alone
 from collab_compress.checkpoint import all_or_nothing, is_quantized
 from collab_compress.checkpoint.edits import configs_inside, models_in
 from collab_compress.errors import CalibrationError, CompressionError, UnsupportedModelError, one_line

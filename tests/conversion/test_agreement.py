@@ -27,8 +27,8 @@ from transformers import (
 )
 
 from collab_compress import Compression, Solver, compress
+from collab_compress.calibration.source import read_calibration
 from collab_compress.conversion.agreement import POOLINGS, Reading, _percent, measure
-from collab_compress.conversion.data import read
 
 TOKENIZER = SimpleNamespace(mask_token_id=4, all_special_ids=[0, 1, 2, 3, 4])
 GPT2 = GPT2Config(vocab_size=61, n_embd=24, n_head=3, n_layer=2, n_positions=40, initializer_range=0.4)
@@ -64,7 +64,7 @@ def made(model_class=BertForSequenceClassification, **settings):
 
 
 def data_of(model, batches):
-    return read(model, batches, None, None, seed=0)
+    return read_calibration(model, batches, None, None, seed=0)
 
 
 def measured(model, batches, reading=None, converted=None):
@@ -440,7 +440,7 @@ def test_a_head_of_a_decoder_on_an_encoder_predicts_no_next_token():
 def test_random_tokens_do_not_count(minilm_tokenizer):
     dense = made(vocab_size=200)  # which holds the special tokens
     own = [{"input_ids": torch.full((2, 5), 7), "attention_mask": torch.ones(2, 5, dtype=torch.long)}] * 16
-    data = read(dense, (own, "synthetic"), minilm_tokenizer, None, seed=0)
+    data = read_calibration(dense, (own, "synthetic"), minilm_tokenizer, None, seed=0)
     for real, batches in ((data.real_used, data.used), (data.real_held_back, data.held_back)):
         assert 0 < len(real) < len(batches)
         for batch in batches:
@@ -449,7 +449,7 @@ def test_random_tokens_do_not_count(minilm_tokenizer):
     count = sum(len(batch["input_ids"]) for batch in data.real_held_back)
     output_error, agreement = measure(changed(dense), dense, data, Reading(None, None))
     assert agreement.sequences == count < output_error.sequences
-    alone = read(dense, "synthetic", minilm_tokenizer, None, seed=0)
+    alone = read_calibration(dense, "synthetic", minilm_tokenizer, None, seed=0)
     assert measure(changed(dense), dense, alone, Reading(None, None))[1] is None
 
 

@@ -14,9 +14,9 @@ from torch.nn.functional import layer_norm
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
 from collab_compress import Compression, CompressionError, Solver, UnsupportedModelError, compress
+from collab_compress.calibration.batches import split_held_back
 from collab_compress.conversion import depth as module
 from collab_compress.conversion import inventory
-from collab_compress.conversion.data import split_held_back
 from collab_compress.conversion.refit import refit_
 from collab_compress.errors import HeadError
 

@@ -20,9 +20,9 @@ from collab_compress import (
     mix_heads_,
     prune_heads_,
 )
+from collab_compress.calibration.batches import split_held_back
 from collab_compress.conversion import layers
 from collab_compress.conversion import sequential as module
-from collab_compress.conversion.data import split_held_back
 from collab_compress.conversion.feed_forward import narrower_config
 from collab_compress.conversion.inventory import find_feed_forward
 from collab_compress.conversion.layers import HiddenStateStore, single_layers

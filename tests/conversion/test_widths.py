@@ -13,8 +13,8 @@ from transformers import CLIPConfig, CLIPModel, LlamaConfig, LlamaModel
 
 from collab_compress import CalibrationOptions, Compression, Solver, compress
 from collab_compress.architectures import find_dense_attention, find_dense_values
+from collab_compress.calibration.source import SplitData, typical_length
 from collab_compress.conversion import inventory
-from collab_compress.conversion.data import typical_length
 from collab_compress.conversion.inventory import Inventory, find_feed_forward
 from collab_compress.conversion.layers import LayerCall
 from collab_compress.conversion.residual import find_residual_linears
@@ -28,6 +28,11 @@ def batches(count=6, length=9, vocabulary=61):
     """Batches of two random sequences."""
     generator = torch.Generator().manual_seed(0)
     return [{"input_ids": torch.randint(5, vocabulary, (2, length), generator=generator)} for _ in range(count)]
+
+
+def split(batches, length):
+    """Return batches as data to calibrate on, of which one is held back too."""
+    return SplitData(batches, batches[:1], batches, [], True, length, batches, batches[:1])
 
 
 def operations(model, length):
@@ -95,7 +100,7 @@ def slow_choice(dense, keep, length, data):
 @pytest.mark.parametrize("keep", [0.8, 0.4])
 def test_the_widths_chosen_lose_least(keep, make_tiny):
     dense, data = make_tiny("bert"), batches(12)
-    choice = choose_widths(Inventory(dense, data[0]), Compression(keep=keep), data, 16)
+    choice = choose_widths(Inventory(dense, data[0]), Compression(keep=keep), split(data, 16))
     chosen = choice.compression
     dk, dv, dff = slow_choice(dense, keep, 16, data)
     assert (chosen.dk, chosen.dv, chosen.dff or 32) == (dk, dv, dff)
@@ -105,7 +110,7 @@ def test_the_widths_chosen_lose_least(keep, make_tiny):
 def test_long_inputs_make_heads_narrower_too(length, make_tiny):
     """Most operations are those of the scores then, whose number falls with the width of heads alone."""
     structure = Inventory(make_tiny("bert"), batches()[0])
-    chosen = choose_widths(structure, Compression(keep=0.4), batches(), length).compression
+    chosen = choose_widths(structure, Compression(keep=0.4), split(batches(), length)).compression
     assert chosen.dk is not None
     assert chosen.head_dim == (max(2, chosen.dk // 3) if length > LONG_INPUT else None)
 
@@ -114,7 +119,7 @@ def test_one_conversion_follows_one_pass(make_tiny, monkeypatch):
     """However many widths there are, a choice costs one pass of the dense model's layers."""
     calls = []
     monkeypatch.setattr(LayerCall, "run", lambda *args, run=LayerCall.run: calls.append(args[0].name) or run(*args))
-    choose_widths(Inventory(make_tiny("bert"), batches()[0]), Compression(keep=0.6), batches(), 16)
+    choose_widths(Inventory(make_tiny("bert"), batches()[0]), Compression(keep=0.6), split(batches(), 16))
     assert len(calls) <= 2 * len(batches()) + 60  # the rest finds linears and neurons
 
 
@@ -164,7 +169,7 @@ def test_blocks_whose_neurons_depend_on_each_other_stay_as_they_are(make_tiny):
     model = make_tiny("bert")
     for layer in model.encoder.layer:
         layer.intermediate.intermediate_act_fn = torch.nn.Softmax(-1)
-    choice = choose_widths(Inventory(model, batches()[0]), Compression(keep=0.6), batches(), 8)
+    choice = choose_widths(Inventory(model, batches()[0]), Compression(keep=0.6), split(batches(), 8))
     assert choice.compression.dff is None
     assert 0.4 < int(re.search(r"Kept (\d+)%", choice.reason)[1]) / 100 <= 0.6
     assert "(feed-forward blocks stay as they are: BertModel has no feed-forward block" in choice.reason

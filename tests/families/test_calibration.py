@@ -5,7 +5,7 @@ from tiny_families import build, inputs
 
 from collab_compress import CalibrationError, CalibrationOptions, Compression, Solver, compress
 from collab_compress.analysis import plan
-from collab_compress.calibration.encode import reads_tokens_alone
+from collab_compress.calibration.source import reads_tokens_alone
 
 LACKS_STATES = ("bert-cross", "musicgen_decoder")
 

@@ -92,7 +92,7 @@ def test_the_room_of_opt_is_known_before_any_work(monkeypatch):
         options = Compression(dk=dk, head_dim=head_dim, solver=Solver(sweeps=1, refit=False))
         if biased and dk > 24 - 3:
             with monkeypatch.context() as patched:
-                patched.setattr("collab_compress.conversion.data.resolve", None)  # not reached
+                patched.setattr("collab_compress.calibration.source.resolve", None)  # not reached
                 message = f"got dk {dk} and 3 content biases .*exactly 3 heads of 8; pass dk up to 21"
                 with pytest.raises(CompressionError, match=message):
                     compress(model, options, batches)
