@@ -16,7 +16,7 @@ from collab_compress.analysis.stream import Batches, Progress, with_progress
 from collab_compress.architectures import KINDS, Kind, find_attention
 from collab_compress.calibration import Batch, as_batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
-from collab_compress.conversion.output_error import main_output, token_mask
+from collab_compress.calibration.gather import main_output, token_mask
 from collab_compress.errors import HeadError
 from collab_compress.heads import HeadMask, least_important, masks_without
 

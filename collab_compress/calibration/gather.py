@@ -21,6 +21,9 @@ from collab_compress.transformers_parts import UNLABELLED
 Batch: TypeAlias = dict[str, Tensor]
 """Keyword arguments of a model."""
 
+Outputs: TypeAlias = dict[str, Tensor]
+"""Outputs of a model on one batch by their names, without the loss; the first is the main one but for logits."""
+
 MaskKind: TypeAlias = Kind | Literal["images"]
 """A kind of attention over tokens, or self-attention over parts of an image."""
 
@@ -250,6 +253,38 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in training.items():
             module.training = mode
+
+
+def read_outputs(model: PreTrainedModel, batch: Batch) -> Outputs:
+    """Run the model on one batch, and return its outputs."""
+    with evaluation_mode(model):
+        output = run_batch(model, batch)
+    if not isinstance(output, Mapping):  # of a class that takes no return_dict
+        values = output if isinstance(output, tuple) else (output,)
+        output = {f"output {number}": value for number, value in enumerate(values)}
+    return {name: value for name, value in output.items() if isinstance(value, Tensor) and name != "loss"}
+
+
+def main_output(model: PreTrainedModel, batch: Batch) -> tuple[str, Tensor]:
+    """Run the model on one batch, and return the name and value of its logits, or of its first output but a loss."""
+    return finite_output(model, read_outputs(model, batch))
+
+
+def finite_output(model: PreTrainedModel, outputs: Outputs) -> tuple[str, Tensor]:
+    """Return the name and value of the logits, or of the first output, or raise if they are not finite."""
+    name = "logits" if "logits" in outputs else next(iter(outputs))
+    if not bool(torch.isfinite(outputs[name]).all()):
+        raise CalibrationError(f"{name} of {type(model).__name__} is not finite on the calibration data")
+    return name, outputs[name]
+
+
+def token_mask(model: PreTrainedModel, batch: Batch, name: str, output: Tensor) -> Tensor | None:
+    """Return the attention mask of an output (B, T, …); None if there is none, or no token dimension."""
+    mask = batch_masks(model, batch)["decoder"].query  # of the only tokens, if there is no decoder
+    by_token = output.dim() > 2 or name in ("start_logits", "end_logits")
+    if mask is None or not by_token or mask.shape != output.shape[:2]:
+        return None
+    return mask.to(output.device)
 
 
 def positions_read(model: PreTrainedModel, batch: Batch) -> int:

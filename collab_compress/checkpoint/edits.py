@@ -284,10 +284,19 @@ def kept_conversions(conversions: Sequence[Any]) -> list[Any]:
     ]
 
 
-def copy_configs_(model: PreTrainedModel) -> None:
-    """Give `model` and the models inside it configs of their own, in place, as models built from one config share it.
+def configs_of(model: PreTrainedModel) -> list[PretrainedConfig]:
+    """Return the configs that `model` and its modules hold, and those inside them, each once."""
+    held = (value for module in model.modules() for value in vars(module).values())
+    configs = (part for value in held if isinstance(value, PretrainedConfig) for part in configs_inside(value))
+    return list({id(config): config for config in configs}.values())
 
-    A model around `model` takes the copy when it is saved (`follow_configs_`).
+
+def own_configs_(model: PreTrainedModel, changed: PretrainedConfig | None) -> list[PretrainedConfig]:
+    """Give `model` and the models inside it configs of their own, in place; return them and those inside them.
+
+    Models that were built from one config share it. A model around `model` takes the copy when it is saved
+    (`follow_configs_`). Numbers that differ in `changed`, a copy of the model's config, are set in the model's own
+    config, and in copies of it that models inside hold.
     """
     copied: dict[int, Any] = {}
     for inner in models_in(model):
@@ -296,6 +305,16 @@ def copy_configs_(model: PreTrainedModel) -> None:
         for name, value in vars(module).items():
             if name == "config" or isinstance(value, PretrainedConfig):
                 vars(module)[name] = copy.deepcopy(value, copied)
+    configs = configs_of(model)
+    pairs = [] if changed is None else zip(configs_inside(model.config), configs_inside(changed), strict=True)
+    for part, source in list(pairs):
+        before = part.to_dict()
+        changes = {name: new for name, new in source.to_dict().items() if new != before.get(name)}
+        for config in [config for config in configs if type(config) is type(part)]:
+            for name, new in changes.items():
+                if isinstance(new, int) and getattr(config, name, None) == before.get(name):
+                    setattr(config, name, new)
+    return configs
 
 
 def follow_configs_(model: PreTrainedModel) -> None:

@@ -1,18 +1,17 @@
-"""Compare a converted model with its dense model by what a user acts on: nearest texts, labels, perplexity.
+"""Compare a converted model with its dense model: how far outputs move, and what stays of what a user acts on.
 
-For each kind of model one function reads what counts from a model's outputs, and one compares it between both models
-(`KINDS`). Both models run once on the held-back sequences, for these and for the output error.
+That is nearest texts, labels or perplexity. For each kind of model one function reads what counts from a model's
+outputs, and one compares it between both models (`KINDS`). Both models run once on the held-back sequences, for these
+and for the output error.
 """
 
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -20,45 +19,22 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import sample_sequences, sequence_count
-from collab_compress.calibration.encode import is_one_of, tokenizer_inside, vocabulary_size
+from collab_compress.calibration.encode import is_one_of, vocabulary_size
+from collab_compress.calibration.gather import Outputs, finite_output, read_outputs, token_mask
 from collab_compress.calibration.source import SplitData, reads_tokens_alone
-from collab_compress.conversion.output_error import Outputs, measure_output_error, read_outputs, token_mask
+from collab_compress.conversion.reading import POOLINGS, Reading, attention_kinds
 from collab_compress.conversion.report import Agreement, OutputError
-from collab_compress.errors import UnsupportedModelError
+from collab_compress.devices import has_float64
+from collab_compress.errors import CalibrationError
 
 NEAREST = 10  # texts, of which some stay
 SEARCHED = 256  # texts in all, at most; both models run on them
 FEWEST_TEXTS = 20  # with fewer, most of the ten nearest would stay by chance
 FEWEST_SCORES = 10  # for a correlation
 MASKED_OF = 7  # one ordinary token in this many is masked for a masked language model
-POOLING_FILE, MODULES_FILE = "1_Pooling/config.json", "modules.json"  # of Sentence Transformers
-WITHOUT_WEIGHTS = {"Pooling", "Normalize"}  # modules after the model; the length of an embedding does not count
-STORED_POOLINGS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
-"""Setting that older versions of Sentence Transformers write → mode, which newer ones write."""
-
 NOT_ACCURACY = "This is agreement with the dense model, not accuracy: score your task."
-
-
-class Reading(NamedTuple):
-    """How a model reads texts."""
-
-    tokenizer: PreTrainedTokenizerBase | None
-    pooling: str | None  # how embeddings are made of hidden states (`POOLINGS`); None if they are not, or not known
-
-    @classmethod
-    def of(cls, wrapper: Any, model: PreTrainedModel, tokenizer: Any) -> Self:
-        """Return how `model` reads texts; `wrapper` is what holds it, as a SentenceTransformer does, or itself."""
-        return cls(tokenizer_inside(tokenizer), _pooling(wrapper, model) if _embeds(model) else None)
 
 
 def measure(
@@ -80,7 +56,7 @@ def measure(
         CalibrationError: outputs are not finite, or of different shapes.
     """
     kind: str | None = None
-    rows: list[tuple[Tensor | None, Tensor | None]] = []
+    rows: list[Sequence[Tensor | None]] = []  # of the dense and of the converted model, for each batch
 
     def watch(batch: Batch, before: Outputs, after: Outputs) -> None:
         nonlocal kind
@@ -101,7 +77,7 @@ def measure(
     elif kind == "nearest texts":
         more = _at_most(sample_sequences(data.real_used, SEARCHED - sequences), SEARCHED - sequences)
     for batch in more:
-        rows.append((_run(kind, dense, batch, reading), _run(kind, converted, batch, reading)))
+        rows.append([_run(kind, model, batch, reading) for model in (dense, converted)])
     one, other = (_joined(of_model) for of_model in zip(*rows, strict=True))
     return output_error, None if one is None or other is None else KINDS[kind].compare(one, other, sequences)
 
@@ -132,6 +108,60 @@ def _joined(rows: Sequence[Tensor | None]) -> Tensor | None:
     return joined if joined.numel() and bool(torch.isfinite(joined).all()) else None
 
 
+# ---- Output error ----
+
+
+def measure_output_error(
+    model: PreTrainedModel,
+    dense: PreTrainedModel,
+    batches: Sequence[Batch],
+    watch: Callable[[Batch, Outputs, Outputs], None] | None = None,
+) -> OutputError | None:
+    """Return the relative error of the logits, as log probabilities, or of the first output; padding is left out.
+
+    The outputs of one batch are in memory at a time. `watch` is called with the batch, and with the outputs of the
+    dense and of the converted model.
+    """
+    shown = watch or (lambda *_: None)
+    measured = [_squared_errors(model, dense, batch, shown) for batch in batches]
+    if not any(norm for *_, norm in measured):
+        return None
+    names, sequences, differences, norms = zip(*measured, strict=True)
+    return OutputError(names[0], (sum(differences) / sum(norms)) ** 0.5, sum(sequences))
+
+
+def _squared_errors(
+    model: PreTrainedModel, dense: PreTrainedModel, batch: Batch, watch: Callable[[Batch, Outputs, Outputs], None]
+) -> tuple[str, int, float, float]:
+    """Return an output's name, its number of sequences, and the squared norms of its change and of itself."""
+    before, after = read_outputs(dense, batch), read_outputs(model, batch)
+    (name, old), (_, new) = finite_output(dense, before), finite_output(model, after)
+    if old.shape != new.shape:
+        raise CalibrationError(
+            f"{type(dense).__name__} gives {name} of shape {tuple(old.shape)}, {type(model).__name__} one of "
+            f"{tuple(new.shape)}; pass the dense model that was converted"
+        )
+    watch(batch, before, after)
+    mask = token_mask(dense, batch, name, old)
+    has_classes = name.endswith("logits") and old.dim() <= 3 and old.shape[-1] > 1  # not pixels of images
+    are_probabilities = has_classes and dense.config.problem_type not in ("regression", "multi_label_classification")
+    difference = norm = 0.0
+    for index in range(len(old)):  # one sequence at a time in float64
+        tokens = slice(None) if mask is None else mask[index]
+        one, other = (_float64(output[index][tokens]) for output in (old, new))
+        if are_probabilities and one.numel():
+            one, other = one.log_softmax(-1), other.log_softmax(-1)
+        difference += float((other - one).square().sum())
+        if are_probabilities and one.numel():
+            one = one - one.mean(-1, keepdim=True)
+        norm += float(one.square().sum())
+    return "log probabilities" if are_probabilities else name, len(old), difference, norm
+
+
+def _float64(values: Tensor) -> Tensor:
+    return values.double() if has_float64(values.device) else values.cpu().double()
+
+
 # ---- Which kind of model ----
 
 
@@ -152,7 +182,7 @@ def _kind(model: PreTrainedModel, batch: Batch, outputs: Outputs, reading: Readi
         return "labels of tokens"
     if model.config.is_encoder_decoder:
         return "next tokens" if is_one_of(model, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES) else None
-    kinds = _attention_kinds(model)
+    kinds = attention_kinds(model)
     if kinds == {"encoder"} and is_one_of(model, MODEL_FOR_MASKED_LM_MAPPING_NAMES):
         token, size = getattr(reading.tokenizer, "mask_token_id", None), vocabulary_size(model)
         return None if token is None or (size is not None and token >= size) else "masked tokens"
@@ -169,88 +199,7 @@ def _kind_of_classifier(model: PreTrainedModel, labels: int) -> str | None:
     return None if problem == "regression" else "classes"
 
 
-def _attention_kinds(model: PreTrainedModel) -> set[str]:
-    """Return the kinds of attention in a model; none if some of it is not known."""
-    try:
-        return {site.kind for site in find_attention(model)}
-    except UnsupportedModelError:
-        return set()
-
-
 # ---- Nearest texts ----
-
-
-def _embeds(model: PreTrainedModel) -> bool:
-    """Return whether a model may embed texts: it reads them and has no head, nor both an encoder and a decoder."""
-    return reads_tokens_alone(model) and not model.config.is_encoder_decoder and model.base_model is model
-
-
-def _pooling(wrapper: Any, model: PreTrainedModel) -> str | None:
-    """Return how embeddings are made: as a SentenceTransformer or files beside the model say, else by the mean.
-
-    None for other poolings than those of `POOLINGS`, for layers after the pooling, and for a causal model about which
-    nothing is said.
-    """
-    modules = getattr(wrapper, "_orig_mod", wrapper)
-    if isinstance(modules, nn.Sequential):  # as a SentenceTransformer is
-        after = list(modules)[1:]
-        settings = [vars(module) for module in after if type(module).__name__ == "Pooling"]
-        return _mode(settings, [type(module).__name__ for module in after])
-    folder = getattr(model.config, "_name_or_path", "")
-    try:
-        stored, names = _stored(Path(folder)) if folder else ([], None)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):  # files in an unknown form
-        return None
-    if not stored and names is None:
-        return "mean" if _attention_kinds(model) == {"encoder"} else None
-    return _mode(stored, names or ["Pooling"])
-
-
-def _stored(folder: Path) -> tuple[list[Mapping[str, Any]], list[str] | None]:
-    """Return the stored settings of the pooling, if any, and the names of the modules after the model, if listed."""
-    pooling, modules = folder / POOLING_FILE, folder / MODULES_FILE
-    settings = [json.loads(pooling.read_text(encoding="utf-8"))] if pooling.is_file() else []
-    if not modules.is_file():
-        return settings, None
-    listed = json.loads(modules.read_text(encoding="utf-8"))
-    return settings, [module["type"].rpartition(".")[2] for module in listed[1:]]
-
-
-def _mode(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str | None:
-    """Return the mode of the only pooling, given its settings and the names of the modules after the model."""
-    if len(settings) != 1 or not set(names) <= WITHOUT_WEIGHTS:
-        return None
-    mode = settings[0].get("pooling_mode")
-    if mode is None:
-        mode = [name for key, name in STORED_POOLINGS.items() if settings[0].get(key)] or "mean"
-    if isinstance(mode, list | tuple) and len(mode) == 1:
-        mode = mode[0]
-    return mode if isinstance(mode, str) and mode in POOLINGS else None
-
-
-def _average(hidden: Tensor, mask: Tensor) -> Tensor:
-    return hidden.masked_fill(~mask.unsqueeze(2), 0).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
-
-
-def _first(hidden: Tensor, mask: Tensor) -> Tensor:
-    return hidden[torch.arange(len(hidden), device=hidden.device), mask.int().argmax(1)]
-
-
-def _last(hidden: Tensor, mask: Tensor) -> Tensor:
-    return _first(hidden.flip(1), mask.flip(1))
-
-
-def _largest(hidden: Tensor, mask: Tensor) -> Tensor:
-    return hidden.masked_fill(~mask.unsqueeze(2), -math.inf).amax(1)
-
-
-POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "mean": _average,
-    "cls": _first,
-    "max": _largest,
-    "lasttoken": _last,
-}
-"""Mode → function from hidden states (B, T, D) and the attention mask (B, T) bool to embeddings (B, D)."""
 
 
 def _read_embeddings(model: PreTrainedModel, batch: Batch, outputs: Outputs, reading: Reading) -> Tensor | None:

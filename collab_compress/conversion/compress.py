@@ -15,19 +15,28 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from collab_compress.architectures import tokenizer_of, transformers_model
+from collab_compress.attention.projections import width_in
 from collab_compress.calibration import Calibration
 from collab_compress.calibration.batches import sequence_count
 from collab_compress.calibration.source import SplitData, read_calibration
 from collab_compress.checkpoint import all_or_nothing
-from collab_compress.checkpoint.edits import copy_configs_
-from collab_compress.conversion.agreement import Reading, measure
+from collab_compress.checkpoint.edits import configs_of, own_configs_
+from collab_compress.conversion.agreement import measure
 from collab_compress.conversion.copies import sharing_copy
-from collab_compress.conversion.cost import block_cost
 from collab_compress.conversion.depth import Depth, deep_stacks, find_depth
 from collab_compress.conversion.feed_forward import FeedForward, adopt_, narrower_config
 from collab_compress.conversion.inventory import Inventory, refuse_unconvertible
 from collab_compress.conversion.layers import layer_of
-from collab_compress.conversion.maps import READING, Progress, Replacement, empty_replacement, record_maps_, silent
+from collab_compress.conversion.maps import (
+    READING,
+    Progress,
+    Replacement,
+    empty_replacement,
+    record_maps_,
+    rounded_widths,
+    silent,
+)
+from collab_compress.conversion.reading import Reading
 from collab_compress.conversion.report import Agreement, OutputError, PartReport, RefitReport, Report
 from collab_compress.conversion.residual import ResidualLinear
 from collab_compress.conversion.sequential import (
@@ -38,20 +47,13 @@ from collab_compress.conversion.sequential import (
     install_maps_,
     install_refits,
 )
-from collab_compress.conversion.warnings import (
-    breakdowns,
-    few_vectors,
-    random_choices,
-    rounded_widths,
-    tied_weights,
-    untied_weights,
-)
 from collab_compress.conversion.widths import Choice, choose_widths
 from collab_compress.devices import forked_rng
 from collab_compress.errors import CompressionError, UnsupportedModelError, check_type, one_line
 from collab_compress.options import KEEP, CalibrationOptions, Compression
 
 _logger = logging.getLogger(__name__)
+MIN_VECTORS_PER_DIM = 4  # with fewer vectors for each dimension of the inputs, a covariance is mostly chance
 HALF = Compression(keep=KEEP)
 
 
@@ -118,16 +120,13 @@ def compress(
         with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
             choice = choose_widths(inventory, compression.with_solver(device=device), data, progress)
             conversion = _convert(inventory, data, choice, progress, Reading.of(wrapper, dense, tokenizer))
-        before, ties = model.num_parameters(), tied_weights(model)
-        with all_or_nothing(model):
-            conversion.install_(model)
-    untied = untied_weights(map(conversion.remaining, ties), tied_weights(model))
-    warnings = (*data.notes, *conversion.notes, *untied, *conversion.warnings(compression, data))
+        conversion.install_(model)
+    warnings = conversion.warnings(compression, data, dense, model)
     for warning in warnings:
         _logger.warning(warning)
     return Report(
         parts=conversion.in_model(conversion.reports),
-        parameters_before=before,
+        parameters_before=dense.num_parameters(),
         parameters_after=model.num_parameters(),
         length=data.length,
         output_error=conversion.output_error,
@@ -180,30 +179,54 @@ class Conversion:
         """Return which of these parameters the converted model keeps, by its names."""
         return frozenset(self.depth.renamed(name) for name in names if layer_of(name) not in self.depth.removed)
 
-    def warnings(self, passed: Compression, data: SplitData) -> list[str]:
-        """Return warnings of rounded widths, few or random data, and solvers that broke down."""
+    def warnings(
+        self, passed: Compression, data: SplitData, dense: PreTrainedModel, model: PreTrainedModel
+    ) -> tuple[str, ...]:
+        """Return what the report warns of; `dense` is the model before the conversion, `model` the converted one."""
         configs = [item.map.config for item in self.maps]
         chosen = {"neurons": self.blocks, "layers": self.depth.removed}
-        return [
+        return (
+            *data.notes,
+            *self.notes,
+            *_untied_weights(map(self.remaining, _tied_weights(dense)), _tied_weights(model)),
             *([] if passed.keep is not None else rounded_widths(configs, passed.dk, passed.dv)),
-            *few_vectors(self.maps, self.blocks, [fit.report for fit in self.refits], self.depth.renamed),
-            *breakdowns(self.in_model(self.reports)),
-            *random_choices([] if data.refit else [what for what, some in chosen.items() if some]),
+            *self._few_vectors(),
+            *_breakdowns(self.in_model(self.reports)),
+            *_random_choices([] if data.refit else [what for what, some in chosen.items() if some]),
+        )
+
+    def _few_vectors(self) -> list[str]:
+        """Warn of modules whose moments are of few vectors."""
+        by_name = {fit.report.name: fit.report.vectors for fit in self.refits}
+        seen = [(block.down, by_name[block.down], block.width) for block in self.blocks]
+        for item in self.maps:
+            for vectors, (projection, _) in zip(item.report.vectors, item.site.inputs, strict=True):
+                seen.append((item.site.name, vectors, width_in(projection)))
+        few = [entry for entry in seen if 0 < entry[1] < MIN_VECTORS_PER_DIM * entry[2]]
+        if not few:
+            return []
+        name, vectors, width = min(few, key=lambda entry: entry[1] / entry[2])
+        others = len({name for name, *_ in few}) - 1
+        more = f" and {others} more modules" if others else ""
+        return [
+            f"{self.depth.renamed(name)}{more} saw few calibration vectors: {vectors} of width {width}, where "
+            f"{MIN_VECTORS_PER_DIM} times the width would be {MIN_VECTORS_PER_DIM * width}; pass more data, or more "
+            "sequences of it"
         ]
 
     def install_(self, model: PreTrainedModel) -> None:
-        """Install the conversion in the model, in place, and record it for checkpoints."""
+        """Install the conversion in the model, in place and all or nothing, and record it for checkpoints."""
         modules = [model.get_submodule(item.site.name) for item in self.maps]
-        install_maps_(model, self.maps)
-        install_refits(model, self.refits, self.blocks)
-        if self.config is not None or self.depth.removed:
-            copy_configs_(model)  # other models may have the same
-        if self.config is not None:
-            adopt_(model, self.config)
-        if self.depth.removed:
-            self.depth.move_(model)
-            self.depth.drop_(model)
-        record_maps_(model, zip(modules, (item.map.config for item in self.maps), strict=True))
+        with all_or_nothing(model):
+            install_maps_(model, self.maps)
+            install_refits(model, self.refits, self.blocks)
+            if self.config is not None:
+                adopt_(model, self.config)
+            configs = own_configs_(model, self.config) if self.config is not None or self.depth.removed else []
+            if self.depth.removed:
+                self.depth.move_(model)
+                self.depth.drop_(model, configs)
+            record_maps_(model, zip(modules, (item.map.config for item in self.maps), strict=True))
 
 
 def _convert(
@@ -241,19 +264,57 @@ def _convert(
         depth.targets,
         in_layers,
     )
-    maps, results = convert_layers_(
+    maps, results, reports = convert_layers_(
         converted, model, parts, data.used, data.held_back, length=data.length, progress=progress
     )
-    costs = [block_cost(model, block, parts.dff, data.length) for block in parts.blocks]
-    reports = [*(item.report for item in maps), *(PartReport(**vars(cost)) for cost in costs)]
     if depth.removed:
-        notes.append(depth.drop_(converted))
+        notes.append(depth.drop_(converted, configs_of(converted)))
     if data.held_back:
         progress("measuring output error", 0, None)
     output_error, agreement = measure(converted, model, data, reading)
     return Conversion(
         maps, results, parts.blocks, config, depth, reports, output_error, agreement, list(filter(None, notes))
     )
+
+
+def _breakdowns(reports: Sequence[PartReport]) -> list[str]:
+    """Warn of solvers that met a singular system."""
+    return [
+        f"{report.name}: {report.breakdowns} sweeps of the solver met a singular system; "
+        f"{'it went on with a shifted one' if report.sweeps else 'it kept its start'}; "
+        "look at the module's error, or raise the damping"
+        for report in reports
+        if report.breakdowns
+    ]
+
+
+def _random_choices(chosen: Sequence[str]) -> list[str]:
+    """Warn of neurons or layers that were chosen on random tokens."""
+    if not chosen:
+        return []
+    return [
+        f"{' and '.join(chosen)} were chosen on random tokens alone, which loses more; calibrate on texts "
+        "like yours, or on those that a language model has 'generated'"
+    ]
+
+
+def _tied_weights(model: PreTrainedModel) -> set[frozenset[str]]:
+    """Return the names of each parameter that several layers hold; a layer in several places counts once."""
+    names: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            names.setdefault(id(parameter), []).append(name)
+    return {frozenset(group) for group in names.values() if len(group) > 1}
+
+
+def _untied_weights(before: Iterable[frozenset[str]], after: set[frozenset[str]]) -> list[str]:
+    """Warn of weights that were one and no longer are."""
+    pairs = sorted(sorted(group)[:2] for group in {*before} - after if len(group) > 1)
+    return [
+        f"{len(pairs)} weights that several layers shared, such as {first} and {second}, are separate now, which "
+        "takes more parameters"
+        for first, second in pairs[:1]
+    ]
 
 
 def wants_refit(data: SplitData, compression: Compression) -> bool:

@@ -31,7 +31,7 @@ from collab_compress.architectures import find_attention
 from collab_compress.calibration.gather import masks_of, unpadded
 from collab_compress.calibration.source import SplitData
 from collab_compress.checkpoint import edits_of
-from collab_compress.checkpoint.edits import configs_inside
+from collab_compress.checkpoint.edits import configs_inside, configs_of
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.inventory import Inventory
 from collab_compress.conversion.layers import (
@@ -94,16 +94,18 @@ class Depth:
         for name, source in self.moved.items():
             model.set_submodule(name, model.get_submodule(source))
 
-    def drop_(self, model: PreTrainedModel) -> str:
-        """Remove the layers and number the others from 0, in place. Return a note for the report or ""."""
+    def drop_(self, model: PreTrainedModel, configs: Iterable[PretrainedConfig]) -> str:
+        """Remove the layers and number the others from 0, in place, as the model's configs then say.
+
+        Return a note for the report or "".
+        """
 
         def renumbered(_: int, name: str, head: int) -> tuple[int, int] | None:
             layer = layer_of(name)
             return None if layer in self.removed else (int(self.renamed(layer).rpartition(".")[2]), head)
 
         note = renumber_alignment_heads_(model, renumbered)
-        held = [value for module in model.modules() for value in vars(module).values()]
-        _shorten_([value for value in held if isinstance(value, PretrainedConfig)], model, self.kept)
+        _shorten_(configs, model, self.kept)
         _keep_layers_(model, self.kept)
         for (name, attribute), value in self.attributes.items():
             setattr(model.get_submodule(name), attribute, value)
@@ -112,7 +114,7 @@ class Depth:
     def without(self, model: PreTrainedModel) -> PreTrainedModel:
         """Return a copy of a model that lacks the layers."""
         shallow = sharing_copy(model)
-        self.drop_(shallow)
+        self.drop_(shallow, configs_of(shallow))
         return shallow
 
     def renamed(self, name: str) -> str:
@@ -135,6 +137,8 @@ def _keep_layers_(model: nn.Module, kept: Kept) -> None:
 def deep_stacks(model: PreTrainedModel, layers: int) -> dict[str, list[str]]:
     """Return the lists of numbered layers that have more than `layers`: path → paths of the layers."""
     class_name, values = type(model).__name__, model.config.to_dict()
+    by_path = groupby(numbered_layers(model), lambda name: name.rpartition(".")[0])
+    stacks = {path: list(names) for path, names in by_path}
     if edits_of(model):
         raise CompressionError(
             f"{class_name} is edited already; pass layers with the first widths, or start from the dense checkpoint"
@@ -145,8 +149,6 @@ def deep_stacks(model: PreTrainedModel, layers: int) -> dict[str, list[str]]:
             f"{adapted[0]} carries an adapter, whose layers would be numbered anew; merge it (merge_and_unload), or "
             "remove layers first and train an adapter on the result"
         )
-    by_path = groupby(numbered_layers(model), lambda name: name.rpartition(".")[0])
-    stacks = {path: list(names) for path, names in by_path}
     most = max(map(len, stacks.values()), default=0)
     calls = max((values[name] for name in COUNTS if isinstance(values.get(name), int)), default=0)
     if 0 < most < calls:
@@ -159,13 +161,14 @@ def deep_stacks(model: PreTrainedModel, layers: int) -> dict[str, list[str]]:
             f"layers is {layers}, and the deepest stack of {class_name} has {most}; pass fewer than that"
         )
     stacks = {path: names for path, names in stacks.items() if len(names) > layers}
+    configs = [*configs_inside(model.config)]
     for path in stacks:
-        if reason := _why_fixed(model, path):
+        if reason := _why_fixed(model, path, configs):
             raise UnsupportedModelError(f"layers of {path} cannot be removed: {reason}; leave out layers")
     return stacks
 
 
-def _why_fixed(model: PreTrainedModel, path: str) -> str:
+def _why_fixed(model: PreTrainedModel, path: str, configs: Sequence[PretrainedConfig]) -> str:
     """Return why the layers of a stack depend on their numbers, or ""."""
     for holder in _holders(model, path):
         if any(name in type(holder).__name__ for name in READERS):
@@ -173,7 +176,7 @@ def _why_fixed(model: PreTrainedModel, path: str) -> str:
     if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):
         return "attention is scaled by their numbers"
     last: tuple[Any, ...] = (-1, [-1], (-1,), [], ())  # names no other layer
-    for holder in (*configs_inside(model.config), getattr(model, "generation_config", None)):
+    for holder in (*configs, getattr(model, "generation_config", None)):
         for name, value in {} if holder is None else vars(holder).items():
             is_here = not name.startswith("vision") or "vision" in path
             if is_here and LAYER_NUMBERS.search(name) and type(value) in (int, list, tuple) and value not in last:
@@ -251,8 +254,7 @@ def _shorten_(configs: Iterable[PretrainedConfig], model: PreTrainedModel, kept:
         around = [getattr(module, "config", None) for module in _holders(model, path)]
         innermost = [config for config in around if isinstance(config, PretrainedConfig)][-1]
         by_config.setdefault(type(innermost), {}).setdefault(len(model.get_submodule(path)), numbers)
-    parts = {id(part): part for config in configs for part in configs_inside(config)}
-    for config in [part for part in parts.values() if type(part) in by_config]:
+    for config in [config for config in configs if type(config) in by_config]:
         of_config = by_config[type(config)]
         count = len(next(iter(of_config.values())))
         for name, value in config.to_dict().items():
@@ -269,7 +271,7 @@ def _shorten_(configs: Iterable[PretrainedConfig], model: PreTrainedModel, kept:
 def _changed_attributes(model: PreTrainedModel, depth: Depth) -> dict[tuple[str, str], Any]:
     """Return in which numbers of layers and dropout a stock model without the layers differs; refuse all else."""
     config, class_name = copy.deepcopy(model.config), type(model).__name__
-    _shorten_([config], model, depth.kept)
+    _shorten_(configs_inside(config), model, depth.kept)
     layers = len(next(iter(depth.kept.values())))
 
     def refusal(reason: str) -> UnsupportedModelError:

@@ -200,7 +200,7 @@ def cut_(model: PreTrainedModel, block: FeedForward, kept: Tensor) -> None:
 
 
 def adopt_(model: PreTrainedModel, config: PretrainedConfig) -> None:
-    """Set the widths of `config` in the model's own configs and in the attributes of its modules, in place."""
+    """Set the widths of `config`, a changed copy of the model's, in the attributes of its modules, in place."""
     with torch.device("meta"):
         narrower, dense = (type(model)(copy.deepcopy(width_config)) for width_config in (config, model.config))
     modules, before = dict(model.named_modules()), dict(dense.named_modules())
@@ -209,10 +209,3 @@ def adopt_(model: PreTrainedModel, config: PretrainedConfig) -> None:
             old = vars(before[name]).get(attribute)
             if name in modules and isinstance(value, int) and isinstance(old, int) and value != old:
                 setattr(modules[name], attribute, value)
-    held = [getattr(module, "config", None) for module in model.modules()]  # models inside may hold copies
-    for part, source in list(zip(configs_inside(model.config), configs_inside(config), strict=True)):
-        copies = {id(part): part, **{id(other): other for other in held if type(other) is type(part)}}
-        for target in copies.values():
-            for attribute in WIDTHS:
-                if attribute in part.to_dict():
-                    setattr(target, attribute, getattr(source, attribute))

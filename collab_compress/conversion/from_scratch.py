@@ -15,8 +15,7 @@ from collab_compress.architectures.sites import score_terms
 from collab_compress.attention import ConvertedMap, MapConfig, SharedConfig, install_
 from collab_compress.attention.maps import Layers
 from collab_compress.conversion.cost import qk_config
-from collab_compress.conversion.maps import record_maps_
-from collab_compress.conversion.warnings import rounded_widths
+from collab_compress.conversion.maps import record_maps_, rounded_widths
 from collab_compress.errors import CompressionError
 from collab_compress.options import check_counts
 

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import AttentionSite, DenseSite, ValueSite
 from collab_compress.architectures.sites import by_input
-from collab_compress.attention import ConvertedMap, MapConfig, MapEdit, QKConfig
+from collab_compress.attention import ConvertedMap, MapConfig, MapEdit, NarrowConfig, QKConfig, RotaryConfig
 from collab_compress.attention.maps import Layers
 from collab_compress.attention.run import HeadCall, for_each_head
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
@@ -108,6 +108,21 @@ def replace_map(task: MapTask, moments: SiteMoments, head_weights: Tensor | None
     return Replacement(site, found, layers, report)
 
 
+def rounded_widths(configs: Sequence[MapConfig], dk: int | None, dv: int | None = None) -> list[str]:
+    """Warn of a dk that rotary heads round, and of a dv that narrow values round."""
+    rotary = [config for config in configs if isinstance(config, RotaryConfig) and config.rank != dk]
+    narrow = [config for config in configs if isinstance(config, NarrowConfig) and config.dv != dv]
+    return [
+        f"dk {dk} was rounded up to {config.rank}: a rotary embedding rotates whole heads of {config.head_width} "
+        "channels"
+        for config in rotary[:1]
+    ] + [
+        f"dv {dv} was rounded to {config.dv}: its {config.key_value_heads} heads of values have {config.size} "
+        "channels each"
+        for config in narrow[:1]
+    ]
+
+
 def empty_replacement(site: Site, config: MapConfig) -> Replacement:
     """Return a replacement whose weights are not set yet, and which has no report."""
     report: Any = None
@@ -121,6 +136,11 @@ def record_maps_(model: PreTrainedModel, maps: Iterable[tuple[nn.Module, MapConf
         by_kind.setdefault(config.kind, {})[path_in_base(model, module)] = config
     for kind, configs in by_kind.items():
         record_edit_(model, MapEdit(kind, configs))
+
+
+def weighted_sites(tasks: Sequence[MapTask]) -> list[AttentionSite]:
+    """Return the attention modules whose score errors are weighted by head."""
+    return [task.site for task in tasks if isinstance(task.site, DenseSite) and not task.is_exact]
 
 
 def head_weights(

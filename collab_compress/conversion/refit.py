@@ -90,7 +90,7 @@ def refit(
                 "model that was converted"
             )
     parts = Parts(linears=linears)
-    _, results = convert_layers_(
+    _, results, _ = convert_layers_(
         refitted, sharing_copy(dense), parts, used, held_back, same_inputs=False, progress=progress
     )
     return results

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from collab_compress.architectures import AttentionSite, DenseSite
 from collab_compress.architectures.sites import by_input
 from collab_compress.attention import install_
 from collab_compress.attention.projections import fill_
 from collab_compress.calibration import Batch, gather_moments
 from collab_compress.calibration.batches import evenly_spaced
 from collab_compress.calibration.gather import InputMoments, masks_of, unpadded
+from collab_compress.conversion.cost import block_cost
 from collab_compress.conversion.feed_forward import FeedForward, cut_
 from collab_compress.conversion.layers import (
     HiddenStateStore,
@@ -55,8 +55,9 @@ from collab_compress.conversion.maps import (
     head_weights,
     replace_map,
     silent,
+    weighted_sites,
 )
-from collab_compress.conversion.report import RefitReport
+from collab_compress.conversion.report import PartReport, RefitReport
 from collab_compress.conversion.residual import ResidualLinear, stream_of, watch
 from collab_compress.devices import float64_device
 from collab_compress.errors import CalibrationError, CollabCompressError, CompressionError, UnsupportedModelError
@@ -94,14 +95,16 @@ def convert_layers_(
     same_inputs: bool = True,
     length: int = 128,
     progress: Progress = silent,
-) -> tuple[list[Replacement], list["Refit"]]:
-    """Convert the layers of a model in place; return the new maps, in the order of `parts.tasks`, and the refits.
+) -> tuple[list[Replacement], list["Refit"], list[PartReport]]:
+    """Convert the layers of a model in place; return new maps, refits, and reports on the maps and narrower blocks.
 
-    `converted` is a copy of the dense model, or a converted model to refit, where `same_inputs` says whether
-    everything before the first layer is the same in both. Removed layers are not run.
+    Maps are in the order of `parts.tasks`, blocks in that of calls. `converted` is a copy of the dense model, or a
+    converted model to refit, where `same_inputs` says whether everything before the first layer is the same in both.
+    Removed layers are not run.
     """
     replaced: dict[tuple[str, type], Replacement] = {}
     refits: list[Refit] = []
+    block_reports: list[PartReport] = []
     blocks = {block.down: block for block in parts.blocks}
 
     def convert_attention_(
@@ -123,11 +126,15 @@ def convert_layers_(
             progress(RUNNING, 0, None)
             calls = capture_calls(dense, used, held_back if parts.linears else [], store)
         layers = {} if calls is None else calls.layers
-        elsewhere = [task for task in tasks if layer_of(task.site.name) not in layers]
+        by_layer: dict[str, list[MapTask]] = {}
+        for task in tasks:
+            by_layer.setdefault(layer_of(task.site.name), []).append(task)
+        elsewhere = [task for layer, group in by_layer.items() if layer not in layers for task in group]
         if elsewhere:
             progress(f"fitting {', '.join(task.site.name for task in elsewhere)}", 0, None)
-            moments = gather_moments(dense, [task.site for task in elsewhere], used)
-            convert_attention_(elsewhere, moments, head_weights(dense, _weighted_sites(elsewhere), used))
+            sites = weighted_sites(elsewhere)
+            weights = head_weights(dense, sites, used)
+            convert_attention_(elsewhere, gather_moments(dense, [task.site for task in elsewhere], used), weights)
         if calls is not None:
             models = Pair(dense, converted, calls, store, parts)
             hidden, reached = HiddenStates([], [], []), 0
@@ -137,7 +144,7 @@ def convert_layers_(
                     continue
                 if calls.begins_stack(numbers.start):
                     hidden = models.start_stack(numbers.start, same_inputs)
-                of_layer = [task for task in tasks if layer_of(task.site.name) == layer]
+                of_layer = by_layer.get(layer, [])
                 linears = [linear for linear in parts.linears if linear.layer == layer and layer not in parts.removed]
                 data = gather_layer(models, numbers, hidden.dense, of_layer, linears)
                 gap = cross_gap(models, numbers, data.outputs)
@@ -145,12 +152,13 @@ def convert_layers_(
                 for linear in linears:
                     kept = None
                     if linear.name in blocks:
-                        width = blocks[linear.name].width
-                        enough = max(CHOICE_VECTORS * width, LEAST_CHOICE_VECTORS)
+                        block = blocks[linear.name]
+                        enough = max(CHOICE_VECTORS * block.width, LEAST_CHOICE_VECTORS)
                         some = _some_batches(calls.used, data.outputs, enough)
                         sums = _residual_sums(models, numbers, hidden, data, gap, linear, some)
                         kept = choose(sums.used, linear, converted.get_submodule(linear.name), parts.dff)
-                        cut_(converted, blocks[linear.name], kept)
+                        cut_(converted, block, kept)
+                        block_reports.append(PartReport(**vars(block_cost(dense, block, parts.dff, length))))
                     sums = _residual_sums(models, numbers, hidden, data, gap, linear, range(len(calls.batches)))
                     fitted = solve(sums, linear, converted.get_submodule(linear.name), calls.sequences)
                     install_refits(converted, [fitted])
@@ -160,7 +168,8 @@ def convert_layers_(
                     hidden = hidden._replace(converted=models.advance(numbers, hidden))
         count = len(layers) or len(without_data)
         progress("fitted all layers", count, count)
-    return [replaced[task.site.name, type(task.site)] for task in parts.tasks], refits
+    maps = [replaced[task.site.name, type(task.site)] for task in parts.tasks]
+    return maps, refits, [*(item.report for item in maps), *block_reports]
 
 
 def install_maps_(model: PreTrainedModel, replaced: Sequence[Replacement]) -> None:
@@ -168,11 +177,6 @@ def install_maps_(model: PreTrainedModel, replaced: Sequence[Replacement]) -> No
     for item in replaced:
         name = item.site.name
         install_(model.get_submodule(name), item.map, item.layers, model.get_submodule(name.rpartition(".")[0]))
-
-
-def _weighted_sites(tasks: Sequence[MapTask]) -> list[AttentionSite]:
-    """Return the attention modules whose score errors are weighted by head."""
-    return [task.site for task in tasks if isinstance(task.site, DenseSite) and not task.is_exact]
 
 
 # Two models on the same batches.
@@ -248,7 +252,7 @@ def gather_layer(
     inputs: list[list[Tensor]] = [[] for _ in calls.masks]
     streams: list[list[dict[str, Tensor]]] = [[] for _ in calls.masks]
     outputs = list(hidden)
-    weighted = _weighted_sites(tasks)
+    weighted = weighted_sites(tasks)
     count = len(calls.used) * HEAD_WEIGHT_SEQUENCES // calls.sequences
     measured = evenly_spaced(calls.used, max(1, count)) if weighted else []
     with record_streams(models.dense, linears) as recorded:

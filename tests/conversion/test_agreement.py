@@ -28,7 +28,8 @@ from transformers import (
 
 from collab_compress import Compression, Solver, compress
 from collab_compress.calibration.source import read_calibration
-from collab_compress.conversion.agreement import POOLINGS, Reading, _percent, measure
+from collab_compress.conversion.agreement import _percent, measure
+from collab_compress.conversion.reading import POOLINGS, Reading
 
 TOKENIZER = SimpleNamespace(mask_token_id=4, all_special_ids=[0, 1, 2, 3, 4])
 GPT2 = GPT2Config(vocab_size=61, n_embd=24, n_head=3, n_layer=2, n_positions=40, initializer_range=0.4)

@@ -62,8 +62,8 @@ from collab_compress.attention import is_converted
 from collab_compress.calibration import gather
 from collab_compress.calibration.batches import split_held_back
 from collab_compress.checkpoint import edits_of
+from collab_compress.conversion.agreement import measure_output_error
 from collab_compress.conversion.compress import working_device
-from collab_compress.conversion.output_error import measure_output_error
 from collab_compress.conversion.refit import refit_
 from collab_compress.factorization import factorize
 from collab_compress.heads import DropHead, HeadGates, Recorder

@@ -277,7 +277,7 @@ def test_settings_that_name_layers_by_number_are_refused(holder):
     for value, refused in (([2, 3], True), (None, False)):
         setattr(getattr(model, holder), name, value)
         words = f"{name} of the configs names layers by number"
-        assert module._why_fixed(model, "model.encoder.layers") == (words if refused else "")
+        assert module._why_fixed(model, "model.encoder.layers", [model.config]) == (words if refused else "")
         if refused:
             with pytest.raises(UnsupportedModelError, match=words):
                 compress(model, Compression(layers=3), [inputs("whisper")])

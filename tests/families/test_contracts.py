@@ -22,7 +22,7 @@ from collab_compress.architectures import FAMILIES, find_attention, find_dense_a
 from collab_compress.attention.projections import input_paths
 from collab_compress.attention.run import add_head_hook_
 from collab_compress.attention.shared import scaling_of
-from collab_compress.conversion.output_error import measure_output_error
+from collab_compress.conversion.agreement import measure_output_error
 from collab_compress.conversion.refit import refit
 from collab_compress.conversion.sequential import install_refits
 from collab_compress.errors import UnsupportedModelError

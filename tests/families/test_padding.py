@@ -10,7 +10,7 @@ from transformers import MusicgenMelodyModel
 from collab_compress import Compression, Solver, compress
 from collab_compress.architectures import find_dense_attention, find_dense_values
 from collab_compress.calibration import gather_moments
-from collab_compress.conversion.output_error import measure_output_error
+from collab_compress.conversion.agreement import measure_output_error
 from collab_compress.heads import Recorder
 
 MASK_OF = {
