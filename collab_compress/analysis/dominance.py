@@ -16,7 +16,7 @@ from collab_compress.analysis.stream import Batches, Progress, with_progress
 from collab_compress.architectures import KINDS, Kind, find_attention
 from collab_compress.calibration import Batch, as_batch
 from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
-from collab_compress.calibration.gather import main_output, token_mask
+from collab_compress.calibration.gather import main_output, read_outputs, token_mask
 from collab_compress.errors import HeadError
 from collab_compress.heads import HeadMask, least_important, masks_without
 
@@ -252,6 +252,6 @@ def _measure_output_errors(
 
 def _read_output(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Return the model's main output in float64, without padding where it has a token axis."""
-    name, output = main_output(model, batch)
+    name, output = main_output(model, read_outputs(model, batch))
     mask = token_mask(model, batch, name, output)
     return (output if mask is None else output[mask]).cpu().double()

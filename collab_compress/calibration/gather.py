@@ -265,12 +265,7 @@ def read_outputs(model: PreTrainedModel, batch: Batch) -> Outputs:
     return {name: value for name, value in output.items() if isinstance(value, Tensor) and name != "loss"}
 
 
-def main_output(model: PreTrainedModel, batch: Batch) -> tuple[str, Tensor]:
-    """Run the model on one batch, and return the name and value of its logits, or of its first output but a loss."""
-    return finite_output(model, read_outputs(model, batch))
-
-
-def finite_output(model: PreTrainedModel, outputs: Outputs) -> tuple[str, Tensor]:
+def main_output(model: PreTrainedModel, outputs: Outputs) -> tuple[str, Tensor]:
     """Return the name and value of the logits, or of the first output, or raise if they are not finite."""
     name = "logits" if "logits" in outputs else next(iter(outputs))
     if not bool(torch.isfinite(outputs[name]).all()):

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import sample_sequences, sequence_count
 from collab_compress.calibration.encode import is_one_of, vocabulary_size
-from collab_compress.calibration.gather import Outputs, finite_output, read_outputs, token_mask
+from collab_compress.calibration.gather import Outputs, main_output, read_outputs, token_mask
 from collab_compress.calibration.source import SplitData, reads_tokens_alone
 from collab_compress.conversion.reading import POOLINGS, Reading, attention_kinds
 from collab_compress.conversion.report import Agreement, OutputError
@@ -135,7 +135,7 @@ def _squared_errors(
 ) -> tuple[str, int, float, float]:
     """Return an output's name, its number of sequences, and the squared norms of its change and of itself."""
     before, after = read_outputs(dense, batch), read_outputs(model, batch)
-    (name, old), (_, new) = finite_output(dense, before), finite_output(model, after)
+    (name, old), (_, new) = main_output(dense, before), main_output(model, after)
     if old.shape != new.shape:
         raise CalibrationError(
             f"{type(dense).__name__} gives {name} of shape {tuple(old.shape)}, {type(model).__name__} one of "

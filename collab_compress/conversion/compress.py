@@ -1,7 +1,7 @@
 """Make layers of a pretrained model narrower, or fewer, all or nothing.
 
-A conversion goes from an inventory of the model (`inventory`) to widths and layers (`widths`, `depth`), to new
-weights in a copy that shares those of the model (`sequential`), and only then into the model.
+A conversion goes from an inventory of the model (`inventory`) to widths and layers (`widths`, `layer_search`), to
+new weights in a copy that shares those of the model (`sequential`), and only then into the model.
 """
 
 import logging
@@ -23,9 +23,10 @@ from collab_compress.checkpoint import all_or_nothing
 from collab_compress.checkpoint.edits import configs_of, own_configs_
 from collab_compress.conversion.agreement import measure
 from collab_compress.conversion.copies import sharing_copy
-from collab_compress.conversion.depth import Depth, deep_stacks, find_depth
+from collab_compress.conversion.depth import Depth, deep_stacks
 from collab_compress.conversion.feed_forward import FeedForward, adopt_, narrower_config
-from collab_compress.conversion.inventory import Inventory, refuse_unconvertible
+from collab_compress.conversion.inventory import Inventory, check_weights, refuse_unconvertible
+from collab_compress.conversion.layer_search import find_depth
 from collab_compress.conversion.layers import layer_of
 from collab_compress.conversion.maps import (
     READING,
@@ -39,14 +40,7 @@ from collab_compress.conversion.maps import (
 from collab_compress.conversion.reading import Reading
 from collab_compress.conversion.report import Agreement, OutputError, PartReport, RefitReport, Report
 from collab_compress.conversion.residual import ResidualLinear
-from collab_compress.conversion.sequential import (
-    Parts,
-    Refit,
-    check_weights,
-    convert_layers_,
-    install_maps_,
-    install_refits,
-)
+from collab_compress.conversion.sequential import Parts, Refit, convert_layers_, install_maps_, install_refits
 from collab_compress.conversion.widths import Choice, choose_widths
 from collab_compress.devices import forked_rng
 from collab_compress.errors import CompressionError, UnsupportedModelError, check_type, one_line
@@ -81,8 +75,8 @@ def compress(
     Given texts or batches, the layers that write to the residual stream (output projections, and second layers of
     feed-forward blocks) are then refitted towards the dense model's hidden states (`Solver.refit`). All other weights
     stay.
-    With `layers`, the layers that matter least are removed first (`conversion/depth.py`); the widths are those of the
-    others.
+    With `layers`, the layers that matter least are removed first (`conversion/layer_search.py`); the widths are those
+    of the others.
 
     Args:
         model: a Transformers model, or a SentenceTransformer that holds one; dtype and device are kept.
@@ -259,9 +253,7 @@ def _convert(
         linears,
         [block for block in blocks if block.linear.layer not in depth.removed],
         compression.dff or 0,
-        depth.removed,
-        depth.without if depth.removed else None,
-        depth.targets,
+        depth,
         in_layers,
     )
     maps, results, reports = convert_layers_(

@@ -1,10 +1,11 @@
 """What of a model can be converted: attention maps, feed-forward blocks, layers, and why others cannot be."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import (
@@ -25,8 +26,7 @@ from collab_compress.conversion.feed_forward import FeedForward, find_blocks, na
 from collab_compress.conversion.layers import SingleLayers, single_layers, undivided
 from collab_compress.conversion.maps import MapTask
 from collab_compress.conversion.residual import ResidualLinear, find_residual_linears
-from collab_compress.conversion.sequential import check_weights
-from collab_compress.errors import CompressionError, UnsupportedModelError
+from collab_compress.errors import CollabCompressError, CompressionError, UnsupportedModelError
 from collab_compress.heads.sharding import refuse_unwritable
 from collab_compress.options import Compression
 
@@ -164,6 +164,15 @@ def refuse_unconvertible(model: PreTrainedModel, caller: str) -> None:
             f"attention is converted as 'eager' or 'sdpa', the model is set to {implementation!r}; "
             "call model.set_attn_implementation('sdpa') first"
         )
+
+
+def check_weights(weights: Iterable[tuple[str, Tensor]], error: type[CollabCompressError] = CompressionError) -> None:
+    """Raise `error` for the first of these named weights that is offloaded or not finite."""
+    for name, weight in weights:
+        if weight.is_meta:
+            raise error(f"{name} is offloaded; load the model into memory")
+        if not bool(torch.isfinite(weight).all()):
+            raise error(f"{name} holds NaN or infinite values; the checkpoint is damaged")
 
 
 def _refuse_joined(site: AttentionSite) -> None:

@@ -10,12 +10,12 @@ from collab_compress.calibration import Batch, Calibration, calibration_batches
 from collab_compress.calibration.batches import in_parts, split_held_back
 from collab_compress.checkpoint import all_or_nothing
 from collab_compress.conversion.copies import sharing_copy
-from collab_compress.conversion.inventory import Inventory
+from collab_compress.conversion.inventory import Inventory, check_weights
 from collab_compress.conversion.layers import numbered_layers
 from collab_compress.conversion.maps import Progress, silent
 from collab_compress.conversion.report import RefitReport
 from collab_compress.conversion.residual import width_out
-from collab_compress.conversion.sequential import Parts, Refit, check_weights, convert_layers_, install_refits
+from collab_compress.conversion.sequential import Parts, Refit, convert_layers_, install_refits
 from collab_compress.errors import CalibrationError, HeadError
 
 

@@ -17,7 +17,7 @@ where h is what y is added to, and ' marks the converted model, whose lower laye
 also repairs what the layers below it lost.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,6 +35,7 @@ from collab_compress.calibration import Batch, gather_moments
 from collab_compress.calibration.batches import evenly_spaced
 from collab_compress.calibration.gather import InputMoments, masks_of, unpadded
 from collab_compress.conversion.cost import block_cost
+from collab_compress.conversion.depth import Depth
 from collab_compress.conversion.feed_forward import FeedForward, cut_
 from collab_compress.conversion.layers import (
     HiddenStateStore,
@@ -60,7 +61,7 @@ from collab_compress.conversion.maps import (
 from collab_compress.conversion.report import PartReport, RefitReport
 from collab_compress.conversion.residual import ResidualLinear, stream_of, watch
 from collab_compress.devices import float64_device
-from collab_compress.errors import CalibrationError, CollabCompressError, CompressionError, UnsupportedModelError
+from collab_compress.errors import CalibrationError, UnsupportedModelError
 from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, choose_neurons, fit
 from collab_compress.factorization.narrowing import MIN_VARIANCE_SHARE
 
@@ -77,10 +78,7 @@ class Parts:
     linears: Sequence[ResidualLinear] = ()  # to refit, in the order of calls; none to refit nothing
     blocks: Sequence[FeedForward] = ()  # to make narrower
     dff: int = 0  # number of neurons that the blocks keep
-    removed: Collection[str] = ()  # paths of layers that the conversion leaves out
-    without: Callable[[PreTrainedModel], PreTrainedModel] | None = None  # copies a model without these layers
-    # Path of the last residual linear layer before a gap → the one in the gap to whose dense stream it is fitted.
-    targets: Mapping[str, ResidualLinear] = field(default_factory=dict)
+    depth: Depth = field(default_factory=Depth)  # which layers the conversion leaves out
     in_layers: bool = True  # whether the model's numbered layers can be called alone (`single_layers`)
 
 
@@ -105,7 +103,7 @@ def convert_layers_(
     replaced: dict[tuple[str, type], Replacement] = {}
     refits: list[Refit] = []
     block_reports: list[PartReport] = []
-    blocks = {block.down: block for block in parts.blocks}
+    blocks, removed = {block.down: block for block in parts.blocks}, parts.depth.removed
 
     def convert_attention_(
         tasks: Sequence[MapTask], moments: Sequence[SiteMoments], weights: Mapping[str, Tensor | None]
@@ -145,7 +143,7 @@ def convert_layers_(
                 if calls.begins_stack(numbers.start):
                     hidden = models.start_stack(numbers.start, same_inputs)
                 of_layer = by_layer.get(layer, [])
-                linears = [linear for linear in parts.linears if linear.layer == layer and layer not in parts.removed]
+                linears = [linear for linear in parts.linears if linear.layer == layer and layer not in removed]
                 data = gather_layer(models, numbers, hidden.dense, of_layer, linears)
                 gap = cross_gap(models, numbers, data.outputs)
                 convert_attention_(of_layer, data.moments, data.head_weights)
@@ -164,7 +162,7 @@ def convert_layers_(
                     install_refits(converted, [fitted])
                     refits.append(replace(fitted, kept=kept))
                 reached, hidden = gap.reached, hidden._replace(dense=gap.hidden)
-                if parts.linears and layer not in parts.removed and not calls.begins_stack(reached):
+                if parts.linears and layer not in removed and not calls.begins_stack(reached):
                     hidden = hidden._replace(converted=models.advance(numbers, hidden))
         count = len(layers) or len(without_data)
         progress("fitted all layers", count, count)
@@ -205,11 +203,10 @@ class Pair:
         dense, calls = self.calls.read_by(first), self.calls.by_batch
         if not first and same_inputs:
             return HiddenStates(dense, dense, calls)
-        removed, without = self.parts.removed, self.parts.without
-        captured = self.calls.capture_again(
-            without(self.converted) if without else self.converted, removed, self.store
-        )
-        kept = next(number for number in range(first, len(calls[0])) if calls[0][number].name not in removed)
+        depth = self.parts.depth
+        shallow = depth.without(self.converted) if depth.removed else self.converted
+        captured = self.calls.capture_again(shallow, depth.removed, self.store)
+        kept = next(number for number in range(first, len(calls[0])) if calls[0][number].name not in depth.removed)
         read = [of_batch[kept].hidden for of_batch in captured]
         return HiddenStates(dense, [hidden for hidden in read if hidden is not None], captured)
 
@@ -299,9 +296,9 @@ def cross_gap(models: Pair, numbers: range, hidden: Sequence[Tensor]) -> Gap:
     streams: dict[str, list[Tensor]] = {}
     while reached < len(calls[0]):
         name = calls[0][reached].name
-        if name not in models.parts.removed or name.rpartition(".")[0] != stack:
+        if name not in models.parts.depth.removed or name.rpartition(".")[0] != stack:
             break
-        in_layer = {path: target for path, target in models.parts.targets.items() if target.layer == name}
+        in_layer = {path: target for path, target in models.parts.depth.targets.items() if target.layer == name}
         streams |= {path: [] for path in in_layer}
         with record_streams(models.dense, list(in_layer.values())) as recorded:
             for batch, of_batch in enumerate(calls):
@@ -457,15 +454,6 @@ def install_refits(model: PreTrainedModel, refits: Sequence[Refit], blocks: Sequ
             cut_(model, by_name[result.report.name], result.kept)
         bias = None if result.bias is None else nn.Parameter(result.bias, layer.bias.requires_grad)
         fill_(layer, nn.Parameter(result.weight, layer.weight.requires_grad), bias)
-
-
-def check_weights(weights: Iterable[tuple[str, Tensor]], error: type[CollabCompressError] = CompressionError) -> None:
-    """Raise `error` for the first of these named weights that is offloaded or not finite."""
-    for name, weight in weights:
-        if weight.is_meta:
-            raise error(f"{name} is offloaded; load the model into memory")
-        if not bool(torch.isfinite(weight).all()):
-            raise error(f"{name} holds NaN or infinite values; the checkpoint is damaged")
 
 
 # The residual stream after a linear layer.

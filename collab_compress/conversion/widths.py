@@ -23,19 +23,12 @@ from collab_compress.calibration import Batch
 from collab_compress.calibration.source import SplitData
 from collab_compress.conversion.cost import Part, block_cost, costs_at
 from collab_compress.conversion.feed_forward import FeedForward
-from collab_compress.conversion.inventory import Inventory
+from collab_compress.conversion.inventory import Inventory, check_weights
 from collab_compress.conversion.layers import HiddenStateStore, capture_calls, undivided
 from collab_compress.conversion.maps import RUNNING, MapTask, Progress, silent
 from collab_compress.conversion.report import width_range
 from collab_compress.conversion.residual import ResidualLinear
-from collab_compress.conversion.sequential import (
-    DAMPINGS,
-    LayerData,
-    Pair,
-    check_weights,
-    gather_layer,
-    stream_variance,
-)
+from collab_compress.conversion.sequential import DAMPINGS, LayerData, Pair, gather_layer, stream_variance
 from collab_compress.devices import float64_device
 from collab_compress.errors import CompressionError, UnsupportedModelError
 from collab_compress.factorization import HeadTensor, Moments

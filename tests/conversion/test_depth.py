@@ -15,8 +15,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2Model
 
 from collab_compress import Compression, CompressionError, Solver, UnsupportedModelError, compress
 from collab_compress.calibration.batches import split_held_back
-from collab_compress.conversion import depth as module
-from collab_compress.conversion import inventory
+from collab_compress.conversion import depth, inventory, layer_search
 from collab_compress.conversion.refit import refit_
 from collab_compress.errors import HeadError
 
@@ -49,7 +48,7 @@ def batches(count=24):
 
 def removing(monkeypatch, *names):
     """Let the choice fall on these layers."""
-    monkeypatch.setattr(module, "choose_layers", lambda *_, **__: list(names))
+    monkeypatch.setattr(layer_search, "choose_layers", lambda *_, **__: list(names))
 
 
 def shown(model, name, layer, batch):
@@ -151,12 +150,12 @@ def test_without_refits_no_linear_is_looked_for(monkeypatch):
 
 
 def test_gaps_are_refitted_only_where_something_changed(monkeypatch):
-    model, rounds, solve, remove_one = make("gpt2", 6), [], module.solve, module._Search.remove_one
+    model, rounds, solve, remove_one = make("gpt2", 6), [], layer_search.solve, layer_search._Search.remove_one
     for part in (model.h[4].attn.c_proj, model.h[4].mlp.c_proj):  # it computes nothing, so it goes first
         part.weight.data.zero_()
         part.bias.data.zero_()
-    monkeypatch.setattr(module, "solve", lambda *args: rounds[-1].append(args[1].layer) or solve(*args))
-    monkeypatch.setattr(module._Search, "remove_one", lambda search: rounds.append([]) or remove_one(search))
+    monkeypatch.setattr(layer_search, "solve", lambda *args: rounds[-1].append(args[1].layer) or solve(*args))
+    monkeypatch.setattr(layer_search._Search, "remove_one", lambda search: rounds.append([]) or remove_one(search))
     assert "h.4" in compress(model, Compression(layers=4), batches(12)).removed_layers
     assert rounds == [["h.0", "h.1", "h.2", "h.3", "h.4"], ["h.2", "h.3"]]
 
@@ -277,7 +276,7 @@ def test_settings_that_name_layers_by_number_are_refused(holder):
     for value, refused in (([2, 3], True), (None, False)):
         setattr(getattr(model, holder), name, value)
         words = f"{name} of the configs names layers by number"
-        assert module._why_fixed(model, "model.encoder.layers", [model.config]) == (words if refused else "")
+        assert depth._why_fixed(model, "model.encoder.layers", [model.config]) == (words if refused else "")
         if refused:
             with pytest.raises(UnsupportedModelError, match=words):
                 compress(model, Compression(layers=3), [inputs("whisper")])
