@@ -1,4 +1,4 @@
-"""Run a model on calibration batches and gather the moments of attention inputs, without padding."""
+"""Run a model on calibration batches: its attention masks, its outputs, and moments of the inputs of attention."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -54,7 +54,7 @@ _logger = logging.getLogger(__name__)
 NAMES = ("auto", "builtin", "synthetic", "generated", "none")
 EXPECTED = ", ".join(map(repr, NAMES))
 DEFAULT_LENGTH = 128  # tokens, if nothing says how long inputs are
-SAMPLED = 256  # sequences that widths and layers are chosen by
+SAMPLE_SEQUENCES = 256  # sequences that widths and layers are chosen by
 LENGTH_QUANTILE = 0.9  # share of the calibration sequences that are no longer than the length that counts
 
 
@@ -146,7 +146,7 @@ def read_calibration(
         for group, real_group, part in zip(groups, real_groups, map(in_parts, pair), strict=True):
             group += part
             real_group += [] if random else part
-    sample = sample_sequences(groups[0], SAMPLED)
+    sample = sample_sequences(groups[0], SAMPLE_SEQUENCES)
     return SplitData(*groups, sample, list(dict.fromkeys(notes)), bool(real), length, *real_groups)
 
 
