@@ -23,9 +23,9 @@ from collab_compress.checkpoint import all_or_nothing
 from collab_compress.checkpoint.edits import configs_of, own_configs_
 from collab_compress.conversion.agreement import measure
 from collab_compress.conversion.copies import sharing_copy
-from collab_compress.conversion.depth import Depth, deep_stacks
+from collab_compress.conversion.depth import Depth
 from collab_compress.conversion.feed_forward import FeedForward, adopt_, narrower_config
-from collab_compress.conversion.inventory import Inventory, check_weights, refuse_unconvertible
+from collab_compress.conversion.inventory import Inventory, check_weights, refuse_early
 from collab_compress.conversion.layer_search import find_depth
 from collab_compress.conversion.layers import layer_of
 from collab_compress.conversion.maps import (
@@ -105,7 +105,7 @@ def compress(
     started = perf_counter()
     with forked_rng(model.device):  # new layers are initialised before they are filled
         device = working_device(compression.solver.device)
-        _refuse_early(model, compression)
+        refuse_early(model, compression)
         dense = sharing_copy(model)  # so that other threads may run the model meanwhile
         progress = progress or silent
         progress(READING, 0, None)
@@ -134,18 +134,6 @@ def compress(
         removed_layers=tuple(conversion.depth.removed),
         agreement=conversion.agreement,
     )
-
-
-def _refuse_early(model: PreTrainedModel, compression: Compression) -> None:
-    """Refuse what cannot be converted, before any data are read."""
-    refuse_unconvertible(model, "compress")
-    inventory = Inventory(model, modules=compression.modules)
-    if compression.keep is None:
-        inventory.tasks(compression)
-    else:  # may choose any width of each module
-        inventory.refuse_all()
-    if compression.layers is not None:
-        deep_stacks(model, compression.layers)
 
 
 Named = TypeVar("Named", PartReport, RefitReport)
@@ -358,7 +346,7 @@ def install_unset_(
     What is to be done with the converted model can then be tried on its structure. It cannot be run.
     """
     working_device(compression.solver.device)
-    _refuse_early(model, compression)
+    refuse_early(model, compression)
     data = read_calibration(model, calibration, tokenizer, options, compression.solver.seed)
     inventory = Inventory(model, data.used[0] if data.used else None, compression.modules)
     wants_refit(data, compression)

@@ -22,6 +22,7 @@ from collab_compress.attention import QKConfig, maps_of
 from collab_compress.attention.projections import width_in
 from collab_compress.calibration import Batch
 from collab_compress.checkpoint import is_quantized
+from collab_compress.conversion.depth import deep_stacks
 from collab_compress.conversion.feed_forward import FeedForward, find_blocks, narrower_config
 from collab_compress.conversion.layers import SingleLayers, single_layers, undivided
 from collab_compress.conversion.maps import MapTask
@@ -103,16 +104,6 @@ class Inventory:
 
     # Maps to convert to given widths.
 
-    def refuse_all(self) -> None:
-        """Refuse modules of which no width can be converted; raises as `tasks`."""
-        narrowest = {
-            site.name: Compression(
-                dk=None if site.family.rotary or site.no_dk else site.heads, dv=site.key_value_heads
-            )
-            for site in self.attention
-        }
-        self.tasks(Compression(dk=1, dv=1), narrowest)
-
     def tasks(self, compression: Compression, by_module: Mapping[str, Compression] | None = None) -> list[MapTask]:
         """Return the maps to convert, queries and keys first, after checking that all of them can be converted."""
         widths = {site.name: (by_module or {}).get(site.name, compression) for site in self.attention}
@@ -151,6 +142,21 @@ def find_feed_forward(model: PreTrainedModel, batch: Batch) -> list[FeedForward]
         CalibrationError: the model does not take such batches.
     """
     return Inventory(model, batch).blocks
+
+
+def refuse_early(model: PreTrainedModel, compression: Compression) -> None:
+    """Refuse what `compress` cannot convert, before any data are read."""
+    refuse_unconvertible(model, "compress")
+    inventory, widths = Inventory(model, modules=compression.modules), compression
+    narrowest: dict[str, Compression] = {}
+    if compression.keep is not None:  # may choose any width, down to one channel a head
+        widths = Compression(dk=1, dv=1)
+        for site in inventory.attention:
+            dk = None if site.family.rotary or site.no_dk else site.heads
+            narrowest[site.name] = Compression(dk=dk, dv=site.key_value_heads)
+    inventory.tasks(widths, narrowest)
+    if compression.layers is not None:
+        deep_stacks(model, compression.layers)
 
 
 def refuse_unconvertible(model: PreTrainedModel, caller: str) -> None:
