@@ -1,4 +1,7 @@
-"""English texts that come with the package: 640 of many kinds, 480 pairs, 1,350 short ones, 300 articles."""
+"""English texts that come with the package.
+
+640 are of many kinds, 480 are pairs, 1,350 are short; there are 300 articles by sentence, and 900 search queries.
+"""
 
 from importlib.resources import files
 
@@ -13,12 +16,14 @@ PROBED = 64  # texts that show it
 
 
 def builtin_texts(pairs: bool, more: bool = True) -> list[Text]:
-    """Return the texts, the two of a pair as a tuple if `pairs`; if `more`, short ones and articles by sentence."""
+    """Return the texts, the two of a pair as a tuple if `pairs`; if `more`, short ones, articles and queries too."""
     texts: list[Text] = [*_lines("sentences.txt")]
     for line in _lines("pairs.tsv"):
         first, second = line.split("\t")
         texts += [(first, second)] if pairs else [first, second]
-    return [*texts, *_lines("short.txt"), *_lines("articles.txt")] if more else texts
+    for name in ("short.txt", "articles.txt", "queries.txt") if more else ():
+        texts += _lines(name)
+    return texts
 
 
 def why_not_english(tokenizer: PreTrainedTokenizerBase) -> str | None:
