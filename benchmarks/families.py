@@ -1,8 +1,13 @@
-"""What narrower layers do to published models of two more families.
+"""What narrower layers do to published models of two more families, and what can be done with models of any type.
 
+    python benchmarks/families.py tried [--types bloom gptj]
     python benchmarks/models.py FOLDER rxnmapper t5
     python benchmarks/families.py reactions FOLDER/rxnmapper [--rows dense "shared dk=171" "shared dff=256"]
     python benchmarks/families.py titles FOLDER/t5 [--rows "stock dk=192 dv=192" "shared dff=512"]
+
+tried: a small random model of each type of model that Transformers has and whose attention the table of families does
+not describe (`small_models`). Whether feed-forward blocks become narrower, layers are removed and the vocabulary is
+trimmed, so that `from_pretrained` loads a model with the same outputs; or why not.
 
 reactions: an ALBERT, one layer used twelve times, of chemical reactions. The share of tokens of textbook reactions
 that it fills in rightly; each is masked once, one in six at a time. Calibrated on reactions made from patterns
@@ -21,24 +26,39 @@ import importlib
 import inspect
 import json
 import random
+import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from small_models import VOCABULARY, small_batch, small_model, undescribed_types
 from speed import parse_row
-from timing import cases, make_parser, measure_new
+from timing import cases, make_parser, measure_new, read_records
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AlbertForMaskedLM, AutoTokenizer, PreTrainedModel, T5ForConditionalGeneration
+from transformers import (
+    AlbertForMaskedLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    T5ForConditionalGeneration,
+)
 
-from collab_compress import CalibrationOptions, Compression, Solver, compress
+from collab_compress import CalibrationOptions, CollabCompressError, Compression, Solver, compress, trim_vocabulary_
+from collab_compress.architectures import FAMILIES
+from collab_compress.calibration.gather import main_output, read_outputs
 from collab_compress.conversion import to_stock
 
 REACTIONS = 256  # to calibrate on
+SECONDS = 120  # for each try with a small model
 SCORED, CALIBRATED = 50, 100  # titles
 
 TEXTBOOK = """
@@ -101,6 +121,120 @@ for start in range(0, len(texts), 25):
 assert not any(name.startswith("collab_compress") for name in sys.modules)
 print(json.dumps(titles))
 """
+
+
+PARTS = ("dff", "layers", "vocabulary")
+GROUPS = {
+    "no small model": "NOT BUILT",
+    "reads more than tokens or images": "NOT RUN",
+    "no width of blocks in its config": r"sets the width of all",
+    "no blocks of plain linear layers (experts, convolutions, none)": r"has no feed-forward block",
+    "no list of numbered layers": r"has no list of numbered layers",
+    "layers that cannot be called alone": r"called alone|called again|called several times|passes on more",
+    "layers of several kinds": r"would stay|are unlike|of its config",
+    "layers that others read by number, or call in another order": r"cannot be removed|not called in turn",
+    "one layer called several times": r"so that none can be removed",
+    "layers that do not read what the one before returns": r"does not read|reads hidden states",
+    "a vocabulary tied to other weights": r"vocabulary",
+}
+"""Why something is refused, in words → what the message says."""
+
+
+def small_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with as many tokens as small models know: letters, and words of two."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    tokens = ["[PAD]", "[UNK]", *letters, *(f"##{letter}" for letter in letters)]
+    tokens += [f"{one}{other}" for one, other in product(letters, letters)][: VOCABULARY - len(tokens)]
+    inner = Tokenizer(models.WordPiece({token: number for number, token in enumerate(tokens)}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]")
+
+
+def tried(args: argparse.Namespace) -> None:
+    """Try each type of model that no record holds, and print how many work and why others do not."""
+    version, described = transformers.__version__, FAMILIES
+    types = args.types or undescribed_types(described)
+    measure_new(
+        args.records, ({"type": name, "transformers": version} for name in types), lambda case: verdicts(case["type"])
+    )
+    records = [record for record in read_records(args.records) if record.get("transformers") == version]
+    records = [record for record in records if record["type"] in types]
+    print(f"{len(records)} types; {sum('dff' in record for record in records)} built and run")
+    for part in PARTS:
+        reasons = [record[part] for record in records if part in record]
+        groups = Counter("works" if reason == "works" else _group(reason) for reason in reasons)
+        print(f"{part}: " + "; ".join(f"{count} {group}" for group, count in groups.most_common()))
+
+
+def _group(reason: str) -> str:
+    return next((group for group, pattern in GROUPS.items() if re.search(pattern, reason)), f"other: {reason:.120}")
+
+
+def verdicts(model_type: str) -> dict[str, str]:
+    """Return what can be done with a small model of a type: "works", or why not."""
+    signal.signal(signal.SIGALRM, _stop)
+    signal.alarm(SECONDS)
+    try:
+        dense = small_model(model_type)
+    except Exception as error:
+        return {"built": f"NOT BUILT: {error_line(error)}"}
+    finally:
+        signal.alarm(0)
+    reasons = []
+    for kinds in ("tokens", "images", "tokens and images"):
+        data = [small_batch(dense, kinds, seed) for seed in range(4)]
+        signal.alarm(SECONDS)
+        try:
+            main_output(dense, read_outputs(dense, data[0]))
+            break
+        except Exception as error:
+            reasons.append(error_line(error))
+        finally:
+            signal.alarm(0)
+    else:
+        return {"built": f"NOT RUN: {reasons[0]}"}
+
+    def narrow_(model: PreTrainedModel, _: Any) -> None:
+        compress(model, Compression(dff=24), data)
+
+    def shorten_(model: PreTrainedModel, _: Any) -> None:
+        compress(model, Compression(layers=2), data)
+
+    def trim_(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+        trim_vocabulary_(model, tokenizer, ["aa ab ac ba bb", "bb ca abc"] * 8, tokens=80)
+
+    actions: dict[str, Callable[[PreTrainedModel, Any], None]] = {"dff": narrow_, "layers": shorten_}
+    actions |= {"vocabulary": trim_} if kinds == "tokens" else {}
+    return {"class": type(dense).__name__} | {part: _verdict(dense, act_, data[0]) for part, act_ in actions.items()}
+
+
+def _verdict(dense: PreTrainedModel, act_: Callable[[PreTrainedModel, Any], None], batch: dict[str, Tensor]) -> str:
+    """Return "works" if a changed copy of a model loads with the same outputs, or why not."""
+    model = copy.deepcopy(dense)
+    small = {name: value % 60 if name.endswith("input_ids") else value for name, value in batch.items()}
+    signal.alarm(SECONDS)
+    try:
+        act_(model, small_tokenizer())
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            loaded = type(model).from_pretrained(folder, attn_implementation="eager").eval()
+        (_, one), (_, other) = (main_output(one, read_outputs(one, small)) for one in (model, loaded))
+        return "works" if torch.allclose(one, other, atol=1e-5, rtol=1e-4) else "LOADS WITH OTHER OUTPUTS"
+    except CollabCompressError as error:
+        return error_line(error)
+    except Exception as error:
+        return f"FAILS: {type(error).__name__}: {error_line(error)}"
+    finally:
+        signal.alarm(0)
+
+
+def _stop(*_: Any) -> None:
+    raise TimeoutError(f"it takes more than {SECONDS} seconds")
+
+
+def error_line(error: Exception) -> str:
+    """Return the first line of an error."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def made_reactions(seed: int) -> list[str]:
@@ -209,13 +343,25 @@ def convert_(model: Any, case: dict[str, Any], data: Any, tokenizer: Any, option
 
 
 def main() -> None:
-    parser = make_parser(__doc__, ["reactions", "titles"])
-    parser.add_argument("model", type=Path)
+    parser = make_parser(__doc__, ["reactions", "titles", "tried"])
+    parser.add_argument("model", type=Path, nargs="?", help="folder of the published model")
+    parser.add_argument("--types", nargs="+", help="of models to try; all by default")
     parser.add_argument("--rows", nargs="+")
     parser.add_argument("--calibrations", nargs="+", choices=["texts", "synthetic", "none"], default=["texts"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--records", type=Path, default=Path(__file__).parent / "records" / "families.jsonl")
+    parser.add_argument("--records", type=Path)
     args = parser.parse_args()
+    if args.records is None:
+        name = "tried.jsonl" if args.command == "tried" else "families.jsonl"
+        args.records = Path(__file__).parent / "records" / name
+    if args.command == "tried":
+        args.records = (
+            args.records.with_name("tried.jsonl") if args.records.name == "families.jsonl" else args.records
+        )
+        tried(args)
+        return
+    if args.model is None:
+        parser.error(f"{args.command} takes the folder of a model")
     {"reactions": reactions, "titles": titles}[args.command](args)
 
 

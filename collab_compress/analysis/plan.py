@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.architectures import find_attention, tokenizer_of, transformers_model
+from collab_compress.architectures import tokenizer_of, transformers_model
 from collab_compress.calibration import Batch, Calibration
 from collab_compress.calibration.source import read_calibration
 from collab_compress.conversion.copies import sharing_copy
-from collab_compress.conversion.cost import Part, PartCost, block_cost, costs_at, part_costs
+from collab_compress.conversion.cost import Part, PartCost, block_cost, costs_at
 from collab_compress.conversion.inventory import Inventory, refuse_unconvertible
 from collab_compress.conversion.maps import READING, Progress, silent
 from collab_compress.conversion.report import to_frame
@@ -138,7 +138,7 @@ def plan(
         shares: of the dense widths; widths are rounded up, and dense ones left out.
 
     Raises:
-        UnsupportedModelError: the model's family is not known, or its layers cannot be called alone.
+        UnsupportedModelError: the model has no numbered layers that can be called alone.
         CompressionError: the model can be neither changed nor measured, as for `compress`.
         CalibrationError: calibration data is missing or unusable.
 
@@ -151,7 +151,6 @@ def plan(
     model = transformers_model(model)
     refuse_unconvertible(model, "plan")
     model = sharing_copy(model)  # so that other threads may run the model meanwhile
-    find_attention(model)  # refuses unknown families before any data are read
     progress = progress or silent
     progress(READING, 0, None)
     data = read_calibration(model, calibration, tokenizer, calibration_options, seed=0)
@@ -163,7 +162,8 @@ def plan(
     inventory = Inventory(model, batches[0])
     losses, left_out = part_losses(inventory, batches, progress)
     blocks = inventory.narrowable_blocks[0]
-    dense = part_costs(model, length) + [block_cost(model, block, None, length) for block in blocks]
+    attention = chain.from_iterable(costs_at(site, length) for site in inventory.attention)
+    dense = [*attention, *(block_cost(model, block, None, length) for block in blocks)]
     operations = sum(cost.macs_after for cost in dense)
     rows = []
     for part, curves in losses.items():

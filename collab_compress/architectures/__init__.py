@@ -14,6 +14,7 @@ from collab_compress.architectures.sites import (
     split_heads,
     tokenizer_of,
     transformers_model,
+    why_undescribed,
 )
 from collab_compress.options import KINDS, Kind
 
@@ -34,4 +35,5 @@ __all__ = [
     "split_heads",
     "tokenizer_of",
     "transformers_model",
+    "why_undescribed",
 ]

@@ -21,6 +21,7 @@ from collab_compress.transformers_parts import VERSIONS
 
 PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes that can be computed with
 NORMS = ("q_norm", "query_norm", "q_layernorm", "query_layernorm")
+WITHOUT = "feed-forward blocks (dff), layers and the vocabulary need none"
 STOCK_HEADS = "stock_heads"  # attribute of converted modules: H, where their own holds the number of key groups
 SEE = "docs/families.md lists what can be converted of each family, and since which version of Transformers"
 
@@ -305,7 +306,9 @@ def split_heads(weight: Tensor, heads: int) -> Tensor:
     return weight.detach().view(heads, -1, weight.shape[1]).transpose(1, 2)
 
 
-def find_attention(model: nn.Module, modules: str = "*", kinds: Collection[Kind] = KINDS) -> list[AttentionSite]:
+def find_attention(
+    model: nn.Module, modules: str = "*", kinds: Collection[Kind] = KINDS, *, optional: bool = False
+) -> list[AttentionSite]:
     """List the attention modules of `model`, in the model's order, each once.
 
     Each is described by the family of the innermost model that it belongs to: a model of two towers, or an
@@ -315,6 +318,7 @@ def find_attention(model: nn.Module, modules: str = "*", kinds: Collection[Kind]
         model: a Transformers model, stock or edited; as for `transformers_model`.
         modules: glob on module paths; only matching modules are listed.
         kinds: only modules of these kinds are listed.
+        optional: whether a model without described attention has none, instead of an error.
 
     Raises:
         UnsupportedModelError: unknown family; no module matches; a module lacks an attribute its family promises.
@@ -330,10 +334,13 @@ def find_attention(model: nn.Module, modules: str = "*", kinds: Collection[Kind]
         raise HeadError(f"kinds is {kinds!r}; expected a tuple of some of {', '.join(KINDS)}, as ('encoder',)")
     model = transformers_model(model)
     owners = _owners(model)
-    described = _described(owners)
+    described = _described(owners, optional)
+    if not described and optional and modules == "*":
+        return []
     if not described:
         raise UnsupportedModelError(
-            f"{_class(model)}: model type {_type(model)!r} has no description{_first_attention(model)}; {SEE}"
+            f"{_class(model)}: model type {_type(model)!r} has no description{_first_attention(model)}; {WITHOUT}; "
+            f"{SEE}"
         )
     sites: list[AttentionSite] = []
     for name, module in model.named_modules():
@@ -342,6 +349,8 @@ def find_attention(model: nn.Module, modules: str = "*", kinds: Collection[Kind]
             site = _site(name, module, family, model.get_submodule(name.rpartition(".")[0]), owners[name])
             sites.append(replace(site, layer=[other.kind for other in sites].count(site.kind)))
     chosen = [site for site in sites if fnmatch(site.name, modules) and site.kind in kinds]
+    if not sites and optional and modules == "*":
+        return []
     if not chosen:
         have = ", ".join(f"{site.name} ({site.kind})" for site in sites[:3]) + (", …" if len(sites) > 3 else "")
         classes = dict.fromkeys(name for family in described.values() for name in family.attention_classes)
@@ -380,11 +389,17 @@ def _owners(model: nn.Module) -> dict[str, nn.Module]:
     return owners
 
 
-def _described(owners: dict[str, nn.Module]) -> dict[str, AttentionFamily]:
-    """Return the family of each module by its path, without modules of unknown families."""
+def _described(owners: dict[str, nn.Module], optional: bool = False) -> dict[str, AttentionFamily]:
+    """Return the family of each module by its path, without modules of unknown families.
+
+    Families that need a newer Transformers raise an error, or are left out if they are `optional`.
+    """
     described = {name: FAMILIES[type_] for name, owner in owners.items() if (type_ := _type(owner)) in FAMILIES}
-    for name, family in described.items():
+    for name, family in list(described.items()):
         if family.since and Version(transformers.__version__) < Version(family.since):
+            if optional:
+                del described[name]
+                continue
             raise UnsupportedModelError(
                 f"models of type {_type(owners[name])!r} can be converted with Transformers {family.since} and newer "
                 f"versions, not {transformers.__version__}; pip install 'transformers>={family.since}'"
@@ -481,10 +496,12 @@ def _converted_rows(module: Any, family: AttentionFamily, path: str) -> Any:
     return FusedSlice(layer, start, width, (stop - start) // width, width, has_bias)
 
 
-def find_dense_attention(model: nn.Module, modules: str = "*", without: Collection[str] = ()) -> list[DenseSite]:
+def find_dense_attention(
+    model: nn.Module, modules: str = "*", without: Collection[str] = (), *, partly: bool = False
+) -> list[DenseSite]:
     """List every attention module of `model` that can be converted; as `find_attention`, and checks the projections.
 
-    Modules at the paths `without` are left out.
+    Modules at the paths `without` are left out, and, if `partly`, those of families without a description.
 
     Raises:
         UnsupportedModelError: as `find_attention`; an operation between projection and dot product (rotary
@@ -499,11 +516,14 @@ def find_dense_attention(model: nn.Module, modules: str = "*", without: Collecti
     """
     sites = [_dense_scores(site) for site in find_attention(model, modules) if site.name not in without]
     _refuse_interposed(transformers_model(model), sites)
-    _refuse_unknown_parts(transformers_model(model), modules)
+    if not partly:
+        _refuse_unknown_parts(model, modules)
     return sites
 
 
-def find_dense_values(model: nn.Module, modules: str = "*") -> list[ValueSite]:
+def find_dense_values(
+    model: nn.Module, modules: str = "*", without: Collection[str] = (), *, partly: bool = False
+) -> list[ValueSite]:
     """List every attention module of `model` whose values can be converted; as `find_dense_attention`.
 
     Raises:
@@ -515,8 +535,9 @@ def find_dense_values(model: nn.Module, modules: str = "*") -> list[ValueSite]:
         >>> site.value_heads().shape, site.output_heads().shape
         (torch.Size([3, 24, 8]), torch.Size([3, 8, 24]))
     """
-    sites = [_dense_values(site) for site in find_attention(model, modules)]
-    _refuse_unknown_parts(transformers_model(model), modules)
+    sites = [_dense_values(site) for site in find_attention(model, modules) if site.name not in without]
+    if not partly:
+        _refuse_unknown_parts(model, modules)
     return sites
 
 
@@ -619,15 +640,22 @@ def _refuse_interposed(model: nn.Module, sites: Iterable[AttentionSite]) -> None
             )
 
 
-def _refuse_unknown_parts(model: nn.Module, modules: str) -> None:
-    """Refuse selected attention in a model inside `model` whose family has no description."""
+def why_undescribed(model: nn.Module, modules: str = "*") -> str:
+    """Return which selected attention of a model has no description because its family has none; empty for none."""
+    model = transformers_model(model)
     for name, owner in _owners(model).items():
         module = model.get_submodule(name)
         if name and _type(owner) not in FAMILIES and _is_attention(module) and fnmatch(name, modules):
-            raise UnsupportedModelError(
-                f"{name} ({_class(module)}): model type {_type(owner)!r} has no description; "
-                f"leave it out with a pattern of module paths (modules='…'); {SEE}"
-            )
+            return f"{name} ({_class(module)}): model type {_type(owner)!r} has no description"
+    return ""
+
+
+def _refuse_unknown_parts(model: nn.Module, modules: str) -> None:
+    """Refuse selected attention in a model inside `model` whose family has no description."""
+    if reason := why_undescribed(model, modules):
+        raise UnsupportedModelError(
+            f"{reason}; leave it out with a pattern of module paths (modules='…'); {WITHOUT}; {SEE}"
+        )
 
 
 def refuse_hooks(path: str, layer: nn.Module, stays: bool = False) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from collab_compress.architectures import AttentionSite, DenseSite, Kind, ValueSite, find_attention
+from collab_compress.architectures import AttentionSite, DenseSite, Kind, ValueSite
 from collab_compress.attention.forward import named_arguments
 from collab_compress.attention.relative import PositionCounts, read_positions
 from collab_compress.errors import CalibrationError, HeadError
@@ -280,19 +280,6 @@ def token_mask(model: PreTrainedModel, batch: Batch, name: str, output: Tensor) 
     if mask is None or not by_token or mask.shape != output.shape[:2]:
         return None
     return mask.to(output.device)
-
-
-def positions_read(model: PreTrainedModel, batch: Batch) -> int:
-    """Return the number of positions that the first attention module of a model reads of a batch."""
-    positions: list[int] = []
-
-    def read_shape(_: Any, args: Any, kwargs: Any) -> None:
-        positions.append((args[0] if args else kwargs["hidden_states"]).shape[-2])
-
-    first = find_attention(model)[0].module
-    with evaluation_mode(model), first.register_forward_pre_hook(read_shape, with_kwargs=True):
-        run_batch(model, batch)
-    return positions[0]
 
 
 def gather_moments(

@@ -37,9 +37,10 @@ from collab_compress.calibration.encode import (
     vocabulary_size,
 )
 from collab_compress.calibration.files import Text, read_texts, split_columns, texts_of
-from collab_compress.calibration.gather import Batch, batch_masks, positions_read
+from collab_compress.calibration.gather import Batch, batch_masks
 from collab_compress.calibration.generated import generated_batches
 from collab_compress.calibration.random_tokens import random_batches, sequence_default
+from collab_compress.calibration.stacks import find_stacks
 from collab_compress.errors import CalibrationError, check_type
 from collab_compress.options import CalibrationOptions
 
@@ -157,7 +158,8 @@ def typical_length(options: CalibrationOptions, model: PreTrainedModel, batches:
     if options.length is None and lengths:
         return max(1, int(torch.cat(lengths).quantile(LENGTH_QUANTILE, interpolation="lower")))
     if options.length is None and batches and model.main_input_name != "input_ids":
-        return positions_read(model, in_parts(batches[:1])[0])
+        stacks = find_stacks(model, batches[0])
+        return stacks[0].shape[-2] if stacks else DEFAULT_LENGTH
     return options.length or DEFAULT_LENGTH
 
 

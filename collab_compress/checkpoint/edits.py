@@ -295,7 +295,7 @@ def own_configs_(model: PreTrainedModel, changed: PretrainedConfig | None) -> li
     """Give `model` and the models inside it configs of their own, in place; return them and those inside them.
 
     Models that were built from one config share it. A model around `model` takes the copy when it is saved
-    (`follow_configs_`). Numbers that differ in `changed`, a copy of the model's config, are set in the model's own
+    (`follow_configs_`). Settings that differ in `changed`, a copy of the model's config, are set in the model's own
     config, and in copies of it that models inside hold.
     """
     copied: dict[int, Any] = {}
@@ -312,7 +312,7 @@ def own_configs_(model: PreTrainedModel, changed: PretrainedConfig | None) -> li
         changes = {name: new for name, new in source.to_dict().items() if new != before.get(name)}
         for config in [config for config in configs if type(config) is type(part)]:
             for name, new in changes.items():
-                if isinstance(new, int) and getattr(config, name, None) == before.get(name):
+                if not isinstance(new, dict) and getattr(config, name, None) == before.get(name):
                     setattr(config, name, new)
     return configs
 

@@ -24,7 +24,7 @@ from collab_compress.calibration.batches import sample_sequences, sequence_count
 from collab_compress.calibration.encode import is_one_of, vocabulary_size
 from collab_compress.calibration.gather import Outputs, main_output, read_outputs, token_mask
 from collab_compress.calibration.source import SplitData, reads_tokens_alone
-from collab_compress.conversion.reading import POOLINGS, Reading, attention_kinds
+from collab_compress.conversion.reading import POOLINGS, Reading, is_causal
 from collab_compress.conversion.report import Agreement, OutputError
 from collab_compress.devices import has_float64
 from collab_compress.errors import CalibrationError
@@ -182,12 +182,11 @@ def _kind(model: PreTrainedModel, batch: Batch, outputs: Outputs, reading: Readi
         return "labels of tokens"
     if model.config.is_encoder_decoder:
         return "next tokens" if is_one_of(model, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES) else None
-    kinds = attention_kinds(model)
-    if kinds == {"encoder"} and is_one_of(model, MODEL_FOR_MASKED_LM_MAPPING_NAMES):
+    causal = is_causal(model)
+    if causal is False and is_one_of(model, MODEL_FOR_MASKED_LM_MAPPING_NAMES):
         token, size = getattr(reading.tokenizer, "mask_token_id", None), vocabulary_size(model)
         return None if token is None or (size is not None and token >= size) else "masked tokens"
-    is_causal = "decoder" in kinds and "encoder" not in kinds
-    return "next tokens" if is_causal and is_one_of(model, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) else None
+    return "next tokens" if causal and is_one_of(model, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) else None
 
 
 def _kind_of_classifier(model: PreTrainedModel, labels: int) -> str | None:

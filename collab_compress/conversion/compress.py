@@ -19,15 +19,15 @@ from collab_compress.attention.projections import width_in
 from collab_compress.calibration import Calibration
 from collab_compress.calibration.batches import sequence_count
 from collab_compress.calibration.source import SplitData, read_calibration
+from collab_compress.calibration.stacks import layer_of
 from collab_compress.checkpoint import all_or_nothing
 from collab_compress.checkpoint.edits import configs_of, own_configs_
 from collab_compress.conversion.agreement import measure
 from collab_compress.conversion.copies import sharing_copy
-from collab_compress.conversion.depth import Depth
+from collab_compress.conversion.depth import Depth, deep_stacks
 from collab_compress.conversion.feed_forward import FeedForward, adopt_, narrower_config
 from collab_compress.conversion.inventory import Inventory, check_weights, refuse_early
 from collab_compress.conversion.layer_search import find_depth
-from collab_compress.conversion.layers import layer_of
 from collab_compress.conversion.maps import (
     READING,
     Progress,
@@ -111,6 +111,8 @@ def compress(
         progress(READING, 0, None)
         data = read_calibration(dense, calibration, tokenizer, calibration_options, compression.solver.seed)
         inventory = Inventory(dense, data.used[0] if data.used else None, compression.modules)
+        if compression.layers is not None and data.used:
+            deep_stacks(dense, inventory.stacks, compression.layers)  # refuses before any width is chosen
         with torch.autocast(model.device.type, enabled=False):  # a caller's would round the moments
             choice = choose_widths(inventory, compression.with_solver(device=device), data, progress)
             conversion = _convert(inventory, data, choice, progress, Reading.of(wrapper, dense, tokenizer))
@@ -159,7 +161,7 @@ class Conversion:
 
     def remaining(self, names: Iterable[str]) -> frozenset[str]:
         """Return which of these parameters the converted model keeps, by its names."""
-        return frozenset(self.depth.renamed(name) for name in names if layer_of(name) not in self.depth.removed)
+        return frozenset(self.depth.renamed(name) for name in names if not layer_of(name, self.depth.removed))
 
     def warnings(
         self, passed: Compression, data: SplitData, dense: PreTrainedModel, model: PreTrainedModel
@@ -218,31 +220,31 @@ def _convert(
     model, compression = inventory.model, choice.compression
     refits = wants_refit(data, compression)
     blocks, config = narrower_blocks(inventory, compression.dff)
-    tasks, linears, in_layers = inventory.tasks(compression, choice.modules), list[ResidualLinear](), True
+    tasks = inventory.tasks(compression, choice.modules)
+    linears, layers = list[ResidualLinear](), list[str]()
     if refits or compression.layers is not None:
         check_weights(model.named_parameters())
     depth, notes = Depth(), list[str]()
     try:
         if refits:
             linears = inventory.residual_linears
-        elif data.used and (compression.layers or not all(task.is_exact for task in tasks)):
-            _ = inventory.layers  # raises if they cannot be called alone
+        if data.used and (refits or compression.layers or not all(task.is_exact for task in tasks)):
+            layers = list(inventory.layers)  # raises if they cannot be called alone
     except UnsupportedModelError as error:
         if compression.dff is not None or compression.layers is not None or compression.solver.refit:
             raise
-        in_layers = False
         notes += [f"no layer was refitted: {error}"] if refits else []
     if compression.layers is not None:
         depth = find_depth(inventory, compression.layers, data, refits, progress)
     converted = sharing_copy(model)
     depth.move_(converted)
     parts = Parts(
-        [task for task in tasks if layer_of(task.site.name) not in depth.removed],
+        [task for task in tasks if not layer_of(task.site.name, depth.removed)],
         linears,
         [block for block in blocks if block.linear.layer not in depth.removed],
         compression.dff or 0,
         depth,
-        in_layers,
+        layers,
     )
     maps, results, reports = convert_layers_(
         converted, model, parts, data.used, data.held_back, length=data.length, progress=progress

@@ -14,17 +14,16 @@ import copy
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from collab_compress.calibration.stacks import Stack, layer_of
 from collab_compress.checkpoint import edits_of
 from collab_compress.checkpoint.edits import configs_inside, configs_of
 from collab_compress.conversion.copies import sharing_copy
-from collab_compress.conversion.layers import layer_of, numbered_layers
 from collab_compress.conversion.residual import ResidualLinear
 from collab_compress.errors import CompressionError, UnsupportedModelError, one_line
 from collab_compress.heads.pruning import renumber_alignment_heads_
@@ -32,6 +31,8 @@ from collab_compress.heads.pruning import renumber_alignment_heads_
 OF_TWO = ("encoder_layers", "decoder_layers")
 COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", *OF_TWO, *(f"num_{name}" for name in OF_TWO))
 """Attributes of configs that may be the number of layers of a stack."""
+DEPTHS = re.compile("depths|sizes|layers")
+"""Parts of the names of lists with the numbers of layers of several stacks."""
 LAYER_NUMBERS = re.compile(
     r"(feature_layers?|layer_ids|(layer|block|visual|attn)s?_(idxs?|index|indexes|indices)|dola_layers)$"
 )
@@ -53,6 +54,8 @@ class Depth:
     moved: Mapping[str, str] = field(default_factory=dict)  # path of a module before a gap → of the one it becomes
     # In the shallower model, path of a module and name of an attribute → value.
     attributes: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    stacks: Sequence[Stack] = ()  # all lists of numbered layers of the dense model
+    all_lists: bool = False  # whether lists of configs have an entry for each layer whatever their name
 
     def move_(self, model: PreTrainedModel) -> None:
         """Let the layers before gaps end as the last removed layers do, in place."""
@@ -65,12 +68,12 @@ class Depth:
         Return a note for the report or "".
         """
 
-        def renumbered(_: int, name: str, head: int) -> tuple[int, int] | None:
-            layer = layer_of(name)
-            return None if layer in self.removed else (int(self.renamed(layer).rpartition(".")[2]), head)
+        def renumbered(layer: int, name: str, head: int) -> tuple[int, int] | None:
+            place = self._place_of(name)
+            return None if layer_of(name, self.removed) else (place[1] if place else layer, head)
 
         note = renumber_alignment_heads_(model, renumbered)
-        _shorten_(configs, model, self.kept)
+        _shorten_(configs, model, self)
         _keep_layers_(model, self.kept)
         for (name, attribute), value in self.attributes.items():
             setattr(model.get_submodule(name), attribute, value)
@@ -84,11 +87,16 @@ class Depth:
 
     def renamed(self, name: str) -> str:
         """Return the path that a module has in the shallower model."""
-        path, _, number = layer_of(name).rpartition(".")
-        kept = self.kept.get(path, ())
-        if not number or int(number) not in kept:
+        if (place := self._place_of(name)) is None:
             return name
-        return f"{path}.{kept.index(int(number))}{name.removeprefix(f'{path}.{number}')}"
+        layer, number = place
+        return f"{layer.rpartition('.')[0]}.{number}{name.removeprefix(layer)}"
+
+    def _place_of(self, name: str) -> tuple[str, int] | None:
+        """Return the path of the layer that holds a module, and the layer's new number; None for other modules."""
+        numbers = {f"{path}.{old}": new for path, kept in self.kept.items() for new, old in enumerate(kept)}
+        layer = layer_of(name, numbers)
+        return (layer, numbers[layer]) if layer else None
 
 
 def _keep_layers_(model: nn.Module, kept: Kept) -> None:
@@ -99,11 +107,9 @@ def _keep_layers_(model: nn.Module, kept: Kept) -> None:
         layers._modules = {str(number): children[old] for number, old in enumerate(numbers)}
 
 
-def deep_stacks(model: PreTrainedModel, layers: int) -> dict[str, list[str]]:
-    """Return the lists of numbered layers that have more than `layers`: path → paths of the layers."""
-    class_name, values = type(model).__name__, model.config.to_dict()
-    by_path = groupby(numbered_layers(model), lambda name: name.rpartition(".")[0])
-    stacks = {path: list(names) for path, names in by_path}
+def refuse_shallower(model: PreTrainedModel) -> None:
+    """Refuse a model whose layers cannot be numbered anew, whatever they are."""
+    class_name = type(model).__name__
     if edits_of(model):
         raise CompressionError(
             f"{class_name} is edited already; pass layers with the first widths, or start from the dense checkpoint"
@@ -114,7 +120,12 @@ def deep_stacks(model: PreTrainedModel, layers: int) -> dict[str, list[str]]:
             f"{adapted[0]} carries an adapter, whose layers would be numbered anew; merge it (merge_and_unload), or "
             "remove layers first and train an adapter on the result"
         )
-    most = max(map(len, stacks.values()), default=0)
+
+
+def deep_stacks(model: PreTrainedModel, stacks: Sequence[Stack], layers: int) -> list[Stack]:
+    """Return the lists of numbered layers that have more than `layers`."""
+    class_name, values = type(model).__name__, model.config.to_dict()
+    most = max((len(stack.layers) for stack in stacks), default=0)
     calls = max((values[name] for name in COUNTS if isinstance(values.get(name), int)), default=0)
     if 0 < most < calls:
         called = "one layer" if most == 1 else f"{most} layers in turn,"
@@ -125,12 +136,12 @@ def deep_stacks(model: PreTrainedModel, layers: int) -> dict[str, list[str]]:
         raise CompressionError(
             f"layers is {layers}, and the deepest stack of {class_name} has {most}; pass fewer than that"
         )
-    stacks = {path: names for path, names in stacks.items() if len(names) > layers}
+    deep = [stack for stack in stacks if len(stack.layers) > layers]
     configs = [*configs_inside(model.config)]
-    for path in stacks:
-        if reason := _why_fixed(model, path, configs):
-            raise UnsupportedModelError(f"layers of {path} cannot be removed: {reason}; leave out layers")
-    return stacks
+    for stack in deep:
+        if reason := _why_fixed(model, stack.path, configs):
+            raise UnsupportedModelError(f"layers of {stack.path} cannot be removed: {reason}; leave out layers")
+    return deep
 
 
 def _why_fixed(model: PreTrainedModel, path: str, configs: Sequence[PretrainedConfig]) -> str:
@@ -161,21 +172,28 @@ def kind_of(module: nn.Module, recurse: bool = True) -> str:
     return f"{type(module).__name__} {shapes}"
 
 
-def _shorten_(configs: Iterable[PretrainedConfig], model: PreTrainedModel, kept: Kept) -> None:
+def _shorten_(configs: Iterable[PretrainedConfig], model: PreTrainedModel, depth: Depth) -> None:
     """Set the numbers of layers in configs of a model, and shorten lists with an entry for each layer, in place."""
-    by_config: dict[type, dict[int, Sequence[int]]] = {}  # of the innermost config around it: depth of a stack → kept
-    for path, numbers in kept.items():
-        around = [getattr(module, "config", None) for module in _holders(model, path)]
+    by_config: dict[type, list[tuple[int, Sequence[int]]]] = {}  # of the innermost config: depth of each stack, kept
+    for stack in depth.stacks:
+        around = [getattr(module, "config", None) for module in _holders(model, stack.path)]
         innermost = [config for config in around if isinstance(config, PretrainedConfig)][-1]
-        by_config.setdefault(type(innermost), {}).setdefault(len(model.get_submodule(path)), numbers)
+        count = len(stack.layers)
+        by_config.setdefault(type(innermost), []).append((count, depth.kept.get(stack.path, range(count))))
     for config in [config for config in configs if type(config) in by_config]:
         of_config = by_config[type(config)]
-        count = len(next(iter(of_config.values())))
+        depths = [count for count, _ in of_config]
+        kept = {count: numbers for count, numbers in reversed(of_config) if len(numbers) < count}
+        if not kept:
+            continue
+        count = max(map(len, kept.values()))
         for name, value in config.to_dict().items():
             if name in COUNTS and isinstance(value, int):
                 setattr(config, name, min(value, count))
-            elif "layer" in name and isinstance(value, list | tuple):
-                numbers = of_config.get(len(value), range(len(value)))
+            elif DEPTHS.search(name) and value in ([*depths], tuple(depths)):
+                setattr(config, name, type(value)(len(numbers) for _, numbers in of_config))
+            elif isinstance(value, list | tuple) and ("layer" in name or depth.all_lists):
+                numbers = kept.get(len(value), range(len(value)))
                 setattr(config, name, type(value)(value[number] for number in numbers))
         if getattr(config, "stage_names", None):  # which only backbones read; those are refused
             config.stage_names = config.stage_names[: count + 1]
@@ -185,7 +203,7 @@ def _shorten_(configs: Iterable[PretrainedConfig], model: PreTrainedModel, kept:
 def changed_attributes(model: PreTrainedModel, depth: Depth) -> dict[tuple[str, str], Any]:
     """Return in which numbers of layers and dropout a stock model without the layers differs; refuse all else."""
     config, class_name = copy.deepcopy(model.config), type(model).__name__
-    _shorten_(configs_inside(config), model, depth.kept)
+    _shorten_(configs_inside(config), model, depth)
     layers = len(next(iter(depth.kept.values())))
 
     def refusal(reason: str) -> UnsupportedModelError:
@@ -202,19 +220,21 @@ def changed_attributes(model: PreTrainedModel, depth: Depth) -> dict[tuple[str, 
     if any(kind_of(model.get_submodule(path)) != kind_of(dense.get_submodule(path)) for path in depth.kept):
         raise UnsupportedModelError(f"the layers of {class_name} are not those of its config; leave out layers")
     _keep_layers_(dense, depth.kept)
-    others, changed = dict(shallow.named_modules()), {}
-    for name, module in dense.named_modules():
+    places = {f"{path}.{new}": old - new for path, kept in depth.kept.items() for new, old in enumerate(kept)}
+    modules, others, changed = dict(dense.named_modules()), dict(shallow.named_modules()), {}
+    for name, module in modules.items():
         other = others.get(name)
         if other is None or kind_of(other, recurse=False) != kind_of(module, recurse=False):
             raise refusal(f"its {name} is of another kind" if name else f"{class_name} has weights for each layer")
-        path, _, number = layer_of(name).rpartition(".")
-        shift = depth.kept[path][int(number)] - int(number) if path in depth.kept else 0
+        layer = layer_of(name, places)
         for attribute, value in vars(module).items():
-            new = vars(other).get(attribute, None if path else value)
+            new = vars(other).get(attribute, None if layer else value)
             if not isinstance(value, int | float | str | None) or attribute.startswith("_") or new == value:
                 continue
-            is_number = type(value) is type(new) is int and new == (value - shift if path else layers)
+            is_number = type(value) is type(new) is int and new == (value - places[layer] if layer else layers)
             if not is_number and "drop" not in attribute:
                 raise refusal(f"{attribute} of its {name or class_name} is {new!r}, and not {value!r}")
             changed[name, attribute] = new
+    if more := next((name for name in others if name not in modules), ""):
+        raise refusal(f"it has {more} too")
     return changed

@@ -6,7 +6,10 @@ description of them.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,26 +20,15 @@ from transformers.pytorch_utils import Conv1D
 
 from collab_compress.attention.projections import fill_, input_dim, remaining, width_in
 from collab_compress.checkpoint.edits import configs_inside
-from collab_compress.conversion.layers import SingleLayers
+from collab_compress.conversion.layers import SAME_RTOL, SingleLayers
 from collab_compress.conversion.residual import ResidualLinear, width_out
 from collab_compress.errors import UnsupportedModelError
 from collab_compress.heads.sharding import refuse_computed
 
-WIDTHS = (
-    "intermediate_size",
-    "ffn_dim",
-    "encoder_ffn_dim",
-    "decoder_ffn_dim",
-    "d_ff",
-    "n_inner",
-    "hidden_dim",
-    "ffn_hidden_size",
-    "intermediate_dim",
-    "mlp_dim",
-    "ffn_size",
-    "dim_feedforward",
-)
-"""Attributes of configs that may be the width of feed-forward blocks."""
+WIDTHS = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
+"""Attributes of configs that may be the width of feed-forward blocks where they hold none."""
+RATIOS = re.compile("ratio|expan|mult|factor")
+"""Parts of the names of attributes that may be that width, over another one."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +53,8 @@ class FeedForward:
 
 def find_blocks(model: PreTrainedModel, linears: Sequence[ResidualLinear], layers: SingleLayers) -> list[FeedForward]:
     """Find the feed-forward blocks whose neurons do not depend on each other, in the order of calls."""
-    projections = {linear.site.path(linear.site.paths.output) for linear in linears}
     blocks = []
     for linear in linears:
-        if linear.name in projections or linear.name.removesuffix(".proj") in projections:  # mixed heads
-            continue
         ups = _find_ups(model, linear, layers[linear.layer])
         if ups:
             blocks.append(FeedForward(linear, ups, width_in(model.get_submodule(linear.name))))
@@ -78,11 +67,15 @@ def find_blocks(model: PreTrainedModel, linears: Sequence[ResidualLinear], layer
 
 
 def _find_ups(model: PreTrainedModel, linear: ResidualLinear, run: Callable[[], Tensor]) -> dict[str, Tensor]:
-    """Return the up and gate projections: layers whose output channel j affects neuron j alone."""
+    """Return the up and gate projections: layers whose output channel j affects neuron j of the same token alone.
+
+    So values are none, though each channel of a head's output is made of one channel of them: of all tokens.
+    """
     down = model.get_submodule(linear.name)
     width = width_in(down)
     changed = torch.rand(width, generator=torch.Generator().manual_seed(0), device="cpu") < 0.5
     before, _ = _neurons(down, run)
+    tokens = torch.arange(len(before), device="cpu") % 2 == 0  # whose neurons are changed
     ups = {}
     for name, up in model.get_submodule(linear.layer).named_modules(prefix=linear.layer):
         outputs = width_out(up)
@@ -90,9 +83,9 @@ def _find_ups(model: PreTrainedModel, linear: ResidualLinear, run: Callable[[], 
             continue
         places = torch.arange(outputs, device="cpu")
         for neurons in (places % width, places.div(outputs // width, rounding_mode="floor")):
-            after, calls = _neurons(down, run, (up, changed[neurons]))
-            moved = (after - before).abs().amax(0) > 0
-            if bool(moved.any()) and not bool(moved[~changed].any()):
+            after, calls = _neurons(down, run, (up, tokens[:, None] & changed[neurons]))
+            moved = (after - before).abs() > 0
+            if bool(moved.any()) and not bool(moved[:, ~changed].any()) and not bool(moved[~tokens].any()):
                 if calls > 1:  # other blocks may read it too
                     raise UnsupportedModelError(
                         f"{name} is called {calls} times in its layer, so that its neurons are not those of one "
@@ -100,13 +93,29 @@ def _find_ups(model: PreTrainedModel, linear: ResidualLinear, run: Callable[[], 
                     )
                 ups[name] = neurons
                 break
-    return ups
+    return ups if ups and _are_all(model, down, run, ups) else {}
+
+
+def _are_all(model: PreTrainedModel, down: nn.Module, run: Callable[[], Tensor], ups: Collection[str]) -> bool:
+    """Return whether these layers make the neurons alone, which are then equal where they return the same."""
+    inputs: list[Tensor] = []
+    with ExitStack() as hooks:
+        hooks.enter_context(down.register_forward_pre_hook(lambda _, args: inputs.append(args[0].clone())))
+        for name in ups:
+            up = model.get_submodule(name)
+            hooks.enter_context(up.register_forward_hook(lambda _, __, output: torch.ones_like(output)))
+        run()
+    neurons = inputs[0].float().flatten(0, -2)
+    return bool((neurons - neurons[:1]).norm() <= SAME_RTOL * neurons.norm())
 
 
 def _neurons(
     down: nn.Module, run: Callable[[], Tensor], change: tuple[nn.Module, Tensor] | None = None
 ) -> tuple[Tensor, int]:
-    """Return the inputs (n, N) of a layer, with some outputs of another one changed, and how often that is called."""
+    """Return the inputs (n, N) of a layer, with some outputs of another one changed, and how often that is called.
+
+    Outputs to change are a mask (n, M); outputs of another number of vectors stay.
+    """
     inputs: list[Tensor] = []
     calls = 0
 
@@ -116,7 +125,9 @@ def _neurons(
     def alter(_: nn.Module, __: Any, output: Tensor) -> Tensor | None:
         nonlocal calls
         calls += 1
-        return None if change is None else torch.where(change[1].to(output.device), output * -1.5 + 1, output)
+        if change is None or output.numel() != change[1].numel():
+            return None
+        return torch.where(change[1].to(output.device).view(output.shape), output * -1.5 + 1, output)
 
     up = down if change is None else change[0]
     with down.register_forward_pre_hook(record), up.register_forward_hook(alter):
@@ -136,18 +147,20 @@ def narrower_config(model: PreTrainedModel, blocks: Sequence[FeedForward], width
     before = _built_shapes(model, config)
     other = ""
     for part in configs_inside(config):
-        for attribute in WIDTHS:
-            value = getattr(part, attribute, None)
-            if attribute in part.to_dict() and value in (None, *(block.width for block in blocks)):
-                setattr(part, attribute, width)
+        for attribute, value in part.to_dict().items():
+            for narrower in _narrower(attribute, value, {block.width for block in blocks}, width):
+                with suppress(Exception):  # of another type than the config allows
+                    setattr(part, attribute, narrower)
                 built = _built_shapes(model, config)
                 changed = {name for name in before if name in built and built[name] != before[name]}
-                if not changed or not changed <= to_change or len(built) != len(before):
-                    setattr(part, attribute, value)
-                    if changed & to_change:
-                        name = min(changed - to_change, default="")
-                        other = f" ({attribute} sets that of {name} too, which was found in no block)" if name else ""
-    built = _built_shapes(model, config)
+                fits = changed <= to_change and all(built[name] == wanted[name] for name in changed)
+                if changed and fits and len(built) == len(before):
+                    break
+                setattr(part, attribute, value)
+                if changed & to_change:
+                    name = min(changed - to_change, default="")
+                    other = f" ({attribute} sets that of {name} too, which was found in no block)" if name else ""
+    built = _built_shapes(model, type(config).from_dict(config.to_dict()))  # as it is loaded
     changed = {name for name, shape in built.items() if shape != before.get(name)}
     if changed != to_change or any(built[name] != wanted[name] for name in to_change):
         absent = sorted(set(before) - set(wanted))
@@ -159,6 +172,22 @@ def narrower_config(model: PreTrainedModel, blocks: Sequence[FeedForward], width
     return config
 
 
+def _narrower(attribute: str, value: Any, widths: Collection[int], width: int) -> list[Any]:
+    """Return what an attribute of a config may become if it says how wide blocks are; empty if it cannot be."""
+    if isinstance(value, bool):
+        return []
+    if (value is None and attribute in WIDTHS) or (isinstance(value, int) and value in widths):
+        return [width]
+    if isinstance(value, list) and value and all(isinstance(one, int) and one in widths for one in value):
+        return [[width] * len(value)]
+    is_factor = attribute in WIDTHS or RATIOS.search(attribute)
+    if isinstance(value, int | float) and value > 0 and is_factor and len(widths) == 1:
+        factor = value * width / next(iter(widths))
+        whole = [int(factor)] if factor.is_integer() else []
+        return [*whole, factor, math.nextafter(factor, math.inf)]  # that models round down
+    return []
+
+
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
@@ -168,7 +197,7 @@ def _built_shapes(model: PreTrainedModel, config: PretrainedConfig) -> dict[str,
     try:
         with torch.device("meta"):
             return _shapes(type(model)(copy.deepcopy(config)))
-    except (ValueError, TypeError, RuntimeError):
+    except Exception:  # whatever a config or a model raises
         return {}
 
 
@@ -207,5 +236,6 @@ def adopt_(model: PreTrainedModel, config: PretrainedConfig) -> None:
     for name, module in narrower.named_modules():
         for attribute, value in vars(module).items():
             old = vars(before[name]).get(attribute)
-            if name in modules and isinstance(value, int) and isinstance(old, int) and value != old:
+            numbers = isinstance(value, int | float) and isinstance(old, int | float)
+            if name in modules and numbers and value != old:
                 setattr(modules[name], attribute, value)

@@ -16,13 +16,15 @@ from collab_compress.architectures import (
     find_dense_attention,
     find_dense_values,
     refuse_hooks,
+    why_undescribed,
 )
 from collab_compress.architectures.sites import read
 from collab_compress.attention import QKConfig, maps_of
 from collab_compress.attention.projections import width_in
 from collab_compress.calibration import Batch
+from collab_compress.calibration.stacks import Stack, find_stacks
 from collab_compress.checkpoint import is_quantized
-from collab_compress.conversion.depth import deep_stacks
+from collab_compress.conversion.depth import refuse_shallower
 from collab_compress.conversion.feed_forward import FeedForward, find_blocks, narrower_config
 from collab_compress.conversion.layers import SingleLayers, single_layers, undivided
 from collab_compress.conversion.maps import MapTask
@@ -43,27 +45,46 @@ class Inventory:
 
     @cached_property
     def attention(self) -> list[AttentionSite]:
-        """The attention modules; raises as `find_attention`."""
-        return find_attention(self.model, self.modules)
+        """The described attention modules."""
+        return find_attention(self.model, self.modules, optional=True)
 
     @cached_property
-    def values(self) -> list[ValueSite]:
-        """The attention modules by their values and outputs; raises as `find_dense_values`."""
-        return find_dense_values(self.model, self.modules)
+    def editable(self) -> list[AttentionSite]:
+        """The attention modules that can be converted."""
+        return [site for site in self.attention if not _why_not(site)]
+
+    @cached_property
+    def why_kept(self) -> str:
+        """Why some attention stays as it is; empty where all can be converted."""
+        reasons = [f"{site.name}: {reason}" for site in self.attention if (reason := _why_not(site))]
+        return why_undescribed(self.model, self.modules) or (reasons or [""])[0]
+
+    @cached_property
+    def stacks(self) -> list[Stack]:
+        """The lists of numbered layers, at least one."""
+        assert self.batch is not None
+        with undivided(self.model):
+            stacks = find_stacks(self.model, self.batch)
+        if not stacks:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} has no list of numbered layers, with linear layers inside, that are "
+                "called one after the other and pass on hidden states of one width"
+            )
+        return stacks
 
     @cached_property
     def layers(self) -> SingleLayers:
         """The numbered layers, which can be called alone in evaluation mode; raises as `single_layers`."""
         assert self.batch is not None
         with undivided(self.model):
-            return single_layers(self.model, self.batch)
+            return single_layers(self.model, self.stacks, self.batch)
 
     @cached_property
     def residual_linears(self) -> list[ResidualLinear]:
         """The residual linear layers, in the order of calls; raises as `find_residual_linears`."""
         layers = self.layers
         with undivided(self.model):
-            return find_residual_linears(self.model, layers)
+            return find_residual_linears(self.model, self.stacks, layers)
 
     @cached_property
     def blocks(self) -> list[FeedForward]:
@@ -79,25 +100,36 @@ class Inventory:
         """The modules whose queries and keys can lose channels by measured loss, and why the others stay dense."""
         if any(maps_of(site.module)[0] is not None for site in self.attention):
             return [], CONVERTED
-        dense = [site for site in self.attention if site.family.rotary or site.no_dk]
-        others = len(dense) < len(self.attention)
-        names = [site.name for site in dense]
-        sites = find_dense_attention(self.model, self.modules, names) if others else []
-        reasons = [site.no_dk or ROTARY for site in dense]
-        return sites, ROTARY if ROTARY in reasons else (reasons or [""])[0]
+        others = [site for site in self.editable if not (site.family.rotary or site.no_dk)]
+        sites = self._scores_of(others, partly=True)
+        reasons = [site.no_dk or ROTARY for site in self.editable if site not in others]
+        return sites, ROTARY if ROTARY in reasons else (reasons or [self.why_kept])[0]
+
+    def _scores_of(self, sites: Sequence[AttentionSite], partly: bool) -> list[DenseSite]:
+        """Return some attention modules by their queries and keys; raises as `find_dense_attention`."""
+        names = {site.name for site in sites}
+        without = [site.name for site in self.attention if site.name not in names]
+        return find_dense_attention(self.model, self.modules, without, partly=partly) if names else []
+
+    def _values_of(self, sites: Sequence[AttentionSite], partly: bool) -> list[ValueSite]:
+        """Return some attention modules by their values and outputs; raises as `find_dense_values`."""
+        names = {site.name for site in sites}
+        without = [site.name for site in self.attention if site.name not in names]
+        return find_dense_values(self.model, self.modules, without, partly=partly) if names else []
 
     @cached_property
     def narrowable_values(self) -> tuple[list[ValueSite], str]:
         """The modules whose values can lose channels, and why others stay dense."""
         if any(maps_of(site.module)[1] is not None for site in self.attention):
             return [], CONVERTED
-        return self.values, ""
+        return self._values_of(self.editable, partly=True), self.why_kept
 
     @cached_property
     def narrowable_blocks(self) -> tuple[list[FeedForward], str]:
         """The feed-forward blocks that can be made narrower, or why there are none."""
         try:
-            narrower_config(self.model, self.blocks, max(1, min(block.width for block in self.blocks) // 2))
+            width = min(block.width for block in self.blocks)
+            narrower_config(self.model, self.blocks, max(1, width // 2 - 1))  # most likely a multiple of nothing
         except UnsupportedModelError as error:
             return [], str(error).removesuffix("; leave out dff")
         return self.blocks, ""
@@ -105,9 +137,15 @@ class Inventory:
     # Maps to convert to given widths.
 
     def tasks(self, compression: Compression, by_module: Mapping[str, Compression] | None = None) -> list[MapTask]:
-        """Return the maps to convert, queries and keys first, after checking that all of them can be converted."""
-        widths = {site.name: (by_module or {}).get(site.name, compression) for site in self.attention}
-        for site in self.attention:
+        """Return the maps to convert, queries and keys first, after checking that all of them can be converted.
+
+        Widths `by_module` are those that `keep` chose; then attention that cannot be converted stays as it is.
+        """
+        sites, partly = (self.editable, True) if by_module else (self.attention, False)
+        if not sites and (compression.dk is not None or compression.dv is not None):
+            find_attention(self.model, self.modules)  # raises
+        widths = {site.name: (by_module or {}).get(site.name, compression) for site in sites}
+        for site in sites:
             parts = (widths[site.name].dk, "queries and keys"), (widths[site.name].dv, "values")
             for (width, what), converted in zip(parts, maps_of(site.module), strict=True):
                 if width is not None and converted is not None:
@@ -115,18 +153,23 @@ class Inventory:
                         f"{site.name}: its {what} are already converted; leave it out by modules, expand the model "
                         "first, or start from the dense checkpoint"
                     )
-        stay = [name for name, chosen in widths.items() if chosen.dk is None]
-        scores = find_dense_attention(self.model, self.modules, stay) if len(stay) < len(widths) else []
-        values: Sequence[ValueSite] = self.values if compression.dv is not None else []
+        scores = self._scores_of([site for site in sites if widths[site.name].dk is not None], partly)
+        values = self._values_of(sites, partly) if compression.dv is not None else []
         for scored in scores:
             _check_scores(MapTask(scored, widths[scored.name]))
         for valued in values:
             _check_width(valued, "dv", widths[valued.name].dv, (valued.value,))
             _check_layers(valued, ((valued.paths.value, valued.value), (valued.paths.output, valued.output)))
-        sites: list[DenseSite | ValueSite] = [*scores, *values]
-        for site in sites:
-            _refuse_joined(site)
-        return [MapTask(site, widths[site.name]) for site in sites]
+        maps: list[DenseSite | ValueSite] = [*scores, *values]
+        for one in maps:
+            _refuse_joined(one)
+        return [MapTask(one, widths[one.name]) for one in maps]
+
+
+def _why_not(site: AttentionSite) -> str:
+    """Return why an attention module cannot be converted, whatever the widths; empty if it can."""
+    limits = site.family.limits
+    return limits.feed_forward_only or limits.undescribed.get(site.kind, "")
 
 
 def find_feed_forward(model: PreTrainedModel, batch: Batch) -> list[FeedForward]:
@@ -137,8 +180,7 @@ def find_feed_forward(model: PreTrainedModel, batch: Batch) -> list[FeedForward]
         batch: keyword arguments for the model, of which two sequences are run.
 
     Raises:
-        UnsupportedModelError: the model has no such block, its layers cannot be called alone, or its family is not
-            known.
+        UnsupportedModelError: the model has no such block, or no numbered layers that can be called alone.
         CalibrationError: the model does not take such batches.
     """
     return Inventory(model, batch).blocks
@@ -151,12 +193,13 @@ def refuse_early(model: PreTrainedModel, compression: Compression) -> None:
     narrowest: dict[str, Compression] = {}
     if compression.keep is not None:  # may choose any width, down to one channel a head
         widths = Compression(dk=1, dv=1)
-        for site in inventory.attention:
+        for site in inventory.editable:
             dk = None if site.family.rotary or site.no_dk else site.heads
             narrowest[site.name] = Compression(dk=dk, dv=site.key_value_heads)
-    inventory.tasks(widths, narrowest)
+    if compression.keep is None or narrowest:
+        inventory.tasks(widths, narrowest)
     if compression.layers is not None:
-        deep_stacks(model, compression.layers)
+        refuse_shallower(model)
 
 
 def refuse_unconvertible(model: PreTrainedModel, caller: str) -> None:
@@ -165,7 +208,7 @@ def refuse_unconvertible(model: PreTrainedModel, caller: str) -> None:
         raise CompressionError(f"{type(model).__name__} is quantized; convert the unquantized checkpoint instead")
     refuse_unwritable(model, caller, CompressionError)
     implementation = model.config._attn_implementation
-    if implementation not in ("eager", "sdpa"):
+    if implementation not in ("eager", "sdpa", None):  # none without attention
         raise CompressionError(
             f"attention is converted as 'eager' or 'sdpa', the model is set to {implementation!r}; "
             "call model.set_attn_implementation('sdpa') first"

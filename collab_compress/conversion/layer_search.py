@@ -9,7 +9,7 @@ behind the last removed layer are refitted again.
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collab_compress.architectures import find_attention
-from collab_compress.calibration.gather import masks_of, unpadded
+from collab_compress.calibration.gather import unpadded
 from collab_compress.calibration.source import SplitData
+from collab_compress.calibration.stacks import Stack, layer_of, stream_mask
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.depth import Depth, changed_attributes, deep_stacks, kind_of
 from collab_compress.conversion.inventory import Inventory
-from collab_compress.conversion.layers import SAME_RTOL, HiddenStateStore, capture_calls, layer_of, undivided
+from collab_compress.conversion.layers import SAME_RTOL, HiddenStateStore, capture_calls, undivided
 from collab_compress.conversion.maps import RUNNING, Progress
 from collab_compress.conversion.residual import ResidualLinear, watch
 from collab_compress.conversion.sequential import (
@@ -51,11 +52,12 @@ class End(NamedTuple):
 def find_depth(inventory: Inventory, layers: int, data: SplitData, refits: bool, progress: Progress) -> Depth:
     """Choose the layers to remove so that each stack keeps `layers`, and return them with what follows from that."""
     model = inventory.model
-    stacks = deep_stacks(model, layers)
+    stacks = deep_stacks(model, inventory.stacks, layers)
     last = {linear.layer: linear for linear in inventory.residual_linears} if refits else {}
     with undivided(model):
         ends = {layer: _end(model, linear, inventory.layers[layer]) for layer, linear in last.items()}
-    return _depth_without(model, stacks, choose_layers(model, stacks, layers, ends, data, progress), ends)
+    removed = choose_layers(inventory, stacks, layers, ends, data, progress)
+    return _depth_without(model, inventory.stacks, layers, removed, ends)
 
 
 def _end(model: PreTrainedModel, linear: ResidualLinear, run: Callable[[], Tensor]) -> End:
@@ -82,56 +84,69 @@ def _end(model: PreTrainedModel, linear: ResidualLinear, run: Callable[[], Tenso
 
 
 def _depth_without(
-    model: PreTrainedModel, stacks: Mapping[str, Sequence[str]], removed: Sequence[str], ends: Mapping[str, End]
+    model: PreTrainedModel,
+    stacks: Sequence[Stack],
+    layers: int,
+    removed: Sequence[str],
+    ends: Mapping[str, End],
 ) -> Depth:
     """Return what follows from the removal of some layers; without ends, nothing is refitted."""
     kept: dict[str, Sequence[int]] = {}
     targets: dict[str, ResidualLinear] = {}
     moved: dict[str, str] = {}
-    for path, names in stacks.items():
+    for path, names in ((stack.path, stack.layers) for stack in stacks if len(stack.layers) > layers):
         kept[path] = [number for number, name in enumerate(names) if name not in removed]
         for number, following in pairwise((*kept[path], len(names))):
             before, end = ends.get(names[number]), ends.get(names[following - 1])
             if before and end and before is not end and before.kind == end.kind:
                 targets[before.linear.name] = end.linear
                 moved.update(zip(before.behind, end.behind, strict=True))
-    depth = Depth(kept, removed, targets, moved)
-    return replace(depth, attributes=changed_attributes(model, depth))
+    depth = Depth(kept, removed, targets, moved, stacks=stacks)
+    try:
+        return replace(depth, attributes=changed_attributes(model, depth))
+    except UnsupportedModelError as error:
+        depth = replace(depth, all_lists=True)
+        with suppress(UnsupportedModelError):
+            return replace(depth, attributes=changed_attributes(model, depth))
+        raise error
 
 
 def choose_layers(
-    model: PreTrainedModel,
-    stacks: Mapping[str, Sequence[str]],
+    inventory: Inventory,
+    stacks: Sequence[Stack],
     layers: int,
     ends: Mapping[str, End],
     data: SplitData,
     progress: Progress,
 ) -> list[str]:
     """Return the layers to remove: those without which the last hidden states of their stack move least."""
-    trial, removed = sharing_copy(model), set()
+    model = inventory.model
+    trial, removed = sharing_copy(model), set[str]()
     with undivided(model), undivided(trial), HiddenStateStore() as store:
         progress(RUNNING, 0, None)
-        calls = capture_calls(model, data.sample, data.held_back, store)
+        calls = capture_calls(model, list(inventory.layers), data.sample, data.held_back, store)
         models = Pair(model, trial, calls, store)
-        for path, names in stacks.items():
-            search, count = _Search(models, names, ends), len(names) - layers
+        for stack in stacks:
+            search, count = _Search(models, stack, ends), len(stack.layers) - layers
             if len(search.fixed) > layers:
                 raise UnsupportedModelError(
-                    f"{len(search.fixed)} of the {len(names)} layers of {path} are unlike the others, and must stay; "
-                    "pass more layers, or leave out layers"
+                    f"{len(search.fixed)} of the {len(stack.layers)} layers of {stack.path} are unlike the others, "
+                    "and must stay; pass more layers, or leave out layers"
                 )
             for done in range(count):
-                progress(f"removing layers of {path}", done, count)
+                progress(f"removing layers of {stack.path}", done, count)
                 removed.add(search.remove_one())
-    return [name for names in stacks.values() for name in names if name in removed]
+    return [name for stack in stacks for name in stack.layers if name in removed]
 
 
 class _Search:
     """A stack from which one layer after the other is removed, and the hidden states before each that remains."""
 
-    def __init__(self, models: Pair, names: Sequence[str], ends: Mapping[str, End]) -> None:
-        self.models, self.names, self.ends = models, names, [ends.get(name) for name in names]
-        self.site = next(site for site in find_attention(models.dense) if layer_of(site.name) in names)
+    def __init__(self, models: Pair, stack: Stack, ends: Mapping[str, End]) -> None:
+        self.models, self.stack, self.names = models, stack, (names := list(stack.layers))
+        self.ends = [ends.get(name) for name in names]
+        sites = find_attention(models.dense, optional=True)
+        self.site = next((site for site in sites if layer_of(site.name, names)), None)
         start = models.calls.layers[names[0]].start
         self.calls = [calls[start : start + len(names)] for calls in models.calls.by_batch]
         if [call.name for call in self.calls[0]] != names:
@@ -174,7 +189,7 @@ class _Search:
 
     def _directions(self, batch: int, hidden: Tensor) -> Tensor:
         """Return hidden states (n, D) at unpadded tokens, each normalised to length 1."""
-        mask = masks_of(self.site, self.models.calls.masks[batch]).query
+        mask = stream_mask(self.site, self.stack.mask, self.models.calls.masks[batch], hidden)
         tokens = unpadded(hidden.to(self.models.dense.device), mask)
         return nn.functional.normalize(tokens.float(), dim=-1)
 
@@ -223,7 +238,8 @@ class _Search:
                 self.calls[batch][number].run(model, hidden)
                 call = recorded.pop(linear.name)
                 target = target_across_gap(model, linear, call.stream, self.streams[last][batch])
-                sums.add(call, target, linear, masks_of(linear.site, calls.masks[batch]).query, batch in calls.used)
+                mask = linear.mask(calls.masks[batch], call.stream)
+                sums.add(call, target, linear, mask, batch in calls.used)
         fitted = solve(sums, linear, model.get_submodule(linear.name), calls.sequences)
         tensors = layer.state_dict(keep_vars=True).values()
         copied: nn.Module = copy.deepcopy(layer, {id(tensor): tensor for tensor in tensors})

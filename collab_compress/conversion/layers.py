@@ -19,16 +19,15 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from collab_compress.architectures import find_attention
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
-from collab_compress.calibration.batches import is_divisible, sequence_count, slice_batch
+from collab_compress.calibration.batches import sequence_count
 from collab_compress.calibration.gather import AttentionMasks, MaskKind, batch_masks
+from collab_compress.calibration.stacks import HiddenArgument, Stack, probe_of, returned_states
 from collab_compress.devices import free_memory
 from collab_compress.errors import CalibrationError, UnsupportedModelError, one_line
 
 STORE_BYTES = 2 * 2**30  # of memory for hidden states
 SHARE_OF_FREE = 0.25  # of a GPU's free memory, the most that one tensor may take; layers need the rest
-PROBE_SEQUENCES = 2  # that show how a model is built
 SAME_RTOL = 1e-4  # relative error of a layer that is called alone, which is rounding
 
 SingleLayers: TypeAlias = Mapping[str, Callable[[], Tensor]]
@@ -47,10 +46,15 @@ class LayerCall:
 
     def run(self, model: PreTrainedModel, hidden: Tensor) -> Tensor:
         """Call the layer of `model` on hidden states (B, T, D), and return those that it returns."""
+        states: Tensor = returned_states(self.output(model, hidden))
+        return states
+
+    def output(self, model: PreTrainedModel, hidden: Tensor) -> Any:
+        """Call the layer of `model` on hidden states (B, T, D), and return all that it returns."""
         layer, hidden = model.get_submodule(self.name), hidden.to(model.device)
-        if self.keyword:
-            return _hidden_states(layer(*self.args, **{self.keyword: hidden}, **self.kwargs))
-        return _hidden_states(layer(hidden, *self.args, **self.kwargs))
+        args = self.args if self.keyword else (hidden, *self.args)
+        named = {self.keyword: hidden} if self.keyword else {}
+        return layer(*args, **named, **self.kwargs)
 
 
 class Plain(NamedTuple):
@@ -58,23 +62,6 @@ class Plain(NamedTuple):
 
     calls: int  # number of calls in a forward pass
     in_tuples: bool  # whether hidden states are returned as tuples of one
-
-
-def layer_of(path: str) -> str:
-    """Return the path of the numbered layer that holds the module at `path`; empty if none does."""
-    parts = path.split(".")
-    number = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
-    return "" if number is None else ".".join(parts[: number + 1])
-
-
-def numbered_layers(model: PreTrainedModel) -> list[str]:
-    """Return the paths of the layers in each numbered list with attention, in the model's order."""
-    lists = {layer_of(site.name).rpartition(".")[0] for site in find_attention(model)} - {""}
-    return [
-        f"{path}.{name}"
-        for path in dict.fromkeys(name for name, _ in model.named_modules() if name in lists)
-        for name, _ in model.get_submodule(path).named_children()
-    ]
 
 
 @contextmanager
@@ -105,8 +92,11 @@ def capture(
 
     def before(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         others, named = list(args), {key: _drop_cache(value) for key, value in kwargs.items()}
-        keyword = "" if args else "hidden_states" if "hidden_states" in named else next(iter(named))
-        hidden = named.pop(keyword) if keyword else others.pop(0)
+        hidden, keyword = HiddenArgument.of(args, kwargs)
+        if keyword:
+            named.pop(keyword)
+        else:
+            others.pop(0)
         follows = bool(calls) if plain else bool(returned) and hidden is returned[-1]
         reads_more = any(value is output for value in (*others, *named.values()) for output in returned)
         start = None if follows and not reads_more else hidden if keep is None else keep(hidden)
@@ -115,7 +105,7 @@ def capture(
             raise _AllCaptured
 
     def after(_: nn.Module, __: Any, output: Any) -> None:
-        returned.append(_hidden_states(output))
+        returned.append(returned_states(output))
 
     with ExitStack() as hooks:
         for name in layers:
@@ -165,7 +155,9 @@ class LayerCalls:
         self, model: PreTrainedModel, removed: Collection[str], store: "HiddenStateStore"
     ) -> list[list[LayerCall]]:
         """Capture the calls of another model, which lacks layers; those keep the calls of the first, never made."""
-        captured = _capture_batches(model, numbered_layers(model), self.batches, store, self.plain)
+        lists = dict.fromkeys(name.rpartition(".")[0] for name in self.layers)
+        layers = [f"{path}.{name}" for path in lists for name, _ in model.get_submodule(path).named_children()]
+        captured = _capture_batches(model, layers, self.batches, store, self.plain)
         return [
             [call if call.name in removed else replace(next(others), name=call.name) for call in calls]
             for calls, others in zip(self.by_batch, map(iter, captured), strict=True)
@@ -173,12 +165,16 @@ class LayerCalls:
 
 
 def capture_calls(
-    model: PreTrainedModel, used: Sequence[Batch], held_back: Sequence[Batch], store: "HiddenStateStore"
+    model: PreTrainedModel,
+    layers: Sequence[str],
+    used: Sequence[Batch],
+    held_back: Sequence[Batch],
+    store: "HiddenStateStore",
 ) -> LayerCalls:
     """Run a model on calibration batches, and return the calls of its numbered layers."""
-    batches, numbered = [*used, *held_back], numbered_layers(model)
-    plain = plain_stack(model, numbered, batches[0])
-    calls = _capture_batches(model, numbered, batches, store, plain)
+    batches = [*used, *held_back]
+    plain = plain_stack(model, layers, batches[0])
+    calls = _capture_batches(model, layers, batches, store, plain)
     masks = [batch_masks(model, batch) for batch in batches]
     return LayerCalls(batches, range(len(used)), masks, calls, by_layer(calls[0]), plain)
 
@@ -205,7 +201,7 @@ def _skipped(layer: nn.Module, plain: Plain) -> Iterator[None]:
     """Make a layer return the hidden states that it reads."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        hidden = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
+        hidden = HiddenArgument.of(args, kwargs).value
         return (hidden,) if plain.in_tuples else hidden
 
     own = vars(layer).get("forward")
@@ -236,31 +232,46 @@ def plain_stack(model: PreTrainedModel, layers: Sequence[str], batch: Batch) -> 
     return Plain(len(calls), in_tuples) if same else None
 
 
-def single_layers(model: PreTrainedModel, batch: Batch) -> SingleLayers:
+def single_layers(model: PreTrainedModel, stacks: Sequence[Stack], batch: Batch) -> SingleLayers:
     """Return the numbered layers of a model, to be called alone on the first sequences of a batch."""
-    if sequence_count(batch) > PROBE_SEQUENCES and is_divisible(batch):
-        batch = slice_batch(batch, slice(PROBE_SEQUENCES))
-    names, outputs = numbered_layers(model), list[Tensor]()
+    names, outputs = [name for stack in stacks for name in stack.layers], list[Tensor]()
+
+    more: list[Sequence[Tensor]] = []  # what each call returns besides hidden states
 
     def record(_: nn.Module, __: Any, output: Any) -> None:
-        outputs.append(_hidden_states(output).clone())
+        outputs.append(returned_states(output).clone())
+        more.append(_others(output))
 
     with ExitStack() as hooks:
         for name in names:
             hooks.enter_context(model.get_submodule(name).register_forward_hook(record))
-        calls = capture(model, names, batch)
+        calls = capture(model, names, probe_of(batch))
     by_layer(calls)
     layers: dict[str, Callable[[], Tensor]] = {}
     hidden = torch.empty(0, device="cpu")
-    for call, output in zip(calls, outputs, strict=True):
+    for number, (call, output) in enumerate(zip(calls, outputs, strict=True)):
         hidden = hidden if call.hidden is None else call.hidden
         layers.setdefault(call.name, partial(call.run, model, hidden))
+        read = [value for later in calls[number + 1 :] for value in (*later.args, *later.kwargs.values())]
+        if any(one is value for one in more[number] for value in read):
+            others = _others(call.output(model, hidden / 2))
+            if not all(map(torch.equal, more[number], others)):
+                raise UnsupportedModelError(
+                    f"{call.name} of {type(model).__name__} passes on more than hidden states to later layers, and "
+                    "that depends on hidden states too, so that layers cannot be called alone"
+                )
         hidden = call.run(model, hidden)
         if hidden.shape != output.shape or bool((hidden - output).norm() > SAME_RTOL * output.norm()):
             raise UnsupportedModelError(
                 f"{call.name} of {type(model).__name__} returns something else where it is called alone"
             )
     return layers
+
+
+def _others(output: Any) -> list[Tensor]:
+    """Return the tensors that a layer returns besides hidden states."""
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    return [value for value in values if isinstance(value, Tensor)][1:]
 
 
 def by_layer(calls: Sequence[LayerCall]) -> dict[str, range]:
@@ -276,13 +287,6 @@ def by_layer(calls: Sequence[LayerCall]) -> dict[str, range]:
 
 def _drop_cache(value: Any) -> Any:
     return None if isinstance(value, Cache) else value
-
-
-def _hidden_states(output: Any) -> Tensor:
-    """Return the hidden states that a layer returns, alone or first."""
-    while not isinstance(output, Tensor):
-        output = next(iter(output.values())) if isinstance(output, Mapping) else output[0]
-    return output
 
 
 class HiddenStateStore:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from collab_compress.architectures import find_attention
-from collab_compress.calibration.encode import tokenizer_inside
+from collab_compress.calibration.encode import tokenizer_inside, vocabulary_size
+from collab_compress.calibration.gather import main_output, read_outputs
 from collab_compress.calibration.source import reads_tokens_alone
-from collab_compress.errors import UnsupportedModelError
+from collab_compress.errors import CollabCompressError
 
+PROBE_TOKENS = 8  # that show whether a model is causal
+SAME = 1e-4  # error of outputs, relative to the largest, which is rounding
 POOLING_FILE, MODULES_FILE = "1_Pooling/config.json", "modules.json"  # of Sentence Transformers
 WITHOUT_WEIGHTS = {"Pooling", "Normalize"}  # modules after the model; the length of an embedding does not count
 STORED_POOLINGS = {
@@ -40,12 +42,18 @@ class Reading(NamedTuple):
         return cls(tokenizer_inside(tokenizer), _pooling(wrapper, model) if _embeds(model) else None)
 
 
-def attention_kinds(model: PreTrainedModel) -> set[str]:
-    """Return the kinds of attention in a model; none if some of it is not known."""
+def is_causal(model: PreTrainedModel) -> bool | None:
+    """Return whether outputs at a token depend on no later one, by changing the last of a few; None if not known."""
+    ids = torch.arange(PROBE_TOKENS, device="cpu")[None] % (vocabulary_size(model) or PROBE_TOKENS)
+    half = PROBE_TOKENS // 2
+    changed = ids.where(ids < half, ids[:, :1])
     try:
-        return {site.kind for site in find_attention(model)}
-    except UnsupportedModelError:
-        return set()
+        one, other = (main_output(model, read_outputs(model, {"input_ids": tokens}))[1] for tokens in (ids, changed))
+    except CollabCompressError:  # it reads more than tokens
+        return None
+    if one.shape[:2] != ids.shape or other.shape != one.shape:
+        return None
+    return bool(torch.allclose(one[:, :half], other[:, :half], rtol=0, atol=SAME * float(one.abs().max())))
 
 
 def _embeds(model: PreTrainedModel) -> bool:
@@ -70,7 +78,7 @@ def _pooling(wrapper: Any, model: PreTrainedModel) -> str | None:
     except (OSError, ValueError, TypeError, AttributeError, KeyError):  # files in an unknown form
         return None
     if not stored and names is None:
-        return "mean" if attention_kinds(model) == {"encoder"} else None
+        return "mean" if is_causal(model) is False else None
     return _mode(stored, names or ["Pooling"])
 
 

@@ -11,7 +11,6 @@ from collab_compress.calibration.batches import in_parts, split_held_back
 from collab_compress.checkpoint import all_or_nothing
 from collab_compress.conversion.copies import sharing_copy
 from collab_compress.conversion.inventory import Inventory, check_weights
-from collab_compress.conversion.layers import numbered_layers
 from collab_compress.conversion.maps import Progress, silent
 from collab_compress.conversion.report import RefitReport
 from collab_compress.conversion.residual import width_out
@@ -74,13 +73,14 @@ def refit(
     if not held_back:
         raise CalibrationError("refitting takes at least two sequences, one of them held back; pass more data")
     refitted = sharing_copy(model)
-    linears = Inventory(refitted, used[0]).residual_linears
-    counts = [len(numbered_layers(one)) for one in (refitted, dense)]
+    inventories = [Inventory(one, used[0]) for one in (refitted, dense)]
+    counts = [sum(len(stack.layers) for stack in inventory.stacks) for inventory in inventories]
     if counts[0] != counts[1]:
         raise HeadError(
             f"{type(model).__name__} has {counts[0]} layers, and {counts[1]} in the dense model; pass the dense "
             "model that was converted, or leave refitting out where layers were removed, which refitted the others"
         )
+    linears, layers = inventories[0].residual_linears, list(inventories[0].layers)
     dense_modules = dict(dense.named_modules())
     for linear in linears:
         width, dense_width = width_out(refitted.get_submodule(linear.name)), width_out(dense_modules.get(linear.name))
@@ -89,7 +89,7 @@ def refit(
                 f"{linear.name} has {width} outputs, and {dense_width or 'none'} in the dense model; pass the dense "
                 "model that was converted"
             )
-    parts = Parts(linears=linears)
+    parts = Parts(linears=linears, layers=layers)
     _, results, _ = convert_layers_(
         refitted, sharing_copy(dense), parts, used, held_back, same_inputs=False, progress=progress
     )

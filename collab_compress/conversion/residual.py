@@ -6,7 +6,7 @@ Each numbered layer of the model is called alone, with and without a change of w
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,8 @@ from transformers.pytorch_utils import Conv1D
 
 from collab_compress.architectures import AttentionSite, find_attention
 from collab_compress.attention.projections import input_dim
+from collab_compress.calibration.gather import AttentionMasks, MaskKind
+from collab_compress.calibration.stacks import Stack, StreamMask, stream_mask
 from collab_compress.conversion.layers import SingleLayers
 from collab_compress.errors import UnsupportedModelError
 from collab_compress.heads.sharding import refuse_computed
@@ -35,19 +37,27 @@ class ResidualLinear:
     at: str  # path of the first module that reads or returns the sum
     shown: str  # where the sum is: in the "inputs" or "outputs" of that module
     gain: Tensor  # factor of each channel before outputs are added, (D,)
-    site: AttentionSite  # attention module called before it, whose masks say what is padding
+    site: AttentionSite | None = None  # attention module called before it, whose masks say what is padding, if any
+    stack_mask: StreamMask | None = None  # which says it where no attention module does
+
+    def mask(self, masks: Mapping[MaskKind, AttentionMasks], values: Tensor) -> Tensor | None:
+        """Return which vectors of its inputs or outputs (…, D) are no padding; None if nothing says it."""
+        return stream_mask(self.site, self.stack_mask, masks, values)
 
 
-def find_residual_linears(model: PreTrainedModel, layers: SingleLayers) -> list[ResidualLinear]:
+def find_residual_linears(
+    model: PreTrainedModel, stacks: Sequence[Stack], layers: SingleLayers
+) -> list[ResidualLinear]:
     """Find the linear layers whose outputs are added to the residual stream, in the order of calls.
 
-    These are output projections of attention, and layers of the same width, of which a change appears in a later
-    module of the numbered layer, added to something else, as it is or times a constant for each channel; or a
-    norm reads it.
+    These are output projections of attention, and layers as wide as those, or, where none is described, as the hidden
+    states, of which a change appears in a later module of the numbered layer, added to something else, as it is or
+    times a constant for each channel; or a norm reads it, and what that returns is added.
     """
-    sites = find_attention(model)
+    sites = find_attention(model, optional=True)
+    stack_masks = {layer: stack.mask for stack in stacks for layer in stack.layers}
     return [
-        ResidualLinear(name, layer, *target, site)
+        ResidualLinear(name, layer, *target, site, stack_masks[layer])
         for layer, run in layers.items()
         for name, site in _candidates(model, sites, layer, run)
         if (target := _find_sum(model, layer, name, run)) is not None
@@ -56,15 +66,16 @@ def find_residual_linears(model: PreTrainedModel, layers: SingleLayers) -> list[
 
 def _candidates(
     model: PreTrainedModel, sites: Sequence[AttentionSite], layer: str, run: Callable[[], Tensor]
-) -> list[tuple[str, AttentionSite]]:
+) -> list[tuple[str, AttentionSite | None]]:
     """Return the linear layers of a numbered layer that may write to the stream, in the order of calls."""
-    outputs = [site.path(site.paths.output) for site in sites]
+    own = [site for site in sites if site.name.startswith(f"{layer}.")]
+    outputs = [site.path(site.paths.output) for site in own]
     projections: list[Any] = [model.get_submodule(path) for path in outputs]
     widths = {width_out(getattr(projection, "proj", projection)) for projection in projections} - {0}  # mixed heads
-    inside_attention = tuple(f"{site.name}." for site in sites)
-    own = [site for site in sites if site.name.startswith(f"{layer}.")]
-    latest = (own or sites)[0]
-    found: dict[str, AttentionSite] = {}
+    inside_attention = tuple(f"{site.name}." for site in own)
+    latest = own[0] if own else None
+    found: dict[str, AttentionSite | None] = {}
+    repeated: set[str] = set()
 
     def attended(site: AttentionSite, *_: Any) -> None:
         nonlocal latest
@@ -72,24 +83,43 @@ def _candidates(
 
     def note(name: str, *_: Any) -> None:
         if name in found:
-            raise UnsupportedModelError(f"{name} is called several times in its layer, so it cannot be refitted")
+            repeated.add(name)
         found[name] = latest
 
     with ExitStack() as hooks:
         for site in own:
             hooks.enter_context(site.module.register_forward_pre_hook(partial(attended, site)))
         for name, module in model.get_submodule(layer).named_modules(prefix=layer):
-            if width_out(module) in widths and (name in outputs or not name.startswith(inside_attention)):
-                refuse_computed(name, module)
+            if width_out(module) and (name in outputs or not name.startswith(inside_attention)):
                 hooks.enter_context(module.register_forward_hook(partial(note, name)))
-        run()
-    return list(found.items())
+        states = run()
+    widths = widths or {states.shape[-1]}
+    candidates = [(name, site) for name, site in found.items() if width_out(model.get_submodule(name)) in widths]
+    for name, _ in candidates:
+        refuse_computed(name, model.get_submodule(name))
+        if name in repeated:
+            raise UnsupportedModelError(f"{name} is called several times in its layer, so it cannot be refitted")
+    return candidates
 
 
 def width_out(layer: Any) -> int:
     """Return the number of outputs of a linear layer, parametrized or plain; 0 for any other module."""
     kind = type_before_parametrizations(layer)
-    return int(layer.weight.shape[1 - input_dim(layer)]) if kind in (nn.Linear, Conv1D) else 0
+    return int(layer.weight.shape[1 - input_dim(layer)]) if _is_linear(kind) else 0
+
+
+@cache
+def _is_linear(kind: Any) -> bool:
+    """Return whether a class of modules is a linear layer, or computes what `nn.Linear` does, as Falcon's."""
+    if kind in (nn.Linear, Conv1D) or not issubclass(kind, nn.Linear):
+        return kind in (nn.Linear, Conv1D)
+    try:
+        layer = kind(2, 3)
+        inputs = torch.tensor([[1.0, 2.0], [3.0, -1.0]], device="cpu")
+        outputs = nn.functional.linear(inputs, layer.to("cpu", torch.float32).weight, layer.bias)
+        return bool(torch.allclose(layer(inputs), outputs))
+    except Exception:  # whatever a layer of another kind raises
+        return False
 
 
 class _Seen(NamedTuple):
@@ -117,21 +147,39 @@ def _find_sum(
         run()
     tolerance = LINEAR_RTOL_HALF if outputs.dtype in (torch.float16, torch.bfloat16) else LINEAR_RTOL
     added = change.float().flatten(0, -2)
-    normalised = False
+    alone = outputs.float().flatten(0, -2)
+    norms: dict[str, tuple[Tensor, Tensor] | None] = {}  # path of a norm that reads them → its outputs, their change
     for before, after in zip(unchanged[1:], changed[1:], strict=False):
         if before[:2] != after[:2] or before.value.shape != after.value.shape:  # a router sent tokens elsewhere
             return None
         difference = (after.value.float() - before.value.float()).reshape(added.shape)
-        gain = (difference * added).sum(0) / added.square().sum(0)
-        residual = (difference - gain * added).norm()
-        others = before.value.float().reshape(added.shape) - gain * outputs.float().flatten(0, -2)
-        if not bool(difference.any()) or residual > tolerance * difference.norm():
-            continue
-        if others.norm() > tolerance * before.value.float().norm():
+        value = before.value.float().reshape(added.shape)
+        for of_norm in filter(None, norms.values()):
+            if _share(value, difference, *of_norm, tolerance) is not None:
+                return name, "outputs", torch.ones_like(added[0])
+        if before.shown == "outputs" and norms.get(before.name, value) is None:
+            norms[before.name] = value, difference
+        gain = _share(value, difference, alone, added, tolerance)
+        if gain is not None:
             return before.name, before.shown, gain
-        class_name = type(model.get_submodule(before.name)).__name__
-        normalised |= before.shown == "inputs" and "norm" in class_name.lower()
-    return (name, "outputs", torch.ones_like(added[0])) if normalised else None
+        is_norm = "norm" in type(model.get_submodule(before.name)).__name__.lower()
+        if before.shown == "inputs" and is_norm and _gain(difference, added, tolerance) is not None:
+            norms[before.name] = None
+    return None
+
+
+def _gain(difference: Tensor, change: Tensor, tolerance: float) -> Tensor | None:
+    """Return the factor (D,) of each channel by which a change (n, D) makes a difference (n, D), or None."""
+    gain = (difference * change).sum(0) / change.square().sum(0)
+    is_linear = bool(difference.any()) and (difference - gain * change).norm() <= tolerance * difference.norm()
+    return gain if is_linear else None
+
+
+def _share(value: Tensor, difference: Tensor, part: Tensor, change: Tensor, tolerance: float) -> Tensor | None:
+    """Return the gain of a part of a sum (n, D), of which a change makes a difference; None if it is no such sum."""
+    gain = _gain(difference, change, tolerance)
+    others = None if gain is None else value - gain * part
+    return gain if others is not None and others.norm() > tolerance * value.norm() else None
 
 
 @contextmanager

@@ -33,7 +33,8 @@ from collab_compress.attention import install_
 from collab_compress.attention.projections import fill_
 from collab_compress.calibration import Batch, gather_moments
 from collab_compress.calibration.batches import evenly_spaced
-from collab_compress.calibration.gather import InputMoments, masks_of, unpadded
+from collab_compress.calibration.gather import InputMoments, unpadded
+from collab_compress.calibration.stacks import layer_of
 from collab_compress.conversion.cost import block_cost
 from collab_compress.conversion.depth import Depth
 from collab_compress.conversion.feed_forward import FeedForward, cut_
@@ -42,7 +43,6 @@ from collab_compress.conversion.layers import (
     LayerCall,
     LayerCalls,
     capture_calls,
-    layer_of,
     undivided,
 )
 from collab_compress.conversion.maps import (
@@ -79,7 +79,7 @@ class Parts:
     blocks: Sequence[FeedForward] = ()  # to make narrower
     dff: int = 0  # number of neurons that the blocks keep
     depth: Depth = field(default_factory=Depth)  # which layers the conversion leaves out
-    in_layers: bool = True  # whether the model's numbered layers can be called alone (`single_layers`)
+    layers: Sequence[str] = ()  # paths of the numbered layers, where they can be called alone (`single_layers`)
 
 
 @torch.no_grad()
@@ -120,13 +120,13 @@ def convert_layers_(
     tasks = [task for task in parts.tasks if task not in without_data]
     with undivided(dense), undivided(converted), HiddenStateStore() as store:
         calls = None
-        if parts.in_layers and (tasks or parts.linears):
+        if parts.layers and (tasks or parts.linears):
             progress(RUNNING, 0, None)
-            calls = capture_calls(dense, used, held_back if parts.linears else [], store)
+            calls = capture_calls(dense, parts.layers, used, held_back if parts.linears else [], store)
         layers = {} if calls is None else calls.layers
         by_layer: dict[str, list[MapTask]] = {}
         for task in tasks:
-            by_layer.setdefault(layer_of(task.site.name), []).append(task)
+            by_layer.setdefault(layer_of(task.site.name, layers), []).append(task)
         elsewhere = [task for layer, group in by_layer.items() if layer not in layers for task in group]
         if elsewhere:
             progress(f"fitting {', '.join(task.site.name for task in elsewhere)}", 0, None)
@@ -262,8 +262,9 @@ def gather_layer(
                 streams[batch].append({name: models.store.keep(call.stream) for name, call in recorded.items()})
                 for linear in linears:
                     if neurons and linear.name in neurons and batch in calls.used:
-                        mask = masks_of(linear.site, calls.masks[batch]).query
-                        neurons[linear.name].add(unpadded(recorded[linear.name].inputs, mask))
+                        values = recorded[linear.name].inputs
+                        mask = linear.mask(calls.masks[batch], values)
+                        neurons[linear.name].add(unpadded(values, mask))
                 recorded.clear()
                 outputs[batch] = models.store.keep(output)
 
@@ -314,7 +315,7 @@ def stream_variance(models: Pair, data: LayerData, linear: ResidualLinear) -> fl
     total, squares, count = torch.zeros((), device="cpu"), 0.0, 0
     for masks, calls in zip(models.calls.masks, data.streams, strict=True):
         for streams in calls:
-            stream = unpadded(streams[linear.name], masks_of(linear.site, masks).query)
+            stream = unpadded(streams[linear.name], linear.mask(masks, streams[linear.name]))
             stream = stream.to(float64_device(stream.device), torch.float64)
             total = total + stream.sum(0)
             squares += float(stream.square().sum())
@@ -360,7 +361,6 @@ def _residual_sums(
     sums = ResidualSums()
     with record_streams(models.converted, [linear], stop=True) as recorded:
         for batch in batches:
-            mask = masks_of(linear.site, models.calls.masks[batch]).query
             inputs = data.inputs[batch] or [hidden.converted[batch]]
             for number, start, streams in zip(numbers, inputs, data.streams[batch], strict=True):
                 with suppress(_Stop):
@@ -370,6 +370,7 @@ def _residual_sums(
                 call, target = recorded.pop(linear.name), streams[linear.name]
                 if linear.name in gap.streams:
                     target = target_across_gap(models.converted, linear, call.stream, gap.streams[linear.name][batch])
+                mask = linear.mask(models.calls.masks[batch], call.stream)
                 sums.add(call, target, linear, mask, batch in models.calls.used)
     return sums
 

@@ -119,22 +119,31 @@ class Budget:
 
     def __init__(self, inventory: Inventory, length: int) -> None:
         self.scores, why_no_scores = inventory.scores
+        self.values, why_no_values = inventory.narrowable_values
         self.blocks, why_no_blocks = inventory.narrowable_blocks
         with_dk = {site.name for site in self.scores}
-        self.attention = [HeadShares(site, site.name in with_dk, length) for site in inventory.values]
+        self.attention = [HeadShares(site, site.name in with_dk, length) for site in self.values]
         costs = [block_cost(inventory.model, block, 1, length) for block in self.blocks]
         self.neurons = min((block.width for block in self.blocks), default=0)
         self.macs_per_neuron = sum(cost.macs_after for cost in costs)
         dense_attention = sum(sum(module.macs(None, None)) for module in self.attention)
         self.macs = dense_attention + sum(cost.macs_before for cost in costs)
         self.length = length
-        reasons = {"queries and keys": why_no_scores, "feed-forward blocks": why_no_blocks}
+        reasons = {"queries and keys": why_no_scores, "values": why_no_values, "feed-forward blocks": why_no_blocks}
+        if why_no_values and why_no_values == why_no_scores:
+            some = "some attention modules" if self.values else "attention modules"
+            reasons = {some: why_no_values, "feed-forward blocks": why_no_blocks}
         words = [f"{what} stay as they are: {why}" for what, why in reasons.items() if why]
         self.why = f" ({'; '.join(words)})" if words else ""
+        if not self.macs:
+            raise UnsupportedModelError(
+                f"{type(inventory.model).__name__} has nothing whose width keep could choose{self.why}; pass layers, "
+                "or leave out keep"
+            )
 
     def splits(self) -> list[Split]:
         """Return all shares of the channels of heads that scores and values can keep."""
-        finest = max(module.site.head_width for module in self.attention)
+        finest = max((module.site.head_width for module in self.attention), default=1)
         shares = [None, *(channels / finest for channels in range(1, finest))]
         costs = {share: [module.macs(share, share) for module in self.attention] for share in shares}
         scores = {share: sum(macs for macs, _ in of_share) for share, of_share in costs.items()}
@@ -162,7 +171,7 @@ class Budget:
         dff = None if neurons == self.neurons else neurons
         by_module = {module.name: module.compression(compression, split, dff) for module in self.attention}
         changed = {name: one for name, one in by_module.items() if one.dk is not None or one.dv is not None}
-        chosen = [*changed.values()] or [*by_module.values()]
+        chosen = [*changed.values()] or [*by_module.values()] or [replace(compression, keep=None, dff=dff)]
         widths = {
             "dk": [one.dk for one in chosen if one.dk is not None],
             "dv": [one.dv for one in chosen if one.dv is not None],
@@ -170,7 +179,8 @@ class Budget:
         }
         words = ", ".join(f"{name} {width_range(numbers)}" for name, numbers in widths.items() if numbers)
         kept = (split.macs + (neurons or 0) * self.macs_per_neuron) / self.macs
-        reason = f"Kept {kept:.0%} of the layers' operations at {self.length} tokens{self.why}: {words}."
+        what = "the layers' operations" if self.attention else "the operations of feed-forward blocks"
+        reason = f"Kept {kept:.0%} of {what} at {self.length} tokens{self.why}: {words}."
         first = next((one for one in chosen if one.dk is not None), chosen[0])
         return Choice(first, changed, reason)
 
@@ -198,7 +208,7 @@ def choose_widths(
             f"{len(budget.blocks)} feed-forward blocks keep so little at {length} tokens{budget.why}; pass more, or "
             "dk, dv and dff"
         )
-    losses = loss_curves(inventory, budget.scores, inventory.values, budget.blocks, data.sample, progress)
+    losses = loss_curves(inventory, budget.scores, budget.values, budget.blocks, data.sample, progress)
     of_neurons = [sum(float(curve[count]) for curve in losses["dff"].values()) for count in range(budget.neurons + 1)]
     scores = {split.scores: budget.loss(split.scores, "dk", losses) for split in splits}
     values = {split.values: budget.loss(split.values, "dv", losses) for split in splits}
@@ -231,9 +241,10 @@ def loss_curves(
         try:
             linears = inventory.residual_linears
         except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{error}, so that its losses cannot be measured; pass dk or dv") from error
+            others = "; pass dk or dv" if inventory.editable else ""
+            raise UnsupportedModelError(f"{error}, so that its losses cannot be measured{others}") from error
         progress(RUNNING, 0, None)
-        calls = capture_calls(model, batches, [], store)
+        calls = capture_calls(model, list(inventory.layers), batches, [], store)
         models, hidden = Pair(model, model, calls, store), list[Tensor]()
         for done, (layer, numbers) in enumerate(calls.layers.items()):
             progress(f"measuring {layer}", done, len(calls.layers))

@@ -408,6 +408,7 @@ def _states(model: PreTrainedModel, numbers: Sequence[int]) -> Tensor:
     ids = torch.tensor([list(numbers)], device="cpu")
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids}
     known = forward_arguments(base)
+    known = known if "input_ids" in known else ["input_ids", "attention_mask"]  # a wrapper passes all on
     with evaluation_mode(base):
         states: Tensor = run_batch(base, {name: value for name, value in batch.items() if name in known})[0]
     return states.float()

@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
-from tiny_families import build, inputs
+from tiny_families import build, inputs, numbered_layers
 from transformers import BertModel
 
 from collab_compress import Compression, Solver, UnsupportedModelError, compress
-from collab_compress.conversion.layers import by_layer, capture, numbered_layers, plain_stack, single_layers
+from collab_compress.conversion.inventory import Inventory
+from collab_compress.conversion.layers import by_layer, capture, plain_stack
 
 PLAIN = ["bert", "gpt2", "mpnet", "vit", "albert"]
 OTHERS = ["t5", "bart"]  # the decoder reads what the encoder returns, and T5's layers return biases too
@@ -19,7 +20,7 @@ def test_layers_alone_make_what_they_make_in_the_model(name):
     model, batch = build(name), inputs(name)
     outputs = []
     with torch.no_grad():
-        calls = capture(model, numbered_layers(model), batch)
+        calls = capture(model, numbered_layers(model, batch), batch)
         hooks = [
             model.get_submodule(layer).register_forward_hook(lambda _, __, output: outputs.append(output))
             for layer in by_layer(calls)
@@ -40,12 +41,12 @@ def test_skipped_layers_get_the_same_arguments(name, monkeypatch):
     model, batch = build(name), inputs(name)
     with torch.no_grad():
         plain, calls = (
-            plain_stack(model, numbered_layers(model), batch),
-            capture(model, numbered_layers(model), batch),
+            plain_stack(model, numbered_layers(model, batch), batch),
+            capture(model, numbered_layers(model, batch), batch),
         )
         assert plain is not None
         assert plain.calls == len(calls)
-        skipped = capture(model, numbered_layers(model), batch, plain=plain)
+        skipped = capture(model, numbered_layers(model, batch), batch, plain=plain)
     assert torch.equal(calls[0].hidden, skipped[0].hidden)
     for call, other in zip(calls, skipped, strict=True):
         assert (call.name, call.keyword, call.kwargs.keys()) == (other.name, other.keyword, other.kwargs.keys())
@@ -59,7 +60,7 @@ def test_skipped_layers_get_the_same_arguments(name, monkeypatch):
 def test_layers_that_others_depend_on_are_not_skipped(name):
     with torch.no_grad():
         model = build(name)
-        assert plain_stack(model, numbered_layers(model), inputs(name)) is None
+        assert plain_stack(model, numbered_layers(model, inputs(name)), inputs(name)) is None
 
 
 def twice(encoder):
@@ -79,7 +80,7 @@ def test_a_model_whose_layers_come_again_is_converted_but_not_refitted(make_tiny
     twice(dense.encoder)
     model = copy.deepcopy(dense)
     with torch.no_grad(), pytest.raises(UnsupportedModelError, match=r"layer\.0 is called again after other layers"):
-        single_layers(dense, calibration[0])
+        _ = Inventory(dense, calibration[0]).layers
     report = compress(model, Compression(dk=12, dv=12, solver=Solver(sweeps=3)), calibration)
     assert not report.refits
     assert any("no layer was refitted: encoder.layer.0 is called again" in warning for warning in report.warnings)
@@ -97,4 +98,4 @@ def test_a_layer_that_is_another_alone_is_refused(make_tiny, batch):
     model = make_tiny("bert", BertModel)
     model.encoder.layer[1].register_forward_hook(lambda _, __, output: output * torch.rand(()))
     with torch.no_grad(), pytest.raises(UnsupportedModelError, match=r"layer\.1 of BertModel returns something else"):
-        single_layers(model, batch)
+        _ = Inventory(model, batch).layers

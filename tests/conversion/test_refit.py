@@ -24,10 +24,9 @@ from collab_compress.calibration.batches import split_held_back
 from collab_compress.conversion import layers
 from collab_compress.conversion import sequential as module
 from collab_compress.conversion.feed_forward import narrower_config
-from collab_compress.conversion.inventory import find_feed_forward
-from collab_compress.conversion.layers import HiddenStateStore, single_layers
+from collab_compress.conversion.inventory import Inventory, find_feed_forward
+from collab_compress.conversion.layers import HiddenStateStore
 from collab_compress.conversion.refit import refit, refit_
-from collab_compress.conversion.residual import find_residual_linears
 from collab_compress.conversion.sequential import DAMPINGS, install_refits
 from collab_compress.errors import CalibrationError, HeadError, UnsupportedModelError
 
@@ -354,7 +353,7 @@ def test_an_error_leaves_models_as_they_were(step, make_tiny, monkeypatch):
 
 def test_residual_linears_are_layers_whose_outputs_are_added(make_tiny, batch):
     model = make_tiny("bert")
-    linears = find_residual_linears(model, single_layers(model, batch))
+    linears = Inventory(model, batch).residual_linears
     assert [(linear.at, linear.shown) for linear in linears] == [(total, "inputs") for total in SUMS]
     for linear in linears:
         torch.testing.assert_close(linear.gain, torch.ones(24), atol=1e-3, rtol=0)

@@ -5,15 +5,13 @@ import copy
 import pytest
 import tiny_families
 import torch
-from tiny_families import KEEPING, ROTARY, TINIES, build, inputs, make_rotary, run, tokens
+from tiny_families import KEEPING, ROTARY, TINIES, build, inputs, make_rotary, numbered_layers, run, tokens
 from torch import nn
 
 from collab_compress import Compression, Solver, UnsupportedModelError, compress, expand
 from collab_compress.architectures import find_attention
 from collab_compress.conversion.depth import COUNTS
-from collab_compress.conversion.inventory import find_feed_forward
-from collab_compress.conversion.layers import numbered_layers, single_layers
-from collab_compress.conversion.residual import find_residual_linears
+from collab_compress.conversion.inventory import Inventory, find_feed_forward
 
 REFUSED = {
     "albert": "calls one layer 4 times",
@@ -66,11 +64,11 @@ def test_a_shallower_model_is_a_stock_model(kin, make_deep, tmp_path):
     model, data = make_deep(kin), [read_by(kin, seed) for seed in range(2)]
     if kin in REFUSED or kin == "segformer":  # numbered are its stages
         return
-    stacks = {name.rpartition(".")[0] for name in numbered_layers(model)}
+    stacks = {name.rpartition(".")[0] for name in numbered_layers(model, data[0])}
     before = model.num_parameters()
     report = compress(model, Compression(layers=2, solver=Solver(refit=False)), data)
     assert len(report.removed_layers) == 2 * len(stacks)
-    assert len(numbered_layers(model)) == 2 * len(stacks)
+    assert len(numbered_layers(model, data[0])) == 2 * len(stacks)
     assert report.parameters_after == model.num_parameters() < before
     assert_reloads(model, data[0], tmp_path)
 
@@ -91,9 +89,9 @@ def test_a_shallower_rotary_model_is_a_stock_model(name, make_deep, tmp_path):
 
 def silence_(model, number, batch):
     """Make a layer of each stack compute nothing: it writes 0, and norms behind that change nothing either."""
-    layers = [f"{path}.{number}" for path in {name.rpartition(".")[0] for name in numbered_layers(model)}]
+    layers = [f"{path}.{number}" for path in {name.rpartition(".")[0] for name in numbered_layers(model, batch)}]
     with torch.no_grad():
-        for linear in find_residual_linears(model, single_layers(model, batch)):
+        for linear in Inventory(model, batch).residual_linears:
             if linear.layer in layers:
                 for parameter in model.get_submodule(linear.name).parameters():
                     parameter.zero_()
@@ -126,7 +124,7 @@ def test_a_layer_that_computes_nothing_is_removed_without_a_change(name, all_neu
 def test_widths_are_those_of_the_layers_that_stay(name, make_deep, tmp_path):
     model, data = make_deep(name), [read_by(name, seed) for seed in range(4)]
     original = copy.deepcopy(model)
-    stacks = len({layer.rpartition(".")[0] for layer in numbered_layers(model)})
+    stacks = len({layer.rpartition(".")[0] for layer in numbered_layers(model, data[0])})
     report = compress(model, Compression(layers=2, dk=12, dv=12, dff=16, solver=Solver(sweeps=3)), data)
     assert (
         len(report.of("dk"))

@@ -17,7 +17,6 @@ def test_feed_forward_blocks_are_converted_and_all_else_is_refused(name, tmp_pat
     refused = (
         lambda: compress(model, Compression(dk=8), calibration=None),
         lambda: compress(model, Compression(dv=8), calibration=None),
-        lambda: compress(model, calibration=[batch, batch]),
         lambda: HeadMask(model),
         lambda: Recorder(model),
         lambda: prune_heads_(model, {find_attention(model)[0].name: [0]}),
@@ -29,8 +28,10 @@ def test_feed_forward_blocks_are_converted_and_all_else_is_refused(name, tmp_pat
             call()
         assert "\n" not in str(e.value)
     assert torch.equal(run(model, batch), expected)
-    report = compress(model, Compression(dff=16), [batch, inputs(name, seed=1)])
-    assert {block.width for block in report.of("dff")} == {16}
+    report = compress(model, calibration=[batch, inputs(name, seed=1)])  # by default half of the operations
+    assert {block.width for block in report.of("dff")} == {16} == {part.width for part in report.parts}
+    assert "attention modules stay as they are" in report.choice
+    assert "computes its scores itself" in report.choice
     assert model.num_parameters() == report.parameters_after < count
     model.save_pretrained(tmp_path)
     torch.testing.assert_close(run(type(model).from_pretrained(tmp_path), batch), run(model, batch))

@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTra
 
 from collab_compress import Compression, Solver, compress
 from collab_compress.architectures import FAMILIES, find_attention, find_dense_attention
+from collab_compress.calibration.stacks import find_stacks
 
 VOCABULARY, WIDTH, HEADS, LAYERS, POSITIONS = 61, 24, 3, 2, 80
 IDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
@@ -353,6 +354,35 @@ BLOCKS_ALONE = {
     "xglm": Tiny("XGLM", XGLM, CAUSAL, ffn_dim=32),
 }
 """Models whose attention cannot be edited."""
+LED = {**TWO_STACKS, "vocab_size": VOCABULARY, "attention_window": 4, **IDS, "decoder_start_token_id": 2}
+LED |= {"max_encoder_position_embeddings": POSITIONS, "max_decoder_position_embeddings": POSITIONS}
+LED |= {"encoder_layers": LAYERS, "decoder_layers": LAYERS}
+SWIN = {"image_size": 8, "patch_size": 2, "embed_dim": 12, "depths": [LAYERS] * 2, "num_heads": [HEADS] * 2}
+INTERNVL = {**IMAGES, "image_size": [8, 8], "patch_size": [4, 4], "use_qk_norm": True}
+GRIFFIN = {**ENCODER, "intermediate_size": 64, "lru_width": WIDTH, "num_hidden_layers": 4}
+XLNET = sized("d_model", "n_head", "n_layer") | {"d_inner": 32}
+NUMBERED = {
+    "big_bird": Tiny("BigBird", ENCODER, (), attention_type="original_full"),
+    "bloom": Tiny("Bloom", sized("hidden_size", "n_head", "n_layer"), ()),
+    "convbert": Tiny("ConvBert", ENCODER, (), embedding_size=WIDTH),
+    "ctrl": Tiny("CTRL", GPT2, (), dff=32),
+    "falcon": Tiny("Falcon", ENCODER, (), ffn_hidden_size=32),
+    "fnet": Tiny("FNet", ENCODER, ()),
+    "gpt_bigcode": Tiny("GPTBigCode", GPT2, (), n_inner=32),
+    "gptj": Tiny("GPTJ", GPT2, (), n_inner=32, rotary_dim=4),
+    "internvl_vision": Tiny(
+        "InternVLVision", IMAGES, (), images, image_size=[8, 8], patch_size=[4, 4], use_qk_norm=True
+    ),
+    "led": Tiny("LED", LED, (), pairs),
+    "longformer": Tiny("Longformer", ENCODER, (), attention_window=4),
+    "luke": Tiny("Luke", ENCODER, (), entity_vocab_size=10, entity_emb_size=8),
+    "recurrent_gemma": Tiny(
+        "RecurrentGemma", ENCODER, (), intermediate_size=64, lru_width=WIDTH, num_hidden_layers=4
+    ),
+    "swin": Tiny("Swin", SWIN, (), images, window_size=2),
+    "xlnet": Tiny("XLNet", XLNET, ()),
+}
+"""Models of families without a description, which have numbered layers all the same."""
 
 
 def skip_older(model_type: str) -> None:
@@ -364,7 +394,7 @@ def skip_older(model_type: str) -> None:
 
 def build(name: str, class_name: str = "") -> PreTrainedModel:
     """Return a random model in evaluation mode with biases that are not zero."""
-    tiny = (TINIES | BLOCKS_ALONE)[name]
+    tiny = (TINIES | BLOCKS_ALONE | NUMBERED)[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{tiny.name}Config")(**tiny.settings)
     for part in (config, *vars(config).values()):
@@ -402,7 +432,12 @@ def build_low(name: str, class_name: str = "") -> PreTrainedModel:
 
 def inputs(name: str, seed: int = 0) -> Batch:
     """Return the inputs of a family, padded where possible."""
-    return (TINIES | BLOCKS_ALONE)[name].reads(torch.Generator().manual_seed(seed))
+    return (TINIES | BLOCKS_ALONE | NUMBERED)[name].reads(torch.Generator().manual_seed(seed))
+
+
+def numbered_layers(model: PreTrainedModel, batch: Batch) -> list[str]:
+    """Return the paths of the numbered layers of a model."""
+    return [layer for stack in find_stacks(model, batch) for layer in stack.layers]
 
 
 def attend_by_(model: PreTrainedModel, implementation: str) -> None:
