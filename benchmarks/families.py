@@ -58,7 +58,7 @@ from collab_compress.calibration.gather import main_output, read_outputs
 from collab_compress.conversion import to_stock
 
 REACTIONS = 256  # to calibrate on
-SECONDS = 120  # for each try with a small model
+SECONDS = 60  # for each try with a small model
 SCORED, CALIBRATED = 50, 100  # titles
 
 TEXTBOOK = """

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 VOCABULARY, POSITIONS, LAYERS, WIDTH, HEADS, GROUPS, NEURONS = 101, 128, 3, 32, 4, 2, 64
+MOST_PARAMETERS = 10_000_000
 SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size|^n_words$|vocab_sizes?$", VOCABULARY),
     (r"first_k_dense_replace", 1),
@@ -88,6 +89,10 @@ def small_model(model_type: str) -> PreTrainedModel:
     config.pad_token_id = getattr(config, "pad_token_id", None) or 0
     for auto_class in (AutoModelForCausalLM, AutoModelForMaskedLM, AutoModel):
         if type(config) in auto_class._model_mapping:
+            with torch.device("meta"):
+                count = auto_class.from_config(config, attn_implementation="eager").num_parameters()
+            if count > MOST_PARAMETERS:
+                raise ValueError(f"{count:,} parameters")
             model: PreTrainedModel = auto_class.from_config(config, attn_implementation="eager").eval()
             return model
     raise ValueError("no model")
@@ -113,7 +118,7 @@ def small_batch(model: PreTrainedModel, kinds: str, seed: int = 0, length: int =
 
 
 def undescribed_types(described: Mapping[str, Any]) -> list[str]:
-    """Return the types of models, without those described, and without those that are made of models of other types."""
+    """Return the types of models without those described, and without those made of models of other types."""
     auto = transformers.models.auto.modeling_auto
     mappings = (
         auto.MODEL_MAPPING_NAMES,

@@ -144,9 +144,6 @@ def alphas_of(model: PreTrainedModel, kinds: Collection[Kind] = KINDS) -> dict[s
         Module path → α (H, H), the parameter itself: α[i, j] is the weight of head j in the new head i. Empty where
         no heads are mixed.
 
-    Raises:
-        UnsupportedModelError: the model's family is not known.
-
     Example:
         >>> alphas_of(model)
         {}
@@ -165,7 +162,7 @@ def find_mixed_projections(
     """List the attention modules whose heads are mixed, each with its mixing output projection."""
     model = transformers_model(model)
     edits_of(model)  # refuses a model whose modules are not this package's
-    sites = [site for site in find_attention(model) if site.kind in kinds]
+    sites = [site for site in find_attention(model, optional=True) if site.kind in kinds]
     projections = [(site, site.part(site.paths.output)) for site in sites]
     return [(site, projection) for site, projection in projections if isinstance(projection, MixedProjection)]
 

@@ -269,7 +269,8 @@ def renumber_alignment_heads_(
     before = getattr(getattr(model, "generation_config", None), "alignment_heads", None)
     if not before:
         return ""
-    crossing = dict(enumerate(site.name for site in find_attention(model) if site.kind == "cross"))
+    sites = find_attention(model, optional=True)
+    crossing = dict(enumerate(site.name for site in sites if site.kind == "cross"))
     moved = [renumber(layer, crossing[layer], head) for layer, head in before if layer in crossing]
     after = [list(pair) for pair in moved if pair is not None]
     model.generation_config = copy.deepcopy(model.generation_config)
