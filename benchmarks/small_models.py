@@ -21,7 +21,7 @@ from transformers import (
 )
 
 VOCABULARY, POSITIONS, LAYERS, WIDTH, HEADS, GROUPS, NEURONS = 101, 128, 3, 32, 4, 2, 64
-MOST_PARAMETERS = 10_000_000
+MOST_PARAMETERS = 1_000_000
 SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size|^n_words$|vocab_sizes?$", VOCABULARY),
     (r"first_k_dense_replace", 1),
@@ -32,10 +32,10 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"experts?$", 4),
     (r"(key_value|kv)_heads$|n_head_kv|num_kv|multi_query_group", GROUPS),
     (r"rope_head_dim|rotary_dim|rotary_ndims|qk_rope", WIDTH // HEADS),
-    (r"head_dim|d_kv|kv_channels|d_head|head_size|qkv_dim|nope_head|v_head", WIDTH // HEADS),
+    (r"head_dim|dim_head|d_kv|kv_channels|d_head|head_size|qkv_dim|nope_head|v_head", WIDTH // HEADS),
     (r"heads?$|_heads_", HEADS),
     (r"lora_rank|_rank$", 8),
-    (r"intermediate|ffn|^d_ff$|inner|mlp_dim|feedforward|feed_forward|^dff$|^filter_size$", NEURONS),
+    (r"intermediate|ffn|dim_ff|^d_ff$|inner|mlp_dim|feedforward|feed_forward|^dff$|^filter_size$", NEURONS),
     (
         r"hidden_size|d_model|n_embd|embed_dim|emb_dim|^dim$|embedding_size|^width$|hidden_dim|lru_width|d_embed|_dim$",
         WIDTH,
