@@ -14,7 +14,6 @@ from collab_compress.architectures.sites import (
     split_heads,
     tokenizer_of,
     transformers_model,
-    why_undescribed,
 )
 from collab_compress.options import KINDS, Kind
 
@@ -35,5 +34,4 @@ __all__ = [
     "split_heads",
     "tokenizer_of",
     "transformers_model",
-    "why_undescribed",
 ]

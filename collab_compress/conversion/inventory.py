@@ -16,9 +16,8 @@ from collab_compress.architectures import (
     find_dense_attention,
     find_dense_values,
     refuse_hooks,
-    why_undescribed,
 )
-from collab_compress.architectures.sites import read
+from collab_compress.architectures.sites import read, why_undescribed
 from collab_compress.attention import QKConfig, maps_of
 from collab_compress.attention.projections import width_in
 from collab_compress.calibration import Batch

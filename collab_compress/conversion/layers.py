@@ -253,9 +253,10 @@ def single_layers(model: PreTrainedModel, stacks: Sequence[Stack], batch: Batch)
         hidden = hidden if call.hidden is None else call.hidden
         layers.setdefault(call.name, partial(call.run, model, hidden))
         read = [value for later in calls[number + 1 :] for value in (*later.args, *later.kwargs.values())]
-        if any(one is value for one in more[number] for value in read):
+        passed_on = [index for index, one in enumerate(more[number]) if any(one is value for value in read)]
+        if passed_on:
             others = _others(call.output(model, hidden / 2))
-            if not all(map(torch.equal, more[number], others)):
+            if not all(torch.equal(more[number][index], others[index]) for index in passed_on):
                 raise UnsupportedModelError(
                     f"{call.name} of {type(model).__name__} passes on more than hidden states to later layers, and "
                     "that depends on hidden states too, so that layers cannot be called alone"

@@ -164,6 +164,7 @@ def trim_vocabulary_(
                 f"{type(model).__name__} computes something else with a smaller vocabulary, so it depends on the ids "
                 "of tokens in a way that is not known here; keep its vocabulary"
             )
+        _refuse_other_sizes(model, size)
         vars(tokenizer).clear()
         vars(tokenizer).update(attributes)
     length = sum(map(len, after)) / max(1, sum(map(len, before)))
@@ -388,6 +389,21 @@ def _cut_(model: PreTrainedModel, size: int, rows: Sequence[int], new: Mapping[i
             attributes[name] = len(rows)
         elif id(attributes) not in positions:
             attributes[name] = _change_ids(name, value, lambda number: new.get(number, number))
+
+
+def _refuse_other_sizes(model: PreTrainedModel, size: int) -> None:
+    """Refuse a model whose config still makes weights of the old number of tokens, as that would not load."""
+    try:
+        with torch.device("meta"):
+            built = dict(type(model)(copy.deepcopy(model.config)).named_parameters())
+    except Exception:  # whatever a model raises that is built in another way
+        return
+    for name, parameter in model.named_parameters():
+        if name in built and size in built[name].shape and size not in parameter.shape:
+            raise UnsupportedModelError(
+                f"{name} is made with {size} rows by {type(model.config).__name__}, whatever its vocabulary is; keep "
+                "the vocabulary"
+            )
 
 
 def _cut_tensor(path: str, tensor: Tensor, rows: Sequence[int], size: int, is_embedding: bool) -> Tensor:
