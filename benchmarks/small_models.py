@@ -21,7 +21,7 @@ from transformers import (
 )
 
 VOCABULARY, POSITIONS, LAYERS, WIDTH, HEADS, GROUPS, NEURONS = 101, 128, 3, 32, 4, 2, 64
-MOST_PARAMETERS = 1_000_000
+MOST_PARAMETERS = 2_000_000
 SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size|^n_words$|vocab_sizes?$", VOCABULARY),
     (r"first_k_dense_replace", 1),
@@ -73,8 +73,8 @@ def shrunk(config: PretrainedConfig) -> PretrainedConfig:
             values[name] = [one if size is None else size if size == HEADS else min(one, size) for one in short]
         elif isinstance(value, list | tuple) and len(value) in deep:
             values[name] = value[:LAYERS]
-        elif isinstance(value, Mapping) and "mrope_section" in value:
-            values[name] = {**value, "mrope_section": [1, 1, 2]}
+        elif isinstance(value, Mapping) and name == "rope_parameters":
+            values[name] = {**value, "mrope_section": [1, 1, 2]}  # of three axes
     return type(config).from_dict(values)
 
 
