@@ -127,7 +127,7 @@ PARTS = ("dff", "layers", "vocabulary")
 GROUPS = {
     "no small model": "NOT BUILT",
     "reads more than tokens or images": "NOT RUN",
-    "no width of blocks in its config": r"sets the width of all",
+    "no setting of the blocks alone (experts share it, or there is none)": r"sets the width of all",
     "no blocks of plain linear layers (experts, convolutions, none)": r"has no feed-forward block",
     "no list of numbered layers": r"has no list of numbered layers",
     "layers that cannot be called alone": r"called alone|called again|called several times|passes on more",
@@ -135,7 +135,8 @@ GROUPS = {
     "layers that others read by number, or call in another order": r"cannot be removed|not called in turn",
     "one layer called several times": r"so that none can be removed",
     "layers that do not read what the one before returns": r"does not read|reads hidden states",
-    "a vocabulary tied to other weights": r"vocabulary",
+    "embeddings that are not plain, or other weights of the vocabulary": r"vocabulary|expected plain ones",
+    "too few layers in the small model": r"and the deepest stack",
 }
 """Why something is refused, in words → what the message says."""
 

@@ -41,6 +41,7 @@ SIZES: tuple[tuple[str, int], ...] = (
         WIDTH,
     ),
     (r"max_position|n_positions|max_seq|^n_ctx$|context|position_embeddings$|max_.*positions", POSITIONS),
+    (r"^window_size$", 2),
     (r"attention_window|sliding_window|window|chunk_size|block_size", 8),
     (r"image_size", 32),
     (r"patch_size|tubelet", 8),
