@@ -163,11 +163,12 @@ def tried(args: argparse.Namespace) -> None:
     print(f"{len(records)} types; {sum('dff' in record for record in records)} built and run")
     for part in PARTS:
         reasons = [record[part] for record in records if part in record]
-        groups = Counter("works" if reason == "works" else _group(reason) for reason in reasons)
+        groups = Counter("works" if reason == "works" else group_of(reason) for reason in reasons)
         print(f"{part}: " + "; ".join(f"{count} {group}" for group, count in groups.most_common()))
 
 
-def _group(reason: str) -> str:
+def group_of(reason: str) -> str:
+    """Return the group of reasons that one belongs to."""
     return next((group for group, pattern in GROUPS.items() if re.search(pattern, reason)), f"other: {reason:.120}")
 
 

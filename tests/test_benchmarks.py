@@ -5,6 +5,7 @@ from argparse import Namespace
 from importlib import import_module
 from pathlib import Path
 
+import families
 import pytest
 import speech
 import speed
@@ -279,3 +280,16 @@ def test_records_say_the_number_of_threads_and_the_clock(tmp_path, set_threads):
     settings = [(record["threads"], record.get("clock")) for record in read_records(place)]
     assert settings == [(1, None), (1, "processor"), (2, None), (2, "wall")]
     assert has_wall_time(Namespace(threads=1, wall=True))
+
+
+def test_verdicts_on_small_models_of_a_type():
+    assert families.verdicts("gptj") == {
+        "class": "GPTJForCausalLM",
+        "dff": "works",
+        "layers": "works",
+        "vocabulary": "works",
+    }
+    reasons = families.verdicts("bloom")
+    assert families.group_of(reasons["dff"]) == "no setting of the blocks alone (experts share it, or there is none)"
+    assert reasons["layers"] == reasons["vocabulary"] == "works"
+    assert "NOT RUN" in families.verdicts("lxmert")["built"]  # it reads regions of images
