@@ -1,6 +1,6 @@
 """Find the attention modules of a live model, read their projections, separate or fused, and refuse all others."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from operator import attrgetter
@@ -496,12 +496,8 @@ def _converted_rows(module: Any, family: AttentionFamily, path: str) -> Any:
     return FusedSlice(layer, start, width, (stop - start) // width, width, has_bias)
 
 
-def find_dense_attention(
-    model: nn.Module, modules: str = "*", without: Collection[str] = (), *, partly: bool = False
-) -> list[DenseSite]:
+def find_dense_attention(model: nn.Module, modules: str = "*") -> list[DenseSite]:
     """List every attention module of `model` that can be converted; as `find_attention`, and checks the projections.
-
-    Modules at the paths `without` are left out, and, if `partly`, those of families without a description.
 
     Raises:
         UnsupportedModelError: as `find_attention`; an operation between projection and dot product (rotary
@@ -514,16 +510,12 @@ def find_dense_attention(
         >>> site.query_heads().shape  # (H, D, d)
         torch.Size([3, 24, 8])
     """
-    sites = [_dense_scores(site) for site in find_attention(model, modules) if site.name not in without]
-    _refuse_interposed(transformers_model(model), sites)
-    if not partly:
-        _refuse_unknown_parts(model, modules)
+    sites = dense_scores(model, find_attention(model, modules))
+    refuse_unknown_parts(model, modules)
     return sites
 
 
-def find_dense_values(
-    model: nn.Module, modules: str = "*", without: Collection[str] = (), *, partly: bool = False
-) -> list[ValueSite]:
+def find_dense_values(model: nn.Module, modules: str = "*") -> list[ValueSite]:
     """List every attention module of `model` whose values can be converted; as `find_dense_attention`.
 
     Raises:
@@ -535,10 +527,16 @@ def find_dense_values(
         >>> site.value_heads().shape, site.output_heads().shape
         (torch.Size([3, 24, 8]), torch.Size([3, 8, 24]))
     """
-    sites = [_dense_values(site) for site in find_attention(model, modules) if site.name not in without]
-    if not partly:
-        _refuse_unknown_parts(model, modules)
+    sites = [dense_values(site) for site in find_attention(model, modules)]
+    refuse_unknown_parts(model, modules)
     return sites
+
+
+def dense_scores(model: nn.Module, sites: Sequence[AttentionSite]) -> list[DenseSite]:
+    """Return attention modules of `model` with their queries and keys; raises as `find_dense_attention`."""
+    dense = [_dense_scores(site) for site in sites]
+    _refuse_interposed(transformers_model(model), dense)
+    return dense
 
 
 def _dense_scores(site: AttentionSite) -> DenseSite:
@@ -550,7 +548,8 @@ def _dense_scores(site: AttentionSite) -> DenseSite:
     return DenseSite(**vars(site), query=query, key=key)
 
 
-def _dense_values(site: AttentionSite) -> ValueSite:
+def dense_values(site: AttentionSite) -> ValueSite:
+    """Return an attention module with its values and outputs; raises as `find_dense_values`."""
     _refuse_undescribed(site)
     value = _projection(site, site.paths.value, site.key_value_heads)
     output, path = site.part(site.paths.output), site.path(site.paths.output)
@@ -650,7 +649,7 @@ def why_undescribed(model: nn.Module, modules: str = "*") -> str:
     return ""
 
 
-def _refuse_unknown_parts(model: nn.Module, modules: str) -> None:
+def refuse_unknown_parts(model: nn.Module, modules: str) -> None:
     """Refuse selected attention in a model inside `model` whose family has no description."""
     if reason := why_undescribed(model, modules):
         raise UnsupportedModelError(

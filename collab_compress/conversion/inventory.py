@@ -13,11 +13,15 @@ from collab_compress.architectures import (
     DenseSite,
     ValueSite,
     find_attention,
-    find_dense_attention,
-    find_dense_values,
     refuse_hooks,
 )
-from collab_compress.architectures.sites import read, why_undescribed
+from collab_compress.architectures.sites import (
+    dense_scores,
+    dense_values,
+    read,
+    refuse_unknown_parts,
+    why_undescribed,
+)
 from collab_compress.attention import QKConfig, maps_of
 from collab_compress.attention.projections import width_in
 from collab_compress.calibration import Batch
@@ -100,28 +104,16 @@ class Inventory:
         if any(maps_of(site.module)[0] is not None for site in self.attention):
             return [], CONVERTED
         others = [site for site in self.editable if not (site.family.rotary or site.no_dk)]
-        sites = self._scores_of(others, partly=True)
+        sites = dense_scores(self.model, others)
         reasons = [site.no_dk or ROTARY for site in self.editable if site not in others]
         return sites, ROTARY if ROTARY in reasons else (reasons or [self.why_kept])[0]
-
-    def _scores_of(self, sites: Sequence[AttentionSite], partly: bool) -> list[DenseSite]:
-        """Return some attention modules by their queries and keys; raises as `find_dense_attention`."""
-        names = {site.name for site in sites}
-        without = [site.name for site in self.attention if site.name not in names]
-        return find_dense_attention(self.model, self.modules, without, partly=partly) if names else []
-
-    def _values_of(self, sites: Sequence[AttentionSite], partly: bool) -> list[ValueSite]:
-        """Return some attention modules by their values and outputs; raises as `find_dense_values`."""
-        names = {site.name for site in sites}
-        without = [site.name for site in self.attention if site.name not in names]
-        return find_dense_values(self.model, self.modules, without, partly=partly) if names else []
 
     @cached_property
     def narrowable_values(self) -> tuple[list[ValueSite], str]:
         """The modules whose values can lose channels, and why others stay dense."""
         if any(maps_of(site.module)[1] is not None for site in self.attention):
             return [], CONVERTED
-        return self._values_of(self.editable, partly=True), self.why_kept
+        return list(map(dense_values, self.editable)), self.why_kept
 
     @cached_property
     def narrowable_blocks(self) -> tuple[list[FeedForward], str]:
@@ -140,8 +132,9 @@ class Inventory:
 
         Widths `by_module` are those that `keep` chose; then attention that cannot be converted stays as it is.
         """
-        sites, partly = (self.editable, True) if by_module else (self.attention, False)
-        if not sites and (compression.dk is not None or compression.dv is not None):
+        is_named = not by_module and (compression.dk is not None or compression.dv is not None)
+        sites = self.editable if by_module else self.attention
+        if is_named and not sites:
             find_attention(self.model, self.modules)  # raises
         widths = {site.name: (by_module or {}).get(site.name, compression) for site in sites}
         for site in sites:
@@ -152,8 +145,10 @@ class Inventory:
                         f"{site.name}: its {what} are already converted; leave it out by modules, expand the model "
                         "first, or start from the dense checkpoint"
                     )
-        scores = self._scores_of([site for site in sites if widths[site.name].dk is not None], partly)
-        values = self._values_of(sites, partly) if compression.dv is not None else []
+        scores = dense_scores(self.model, [site for site in sites if widths[site.name].dk is not None])
+        values = list(map(dense_values, sites)) if compression.dv is not None else []
+        if is_named:
+            refuse_unknown_parts(self.model, self.modules)
         for scored in scores:
             _check_scores(MapTask(scored, widths[scored.name]))
         for valued in values:
