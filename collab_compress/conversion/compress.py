@@ -353,6 +353,8 @@ def install_unset_(
     inventory = Inventory(model, data.used[0] if data.used else None, compression.modules)
     wants_refit(data, compression)
     narrower_blocks(inventory, compression.dff)
+    if compression.layers is not None:
+        deep_stacks(model, inventory.stacks, compression.layers)
     choice = choose_widths(inventory, compression, data)
     for task in inventory.tasks(choice.compression, choice.modules):
         install_maps_(model, [empty_replacement(task.site, task.config())])
