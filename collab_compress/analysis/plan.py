@@ -55,6 +55,7 @@ class Plan:
         rows: by part, the widest first.
         length: tokens for which operations are counted.
         left_out: part that cannot be converted → reason.
+        uncounted: what operations leave out, because it cannot be converted.
 
     Example:
         >>> print(Plan((Row("dk", 12, 0.02, 0.9, 0.6), Row("dk", 6, 0.08, 0.8, 0.4)), length=128, left_out={}))
@@ -67,6 +68,7 @@ class Plan:
     rows: tuple[Row, ...]
     length: int
     left_out: dict[str, str]
+    uncounted: tuple[str, ...] = ()
 
     def to_frame(self) -> Any:
         """Return a `pandas.DataFrame` with a row for each width."""
@@ -74,7 +76,7 @@ class Plan:
 
     def __str__(self) -> str:
         largest = max((row.loss for row in self.rows), default=0.0) or 1.0
-        uncounted = ", without feed-forward blocks" if "dff" in self.left_out else ""
+        uncounted = f", without {' and '.join(self.uncounted)}" if self.uncounted else ""
         lines = [
             f"Parameters and operations (at {self.length} tokens{uncounted}) are those of the whole model.",
             "part  width  parameters  operations  loss in a layer",
@@ -182,4 +184,5 @@ def plan(
                     operations=1 - sum(cost.macs_before - cost.macs_after for cost in costs) / operations,
                 )
             )
-    return Plan(tuple(rows), length, left_out)
+    kinds = {"attention": inventory.attention, "feed-forward blocks": blocks}
+    return Plan(tuple(rows), length, left_out, tuple(kind for kind, parts in kinds.items() if not parts))

@@ -99,6 +99,7 @@ def test_a_plan_is_of_neurons_alone():
     result = plan(model, batches, shares=(1 / 2,))
     assert [(row.part, row.width) for row in result.rows] == [("dff", 16)]
     assert all("'gptj' has no description" in result.left_out[part] for part in ("dk", "dv"))
+    assert " tokens, without attention) are those of the whole model." in str(result)
 
 
 @pytest.mark.parametrize("name", ["big_bird", "gptj", "recurrent_gemma", "internvl_vision"])
