@@ -396,15 +396,22 @@ def _described(owners: dict[str, nn.Module], optional: bool = False) -> dict[str
     """
     described = {name: FAMILIES[type_] for name, owner in owners.items() if (type_ := _type(owner)) in FAMILIES}
     for name, family in list(described.items()):
-        if family.since and Version(transformers.__version__) < Version(family.since):
-            if optional:
-                del described[name]
-                continue
-            raise UnsupportedModelError(
-                f"models of type {_type(owners[name])!r} can be converted with Transformers {family.since} and newer "
-                f"versions, not {transformers.__version__}; pip install 'transformers>={family.since}'"
-            )
+        if too_old := _why_too_old(_type(owners[name]), family):
+            if not optional:
+                raise UnsupportedModelError(too_old)
+            del described[name]
     return described
+
+
+def _why_too_old(type_: str | None, family: AttentionFamily) -> str:
+    """Return why models of a described family cannot be converted with this Transformers, or ""."""
+    since = family.since
+    if not since or Version(transformers.__version__) >= Version(since):
+        return ""
+    return (
+        f"models of type {type_!r} can be converted with Transformers {since} and newer versions, not "
+        f"{transformers.__version__}; pip install 'transformers>={since}'"
+    )
 
 
 def _site(
@@ -640,12 +647,16 @@ def _refuse_interposed(model: nn.Module, sites: Iterable[AttentionSite]) -> None
 
 
 def why_undescribed(model: nn.Module, modules: str = "*") -> str:
-    """Return which selected attention of a model has no description because its family has none; empty for none."""
+    """Return which selected attention of a model has no description for this Transformers; empty for none."""
     model = transformers_model(model)
     for name, owner in _owners(model).items():
-        module = model.get_submodule(name)
-        if name and _type(owner) not in FAMILIES and _is_attention(module) and fnmatch(name, modules):
-            return f"{name} ({_class(module)}): model type {_type(owner)!r} has no description"
+        module, type_ = model.get_submodule(name), _type(owner)
+        if not (name and _is_attention(module) and fnmatch(name, modules)):
+            continue
+        if type_ not in FAMILIES:
+            return f"{name} ({_class(module)}): model type {type_!r} has no description"
+        if too_old := _why_too_old(type_, FAMILIES[type_]):
+            return f"{name} ({_class(module)}): {too_old}"
     return ""
 
 

@@ -33,6 +33,8 @@ COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", *OF_TWO, *(f
 """Attributes of configs that may be the number of layers of a stack."""
 DEPTHS = re.compile("depths|sizes|layers")
 """Parts of the names of lists with the numbers of layers of several stacks."""
+TOKENS = re.compile("(ids?|tokens)$")
+"""Ends of the names of lists of tokens, which may be as long as a stack is deep."""
 LAYER_NUMBERS = re.compile(
     r"(feature_layers?|layer_ids|(layer|block|visual|attn)s?_(idxs?|index|indexes|indices)|dola_layers)$"
 )
@@ -192,7 +194,9 @@ def _shorten_(configs: Iterable[PretrainedConfig], model: PreTrainedModel, depth
                 setattr(config, name, min(value, count))
             elif DEPTHS.search(name) and value in ([*depths], tuple(depths)):
                 setattr(config, name, type(value)(len(numbers) for _, numbers in of_config))
-            elif isinstance(value, list | tuple) and ("layer" in name or depth.all_lists):
+            elif isinstance(value, list | tuple) and (
+                "layer" in name or (depth.all_lists and not TOKENS.search(name))
+            ):
                 numbers = kept.get(len(value), range(len(value)))
                 setattr(config, name, type(value)(value[number] for number in numbers))
         if getattr(config, "stage_names", None):  # which only backbones read; those are refused
@@ -212,6 +216,10 @@ def changed_attributes(model: PreTrainedModel, depth: Depth) -> dict[tuple[str, 
             "layers"
         )
 
+    for before, after in zip(configs_inside(model.config), configs_inside(config), strict=True):
+        kinds, left = (str(getattr(one, "layer_types", "")) for one in (before, after))
+        if "attention" in kinds and "attention" not in left:
+            raise refusal("none of them would have attention, without which its cache does not work")
     try:
         with torch.device("meta"):
             dense, shallow = (type(model)(type(one).from_dict(one.to_dict())) for one in (model.config, config))

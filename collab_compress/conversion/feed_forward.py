@@ -61,7 +61,7 @@ def find_blocks(model: PreTrainedModel, linears: Sequence[ResidualLinear], layer
     if not blocks:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no feed-forward block of plain linear layers, one neuron beside "
-            "the other (a mixture of experts is none); leave out dff"
+            "the other and each token by itself (a mixture of experts is none, nor a convolution); leave out dff"
         )
     return blocks
 
@@ -144,7 +144,7 @@ def narrower_config(model: PreTrainedModel, blocks: Sequence[FeedForward], width
             wanted |= {f"{name}.{part}": shape for part, shape in shapes.items()}
     to_change = {name for name, shape in _shapes(model).items() if wanted[name] != shape}
     config = copy.deepcopy(model.config)
-    before = _built_shapes(model, config)
+    before = now = _built_shapes(model, config)
     other = ""
     for part in configs_inside(config):
         for attribute, value in part.to_dict().items():
@@ -152,9 +152,10 @@ def narrower_config(model: PreTrainedModel, blocks: Sequence[FeedForward], width
                 with suppress(Exception):  # of another type than the config allows
                     setattr(part, attribute, narrower)
                 built = _built_shapes(model, config)
-                changed = {name for name in before if name in built and built[name] != before[name]}
+                changed = {name for name in now if name in built and built[name] != now[name]}  # by this attribute
                 fits = changed <= to_change and all(built[name] == wanted[name] for name in changed)
                 if changed and fits and len(built) == len(before):
+                    now = built
                     break
                 setattr(part, attribute, value)
                 if changed & to_change:

@@ -207,6 +207,11 @@ def refuse_unconvertible(model: PreTrainedModel, caller: str) -> None:
             f"attention is converted as 'eager' or 'sdpa', the model is set to {implementation!r}; "
             "call model.set_attn_implementation('sdpa') first"
         )
+    if getattr(model.config, "rescale_every", 0):  # RWKV's
+        raise UnsupportedModelError(
+            f"{type(model).__name__} divides its own weights when it first runs, so that no copy can share them; set "
+            "rescale_every of its config to 0 before it runs"
+        )
 
 
 def check_weights(weights: Iterable[tuple[str, Tensor]], error: type[CollabCompressError] = CompressionError) -> None:

@@ -1,6 +1,7 @@
 """Families without a description: blocks, layers and the vocabulary of any model with numbered layers."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -271,3 +272,47 @@ def test_described_attention_beside_undescribed_is_converted(half_described, tmp
         torch.testing.assert_close(run(loaded, batches[0]), run(model, batches[0]))
         if compression.keep is not None:
             assert "some attention modules stay as they are: text_model." in report.choice
+
+
+def test_only_the_width_of_the_blocks_changes():
+    """Other numbers that equal the width, and factors, stay."""
+    factors = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1}
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.GraniteConfig(
+        vocab_size=61, intermediate_size=64, max_position_embeddings=64, pad_token_id=0, **sizes, **factors
+    )
+    model = transformers.GraniteForCausalLM(config).eval()
+    before = model.config.to_dict()
+    compress(model, Compression(dff=32), [{"input_ids": torch.randint(1, 61, (4, 9))} for _ in range(4)])
+    after = model.config.to_dict()
+    assert {name for name, value in after.items() if before[name] != value} == {"intermediate_size"}
+
+
+def test_a_model_that_changes_its_own_weights_is_refused():
+    sizes = {"hidden_size": 24, "attention_hidden_size": 24, "num_hidden_layers": 4, "context_length": 64}
+    model = transformers.RwkvModel(transformers.RwkvConfig(vocab_size=61, rescale_every=2, **sizes)).eval()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    batches = [{"input_ids": torch.randint(0, 61, (3, 9))} for _ in range(4)]
+    for call in (lambda: compress(model, Compression(layers=2), batches), lambda: plan(model, batches)):
+        with pytest.raises(UnsupportedModelError, match="set rescale_every of its config to 0"):
+            call()
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_attention_stays_where_a_model_has_any(monkeypatch):
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    kinds = ["conv", "full_attention", "conv", "conv"]
+    config = transformers.Lfm2Config(vocab_size=61, num_hidden_layers=4, layer_types=kinds, **sizes)
+    model = transformers.Lfm2ForCausalLM(config).eval()
+    batches = [{"input_ids": torch.randint(1, 61, (4, 9))} for _ in range(4)]
+    monkeypatch.setattr("collab_compress.conversion.layer_search.choose_layers", lambda *_: ["model.layers.1"])
+    with pytest.raises(UnsupportedModelError, match="none of them would have attention"):
+        compress(model, Compression(layers=3), batches)
+
+
+def test_keep_says_that_a_family_needs_a_newer_version(monkeypatch):
+    model, batches = build("bert"), data("bert")
+    monkeypatch.setitem(FAMILIES, "bert", replace(FAMILIES["bert"], since="99.0"))
+    report = compress(model, Compression(keep=0.5), batches)
+    assert {part.part for part in report.parts} == {"dff"}
+    assert "models of type 'bert' can be converted with Transformers 99.0 and newer versions" in report.choice
