@@ -131,6 +131,7 @@ GROUPS = {
     "no blocks of plain linear layers (experts, convolutions, none)": r"has no feed-forward block",
     "no list of numbered layers": r"has no list of numbered layers",
     "layers that cannot be called alone": r"called alone|called again|called several times|passes on more",
+    "weights that the model changes itself": r"divides its own weights",
     "layers of several kinds": r"would stay|are unlike|of its config",
     "layers that others read by number, or call in another order": r"cannot be removed|not called in turn",
     "one layer called several times": r"so that none can be removed",
