@@ -10,7 +10,14 @@ from tiny_families import NUMBERED, TINIES, build, inputs, numbered_layers, run
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from collab_compress import Compression, CompressionError, UnsupportedModelError, compress, trim_vocabulary_
+from collab_compress import (
+    CalibrationError,
+    Compression,
+    CompressionError,
+    UnsupportedModelError,
+    compress,
+    trim_vocabulary_,
+)
 from collab_compress.analysis import plan
 from collab_compress.architectures import FAMILIES
 from collab_compress.calibration.gather import batch_masks
@@ -166,7 +173,7 @@ def test_models_without_a_list_of_layers_are_refused():
         compress(model, Compression(dff=16), data("bloom"))
 
 
-@pytest.mark.parametrize("name", ["big_bird", "gpt_bigcode", "led", "longformer", "luke"])
+@pytest.mark.parametrize("name", ["big_bird", "gpt_bigcode", "led", "longformer", "luke", "xlnet"])
 def test_padding_does_not_count(name):
     one, other, batches = build(name), build(name), data(name)
     changed = [dict(batch) for batch in batches]
@@ -180,25 +187,82 @@ def test_padding_does_not_count(name):
         torch.testing.assert_close(before, after, rtol=1e-3, atol=1e-4, msg=path)
 
 
-@pytest.mark.parametrize(("name", "masked"), [("led", True), ("gptj", True), ("xlnet", False), ("swin", False)])
-def test_masks_are_those_of_the_batch_where_hidden_states_are_ordered_by_sequence(name, masked):
+@pytest.mark.parametrize("name", ["led", "gptj", "xlnet"])
+def test_masks_are_those_of_the_batch_in_the_order_of_hidden_states(name):
+    """XLNet's begin with the tokens, even where these are as many as the sequences."""
     model, batch = build(name), inputs(name)
+    square = {part: value[:, :3] for part, value in batch.items()}
+    for tokens in (batch, square):
+        masks = batch_masks(model, tokens)
+        for linear in Inventory(model, batch).residual_linears:
+            expected = tokens["decoder_attention_mask" if "decoder" in linear.name else "attention_mask"].bool()
+            ordered = expected.T if name == "xlnet" else expected
+            assert torch.equal(linear.mask(masks, torch.zeros(*ordered.shape, 24)), ordered)
+            assert torch.equal(linear.mask(masks, torch.zeros(expected.numel(), 24)), ordered)
+
+
+def test_hidden_states_in_windows_have_no_mask():
+    model, batch = build("swin"), inputs("swin")
     masks = batch_masks(model, batch)
-    for linear in Inventory(model, batch).residual_linears:
-        expected = batch.get("decoder_attention_mask" if "decoder" in linear.name else "attention_mask")
-        values = torch.zeros(*(expected.shape if expected is not None else (3, 9)), 24)
-        mask = linear.mask(masks, values if masked else values.transpose(0, 1))
-        assert torch.equal(mask, expected.bool()) if masked else mask is None
+    assert all(
+        linear.mask(masks, torch.zeros(3, 9, 24)) is None for linear in Inventory(model, batch).residual_linears
+    )
 
 
-def test_padding_that_a_model_appends_does_not_count():
-    """Longformer reads whole windows."""
-    model, batch = build("longformer"), inputs("longformer")
-    (stack,) = find_stacks(model, batch)
-    assert stack.shape[1] == 12 > batch["input_ids"].shape[1] == 9
-    mask = stack.mask.of(batch_masks(model, batch), torch.zeros(3, 12, 24))
-    assert torch.equal(mask[:, :9], batch["attention_mask"].bool())
+@pytest.mark.parametrize("length", [9, 11, 12, 13])
+def test_padding_that_a_model_appends_does_not_count(length):
+    """Longformer reads whole windows of four tokens, and counts positions without padding."""
+    model, generator = build("longformer"), torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 61, (3, length), generator=generator)
+    ids[:, -3:] = model.config.pad_token_id
+    (stack,) = find_stacks(model, {"input_ids": ids, "attention_mask": (ids != model.config.pad_token_id).long()})
+    assert stack.shape[1] == -(-length // 4) * 4
+    later = inputs("longformer")
+    mask = stack.mask.of(batch_masks(model, later), torch.zeros(3, 12, 24))
+    assert torch.equal(mask[:, :9], later["attention_mask"].bool())
     assert not mask[:, 9:].any()
+
+
+def test_an_encoder_alone_has_its_own_mask():
+    model = build("led").encoder
+    assert model.get_decoder() is model
+    assert [stack.mask.kind for stack in find_stacks(model, inputs("longformer"))] == ["encoder"]
+
+
+@pytest.fixture
+def captioner():
+    """Return a model that reads five positions of an image before the tokens, and padded batches."""
+    vision = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 3}
+    config = transformers.GitConfig(
+        vision_config={**vision, "image_size": 8, "patch_size": 4},
+        vocab_size=61,
+        max_position_embeddings=40,
+        **vision,
+    )
+    torch.manual_seed(0)
+    images = {"pixel_values": torch.randn(3, 3, 8, 8)}
+    return transformers.GitModel(config).eval(), [inputs("bloom", seed) | images for seed in range(4)]
+
+
+def test_padding_at_unknown_places_is_refused(captioner):
+    model, batches = captioner
+    with pytest.raises(CalibrationError, match=r"\(.*, 14, 24\).* mask .*, 9\).* pass batches without padding"):
+        compress(copy.deepcopy(model), Compression(dff=16), batches)
+    whole = [batch | {"attention_mask": torch.ones(3, 9, dtype=torch.long)} for batch in batches]
+    report = compress(model, Compression(dff=16), whole)
+    assert {refit.vectors // report.sequences for refit in report.refits} == {5, 14}
+
+
+@pytest.mark.parametrize("length", [5, 9])
+def test_an_image_tower_has_no_mask(captioner, length):
+    """Its five positions are no tokens, be these as many or not."""
+    model, (batch, *_) = captioner
+    tokens = {name: value if name == "pixel_values" else value[:, :length] for name, value in batch.items()}
+    tower, texts = find_stacks(model, tokens)
+    assert tower.path.startswith("image_encoder.")
+    assert tower.shape[:2] == (2, 5)
+    assert tower.mask is None
+    assert texts.mask is not None
 
 
 @pytest.mark.parametrize("name", ["big_bird", "falcon", "gptj", "internvl_vision", "led", "recurrent_gemma"])
