@@ -13,8 +13,9 @@ dense model's index; "documents" finds dense queries on its index. Differences t
 intervals over queries.
 
 A row is as in quality.py: "dense", "shared keep=0.5", "shared dff=768", "magnitude dff=768". Calibration DATA is
-"default", "none", "builtin", a file or folder of texts; "documents" and "queries" are those of the collection; a "+"
-joins several, as in "builtin+documents". Of the collection's documents, 1,000 are drawn at random by the seed.
+"default", "none", "builtin", a file or folder of texts; "documents" and "queries" are those of the collection, and
+"past-queries" is every second query, where only the others are scored; a "+" joins several, as in
+"builtin+documents". Of the collection's documents, 1,000 are drawn at random by the seed.
 Results are appended to the records; what is recorded already is skipped.
 """
 
@@ -126,6 +127,7 @@ class Encoder:
             "documents": [document + documents[row] for row in draw(len(documents), DOCUMENTS, seed)],
             "queries": [query + text for text in collection.queries.values()],
         }
+        own["past-queries"] = own["queries"][::2]
         kinds = tuple(own.get(kind, kind) for kind in name.split("+"))
         length = self.transformer.max_seq_length
         return calibration_batches(kinds, self.model, self.transformer.tokenizer, length=length, seed=seed)
@@ -154,7 +156,9 @@ def measure(args: argparse.Namespace) -> None:
             if case in done:
                 continue
             done.add(case)
-            of_collection = {"documents", "queries"} & {*calibration.split("+")}
+            kinds = {*calibration.split("+")}
+            of_collection = {"documents", "queries", "past-queries"} & kinds
+            scored = slice(1, None, 2) if "past-queries" in kinds else slice(None)
             if row != "dense" and (small is dense or of_collection):
                 batches = dense.calibration(calibration, collection, args.seed)
                 start = process_time()
@@ -166,12 +170,13 @@ def measure(args: argparse.Namespace) -> None:
                 embedded["small"] = small.embed(collection)
             reference = collection.score(*embedded["dense"])
             for use, (queries, documents) in USES.items() if row != "dense" else [("both", ("dense", "dense"))]:
-                used = embedded[queries][0], embedded[documents][1]
-                scores = collection.score(*used)
+                used = embedded[queries][0][scored], embedded[documents][1]
+                scores = collection.score(embedded[queries][0], embedded[documents][1])
                 record = dict(zip(identity, case, strict=True)) | {"use": use, "processor_s": round(seconds, 1)}
-                record["stay"] = stay(embedded["dense"], used)
+                record["stay"] = stay((embedded["dense"][0][scored], embedded["dense"][1]), used)
                 for metric, values in scores.items():
-                    differences = values - reference[metric]
+                    values = values[scored]
+                    differences = values - reference[metric][scored]
                     low, high = interval(differences)
                     record |= {metric: values.mean(), f"{metric}_change": differences.mean()}
                     record |= {f"{metric}_low": low, f"{metric}_high": high}
