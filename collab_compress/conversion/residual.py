@@ -21,6 +21,7 @@ from collab_compress.attention.projections import input_dim
 from collab_compress.calibration.gather import AttentionMasks, MaskKind
 from collab_compress.calibration.stacks import Stack, StreamMask, stream_mask
 from collab_compress.conversion.layers import SingleLayers
+from collab_compress.devices import forked_rng
 from collab_compress.errors import UnsupportedModelError
 from collab_compress.heads.sharding import refuse_computed
 
@@ -50,9 +51,10 @@ def find_residual_linears(
 ) -> list[ResidualLinear]:
     """Find the linear layers whose outputs are added to the residual stream, in the order of calls.
 
-    These are output projections of attention, and layers as wide as those, or, where none is described, as the hidden
-    states, of which a change appears in a later module of the numbered layer, added to something else, as it is or
-    times a constant for each channel; or a norm reads it, and what that returns is added.
+    Candidates are the output projections of attention and linear layers that have as many outputs, or, where no
+    attention is described, as many as the hidden states have channels. Such a layer is found if a change of its
+    outputs appears in a later module of the numbered layer as part of a sum, as it is or times a constant for each
+    channel, or after a norm.
     """
     sites = find_attention(model, optional=True)
     stack_masks = {layer: stack.mask for stack in stacks for layer in stack.layers}
@@ -113,10 +115,12 @@ def _is_linear(kind: Any) -> bool:
     """Return whether a class of modules is a linear layer, or computes what `nn.Linear` does, as Falcon's."""
     if kind in (nn.Linear, Conv1D) or not issubclass(kind, nn.Linear):
         return kind in (nn.Linear, Conv1D)
+    cpu = torch.device("cpu")
     try:
-        layer = kind(2, 3)
-        inputs = torch.tensor([[1.0, 2.0], [3.0, -1.0]], device="cpu")
-        outputs = nn.functional.linear(inputs, layer.to("cpu", torch.float32).weight, layer.bias)
+        with forked_rng(cpu), cpu:
+            layer = kind(2, 3).float()
+        inputs = torch.tensor([[1.0, 2.0], [3.0, -1.0]], device=cpu)
+        outputs = nn.functional.linear(inputs, layer.weight, layer.bias)
         return bool(torch.allclose(layer(inputs), outputs))
     except Exception:  # whatever a layer of another kind raises
         return False

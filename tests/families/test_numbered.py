@@ -23,6 +23,7 @@ from collab_compress.architectures import FAMILIES
 from collab_compress.calibration.gather import batch_masks
 from collab_compress.calibration.stacks import find_stacks
 from collab_compress.conversion.inventory import Inventory, find_feed_forward
+from collab_compress.conversion.residual import _is_linear
 from collab_compress.heads import HeadMask, Recorder
 
 NO_WIDTH = {"bloom", "swin"}  # of blocks, in the config: four times the model's
@@ -380,3 +381,12 @@ def test_keep_says_that_a_family_needs_a_newer_version(monkeypatch):
     report = compress(model, Compression(keep=0.5), batches)
     assert {part.part for part in report.parts} == {"dff"}
     assert "models of type 'bert' can be converted with Transformers 99.0 and newer versions" in report.choice
+
+
+def test_trying_a_linear_layer_of_its_own_class_draws_no_random_numbers():
+    model, batches = build("falcon"), data("falcon")
+    _is_linear.cache_clear()
+    before = torch.get_rng_state()
+    assert find_feed_forward(model, batches[0])
+    assert _is_linear.cache_info().misses
+    assert torch.equal(torch.get_rng_state(), before)
